@@ -1,4 +1,4 @@
-"""What `spmd.check` costs as a world grows along dp: time, memory and plays of a 70B Llama on 256 to 65,536 ranks.
+"""Cost of `spmd.check` as a world grows along dp: time, memory and plays of a 70B Llama on 256 to 65,536 ranks.
 
     python benchmarks/check_scale.py            # tp 8, sequence parallel, pp 4 and pp 16
     python benchmarks/check_scale.py --quick    # a 1B Llama, once: whether it works

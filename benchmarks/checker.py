@@ -1,4 +1,4 @@
-"""What the type checker costs: `SpmdTypeMode` over no mode, beside a mode that does nothing and the published package.
+"""Cost of the type checker: `SpmdTypeMode` over no mode, beside a mode that does nothing and the published package.
 
 One process, one thread, CPU time; all variants take turns, and every figure is a median over the rounds. Operators are
 called on tensors of a few elements, so that what is left is Python: µs that a mode adds to a call, by the types of its
@@ -75,7 +75,7 @@ OPERATORS: dict[str, tuple[str, Callable[[Tensor, Tensor, Tensor], Any], str]] =
 
 
 class Nothing(TorchFunctionMode):
-    """What any mode costs."""
+    """A mode that does nothing: the cost of any mode."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

@@ -53,7 +53,7 @@ GOALS = {"save": ("ours", 0.8), "load": ("ours", 1.2), "reshard": ("ours", 1.2)}
 
 
 def shapes(quick: bool) -> list[tuple[int, int]]:
-    """Of the matrices of a Llama with 200M parameters."""
+    """Shapes of the matrices of a Llama with 200M parameters."""
     hidden, layers, vocabulary = (128, 2, 1000) if quick else (1024, 11, 32000)
     layer = [(hidden, hidden)] * 4 + [(11 * hidden // 4, hidden)] * 2 + [(hidden, 11 * hidden // 4)]
     return [(vocabulary, hidden)] * 2 + layer * layers

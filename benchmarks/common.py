@@ -1,4 +1,4 @@
-"""What the benchmarks share: processes on loopback, the heading of a report, medians of paired measurements."""
+"""Common code of the benchmarks: processes on loopback, the heading of a report, medians of paired measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens once in a process: the import, the first layer, the first collective, the first `run_train`.
+"""Costs that occur once in a process: the import, the first layer, the first collective, the first `run_train`.
 
 Two processes on gloo, a pipeline of two stages. Each row is done twice; its CPU seconds are those of rank 0, all
 threads, and what is reported is the median over new pairs of processes, with the modules that the first time imports.

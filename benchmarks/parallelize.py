@@ -17,7 +17,6 @@ The last line is JSON: `{"step": {"256": {"emitted_over_swap_cpu": CPU, ...}}, "
 
 from __future__ import annotations
 
-import inspect
 import json
 import multiprocessing
 import shutil
@@ -41,14 +40,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf
 from neuronx_dist.parallelize import ComputeConfig, parallelize
-from neuronx_dist.parallelize.choose import choose
-from neuronx_dist.parallelize.decompose import decomposed
-from neuronx_dist.parallelize.emit import emit
-from neuronx_dist.parallelize.program import Division
-from neuronx_dist.parallelize.record import record_program
-from neuronx_dist.parallelize.stored import stored_of
-from neuronx_dist.parallelize.toy import check_toy, toy_of
-from neuronx_dist.parallelize.verify import check_types
+from neuronx_dist.parallelize.choose.exact import choose
+from neuronx_dist.parallelize.emit.emitted_class import emitted_program
+from neuronx_dist.parallelize.example import Example
+from neuronx_dist.parallelize.prove.smaller import smaller_program
+from neuronx_dist.parallelize.prove.verify import verify
 from neuronx_dist.planning.costs import H100
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
 
@@ -57,7 +53,7 @@ VARIANTS = ("swap", "emitted", "dtensor", "again")
 GOALS = {256: {"swap": 1.05, "dtensor": 0.8}, 1024: {"swap": 1.02}}
 ROUNDS = ((512, 400), (1 << 30, 100))  # up to this hidden size: this many
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-STEPS = ("record", "choose", "emit", "check", "toy")
+STEPS = ("record", "choose", "emit", "smaller", "proof")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
@@ -211,23 +207,29 @@ def report_block(hidden: int, tokens: int, repeats: int) -> dict[str, float]:
     return report
 
 
+def llama_of(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, words: int) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=hidden,
+            intermediate_size=inner,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            vocab_size=words,
+            num_hidden_layers=layers,
+            use_cache=False,
+        )
+    )
+
+
 def compile_times(layers: int) -> dict[str, float]:
-    """CPU seconds of each step from a module to checked source, and how many calls there are."""
+    """CPU seconds of each step from a module to proven source, and the number of calls; `smaller`: 2 narrow layers."""
     torch.set_num_threads(1)
     with torch.device("meta"):
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=4096,
-                intermediate_size=14336,
-                num_attention_heads=32,
-                num_key_value_heads=8,
-                vocab_size=128256,
-                num_hidden_layers=layers,
-                use_cache=False,
-            )
-        )
+        model = llama_of(layers, 4096, 14336, 32, 8, 128256)
     tokens = torch.empty(1, 4096, dtype=torch.long, device="meta")
-    arguments = {"input_ids": tokens, "labels": tokens}
+    example = Example(model, {"input_ids": tokens, "labels": tokens})
+    few = torch.zeros(1, 16, dtype=torch.long)
+    smaller = Example(llama_of(2, 64, 96, 16, 8, 48), {"input_ids": few, "labels": few})
     seconds: dict[str, float] = {}
 
     def timed(name: str, function: Callable[[], Any]) -> Any:
@@ -236,21 +238,18 @@ def compile_times(layers: int) -> dict[str, float]:
         seconds[name] = round(time.process_time() - start, 3)
         return result
 
-    def source_of(division: Division) -> str:
-        stored = stored_of(model, division)
-        return emit(division, name="Llama", stored=stored, signature=inspect.signature(model.forward))
-
-    program = timed("record", lambda: decomposed(record_program(model, arguments, training=True)))
+    config = ComputeConfig(plan_ngpus=8, runtime_ngpus=8)
+    program = timed("record", lambda: example.program(training=True))
     division = timed("choose", lambda: choose(program, "tp", 8, costs=H100))
-    source = timed("emit", lambda: source_of(division))
-    timed("check", lambda: check_types(source, division, arguments))
-    timed("toy", lambda: check_toy(source, toy_of(division, model, arguments)))
+    emitted = timed("emit", lambda: emitted_program(example, [division]))
+    small = timed("smaller", lambda: smaller_program([division], smaller, config))
+    timed("proof", lambda: verify(emitted, small))
     return {"calls": len(program.calls), **seconds}
 
 
 def report_compiling(layers: list[int]) -> dict[str, dict[str, float]]:
     report: dict[str, dict[str, float]] = {}
-    print(f"{'layers':>6}{'calls':>7}{'record':>9}{'choose':>9}{'emit':>9}{'check':>9}{'toy':>9}   CPU seconds")
+    print(f"{'layers':>6}{'calls':>7}{'record':>9}{'choose':>9}{'emit':>9}{'smaller':>9}{'proof':>9}   CPU seconds")
     for count in layers:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             each = pool.apply(compile_times, (count,))

@@ -38,7 +38,7 @@ from torch import nn
 
 import neuronx_dist as nxd
 from neuronx_dist.pipeline.schedule import Schedule, training_schedule
-from neuronx_dist.pipeline.schedule.timing import Costs, timeline_of
+from neuronx_dist.pipeline.schedule.analysis import Costs, timeline_of
 
 FORWARD = BACKWARD_INPUT = BACKWARD_WEIGHT = 0.010  # seconds that a stage sleeps for a microbatch
 ROWS, HIDDEN, TOKENS = 4, 64, 128
@@ -56,7 +56,7 @@ ZERO_BUBBLE_GOAL = 0.85
 
 
 class Activations(torch.autograd.Function):
-    """What depends on the input: sleeps in forward, and for the input's gradient."""
+    """Work that depends on the input: sleeps in forward, and for the input's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ class Activations(torch.autograd.Function):
 
 
 class Weights(torch.autograd.Function):
-    """What depends on the weight alone: sleeps for its gradient."""
+    """Work that depends on the weight alone: sleeps for its gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:

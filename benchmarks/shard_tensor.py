@@ -1,4 +1,4 @@
-"""What ShardTensor costs: its host time on tiny tensors, a Llama block, a large convolution, and memory.
+"""Cost of ShardTensor: its host time on tiny tensors, a Llama block, a large convolution, and memory.
 
 * Tiny tensors of two gloo processes: plain torch, ours, torch's DTensor. CPU time of the main thread, best of some
   rounds, in which the three take turns. Collectives of gradients are in it; DTensor leaves those of the weights of a

@@ -150,7 +150,7 @@ class MLP(nn.Module):
 
 
 def dtensor(full: dict[str, torch.Tensor], rank: int) -> Variant:
-    """As torch's own trainers do it: the input is made a DTensor once, so q/k/v share one all-reduce in backward."""
+    """The block as in torch's trainers: the input becomes a DTensor once, so q/k/v share one all-reduce in backward."""
     layers = {}
     for name, value in full.items():
         layers[name] = nn.Linear(value.shape[1], value.shape[0], bias=False)

@@ -1,4 +1,4 @@
-"""What a training step costs in XLA programs: how many are compiled and run, and how often host and device meet.
+"""XLA programs of a training step: numbers of compilations, runs, and synchronisations of host and device.
 
     .venv-xla/bin/python -m benchmarks.xla_graphs
 

@@ -205,7 +205,7 @@ def measure(names: list[str], clip: float | None, rounds: int) -> dict[str, list
 
 
 def profile(name: str, clip: float | None) -> str:
-    """Where the CPU time of one rank's steps goes."""
+    """Profiles the CPU time of one rank's steps."""
     nxd.initialize_model_parallel()
     step = VARIANTS[name](clip)
     for _ in range(3):

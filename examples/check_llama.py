@@ -31,7 +31,7 @@ MICROBATCHES = 16
 def build(
     size: str, sequence_parallel: bool, schedule: str | None = None, virtual_pipeline_size: int = 1
 ) -> tuple[Any, Any]:
-    """What a training script builds, up to the point where weights would be needed."""
+    """Builds the objects of a training script, up to the point where weights would be needed."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(

@@ -19,7 +19,7 @@ _NO_PART_OF_THE_MODEL = ("_name_or_path", "dtype", "torch_dtype", "transformers_
 
 
 class Run(NamedTuple):
-    """What is saved of a run, and changed when it is resumed."""
+    """State of a run that is saved, and replaced when the run is resumed."""
 
     model: Any
     optimizer: Any
@@ -92,7 +92,7 @@ class Checkpoints:
             self.say(f"warning: {error}")
 
     def left(self) -> str:
-        """What there is to go on from."""
+        """Returns the checkpoints to resume from."""
         if self._saved <= 0:
             return "there is no checkpoint (--save-every)"
         return f"step_{self._saved} is saved; go on with --resume --out {self._args.out}"

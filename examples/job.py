@@ -1,4 +1,4 @@
-"""How train_llama.py starts and ends, in lines for people. Its first import: it needs nothing but Python.
+"""Start and end of train_llama.py, as lines for people. Imported first: it needs nothing but Python.
 
 Whoever leaves through here has said why, in one line, which is the last one under `neuronx-dist run`. torchrun itself
 adds 25 lines of its own traceback.
@@ -119,7 +119,7 @@ def is_restart() -> bool:
 
 
 def launch() -> list[str] | None:
-    """What the ranks of a host have in common over all restarts of their launcher, and with no other launch."""
+    """Identifier of a launch: equal for all ranks of a host over all restarts, and different for other launches."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     return None if run_id is None else [run_id, socket.gethostname(), str(os.getppid())]
 

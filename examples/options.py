@@ -119,7 +119,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def record_of(args: argparse.Namespace, layout: Layout, launches: list[Any]) -> dict[str, Any]:
-    """What a run was made with, for `run.json`: the command, its launch, all flags, the layout, versions."""
+    """Record of a run for `run.json`: the command, its launch, all flags, the layout, versions."""
     packages = ("neuronx_dist", "torch", "transformers", "numpy")
     versions = {name: version(name) for name in packages if find_spec(name) is not None}
     return {

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from neuronx_dist.parallelize import ComputeConfig, IRGraph, ParallelModule, build_optimizer, parallelize
-from neuronx_dist.parallelize.decompose import decomposed
-from neuronx_dist.parallelize.nodes import IRFwOperation
-from neuronx_dist.parallelize.policies import POLICIES
-from neuronx_dist.parallelize.program import operands_of
-from neuronx_dist.parallelize.record import record_program
+from neuronx_dist.parallelize.policy.operations import IRFwOperation
+from neuronx_dist.parallelize.policy.policies import POLICIES
+from neuronx_dist.program.decompose import decomposed
+from neuronx_dist.program.program import operands_of
+from neuronx_dist.program.record import record_program
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
 
 MICROBATCHES = 2  # samples that a unit trains on in a step
@@ -43,7 +43,7 @@ class ConvNet(nn.Module):
 
 
 class Gpt2(nn.Module):
-    """Of Hugging Face's GPT-2 the loss, as an end2end module returns it."""
+    """Hugging Face's GPT-2 with its loss, as an end2end module returns it."""
 
     def __init__(self) -> None:
         from transformers import GPT2Config, GPT2LMHeadModel

@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: a progress bar or plain lines, metrics.jsonl, and a loss curve."""
+"""Output of a run: a progress bar or plain lines, metrics.jsonl, and a loss curve."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class TextData:
 
     @property
     def checksum(self) -> str:
-        """Of the tokens: two runs with the same one, seed and sizes train on the same batches."""
+        """Checksum of the tokens: two runs with equal checksum, seed and sizes train on the same batches."""
         return f"{zlib.crc32(self.train.numpy().data):08x}"
 
     def encode(self, text: str) -> list[int]:
@@ -115,7 +115,7 @@ class TextData:
         return self.tokenizer.decode(tokens)
 
     def continuation(self, folder: Path, prompt: str, count: int = 160) -> str:
-        """What a saved model makes of a prompt. It is loaded as any Hugging Face model is."""
+        """Continues a prompt with a saved model, which is loaded like any Hugging Face model."""
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 

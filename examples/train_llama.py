@@ -121,7 +121,7 @@ def check(args: Namespace, config: Any, layout: Layout, time_limit: float | None
 
 
 def check_before_launch(args: Namespace, config: Any, layout: Layout) -> str | None:
-    """What is wrong, if the ranks' programs do not fit together: the job ends with it."""
+    """Returns the error if the ranks' programs do not fit together: the job ends with it."""
     job.say(f"checking the program of {layout.world_size} ranks, {args.check_limit:g} s at most (--no-check) ...")
     report = check(args, config, layout, args.check_limit)
     if any(problem.kind != "program" for problem in report.problems):

@@ -9,7 +9,6 @@ from .lazy_names import lazy_names
 from .mesh import Mesh
 from .parallel_layers import parallel_state
 from .parallel_layers.embedding import ParallelEmbedding
-from .parallel_layers.layer_norm import LayerNorm, RMSNorm
 from .parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
 from .parallel_layers.loss_functions import parallel_cross_entropy
 from .parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
@@ -30,6 +29,8 @@ _LAZY = {
     "global_num_items": "gradients.reduce",
     "init_on_device": "weights.init_device",
     "materialize": "weights.materialize",
+    "LayerNorm": "parallel_layers.layer_norm",
+    "RMSNorm": "parallel_layers.layer_norm",
     "model_parallel_manual_seed": "parallel_layers.random",
     "move_model_to_device": "parallel_layers.utils",
     "no_sync": "gradients.accumulation",
@@ -41,10 +42,8 @@ _LAZY = {
 
 __all__ = [
     "ColumnParallelLinear",
-    "LayerNorm",
     "Mesh",
     "ParallelEmbedding",
-    "RMSNorm",
     "RowParallelLinear",
     "__version__",
     "comm",

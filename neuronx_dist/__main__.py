@@ -9,26 +9,29 @@ import sys
 __all__ = ["SUBCOMMANDS", "main"]
 
 _NAME = "neuronx-dist"
-# Subcommand -> the module with its `arguments()`, a parser, and `run(args) -> exit code`, and what `--help` says of it.
+# Subcommand -> the module with its `arguments()`, a parser, and `run(args) -> exit code`, and its text in `--help`.
 SUBCOMMANDS = {
     "check": ("checking.command", "play a training step of every rank in this process, and compare them"),
-    "convert": ("checkpoint.convert_command", "weights between Hugging Face, NeuronX Distributed and save_checkpoint"),
+    "convert": (
+        "checkpoint.convert.convert_command",
+        "weights between Hugging Face, NeuronX Distributed and save_checkpoint",
+    ),
     "run": ("comm.run_command", "run a script on several processes, as torchrun does, and show only what it says"),
     "timeline": ("pipeline.timeline.command", "draw a pipeline's schedules, or a recorded step, for web or terminal"),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a subcommand; returns its exit code: 0 all is well, 1 a problem, 2 a command that cannot be understood."""
+    """Runs a subcommand; returns its exit code: 0 success, 1 a problem, 2 wrong usage."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         if not argv or argv[0] not in SUBCOMMANDS:
-            _help().parse_args(argv)  # which ends by itself: help, or an error
-        module = importlib.import_module(f"{__package__}.{SUBCOMMANDS[argv[0]][0]}")  # the others are not loaded
+            _help().parse_args(argv)  # `parse_args` exits: help, or an error
+        module = importlib.import_module(f"{__package__}.{SUBCOMMANDS[argv[0]][0]}")  # other subcommands are not loaded
         parser: argparse.ArgumentParser = module.arguments()
         parser.prog = f"{_NAME} {argv[0]}"
         args = parser.parse_args(argv[1:])
-    except SystemExit as ended:  # help is 0, a mistake 2
+    except SystemExit as ended:  # 0 for help, 2 for an error
         return int(ended.code or 0)
     try:
         return int(module.run(args))

@@ -1,7 +1,7 @@
-"""Sizes of axes that know that they are, for a tool that follows what a program computes with them.
+"""Sizes of axes as ints that know their axes, for a tool that follows computations with them.
 
-Nothing here knows the tool: inside of `tracked`, in this thread, `Mesh.size`, `comm.size` and `Communicator.size` give
-what its `number` makes of a size. Else they give plain ints, at the cost of one look.
+This file does not import the tool: inside of `tracked`, in this thread, `Mesh.size`, `comm.size` and
+`Communicator.size` return the result of its `number`. Otherwise they return plain ints, at the cost of one test.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _local = _Local()
 
 
 def tracking() -> bool:
-    """Whether sizes of axes know that they are, in this thread."""
+    """Returns whether sizes of axes are tracked in this thread."""
     return _local.number is not None
 
 
 def size_along(sizes: Mapping[str, int], total: int) -> int:
-    """The number `total` of ranks along some axes, whose `sizes` are given; a plain int where nobody tracks it."""
+    """Returns `total`, the number of ranks along axes of these `sizes`; a plain int where nobody tracks sizes."""
     number = _local.number
     exponents = {axis: 1 for axis, size in sizes.items() if size > 1} if number is not None else {}
     return number(total, exponents) if number is not None and exponents else total
@@ -37,7 +37,7 @@ def size_along(sizes: Mapping[str, int], total: int) -> int:
 
 @contextmanager
 def tracked(number: Number) -> Iterator[None]:
-    """Inside, in this thread, sizes of axes are what `number` makes of them."""
+    """Makes sizes of axes, inside the `with` and in this thread, the results of `number`."""
     before, _local.number = _local.number, number
     try:
         yield

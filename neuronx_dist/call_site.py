@@ -1,4 +1,4 @@
-"""Finds the source line that a message, a record or a report names: whose line asked for this?
+"""Finds the source line that a message, a record or a report names: the line that made the call.
 
 Every source file has an owner:
 
@@ -6,10 +6,10 @@ Every source file has an owner:
     LIBRARY    torch, torch_xla, and code without a file ("<string>")
     PACKAGE    this package: a layer, a pipeline, an optimizer
     MACHINERY  a room of this package that acts for its caller: `hide(__name__)`
-    TRANSPORT  the same, below all others: what it is called from communicates: `hide(__name__, TRANSPORT)`
-    DRIVER     it calls the user's program itself: nobody outside of it asked for anything: `hide(__name__, DRIVER)`
+    TRANSPORT  the same, below all others: its callers communicate: `hide(__name__, TRANSPORT)`
+    DRIVER     a room that calls the user's program: no line outside of it made the call: `hide(__name__, DRIVER)`
 
-A room says in its own `__init__` what it is. No file names another one here, so that rooms can be moved and renamed.
+A room declares its owner in its `__init__`. No file names another one here, so that rooms can be moved and renamed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def hide(module_name: str, owner: str = MACHINERY) -> None:
-    """Says what a module, or a package with everything in it, is. The longest matching prefix of a file name wins."""
+    """Declares the owner of a module, or of all files of a package. The longest matching prefix of a file name wins."""
     file = sys.modules[module_name].__file__
     assert file is not None
     is_package = hasattr(sys.modules[module_name], "__path__")
@@ -67,13 +67,13 @@ def hide(module_name: str, owner: str = MACHINERY) -> None:
 
 
 def reissues(function: _Function) -> _Function:
-    """Marks a function that hands its caller's call to a mode, which makes that call again from further inside."""
+    """Marks a function that passes its caller's call to a mode, which repeats the call from further inside."""
     _reissuing.add(function.__code__)
     return function
 
 
 def owner_of(file: str) -> str:
-    """The owner of a source file, by the name that its code objects have."""
+    """Returns the owner of a source file, by the file name in its code objects."""
     owner = _owners.get(file)
     if owner is None:
         if file.startswith(_LIBRARY_PREFIXES) or "/torch_xla/" in file:
@@ -83,18 +83,18 @@ def owner_of(file: str) -> str:
         else:
             prefixes = [prefix for prefix in _hidden if file.startswith(prefix)]
             owner = _hidden[max(prefixes, key=len)] if prefixes else PACKAGE
-        if not file.startswith("<"):  # of those there may be any number
+        if not file.startswith("<"):  # the number of such files is not bounded
             _owners[file] = owner
     return owner
 
 
 def line_of(frame: FrameType) -> str:
-    """`file:line` that a frame is at."""
+    """Returns the `file:line` of a frame."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def frames(skip: int = 0) -> Iterator[tuple[str, FrameType]]:
-    """(owner, frame) of the caller and everything around it, innermost first, but for the `skip` innermost."""
+    """Yields (owner, frame) of the caller and its callers, innermost first, without the `skip` innermost."""
     frame: FrameType | None = sys._getframe(skip + 1)
     while frame is not None:
         yield owner_of(frame.f_code.co_filename), frame
@@ -102,7 +102,7 @@ def frames(skip: int = 0) -> Iterator[tuple[str, FrameType]]:
 
 
 def nearest_line(*owners: str) -> str:
-    """`file:line` of the innermost frame of one of these owners; "" if there is none."""
+    """Returns the `file:line` of the innermost frame of one of these owners; "" if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if owner_of(frame.f_code.co_filename) in owners:
@@ -112,10 +112,10 @@ def nearest_line(*owners: str) -> str:
 
 
 def call_site(frame: FrameType | None = None) -> str:
-    """`file:line` of the innermost stack frame outside this package and torch: where the user's code asked for it.
+    """Returns the `file:line` of the innermost frame outside this package and torch: the user's call.
 
-    What a DRIVER calls itself was asked for by nobody: then it is the package's line. `frame`: the innermost one, of
-    another thread; None: the caller's.
+    For calls that a DRIVER makes by itself it is the package's line. `frame`: the innermost frame, of another thread;
+    None: the caller's frame.
     """
     frame = frame or sys._getframe(1)
     inside = fallback = None
@@ -136,13 +136,13 @@ def call_site(frame: FrameType | None = None) -> str:
 
 
 def call_sites() -> tuple[str, str]:
-    """The user's line, and that of the innermost frame that is neither TRANSPORT nor torch: a layer, say."""
+    """Returns the user's line, and that of the innermost frame that is neither TRANSPORT nor torch, as a layer's."""
     frame: FrameType | None = sys._getframe(1)
     inside = user = fallback = None
     while frame is not None:
         code = frame.f_code
         owner = owner_of(code.co_filename)
-        if code is _HANDLE_TORCH_FUNCTION:  # it was handed to a mode, which called it again: who asked is further out
+        if code is _HANDLE_TORCH_FUNCTION:  # passed to a mode, which repeated it: the caller is further out
             user = None
         elif code in _reissuing:
             inside = user = None
@@ -159,9 +159,9 @@ def call_sites() -> tuple[str, str]:
 
 
 def calling_module() -> str:
-    """The innermost module whose code is running: `RowParallelLinear layers.0.mlp.down of Llama`; "" if none is.
+    """Names the innermost module whose code is running: `RowParallelLinear layers.0.mlp.down of Llama`, or "".
 
-    It is found on the stack, and its path in the outermost module there that holds it: for messages of errors.
+    The module is found on the stack, and its path in the outermost module there that contains it: for error messages.
     """
     seen = [frame.f_locals.get("self") for _, frame in frames()]
     running = [module for module in seen if isinstance(module, torch.nn.Module)]

@@ -1,7 +1,7 @@
-"""Names of a package that are imported when they are first asked for: `spmd.check`, `neuronx_dist.NxDPPModel`.
+"""Names of a package that are imported at their first use: `spmd.check`, `neuronx_dist.NxDPPModel`.
 
 They keep `import neuronx_dist` light, and they are the only way in which a lower room names a higher one. The test of
-the package's structure lists all that do.
+the package's structure lists all such names.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ __all__ = ["lazy_names"]
 
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package.
+    """Returns the `__getattr__` of a package.
 
     Args:
         package: its `__name__`.
-        modules: name -> the module or package that holds it, relative to `neuronx_dist` ("" is that itself);
-            `module:attribute` where it has another name there. A name may be a module of that package.
+        modules: name -> the module or package that holds it, relative to `neuronx_dist` ("" is `neuronx_dist`);
+            `module:attribute` if the name differs there. A name may be a module of that package.
 
     Example:
         __getattr__ = lazy_names(__name__, {"check": "checking.api"})
@@ -35,7 +35,7 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
         holder = importlib.import_module(f"{root}.{path}") if path else None
         if holder is not None and holder.__name__ != package and hasattr(holder, attribute):
             value = getattr(holder, attribute)
-        else:  # one of the package's modules
+        else:  # a module of the package
             value = importlib.import_module(".".join(filter(None, [root, path, attribute])))
         setattr(sys.modules[package], name, value)
         return value

@@ -1,14 +1,14 @@
-"""Which ranks are where: named axes over the ranks of a job. Pure Python, no torch.
+"""Mesh: named axes over the ranks of a job. Pure Python, no torch.
 
-The grid is row-major with the last axis fastest. The same ranks are seen in two views:
+The grid is row-major with the last axis fastest. The same ranks have two views:
 
     dense view    (pp, dp,  cp, tp)      dp  = world / (tp * pp * cp)
     expert view   (pp, edp, ep, tp)      edp = world / (tp * pp * ep)
 
 so that tp ranks are neighbours and pp ranks are farthest apart, and `edp` spans dp and cp when ep is 1. An axis has
 parts, named by the coordinate along them: `"tp%4"` is four adjacent tp ranks, `"tp/4"` every fourth one. This is the
-rank order of NeuronX Distributed (`initialize_model_parallel`) and of Megatron. Nodes of some devices want their ranks
-in another order on this grid: `topology.py`.
+rank order of NeuronX Distributed (`initialize_model_parallel`) and of Megatron. Nodes of some devices need
+another order of their ranks on this grid: `topology.py`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ EXPERT_AXES = ("pp", "edp", "ep", "tp")
 
 
 def part_of(name: str) -> tuple[str, str, int]:
-    """The axis that `name` is a part of, "/" or "%", and the number behind it: `"tp%4"` is `("tp", "%", 4)`.
+    """Parses the name of a part of an axis: `"tp%4"` is `("tp", "%", 4)`.
 
-    A name of another form is an axis as a whole: `("dp", "", 1)`.
+    A name of another form is a whole axis: `("dp", "", 1)`.
     """
     for sign in "/%":
         axis, _, count = name.partition(sign)
@@ -44,16 +44,16 @@ def part_of(name: str) -> tuple[str, str, int]:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A grid of `world_size` ranks; `dp` and `edp` are what the other sizes leave.
+    """A grid of `world_size` ranks; `dp` and `edp` are the quotients by the other sizes.
 
     An axis is a name (`"tp"`), a part of one (`"tp%4"`, `"tp/4"`), a tuple of names of one view (`("dp", "cp")`:
     merged, the first outermost), `"world"` (all ranks, in the order of their numbers), or the empty tuple (a group of
     one).
 
-    `tp_replicas` is for types alone: with 4 they are written on `"tp/4"` and `"tp%4"` in place of `"tp"`.
+    `tp_replicas` concerns only types: with 4 they are written on `"tp/4"` and `"tp%4"` in place of `"tp"`.
 
     `topology` is the order in which ranks fill the grid: "linear", or that of a device ("trn1", "trn2"), whose nodes
-    have `ranks_per_node` ranks (None: those of the usual instance; the other orders have no use for it), or "units":
+    have `ranks_per_node` ranks (None: the number of the usual instance; other orders ignore it), or "units":
     the ranks of one model replica are adjacent.
 
     Raises:
@@ -62,7 +62,7 @@ class Mesh:
     """
 
     def __new__(cls, *args: object, **kwargs: object) -> Mesh:
-        """Raises TypeError for a keyword that is none of a mesh's, and says which there are."""
+        """Raises TypeError for an unknown keyword, with the list of keywords."""
         for name, value in kwargs.items():
             if name not in cls.__annotations__:
                 known = ", ".join(cls.__annotations__)
@@ -110,18 +110,18 @@ class Mesh:
         return self.world_size // (self.tp * self.pp * self.ep)
 
     def size(self, axis: Axis) -> int:
-        """Number of ranks in a group along `axis`. While a checker is at work, it knows that (`axis_sizes.py`)."""
+        """Number of ranks in a group along `axis`; under a checker an int that knows its axis (`axis_sizes.py`)."""
         total = 1
         for name in self._atoms(axis):
             total *= self._length(name)
         return size_along(self.sizes(axis), total) if tracking() else total
 
     def sizes(self, axis: Axis) -> dict[str, int]:
-        """The single axes that `axis` consists of, with the number of ranks along each."""
+        """Returns the single axes that `axis` consists of, with the number of ranks along each."""
         return {name: self._length(name) for name in self._atoms(axis)}
 
     def axis_of(self, ranks: Sequence[int]) -> Axis | None:
-        """The axis of which a group has these ranks, in any order; None: they are no group of an axis."""
+        """Returns the axis that has a group of these ranks, in any order; None if there is none."""
         merged = [names for n in range(1, len(DENSE_AXES) + 1) for names in combinations(DENSE_AXES, n)]
         parts = [(f"tp{sign}{self.tp_replicas}",) for sign in "/%" if self.tp_replicas > 1]
         for names in (*merged, ("edp",), ("ep",), ("pp", "ep", "tp"), *parts):
@@ -131,7 +131,7 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Coordinates of a global rank on every axis of both views."""
-        knows = getattr(rank, "mesh_coordinates", None)  # a rank whose reads are noted: comm/rank_values.py
+        knows = getattr(rank, "mesh_coordinates", None)  # a rank whose reads are reported: comm/ranks/rank_values.py
         if knows is not None and (known := knows(self)) is not None:
             return known
         place = self.place(rank)
@@ -148,7 +148,7 @@ class Mesh:
         return rank if axis == "world" else _flat(self, self._atoms(axis), coordinates)
 
     def place(self, rank: int) -> int:
-        """The place of a global rank in the grid, counted row-major over the dense axes."""
+        """Returns the place of a global rank in the grid, counted row-major over the dense axes."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not in a world of {self.world_size} ranks (0..{self.world_size - 1})")
         if self.topology == UNITS:
@@ -156,24 +156,24 @@ class Mesh:
         return rank if self.ranks_per_node is None else place_of(self.topology, self.ranks_per_node, rank)
 
     def rank_at_place(self, place: int) -> int:
-        """The global rank at a place of the grid; see `place`."""
+        """Returns the global rank at a place of the grid; see `place`."""
         if self.topology == UNITS:
             return rank_in_units(place, world_size=self.world_size, dp=self.dp, pp=self.pp)
         return place if self.ranks_per_node is None else rank_at(self.topology, self.ranks_per_node, place)
 
     def groups(self, axis: Axis) -> Groups:
-        """All replica groups along `axis`, together the world: lists of global ranks in the order of the axis."""
+        """Returns all replica groups along `axis`, a partition of the world: lists of ranks in axis order."""
         return Groups(self, axis)
 
     def group_of(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """The replica group along `axis` that holds `rank`."""
+        """Returns the replica group along `axis` that holds `rank`."""
         knows = getattr(rank, "mesh_group", None)
         if knows is not None and (known := knows(self, axis)) is not None:
             return known
         return tuple(self.groups(axis).of(rank))
 
     def _atoms(self, axis: Axis) -> tuple[str, ...]:
-        """The axis as single names, outermost first."""
+        """Returns the single names of an axis, outermost first."""
         if axis == "world":
             return DENSE_AXES
         names = (axis,) if isinstance(axis, str) else tuple(axis)
@@ -195,7 +195,7 @@ class Mesh:
         return names
 
     def _length(self, name: str) -> int:
-        """The number of ranks along one axis, or a part of one."""
+        """Returns the number of ranks along one axis, or a part of one."""
         whole, sign, count = part_of(name)
         length: int = getattr(self, whole)
         return length // count if sign == "/" else count if sign else length
@@ -213,13 +213,13 @@ class Mesh:
 class Groups(Sequence[list[int]]):
     """The replica groups of a mesh along an axis: a sequence of lists, equal to the list of these lists.
 
-    Its size does not depend on the number of ranks: a group is computed when it is asked for.
+    The size of the object does not depend on the number of ranks: a group is computed on access.
 
     Attributes:
-        mesh, axis: whose groups they are.
+        mesh, axis: the mesh and the axis of the groups.
         names: the axis as single names, outermost first.
-        others: the other axes of the same view, of an axis in parts the other part.
-        strides: how far apart the places of neighbours along an axis are.
+        others: the other axes of the same view; for a part of an axis also the other part.
+        strides: distance between the places of neighbours along an axis.
     """
 
     def __init__(self, mesh: Mesh, axis: Axis) -> None:
@@ -244,13 +244,13 @@ class Groups(Sequence[list[int]]):
         self.others = tuple(reversed(others))
 
     def of(self, rank: int) -> list[int]:
-        """The group that holds `rank`."""
+        """Returns the group that holds `rank`."""
         at = self.mesh.coordinates(rank)
         return self._group(sum(_along(name, at) * self.strides[name] for name in self.others))
 
     @cached_property
     def offsets(self) -> list[int]:
-        """How far the places of a group's ranks are behind the first."""
+        """Offsets of the places of a group's ranks from the first."""
         return [self._offset(index, self.names) for index in range(self.mesh.size(self.names))]
 
     def _group(self, first: int) -> list[int]:
@@ -291,7 +291,7 @@ class Groups(Sequence[list[int]]):
 
 
 def _flat(mesh: Mesh, names: Sequence[str], coordinates: Mapping[str, int]) -> int:
-    """The index of these coordinates in the product of some axes, the last fastest."""
+    """Returns the index of these coordinates in the product of some axes, the last fastest."""
     index = 0
     for name in names:
         index = index * mesh._length(name) + _along(name, coordinates)
@@ -299,7 +299,7 @@ def _flat(mesh: Mesh, names: Sequence[str], coordinates: Mapping[str, int]) -> i
 
 
 def _along(name: str, coordinates: Mapping[str, int]) -> int:
-    """The coordinate along one axis, or a part of one."""
+    """Returns the coordinate along one axis, or a part of one."""
     whole, sign, count = part_of(name)
     coordinate = coordinates[whole]
     return coordinate // count if sign == "/" else coordinate % count if sign else coordinate

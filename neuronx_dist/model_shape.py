@@ -1,6 +1,6 @@
-"""The sizes of a transformer that a layout has to divide, and the two rules by which they are divided.
+"""Sizes of a transformer that a layout has to divide, and the two rules of division.
 
-Pure Python: planning, the model swap and the pipeline agree on it before there is a process group or a tensor.
+Pure Python: planning, the model swap and the pipeline share them before any process group or tensor exists.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Heads", "ModelShape", "padded_heads", "stage_layers"]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a causal LM that a layout has to divide. None: the config does not say, and nothing is checked."""
+    """Sizes of a causal LM that a layout has to divide. None: missing in the config, and not checked."""
 
     layers: int | None = None
     hidden: int | None = None
@@ -26,7 +26,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:
-        """Read a Hugging Face config, or anything with its attribute names (`num_attention_heads`, ...)."""
+        """Reads a Hugging Face config, or any object with its attribute names (`num_attention_heads`, ...)."""
         if isinstance(config, cls):
             return config
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -48,11 +48,11 @@ class ModelShape:
 
 
 class Heads(NamedTuple):
-    """The heads of an attention layer as they are spread over tp ranks.
+    """Heads of an attention layer, as distributed over tp ranks.
 
     Attributes:
-        heads, kv_heads: query and key/value heads, those that are added as padding included.
-        replicas: how many adjacent ranks hold each key/value head, or 1.
+        heads, kv_heads: query and key/value heads, padding included.
+        replicas: number of adjacent ranks that hold each key/value head, at least 1.
     """
 
     heads: int
@@ -60,15 +60,15 @@ class Heads(NamedTuple):
     replicas: int
 
     def pads(self, heads: int, kv_heads: int) -> bool:
-        """Whether there are more heads than these of the model."""
+        """Returns whether there are more heads than the model has."""
         return (self.heads, self.kv_heads) != (heads, kv_heads)
 
 
 def padded_heads(heads: int, kv_heads: int, tp: int) -> Heads:
-    """The heads after padding for `tp`: the fewest that can be spread.
+    """Returns the heads after padding for `tp`: the smallest numbers that can be distributed.
 
     Key/value heads are padded to the next number that tp divides, or that divides tp: then tp / that number ranks hold
-    each of them, and its group of query heads is padded to a multiple of these ranks. Else groups are kept whole. 9
+    each head, and its group of query heads is padded to a multiple of these ranks. Otherwise groups are not split. 9
     query heads over 3 key/value heads become 12 over 4 at tp=2, and 12 over 3, each on 2 ranks, at tp=6.
     """
     padded_kv = next(number for number in count(kv_heads) if number % tp == 0 or tp % number == 0)

@@ -1,4 +1,4 @@
-"""The names nearest to one that nothing has, for error messages."""
+"""Similar names for error messages about an unknown one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ __all__ = ["nearest"]
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """The most similar of these names, for a message; some of all if none is similar."""
+    """Returns the most similar of these names, for a message; the first four if none is similar."""
     known = list(dict.fromkeys(candidates))
     by_lower = {candidate.lower(): candidate for candidate in known}
     near = difflib.get_close_matches(name.lower(), by_lower, n=4, cutoff=0.3)
-    return ", ".join([by_lower[each] for each in near] or known[:4])
+    return ", ".join([by_lower[name] for name in near] or known[:4])

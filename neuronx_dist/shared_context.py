@@ -11,10 +11,10 @@ __all__ = ["Replacement", "SharedContext"]
 
 
 class SharedContext:
-    """`with` it, from several threads: the first one to come enters the context, the last one to go leaves it.
+    """A context for several threads: the first thread in enters it, the last thread out leaves it.
 
     Args:
-        make: returns the context; called when the first one comes.
+        make: returns the context; called for the first thread.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -38,14 +38,14 @@ class SharedContext:
 
 
 class Replacement(SharedContext):
-    """Attributes of modules or classes that are ours while any thread is inside.
+    """Replaces attributes of a module or class while any thread is inside.
 
     Args:
         owner: the module or class.
-        ours: what stands there, by the attribute's name.
+        ours: the replacements, by the attribute's name.
 
     Attributes:
-        before: what stood there before, as `vars(owner)` has it: torch's own, or what others had put in its place.
+        before: the replaced values, as in `vars(owner)`: torch's, or those that others had put in their place.
     """
 
     def __init__(self, owner: Any, **ours: Any) -> None:
@@ -57,7 +57,7 @@ class Replacement(SharedContext):
     def _replaced(self) -> Iterator[None]:
         for name, our in self._ours.items():
             now = vars(self._owner)[name]
-            if now is not our:  # else others saw ours, and restored it after we had left
+            if now is not our:  # else others saved ours, and restored it after the last thread had left
                 self.before[name] = now
             setattr(self._owner, name, our)
         try:

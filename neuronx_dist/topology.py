@@ -1,8 +1,8 @@
-"""Rank orders: which rank stands at which place of a mesh's grid. Pure Python, no torch.
+"""Rank orders: the assignment of ranks to places of a mesh's grid. Pure Python, no torch.
 
 The places of the grid are counted row-major, the last axis fastest. In the "linear" order rank r is at place r. Where
-the links between the devices of a node ask for another order, it is a permutation of the ranks of a node, the same on
-every node; groups, coordinates and neighbours follow from the grid, as always.
+the links between the devices of a node favour another order, the order is a permutation of the ranks of a node, equal
+on all nodes; groups, coordinates and neighbours follow from the grid, as always.
 
     trn1    tensor parallel size 4: ranks n/4 apart, in a node of n, are linked.
             n = 32: tp groups [0, 8, 16, 24], [1, 9, 17, 25], ...
@@ -10,12 +10,12 @@ every node; groups, coordinates and neighbours follow from the grid, as always.
             of equal index in the two groups touch as well (or all rows in that order, where the node is one group).
             n = 64: tp groups [0..15, 48..63], [16..31, 32..47]; groups of the next axis [0, 16], ..., [48, 32], ...
 
-`UNITS` is an order for any device: the ranks of one model replica, all its stages, are adjacent. Rank r has part
+`UNITS` is an order for any device: the ranks of one model replica, all its stages, are adjacent. Rank r is part
 r % n of replica r // n, for replicas of n ranks. (nnScaler's order.)
     n = 4, pp = 2: replicas [0, 1, 2, 3], [4, 5, 6, 7]; stages [0, 1, 4, 5], [2, 3, 6, 7]
 
-The first two are the orders of NeuronX Distributed for those devices. (But it takes the expert view from the linear
-order on trn2, where edp groups then hold ranks of different tp index. Here both views are of one order.)
+The first two are the orders of NeuronX Distributed for those devices. (On trn2 NxD takes the expert view from the
+linear order, so that edp groups hold ranks of different tp index. Here both views use one order.)
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ UNITS = "units"
 
 
 class Topology(NamedTuple):
-    """Numbers of ranks are those of a node.
+    """A rank order by device; numbers of ranks are those of a node.
 
     Attributes:
-        ranks_per_node: of the usual instance (trn2: with two physical cores to a rank, lnc_size=2).
-        order: from the number of ranks to the rank at each place. Rank 0 is at place 0: the rank that writes what there
-            is once in the job is also the first of its groups.
-        tp: from the number of ranks to the tensor parallel sizes that the order is for.
+        ranks_per_node: number of ranks of the usual instance (trn2: with two physical cores to a rank, lnc_size=2).
+        order: maps the number of ranks to the rank at each place. Rank 0 is at place 0: the rank that writes the files
+            of the job is also the first one of its groups.
+        tp: maps the number of ranks to the tensor parallel sizes that the order supports.
     """
 
     ranks_per_node: int
@@ -74,10 +74,10 @@ TOPOLOGIES: dict[str, Topology | None] = {
 
 
 def fitting_node(name: str, ranks_per_node: int | None, *, world_size: int, tp: int, ep: int) -> int | None:
-    """The number of ranks of a node, that of the usual instance if none is given; None where the order needs none.
+    """Returns the ranks of a node, by default those of the usual instance; None where the order needs no number.
 
     Raises:
-        ValueError: there is no such topology, or it is not for these sizes.
+        ValueError: there is no such topology, or it does not support these sizes.
     """
     if name not in TOPOLOGIES:
         raise ValueError(f"mesh: unknown topology {name!r}; the topologies are {', '.join(TOPOLOGIES)}")
@@ -97,29 +97,29 @@ def fitting_node(name: str, ranks_per_node: int | None, *, world_size: int, tp: 
 
 
 def rank_at(name: str, ranks_per_node: int, position: int) -> int:
-    """The rank at a place of the grid."""
+    """Returns the rank at a place of the grid."""
     node, index = divmod(position, ranks_per_node)
     return node * ranks_per_node + _order(name, ranks_per_node)[0][index]
 
 
 def place_of(name: str, ranks_per_node: int, rank: int) -> int:
-    """The place of a rank in the grid."""
+    """Returns the place of a rank in the grid."""
     node, index = divmod(rank, ranks_per_node)
     return node * ranks_per_node + _order(name, ranks_per_node)[1][index]
 
 
 def place_in_units(rank: int, *, world_size: int, dp: int, pp: int) -> int:
-    """The place of a rank in the grid, in the order `UNITS`."""
+    """Returns the place of a rank in the grid, in the order `UNITS`."""
     return _swapped(rank, dp, pp, world_size // (dp * pp))
 
 
 def rank_in_units(position: int, *, world_size: int, dp: int, pp: int) -> int:
-    """The rank at a place of the grid, in the order `UNITS`."""
+    """Returns the rank at a place of the grid, in the order `UNITS`."""
     return _swapped(position, pp, dp, world_size // (dp * pp))
 
 
 def _swapped(index: int, outer: int, middle: int, inner: int) -> int:
-    """From an index into `[outer, middle, inner]` to the same element's index in `[middle, outer, inner]`."""
+    """Maps an index into `[outer, middle, inner]` to the index of that element in `[middle, outer, inner]`."""
     rest, last = divmod(index, inner)
     first, second = divmod(rest, middle)
     return (second * outer + first) * inner + last
@@ -127,7 +127,7 @@ def _swapped(index: int, outer: int, middle: int, inner: int) -> int:
 
 @lru_cache(maxsize=64)
 def _order(name: str, ranks_per_node: int) -> tuple[list[int], list[int]]:
-    """The rank at each place of a node, and the place of each of its ranks."""
+    """Returns the rank at each place of a node, and the place of each rank."""
     topology = TOPOLOGIES[name]
     assert topology is not None
     ranks = topology.order(ranks_per_node)

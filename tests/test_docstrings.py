@@ -13,6 +13,11 @@ PACKAGE = ROOT / "neuronx_dist"
 WIDTH = 120  # columns of a line of source
 
 _QUOTED = re.compile(r"`([^`]*)`")
+# A first line begins with a verb ("Returns ...") or its head noun: a reader parses it at first sight.
+_CLAUSE = re.compile(
+    r"(What|Of|That|Those|These|Where|As|Its|Their|How|Which|Who|When|It|They|One (of|that|who|which)"
+    r"|Whether (what|it|its|they|their|that|those|one|all that))\b"
+)
 
 
 def docstrings(tree: ast.Module):
@@ -29,6 +34,8 @@ def faults(text: str, column: int):
     lines = text.splitlines() or [""]
     if column + len('"""') + len(lines[0]) > WIDTH:
         yield 0, f"the first line is longer than {WIDTH} columns"
+    if _CLAUSE.match(lines[0]):
+        yield 0, f"the first line begins with {lines[0].split()[0]!r}, neither a verb nor a noun"
     if len(lines) > 1 and lines[1].strip():
         yield 0, "the first sentence is not a line of its own"
     for match in _QUOTED.finditer(text):
@@ -69,6 +76,10 @@ def test_docstrings_are_written_and_not_only_wrapped() -> None:
         ("x" * WIDTH + ".", f"the first line is longer than {WIDTH} columns"),
         ("One.\n\n`[.., n, ..] -> [..,\nn]` is a shape.", "a shape is broken over two lines"),
         ("One.\n\nIt goes on for a line, and then there is one\nword.", "a word stands alone"),
+        ("Returns the rank's rows.", None),
+        ("Whether a dim is sharded.", None),
+        ("What of a dim is of this rank.", "the first line begins with 'What', neither a verb nor a noun"),
+        ("Whether it is sharded.", "the first line begins with 'Whether', neither a verb nor a noun"),
     ],
 )
 def test_what_is_a_fault(text: str, fault: str | None) -> None:

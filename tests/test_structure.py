@@ -9,7 +9,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -25,20 +25,21 @@ PACKAGE = ROOT / "neuronx_dist"
 # From the ground up. Rooms on one line do not import one another. A room is a file, or a folder but for the parts of it
 # that have a line of their own.
 TOWER = [
-    ["axis_sizes", "call_site", "command_line", "lazy_names", "model_shape", "nearest", "shared_context", "topology"],
-    ["mesh"],
+    ["axis_sizes", "call_site", "command_line", "lazy_names", "model_shape", "nearest", "shared_context", "topology"]
+    + ["torch_internals"],
+    ["mesh", "rules"],
     ["comm"],
     ["comm/backends"],
     ["comm/scopes", "comm/launch"],
-    ["checking/types/rules", "weights"],
+    ["weights"],
     ["spmd"],
-    ["attention"],
+    ["attention", "program", "sharded_functions"],
     ["gradients"],
     ["parallel_layers"],
     ["shard_tensor"],
     ["distributed"],
     ["hf", "optimizer", "pipeline/schedule"],
-    ["pipeline/record", "pipeline/timeline"],
+    ["pipeline/timeline"],
     ["pipeline/cut"],
     ["pipeline/run"],
     ["pipeline"],
@@ -53,6 +54,11 @@ TOWER = [
     ["checking/report"],
     ["checking/programs"],
     ["checking", "planning", "xla_replay"],
+    ["parallelize/composites", "parallelize/config", "parallelize/example"],
+    ["parallelize/choose"],
+    ["parallelize/annotations", "parallelize/policy", "parallelize/train"],
+    ["parallelize/emit", "parallelize/generated"],
+    ["parallelize/prove"],
     ["parallelize"],
     ["__main__"],
 ]
@@ -259,6 +265,8 @@ def test_no_room_reaches_for_anothers_private_members():
     reached = []
     for path in set(files().values()) - {PACKAGE / "__init__.py"}:
         here = room_of(path)
+        if here == "torch_internals":
+            continue  # its private names are torch's
         for node in ast.walk(tree_of(path)):
             name = node.attr if isinstance(node, ast.Attribute) else ""
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls", "super()"):
@@ -323,12 +331,28 @@ def test_the_files_that_the_documentation_names_are_there():
     assert missing == []
 
 
-def test_the_table_of_the_architecture_has_each_row_once():
-    """Two that begin alike are two versions of one, as a merge leaves them."""
-    table = (ROOT / "docs" / "architecture.md").read_text().split("## Where is ...")[1].split("\n## ")[0]
-    subjects = Counter(re.split(r"[;|(]", row[1:])[0].strip() for row in table.splitlines() if row.startswith("| "))
-    assert len(subjects) > 100
-    assert [subject for subject, count in subjects.items() if count > 1 and subject not in ("what", "---")] == []
+def unlisted(room: Path) -> list[str]:
+    """Names of the files of a folder that its `__init__` docstring does not mention (a folder: `name/`)."""
+    page = ast.get_docstring(tree_of(room / "__init__.py")) or ""
+    files = {path.name for path in room.glob("*.py")} - {"__init__.py"}
+    folders = {f"{path.parent.name}/" for path in room.glob("*/__init__.py")}
+    return sorted(name for name in files | folders if not re.search(rf"(?<!\w){re.escape(name)}", page))
+
+
+def stale(room: Path) -> list[str]:
+    """Names of files on a room's page that are neither in the room nor, with a folder before them, elsewhere."""
+    page = ast.get_docstring(tree_of(room / "__init__.py")) or ""
+    listed = set(re.findall(r"(?<![\w/.])(\w+\.py)\b", page))
+    return sorted(name for name in listed if not (room / name).is_file())
+
+
+def test_the_page_of_each_room_lists_its_files():
+    """Each room's `__init__`, which `docs/architecture.md` links, names all files of the room and no other."""
+    missing = {}
+    for face in sorted(PACKAGE.rglob("*/__init__.py")):
+        if names := unlisted(face.parent) + stale(face.parent):
+            missing[face.parent.relative_to(PACKAGE).as_posix()] = names
+    assert missing == {}
 
 
 # --- the tests above turn red ---
@@ -352,3 +376,10 @@ def test_a_circle_under_type_checking_is_seen(tmp_path):
     guarded = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .b import B\n"
     package = write(tmp_path, a=guarded, b="from . import a\n", c="from . import a, b\n")
     assert circles(package) == [["package.a", "package.b"]]
+
+
+def test_a_file_that_its_room_does_not_list_is_seen(tmp_path):
+    package = write(tmp_path, a="", b="")
+    (package / "__init__.py").write_text('"""A room.\n\na.py   the first; c.py: gone; other/d.py\n"""\n')
+    assert unlisted(package) == ["b.py"]
+    assert stale(package) == ["c.py"]

@@ -19,7 +19,7 @@ from neuronx_dist.shard_tensor.ring import RingPassingConfig, perform_ring_itera
 
 
 def knn(x: torch.Tensor, y: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As that of the baseline, and known to `torch.overrides`."""
+    """The function of the baseline, known to `torch.overrides`."""
     if has_torch_function((x, y)):
         return handle_torch_function(knn, (x, y), x, y, n)
     return knn_brute_force_baseline.knn(x, y, n)

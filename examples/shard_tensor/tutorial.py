@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: sizes from the command line, seconds, comparison, and the report of a rank."""
+"""Common code of this folder's scripts: sizes from the command line, seconds, comparison, and the report of a rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def say(text: object) -> None:
 
 
 def seconds(function: Callable[[], Any], repeats: int = 3) -> float:
-    """Of one call, after one to warm up."""
+    """Seconds of one call, after a warm-up call."""
     function()
     began = time.perf_counter()
     for _ in range(repeats):

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import torch
 
+from ..torch_internals.operators import cpu_attention, cpu_attention_backward
+
 __all__ = ["Block", "backward", "forward", "merge", "without_infinity"]
 
 _INFINITY = float("inf")
-_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class Block(NamedTuple):
@@ -41,7 +41,7 @@ class Block(NamedTuple):
 
     @property
     def fused(self) -> bool:
-        """Whether torch has a kernel that gives this block's log-sum-exp."""
+        """Returns whether torch has a kernel that returns this block's log-sum-exp."""
         if self.noise is not None or (self.diagonal and self.mask is not None):
             return False
         same = self.q.dtype == self.k.dtype == self.v.dtype and self.q.shape[-1] == self.v.shape[-1]
@@ -49,7 +49,7 @@ class Block(NamedTuple):
 
 
 def without_infinity(lse: torch.Tensor) -> torch.Tensor:
-    """0 in place of -inf, so that `exp(score - lse)` is 0 and not NaN in rows that see nothing."""
+    """Replaces -inf by 0, so that `exp(score - lse)` is 0 and not NaN in rows that see nothing."""
     return lse.masked_fill(lse == -_INFINITY, 0.0)
 
 
@@ -62,7 +62,7 @@ def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: 
 
 
 def forward(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and the log-sum-exp of a block that is not empty; in float32 for shorter types, but for fused ones."""
+    """Computes output and log-sum-exp of a nonempty block; half precision in float32, but for fused kernels."""
     if not block.fused:
         scores = _scores(block)
         lse = scores.logsumexp(-1)
@@ -70,7 +70,7 @@ def forward(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
         return _dropped(weights, block) @ _heads(block.v, block).to(weights.dtype), lse
     additive = _additive(block)
     k, v = _heads(block.k, block), _heads(block.v, block)
-    out, lse = _fused(_rows(block.q), k, v, 0.0, block.diagonal, attn_mask=additive, scale=block.scale)
+    out, lse = cpu_attention(_rows(block.q), k, v, 0.0, block.diagonal, attn_mask=additive, scale=block.scale)
     if additive is not None:
         blind = (additive == -_INFINITY).all(-1)
         out, lse = out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -_INFINITY)
@@ -80,7 +80,7 @@ def forward(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
 def backward(
     block: Block, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, mask_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The gradients of q, k, v, and of the mask if `mask_gradient`.
+    """Computes the gradients of q, k, v, and of the mask if `mask_gradient`.
 
     Args:
         grad, out: of the whole rows.
@@ -88,7 +88,7 @@ def backward(
     """
     if block.fused and not mask_gradient:
         k, v = _heads(block.k, block), _heads(block.v, block)
-        dq, dk, dv = _fused_backward(
+        dq, dk, dv = cpu_attention_backward(
             grad.to(block.q.dtype).contiguous(),
             _rows(block.q),
             k,
@@ -128,7 +128,7 @@ def _scores(block: Block) -> torch.Tensor:
 
 
 def _additive(block: Block) -> torch.Tensor | None:
-    """The mask as the kernel takes it."""
+    """Returns the mask in the form that the kernel takes."""
     if block.mask is None:
         return None
     if block.mask.dtype == torch.bool:
@@ -138,7 +138,7 @@ def _additive(block: Block) -> torch.Tensor | None:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """The kernel reads rows without a stride."""
+    """Returns `x` with contiguous rows, as the kernel reads them."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -147,7 +147,7 @@ def _dropped(weights: torch.Tensor, block: Block) -> torch.Tensor:
 
 
 def _heads(x: torch.Tensor, block: Block) -> torch.Tensor:
-    """Keys or values with as many heads as there are of queries."""
+    """Repeats the heads of keys or values to the number of query heads."""
     groups = block.q.shape[1] // x.shape[1]
     return _rows(x) if groups == 1 else x.repeat_interleave(groups, 1)
 

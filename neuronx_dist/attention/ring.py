@@ -20,13 +20,13 @@ from ..comm import Communicator
 from ..comm.context import AxisLike
 from . import blocks
 from .blocks import Block
-from .positions import Piece, Runs, visible
+from .positions import BlockPiece, Runs, visible
 
 __all__ = ["Keys", "attention", "ring_elements"]
 
 
 class Keys(NamedTuple):
-    """Where the keys are.
+    """The numbers of keys on each rank, and their positions.
 
     Attributes:
         sizes: how many keys each rank of the axis has; one size, if this rank has all of them.
@@ -42,7 +42,7 @@ class Keys(NamedTuple):
 
 
 def ring_elements(sizes: Sequence[int], rank: int, row: int, *, backward: bool = False) -> int:
-    """Elements that a rank is recorded with for one forward pass around the ring, or for the backward of it.
+    """Counts the elements that `comm.record` notes for a rank in one forward, or backward, pass around the ring.
 
     Args:
         sizes: keys of each rank.
@@ -64,7 +64,7 @@ def attention(
     noise: torch.Tensor | None = None,
     scale: float,
 ) -> torch.Tensor:
-    """Softmax attention, `[b, heads, rows, ev]`, exact. Differentiable once, in q, k, v and mask.
+    """Computes softmax attention, `[b, heads, rows, ev]`, exact. Differentiable once, in q, k, v and mask.
 
     Under autocast it is computed in autocast's type, as torch's function is.
 
@@ -86,18 +86,22 @@ def attention(
         with torch.autocast(device, enabled=False):
             return attention(q, k, v, keys, axis, mask=mask, noise=noise, scale=scale)
     group = None if axis is None else comm.communicator(axis)
-    own = keys.sizes[0 if group is None else int(group.rank)]
-    if k.shape[2] != own or v.shape[2] != own or len(keys.sizes) != (1 if group is None else group.size):
+    num_local_keys = keys.sizes[0 if group is None else int(group.rank)]
+    if (
+        k.shape[2] != num_local_keys
+        or v.shape[2] != num_local_keys
+        or len(keys.sizes) != (1 if group is None else group.size)
+    ):
         raise ValueError(
             f"attention: k has {k.shape[2]} keys and v {v.shape[2]}, and this rank's of {list(keys.sizes)} over "
-            f"{None if group is None else group.axis} are {own}"
+            f"{None if group is None else group.axis} are {num_local_keys}"
         )
     result: torch.Tensor = _Attention.apply(q, k, v, mask, noise, _Options(keys, group, scale))
     return result
 
 
 class _Options(NamedTuple):
-    """Everything about a call but its tensors."""
+    """The arguments of a call that are no tensors."""
 
     keys: Keys
     group: Communicator | None
@@ -107,11 +111,11 @@ class _Options(NamedTuple):
     def rank(self) -> int:
         return 0 if self.group is None else int(self.group.rank)
 
-    def pieces(self, q: torch.Tensor, owner: int) -> list[Piece]:
-        """What this rank's queries see of the keys of a rank."""
+    def pieces(self, q: torch.Tensor, owner: int) -> list[BlockPiece]:
+        """Returns the pieces of the attention of this rank's queries to the keys of one rank."""
         keys = self.keys
         if keys.queries is None or keys.positions is None:
-            return [Piece((0, q.shape[2]), (0, keys.sizes[owner]), False)]
+            return [BlockPiece((0, q.shape[2]), (0, keys.sizes[owner]), False)]
         return visible(keys.queries, keys.positions[owner])
 
     def blocks(
@@ -122,8 +126,8 @@ class _Options(NamedTuple):
         mask: torch.Tensor | None,
         noise: torch.Tensor | None,
         owner: int,
-    ) -> Iterator[tuple[Piece, Block]]:
-        """The blocks of this rank's queries and the keys of a rank."""
+    ) -> Iterator[tuple[BlockPiece, Block]]:
+        """Returns the blocks of this rank's queries and the keys of a rank."""
         offset = 0 if self.keys.merged else sum(self.keys.sizes[:owner])
         for piece in self.pieces(q, owner):
             columns = offset + piece.keys[0], offset + piece.keys[1]
@@ -221,7 +225,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
-    """The type in which gradients of several blocks are added."""
+    """Returns the dtype in which gradients of several blocks are added."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -230,7 +234,7 @@ def _zeros(x: torch.Tensor) -> torch.Tensor:
 
 
 def _added(total: torch.Tensor | None, like: torch.Tensor, rows: tuple[int, int], part: torch.Tensor) -> torch.Tensor:
-    """`total`, a gradient of `like` (None: 0), with the gradient of some of its rows added."""
+    """Adds the gradient of some rows to `total`, a gradient of `like` (None: 0)."""
     if total is None:
         if rows == (0, like.shape[2]):
             return part.to(_wide(like))
@@ -240,13 +244,13 @@ def _added(total: torch.Tensor | None, like: torch.Tensor, rows: tuple[int, int]
 
 
 def _nothing(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and log-sum-exp of rows that have seen no key."""
+    """Returns the output and log-sum-exp of rows that have seen no key."""
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
     return out, q.new_full(q.shape[:3], -float("inf"), dtype=dtype)
 
 
 def _merged(out: torch.Tensor, lse: torch.Tensor, group: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention to the keys of all ranks."""
+    """Computes the attention to the keys of all ranks."""
     total = comm.all_gather(lse.unsqueeze(0), group).logsumexp(0)
     weight = (lse - blocks.without_infinity(total)).exp_()
     return comm.all_reduce(out * weight.unsqueeze(-1), group), total
@@ -256,7 +260,7 @@ def _merged(out: torch.Tensor, lse: torch.Tensor, group: Communicator) -> tuple[
 
 
 def _turn(k: torch.Tensor, v: torch.Tensor, options: _Options) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """The keys and values of each rank, this one's first. While a block is used, the next one is on its way."""
+    """Yields the keys and values of each rank, this rank's first. The next block is on its way meanwhile."""
     group = options.group
     if group is None or group.size == 1 or options.keys.merged:
         yield options.rank, k, v
@@ -272,7 +276,7 @@ def _turn(k: torch.Tensor, v: torch.Tensor, options: _Options) -> Iterator[tuple
 
 
 def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """One message: all of k, then all of v, so that each is contiguous where it arrives."""
+    """Joins k and v in one message: all of k, then all of v, so that each is contiguous where it arrives."""
     packed = k.new_empty(k.numel() + v.numel())
     for x, part in zip((k, v), _unpacked(packed, k, v, k.shape[2])):
         part.copy_(x)
@@ -280,14 +284,14 @@ def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `keys` keys and values in a message, of the shapes of k and v but for their number."""
+    """Returns the `keys` keys and values of a message, in the shapes of k and v but for their number."""
     shapes = [torch.Size((*x.shape[:2], keys, x.shape[3])) for x in (k, v)]
     first, second = packed.split([shape.numel() for shape in shapes])
     return first.view(shapes[0]), second.view(shapes[1])
 
 
 class _Passing:
-    """A block's keys and values on their way to the next rank, in one message, while those of the rank before come."""
+    """Keys and values of a block on their way to the next rank, in one message, while the previous rank's arrive."""
 
     def __init__(self, packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, owner: int, options: _Options) -> None:
         group = options.group

@@ -2,7 +2,7 @@
 
 types/      the type checker: SPMD types follow tensors through torch
 programs/   a training step of every rank, played in one process and compared
-report.py   what was found; api.py: `check`; command.py: `neuronx-dist check`
+report.py   the report of a check; api.py: `check`; command.py: `neuronx-dist check`
 """
 
 from ..call_site import hide

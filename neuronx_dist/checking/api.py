@@ -39,11 +39,11 @@ def check(
     raise_errors: bool = False,
     time_limit: float | None = None,
 ) -> Report:
-    """Plays a training step of every rank that can differ, without processes, weights or values, and compares them.
+    """Plays and compares a training step of every rank that can differ, without processes, weights or values.
 
-    What is looked at: the collectives of all ranks, group by group, their order, shapes and dtypes, forward and
-    backward; messages between stages, and the schedule over all microbatches; that everything runs at all, with the
-    shapes that each rank has.
+    The check compares the collectives of all ranks, group by group: their order, shapes and dtypes, in forward and
+    backward. It compares the messages between stages, and the schedule over all microbatches. The program of each
+    rank has to run, with the shapes of that rank.
 
     Args:
         model_fn: `model_fn(**options)` builds the model of the current rank, as a training script does, up to the
@@ -69,7 +69,7 @@ def check(
         A report: `report.ok`, `report.problems`, `str(report)`, `report.details()`, `report.to_json()`.
 
     Raises:
-        ValueError: the mesh or the level is none.
+        ValueError: the mesh or the level is not valid.
         SpmdTypeError: with `raise_errors`, there is a problem.
     """
     deadline = Deadline(time_limit)
@@ -90,7 +90,7 @@ def check(
     own_step = step is not None
     for problem in compare_schedules(explored):
         report.add(problem)
-    failures: dict[tuple[str, str], list[PhaseFailure]] = {}  # the same on several ranks is told once
+    failures: dict[tuple[str, str], list[PhaseFailure]] = {}  # one problem for equal failures on several ranks
     for program in explored.distinct if not report.problems else ():  # the rest follows from different schedules
         if program.failure is not None:
             error = program.failure.error
@@ -128,12 +128,12 @@ def _sizes(mesh: Mesh) -> dict[str, int]:
 
 
 def _named(mesh: Mapping[str, int] | Mesh) -> set[str]:
-    """Axes that are worth a word: those that the caller named, and the usual ones."""
+    """Axes to list in the report: the axes that the caller named, and the usual ones."""
     return {"pp", "dp", "cp", "tp"} | (set() if isinstance(mesh, Mesh) else set(mesh))
 
 
 def _simplify(explored: Explored, caller: str) -> None:
-    """What the check itself calls has no line of the user's: its package line stands for it."""
+    """Replaces the line of what the check itself calls, which is no line of the user's, by that of this package."""
     for program in explored.distinct:
         for event in program.events:
             if event.where == caller or event.where.startswith(("<", "an unknown")):
@@ -155,7 +155,7 @@ def _fill(report: Report, explored: Explored) -> None:
 
 
 def _problem(failures: Sequence[PhaseFailure], mesh: Mesh, own_step: bool) -> Problem:
-    """What a phase raised, as a finding."""
+    """The problem to report for phases that raised."""
     failure = failures[0]
     error = failure.error
     lines = _lines(error.__cause__ if isinstance(error, ReadsValues) and error.__cause__ else error)
@@ -180,11 +180,11 @@ def _and(ranks: Sequence[int]) -> str:
 
 
 def _lines(error: BaseException) -> list[str]:
-    """The lines of the traceback outside torch and this package, innermost first; if there are none, all of ours."""
+    """The lines of the traceback outside torch and this package, innermost first; else those of this package."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if owner_of(frame.filename) == USER]
-    ours = [frame for frame in frames if owner_of(frame.filename) not in (USER, LIBRARY)]
-    return [f"{frame.filename}:{frame.lineno}" for frame in reversed(own or ours[-1:])]
+    user_frames = [frame for frame in frames if owner_of(frame.filename) == USER]
+    package_frames = [frame for frame in frames if owner_of(frame.filename) not in (USER, LIBRARY)]
+    return [f"{frame.filename}:{frame.lineno}" for frame in reversed(user_frames or package_frames[-1:])]
 
 
 def _as_error(report: Report) -> SpmdTypeError:

@@ -42,7 +42,7 @@ The exit code is 0 if all is well, 1 if there is a problem, 2 if the command can
 
 
 def arguments() -> argparse.ArgumentParser:
-    """What `check` takes."""
+    """Builds the parser of the arguments of `check`."""
     parser = command_parser(
         "Plays a training step of every rank that can differ, without processes, weights or values.", _EXAMPLE
     )
@@ -102,7 +102,7 @@ def _usage_error(text: str) -> argparse.ArgumentError:
 
 
 def _load(name: str, file: str, advice: str = "") -> Any:
-    """What `file.py:name` or `package.module:name` is; a bare `name` is looked up in `file`."""
+    """Imports `file.py:name` or `package.module:name`, and returns the object; a bare `name` is looked up in `file`."""
     module_name, _, attribute = name.rpartition(":")
     module_name = module_name or file
     if not module_name:
@@ -145,8 +145,8 @@ def _module(name: str) -> Any:
 
 
 def _listed(module: Any) -> str:
-    own = [n for n, x in vars(module).items() if callable(x) and getattr(x, "__module__", "") == module.__name__]
-    return ", ".join(own) or "no functions"
+    defined = [n for n, x in vars(module).items() if callable(x) and getattr(x, "__module__", "") == module.__name__]
+    return ", ".join(defined) or "no functions"
 
 
 def _sizes(text: str) -> dict[str, int]:

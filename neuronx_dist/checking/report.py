@@ -1,7 +1,7 @@
-"""What a check found: problems, each with its ranks and lines, and what the check covered.
+"""The report of a check: problems, each with ranks and lines, and the extent of the check.
 
-`str(report)` is for people: one line if all is well, else the problems; `report.details()` adds what was assumed,
-trusted and left out, with lines; `report.to_json()` has all of it for tools, with whole paths.
+`str(report)` is for people: one line if there are no problems, else the problems; `report.details()` adds what was
+assumed, trusted and left out, with lines; `report.to_json()` has all of it for tools, with full paths.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["Problem", "Report"]
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """A problem that a check found.
 
     Attributes:
-        kind: "types" (the type rules), "collectives" (ranks that do not communicate alike), "pipeline" (stages that do
+        kind: "types" (the type rules), "collectives" (ranks whose collectives differ), "pipeline" (stages that do
             not fit), "program" (the model's own code raised), "values" (numbers differ; only with `numeric`).
         message: for people; it names ranks and lines.
         ranks: global ranks that it was found on.
@@ -58,17 +58,17 @@ class Report:
         level: "G" (the program equals the unsharded one) or "L" (it is consistent on the ranks); None: types were not
             checked, only programs and collectives compared.
         problems: what is wrong, in the order found.
-        operators, collectives: that one rank of each stage runs in a step, together.
+        operators, collectives: their number in a step of one rank of each stage, summed over the stages.
         programs: how many different programs the ranks run.
         runs: how many ranks were played to find them.
-        trusted: declarations that were believed, not proven: "file:line: what".
-        assumed: what was taken for granted: "file:line: what".
-        unchecked: axes of size 1, along which there is nothing to check.
-        differences: where programs of ranks differ in scalars, shapes or calls, and may.
+        trusted: declarations that were not proven: "file:line: what".
+        assumed: assumptions that the check made: "file:line: what".
+        unchecked: axes of size 1, along which ranks cannot differ.
+        differences: places where programs of ranks differ in scalars, shapes or calls, without being wrong.
         notes: results of the run with values, in words.
-        numeric: whether it was run with values too.
+        numeric: whether the step was also run with values.
         finished: False if time ran out before everything was checked.
-        seconds: that it took.
+        seconds: duration of the check.
     """
 
     mesh: dict[str, int]
@@ -89,7 +89,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Nothing is wrong, and everything was looked at."""
+        """True if there are no problems and the check is finished."""
         return not self.problems and self.finished
 
     @property
@@ -100,12 +100,12 @@ class Report:
         return size
 
     def add(self, problem: Problem) -> None:
-        """Adds a problem, unless another rank has it already."""
+        """Adds a problem, unless the report has the same one of another rank."""
         if all((known.kind, known.message) != (problem.kind, problem.message) for known in self.problems):
             self.problems.append(problem)
 
     def to_json(self, **options: Any) -> str:
-        """All of it, as JSON; `options` go to `json.dumps`."""
+        """The report as JSON; `options` go to `json.dumps`."""
         return json.dumps(self.to_dict(), **options)
 
     def to_dict(self) -> dict[str, Any]:
@@ -133,11 +133,11 @@ class Report:
         return self.summary()
 
     def summary(self, details: str = "report.details()", numeric: str = "numeric=True") -> str:
-        """What `str` gives: one line if all is well, else the problems.
+        """The text of `str(report)`: one line if there are no problems, else the problems.
 
         Args:
-            details: how the reader gets the rest: what lists what was assumed and trusted.
-            numeric: how the reader has it run with values.
+            details: the call that lists assumptions and declarations, for the reader.
+            numeric: the option that runs the step with values, for the reader.
         """
         return _short_paths(self._ok_line(numeric, details) if self.ok else "\n".join(self._problem_lines(numeric)))
 
@@ -167,8 +167,8 @@ class Report:
 
         Args:
             file: None: standard output.
-            hint: how the reader of the summary gets the details.
-            numeric: how the reader has it run with values.
+            hint: the call that prints the details, for the reader of the summary.
+            numeric: the option that runs the step with values, for the reader.
         """
         file = sys.stdout if file is None else file
         text = self.details(numeric) if details else self.summary(hint, numeric)
@@ -184,15 +184,15 @@ class Report:
             proven.append("pipeline messages")
         agree = ", ".join(proven[:-1]) + (" and " if len(proven) > 1 else "") + proven[-1]
         level = f"level {self.level}" if self.level else "types not checked"
-        taken = []
+        unproven = []
         if self.assumed:
             advice = "" if self.numeric else f" ({numeric} tests with values)"
-            taken.append(_count(len(self.assumed), "assumption") + advice)
+            unproven.append(_count(len(self.assumed), "assumption") + advice)
         if self.trusted:
-            taken.append(_count(len(self.trusted), "trusted declaration"))
-        taken_text = "; " + ", ".join(taken) + (f" ({details} lists them)" if details else "") if taken else ""
+            unproven.append(_count(len(self.trusted), "trusted declaration"))
+        unproven_text = "; " + ", ".join(unproven) + (f" ({details} lists them)" if details else "") if unproven else ""
         notes = "".join(f"; {note}" for note in self.notes)
-        return f"check ok: {_count(self.world_size, 'rank')}, {level}: {agree} agree{notes}{taken_text}"
+        return f"check ok: {_count(self.world_size, 'rank')}, {level}: {agree} agree{notes}{unproven_text}"
 
     def _problem_lines(self, numeric: str) -> list[str]:
         lines = []
@@ -218,7 +218,7 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def _short_paths(text: str) -> str:
-    """Paths below the current folder as seen from there; those of this package from its name on."""
+    """Paths relative to the current folder where they are below it; paths of this package from its name on."""
     for folder, name in ((_PACKAGE, f"{_PACKAGE.name}/"), (Path.cwd(), "")):
         if folder != folder.parent:
             text = re.sub(rf"(?<![\w./-]){re.escape(str(folder) + os.sep)}", name, text)

@@ -1,4 +1,4 @@
-"""Errors of one rank as errors of all, so that none waits for ever and all do the same next."""
+"""Errors of one rank raised on all ranks, so that no rank waits for ever and all do the same next."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["agree", "by_rank", "listed", "text_of", "together"]
 
 
 def agree(error: BaseException | None, doing: str) -> None:
-    """Exchanges whether something failed; all ranks call it, and all go on, or all raise.
+    """Exchanges errors between ranks; all ranks call it, and either all go on or all raise.
 
     Raises:
-        CheckpointCorrupted: on every rank, if any found a file damaged: with what each found.
-        CheckpointError: on every rank, with the message of each that failed. Where it was this one, and the error is a
-            checkpoint's, a ValueError or a TypeError, that is raised as it is.
+        CheckpointCorrupted: on every rank, if a rank found a damaged file, with the messages of all ranks.
+        CheckpointError: on every rank, with the messages of the ranks that failed. On a failed rank, a CheckpointError,
+            a ValueError or a TypeError is raised unchanged.
     """
     damage = str(error) if isinstance(error, CheckpointCorrupted) else ""
     everyone = comm.gather_objects((text_of(error), damage))
@@ -34,7 +34,7 @@ def agree(error: BaseException | None, doing: str) -> None:
 
 @contextmanager
 def together(doing: str) -> Iterator[None]:
-    """Code that communicates nothing, on all ranks; at its end they `agree` on whether it succeeded everywhere."""
+    """Wraps code without communication, on all ranks, which at its end `agree` on whether it succeeded everywhere."""
     error: Exception | None = None
     try:
         yield
@@ -50,7 +50,7 @@ def text_of(error: BaseException | None) -> str:
 
 
 def by_rank(messages: dict[int, str]) -> str:
-    """What went wrong, each message once, with the ranks that say so."""
+    """The error messages, each once, with the ranks that raised it."""
     ranks: dict[str, list[int]] = {}
     for rank, message in messages.items():
         ranks.setdefault(message, []).append(rank)
@@ -61,5 +61,5 @@ def by_rank(messages: dict[int, str]) -> str:
 
 
 def listed(messages: Sequence[str]) -> str:
-    """The first of several messages, and how many more there are."""
+    """The first of several messages, and the number of further ones."""
     return "; ".join(messages[:4]) + (f"; and {len(messages) - 4} more" if len(messages) > 4 else "")

@@ -12,22 +12,23 @@ import torch
 from torch import nn
 
 from .. import comm
-from . import files, random_state, reading
+from . import random_state
 from .agreement import listed, together
 from .background import CheckpointIOState, Save, state_of_rank
+from .dcp import reading, writing
+from .dcp.plain_data import packed, unpacked
+from .dcp.staging import Staging
 from .errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch
-from .nxd_files import is_nxd_folder, is_of_checkpointing
-from .nxd_source import load_nxd
-from .plain_data import packed, unpacked
-from .staging import Staging
-from .state import changed_by, collect
+from .nxd.nxd_reading import load_nxd
+from .nxd.rank_files import is_nxd_folder, is_of_checkpointing
+from .run_state import changed_by, collect
 from .storage import Storage, open_storage
 from .tags import CheckpointFolder, Entry, Tag, check_tag
 
 __all__ = ["CheckpointIOState", "finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint"]
 
 _SCHEDULER, _USER_CONTENT = "scheduler.pt", "user_content.pt"
-_PATIENCE = 10.0  # seconds until another host sees a new file; network file systems remember what was not there
+_PATIENCE = 10.0  # seconds until another host sees a new file; network file systems cache that a file is missing
 
 
 def save_checkpoint(
@@ -49,31 +50,31 @@ def save_checkpoint(
 ) -> None:
     """Saves a run as checkpoint `tag`, in a form that any layout loads; all ranks call it.
 
-    The checkpoint is there when it is whole and synced, and not before; an older one of this tag is kept until then.
-    The state of random generators is part of it.
+    The checkpoint exists once it is complete and synced, and not before; an older one of this tag is kept until then.
+    The state of random generators is a part of the checkpoint.
 
     Args:
         checkpoint_dir_str: a folder that all ranks see: a path, or a URL of fsspec (`s3://bucket/run`).
-        tag: the name of this checkpoint, that of a folder.
+        tag: the name of this checkpoint, and of its folder.
         model, optimizer: any module and its optimizer, sharded or not; of a pipeline model the local stage.
         scheduler: anything with a `state_dict`, equal on all ranks.
         user_content: plain data of rank 0 (numbers, strings, lists, dicts, tensors), which `load_checkpoint` returns:
             step, position in the data.
         num_kept_ckpts: how many complete checkpoints stay, this one included; None: all.
-        async_save: copy and write in the background. The next `optimizer.step()` waits until what it changes is copied,
-            and so does `load_state_dict`; all else is copied before this returns. An error is raised by the next call
-            of a function of this file, also that something else has changed weights that were not copied yet.
-        when_busy: what becomes of an asynchronous save that is not complete yet: "wait" for it, or "supersede" it.
+        async_save: copy and write in the background. The next `optimizer.step()`, or `load_state_dict`, waits until the
+            tensors that it changes are copied; all others are copied before this returns. An error is raised by the
+            next call of a function of this file, also if other code changed weights that were not copied yet.
+        when_busy: treatment of an asynchronous save that is not complete yet: "wait" for it, or "supersede" it.
         num_workers, use_xser, zero1_optimizer, use_zero1_dcp, avoid_saving_lower_precision_weights: without effect:
-            every rank writes its own share, in one format, weights and masters. Where that is another result than what
-            was asked for, `use_xser` and the last one, rank 0 warns.
+            every rank writes its share, in one format, weights and masters. Where the result differs from what the
+            option asks for (`use_xser` and the last one), rank 0 warns.
 
     Raises:
-        CheckpointError: on all ranks: this one, or the asynchronous save before it, could not be written. What was
-            there before is there still, and training may go on.
-        ValueError: on the ranks that it concerns (others get a CheckpointError): a tag that names no folder,
+        CheckpointError: on all ranks: this checkpoint, or the asynchronous one before it, could not be written. Earlier
+            checkpoints are still there, and training may go on.
+        ValueError: on the ranks with the wrong argument (others get a CheckpointError): a tag that names no folder,
             user_content that is no plain data.
-        TypeError: `model`, `optimizer` or `scheduler` is something else, such as a state dict.
+        TypeError: `model`, `optimizer` or `scheduler` is of another type, such as a state dict.
     """
     io_state = state_of_rank()
     rank, ranks = comm.rank("world"), comm.size("world")
@@ -95,7 +96,7 @@ def save_checkpoint(
     _same_everywhere(where)
     with together("no checkpoint was saved"):
         state = collect(model, optimizer)
-    plan = files.plan(state)
+    plan = writing.plan(state)
     staging: Staging | None = None
     try:
         with together(f"checkpoint {where} could not be begun"):
@@ -118,7 +119,7 @@ def save_checkpoint(
             staging.finish()
         for file, content in small.items():
             storage.write(f"{path}/{file}", [content])
-        files.write(plan, storage, path)
+        writing.write(plan, storage, path)
 
     entries = {file: Entry(len(content), zlib.crc32(content)) for file, content in small.items()}
     save = Save(folder, name, write, entries, num_kept_ckpts, rank, ranks)
@@ -144,33 +145,33 @@ def load_checkpoint(
 ) -> Any:
     """Loads a checkpoint of any layout into this one; all ranks call it.
 
-    It reads what NeuronX Distributed wrote, too: by `nxd.save_checkpoint` and by `parallel_layers.checkpointing.save`;
-    and a folder of torch.distributed.checkpoint with `{"model": ..., "optimizer": get_optimizer_state_dict(...)}`.
+    It also reads folders of NeuronX Distributed's `nxd.save_checkpoint` and `parallel_layers.checkpointing.save`, and
+    folders of torch.distributed.checkpoint with `{"model": ..., "optimizer": get_optimizer_state_dict(...)}`.
 
     Weights, optimizer state and masters are bit-equal in any layout; random generators go on where they were in the
     same layout. All files are compared with their checksums, tensors while they are read: an error says whether weights
-    have been overwritten. The optimizer, the scheduler and random generators are set when all is known to be whole.
+    have been overwritten. The optimizer, the scheduler and random generators are set after all files are verified.
 
     Args:
         path: the folder of `save_checkpoint`, or NeuronX Distributed's.
-        tag: of the checkpoint; None: the newest that is whole, and if it is not the newest, rank 0 warns.
-        model, optimizer, scheduler: what to load into; None is left out. After weights alone, an optimizer that has
-            master weights already takes them by its `init_zero()`.
+        tag: of the checkpoint; None: the newest complete one; rank 0 warns if a newer one is damaged.
+        model, optimizer, scheduler: objects to load into; None is left out. After weights alone, an optimizer that has
+            master weights already takes the new weights by its `init_zero()`.
         strict: False accepts a model with other parameters than the checkpoint's, and loads what both have.
         num_workers, use_zero1_dcp: without effect.
-        device: where parameters and buffers on meta get memory, which is then read into; parameters stay the objects
-            that they are. What the checkpoint lacks with `strict=False` stays on meta; buffers that no checkpoint
-            has get the values of `materialize`.
+        device: where parameters and buffers on meta get memory, before they are read; parameters stay the same objects.
+            With `strict=False` a parameter that the checkpoint lacks stays on meta; buffers that no checkpoint has get
+            the values of `materialize`.
 
     Returns:
         The `user_content` that was saved, None if there was none.
 
     Raises:
         CheckpointError: on all ranks: there is no such checkpoint.
-        CheckpointCorrupted: on all ranks: files are missing, truncated or changed, by name. Before that nothing was
-            changed, or weights were overwritten in part; the message says which.
-        CheckpointMismatch: on all ranks: it is of another model, or was saved without what is to be loaded.
-        TypeError: `model`, `optimizer` or `scheduler` is something else, such as a state dict.
+        CheckpointCorrupted: on all ranks: files are missing, truncated or changed; the message names them, and says
+            whether nothing was changed or weights were overwritten in part.
+        CheckpointMismatch: on all ranks: the checkpoint is of another model, or lacks a part that is to be loaded.
+        TypeError: `model`, `optimizer` or `scheduler` is of another type, such as a state dict.
     """
     state_of_rank().settle()
     with together(f"no checkpoint was loaded from {path}"):
@@ -201,23 +202,23 @@ def load_checkpoint(
 
 
 def _left(overwritten: frozenset[str]) -> str:
-    """In which state the run is after a checkpoint turned out to be damaged."""
+    """Describes the state of the run after a checkpoint turned out to be damaged."""
     if not overwritten:
         return "nothing was changed"
     return "weights of the model were overwritten in part, so load another checkpoint or begin anew"
 
 
 def has_checkpoint(checkpoint_dir_str: str | os.PathLike[str]) -> bool:
-    """Whether the folder has a complete checkpoint; not a collective."""
+    """Returns whether the folder has a complete checkpoint; not a collective."""
     folder = CheckpointFolder(open_storage(checkpoint_dir_str))
     return any(folder.is_complete(name) for name in folder.storage.list())
 
 
 def finalize_checkpoint() -> None:
-    """Returns when the asynchronous save that is under way is complete; all ranks call it.
+    """Waits until the asynchronous save that is under way is complete; all ranks call it.
 
     Raises:
-        CheckpointError: on all ranks: it failed.
+        CheckpointError: on all ranks: the save failed.
     """
     state_of_rank().settle()
 
@@ -232,10 +233,10 @@ def _load(
     overwritten: frozenset[str],
     device: str | torch.device,
 ) -> Any:
-    """Loads the checkpoint in a folder `name`; its user content.
+    """Loads the checkpoint in folder `name`; returns its user content.
 
     Raises:
-        CheckpointCorrupted: on all ranks: it is damaged.
+        CheckpointCorrupted: on all ranks: the checkpoint is damaged.
     """
     where = folder.storage.describe(name)
     contents: dict[str, bytes] = {}
@@ -275,12 +276,12 @@ def _load(
 
 
 def _candidates(folder: CheckpointFolder, tag: str | None) -> list[str]:
-    """The tags to try, in this order."""
+    """Tags to try, in order."""
     if tag is not None:
         name = check_tag(tag)
         is_unmarked = not folder.is_complete(name) and _is_unmarked(folder.storage, name)
         return [name if is_unmarked else folder.find(name).name]
-    names = [each.name for each in folder.complete()]
+    names = [tag.name for tag in folder.complete()]
     if not names and _is_unmarked(folder.storage, "."):
         return ["."]
     if not names:
@@ -289,7 +290,7 @@ def _candidates(folder: CheckpointFolder, tag: str | None) -> list[str]:
 
 
 def _is_unmarked(storage: Storage, folder: str) -> bool:
-    """Whether a folder holds what others wrote who mark nothing as complete."""
+    """Returns whether a folder was written by a library that does not mark checkpoints as complete."""
     return is_of_checkpointing(storage, folder) or reading.is_of_dcp(storage, folder)
 
 
@@ -323,7 +324,7 @@ def _warn_of_unused(use_xser: bool, avoid_saving_lower_precision_weights: bool) 
 
 
 def _same_everywhere(where: str) -> None:
-    """Refuses ranks that save to different folders."""
+    """Raises CheckpointError if ranks save to different folders."""
     everywhere = comm.gather_objects(where)
     other = next((rank for rank, name in enumerate(everywhere) if name != everywhere[0]), None)
     if other is not None:
@@ -333,7 +334,7 @@ def _same_everywhere(where: str) -> None:
 
 
 def _await_marker(folder: CheckpointFolder, name: str) -> None:
-    """Returns when this rank sees what rank 0 has made."""
+    """Waits until this rank sees the folder that rank 0 has made."""
     deadline = time.monotonic() + _PATIENCE
     while not folder.has_begun(name):
         if time.monotonic() > deadline:

@@ -1,12 +1,12 @@
-"""A save from its first byte to `done`, beside the run that goes on.
+"""A save from its first byte to `done`, while the run goes on.
 
-Every rank writes its own files, in a thread of its own if the save is asynchronous. Then rank 0 completes the
-checkpoint. It learns that all files are there from a note that each rank leaves in the folder, or, if the run comes to
-its next call of a checkpoint function first, from the exchange that is made there.
+Every rank writes its files, in a separate thread if the save is asynchronous. Then rank 0 completes the checkpoint.
+Notes that ranks leave in the folder tell rank 0 that all files are written; if the run calls a checkpoint function
+earlier, the exchange in that call does.
 
 No thread communicates: a collective in the background would meet those of training in another order on every rank. A
-process group of its own would need a second network between all ranks for one message each, and neither ranks as
-threads nor XLA devices have one. The folder is there in any case.
+separate process group would need a second network between all ranks for one message per rank, and neither ranks as
+threads nor XLA devices have one. The folder exists in any case.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ import torch
 
 from .. import comm
 from .agreement import by_rank, text_of
+from .dcp.staging import Staging
 from .errors import CheckpointError
-from .staging import Staging
 from .storage import Storage
 from .tags import CheckpointFolder, Entry
 
 __all__ = ["CheckpointIOState", "Save", "state_of_rank"]
 
 _NOTES = ".written"  # the folder, inside of a tag's, of the ranks' notes
-_PIECE = 16 << 20  # bytes between two looks at whether a save is still wanted
+_PIECE = 16 << 20  # bytes between two checks of whether the save is superseded
 _TIMEOUT_ENV = "NEURONX_DIST_CHECKPOINT_TIMEOUT"
 _TIMEOUT = 1800.0
-_AT_EXIT = 60.0  # once the program has ended: who has not written is gone, if the folder does not change any more
+_AT_EXIT = 60.0  # seconds after the end of the program: if the folder does not change any more, missing ranks are gone
 
 
 class _Superseded(Exception):
-    """This save is not wanted any more."""
+    """Ends a save that is superseded by a newer one."""
 
 
 class _Noting:
-    """A storage for one rank's files, which notes what was written, and stops when the save is superseded."""
+    """A storage for one rank's files that records written files, and stops when the save is superseded."""
 
     def __init__(self, storage: Storage, superseded: threading.Event) -> None:
         self._storage = storage
@@ -72,12 +72,12 @@ class Save:
     """One checkpoint being written, as one rank sees it.
 
     Args:
-        folder: where it is written.
+        folder: of all checkpoints.
         tag: the name of the checkpoint.
-        write: writes this rank's files, to the storage and below the path that it is given.
-        entries: files that `write` writes and that have a checksum in `done`; the others have their own.
-        keep: how many complete checkpoints are kept; None: all.
-        rank, ranks: this rank, and how many there are.
+        write: `write(storage, path)` writes this rank's files below `path`.
+        entries: files that `write` writes and that have a checksum in `done`; other files end with checksums.
+        keep: number of complete checkpoints to keep; None: all.
+        rank, ranks: this rank, and the number of ranks.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class Save:
         self._reports: dict[int, dict[str, Entry]] = {}  # on rank 0: what each rank has written
 
     def start(self) -> None:
-        """Writes in a thread. Python waits for it at its end."""
+        """Writes in a thread, which Python waits for when it exits."""
         self._thread = threading.Thread(target=self._in_background, name=f"checkpoint-{self.tag}")
         self._thread.start()
 
     def write_own_files(self) -> None:
-        """Writes and syncs this rank's files; an error is kept for `settle`."""
+        """Writes and syncs this rank's files; keeps an error for `settle`."""
         try:
             storage = _Noting(self.folder.storage, self.superseded)
             self._write(storage, self.tag)
@@ -129,10 +129,10 @@ class Save:
         """Waits until the checkpoint is complete. All ranks call it.
 
         Raises:
-            CheckpointError: on all ranks, if any rank failed; what was written is removed.
+            CheckpointError: on all ranks, if a rank failed; the written files are removed.
         """
         if self._thread is not None and self._rank:
-            self._thread.join()  # its note too: rank 0 is about to remove them
+            self._thread.join()  # so that its note is written too: rank 0 is about to remove all notes
         self._own_files_written.wait()
         superseded = isinstance(self.error, _Superseded)
         error = None if superseded else self.error
@@ -160,14 +160,14 @@ class Save:
         self.write_own_files()
         notes = f"{self.tag}/{_NOTES}"
         if isinstance(self.error, _Superseded):
-            return  # all ranks are about to agree on it; a note would be read as a failure
+            return  # all ranks are about to agree on the end; a note would be read as a failure
         if self._rank:
-            with suppress(Exception):  # then rank 0 learns of it by the exchange
+            with suppress(Exception):  # then rank 0 learns of it from the exchange
                 note = json.dumps({"failure": text_of(self.error), "files": self._files})
                 self.folder.storage.write(f"{notes}/{self._rank}", [note.encode()])
         elif self.error is None:
             self._complete(self._wait_for_notes)
-        if self.error is not None and not threading.main_thread().is_alive():  # nobody will ask
+        if self.error is not None and not threading.main_thread().is_alive():  # no later call will report it
             print(f"[rank {self._rank}] checkpoint {self.tag} failed: {self.error}", file=sys.stderr, flush=True)
 
     def _complete(self, wait: Callable[[], bool] = lambda: True) -> None:
@@ -182,7 +182,7 @@ class Save:
             self.error = error
 
     def _clean(self) -> None:
-        """Removes older checkpoints. That this fails takes nothing away from the one that is complete now."""
+        """Removes older checkpoints. A failure here does not affect the checkpoint that is complete now."""
         try:
             self.folder.clean(self.tag, self._keep)
         except Exception as error:
@@ -190,7 +190,7 @@ class Save:
             warnings.warn(f"checkpoint {where} is complete; older ones were not removed: {error}", stacklevel=2)
 
     def _wait_for_notes(self) -> bool:
-        """Waits for what all ranks have written; whether all have."""
+        """Waits for the notes of all ranks; returns whether all have written."""
         notes, storage = f"{self.tag}/{_NOTES}", self.folder.storage
         reports = {0: self._files}
         pause, last, written = 0.005, time.monotonic(), 0
@@ -228,12 +228,12 @@ class Save:
 
 
 class CheckpointIOState:
-    """What a rank keeps between saves: the save that is under way, and the memory that tensors are copied to.
+    """State of a rank between saves: the save that is under way, and the memory that tensors are copied to.
 
     Attributes:
-        pending: the asynchronous save that nobody has waited for.
-        staged: the memory of the last asynchronous save, for the next.
-        staging: the copies that it is made of.
+        pending: the asynchronous save that has not been waited for.
+        staged: the memory of the last asynchronous save, reused by the next.
+        staging: the copies in that memory.
     """
 
     def __init__(self) -> None:
@@ -245,7 +245,7 @@ class CheckpointIOState:
         """Waits for the save that is under way, if there is one, or ends it. All ranks call it.
 
         Raises:
-            CheckpointError: it failed, on whatever rank.
+            CheckpointError: the save failed on a rank.
         """
         save, self.pending = self.pending, None
         if save is not None:
@@ -260,6 +260,6 @@ class CheckpointIOState:
 
 
 def state_of_rank() -> CheckpointIOState:
-    """The one of the current rank."""
+    """The `CheckpointIOState` of the current rank."""
     state: CheckpointIOState = comm.current().extras.setdefault("checkpoint", CheckpointIOState())
     return state

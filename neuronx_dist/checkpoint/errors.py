@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint."""
+"""Errors of checkpoints."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class CheckpointCorrupted(CheckpointError):
     """A file of a checkpoint is missing, truncated, or not what was written.
 
     Attributes:
-        overwritten: keys of tensors, some of which have values of this checkpoint now; empty if nothing was changed.
+        overwritten: keys of tensors that may hold values of this checkpoint now; empty if nothing was changed.
     """
 
     overwritten: frozenset[str] = frozenset()
 
 
 class CheckpointMismatch(CheckpointError):
-    """A checkpoint is of another model: other names or shapes."""
+    """A checkpoint is of another model: names or shapes differ."""

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of parameters, with ZeRO-1 or without, under the same names."""
+"""State of an optimizer by names of parameters, with ZeRO-1 or without, under the same names."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ..optimizer import LossScaler, NeuronZero1Optimizer
 from ..parallel_layers.utils import load_optimizer_state_dict
-from .catalog import Catalog
+from ..torch_internals.tensors import pytree
+from .dcp.catalog import Catalog
 from .errors import CheckpointMismatch
 from .parameters import Parameter
-from .pieces import Piece, rows_of, whole_piece
-from .tensors import Path, ShardedTensor, State, key_of
+from .pieces import TensorPiece, rows_of, whole_piece
+from .rank_tensors import Path, ShardedTensor, State, key_of
 
 __all__ = [
     "GROUPS",
@@ -32,7 +32,7 @@ _MASTER = ("optimizer", "master")
 GROUPS = ("optimizer", "param_groups")
 _LOSS_SCALER = ("optimizer", "loss_scaler")
 
-# Not of one element for each of the parameter's, also where the parameter has one element only.
+# Entries without an element for each element of the parameter, even if the parameter has one element.
 _SCALARS = {"step"}
 
 # Options that learning-rate schedulers add to those of an optimizer.
@@ -40,18 +40,18 @@ _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_moment
 
 
 @dataclass
-class _Slot:
-    """A parameter as the optimizer has it.
+class _StateSlot:
+    """A parameter in the optimizer.
 
     Attributes:
-        tensor: what the optimizer's state is of: the parameter, or under ZeRO-1 its rows that this rank has.
-        pieces: what `tensor` holds of the whole parameter.
-        degree: over how many ranks the parameter's rows are divided.
+        tensor: the tensor with the optimizer's state: the parameter, or under ZeRO-1 this rank's rows of it.
+        pieces: of the whole parameter, in `tensor`.
+        degree: number of ranks that the parameter's rows are divided over.
     """
 
     parameter: Parameter
     tensor: torch.Tensor
-    pieces: list[Piece]
+    pieces: list[TensorPiece]
     degree: int = 1
 
     @property
@@ -60,33 +60,33 @@ class _Slot:
 
     @property
     def is_part(self) -> bool:
-        """Whether other ranks have other elements of the parameter."""
+        """Whether other ranks hold other elements of the parameter."""
         return self.pieces != [whole_piece(self.parameter.shape)]
 
     @property
     def masters(self) -> list[Path]:
-        """Where the master weights stand."""
+        """Paths of the master weights in the checkpoint."""
         return [(*_MASTER, name) for name in self.parameter.names]
 
     def entries(self, entry: str) -> list[Path]:
-        """Where an entry of the state stands."""
+        """Paths of an entry of the state in the checkpoint."""
         return [(*_STATE, name, entry) for name in self.parameter.names]
 
     def sharded(self, paths: Sequence[Path], tensor: torch.Tensor) -> ShardedTensor:
-        """A tensor that is laid out as `self.tensor` is."""
+        """A tensor with the layout of `self.tensor`."""
         shape = self.parameter.shape  # a parameter without dims is a row under ZeRO-1
         return ShardedTensor(paths, shape, tensor if shape else tensor.view(()), self.pieces)
 
     def is_sharded(self, entry: str, shape: Sequence[int], like: Sequence[int]) -> bool:
-        """Whether an entry has one element for each of the parameter's."""
+        """Returns whether an entry has one element for each element of the parameter."""
         return entry not in _SCALARS and tuple(shape) == tuple(like)
 
 
 def collect_optimizer(state: State, optimizer: torch.optim.Optimizer, parameters: Mapping[int, Parameter]) -> None:
-    """Adds what an optimizer keeps.
+    """Adds the state of an optimizer.
 
     Raises:
-        ValueError: it is of other parameters, or keeps a tensor of which it is not known what part of the whole it is.
+        ValueError: the optimizer is of other parameters, or its state has a tensor whose part of the whole is unknown.
     """
     slots, base = _slots(optimizer, parameters)
     for slot in slots:
@@ -95,7 +95,7 @@ def collect_optimizer(state: State, optimizer: torch.optim.Optimizer, parameters
         for entry, value in base.state.get(slot.tensor, {}).items():
             paths = slot.entries(entry)
             if not isinstance(value, torch.Tensor):
-                if slot.is_part and any(isinstance(each, torch.Tensor) for each in tree_leaves(value)):
+                if slot.is_part and any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
                     raise ValueError(
                         f"{type(base).__name__} keeps tensors in a {type(value).__name__}, {entry!r}, for "
                         f"{slot.parameter.names[0]}, of which this rank has a part: it is not known of what they are"
@@ -120,7 +120,7 @@ def collect_optimizer(state: State, optimizer: torch.optim.Optimizer, parameters
 def expect_optimizer(
     state: State, optimizer: torch.optim.Optimizer, parameters: Mapping[int, Parameter], catalog: Catalog
 ) -> None:
-    """Adds new tensors for what a checkpoint has of this rank's parameters, to be read and then restored."""
+    """Adds new tensors for the checkpoint's state of this rank's parameters, to be read and then restored."""
     saved: dict[str, set[str]] = {}
     prefix = key_of((*_STATE, ""))
     for key in (*catalog.tensors, *catalog.objects):
@@ -131,7 +131,7 @@ def expect_optimizer(
     trained = {slot.parameter.names[0] for slot in slots}
     for parameter in parameters.values():
         if parameter.names[0] not in trained and not parameter.tensor.requires_grad:
-            # Adagrad has state of frozen parameters too, ZeRO-1 has not.
+            # Adagrad has state of frozen parameters too, ZeRO-1 does not.
             state.unneeded |= {key_of((*_STATE, parameter.names[0], e)) for e in saved.get(parameter.names[0], ())}
     for slot in slots:
         if slot.has_master and key_of(slot.masters[0]) in catalog.tensors:
@@ -154,14 +154,14 @@ def check_groups(state: State, optimizer: torch.optim.Optimizer, parameters: Map
     """Refuses parameter groups that cannot be restored, before anything is changed.
 
     Raises:
-        CheckpointMismatch: they are of another class of optimizers, or divided in another way.
+        CheckpointMismatch: the groups are of another class of optimizers, or divided in another way.
     """
     if state.objects[GROUPS] is not None:
         _restored_groups(optimizer, parameters, state.objects[GROUPS])
 
 
 def restore_optimizer(state: State, optimizer: torch.optim.Optimizer, parameters: Mapping[int, Parameter]) -> None:
-    """Gives an optimizer the state that was read, if there was any; after the model's parameters were read."""
+    """Loads the state that was read into an optimizer; to be called after the model's parameters are read."""
     if state.objects[GROUPS] is None:
         return
     slots = _slots(optimizer, parameters)[0]
@@ -184,17 +184,17 @@ def restore_optimizer(state: State, optimizer: torch.optim.Optimizer, parameters
         load_optimizer_state_dict(optimizer, {"state": entries, "param_groups": groups})
         return
     if any(slot.tensor.is_meta for slot in slots):
-        optimizer.init_zero()  # they were made before the parameters had memory
+        optimizer.init_zero()  # the shards were made before the parameters had memory
     shapes = {index: tuple(slot.parameter.tensor.shape) for index, slot in enumerate(slots)}
     optimizer.load_state_dict({"state": {}, "param_groups": groups, "base_state": entries, "shape_info": shapes})
-    for slot in slots:  # those that were not saved have been made of the parameters
+    for slot in slots:  # masters that were not saved have been made from the parameters
         if slot.masters[0] in read:
             with torch.no_grad():
                 slot.tensor.copy_(read[slot.masters[0]].view(slot.tensor.shape))
 
 
 def named_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[int, Parameter]) -> list[dict[str, Any]]:
-    """The options of this rank's parameter groups, and under `params` the names of their parameters."""
+    """Options of this rank's parameter groups, with names of parameters under `params`."""
     return [_saved_group(group, parameters) for group in optimizer.param_groups]
 
 
@@ -230,12 +230,12 @@ def _saved_group(group: Mapping[str, Any], parameters: Mapping[int, Parameter]) 
 def _restored_groups(
     optimizer: torch.optim.Optimizer, parameters: Mapping[int, Parameter], saved: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The groups of a state dict: each has the options of the saved group that its parameters are in.
+    """The groups of a state dict, with the options of the saved groups that contain their parameters.
 
-    Options that the checkpoint does not have stay: a later version of the optimizer has more of them.
+    Options that the checkpoint lacks stay: a later version of the optimizer may have more options.
 
     Raises:
-        CheckpointMismatch: a group has parameters of several saved ones, or options of another class of optimizers.
+        CheckpointMismatch: a group has parameters of several saved groups, or options of another class of optimizers.
     """
     base = _slots(optimizer, parameters)[1]
     group_of = {name: index for index, group in enumerate(saved) for name in group["params"]}
@@ -268,24 +268,24 @@ def _loss_scaler(optimizer: torch.optim.Optimizer) -> LossScaler | None:
     return optimizer.loss_scaler if isinstance(optimizer, NeuronZero1Optimizer) else None
 
 
-def _as_kept(slot: _Slot, entry: str, value: Any) -> Any:
-    """An entry in the shape in which the optimizer keeps it: a parameter without dims is a row under ZeRO-1."""
+def _as_kept(slot: _StateSlot, entry: str, value: Any) -> Any:
+    """An entry in the optimizer's shape: a parameter without dims is a row under ZeRO-1."""
     is_row = isinstance(value, torch.Tensor) and slot.is_sharded(entry, value.shape, slot.parameter.shape)
     return value.view(slot.tensor.shape) if is_row and not slot.parameter.shape else value
 
 
 def _slots(
     optimizer: torch.optim.Optimizer, parameters: Mapping[int, Parameter]
-) -> tuple[list[_Slot], torch.optim.Optimizer]:
-    """What the optimizer's state is of, in order, and the optimizer that has it.
+) -> tuple[list[_StateSlot], torch.optim.Optimizer]:
+    """Slots of the optimizer's parameters, in order, and the optimizer that holds the state.
 
     Raises:
-        ValueError: a parameter is not the model's.
+        ValueError: a parameter is not one of the model.
     """
     if not isinstance(optimizer, NeuronZero1Optimizer):
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        own = [_parameter(tensor, parameters) for tensor in tensors]
-        return [_Slot(each, each.tensor, each.pieces) for each in own], optimizer
+        members = [_parameter(tensor, parameters) for tensor in tensors]
+        return [_StateSlot(member, member.tensor, member.pieces) for member in members], optimizer
     if optimizer.base_optimizer is None:
         optimizer.init_zero()
     assert optimizer.base_optimizer is not None
@@ -297,7 +297,7 @@ def _slots(
             pieces = rows_of(parameter.pieces, first, first + shard.shape[0])
         else:
             pieces = [whole_piece(())] if first == 0 else []
-        slots.append(_Slot(parameter, shard.master, pieces, shard.degree))
+        slots.append(_StateSlot(parameter, shard.master, pieces, shard.degree))
     return slots, optimizer.base_optimizer
 
 

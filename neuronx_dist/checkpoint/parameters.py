@@ -11,7 +11,7 @@ from .. import comm
 from ..gradients.gradient import ParameterGradient
 from ..weights.partial_model import PartialModel, parameter_names, parameter_slots
 from ..weights.shard_spec import spec_of
-from .pieces import Piece, pieces_of, shifted
+from .pieces import TensorPiece, pieces_of, shifted
 
 __all__ = ["Parameter", "parameters_of"]
 
@@ -21,23 +21,23 @@ class Parameter:
     """A parameter of this rank.
 
     Attributes:
-        names: all that it has in the whole model; the first is that of the checkpoint.
+        names: all names in the whole model; the first is the name in the checkpoint.
         tensor: this rank's shard.
         shape: of the whole parameter, without padding.
-        pieces: what the shard holds of it.
+        pieces: of the whole parameter, in the shard.
     """
 
     names: list[str]
     tensor: torch.Tensor
     shape: tuple[int, ...]
-    pieces: list[Piece]
+    pieces: list[TensorPiece]
 
 
 def parameters_of(model: nn.Module | PartialModel) -> dict[int, Parameter]:
     """The parameters of this rank, by `id`.
 
-    A parameter of experts that is marked with `expert_model_parallel` has the experts of this ep rank in dim 0, as NxD
-    lays them out, `[experts/ep, ...]`: the whole has those of all ep ranks, in the order of ranks.
+    A parameter marked with `expert_model_parallel` has the experts of this ep rank in dim 0, in NxD's layout,
+    `[experts/ep, ...]`: the whole parameter has the experts of all ep ranks, in the order of ranks.
 
     Raises:
         ValueError: a parameter of experts has no dims.

@@ -1,6 +1,6 @@
-"""Where the elements of a rank's tensor lie in the whole, unpadded one: a list of rectangles.
+"""Pieces of a rank's tensor: rectangles that say where its elements lie in the whole, unpadded tensor.
 
-    whole            [10, 4]      as it is without any layout
+    whole            [10, 4]      without any layout
     padded           [12, 4]      divisible by tp = 2, and in blocks where layers are fused
     shard of tp 1    [6, 4]       holds rows 6..9 of the whole, and two rows of zeros
     its ZeRO-1 rows  [3, 4]       of dp 0: rows 6..8; of dp 1: row 9, and padding
@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 
 from ..weights.shard_spec import ShardSpec
 
-__all__ = ["Piece", "cut", "overlap", "pieces_of", "rows_of", "shifted", "whole_piece", "within"]
+__all__ = ["TensorPiece", "cut", "overlap", "pieces_of", "rows_of", "shifted", "whole_piece", "within"]
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """A rectangle of a rank's tensor.
 
     Attributes:
-        local: where it lies in the rank's tensor: a `slice(start, stop)` for each dim.
-        offset: where it begins in the whole tensor.
-        shape: its size, in both. A tensor without dims is the piece `((), (), ())`.
+        local: place in the rank's tensor: a `slice(start, stop)` for each dim.
+        offset: first element in the whole tensor.
+        shape: size, in both tensors. A tensor without dims is the piece `((), (), ())`.
     """
 
     local: tuple[slice, ...]
@@ -33,10 +33,10 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
 
 
-def pieces_of(spec: ShardSpec, index: int) -> list[Piece]:
+def pieces_of(spec: ShardSpec, index: int) -> list[TensorPiece]:
     """The pieces of shard number `index`, `[spec.local_shape]`, in the whole parameter, `[spec.unpadded_shape]`.
 
-    There is one for each fused block (`spec.stride`); none where a shard is padding alone.
+    There is one piece for each fused block (`spec.stride`); none where a shard is padding alone.
     """
     whole = spec.unpadded_shape
     if spec.dim is None:
@@ -52,15 +52,15 @@ def pieces_of(spec: ShardSpec, index: int) -> list[Piece]:
     ]
 
 
-def whole_piece(shape: Sequence[int]) -> Piece:
-    """The piece of a tensor that is whole on this rank."""
-    return Piece(tuple(slice(0, size) for size in shape), (0,) * len(shape), tuple(shape))
+def whole_piece(shape: Sequence[int]) -> TensorPiece:
+    """The piece of a tensor that this rank holds whole."""
+    return TensorPiece(tuple(slice(0, size) for size in shape), (0,) * len(shape), tuple(shape))
 
 
-def rows_of(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
-    """The pieces of a tensor that holds rows `start` to `stop` (dim 0) of the one that `pieces` are of.
+def rows_of(pieces: Sequence[TensorPiece], start: int, stop: int) -> list[TensorPiece]:
+    """Pieces of rows `start` to `stop` (dim 0) of a tensor that has `pieces`.
 
-    As ZeRO-1 cuts a shard: `stop` may lie behind its last row.
+    ZeRO-1 cuts a shard so: `stop` may lie after the last row.
     """
     rows = []
     for piece in pieces:
@@ -71,21 +71,21 @@ def rows_of(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
     return rows
 
 
-def shifted(pieces: Sequence[Piece], rows: int) -> list[Piece]:
-    """The pieces of a tensor that begins `rows` rows (dim 0) farther down in the whole than the one they are of."""
+def shifted(pieces: Sequence[TensorPiece], rows: int) -> list[TensorPiece]:
+    """The pieces moved down by `rows` rows (dim 0) of the whole tensor."""
     return [_along(piece, 0, piece.local[0], piece.offset[0] + rows) for piece in pieces]
 
 
-def within(pieces: Sequence[Piece], start: int) -> list[Piece]:
-    """The pieces of a tensor (dim 0 of which is `start` rows into another) as pieces of that one."""
+def within(pieces: Sequence[TensorPiece], start: int) -> list[TensorPiece]:
+    """The pieces of rows of a tensor, from row `start` (dim 0) on, as pieces of that tensor."""
     return [
         _along(piece, 0, slice(start + piece.local[0].start, start + piece.local[0].stop), piece.offset[0])
         for piece in pieces
     ]
 
 
-def cut(piece: Piece, elements: int) -> Iterator[Piece]:
-    """The piece in parts of at most so many elements, along its first dims."""
+def cut(piece: TensorPiece, elements: int) -> Iterator[TensorPiece]:
+    """Cuts a piece along its first dims into parts with a bounded number of elements."""
     if math.prod(piece.shape) <= elements:
         yield piece
         return
@@ -98,12 +98,12 @@ def cut(piece: Piece, elements: int) -> Iterator[Piece]:
 
 
 def overlap(
-    offset: Sequence[int], shape: Sequence[int], piece: Piece
+    offset: Sequence[int], shape: Sequence[int], piece: TensorPiece
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Where a saved rectangle of the whole tensor and a piece meet.
+    """The overlap of a saved rectangle of the whole tensor with a piece.
 
     Returns:
-        `(slices of the rectangle, slices of the piece's local tensor)`; None if they do not.
+        `(slices of the rectangle, slices of the piece's local tensor)`; None without overlap.
     """
     theirs, ours = [], []
     for saved, size, at, length, local in zip(offset, shape, piece.offset, piece.shape, piece.local):
@@ -115,12 +115,12 @@ def overlap(
     return tuple(theirs), tuple(ours)
 
 
-def _along(piece: Piece, dim: int, local: slice, offset: int) -> Piece:
+def _along(piece: TensorPiece, dim: int, local: slice, offset: int) -> TensorPiece:
     """The piece with another extent in one dim."""
 
     def replaced(values: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
         return (*values[:dim], value, *values[dim + 1 :])
 
-    return Piece(
+    return TensorPiece(
         replaced(piece.local, local), replaced(piece.offset, offset), replaced(piece.shape, local.stop - local.start)
     )

@@ -1,4 +1,4 @@
-"""The state of every random generator of a rank: torch's, of CPU and device, the named streams, Python's, NumPy's."""
+"""State of all random generators of a rank: torch's of CPU and device, the named streams, Python's, NumPy's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AXES = ("dp", "cp", "tp", "pp")
 
 
 def capture() -> dict[str, Any]:
-    """Plain data, for `restore`."""
+    """Returns the state as plain data, for `restore`."""
     state: dict[str, Any] = {
         "mesh": {axis: comm.size(axis) for axis in _AXES},
         "default": get_state(),
@@ -30,9 +30,9 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Sets what `capture` gave.
+    """Sets the state that `capture` returned.
 
-    In another layout the named streams, which differ by rank, stay as this run has seeded them, and so does the
+    In another layout the named streams, which differ by rank, stay as this run has seeded them; so does the
     generator of another type of device.
     """
     if _same_device(state["default"], get_state()):
@@ -41,7 +41,7 @@ def restore(state: dict[str, Any]) -> None:
         set_state(state["default"][:1])
     if state["mesh"] == {axis: comm.size(axis) for axis in _AXES}:
         here = get_state()
-        saved = {name: each for name, each in state["streams"].items() if _same_device(each, here)}
+        saved = {name: stream for name, stream in state["streams"].items() if _same_device(stream, here)}
         streams().set_states({**streams().get_states(), **saved})
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -52,9 +52,9 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def file_of(files: Any = None) -> str:
-    """The file of this rank's state; with the files of a checkpoint, that of the rank which comes nearest to it.
+    """The file of this rank's state; with the files of a checkpoint, the existing file of the corresponding rank.
 
-    Along an axis that was shorter, rank `index` takes what `index % size` had.
+    Along an axis that was shorter, rank `index` corresponds to rank `index % size`.
     """
     coordinates = {axis: comm.rank(axis) for axis in _AXES}
     if files is not None:
@@ -66,4 +66,4 @@ def file_of(files: Any = None) -> str:
 
 
 def _same_device(first: State, second: State) -> bool:
-    return [(each.dtype, each.shape) for each in first] == [(each.dtype, each.shape) for each in second]
+    return [(tensor.dtype, tensor.shape) for tensor in first] == [(tensor.dtype, tensor.shape) for tensor in second]

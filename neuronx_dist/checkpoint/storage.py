@@ -1,7 +1,6 @@
 """Files of a checkpoint, on a local disk or wherever fsspec reaches: `memory://`, `s3://bucket/folder`, ...
 
-What `write` returned from is there whole, or not at all. On a local disk it has been synced: files by `write`, names
-of files by `sync`.
+A written file exists completely or not at all. On a local disk `write` syncs the content of files, `sync` the names.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ __all__ = ["LocalStorage", "RemoteStorage", "Storage", "open_storage"]
 
 
 class Storage(ABC):
-    """A folder. Paths are relative to it, their parts separated by "/"."""
+    """Interface of a folder. Paths are relative to the folder, their parts separated by "/"."""
 
     url: str
 
     def describe(self, path: str = "") -> str:
-        """The whole name of a path, for messages."""
+        """The full name of a path, for error messages."""
         return f"{self.url.rstrip('/')}/{path}".rstrip("/") if path else self.url
 
     @abstractmethod
     def write(self, path: str, chunks: Iterable[Any]) -> None:
-        """Writes a file of these buffers, in order; folders on the way are made."""
+        """Writes a file of these buffers, in order; creates missing folders."""
 
     @abstractmethod
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -43,15 +42,15 @@ class Storage(ABC):
 
     @abstractmethod
     def map(self, path: str, ranges: Sequence[tuple[int, int]] | None = None) -> memoryview:
-        """A file as a writable buffer of its size; what is written there stays in this process.
+        """A file as a writable buffer of its size; writes to the buffer stay in this process.
 
         Args:
-            ranges: `(start, stop)` of the bytes that are used; None: all. On a local disk pages are read as they are
-                used. Elsewhere these bytes alone are read, and others are 0.
+            ranges: `(start, stop)` of the bytes that are used; None: all. On a local disk pages are read on first use.
+                Elsewhere only these bytes are read, and others are 0.
         """
 
     def local_path(self, path: str) -> Path | None:
-        """The file in the operating system, if it is one."""
+        """The path in the operating system, if the file is local."""
         return None
 
     @abstractmethod
@@ -59,32 +58,32 @@ class Storage(ABC):
 
     @abstractmethod
     def modified(self, path: str) -> float:
-        """When a file was written, in seconds since 1970."""
+        """Time at which a file was written, in seconds since 1970."""
 
     @abstractmethod
     def exists(self, path: str) -> bool: ...
 
     @abstractmethod
     def list(self, path: str = "") -> list[str]:
-        """The names of files and folders in a folder; none if it is not there."""
+        """Names of files and folders in a folder; empty if the folder is missing."""
 
     @abstractmethod
     def make_folder(self, path: str = "") -> None: ...
 
     @abstractmethod
     def remove(self, path: str) -> None:
-        """Removes a file, if it is there."""
+        """Removes a file, if it exists."""
 
     @abstractmethod
     def remove_tree(self, path: str) -> None:
-        """Removes a folder and all in it, or a file, if it is there."""
+        """Removes a folder and its content, or a file, if it exists."""
 
     @abstractmethod
     def rename(self, source: str, target: str, last: str) -> None:
-        """Renames a folder. Where this is not one act, file `last` is the first to leave and the last to arrive."""
+        """Renames a folder. If that is not atomic, file `last` is removed first and written last."""
 
     def sync(self, path: str = "") -> None:  # noqa: B027 - nothing to do where a written file has its name at once
-        """Returns when the names in a folder are safe."""
+        """Waits until the names in a folder are synced."""
 
 
 class LocalStorage(Storage):
@@ -120,7 +119,7 @@ class LocalStorage(Storage):
         with open(self._root / path, "rb") as file:
             if not os.fstat(file.fileno()).st_size:
                 return memoryview(b"")
-            # Writable, so that torch makes tensors of it without a warning; what is written stays in this process.
+            # Writable, so that torch makes tensors of it without a warning; writes stay in this process.
             flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
             return memoryview(mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE))
 
@@ -144,10 +143,10 @@ class LocalStorage(Storage):
 
     def make_folder(self, path: str = "") -> None:
         folder = self._root / path
-        missing = [each for each in (folder, *folder.parents) if not each.exists()]
+        missing = [ancestor for ancestor in (folder, *folder.parents) if not ancestor.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        for each in missing:
-            _sync_folder(each.parent)
+        for ancestor in missing:
+            _sync_folder(ancestor.parent)
 
     def remove(self, path: str) -> None:
         (self._root / path).unlink(missing_ok=True)
@@ -174,7 +173,7 @@ class RemoteStorage(Storage):
     Args:
         filesystem: an `fsspec.AbstractFileSystem`.
         root: a folder in it, without protocol.
-        url: how users name it.
+        url: the name that users gave.
     """
 
     _BLOCK = 64 << 20  # bytes of one part of an upload or a download
@@ -195,7 +194,7 @@ class RemoteStorage(Storage):
             with self._filesystem.open(target, "wb", block_size=self._BLOCK) as file:
                 for chunk in chunks:
                     file.write(memoryview(chunk).cast("B"))
-        except BaseException:  # what was written until now may have been stored under the name
+        except BaseException:  # the part written so far may have been stored under the name
             with suppress(Exception):
                 self._filesystem.rm_file(target)
             raise
@@ -268,10 +267,10 @@ class RemoteStorage(Storage):
 
 
 def open_storage(url: str | os.PathLike[str]) -> Storage:
-    """The storage of a folder: a path, or a URL such as `s3://bucket/run`, with what fsspec's configuration says of it.
+    """Returns the storage of a folder: a path, or a URL such as `s3://bucket/run`, with fsspec's configuration of it.
 
     Raises:
-        ImportError: the protocol takes a package that is not installed (s3fs for `s3://`).
+        ImportError: the protocol needs a package that is not installed (s3fs for `s3://`).
         ValueError: fsspec knows no such protocol.
     """
     name = os.fspath(url)

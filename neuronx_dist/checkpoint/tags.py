@@ -1,12 +1,12 @@
 """Checkpoints in a folder, as NeuronX Distributed lays them out: a folder for each tag, complete when `done` is there.
 
-    dir/step_100/checkpoint    written first: this folder is a checkpoint, whole or not
+    dir/step_100/checkpoint    written first: this folder is a checkpoint, complete or not
     dir/step_100/...           its files
     dir/step_100/done          written last, removed first: lists the files and their sizes
-    dir/step_100.previous/     the one that `step_100` replaces, until that is done
+    dir/step_100.previous/     the checkpoint that `step_100` replaces, until the new one is complete
 
-A process that is killed anywhere in between leaves a folder without `done`, which counts as no checkpoint, and every
-other one as it was.
+A process that is killed in between leaves a folder without `done`, which counts as no checkpoint, and all other
+checkpoints unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FORMAT = "neuronx_dist checkpoint, format 1\n"
 
 
 class Entry(NamedTuple):
-    """A file of a checkpoint: its size in bytes, and its CRC-32, None where it carries checksums of its own."""
+    """A file of a checkpoint: size in bytes, and CRC-32, None for a file that ends with checksums."""
 
     size: int
     crc32: int | None = None
@@ -40,10 +40,10 @@ class Tag(NamedTuple):
     """A complete checkpoint.
 
     Attributes:
-        name: of its folder.
-        saved: when, in seconds since 1970; later than all that were there before.
-        files: what it consists of, by path; None where `done` does not say so (NeuronX Distributed's own).
-        damage: what is wrong with `done`; "" if nothing.
+        name: of the folder.
+        saved: time in seconds since 1970, later than that of all checkpoints before.
+        files: entries by path; None if `done` does not list them (NeuronX Distributed's).
+        damage: the fault of `done`, in words; "" without a fault.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Tag(NamedTuple):
 
 
 def check_tag(tag: object) -> str:
-    """The name of a tag's folder.
+    """Returns the name of a tag's folder.
 
     Raises:
-        ValueError: it cannot be one, or would lie outside of the checkpoint folder.
+        ValueError: the name is no name of a folder, or would lie outside of the checkpoint folder.
     """
     name = str(tag) if isinstance(tag, (str, int)) else ""
     bad = re.search(r'[/\\\0-\x1f:*?"<>|]', name)
@@ -83,10 +83,10 @@ class CheckpointFolder:
         return self.storage.exists(f"{name}/{DONE}")
 
     def find(self, name: str) -> Tag:
-        """The complete checkpoint of this tag; while it is being replaced, the one before.
+        """The complete checkpoint of this tag; the earlier one while it is being replaced.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: there is no complete checkpoint of this tag.
         """
         for candidate in (name, name + PREVIOUS):
             if self.is_complete(candidate):
@@ -98,7 +98,7 @@ class CheckpointFolder:
         raise CheckpointError(f"there is no checkpoint {name!r} in {where}; {there}")
 
     def begin(self, name: str) -> None:
-        """Makes the folder of a new checkpoint. A complete one of this name is kept until the new one is complete."""
+        """Creates the folder of a new checkpoint. A complete one of this name is kept until the new one is complete."""
         if self.is_complete(name):
             self.remove(name + PREVIOUS)
             self.storage.rename(name, name + PREVIOUS, last=DONE)
@@ -108,23 +108,23 @@ class CheckpointFolder:
         self.storage.sync(name)
 
     def has_begun(self, name: str) -> bool:
-        """Whether this process sees what `begin` made."""
+        """Returns whether this process sees the folder that `begin` created."""
         return self.storage.exists(f"{name}/{MARKER}")
 
     def commit(self, name: str, files: Mapping[str, Entry]) -> None:
-        """Completes a checkpoint, all files of which are written and synced."""
+        """Completes a checkpoint; all its files must be written and synced."""
         self.storage.sync(name)
         saved = max([time.time(), *(tag.saved + 1e-3 for tag in self.complete())])
         self.storage.write(f"{name}/{DONE}", [_encode(saved, files)])
         self.storage.sync(name)
 
     def abandon(self, name: str) -> None:
-        """Removes what was begun, if it can be; the complete checkpoint that it was to replace has its name again.
+        """Removes a checkpoint that was begun, if possible; the complete one that it replaced gets its name back.
 
-        What is complete stays: the old checkpoint, if `begin` failed before it had another name; the new one, if all
-        that failed came after `done`.
+        Complete checkpoints stay: the old one, if `begin` failed before renaming it; the new one, if only steps after
+        `done` failed.
         """
-        with suppress(Exception):  # of whatever class a storage raises: other ranks wait for this one
+        with suppress(Exception):  # storages raise errors of any class, and other ranks wait for this one
             if self.is_complete(name):
                 return
             self.remove(name)
@@ -132,10 +132,10 @@ class CheckpointFolder:
                 self.storage.rename(name + PREVIOUS, name, last=DONE)
 
     def clean(self, name: str, keep: int | None = None) -> None:
-        """Removes what complete checkpoint `name` makes superfluous: the one that it replaced, and older ones.
+        """Removes checkpoints that complete checkpoint `name` supersedes: the one that it replaced, and older ones.
 
         Args:
-            keep: how many complete checkpoints stay; None: all, and what killed jobs left stays too.
+            keep: number of complete checkpoints that stay; None: all, and remains of killed jobs stay too.
         """
         self.remove(name + PREVIOUS)
         if keep is not None:
@@ -155,7 +155,7 @@ class CheckpointFolder:
                 self.remove(name)
 
     def remove(self, name: str) -> None:
-        """Removes a checkpoint: `done` first, the marker last, so that what is left of it is known as incomplete."""
+        """Removes a checkpoint: `done` first, the marker last, so that remains are recognised as incomplete."""
         if self.storage.exists(f"{name}/{DONE}"):
             self.storage.remove(f"{name}/{DONE}")
             self.storage.sync(name)
@@ -165,13 +165,13 @@ class CheckpointFolder:
         self.storage.remove_tree(name)
 
     def damage(self, tag: Tag, share: int = 0, shares: int = 1, contents: dict[str, bytes] | None = None) -> list[str]:
-        """What is missing in a checkpoint, has another size, or has another checksum in `done`.
+        """Files of a checkpoint that are missing, or whose size or checksum differs from `done`, in words.
 
-        Files that carry checksums of their own are compared with these when they are read (`reading`).
+        Files that end with checksums are compared with these when they are read (`reading`).
 
         Args:
-            share, shares: which part of its files to look at, of how many.
-            contents: takes the files that were read whole, by path.
+            share, shares: the part of the files to examine, and the number of parts.
+            contents: receives the content of files that were read whole, by path.
         """
         files = tag.files
         if tag.damage or files is None:
@@ -194,10 +194,10 @@ class CheckpointFolder:
         return wrong
 
     def read(self, tag: Tag, path: str) -> bytes:
-        """A whole (small) file of a checkpoint.
+        """Reads a whole (small) file of a checkpoint.
 
         Raises:
-            CheckpointCorrupted: it is not what was written.
+            CheckpointCorrupted: the file differs from what was written.
         """
         try:
             content = self.storage.read(f"{tag.name}/{path}")
@@ -215,7 +215,7 @@ class CheckpointFolder:
             return ""
 
     def tag(self, name: str) -> Tag:
-        """What `done` of a complete checkpoint says."""
+        """Reads `done` of a complete checkpoint."""
         content = self.storage.read(f"{name}/{DONE}")
         try:
             return Tag(name, *_decode(content))

@@ -1,7 +1,14 @@
 """Plain collectives on one backend: c10d (gloo, NCCL), xla, threads (ranks of one process), shapes (no group at all).
 
-One function per verb (`verbs.py`), one place that knows the mesh and the rank (`context.py`), one point that records
-every call (`recording.py`). Nothing here is differentiable; see `neuronx_dist.spmd`.
+verbs/          one function per verb
+context.py      which mesh, which rank, which communicators; scopes.py: what a `with` changes
+recording.py    the one point that every collective passes; base.py: what a backend is; errors.py: errors
+backends/       c10d, xla, threads, shapes; launch.py: joining a job; run_command.py, run_network.py: `neuronx-dist run`
+ranks/          numbers that differ from rank to rank, for playing one rank in place of many
+health/         ranks that fail, wait or are lost
+host.py, rank_selection.py, generators.py   host tensors, a rank's part of a tensor, random generators, on any device
+
+Nothing here is differentiable; see `neuronx_dist.spmd`.
 """
 
 from collections.abc import Sequence
@@ -14,7 +21,7 @@ from .context import Context, communicator, current, is_initialized
 from .errors import CommError, CommTimeout, RemoteRankError
 from .recording import Call
 from .scopes import as_rank, record
-from .verbs import (
+from .verbs.collectives import (
     all_gather,
     all_reduce,
     all_to_all,
@@ -62,7 +69,7 @@ __all__ = [
 
 hide(__name__, TRANSPORT)
 
-__getattr__ = lazy_names(__name__, {"threads": "comm.backends", "exchange": "comm.exchange_verb"})
+__getattr__ = lazy_names(__name__, {"threads": "comm.backends", "exchange": "comm.verbs.exchange"})
 
 
 def size(axis: context.AxisLike) -> int:
@@ -80,8 +87,8 @@ def rank(axis: context.AxisLike) -> int:
 
 
 def new_group(groups: Sequence[Sequence[int]], label: str = "group") -> Communicator | None:
-    """A communicator over explicit rank lists, None for a rank that is in none of them.
+    """Returns a communicator over explicit rank lists, None for a rank that is in none of them.
 
-    Every rank of the world calls it, in the same order.
+    Every rank of the world calls this, in the same order.
     """
     return current().new_group(groups, label)

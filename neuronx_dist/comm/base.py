@@ -1,6 +1,6 @@
-"""What a backend is: a factory of communicators, which start collectives on contiguous buffers.
+"""Base classes of a backend: a factory of communicators, which start collectives on contiguous buffers.
 
-The verbs in `comm/__init__.py` do everything that is the same everywhere (dims, dtypes, `out=`, recording, errors); a
+The verbs in `comm/__init__.py` do everything that all backends share (dims, dtypes, `out=`, recording, errors); a
 backend implements the nine primitives below, and a better `start_coalesced` if it has one.
 """
 
@@ -19,9 +19,10 @@ from torch.overrides import has_torch_function_unary
 from ..axis_sizes import size_along
 from ..call_site import call_site
 from ..mesh import Mesh
+from ..torch_internals.tensors import DisableTorchFunction
 from . import recording
 from .errors import CommError
-from .waiting import Operand, in_words, numbers, waits
+from .health.waiting import Operand, in_words, numbers, waits
 
 __all__ = ["Backend", "Communicator", "DeviceGenerator", "Handle", "Works", "DONE", "TAGS"]
 
@@ -33,7 +34,7 @@ class WorkLike(Protocol):
 
 
 class Works:
-    """Several pieces of work awaited as one, then `finish`."""
+    """Several pieces of work, awaited as one; then `finish` runs."""
 
     def __init__(self, works: Sequence[WorkLike], finish: Callable[[], None] | None = None) -> None:
         self._works = works
@@ -56,13 +57,13 @@ class Communicator:
     """A group of ranks along an axis, seen from one of them.
 
     Attributes:
-        axis: what the group is called in records and messages (`"tp"`, `"dp,cp"`).
+        axis: name of the group in records and messages (`"tp"`, `"dp,cp"`).
         ranks: global ranks of the group, in the order of the axis.
         rank: this rank's index in the group.
-        size: number of ranks in the group. While a checker is at work, it knows of which axes (`axis_sizes.py`).
-        axis_sizes: the axes of the mesh that the group spans, with their sizes; none, if it is no group of an axis.
+        size: number of ranks in the group. Under a checker this int knows its axes (`axis_sizes.py`).
+        axis_sizes: the axes of the mesh that the group spans, with their sizes; empty if the group lies along no axis.
         global_rank: this rank's number in the job.
-        key: names it in this process, and on all ranks of the group alike, for compiled code.
+        key: name of the communicator for compiled code, equal on all ranks of the group.
     """
 
     axis_sizes: Mapping[str, int] = {}
@@ -81,10 +82,10 @@ class Communicator:
         return size_along(self.axis_sizes, self._size)
 
     def coordinate(self, like: torch.Tensor) -> int | torch.Tensor:
-        """`rank`, as computations on `like` should use it.
+        """Returns `rank` in the form that computations on `like` need.
 
-        Where they become one program for all ranks (XLA), that is a 0-dim int64 tensor on that device instead of a
-        number. `select.py` holds the usual computations.
+        On XLA, where all ranks share one program, the form is a 0-dim int64 tensor on the device instead of a
+        number. `rank_selection.py` holds the usual computations.
         """
         return self.rank
 
@@ -119,12 +120,12 @@ class Communicator:
     def start_coalesced(
         self, verb: str, xs: Sequence[torch.Tensor], op: str, outs: Sequence[torch.Tensor | None]
     ) -> tuple[WorkLike, list[torch.Tensor]]:
-        """all_reduce, all_gather or reduce_scatter of several tensors of one dtype, as one collective.
+        """Starts all_reduce, all_gather or reduce_scatter of several tensors of one dtype, as one collective.
 
-        Returns the work, and what is there once it is done: for each `x` of shape `s`, a tensor `s`, `[size, *s]` or
-        `s[1:]`. Here these are views of one buffer, in which a copy of every tensor travels.
-        `outs`: contiguous tensors of the verb's results, or None; a backend may fill some, and return these themselves.
-        That of an all_reduce may be `x`, and the own part of that of an all_gather.
+        Returns the work, and the results, which are valid once the work is done: for each `x` of shape `s`, a tensor
+        `s`, `[size, *s]` or `s[1:]`. Here the results are views of one buffer, in which a copy of every tensor travels.
+        `outs`: contiguous tensors of the verb's results, or None; a backend may fill some of them and return these.
+        For an all_reduce `out` may be `x`; for an all_gather the part of this rank may be `x`.
         """
         rows = self.size if verb == "reduce_scatter" else 1
         flat = torch.cat([x.reshape(rows, -1) for x in xs], dim=1)
@@ -138,7 +139,7 @@ class Communicator:
             result = flat.new_empty(flat.shape[1])
             work = self.start_reduce_scatter(result, flat, op)
         results, begin = [], 0
-        for x in xs:  # not `split`: on XLA each piece of it that is used lowers all of them
+        for x in xs:  # not `split`: on XLA each of its pieces that is used lowers all of them
             shape = (self.size, *x.shape) if verb == "all_gather" else x.shape[1 if verb == "reduce_scatter" else 0 :]
             results.append(result.narrow(-1, begin, x.numel() // rows).view(shape))
             begin += x.numel() // rows
@@ -148,9 +149,9 @@ class Communicator:
         raise self._unsupported("gather_objects")
 
     def waited(self, verb: str, x: Any, wait: Callable[[], Any]) -> Any:
-        """`wait()`, which waits for other ranks: another thread can see for what, and an error says it.
+        """Calls `wait()`, which waits for other ranks; the wait is visible to other threads and named in errors.
 
-        `x`: what is communicated, in a form that `waiting.in_words` takes.
+        `x`: the operand that is communicated, in a form that `waiting.in_words` takes.
         """
         thread = get_ident()
         waits[thread] = (next(numbers), verb, x, self)
@@ -162,7 +163,7 @@ class Communicator:
             waits.pop(thread, None)
 
     def explain(self, verb: str, error: BaseException) -> NoReturn:
-        """Raises `error` again as a CommError that says what was being communicated, and where it was asked for."""
+        """Raises `error` again as a CommError that names the operand and the line of the call."""
         if isinstance(error, CommError):
             raise error
         raise CommError(f"{self.describe(verb)} failed: {error}") from error
@@ -185,10 +186,10 @@ class Handle:
     """An asynchronous collective. `wait()` gives its result (a list for a list), and may be called again.
 
     Args:
-        work: what was started; None: nothing has to be awaited.
+        work: the work that was started; None: nothing has to be awaited.
         finish: makes the result when the work is done; None: it is `result`.
-        operand: what is communicated, for messages.
-        result: a tensor that was there from the start: the work fills it, or sends it.
+        operand: the operand that is communicated, for messages.
+        result: a tensor that exists from the start: the work fills it, or sends it.
     """
 
     __slots__ = ("_communicator", "_finish", "_operand", "_result", "_then", "_verb", "_work")
@@ -211,7 +212,7 @@ class Handle:
         self._then: Callable[[Any], Any] | None = None
 
     def then(self, callback: Callable[[Any], Any]) -> None:
-        """`callback(result)` when there is one: at the first `wait()`. For modes, which see the start only."""
+        """Registers `callback(result)`, called at the first `wait()`: for modes, which see only the start."""
         if self._work is None and self._finish is None:
             callback(self._result)
         else:
@@ -224,8 +225,8 @@ class Handle:
             CommError: another rank failed, was lost, or did not take part in time.
         """
         work, finish = self._work, self._finish
-        seen = has_torch_function_unary(None)  # a mode has seen the verb whole: this is its inside
-        with torch._C.DisableTorchFunction() if seen else nullcontext():
+        seen = has_torch_function_unary(None)  # a mode has intercepted the verb as one call: this is its inside
+        with DisableTorchFunction() if seen else nullcontext():
             if work is not None:
                 self._communicator.waited(self._verb, self._operand, work.wait)
             if finish is not None:
@@ -254,10 +255,10 @@ class Backend:
 
     Attributes:
         has_messages: whether two ranks can exchange a message in which no other rank takes part (`send` and `recv`).
-        generator: of the ranks' devices, where torch does not know it (XLA); else None.
-        board: what ranks say of themselves (`board.Board`); None: they cannot, or are played one by one.
-        device: where tensors are that it communicates, if nothing else says so.
-        ranks_are_threads: of one process, which have torch's default generator in common.
+        generator: random generator of the ranks' devices, where torch has no access to it (XLA); else None.
+        board: where ranks publish texts (`board.Board`); None: they cannot, or are played one by one.
+        device: default device of the tensors that it communicates.
+        ranks_are_threads: whether ranks are threads of one process, which share torch's default generator.
     """
 
     name = "none"
@@ -271,33 +272,33 @@ class Backend:
         return torch.device("cpu")
 
     def current_rank(self, mesh: Mesh, rank: int) -> int:
-        """What `current().rank` is to be: the rank as it is, or as an int that notes who looks at it."""
+        """Returns the value of `current().rank`: the rank as an int, or as an int that reports its reads."""
         return rank
 
     def communicator(
         self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
     ) -> Communicator:
-        """The communicator of the group in `groups` that holds `global_rank`; every rank of the world calls this.
+        """Returns the communicator of the group in `groups` that holds `global_rank`; all ranks of the world call this.
 
-        Groups of equal ranks may share a connection, unless `own`.
+        Groups with equal ranks may share a connection, unless `own` is set.
         """
         raise CommError(f"backend {self.name} makes no communicators")
 
     def own_program(self) -> AbstractContextManager[None]:
-        """What is communicated inside is a program of its own, where operations become programs (XLA)."""
+        """Makes the collectives inside the `with` a program of their own, on devices that run programs (XLA)."""
         return nullcontext()
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:
-        """A communicator over a torch ProcessGroup that the user made."""
+        """Returns a communicator over a torch ProcessGroup that the user made."""
         raise TypeError(f"backend {self.name} takes no process groups (got {group!r}); name a mesh axis instead")
 
     def process_group(self, communicator: Communicator) -> Any:
-        """The torch ProcessGroup of a communicator; the communicator itself where the backend has none."""
+        """Returns the torch ProcessGroup of a communicator; the communicator itself where the backend has none."""
         return communicator
 
     def is_connected(self) -> bool:
-        """Whether the groups that it made exist still."""
+        """Returns whether the groups that this backend made still exist."""
         return True
 
     def close(self) -> None:
-        """Destroys what `communicator` made."""
+        """Destroys the groups that `communicator` made."""

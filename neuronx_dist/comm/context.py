@@ -1,8 +1,8 @@
-"""Which mesh, which rank, which communicators: a process-wide default, and an override for the current thread.
+"""Mesh, rank and communicators: a process-wide default, and an override for the current thread.
 
 `initialize_model_parallel` sets the default. `scopes.as_rank(mesh, rank)` overrides it, so that one process can play
-any rank: the checker, and ranks as threads. Autograd functions capture their communicator in forward and never come
-here in backward, which may run in another thread.
+any rank: the checker, and ranks as threads. Autograd functions capture their communicator in forward and never look
+it up in backward, which may run in another thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..mesh import Axis, Groups, Mesh, part_of
 from .base import Backend, Communicator
-from .rank_numbers import concrete, is_member
+from .ranks.rank_numbers import concrete, is_member
 
 __all__ = ["AxisLike", "Context", "communicator", "current", "is_initialized", "set_default", "use"]
 
@@ -25,19 +25,19 @@ AxisLike = Axis | Communicator | Any  # Any: a torch ProcessGroup
 
 
 class Context:
-    """A rank's place in a mesh, and its communicators, made when first asked for (by all ranks together) and kept."""
+    """A rank's place in a mesh, and its communicators: made at their first use, by all ranks together, and cached."""
 
     def __init__(self, mesh: Mesh, rank: int, backend: Backend) -> None:
         mesh.coordinates(rank)  # raises for a rank outside the world
         self.mesh = mesh
         self.rank = backend.current_rank(mesh, rank)
         self.backend = backend
-        # What lives as long as the mesh: random streams, groups that a model asked for.
+        # Objects that live as long as the mesh: random streams, groups that a model requested.
         self.extras: dict[str, Any] = {}
         self._communicators: dict[Hashable, Communicator] = {}
 
     def communicator(self, axis: AxisLike) -> Communicator:
-        """The communicator along an axis: a name, a tuple of names, or a torch ProcessGroup."""
+        """Returns the communicator along an axis: a name, a tuple of names, or a torch ProcessGroup."""
         try:
             return self._communicators[axis]
         except (KeyError, TypeError):
@@ -61,17 +61,17 @@ class Context:
 
     @property
     def typed_mesh(self) -> Mesh:
-        """The mesh as types see it: with the replicas over a part of tp that layers of this job have."""
+        """Returns the mesh as types see it: with the parts of tp over which layers of this job have replicas."""
         parts = [part_of(axis) for axis in self._communicators if isinstance(axis, str)]
         replicas = next((count for axis, sign, count in parts if axis == "tp" and sign), 1)
         return self.mesh if replicas == 1 else replace(self.mesh, tp_replicas=replicas)
 
     def register(self, group: Any, communicator: Communicator) -> None:
-        """From now on a torch ProcessGroup is this communicator."""
+        """Makes `communicator` the one of a torch ProcessGroup from now on."""
         self._communicators[group] = communicator
 
     def new_group(self, groups: Sequence[Sequence[int]], label: str) -> Communicator | None:
-        """A communicator over explicit rank lists: every rank of the world calls this, in the same order."""
+        """Returns a communicator over explicit rank lists: every rank of the world calls this, in the same order."""
         if isinstance(groups, Groups) and groups.mesh == self.mesh:  # no rank is left out
             communicator = self.backend.communicator(label, groups, self.rank, own=True)
             communicator.axis_sizes = self.mesh.sizes(groups.axis)
@@ -90,15 +90,15 @@ class Context:
         return communicator
 
     def _sizes_of(self, ranks: Sequence[int]) -> dict[str, int]:
-        """The sizes of the axes that a group of these ranks spans."""
+        """Returns the sizes of the axes that a group of these ranks spans."""
         axis = self.mesh.axis_of(ranks)
         return {} if axis is None else self.mesh.sizes(axis)
 
 
 _default: Context | None = None
 _local = threading.local()
-# Where ranks are threads of one process (XLA): their contexts, and who the calling thread is. An autograd thread has no
-# context of its own, but it knows the device it works for.
+# Where ranks are threads of one process (XLA): the context of each rank, and the rank of the calling thread. An
+# autograd thread has no context, but it knows the device that it works for.
 _by_rank: dict[int, Context] = {}
 _whoami: Callable[[], int] | None = None
 
@@ -128,7 +128,7 @@ def is_initialized() -> bool:
 
 
 def current() -> Context:
-    """The context of this thread.
+    """Returns the context of this thread.
 
     Raises:
         RuntimeError: there is none; the message says what to call.
@@ -146,7 +146,7 @@ def current() -> Context:
 
 
 def communicator(axis: AxisLike) -> Communicator:
-    """The current context's communicator along `axis` (a Communicator is returned as it is)."""
+    """Returns the current context's communicator along `axis`; a Communicator is returned unchanged."""
     if isinstance(axis, Communicator):
         return axis
     return current().communicator(axis)

@@ -1,4 +1,4 @@
-"""What can go wrong on the wire. One family, so that `except CommError` catches all of it."""
+"""Errors of communication: one family, so that `except CommError` catches all of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class CommError(RuntimeError):
 
 
 class CommTimeout(CommError):
-    """Some rank did not take part in time: it is slow, stuck, or went another way through the program."""
+    """Some rank did not take part in time: it is slow, stuck, or took another path through the program."""
 
 
 class RemoteRankError(CommError):

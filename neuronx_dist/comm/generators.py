@@ -9,11 +9,11 @@ import torch
 
 from . import context
 from .base import DeviceGenerator
-from .select import XLA
+from .rank_selection import XLA
 
 __all__ = ["State", "as_they_were", "autocast", "device_has_own_program", "get_state", "seed", "set_state"]
 
-State = list[torch.Tensor]  # of the CPU generator and, where one is in use, of the current GPU's or XLA device's
+State = list[torch.Tensor]  # of the CPU generator and, if one is in use, of the current GPU's or XLA device's generator
 
 
 def _device_generator() -> DeviceGenerator | None:
@@ -21,7 +21,7 @@ def _device_generator() -> DeviceGenerator | None:
 
 
 def device_has_own_program() -> bool:
-    """Whether the current rank is an XLA device.
+    """Returns whether the current rank is an XLA device.
 
     Its backward runs in another thread, on a generator that torch does not know.
     """
@@ -37,7 +37,7 @@ def seed(value: int) -> None:
 
 
 def get_state() -> State:
-    """The states of the default generators."""
+    """Returns the states of the default generators."""
     state = [torch.get_rng_state()]
     generator = _device_generator()
     if generator is not None:
@@ -48,10 +48,10 @@ def get_state() -> State:
 
 
 def set_state(state: State) -> None:
-    """Sets what `get_state` gave.
+    """Sets the states that `get_state` returned.
 
     Raises:
-        ValueError: it was taken on an XLA device, and this is none, or the other way round.
+        ValueError: one of the two devices is an XLA device and the other is not.
     """
     generator, of_xla = _device_generator(), len(state) > 1 and state[1].dtype == torch.int64
     if (generator is not None) != of_xla:
@@ -68,13 +68,13 @@ def set_state(state: State) -> None:
 
 
 def autocast() -> tuple[bool, torch.dtype]:
-    """Whether, and to what, operations on an XLA device are cast."""
+    """Returns whether, and to which dtype, operations on an XLA device are cast."""
     return torch.is_autocast_enabled(XLA), torch.get_autocast_dtype(XLA)
 
 
 @contextmanager
 def as_they_were(state: State, cast: tuple[bool, torch.dtype]) -> Iterator[None]:
-    """The default generators and an XLA device's autocast as they were."""
+    """Restores the default generators, and an XLA device's autocast, on exit."""
     now = get_state()
     set_state(state)
     try:

@@ -1,4 +1,4 @@
-"""Tensors from the host and to the host, on whatever device."""
+"""Transfers of tensors from the host and to the host, for any device."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from .select import XLA, in_one_program
+from .rank_selection import XLA, in_one_program
 
 __all__ = ["as_inputs", "on_host", "upload"]
 
 
 def upload(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A CPU tensor on an XLA device, as an input of programs, whatever its value.
+    """Moves a CPU tensor to a device; on XLA it becomes an input of programs, whatever its value.
 
     `tensor.to(device)` makes a 0-dim tensor of 0 or 1 a constant of the program: a learning rate that warms up from 0
     would be compiled twice.
@@ -28,11 +28,12 @@ def upload(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def on_host(tensors: Sequence[torch.Tensor], copy: bool = True) -> list[torch.Tensor]:
-    """The tensors on the CPU, detached; those that are there already are not copied.
+    """Returns the tensors on the CPU, detached; tensors on the CPU are not copied.
 
-    What XLA devices have to compute for it is one program, and the host waits once. With `copy=False` it only waits.
+    XLA devices compute all of them in one program, and the host waits once. With `copy=False` it only waits.
 
-    One by one they would be as many programs, and may be wrong: torch_xla takes `a - (a + b)` and `b - (a + b)` for one
+    Moved one by one they would be as many programs, and could be wrong: torch_xla takes `a - (a + b)` and
+    `b - (a + b)` for one
     program, whose inputs it then confuses (pytorch/xla#8353).
     """
     on_cpu = [tensor.detach() for tensor in tensors]
@@ -49,10 +50,10 @@ def on_host(tensors: Sequence[torch.Tensor], copy: bool = True) -> list[torch.Te
 
 
 def as_inputs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors, each an input of its own to the programs of XLA devices, as the result of a step is to the next.
+    """Makes each tensor a separate input of the programs of XLA devices, as a step's results are to the next step.
 
-    Scalars that come from the host are none: torch_xla keeps one buffer of equal ones, and 0 and 1 in the program. A
-    resumed run would compile its step anew.
+    Scalars from the host are no such inputs: torch_xla shares one buffer among equal scalars, and puts 0 and 1 into the
+    program. A resumed run would compile its step anew.
     """
     inputs = list(tensors)
     scalars = [index for index, tensor in enumerate(inputs) if in_one_program(tensor) and not tensor.dim()]

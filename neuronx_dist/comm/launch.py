@@ -17,8 +17,8 @@ from . import backends, context
 
 __all__ = ["connect", "disconnect", "end_step", "init_distributed", "world"]
 
-# What steps use. Made at once, in this order on every rank, so that a wrong network shows here and not in the middle of
-# a step, and so that it does not matter in which order ranks come to use them. Other axes are made when first used.
+# Axes that training steps use. Their groups are made at once, in this order on every rank: a wrong network fails here
+# and not inside a step, and ranks may use them in any order. Groups of other axes are made at their first use.
 _EAGER_AXES: tuple[Axis, ...] = ("tp", "pp", "dp", "cp", ("dp", "cp"), ("pp", "tp"), "ep", "edp", "world")
 
 
@@ -32,7 +32,7 @@ def init_distributed(device: str = "auto", timeout: float | None = None) -> torc
             slow one (that reads a checkpoint, or compiles); None: 10 minutes, and torch's default on XLA.
 
     Raises:
-        ValueError: a device that this machine has not.
+        ValueError: this machine has no such device.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,12 +57,12 @@ def init_distributed(device: str = "auto", timeout: float | None = None) -> torc
     return own_device
 
 
-@atexit.register  # at import, so that it runs after what scripts register: they may end torch.distributed themselves
+@atexit.register  # at import: runs after functions that scripts register, which may end torch.distributed
 def _end_gloo() -> None:
-    """Ends gloo's threads while they can still run Python, whatever the script has destroyed itself.
+    """Ends gloo's threads while they can still run Python, whatever groups the script has destroyed.
 
-    A thread that drops the last reference to a collective's tensors later than that aborts the process: "terminate
-    called". After an uncaught exception they are left alone: a collective may be under way that waits for other ranks.
+    A thread that drops the last reference to a collective's tensors after that aborts the process: "terminate called".
+    After an uncaught exception the threads are left alone: a running collective may wait for other ranks.
     """
     has_failed = hasattr(sys, "last_value")
     if has_failed or backends.xla.in_use() or (dist.is_initialized() and dist.get_backend() != "gloo"):
@@ -74,7 +74,7 @@ def _end_gloo() -> None:
 
 
 def world() -> tuple[int, int]:
-    """Number of ranks of the job, and this one's.
+    """Returns the number of ranks of the job, and the number of this rank.
 
     Raises:
         RuntimeError: the job has not been joined; the message says what to call.
@@ -91,9 +91,9 @@ def world() -> tuple[int, int]:
 
 
 def end_step() -> None:
-    """On XLA runs the program that has been built since the last time; elsewhere nothing waits to be run.
+    """Runs the program that was built since the last call, on XLA; does nothing elsewhere.
 
-    Called after every optimizer step: without it each program would hold all steps before it, and be compiled anew.
+    Called after every optimizer step: otherwise each program would contain all steps before it and be compiled anew.
     """
     if backends.xla.in_use():
         backends.xla.run_program()
@@ -103,14 +103,14 @@ def connect(mesh: Mesh, *, timeout: float | None = None, lazy: bool = False) -> 
     """Makes this process a rank of `mesh`: its communicators, and the watch for other ranks' failures.
 
     Args:
-        timeout: seconds after which a collective gives up on a silent rank; None: that of init_process_group, if it was
-            given one, or 10 minutes.
-        lazy: make process groups when they are first used, by all their members in the same order.
+        timeout: seconds after which a collective gives up on a silent rank; None: the timeout of
+            init_process_group if there is one, or 10 minutes.
+        lazy: make each process group at its first use, which all members reach in the same order.
     """
     if backends.xla.in_use():
         backends.xla.connect(mesh)
         return
-    backend = backends.job.connect(timeout)
+    backend = backends.torch_job.connect(timeout)
     own_context = context.Context(mesh, dist.get_rank(), backend)
     try:
         for axis in () if lazy else _EAGER_AXES:
@@ -123,7 +123,7 @@ def connect(mesh: Mesh, *, timeout: float | None = None, lazy: bool = False) -> 
 
 
 def disconnect() -> None:
-    """Destroys the process groups that `connect` made, ends the watch, and forgets the mesh. Safe to call twice."""
+    """Destroys the process groups that `connect` made, ends the watch, and forgets the mesh. May be called twice."""
     own_context = context.default()
     if own_context is not None and isinstance(own_context.backend, backends.xla.XlaBackend):
         backends.xla.disconnect()

@@ -1,4 +1,4 @@
-"""The one point that every collective passes. Tests count with it (`scopes.record`), tools read costs from it."""
+"""The one point that every collective passes: tests count collectives here (`scopes.record`), tools read costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Call", "Recorder", "attach", "detach", "note", "recorder", "shape_of
 
 
 class Group(Protocol):
-    """What a record says of a communicator."""
+    """Data of a communicator that a record contains."""
 
     axis: str
     global_rank: int
@@ -24,7 +24,7 @@ class Group(Protocol):
 
 
 class Call(NamedTuple):
-    """One collective as a rank issued it, or its end.
+    """One collective that a rank issued, or its end.
 
     The verb of an end is `wait:all_reduce` after the wait for an asynchronous collective, `end:all_reduce` otherwise.
     """
@@ -32,24 +32,24 @@ class Call(NamedTuple):
     verb: str
     axis: str
     op: str | None
-    shape: tuple[int, ...]  # of this rank's input (`recv`: of its result); see `shape_of`
-    dtype: torch.dtype  # on the wire
-    bytes: int  # of the larger of input and result, which is what bounds the time
+    shape: tuple[int, ...]  # shape of this rank's input (`recv`: of its result); see `shape_of`
+    dtype: torch.dtype  # dtype on the wire
+    bytes: int  # bytes of the larger one of input and result, which bounds the time
     group_size: int
 
 
 class Recorder(Protocol):
-    """Whoever wants to know of collectives.
+    """Observer of collectives.
 
     Attributes:
-        rank: which rank's; None: those of every rank of this process.
+        rank: whose collectives are reported; None: those of every rank of this process.
     """
 
     @property
     def rank(self) -> int | None: ...
 
     def add(self, call: Call) -> None:
-        """Called in the thread of the collective: when it starts, and when it has ended."""
+        """Receives a collective, in its thread: at its start, and after its end."""
 
 
 class _Calls:
@@ -63,8 +63,8 @@ class _Calls:
             self.calls.append(call)
 
 
-# Read on every collective: the empty tuple is the whole cost of not recording. Replaced, never changed: other threads
-# iterate over it.
+# Read on every collective: testing the empty tuple is the whole cost when nothing records. Replaced, never changed:
+# other threads iterate over it.
 recorders: tuple[Recorder, ...] = ()
 _changing = threading.Lock()
 
@@ -78,29 +78,29 @@ def note(
     dtype: torch.dtype | None = None,
     scale: int = 1,
 ) -> None:
-    """Tells the active recorders of this rank. `scale`: how much larger the larger side is than `x`."""
+    """Reports a collective to this rank's recorders. `scale`: the ratio of the larger side to `x`."""
     shape, dtype = shape_of(x), dtype or (x if isinstance(x, torch.Tensor) else x[0]).dtype
     size = 0 if ":" in verb else math.prod(shape) * dtype.itemsize * scale
     call = Call(verb, communicator.axis, op, shape, dtype, size, communicator.size)
-    for each in recorders:
-        if each.rank is None or each.rank == communicator.global_rank:
-            each.add(call)
+    for recorder in recorders:
+        if recorder.rank is None or recorder.rank == communicator.global_rank:
+            recorder.add(call)
 
 
 def shape_of(x: torch.Tensor | Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """The shape; of several tensors that travel together the number of elements, `[n]`."""
+    """Returns the shape of a tensor; for tensors that travel together the number of elements, `[n]`."""
     return tuple(x.shape) if isinstance(x, torch.Tensor) else (sum(part.numel() for part in x),)
 
 
 def attach(recorder: Recorder) -> None:
-    """From now on `recorder` is told of collectives."""
+    """Starts reporting collectives to `recorder`."""
     global recorders
     with _changing:
         recorders = (*recorders, recorder)
 
 
 def detach(recorder: Recorder) -> None:
-    """Ends what `attach` began."""
+    """Stops reporting collectives to `recorder`."""
     global recorders
     with _changing:
         recorders = tuple(other for other in recorders if other is not recorder)
@@ -108,7 +108,7 @@ def detach(recorder: Recorder) -> None:
 
 @contextmanager
 def recorder(rank: int | None, *, waits: bool) -> Iterator[list[Call]]:
-    """Collects what `rank` (None: every rank of this process) communicates; `scopes.record` is the user's form."""
+    """Collects the collectives of `rank` (None: of all ranks of this process); users call `scopes.record`."""
     new = _Calls(rank, waits)
     attach(new)
     try:

@@ -1,8 +1,8 @@
-"""`neuronx-dist run --nproc-per-node 4 train.py`: torchrun, of which only what the ranks say is seen.
+"""`neuronx-dist run --nproc-per-node 4 train.py`: torchrun that shows only the output of the ranks.
 
-torchrun answers the exit code of a rank with a traceback of its own, 25 lines that bury what the rank said, and Ctrl-C
-with a line for each process. Its options, environment variables and exit codes stay as they are. In two things this
-does more: between several hosts it finds the network by the rendezvous (`run_network.py`), and ranks that have ended
+torchrun answers a rank's exit code with a traceback of 25 lines, which bury the message of the rank, and Ctrl-C with a
+line for each process. Its options, environment variables and exit codes stay as they are. This command adds two
+things: between several hosts it finds the network by the rendezvous (`run_network.py`), and ranks that have ended
 because a flag is wrong are not started again.
 """
 
@@ -31,23 +31,23 @@ from . import run_network
 
 __all__ = ["WRONG_USE", "arguments", "run"]
 
-WRONG_USE = 2  # the exit code of argparse for a wrong flag; to start such ranks again would end in the same way
+WRONG_USE = 2  # exit code of argparse for a wrong flag: ranks that are started again would fail in the same way
 _LOGGERS = ("torch.distributed.run", "torch.distributed.elastic", "torch.distributed.launcher")
 
 
 def arguments() -> argparse.ArgumentParser:
-    """What `run` takes: torchrun's options, a script, and its arguments."""
+    """Returns the parser of `run`: torchrun's options, a script, and the arguments of the script."""
     return torchrun.get_args_parser()
 
 
 class _Agent(LocalElasticAgent):
-    """Says why ranks are started again, and leaves it where it would not help."""
+    """Prints why ranks are restarted, and does not restart them where a restart would not help."""
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state != WorkerState.FAILED:
             return result
-        # The others have been ended by the launcher since; times are in whole seconds.
+        # The launcher has ended the other ranks since; times are in whole seconds.
         consequence = -signal.SIGTERM
         rank, failure = min(
             result.failures.items(), key=lambda item: (item[1].exitcode == consequence, item[1].timestamp, item[0])
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
     The environment variable LOGLEVEL shows torchrun's own lines (LOGLEVEL=WARNING).
     """
-    # Else ranks that are started again (`--max-restarts`) find, in the agent's store, the addresses of those that died.
+    # Otherwise restarted ranks (`--max-restarts`) find the addresses of the dead ranks in the agent's store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if "LOGLEVEL" not in os.environ:
         _silence_stores()
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         torchrun.run(args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:  # it could not say so itself
+        if failure.exitcode < 0:  # it could not print a message itself
             _say(_end_of(rank, failure.exitcode))
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except (RendezvousError, run_network.NetworkError) as error:
@@ -95,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _silence_stores() -> None:
-    """Leaves out the C++ stacks that every process prints which has lost a store: with rank 0, or with its host."""
-    if os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR") == "ERROR":  # of the ranks; here torch has read it already
+    """Silences the C++ stacks that a process prints when it loses a store, with rank 0 or with its host."""
+    if os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR") == "ERROR":  # for the ranks: torch has read it here
         with suppress(OSError, ValueError):
             library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
             ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = 2

@@ -1,4 +1,4 @@
-"""What a `with` statement changes in this thread: which rank is played (`as_rank`), what is recorded (`record`)."""
+"""Changes for the time of a `with` statement, in this thread: the rank (`as_rank`), recording (`record`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import backends, recording
 from .backends.shapes import ShapesBackend
 from .base import Backend
 from .context import Context, current, is_initialized, use
-from .rank_numbers import RankNumber
+from .ranks.rank_numbers import RankNumber
 from .recording import Call
 
 __all__ = ["as_rank", "record"]
@@ -18,7 +18,7 @@ __all__ = ["as_rank", "record"]
 
 @contextmanager
 def as_rank(mesh: Mesh, rank: int, backend: Backend | None = None) -> Iterator[Context]:
-    """Plays `rank` of `mesh` in this thread. Without a backend collectives only give tensors of the right shape.
+    """Plays `rank` of `mesh` in this thread. Without a backend collectives only return tensors of the right shape.
 
     Example:
         >>> with as_rank(Mesh(4, tp=2, pp=2), rank=3):

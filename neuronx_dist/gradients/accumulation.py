@@ -25,7 +25,7 @@ _CONTEXTS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many c
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Inside, `reduce_gradients(model)` does nothing, and so `run_train` of a pipeline model reduces nothing.
+    """Makes `reduce_gradients(model)` do nothing inside, so that `run_train` of a pipeline model reduces nothing.
 
     Nor does a backward start a reduction, of an optimizer or of `reduce_gradients` with `overlap=True`.
 

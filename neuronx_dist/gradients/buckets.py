@@ -1,4 +1,4 @@
-"""Many tensors become a few large collectives.
+"""Buckets: many tensors in a few large collectives.
 
 Collectives of lists are `comm.verbs`; they overlap with the copies in and out of them, where there are any.
 
@@ -14,12 +14,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import spmd
 from ..comm import Communicator
 from ..spmd import P
 from ..spmd.watching import active
+from ..torch_internals.fake_tensors import FakeTensor
 
 __all__ = ["BucketPlan", "cap_in_bytes", "cut", "is_anywhere", "overlap", "presence"]
 
@@ -55,7 +55,7 @@ def cut(items: Iterable[T], key: Callable[[T], Hashable], nbytes: Callable[[T], 
 
 
 class BucketPlan:
-    """The buckets of a list of tensors: cut when they are first asked for, and then kept.
+    """The buckets of a list of tensors: cut at the first use, then cached.
 
     They are cut again when the list, a tensor's key or size, or the cap is another one than last time.
     """
@@ -114,5 +114,5 @@ def presence(present: Sequence[bool], like: torch.Tensor, group: Communicator) -
 
 
 def is_anywhere(count: torch.Tensor) -> bool:
-    """Whether any rank has a gradient that this one lacks: it waits for the device. A check has no values: none has."""
+    """Returns whether any rank has a gradient that this rank lacks; waits for the device. False in a check."""
     return active() is None and not isinstance(count, FakeTensor) and bool(count > 0)

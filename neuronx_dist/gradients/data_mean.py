@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from .. import comm
-from ..comm.select import in_one_program
+from ..comm.rank_selection import in_one_program
 from ..spmd.watching import active
+from ..torch_internals.tensors import foreach_mul_
 from .buckets import BucketPlan, is_anywhere, presence
 from .gradient import DATA_AXES, ParameterGradient
 from .in_backward import BackwardReduction, Bucket, is_late
-from .plan import GradientPlan, ModelGradients
+from .reduction_plan import GradientPlan, ModelGradients
 
 __all__ = ["MeanInBackward", "start_sum"]
 
@@ -38,7 +39,7 @@ def start_sum(
     """
     parts = [*grads, presence(present, grads[0], group)]
     if scale != 1.0:
-        torch._foreach_mul_(parts, scale)  # before the sum: fp16 must not overflow in it
+        foreach_mul_(parts, scale)  # before the sum: fp16 must not overflow in it
     return comm.all_reduce(parts, group, reduce_dtype=reduce_dtype, out=parts, async_op=True)
 
 
@@ -62,14 +63,14 @@ class MeanInBackward:
 
     @staticmethod
     def of(model: nn.Module) -> MeanInBackward | None:
-        """That of this model, if there is one. A type check sees everything in the call of `reduce_gradients`."""
+        """Returns the reducer installed for `model`, or None (also None under the type checker)."""
         return _MEANS.get(model) if isinstance(model, nn.Module) and active() is None else None
 
     @staticmethod
     def set_up(
         model: nn.Module, gradients: ModelGradients, overlap: bool, cap: int, reduce_dtype: torch.dtype | None
     ) -> None:
-        """Begins, goes on with or ends the overlap in the backwards that follow.
+        """Begins, continues or ends the overlap in the following backwards.
 
         Raises:
             TypeError: it is to begin, and the model is no module.
@@ -80,7 +81,7 @@ class MeanInBackward:
                 f"{type(model).__name__}"
             )
         known = MeanInBackward.of(model)
-        overlap &= active() is None and not any(in_one_program(each.param) for each in gradients.gradients)
+        overlap &= active() is None and not any(in_one_program(gradient.param) for gradient in gradients.gradients)
         if known is not None and not (overlap and known._fits(gradients.plan, cap, reduce_dtype)):
             del _MEANS[model]
             known = None
@@ -88,7 +89,7 @@ class MeanInBackward:
             _MEANS[model] = MeanInBackward(model, gradients, cap, reduce_dtype)
 
     def finish(self) -> None:
-        """All gradients are means when it returns."""
+        """Waits until all gradients are means."""
         self._reduction.finish()
 
     def _fits(self, plan: GradientPlan, cap: int, reduce_dtype: torch.dtype | None) -> bool:
@@ -98,29 +99,31 @@ class MeanInBackward:
         model = self._model()
         assert model is not None
         gradients = ModelGradients(model).gradients
-        keys: list[Hashable] = [(each.data_axis, each.dtype, each.param.device, is_late(each)) for each in gradients]
-        nbytes = [each.param.numel() * each.dtype.itemsize for each in gradients]
+        keys: list[Hashable] = [
+            (gradient.data_axis, gradient.dtype, gradient.param.device, is_late(gradient)) for gradient in gradients
+        ]
+        nbytes = [gradient.param.numel() * gradient.dtype.itemsize for gradient in gradients]
         buckets = self._bucket_plan.buckets(keys, nbytes, self._cap)
         return [self._bucket([gradients[index] for index in bucket]) for bucket in reversed(buckets)]
 
     def _bucket(self, gradients: list[ParameterGradient]) -> Bucket:
-        own: list[torch.Tensor | None] = []
+        local_grads: list[torch.Tensor | None] = []
         grads: list[torch.Tensor] = []
 
         def start() -> Any:
-            own.extend(gradient.tensor for gradient in gradients)
-            grads.extend(gradient.zeros() if grad is None else grad for gradient, grad in zip(gradients, own))
+            local_grads.extend(gradient.tensor for gradient in gradients)
+            grads.extend(gradient.zeros() if grad is None else grad for gradient, grad in zip(gradients, local_grads))
             return start_sum(
                 grads,
-                [grad is not None for grad in own],
+                [grad is not None for grad in local_grads],
                 comm.communicator(gradients[0].data_axis),
                 scale=1 / comm.size(DATA_AXES),
                 reduce_dtype=self._reduce_dtype,
             )
 
         def finish(handle: Any) -> None:
-            for gradient, own_grad, grad, flag in zip(gradients, own, grads, handle.wait()[-1]):
-                if own_grad is None and is_anywhere(flag):
+            for gradient, local_grad, grad, flag in zip(gradients, local_grads, grads, handle.wait()[-1]):
+                if local_grad is None and is_anywhere(flag):
                     gradient.tensor = grad
 
         return Bucket(gradients, start, finish, in_backward=not is_late(gradients[0]))

@@ -1,4 +1,4 @@
-"""One parameter's gradient: where it is, its dtype, over which ranks it is reduced."""
+"""One parameter's gradient: the attribute that holds it, its dtype, the ranks over which it is reduced."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ParameterGradient:
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """The gradient; None if this rank has none. What is set goes to `attribute`."""
+        """The gradient; None if this rank has none. Setting it writes to `attribute`."""
         main_grad: torch.Tensor | None = getattr(self.param, "main_grad", None)
         return self.param.grad if main_grad is None else spmd.gradient(main_grad, self.param)
 
@@ -55,7 +55,7 @@ class ParameterGradient:
         setattr(self.param, self.attribute, grad)
 
     def clear(self) -> None:
-        """From here on there is no gradient, of this step or of microbatches before."""
+        """Removes the gradient, of this step and of earlier microbatches."""
         self.param.grad = None
         self.tensor = None
 
@@ -71,7 +71,7 @@ class ParameterGradient:
         return torch.promote_types(torch.float32, param.dtype) if hasattr(param, "main_grad") else param.dtype
 
     def zeros(self) -> torch.Tensor:
-        """What stands in for a gradient that this rank does not have, in the dtype that other ranks have it in."""
+        """Zeros in place of a gradient that this rank lacks, in the dtype of the other ranks' gradients."""
         return torch.zeros_like(self.param, dtype=self.dtype, requires_grad=False)
 
     @property
@@ -90,13 +90,13 @@ class ParameterGradient:
         return ("edp",) if self.is_expert and comm.size("ep") > 1 else DATA_AXES
 
     def accumulate_in_main_grad(self) -> None:
-        """From now on each backward adds its `param.grad` to `param.main_grad`, which is at least fp32."""
+        """Makes each following backward add its `param.grad` to `param.main_grad`, which is at least fp32."""
         self.param.main_grad = None  # type: ignore[attr-defined]
         self.param.register_post_accumulate_grad_hook(_move_to_main_grad)
 
 
 def _move_to_main_grad(param: torch.Tensor) -> None:
-    """Runs each time backward has made `param.grad`."""
+    """Adds `param.grad` to `main_grad`, each time backward has computed it."""
     grad, total = param.grad, param.main_grad  # type: ignore[attr-defined]
     assert grad is not None
     if total is None:

@@ -1,4 +1,4 @@
-"""Reductions that start while backward still runs: that of a bucket when its last gradient is there.
+"""Reductions that start while backward still runs: a bucket's when its last gradient is complete.
 
     reduction = BackwardReduction(buckets)      # buckets(): in the order in which they start, on all ranks the same
     reduction.watch(param)                      # each of them, once
@@ -26,6 +26,7 @@ import torch
 
 from .. import comm
 from ..spmd.watching import active
+from ..torch_internals.tensors import post_accumulate_hooks, version_of
 from .buckets import overlap
 from .gradient import ParameterGradient
 
@@ -52,17 +53,17 @@ class Bucket:
     sent: list[tuple[torch.Tensor | None, int]] = field(default_factory=list)  # the gradients, and their versions
 
     def launch(self) -> None:
-        """Starts the reduction, if that was not done yet."""
+        """Starts the reduction, unless it has started."""
         if self.handle is None:
             self.handle = self.start()
             grads = [gradient.tensor for gradient in self.gradients]
-            self.sent = [(grad, 0 if grad is None else grad._version) for grad in grads]
+            self.sent = [(grad, 0 if grad is None else version_of(grad)) for grad in grads]
 
     def refuse_changes(self) -> None:
-        """Raises if a gradient is another one than that which was sent."""
+        """Raises if a gradient is not the tensor that was sent."""
         for gradient, (sent, version) in zip(self.gradients, self.sent):
             grad = gradient.tensor
-            if grad is not sent or (grad is not None and grad._version != version):
+            if grad is not sent or (grad is not None and version_of(grad) != version):
                 raise RuntimeError(
                     f"the gradient of a parameter of shape {tuple(gradient.param.shape)} was written after its "
                     f"reduction had started in backward (overlap=True): the change would be lost. Leave the clipping "
@@ -71,7 +72,7 @@ class Bucket:
 
 
 class BackwardReduction:
-    """The reductions of one step, started in its last backward; then those of the next one.
+    """The reductions of each step, started in the step's last backward.
 
     Args:
         buckets: a method of the owner that makes the buckets of a step, in the order of their start. They depend on the
@@ -86,7 +87,7 @@ class BackwardReduction:
         self._lock = threading.RLock()  # autograd has a thread for each device
 
     def watch(self, param: torch.Tensor) -> None:
-        """From now on backward tells of this parameter's gradient, and no other object of this class.
+        """Makes backward report this parameter's gradient to this object, and to no other of this class.
 
         A hook that moves gradients elsewhere (`main_grad`) is registered before.
         """
@@ -94,12 +95,12 @@ class BackwardReduction:
         param.register_post_accumulate_grad_hook(_Hook(self))
 
     def start(self) -> None:
-        """Starts what has not started: gradients are complete."""
+        """Starts the remaining reductions: all gradients are complete."""
         with self._lock:
             self._begun().launch_all()
 
     def finish(self) -> None:
-        """Starts what has not started, and stores all results. It ends the step.
+        """Starts the remaining reductions, stores all results, and ends the step.
 
         Raises:
             RuntimeError: a gradient was written after its reduction had started.
@@ -111,7 +112,7 @@ class BackwardReduction:
         overlap(step.buckets, Bucket.launch, lambda bucket, _: bucket.finish(bucket.handle))
 
     def drop(self) -> None:
-        """Ends a step that is left out: what has started is awaited, and forgotten."""
+        """Ends a skipped step: awaits the reductions that have started, and discards their results."""
         step, self._step = self._step, None
         if step is not None:
             step.launch_all()  # other ranks may have started more
@@ -127,7 +128,7 @@ class BackwardReduction:
 
     @torch.no_grad()
     def accumulated(self, param: torch.Tensor) -> None:
-        """Backward has added to the gradient of `param`. A type check sees all collectives in the step."""
+        """Records that backward has added to the gradient of `param`. A type check sees all collectives in the step."""
         if self._pauses or active() is not None:
             return
         with self._lock:
@@ -142,18 +143,18 @@ class _Step:
     def __init__(self, buckets: list[Bucket]) -> None:
         early = [bucket for bucket in buckets if bucket.in_backward]
         self.buckets = [*early, *(bucket for bucket in buckets if not bucket.in_backward)]
-        self._number = {id(each.param): i for i, bucket in enumerate(self.buckets) for each in bucket.gradients}
+        self._number = {id(gradient.param): i for i, bucket in enumerate(self.buckets) for gradient in bucket.gradients}
         self._missing = [len(bucket.gradients) for bucket in early]
         self._next = 0
         self._arrived: dict[int, torch.Tensor | None] = {}  # by parameter, of the buckets that start in backward
 
     def was_left_out(self, param: torch.Tensor) -> bool:
-        """Whether the gradient that this parameter had in this step is gone: it was cleared, without a step."""
+        """Returns whether this parameter's gradient of this step was cleared without a step."""
         arrived = self._arrived.get(id(param))
         return arrived is not None and arrived is not ParameterGradient(param).tensor
 
     def accumulated(self, param: torch.Tensor) -> None:
-        """The gradient of `param` is there: starts all buckets that are complete, in their order.
+        """Records the gradient of `param`, and starts all complete buckets, in their order.
 
         Raises:
             RuntimeError: it was there already.
@@ -183,7 +184,7 @@ class _Step:
 
 
 class _Hook:
-    """Tells a reduction of a gradient. It does not keep it."""
+    """Reports a gradient to a reduction, by a weak reference."""
 
     def __init__(self, reduction: BackwardReduction) -> None:
         self.reduction = ref(reduction)
@@ -195,12 +196,12 @@ class _Hook:
 
 
 def _hooks(param: torch.Tensor) -> dict[int, _Hook]:
-    hooks = param._post_accumulate_grad_hooks
+    hooks = post_accumulate_hooks(param)
     return {key: hook for key, hook in hooks.items() if isinstance(hook, _Hook)} if hooks else {}
 
 
 def is_late(gradient: ParameterGradient) -> bool:
-    """Whether something is added to a gradient after backward: over tp, or over the stages that hold a tied weight.
+    """Returns whether a sum follows backward: over tp, or over the stages that hold a tied weight.
 
     On a pipeline that may be each; of one that says `param.complete_in_backward = True` nothing is.
     """
@@ -209,20 +210,21 @@ def is_late(gradient: ParameterGradient) -> bool:
 
 
 def release(param: torch.Tensor) -> None:
-    """Nobody is told of this parameter's gradients any more."""
+    """Stops reporting this parameter's gradients."""
+    hooks = post_accumulate_hooks(param) or {}
     for key in _hooks(param):
-        del param._post_accumulate_grad_hooks[key]
+        del hooks[key]
 
 
 def start_complete(params: Iterable[torch.Tensor]) -> None:
-    """The gradients of these parameters are complete: their reductions start. A type check sees them in the step."""
+    """Starts the reductions of these parameters, whose gradients are complete. A type check sees them in the step."""
     for reduction in _reductions_of(params):
         reduction.start()
 
 
 @contextmanager
 def paused(params: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Nothing starts in the backwards inside, in which gradients are not complete yet."""
+    """Starts no reduction in the backwards inside, where gradients are not complete yet."""
     reductions = _reductions_of(params)
     for reduction in reductions:
         reduction._pauses += 1
@@ -234,7 +236,7 @@ def paused(params: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def _reductions_of(params: Iterable[torch.Tensor]) -> list[BackwardReduction]:
-    """Who is told of the gradients of these parameters, in the order of the parameters."""
+    """The reductions that receive the gradients of these parameters, in the order of the parameters."""
     if active() is not None:
         return []
     known = (hook.reduction() for param in params for hook in _hooks(param).values())

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from .. import comm, spmd
-from ..comm.select import in_one_program, only_on_first
+from ..comm.rank_selection import in_one_program, only_on_first
 from ..spmd import P, V
+from ..torch_internals.tensors import foreach_mul_, foreach_norm
 from ..weights.shard_spec import spec_of
 from .gradient import DATA_AXES, ParameterGradient, Parameters, gradient_of, parameters_of
 from .state import keeping_reductions
@@ -93,10 +94,10 @@ def scale_grads(parameters: Parameters, factor: torch.Tensor | float) -> None:
     every = enumerate(map(gradient_of, parameters_of(parameters)))
     grads = {index: grad for index, grad in every if grad is not None}
     with keeping_reductions(grads.values()):
-        for same in _alike(grads):
+        for same in _multi_tensor_lists(grads):
             device = grads[same[0]].device
             number = factor.to(device) if isinstance(factor, torch.Tensor) else factor
-            torch._foreach_mul_([grads[index] for index in same], number)
+            foreach_mul_([grads[index] for index in same], number)
 
 
 def norm_groups(zero1_optimizer: bool, zero1_optimizer_groups: Any) -> list[Any]:
@@ -117,7 +118,7 @@ def norm_groups(zero1_optimizer: bool, zero1_optimizer_groups: Any) -> list[Any]
 
 
 def check_norm_groups(groups: Any) -> None:
-    """Refuses groups that are not those over which the mesh spreads a model.
+    """Refuses groups other than those over which the mesh spreads a model.
 
     NxD's trainer passes its tp groups here, and means the whole model's norm. That norm is what is taken, so that
     groups have nothing to change: they are the tp groups, or the tp and pp (and ep) groups merged.
@@ -240,14 +241,14 @@ def _summed(norms: Sequence[torch.Tensor], norm_type: float, device: torch.devic
 def _norms(grads: Mapping[int, torch.Tensor], norm_type: float) -> dict[int, torch.Tensor]:
     """The norm of each gradient, by its number; at least in fp32."""
     norms: dict[int, torch.Tensor] = {}
-    for same in _alike(grads):
+    for same in _multi_tensor_lists(grads):
         wide = torch.promote_types(torch.float32, grads[same[0]].dtype)
-        norms.update(zip(same, torch._foreach_norm([grads[index] for index in same], norm_type, dtype=wide)))
+        norms.update(zip(same, foreach_norm([grads[index] for index in same], norm_type, dtype=wide)))
     return norms
 
 
-def _alike(grads: Mapping[int, torch.Tensor]) -> list[list[int]]:
-    """The numbers of gradients, in lists that one multi-tensor operation takes."""
+def _multi_tensor_lists(grads: Mapping[int, torch.Tensor]) -> list[list[int]]:
+    """Groups the indices of gradients into lists that one multi-tensor operation takes."""
     lists: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, grad in grads.items():
         lists.setdefault((grad.dtype, grad.device), []).append(index)
@@ -255,14 +256,14 @@ def _alike(grads: Mapping[int, torch.Tensor]) -> list[list[int]]:
 
 
 def _counts_here(param: torch.Tensor, holders: Sequence[comm.Communicator]) -> bool:
-    """Whether this rank's gradient enters the sum: of several copies of one gradient exactly one does."""
+    """Returns whether this rank's gradient enters the sum: exactly one of several copies of a gradient does."""
     if getattr(param, "shared", False):
         return False
     return in_one_program(param) or all(group.rank == 0 for group in holders)
 
 
 def _holders(param: torch.Tensor, over_ep: bool) -> list[comm.Communicator]:
-    """The groups that hold copies of this gradient, of which the first one counts.
+    """The groups of ranks that hold copies of this gradient; the first rank counts.
 
     `over_ep`: the sum is over ep ranks too, which have the same gradients but for experts (not so over the world: there
     the gradients are shards, and the ep ranks, which are data ranks, have different ones).

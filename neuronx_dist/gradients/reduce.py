@@ -19,13 +19,14 @@ import torch
 from torch import nn
 
 from .. import comm
+from ..torch_internals.tensors import foreach_mul_
 from .accumulation import is_accumulating
 from .buckets import BucketPlan, cap_in_bytes, is_anywhere
 from .buckets import overlap as in_turn
 from .data_mean import MeanInBackward, start_sum
 from .gradient import DATA_AXES, ParameterGradient, Parameters, gradient_of, parameters_of
 from .in_backward import start_complete
-from .plan import GradientGroup, ModelGradients
+from .reduction_plan import GradientGroup, ModelGradients
 from .state import ReductionState, keeping_reductions, left_to_reduce, mark_reduced, mark_step, refuse_reduced
 
 __all__ = [
@@ -49,7 +50,7 @@ def reduce_gradients(
     reduce_dtype: torch.dtype | None = None,
     overlap: bool = False,
 ) -> None:
-    """Makes every gradient what one process would have, in place: once per step, after the last backward.
+    """Reduces every gradient to the gradient of one process, in place: once per step, after the last backward.
 
     Inside of `no_sync(model)` it does nothing.
 
@@ -94,7 +95,7 @@ def reduce_gradients(
 
 
 def refuse_accumulation(model: nn.Module) -> None:
-    """To be called before a backward: refuses gradients that another reduction after it would scale.
+    """Refuses, before a backward, gradients that another reduction after the backward would scale.
 
     A mean over the data is the same after a second one. A sum is not: over tp, over the holders of tied weights, over
     the ranks that share an expert's tokens.
@@ -105,7 +106,7 @@ def refuse_accumulation(model: nn.Module) -> None:
     gradients = ModelGradients(model)
     summed = [(comm.communicator("tp"), gradients.partial_over_tp), *gradients.tied()]
     summed += [(comm.communicator("ep"), group) for axis, group in gradients.by_data_axis() if axis != DATA_AXES]
-    held = [each.tensor for ranks, group in summed if ranks.size > 1 for each in group.gradients]
+    held = [gradient.tensor for ranks, group in summed if ranks.size > 1 for gradient in group.gradients]
     if any(grad is not None and ReductionState.of(grad).stages for grad in held):
         raise RuntimeError(
             "gradients of the step before are still there, and reduced: to add to them and reduce the sum would scale "
@@ -172,7 +173,7 @@ def global_num_items(
     shift: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """What each microbatch's summed loss is divided by, so that the engine's means are the mean over the global batch.
+    """Divisor of each microbatch's summed loss that makes the engine's means the mean over the global batch.
 
         num_items = N / (num_microbatches * dp * cp)      N: valid labels in the global batch, at least 1
 
@@ -196,7 +197,7 @@ def global_num_items(
 
 
 def _reduce_list(grads: Sequence[torch.Tensor], axis: Any, stage: str, scale: float) -> None:
-    """Reduces gradients whose parameters are not known, so that no plan of them can be kept; each once in a step."""
+    """Reduces gradients whose parameters are unknown, without a plan; each once in a step."""
     left = left_to_reduce(grads, stage)
     cap = cap_in_bytes(None, "ALLREDUCE_BUCKET_CAP_MB", _BUCKET_CAP_MB)
     with keeping_reductions(left):
@@ -205,15 +206,15 @@ def _reduce_list(grads: Sequence[torch.Tensor], axis: Any, stage: str, scale: fl
 
 
 def _reduce_params(group: GradientGroup, axis: Any, **options: Any) -> None:
-    """Reduces the gradients of a group; one that is missing here is made if another rank has it."""
+    """Reduces the gradients of a group; creates a gradient that this rank lacks if another rank has it."""
     ranks, gradients = comm.communicator(axis), group.gradients
     if ranks.size == 1:  # nobody else can have what is missing here
         gradients = [gradient for gradient in gradients if gradient.tensor is not None]
-    own = [gradient.tensor for gradient in gradients]
-    grads = [gradient.zeros() if grad is None else grad for gradient, grad in zip(gradients, own)]
-    somewhere = _all_reduce(grads, [grad is not None for grad in own], ranks, group.buckets, **options)
-    for gradient, own_grad, grad, is_somewhere in zip(gradients, own, grads, somewhere):
-        if own_grad is None and is_somewhere:
+    local_grads = [gradient.tensor for gradient in gradients]
+    grads = [gradient.zeros() if grad is None else grad for gradient, grad in zip(gradients, local_grads)]
+    somewhere = _all_reduce(grads, [grad is not None for grad in local_grads], ranks, group.buckets, **options)
+    for gradient, local_grad, grad, is_somewhere in zip(gradients, local_grads, grads, somewhere):
+        if local_grad is None and is_somewhere:
             gradient.tensor = grad
 
 
@@ -234,12 +235,12 @@ def _all_reduce(
     somewhere = list(present)
     if group.size == 1:
         if scale != 1.0 and grads:
-            torch._foreach_mul_(list(grads), scale)
+            foreach_mul_(list(grads), scale)
         return somewhere
 
     def start(bucket: list[int]) -> Any:
-        own, flags = [grads[i] for i in bucket], [present[i] for i in bucket]
-        return start_sum(own, flags, group, scale=scale, reduce_dtype=reduce_dtype)
+        bucket_grads, flags = [grads[i] for i in bucket], [present[i] for i in bucket]
+        return start_sum(bucket_grads, flags, group, scale=scale, reduce_dtype=reduce_dtype)
 
     def finish(bucket: list[int], handle: Any) -> None:
         for i, flag in zip(bucket, handle.wait()[-1]):

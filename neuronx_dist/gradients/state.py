@@ -1,4 +1,4 @@
-"""Which reductions a gradient has been through in this step.
+"""The record of the reductions that a gradient has been through in this step.
 
     left = left_to_reduce(grads, "data")       # raises if this was asked for already; without those that are done
     with keeping_reductions(left):
@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+
+from ..torch_internals.tensors import version_of
 
 __all__ = ["ReductionState", "keeping_reductions", "left_to_reduce", "mark_reduced", "mark_step", "refuse_reduced"]
 
@@ -44,14 +46,14 @@ class ReductionState(NamedTuple):
     def of(grad: torch.Tensor) -> ReductionState:
         """The state of a gradient as it is now."""
         state: ReductionState | None = getattr(grad, _ATTRIBUTE, None)
-        if state is None or state.version != grad._version:
-            return ReductionState(grad._version, _NONE, _NONE)
+        if state is None or state.version != version_of(grad):
+            return ReductionState(version_of(grad), _NONE, _NONE)
         return state
 
     @classmethod
     def write(cls, grad: torch.Tensor, stages: frozenset[str], unasked: frozenset[str]) -> None:
-        """Says that the gradient, as it is now, has been through these stages."""
-        setattr(grad, _ATTRIBUTE, cls(grad._version, stages, unasked))
+        """Records that the present gradient has been through these stages."""
+        setattr(grad, _ATTRIBUTE, cls(version_of(grad), stages, unasked))
 
 
 def refuse_reduced(grads: Iterable[torch.Tensor]) -> None:
@@ -71,7 +73,7 @@ def refuse_reduced(grads: Iterable[torch.Tensor]) -> None:
 
 
 def left_to_reduce(grads: Sequence[torch.Tensor], stage: str) -> list[torch.Tensor]:
-    """Those gradients that have not been through `stage`.
+    """Returns the gradients that have not been through `stage`.
 
     Raises:
         RuntimeError: one has, and this stage was asked for before: it is the second call in the step.
@@ -91,21 +93,21 @@ def left_to_reduce(grads: Sequence[torch.Tensor], stage: str) -> list[torch.Tens
 
 
 def mark_reduced(grads: Iterable[torch.Tensor], stage: str) -> None:
-    """Notes that gradients have been through `stage`, and that it was asked for."""
+    """Records that gradients have been through `stage`, at the caller's request."""
     for grad in grads:
         state = ReductionState.of(grad)
         ReductionState.write(grad, state.stages | {stage}, state.unasked - {stage})
 
 
 def mark_step(grads: Iterable[torch.Tensor], stages: frozenset[str]) -> None:
-    """Notes that `reduce_gradients` has done `stages`, for which nobody has asked yet."""
+    """Records that `reduce_gradients` has done `stages`, which no caller has requested yet."""
     for grad in grads:
         ReductionState.write(grad, stages | {"step"}, stages)
 
 
 @contextmanager
 def keeping_reductions(grads: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Writing the gradients in place in here does not count as a new backward."""
+    """Treats in-place writes of the gradients inside as part of the same backward."""
     states = [(grad, state) for grad in grads if (state := ReductionState.of(grad)).stages]
     yield
     for grad, state in states:

@@ -8,12 +8,18 @@
     save_pretrained(model, out)                               # a folder for AutoModelForCausalLM.from_pretrained
 
 `import neuronx_dist` does not import this package's dependency, transformers: a model brings it.
+
+swap.py         `swap`: layers replaced in place; model_plan.py: which layer becomes which; sequence_parallel.py
+loss.py         the causal language-model loss on vocabulary-parallel logits
+weights.py      `load_pretrained`, `save_pretrained`, `full_state_dict`; writing.py: safetensors files
+sources.py      where weights are read from; gguf_file.py: GGUF files; conversion.py: names of checkpoint and model;
+                mismatch.py: differences of the two
 """
 
 from ..weights.materialize import materialize
 from ..weights.shard_spec import gather_full
 from .loss import causal_lm_loss
-from .plan import UnsupportedModelError, transformer_layer_class
+from .model_plan import UnsupportedModelError, transformer_layer_class
 from .sources import has_weights
 from .swap import swap
 from .weights import full_state_dict, load_pretrained, save_pretrained

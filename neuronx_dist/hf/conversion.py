@@ -1,4 +1,4 @@
-"""A checkpoint under the names of a model: what transformers renames, splits and joins when it loads one.
+"""A checkpoint under the names of a model: the tensors that transformers renames, splits and joins when it loads one.
 
 Which tensor becomes which is asked of transformers: its renamings (LayerNorm's `gamma`, weight norms), its conversions
 by model type (experts that are stored apart become one tensor, a fused projection several), and the prefix of the base
@@ -27,7 +27,7 @@ __all__ = ["named_as_in"]
 def named_as_in(
     model: Any, weights: WeightSource, expected: Collection[str], key_mapping: Mapping[str, str] | None = None
 ) -> WeightSource:
-    """The tensors of `weights` by the names that they have in `model`; what has none keeps its name.
+    """Returns the tensors of `weights` by their names in `model`; a tensor that `model` does not have keeps its name.
 
     Args:
         model: of transformers; the tensors of any other one are taken as they are.
@@ -74,7 +74,7 @@ class _Conversion:
     sources: list[tuple[str, str]] = field(default_factory=list)
 
     def __call__(self, tensor_of: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        converter = copy.deepcopy(self.converter)  # it collects what it is given
+        converter = copy.deepcopy(self.converter)  # the converter collects the tensors passed to it
         for pattern, name in self.sources:
             converter.add_tensor(self.target, name, pattern, tensor_of(name))
         results = converter.convert(self.target, model=self.model, config=self.model.config)

@@ -24,7 +24,7 @@ _PERMUTED = {"attn_q", "attn_k"}
 
 
 def gguf_file(source: str | PathLike[str]) -> Path | None:
-    """The GGUF file that a path names: itself, or the only one of a folder."""
+    """Returns the GGUF file of a path: the path itself, or the only GGUF file in the folder."""
     path = Path(source)
     files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")) if path.is_dir() else []
     if len(files) > 1:
@@ -38,7 +38,7 @@ def open_gguf(file: Path, model: Any) -> WeightSource:
     Architectures whose tensors transformers joins or reshapes (experts, GPT-2) are read whole.
 
     Args:
-        model: of transformers, on meta or real; its names and sizes are asked for.
+        model: a model of transformers, on meta or real, whose names and sizes are read.
 
     Raises:
         ValueError: it is no GGUF file, of an architecture that transformers does not read, or `model` is not of it.
@@ -61,7 +61,9 @@ def open_gguf(file: Path, model: Any) -> WeightSource:
         whole = reading.load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)
         return StateDict(whole["tensors"], str(file))
     names = reading.get_gguf_hf_weights_map(model, processor)
-    return _GgufTensors(str(file), {names[each.name]: each for each in reader.tensors if each.name in names}, processor)
+    return _GgufTensors(
+        str(file), {names[tensor.name]: tensor for tensor in reader.tensors if tensor.name in names}, processor
+    )
 
 
 class _GgufTensors:

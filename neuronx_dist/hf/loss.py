@@ -11,7 +11,7 @@ from torch import nn
 from .. import spmd
 from ..gradients.gradient import DATA_AXES
 from ..parallel_layers.loss_functions import parallel_cross_entropy
-from ..parallel_layers.vocabulary import check_ids, hide_padding
+from ..sharded_functions.vocabulary import check_ids, hide_padding
 from ..spmd.types import scaled
 
 __all__ = ["causal_lm_loss"]
@@ -58,8 +58,8 @@ def causal_lm_loss(
     losses = parallel_cross_entropy(logits, shift_labels, ignore_index=ignore_index, inplace_logits=inplace_logits)
     count: Any = num_items_in_batch
     if count is None:
-        own = (shift_labels != ignore_index).sum()
-        count = spmd.trust(own, DATA_AXES, scaled(spmd.R, -1), "that every rank has as many valid labels")
+        local_count = (shift_labels != ignore_index).sum()
+        count = spmd.trust(local_count, DATA_AXES, scaled(spmd.R, -1), "that every rank has as many valid labels")
     # Without labels 0 / inf: unlike 1, inf is the same whatever share of all labels is counted here.
     if isinstance(count, torch.Tensor):
         count = count.to(losses)

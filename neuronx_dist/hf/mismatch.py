@@ -1,4 +1,4 @@
-"""What does not fit between a whole model and a checkpoint: an error, a warning, or nothing.
+"""Differences between a complete model and a checkpoint: an error, a warning, or nothing.
 
 Nothing is read but names and shapes, and every rank comes to the same result.
 """
@@ -69,7 +69,7 @@ def check_fit(
 
 
 def _may_be_new(model: Any, names: Sequence[str]) -> bool:
-    """Whether a missing tensor is one that a task adds: a head on the base model, or a pooler.
+    """Returns whether a task adds the missing tensor: a head on the base model, or a pooler.
 
     What the model's class says may be missing is of this sort too.
     """
@@ -82,9 +82,9 @@ def _may_be_new(model: Any, names: Sequence[str]) -> bool:
 
 
 def _unexpected_patterns(model: Any) -> Iterable[str]:
-    """Of tensors in old checkpoints that are no weights any more."""
-    own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return (*own, r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+    """Patterns of the tensors in old checkpoints that are not weights any more."""
+    model_patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return (*model_patterns, r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
 def _not_matching(names: Sequence[str], patterns: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Sequence parallelism for a swapped model: what lies between attention and MLP is sharded along the sequence.
+"""Sequence parallelism for a swapped model: activations between attention and MLP are sharded along the sequence.
 
 transformers' code reads sequence lengths off its tensors: masks and position ids off the embedding's output, attention
 off its input. So the tensors are full exactly where it looks:
@@ -27,14 +27,14 @@ from torch import nn
 from .. import comm, spmd
 from ..parallel_layers.replace import mark_partial_gradients
 from ..weights.shard_spec import spec_of
-from .plan import Plan, UnsupportedModelError
+from .model_plan import ModelPlan, UnsupportedModelError
 
 __all__ = ["apply_sequence_parallel", "check_sequence_parallel"]
 
 _HIDDEN = ("hidden_states", "x")  # what attention, MLP and decoder layers call their input when it is passed by name
 
 
-def check_sequence_parallel(model: nn.Module, plan: Plan) -> None:
+def check_sequence_parallel(model: nn.Module, plan: ModelPlan) -> None:
     """Refuses weights before the first layer, which would see partial sums, and unknown ones after the last.
 
     Before it dropout and scaling are fine: the same for all ranks, and the same for a sum as for its parts.
@@ -54,7 +54,7 @@ def check_sequence_parallel(model: nn.Module, plan: Plan) -> None:
         )
 
 
-def apply_sequence_parallel(model: nn.Module, plan: Plan) -> None:
+def apply_sequence_parallel(model: nn.Module, plan: ModelPlan) -> None:
     """Adds the hooks, and marks the replicated parameters. The layers were built for it by `swap`."""
     _decoder_layers(model, plan)[0].register_forward_pre_hook(_scatter_embedding, with_kwargs=True)
     for region in plan.regions:
@@ -65,7 +65,7 @@ def apply_sequence_parallel(model: nn.Module, plan: Plan) -> None:
     model.register_forward_pre_hook(_refuse_part_of_the_logits, with_kwargs=True)
 
 
-def _decoder_layers(model: nn.Module, plan: Plan) -> Any:
+def _decoder_layers(model: nn.Module, plan: ModelPlan) -> Any:
     """The `nn.ModuleList` that the attentions live in."""
     path = plan.regions[0].split(".")
     depth = next(i for i, part in enumerate(path) if part.isdigit())

@@ -1,4 +1,4 @@
-"""Where whole weights are read from: the files of a checkpoint folder, or a state dict.
+"""Sources of unsharded weights: the files of a checkpoint folder, or a state dict.
 
 One tensor, or one slice of a tensor, is read at a time: of safetensors the slice's bytes, of a `.bin` file, which is
 mapped into memory, its pages.
@@ -48,7 +48,7 @@ SAFETENSORS_DTYPES = {
 
 
 class WeightSource(Protocol):
-    """Whole tensors by name."""
+    """A source of unsharded tensors by name."""
 
     description: str
 
@@ -63,14 +63,14 @@ class WeightSource(Protocol):
 
 
 def has_weights(folder: str | PathLike[str], *, subfolder: str = "", variant: str | None = None) -> bool:
-    """Whether a folder holds weights that `load_pretrained` reads, and not a config alone."""
+    """Returns whether a folder holds weights that `load_pretrained` reads, and not a config alone."""
     return any((Path(folder) / subfolder / name).is_file() for name in _names(variant))
 
 
 def open_source(
     source: str | PathLike[str] | Mapping[str, torch.Tensor], *, subfolder: str = "", variant: str | None = None
 ) -> WeightSource:
-    """The source for a state dict, a file, or a folder in Hugging Face's layout; see `load_pretrained`."""
+    """Opens the source for a state dict, a file, or a folder in Hugging Face's layout; see `load_pretrained`."""
     if isinstance(source, Mapping):
         return StateDict(source)
     files = checkpoint_files(source, subfolder=subfolder, variant=variant)
@@ -83,7 +83,7 @@ def open_source(
 
 
 def checkpoint_files(source: str | PathLike[str], *, subfolder: str = "", variant: str | None = None) -> Sequence[Path]:
-    """The weight files of a folder: one, or those that an index lists; a file is its own.
+    """The weight files of a folder: one file, or the files that an index lists; for a file, the file itself.
 
     Raises:
         FileNotFoundError: there are none, or one that an index lists is not there.

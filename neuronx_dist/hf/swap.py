@@ -25,14 +25,14 @@ from ..parallel_layers.activation_checkpoint import keep_random_streams
 from ..parallel_layers.replace import LayerPlan, apply
 from ..spmd import random
 from .loss import causal_lm_loss
-from .plan import ATTENTION, Plan, UnsupportedModelError, read_plan, words_of
+from .model_plan import ATTENTION, ModelPlan, UnsupportedModelError, read_plan, words_of
 from .sequence_parallel import apply_sequence_parallel, check_sequence_parallel
 
 __all__ = ["PlannedLayers", "swap"]
 
 
 class PlannedLayers(Protocol):
-    """A plan of which the layers are taken, as `planning.Plan` is."""
+    """A plan that gives layers, such as `planning.Plan`."""
 
     @property
     def layers(self) -> Sequence[LayerPlan]: ...
@@ -89,7 +89,7 @@ def swap(
     if tp > 1:
         for region in map(model.get_submodule, model_plan.regions):
             if getattr(region, "attention_dropout", 0):
-                region.forward = partial(_with_own_random_numbers, region.forward)
+                region.forward = partial(_with_local_random_numbers, region.forward)
     keep_random_streams(model)
     if sequence_parallel:
         apply_sequence_parallel(model, model_plan)
@@ -103,8 +103,8 @@ def _planned(
     given: PlannedLayers | Sequence[LayerPlan] | Mapping[str, str] | None,
     tp: int,
     sequence_parallel: bool,
-) -> tuple[Plan, Sequence[LayerPlan]]:
-    """What is known of the model, and its layers, from what the user gave as a plan."""
+) -> tuple[ModelPlan, Sequence[LayerPlan]]:
+    """Returns the model's plan, and the plans of its layers, from the user's `plan` argument."""
     if given is None or isinstance(given, Mapping):
         plan = read_plan(model, given)
         return plan, plan.layers(model, tp, sequence_parallel=sequence_parallel)
@@ -121,8 +121,8 @@ def _planned(
     return plan, layers
 
 
-def _set_local_head_counts(model: nn.Module, plan: Plan, tp: int) -> None:
-    """Attention code of some architectures reads a number of heads off its module; Llama's has none, it views by -1."""
+def _set_local_head_counts(model: nn.Module, plan: ModelPlan, tp: int) -> None:
+    """Sets the local number of heads on attention modules whose code reads it; Llama's code views by -1."""
     heads, kv_heads, replicas = padded_heads(plan.heads, plan.kv_heads, tp)
     heads, kv_heads = heads // tp, kv_heads * replicas // tp
     counts = {"num_heads": heads, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
@@ -134,7 +134,7 @@ def _set_local_head_counts(model: nn.Module, plan: Plan, tp: int) -> None:
 
 
 def _check_sizes(
-    model: nn.Module, plan: Plan, layers: Sequence[LayerPlan], tp: int, pad_heads: bool, pad_vocab: bool
+    model: nn.Module, plan: ModelPlan, layers: Sequence[LayerPlan], tp: int, pad_heads: bool, pad_vocab: bool
 ) -> None:
     problems = _head_problems(model, plan, tp, pad_heads)
     vocabulary: Any = model.get_submodule(plan.head).out_features
@@ -150,7 +150,7 @@ def _check_sizes(
         raise ValueError(f"swap: {type(model).__name__}: " + "; ".join(problems))
 
 
-def _head_problems(model: nn.Module, plan: Plan, tp: int, pad_heads: bool) -> list[str]:
+def _head_problems(model: nn.Module, plan: ModelPlan, tp: int, pad_heads: bool) -> list[str]:
     of_model = plan.heads, plan.kv_heads
     heads = padded_heads(*of_model, tp)
     if heads.pads(*of_model) and not pad_heads:
@@ -191,8 +191,8 @@ def _check_dropout(model: Any, tp: int, sequence_parallel: bool) -> None:
         )
 
 
-def _with_own_random_numbers(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Attention dropout of local heads draws from this rank's own stream, not from the one that all tp ranks share."""
+def _with_local_random_numbers(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Makes attention dropout of local heads draw from this rank's stream, not from the one of all tp ranks."""
     if not forward.__self__.training:  # type: ignore[attr-defined]
         return forward(*args, **kwargs)
     with random.streams().fork():
@@ -200,7 +200,7 @@ def _with_own_random_numbers(forward: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def _full_logits_without_labels(vocabulary: int, model: nn.Module, args: Any, output: Any) -> Any:
-    """Forward hook of the whole model. The loss takes local logits; whoever calls without labels wants them all."""
+    """Forward hook of the model: gathers the logits of a call without labels; the loss takes local logits."""
     loss = output[0] if isinstance(output, tuple) else output.loss
     if isinstance(output, tuple):
         if loss.ndim == 0:

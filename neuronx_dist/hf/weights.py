@@ -1,4 +1,4 @@
-"""Whole weights into any layout, and back out: Hugging Face folders and state dicts.
+"""Unsharded weights into any layout, and back: Hugging Face folders and state dicts.
 
 Reading, a rank holds its shard and one more tensor at most, and of a file it reads its slices only. Writing, the tp
 ranks of one data-parallel replica gather one parameter at a time, and tp rank 0 of each pipeline stage writes one
@@ -22,6 +22,7 @@ from torch import nn
 from .. import comm
 from ..comm.generators import device_has_own_program
 from ..comm.host import on_host
+from ..torch_internals.modules import non_persistent_buffers
 from ..weights.materialize import materialize
 from ..weights.partial_model import (
     Slot,
@@ -52,7 +53,7 @@ def load_pretrained(
     seed: int = 0,
     strict: bool = False,
 ) -> Any:
-    """Fills a model, swapped or not, in any layout, from a whole checkpoint, in place. Returns the model.
+    """Fills a model, swapped or not, in any layout, from an unsharded checkpoint, in place. Returns the model.
 
     It takes what `from_pretrained` of transformers takes from a local folder: safetensors and `.bin`, one file or
     several with an index, a GGUF file (dequantized a tensor at a time), checkpoints of the base model alone, or of
@@ -167,7 +168,7 @@ def save_pretrained(model: Any, folder: str | PathLike[str], tokenizer: Any = No
 
 
 def full_state_dict(model: nn.Module, *, gradients: bool = False) -> dict[str, torch.Tensor]:
-    """The whole model's weights on every rank, un-padded, tied ones once; all ranks call it.
+    """Returns all weights of the model on every rank, unpadded, tied ones once; all ranks call it.
 
     For tests and small models.
 
@@ -189,7 +190,7 @@ def _opened(source: Any, whole: Any, subfolder: str, variant: str | None) -> Wei
 
 
 def _full_tensors(model: nn.Module, gradients: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """`(name, whole tensor)` of this stage, gathered over tp, one at a time; a tied weight where its first name is."""
+    """Yields `(name, full tensor)` of this stage, gathered over tp, one by one; a tied weight at its first name."""
     aliases = parameter_names(model)
     tensors = [param.grad if gradients else param for param in partial_model(model).original_module.parameters()]
     on_host([tensor for tensor in tensors if tensor is not None], copy=False)  # what is still to be computed, at once
@@ -204,7 +205,7 @@ def _full_tensors(model: nn.Module, gradients: bool = False) -> Iterator[tuple[s
 
 def _persistent_buffers(model: nn.Module) -> Iterator[Slot]:
     """The buffers that a state dict holds."""
-    return (slot for slot in buffer_slots(model) if slot.key not in slot.module._non_persistent_buffers_set)
+    return (slot for slot in buffer_slots(model) if slot.key not in non_persistent_buffers(slot.module))
 
 
 def _read_slice(weights: WeightSource, name: str, spec: ShardSpec) -> torch.Tensor:
@@ -226,14 +227,14 @@ def _read_slice(weights: WeightSource, name: str, spec: ShardSpec) -> torch.Tens
 
 
 def _expected(whole: nn.Module, aliases: dict[int, list[str]]) -> list[tuple[list[str], tuple[int, ...]]]:
-    """`(names, whole shape)` of what a checkpoint of a whole model holds."""
+    """`(names, unsharded shape)` of each tensor in a checkpoint of the model."""
     parameters = {id(param): param for param in whole.parameters()}
     tensors = [(names, spec_of(parameters[identity]).unpadded_shape) for identity, names in aliases.items()]
     return tensors + [([slot.name], tuple(slot.tensor.shape)) for slot in _persistent_buffers(whole)]
 
 
 def _check_tied(model: Any, aliases: dict[int, list[str]], weights: WeightSource) -> None:
-    """Refuses a checkpoint with two values for what is one parameter here; a rank compares its slices."""
+    """Refuses a checkpoint with two values for one tied parameter of the model; a rank compares its slices."""
     present = set(weights.names())
     for param in {id(slot.tensor): slot.tensor for slot in parameter_slots(model)}.values():
         names = [name for name in aliases[id(param)] if name in present]
@@ -248,14 +249,14 @@ def _check_tied(model: Any, aliases: dict[int, list[str]], weights: WeightSource
 
 
 def _read_generation_config(model: Any, folder: Path) -> None:
-    """As `from_pretrained` does, for a model that can generate."""
+    """Reads the generation config of a model that can generate, as `from_pretrained` does."""
     if getattr(model, "generation_config", None) is not None and (folder / "generation_config.json").is_file():
         model.generation_config = type(model.generation_config).from_pretrained(folder)
 
 
 @contextmanager
 def _written_together(folder: Path) -> Iterator[None]:
-    """Files that some ranks write; at the end all go on, or all raise."""
+    """Makes all ranks continue, or all raise, after some of them wrote files inside."""
     failure: Exception | None = None
     try:
         yield

@@ -29,7 +29,7 @@ def write_weights(
 
     Args:
         max_bytes: of the tensors of a file.
-        done: is told after each tensor how many have been written.
+        done: called after each tensor with the number of tensors written so far.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards = _shards(weights, max_bytes)
@@ -52,7 +52,7 @@ def write_weights(
 
 
 def copy_configs(source: Path, folder: Path) -> None:
-    """Copies what is no weights: config, generation config, tokenizer."""
+    """Copies the files that are not weights: config, generation config, tokenizer."""
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix in _CONFIGS and ".index." not in file.name:
             shutil.copyfile(file, folder / file.name)
@@ -73,7 +73,7 @@ def _shards(weights: WeightSource, max_bytes: int) -> list[list[str]]:
 
 
 def _header(weights: WeightSource, names: Sequence[str]) -> bytes:
-    """What stands before the tensors: its own length, and names, dtypes, shapes and positions as JSON."""
+    """The header before the tensors: its length, then names, dtypes, shapes and positions as JSON."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name in names:

@@ -1,4 +1,11 @@
-"""Optimizers whose state is sharded over the data-parallel ranks, or that keep fp32 master weights."""
+"""Optimizers whose state is sharded over the data-parallel ranks, or that have fp32 master weights.
+
+zero1.py            ZeRO-1: `NeuronZero1Optimizer`, `MasterWeightsOptimizer`; base_optimizer.py: the optimizer it wraps
+shards.py           one parameter's master shard; sharding.py: the ranks that divide it
+shard_buckets.py    the buckets of shards on the wire; gathers.py: parameters that await an all-gather
+rank_state.py       one rank's state and file; loss_scaler.py: the scale of an fp16 loss
+adamw_fp32.py, zero_redundancy_optimizer.py   NxD's names
+"""
 
 from .adamw_fp32 import AdamW_FP32OptimParams
 from .loss_scaler import LossScaler

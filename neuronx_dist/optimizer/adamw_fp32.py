@@ -1,4 +1,4 @@
-"""NxD's AdamW for low-precision models, under the one rule that there is: parameters bf16, masters and state fp32."""
+"""NxD's AdamW for low-precision models: parameters in bf16, masters and state in fp32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["AdamW_FP32OptimParams"]
 
 
 class AdamW_FP32OptimParams(torch.optim.AdamW):
-    """AdamW of fp32 masters: the class to give to `NeuronZero1Optimizer` or `MasterWeightsOptimizer`, which hold them.
+    """AdamW of fp32 masters, to be passed to `NeuronZero1Optimizer` or `MasterWeightsOptimizer`, which hold them.
 
     Raises:
         ValueError: a parameter is of lower precision: its moments, and small updates, would be lost.

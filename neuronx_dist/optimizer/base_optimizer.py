@@ -1,4 +1,4 @@
-"""The optimizer that ZeRO-1 wraps: made of shards by what the user gives for it, or refused."""
+"""The optimizer that ZeRO-1 wraps: built on shards from the user's class or factory, or refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ACROSS_PARAMETERS = {"LBFGS"}
 
 
 def check_factory(wrapper: str, params: Any, factory: Any) -> None:
-    """Refuses what cannot make an optimizer of shards, as far as that is known before it is called.
+    """Refuses a factory that cannot build an optimizer of shards, as far as that is known before the call.
 
     Args:
         wrapper: name of the class that wraps the optimizer, for messages.
@@ -59,7 +59,7 @@ def check_factory(wrapper: str, params: Any, factory: Any) -> None:
 def make_base_optimizer(
     factory: OptimizerFactory, groups: list[dict[str, Any]], options: dict[str, Any]
 ) -> torch.optim.Optimizer:
-    """The optimizer of shards, given as parameter groups.
+    """Builds the optimizer of shards, which are passed as parameter groups.
 
     Raises:
         TypeError: the factory made something else.
@@ -103,13 +103,13 @@ def _refuse_shards(optimizer_class: type) -> None:
 
 
 def _call(optimizer: torch.optim.Optimizer) -> str:
-    """The class of an optimizer, and its options as far as they are not those that the class has by itself."""
+    """The call that builds an optimizer, as text: its class and its options that are not defaults."""
     cls = type(optimizer)
     module = "torch.optim" if cls.__module__.startswith("torch.optim.") else cls.__module__
-    own = inspect.signature(cls).parameters
+    parameters = inspect.signature(cls).parameters
     options = {
         name: value
         for name, value in {**optimizer.defaults, "lr": optimizer.param_groups[0].get("lr")}.items()
-        if name in own and (name == "lr" or value != own[name].default)
+        if name in parameters and (name == "lr" or value != parameters[name].default)
     }
     return ", ".join([f"{module}.{cls.__qualname__}", *(f"{name}={value!r}" for name, value in options.items())])

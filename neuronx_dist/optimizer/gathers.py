@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..comm.errors import CommError
 from ..spmd.watching import no_typecheck
+from ..torch_internals.tensors import DisableTorchFunctionSubclass
 
 __all__ = ["Gathers"]
 
@@ -54,14 +55,14 @@ class Gathers:
         finalize(self, _end, self._gathers)  # at the end of the script too: other ranks need this one's part
 
     def append(self, params: Sequence[Tensor], finish: Callable[[], None]) -> None:
-        """Has `finish` called when one of the parameters is used; now, if one is of a class of its own."""
+        """Schedules `finish` for the first use of a parameter; calls it now if one has a class of its own."""
         if all(type(param) is nn.Parameter for param in params):
             self._gathers.append(_Gather(params, finish))
         else:
             finish()
 
     def wait(self) -> None:
-        """Awaits all."""
+        """Awaits all gathers."""
         _wait(self._gathers)
 
 
@@ -72,7 +73,7 @@ def _wait(gathers: list[_Gather]) -> None:
 
 
 def _end(gathers: list[_Gather]) -> None:
-    """Nobody reads the parameters any more, and nobody could treat an error."""
+    """Ends the gather at exit: no code reads the parameters any more, and none could handle an error."""
     with suppress(CommError):
         _wait(gathers)
 
@@ -88,7 +89,7 @@ class _Awaited(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _READ_NO_VALUE:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         for param in _awaited((args, kwargs)):
             param.awaits.wait()
@@ -124,7 +125,7 @@ _READ_NO_VALUE = {
 
 
 def _awaited(value: Any) -> Iterator[_Awaited]:
-    """The parameters under way among the arguments of a call."""
+    """The parameters whose gather is under way, among the arguments of a call."""
     if type(value) is _Awaited:
         yield value
     elif isinstance(value, (list, tuple)):

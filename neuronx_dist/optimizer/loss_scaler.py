@@ -64,9 +64,9 @@ class LossScaler:
             self._good_steps = 0
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run goes on with."""
+        """Returns the state that a resumed run continues with."""
         return {"scale": self.scale, "good_steps": self._good_steps}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        """Goes on with what `state_dict` gave."""
+        """Restores the state that `state_dict` returned."""
         self.scale, self._good_steps = state_dict["scale"], int(state_dict["good_steps"])

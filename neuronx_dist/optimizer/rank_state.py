@@ -1,4 +1,4 @@
-"""One rank's optimizer state: whether it fits, and its file, written and read by a few ranks at a time."""
+"""One rank's optimizer state: a check that it fits, and its file, written and read by a few ranks at a time."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def state_path(output_dir: str | os.PathLike[str]) -> str:
 
 
 def turns(ranks_at_a_time: int) -> list[bool]:
-    """Whether it is this rank's turn, for each turn until all ranks have had theirs."""
+    """Yields, for each turn until all ranks have had one, whether the turn is this rank's."""
     if ranks_at_a_time < 1:
         raise ValueError(f"num_workers_per_step must be at least 1, got {ranks_at_a_time}")
     mine = comm.rank("world") // ranks_at_a_time

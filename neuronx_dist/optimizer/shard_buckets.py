@@ -12,6 +12,7 @@ from .. import comm, spmd
 from ..gradients.buckets import BucketPlan, is_anywhere, presence
 from ..gradients.in_backward import Bucket, is_late
 from ..spmd.watching import active
+from ..torch_internals.tensors import foreach_mul, foreach_mul_
 from .shards import ParameterShard
 
 __all__ = [
@@ -62,7 +63,7 @@ def start_reduce_scatter(bucket: list[ParameterShard]) -> Any:
     flags = presence([grad is not None for grad in grads], parts[0], first.group)
     parts.append(flags.expand(first.degree, -1))
     if _scales_first(first):
-        parts = list(torch._foreach_mul(parts, first.scale))
+        parts = list(foreach_mul(parts, first.scale))
     return comm.reduce_scatter(parts, first.group, async_op=True)
 
 
@@ -73,7 +74,7 @@ def finish_reduce_scatter(bucket: list[ParameterShard], handle: Any) -> None:
     if first.replicas.size > 1:
         comm.all_reduce(reduced, first.replicas, out=reduced)
     if not _scales_first(first):
-        torch._foreach_mul_(parts, first.scale)
+        foreach_mul_(parts, first.scale)
     for shard, part, flag in zip(bucket, parts, spmd.local(flags)[0]):
         # Waits for the device where a gradient is missing, and only there.
         is_somewhere = shard.gradient.tensor is not None or is_anywhere(flag)
@@ -103,7 +104,7 @@ def gradient_bucket(bucket: list[ParameterShard]) -> Bucket:
 
 
 def _scales_first(shard: ParameterShard) -> bool:
-    """Whether a gradient is divided before the sum: of fp16, which may overflow in it, and under a type check.
+    """Returns whether a gradient is divided before the sum: in fp16, whose sum may overflow, and under a type check.
 
     A type check refuses the sum of what is equal on all ranks already. Afterwards there is less to divide.
     """

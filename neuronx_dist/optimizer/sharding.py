@@ -1,4 +1,4 @@
-"""Over which ranks a parameter's optimizer state is divided, and over which its gradient is summed.
+"""The ranks over which a parameter's optimizer state is divided, and over which its gradient is summed.
 
     data ranks   those whose data make a parameter's gradient: dp x cp, for experts edp
     group        the data ranks that divide the parameter's rows: all of them, or those of one sharding group
@@ -24,7 +24,7 @@ _EXPERT_AXES = ("edp",)
 
 
 class Sharding(NamedTuple):
-    """How one parameter is divided.
+    """The division of one parameter over ranks.
 
     Attributes:
         group: the ranks that divide its rows.

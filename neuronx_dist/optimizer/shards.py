@@ -1,4 +1,4 @@
-"""One parameter's part in ZeRO-1: the rows that a rank owns, in the dtype that the optimizer works in.
+"""One parameter's part in ZeRO-1: the rank's rows, in the optimizer's dtype.
 
     parameter   [rows, ...]                           on every rank of the sharding group, of size `degree`
     padded      [degree * ceil(rows / degree), ...]   zeros at the end; only while it is communicated
@@ -17,8 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from .. import spmd
-from ..comm.select import own_slot
+from ..comm.rank_selection import own_slot
 from ..gradients.gradient import ParameterGradient
+from ..torch_internals.tensors import is_alias_of
 from ..weights.partial_model import install_parameter
 from .sharding import Sharding
 
@@ -79,13 +80,13 @@ class ParameterShard:
     @property
     def own_rows(self) -> range:
         """The rows of the parameter that are this rank's, padding left out: the last ranks may have fewer, or none."""
-        rows, each = (self.param.shape or (1,))[0], self.shape[0]
-        begin = min(self.group.rank * each, rows)
-        return range(begin, min(begin + each, rows))
+        rows, rows_per_rank = (self.param.shape or (1,))[0], self.shape[0]
+        begin = min(self.group.rank * rows_per_rank, rows)
+        return range(begin, min(begin + rows_per_rank, rows))
 
     @property
     def is_alone(self) -> bool:
-        """Whether the gradient is this rank's alone: no other has a shard or a replica of the parameter."""
+        """Whether the gradient is on this rank alone: no other rank has a shard or a replica of the parameter."""
         return self.degree == 1 and self.replicas.size == 1
 
     @property
@@ -102,8 +103,8 @@ class ParameterShard:
             self.is_view = True
             return rows.select(0, rank).view(self.shape)
         self.is_view = False
-        own = own_slot(self.split(self.param), self.group, 0).view(self.shape)
-        return own.to(dtype, copy=True)
+        copy = own_slot(self.split(self.param), self.group, 0).view(self.shape)
+        return copy.to(dtype, copy=True)
 
     @torch.no_grad()
     def pull(self) -> None:
@@ -115,7 +116,7 @@ class ParameterShard:
 
     @torch.no_grad()
     def set_master(self, value: torch.Tensor) -> None:
-        """Sets the master to other values than the parameter's, perhaps: the next step makes the parameter of them.
+        """Sets the master to values that may differ from the parameter's; the next step writes them to the parameter.
 
         A master in the parameter's memory then gets memory of its own: else the parameter would have new rows here,
         and, until that step, those of other ranks as they were.
@@ -127,11 +128,11 @@ class ParameterShard:
             self.master.copy_(value)
 
     def follow(self) -> None:
-        """Where the parameter was given other memory (`param.data = ...`), the master that was a part of it goes along.
+        """Moves the master to the parameter's new memory, where it was a view and `param.data` was assigned.
 
         It takes the present value, as if it had been written into the parameter.
         """
-        if self.is_view and not torch._C._is_alias_of(self.master, self.param):  # type: ignore[attr-defined]
+        if self.is_view and not is_alias_of(self.master, self.param):
             self.master.data = self._rows_or_copy(self.master.dtype)
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from .. import comm
-from ..comm.select import in_one_program
+from ..comm.rank_selection import in_one_program
 from ..gradients.buckets import BucketPlan, cap_in_bytes, overlap
 from ..gradients.gradient import ParameterGradient, parameters_of
 from ..gradients.in_backward import BackwardReduction, Bucket, release
@@ -226,7 +226,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reduce_scatter(self) -> None:
-        """Gives each master its gradient now, for who reads or scales it before `step`, which goes on from there.
+        """Gives each master its gradient now, so that a script can read or scale it before `step`.
 
         A second call before `step` or `zero_grad` changes nothing.
         """
@@ -324,7 +324,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
     # --- making the shards -------------------------------------------------------------------------------------------
 
     def _make_base(self) -> torch.optim.Optimizer:
-        """Makes the shards and their optimizer, if that was not done yet; returns the optimizer."""
+        """Returns the base optimizer; builds it and the shards at the first call."""
         if self.base_optimizer is None:
             groups = [self._shard_group(group) for group in self.param_groups]
             self.base_optimizer = make_base_optimizer(self.optimizer_class, groups, self.defaults)
@@ -341,14 +341,14 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
     def _shard_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """Makes the shards of a parameter group; returns the base optimizer's group of them, with the same options."""
-        shards = [self._shard(self._own_part(param)) for param in group["params"] if param.requires_grad]
+        shards = [self._shard(self._local_part(param)) for param in group["params"] if param.requires_grad]
         self.shards += shards
         self._group_sizes.append(len(shards))
         options = {name: value for name, value in group.items() if name != "param_names"}
         return {**options, "params": [shard.master for shard in shards]}
 
-    def _own_part(self, param: Any) -> Any:
-        """What this rank has of a ShardTensor: a plain leaf that shares its memory and its gradient."""
+    def _local_part(self, param: Any) -> Any:
+        """This rank's part of a ShardTensor: a plain leaf that shares its memory and its gradient."""
         if not hasattr(param, "placements"):
             return param
         if not param.to_local().is_leaf:
@@ -404,7 +404,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict()` gave on this rank of the same layout; training goes on bit-equal.
+        """Restores the state that `state_dict()` returned on this rank of the same layout; training goes on bit-equal.
 
         Load the model's weights first: without `sharded_master_weights` the masters are made of them.
 

@@ -1,9 +1,20 @@
-"""NeuronX Distributed's parallel layers, by its names."""
+"""NeuronX Distributed's parallel layers, by its names.
+
+linear.py            column and row layers; autograd_linear.py: their autograd functions, with the formulas
+embedding.py         `ParallelEmbedding`; layer_norm.py: norms; loss_functions.py: `parallel_cross_entropy`
+mappings.py          region functions (`copy_to_...`, `gather_from_...`)
+parallel_state.py    `initialize_model_parallel`, and the getters
+replace.py           a model's layers replaced by a list of `LayerPlan`; pad.py: padded heads
+activation_checkpoint.py   layers that are recomputed in backward
+checkpointing.py     NxD's files of one layout; random.py: seeds; utils.py: small functions
+signatures.py        the positional orders of NxD's release and guide; attributes.py: attributes that scripts read;
+                     layers.py, grads.py: NxD's import paths
+misfits.py           errors for inputs that do not fit a layer
+"""
 
 from ..lazy_names import lazy_names
-from . import mappings, parallel_state, random
+from . import mappings, parallel_state
 from .embedding import ParallelEmbedding
-from .layer_norm import LayerNorm, RMSNorm
 from .linear import ColumnParallelLinear, RowParallelLinear, fuse_columns
 from .loss_functions import parallel_cross_entropy
 from .mappings import (
@@ -22,8 +33,15 @@ PARALLEL_FUNCTIONS = [
     scatter_to_tensor_model_parallel_region,
 ]
 
-# Loaded when first asked for, so that importing the package stays quick.
-__getattr__ = lazy_names(__name__, {"move_model_to_device": "parallel_layers.utils", "utils": "parallel_layers"})
+# Loaded at the first use, so that importing the package stays quick.
+_LAZY = {
+    "LayerNorm": "parallel_layers.layer_norm",
+    "RMSNorm": "parallel_layers.layer_norm",
+    "move_model_to_device": "parallel_layers.utils",
+    "random": "parallel_layers",
+    "utils": "parallel_layers",
+}
+__getattr__ = lazy_names(__name__, _LAZY)
 
 __all__ = [
     "ColumnParallelLinear",

@@ -1,4 +1,4 @@
-"""Activation checkpointing of layers: they keep their inputs, and backward computes the rest again.
+"""Activation checkpointing of layers: a layer saves its inputs, and backward recomputes its activations.
 
     checkpoint_layers(model, LlamaDecoderLayer)          # a class, its name, names of layers, or several of these
 
@@ -42,22 +42,22 @@ def checkpoint_layers(model: nn.Module, layers: Any = None) -> list[str]:
             does not say which its layers are.
     """
     if layers is None:
-        layers = _own_layers(model)
+        layers = _named_layers(model)
     module = partial_model(model).original_module
     named = dict(module.named_modules())
     chosen: dict[str, nn.Module] = {}
     for item in layers if isinstance(layers, (list, tuple, set, frozenset)) else [layers]:
-        matching = {name: each for name, each in named.items() if _matches(name, each, item)}
+        matching = {name: layer for name, layer in named.items() if _matches(name, layer, item)}
         if not matching:
             text = item if isinstance(item, str) else getattr(item, "__name__", repr(item))
-            known = sorted({type(each).__name__ for each in named.values()} | set(named) - {""})
+            known = sorted({type(layer).__name__ for layer in named.values()} | set(named) - {""})
             raise ValueError(
                 f"checkpoint_layers: no layer of this {type(module).__name__} is a {text!r}; nearest classes and names "
                 f"are {nearest(text, known)}"
             )
         chosen.update(matching)
-    for each in chosen.values():
-        checkpoint_wrapper(each)
+    for layer in chosen.values():
+        checkpoint_wrapper(layer)
     return [name for name in named if name in chosen]
 
 
@@ -78,7 +78,7 @@ def apply_activation_checkpointing(
     Args:
         model: a module, or a pipeline model; it is not wrapped itself.
         checkpoint_wrapper_fn: this module's `checkpoint_wrapper`, or what else changes a module in place.
-        check_fn: given a module, says whether it is to be recomputed as a whole.
+        check_fn: module -> whether this module is recomputed as a whole.
 
     Raises:
         ValueError: `checkpoint_wrapper_fn` returned another module, whose parameters would have other names.
@@ -98,16 +98,16 @@ def keep_random_streams(model: nn.Module) -> None:
     """
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
-            module.register_forward_pre_hook(_use_own_checkpoint)
+            module.register_forward_pre_hook(_use_our_checkpoint)
 
 
-def _use_own_checkpoint(module: Any, args: Any) -> None:
+def _use_our_checkpoint(module: Any, args: Any) -> None:
     function = getattr(module, "_gradient_checkpointing_func", None)
     if isinstance(function, partial) and function.func is torch_checkpoint:
         module._gradient_checkpointing_func = checkpoint
 
 
-def _own_layers(model: nn.Module) -> Any:
+def _named_layers(model: nn.Module) -> Any:
     """The layers that a model names as its transformer layers."""
     for attribute in ("transformer_layer_cls", "_no_split_modules"):
         layers = getattr(model, attribute, None)

@@ -26,10 +26,10 @@ from torch.overrides import handle_torch_function
 from .. import comm, spmd
 from ..comm import Communicator
 from ..comm.context import AxisLike
-from ..comm.select import in_one_program
-from ..comm.transforms import transforming
+from ..comm.rank_selection import in_one_program
+from ..comm.verbs.transformed_tensors import transforming
 from ..spmd import I, P, R, S
-from ..spmd.held import holds_local
+from ..spmd.local_holders import holds_local
 from ..spmd.random import checkpoint
 from .signatures import accepts
 
@@ -45,7 +45,7 @@ __all__ = [
 
 
 def call(function: Any, *args: Any) -> Any:
-    """Calls one of these functions; under transforms of `torch.func` the operators that it is made of.
+    """Calls one of these functions; under transforms of `torch.func` the operators of its composition.
 
     Tensors that hold local ones have a handler for it.
     """
@@ -72,7 +72,7 @@ class ColumnLinear(torch.autograd.Function):
     It is started before the weight gradients are computed, and awaited after them.
     """
 
-    splits_backward = True  # for pipeline/run/halves.py: a gradient is computed only if it is asked for
+    splits_backward = True  # for pipeline/run/halves.py: only requested gradients are computed
 
     @staticmethod
     def forward(
@@ -101,7 +101,7 @@ class ColumnLinear(torch.autograd.Function):
         count: int,
         *weights_and_biases: torch.Tensor,
     ) -> Any:
-        """The same of operators: for `torch.func`; the type checker compares this function with it."""
+        """Composes this function of operators, for `torch.func`; the type checker compares both forms."""
 
         def linears(x: torch.Tensor, *params: torch.Tensor) -> Any:
             if sequence_dim is None:
@@ -167,7 +167,7 @@ class RowLinear(torch.autograd.Function):
     The reduction is done in the output's own memory, and the bias is added to the sum.
     """
 
-    splits_backward = True  # what is gathered for one half is kept for the other
+    splits_backward = True  # the second half uses the input that the first half gathered
 
     @staticmethod
     def forward(
@@ -198,7 +198,7 @@ class RowLinear(torch.autograd.Function):
         sequence_dim: int | None,
         reduce_dtype: torch.dtype | None,
     ) -> torch.Tensor:
-        """The same of operators: for `torch.func`; the type checker compares this function with it."""
+        """Composes this function of operators, for `torch.func`; the type checker compares both forms."""
         out = F.linear(x, weight)
         if sequence_dim is None:
             out = spmd.all_reduce(out, communicator, src=P, dst=I, reduce_dtype=reduce_dtype)
@@ -232,7 +232,7 @@ class ZerosStay(torch.autograd.Function):
 
     @staticmethod
     def composition(weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """The same, with a copy of the weight."""
+        """Composes this function of operators, with a copy of the weight."""
         return weight * mask
 
     @staticmethod

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .. import comm
+from ..torch_internals.tensors import pytree
 from ..weights.partial_model import parameter_names, parameter_slots
 from ..weights.shard_spec import spec_of
 from .utils import load_optimizer_state_dict, move_all_tensor_to_cpu
@@ -32,7 +32,7 @@ def save(
     down_cast_bf16: bool = False,
     master_dp_only: bool = True,
 ) -> None:
-    """Writes what each tp and pp rank has; all ranks call it.
+    """Writes the weights of each tp and pp rank; all ranks call it.
 
     Args:
         checkpoint: plain data with this rank's tensors: `{"model": model.state_dict(), "step": 100}`.
@@ -70,7 +70,7 @@ def load(
     master_dp_only: bool = True,
     weights_only: bool = True,
 ) -> Any:
-    """Reads what `save` wrote in the same layout, or one file with a whole model.
+    """Reads the files that `save` wrote in the same layout, or one file with an unsharded model.
 
     Args:
         chkpt_path: the `output_dir` of `save`; with `sharded=False` a file, or a folder with one `checkpoint.pt`.
@@ -93,7 +93,7 @@ def load(
     whole = Path(chkpt_path)
     path = _path(chkpt_path, master_dp_only) if sharded else whole / "checkpoint.pt" if whole.is_dir() else whole
     if not path.is_file():
-        folders = sorted(each.parent.name for each in whole.glob("*/checkpoint.pt"))
+        folders = sorted(file.parent.name for file in whole.glob("*/checkpoint.pt"))
         there = f"there are {', '.join(folders[:8])}" if folders else f"{whole} has no such folders"
         raise FileNotFoundError(
             f"checkpointing.load: there is no {path}; {there}: load it in the layout it was saved in"
@@ -119,7 +119,7 @@ def load(
 
 
 def get_sharded_model_dict(model: nn.Module, model_state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """This rank's shards of a whole model's weights, by the layout of its parameters."""
+    """This rank's shards of an unsharded model's weights, by the layout of its parameters."""
     aliases = parameter_names(model)
     shards = dict(model_state_dict)
     for slot in parameter_slots(model):
@@ -136,7 +136,7 @@ def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
 
 
 def _write(state: Any, path: Path, down_cast_bf16: bool) -> None:
-    """Writes a file, which has its name when it is whole."""
+    """Writes a file, which gets its name when it is complete."""
     if down_cast_bf16:
         state = pytree.tree_map_only(torch.Tensor, _as_bf16, state)
     ensure_directory_exists(path)

@@ -18,13 +18,13 @@ from torch.overrides import handle_torch_function
 
 from .. import comm, spmd
 from ..comm.context import AxisLike
-from ..comm.rank_numbers import concrete
-from ..spmd import I, P, S, ShardSpec, V, set_spec
-from ..spmd.held import holds_local
+from ..sharded_functions.lookup import embedding, local_positions
+from ..sharded_functions.vocabulary import check_ids
+from ..spmd import I, P, S, ShardSpec, set_spec
+from ..spmd.local_holders import holds_local
 from .attributes import EmbeddingAttributes
 from .misfits import refuse_ids, refuse_sequence
 from .signatures import accepts
-from .vocabulary import check_ids
 
 __all__ = ["ParallelEmbedding", "own_rows"]
 
@@ -165,44 +165,35 @@ class ParallelEmbedding(EmbeddingAttributes):
         return spmd.reduce_scatter(out, self.axis, src=P, dst=S(sequence_dim), reduce_dtype=self.reduce_dtype)
 
     def _lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        """Of all ids, the columns that this rank holds."""
+        """Returns this rank's columns of the rows of all ids."""
         return F.embedding(
             ids, self.weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
         )
 
     def rows_of(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Rows of the ids that this rank holds, zeros for the others."""
-        count = weight.shape[0]
+        """Returns the rows of the ids that this rank holds, zeros for the other ids."""
         on_cpu = type(ids) is torch.Tensor and ids.device.type == "cpu"  # where it costs no synchronisation
         if on_cpu and not ids.is_floating_point():  # floats are refused by the lookup
             check_ids(ids, self.num_embeddings, None, "ParallelEmbedding: id")
-        rank = comm.communicator(self.axis).coordinate(ids)
-        local = spmd.trust(ids - rank * count, self.axis, V)
-        elsewhere = (local < 0) | (local >= count)
         if self.max_norm is not None:
-            if not isinstance(rank, int):
-                raise ValueError("ParallelEmbedding: max_norm takes shapes that depend on the ids, which XLA has not")
-            has_values = type(local) is torch.Tensor and not local.is_meta
-            used_rows = local[~elsewhere] if has_values else local.masked_fill(elsewhere, 0)
-            with torch.no_grad():
-                torch.embedding_renorm_(weight, used_rows, self.max_norm, self.norm_type)
-        local = local.masked_fill(elsewhere, 0)
-        padding = None
-        if self.padding_idx is not None and isinstance(rank, int):
-            padding = self.padding_idx - concrete(rank) * count
-        out = F.embedding(
-            local, weight, padding if padding is not None and 0 <= padding < count else None, sparse=self.sparse
-        )
-        if self.padding_idx is not None and not isinstance(rank, int):  # which rank has the row is no constant here
-            out = torch.where((ids == self.padding_idx).unsqueeze(-1), out.detach(), out)
-        return spmd.trust(out.masked_fill_(elsewhere.unsqueeze(-1), 0.0), self.axis, P)
+            self._renormalise(ids, weight, self.max_norm)
+        return embedding(ids, weight, self.padding_idx, axis=self.axis, sparse=self.sparse)
+
+    @torch.no_grad()
+    def _renormalise(self, ids: torch.Tensor, weight: torch.Tensor, max_norm: float) -> None:
+        """Scales the rows of these ids that are longer than `max_norm` down to it."""
+        if not isinstance(comm.communicator(self.axis).coordinate(ids), int):
+            raise ValueError("ParallelEmbedding: max_norm takes shapes that depend on the ids, which XLA has not")
+        local, elsewhere = local_positions(ids, weight.shape[0], self.axis)
+        has_values = type(local) is torch.Tensor and not local.is_meta
+        torch.embedding_renorm_(weight, local[~elsewhere] if has_values else local, max_norm, self.norm_type)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, local_weight={list(self.weight.shape)}"
 
 
 def own_rows(ids: torch.Tensor, weight: torch.Tensor, layer: ParallelEmbedding) -> torch.Tensor:
-    """`layer.rows_of(ids, weight)`, for which tensors that hold local ones have a handler."""
+    """Calls `layer.rows_of(ids, weight)`; tensors that hold a local tensor have a handler for this function."""
     if holds_local(ids, weight):
         result: torch.Tensor = handle_torch_function(own_rows, (ids, weight), ids, weight, layer)
         return result

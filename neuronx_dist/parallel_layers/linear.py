@@ -26,7 +26,7 @@ InitMethod = Callable[[torch.Tensor], Any]
 
 
 class _ParallelLinear(LinearAttributes):
-    """What column and row share: sizes, parameters, and weights that do not depend on the layout."""
+    """The base of column and row layers: sizes, parameters, and initial weights that do not depend on the layout."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -109,7 +109,7 @@ class _ParallelLinear(LinearAttributes):
 
     @torch.no_grad()
     def _draw(self, keep_master_weight: bool) -> None:
-        """Draws the whole parameters from the global CPU generator, and keeps this rank's slices.
+        """Draws the unsharded parameters from the global CPU generator, and stores this rank's slices.
 
         So the weights are equal at any degree.
         """
@@ -243,10 +243,10 @@ class ColumnParallelLinear(_ParallelLinear):
         except (RuntimeError, ValueError) as error:
             refuse_input(self, x, error)
             raise
-        return (out, self._own(self.bias)) if self.skip_bias_add else out
+        return (out, self._used_parameter(self.bias)) if self.skip_bias_add else out
 
-    def _own(self, param: torch.Tensor | None) -> torch.Tensor | None:
-        """A parameter as this rank uses it: where others hold the same shard, its gradient is the sum of theirs."""
+    def _used_parameter(self, param: torch.Tensor | None) -> torch.Tensor | None:
+        """A parameter as this rank uses it: where other ranks hold the same shard, their gradients are summed."""
         if param is None or self.replicas == 1:
             return param
         replicas = f"tp%{self.replicas}"
@@ -265,11 +265,13 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 def _shards(layers: Sequence[ColumnParallelLinear], x: torch.Tensor) -> Sequence[torch.Tensor]:
-    """This rank's shards of what layers that are alike make of `x`; a bias comes after a gather, so not here."""
+    """This rank's shards of the outputs of layers of one kind on `x`; without a bias, which comes after a gather."""
     first = layers[0]
     communicator = comm.communicator(first.axis)
-    weights: list[Any] = [layer._own(layer.weight) for layer in layers]
-    biases = [] if first.gather_output or first._bias() is None else [layer._own(layer.bias) for layer in layers]
+    weights: list[Any] = [layer._used_parameter(layer.weight) for layer in layers]
+    biases = (
+        [] if first.gather_output or first._bias() is None else [layer._used_parameter(layer.bias) for layer in layers]
+    )
     if communicator.size == 1:
         return [linear_alone(x, weight, bias, communicator) for weight, bias in zip(weights, biases or repeat(None))]
     if first.input_is_replicated:

@@ -31,19 +31,19 @@ def reduce_from_tensor_model_parallel_region(input_: torch.Tensor, process_group
 
 
 def scatter_to_tensor_model_parallel_region(input_: torch.Tensor, process_group: Any = None) -> torch.Tensor:
-    """Own piece of the last dim forward, all-gather backward."""
+    """Local piece of the last dim forward, all-gather backward."""
     return spmd.convert(input_, process_group or "tp", src=I, dst=S(-1))
 
 
 def gather_from_tensor_model_parallel_region(input_: torch.Tensor, process_group: Any = None) -> torch.Tensor:
-    """All-gather of the last dim forward, own piece backward."""
+    """All-gather of the last dim forward, local piece backward."""
     return spmd.all_gather(input_, process_group or "tp", src=S(-1), dst=I)
 
 
 def scatter_to_sequence_parallel_region(
     input_: torch.Tensor, sequence_dimension: int = 0, process_group: Any = None
 ) -> torch.Tensor:
-    """Own piece of the sequence forward, all-gather backward."""
+    """Local piece of the sequence forward, all-gather backward."""
     return spmd.convert(input_, process_group or "tp", src=I, dst=S(sequence_dimension))
 
 
@@ -56,7 +56,7 @@ def gather_from_sequence_parallel_region(
     *,
     tensor_parallel_output_grad: bool | None = None,
 ) -> torch.Tensor:
-    """All-gather of the sequence forward; backward reduce-scatter, or the own piece if not `to_model_parallel`.
+    """All-gather of the sequence forward; backward reduce-scatter, or the local piece if not `to_model_parallel`.
 
     `tensor_parallel_output_grad` is Megatron's name of `to_model_parallel`. `tile_cc` is ignored, with a warning: it
     tiles a collective for Neuron's compiler.
@@ -94,12 +94,12 @@ def reduce_scatter_to_tensor_model_parallel_region_with_dim(
 def gather_from_tensor_model_parallel_region_with_dim(
     input_: torch.Tensor, gather_dim: int, process_group: Any = None
 ) -> torch.Tensor:
-    """All-gather along a dim forward, own piece backward."""
+    """All-gather along a dim forward, local piece backward."""
     return spmd.all_gather(input_, process_group or "tp", src=S(gather_dim), dst=I)
 
 
 def scatter_input_channels_to_tensor_model_parallel_region(input_: torch.Tensor) -> torch.Tensor:
-    """Own piece of dim 1 (channels of `[batch, channels, height, width]`) forward, all-gather backward."""
+    """Local piece of dim 1 (channels of `[batch, channels, height, width]`) forward, all-gather backward."""
     return spmd.convert(input_, "tp", src=I, dst=S(1))
 
 

@@ -1,4 +1,4 @@
-"""Inputs that do not fit a layer: when torch refuses one, the layer says which it takes."""
+"""Errors for inputs that do not fit a layer: when torch refuses an input, the message says which the layer takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["refuse_ids", "refuse_input", "refuse_sequence"]
 
 
 def refuse_sequence(layer: Any, x: torch.Tensor) -> NoReturn:
-    """Refuses an input of a sequence-parallel layer that has no sequence where the layer looks for it.
+    """Refuses an input of a sequence-parallel layer that has no sequence dim at the layer's position for it.
 
     Raises:
         ValueError: always; the message names the layer, the shape and what to do.

@@ -148,7 +148,7 @@ def generate_padding_mask(
     tp_rank: int,
     hardware_type: Any = None,
 ) -> torch.Tensor:
-    """Which of a rank's query heads are real: bool `[num_heads_with_pad / tp_degree]`, False for padding.
+    """Mask of a rank's real query heads: bool `[num_heads_with_pad / tp_degree]`, False for padding.
 
     Zeros are at the end of each key/value head's group of query heads. Where there are more ranks than key/value heads
     (`model_shape.padded_heads`), each of these is on several ranks, which share its group: 48 heads over 8, padded to

@@ -1,4 +1,4 @@
-"""NxD's `parallel_state`: one mesh, and a getter for everything a training script asks of it, a line each.
+"""NxD's `parallel_state`: one mesh, and one getter for each fact that a training script reads from it.
 
 The state itself is the current context (`neuronx_dist.comm.context`): what `initialize_model_parallel` sets for the
 process, or what `comm.as_rank` sets for a thread. Names and rank orders are those of NeuronX Distributed; sizes that do
@@ -32,7 +32,7 @@ def initialize_model_parallel(
     topology: str | None = None,
     timeout: float | None = None,
 ) -> ParallelGroups | None:
-    """Lays the ranks out as (pp, dp, cp, tp), tp fastest, and makes their process groups.
+    """Lays the ranks out as (pp, dp, cp, tp), tp fastest, and creates their process groups.
 
     dp is what the other sizes leave of the world. A second call for the same layout changes nothing.
 
@@ -47,8 +47,8 @@ def initialize_model_parallel(
         mesh_only: return the replica groups as lists of ranks, and set up nothing.
         topology: "trn1" or "trn2" (`neuronx_dist/topology.py`), for nodes of LOCAL_WORLD_SIZE ranks, where torchrun has
             set it; None: the linear order.
-        timeout: seconds after which a collective gives up on a silent rank; None: what init_process_group was given, or
-            10 minutes.
+        timeout: seconds after which a collective gives up on a silent rank; None: the timeout passed to
+            init_process_group, or 10 minutes.
 
     Raises:
         RuntimeError: torch.distributed is not initialized, or model parallel already is: with another layout, or in a
@@ -85,7 +85,7 @@ def initialize_model_parallel(
 
 
 def destroy_model_parallel() -> None:
-    """Destroys the process groups that `initialize_model_parallel` made, and forgets the mesh. Safe to call twice."""
+    """Destroys the process groups of `initialize_model_parallel`, and forgets the mesh. Safe to call twice."""
     disconnect()
 
 
@@ -258,7 +258,7 @@ def get_pipeline_model_parallel_sr_group(parity: int | None = None) -> list[list
 
 
 def get_next_rank_group(as_list: bool = False) -> Any:
-    """The group of this rank and the next stage's; as lists: such pairs of all stages of this one's parity.
+    """The group of this rank and the next stage's rank; as lists: these pairs for all stages of the same parity.
 
     The first call, of this or `get_prev_rank_group`, makes the groups: all ranks make it together.
     """
@@ -266,7 +266,7 @@ def get_next_rank_group(as_list: bool = False) -> Any:
 
 
 def get_prev_rank_group(as_list: bool = False) -> Any:
-    """The group of the rank of the stage before and this one; otherwise as `get_next_rank_group`."""
+    """The group of the previous stage's rank and this rank; otherwise like `get_next_rank_group`."""
     return _pair_of_stages(get_pipeline_model_parallel_rank() - 1, as_list)
 
 
@@ -310,7 +310,7 @@ def get_experts_for_expert_parallel_rank(
     expert_model_parallel_size: int,
     expert_distribution: list[list[int]] | None = None,
 ) -> list[int]:
-    """Numbers of the experts which an expert-parallel rank holds: consecutive ones, unless a distribution is given."""
+    """Numbers of the experts which an expert-parallel rank holds: consecutive ones, unless a distribution is passed."""
     if expert_distribution is not None:
         return list(expert_distribution[expert_parallel_rank])
     if total_number_of_experts % expert_model_parallel_size:
@@ -325,7 +325,7 @@ def get_experts_for_expert_parallel_rank(
 
 
 def initialize_token_shuffle_group(token_shuffle_group_size: int = 1) -> None:
-    """Makes groups of consecutive data-parallel ranks, among which tokens are shuffled. Its size divides dp."""
+    """Creates groups of consecutive data-parallel ranks, among which tokens are shuffled. The size divides dp."""
     if get_mesh().dp % token_shuffle_group_size:
         raise ValueError(
             f"token shuffle group size {token_shuffle_group_size} does not divide the data parallel size "
@@ -351,7 +351,7 @@ def destroy_token_shuffle_group() -> None:
 
 
 def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> None:
-    """Makes the groups of tensor-parallel ranks that share one key/value head.
+    """Creates the groups of tensor-parallel ranks that share one key/value head.
 
     They are adjacent ranks, or strided ones (NxD's trn1 order).
     """
@@ -418,14 +418,14 @@ def get_rank_info_str() -> str:
 
 
 def rmsg(msg: Any) -> str:
-    """`msg` with where it comes from: `[rank_0_pp0_tp0_dp0_cp0] msg`."""
+    """Prefixes `msg` with this rank's coordinates: `[rank_0_pp0_tp0_dp0_cp0] msg`."""
     return (
         f"[{get_rank_info_str()}] {msg}" if context.is_initialized() else f"[rank_{os.environ.get('RANK', '?')}] {msg}"
     )
 
 
 def rmsg_ep(msg: Any) -> str:
-    """As `rmsg`, in the expert view."""
+    """Prefixes `msg` with this rank's coordinates in the expert view, like `rmsg`."""
     at = get_mesh().coordinates(get_rank())
     return f"[rank_{get_rank()}_pp{at['pp']}_tp{at['tp']}_ep{at['ep']}_edp{at['edp']}] {msg}"
 

@@ -1,4 +1,4 @@
-"""Which layers of a model become parallel, as data, and the one function that replaces them.
+"""The replacement of a model's layers by parallel ones: plans as data, and the one function that applies them.
 
     apply(model, [
         LayerPlan("mlp.gate", "column", fused_with=("mlp.up",)),
@@ -30,7 +30,7 @@ __all__ = ["STYLES", "LayerPlan", "Style", "apply", "mark_partial_gradients"]
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What becomes of one layer.
+    """The replacement of one layer.
 
     Attributes:
         name: the layer's qualified name in the model.
@@ -54,7 +54,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Style:
-    """One way to shard a layer.
+    """A way to shard a layer.
 
     Attributes:
         layer_type: the class that it replaces, exactly: a subclass may compute more. None: any module.
@@ -137,7 +137,7 @@ def _build(plan: LayerPlan, layer: nn.Module) -> Any:
 
 
 def mark_partial_gradients(module: nn.Module) -> None:
-    """Says of a module's own replicated parameters that a rank has a part of their gradient: it is summed over tp."""
+    """Marks a module's replicated parameters: each rank has a part of their gradient, which is summed over tp."""
     for name, param in module.named_parameters(recurse=False):
         set_spec(module, name, replace(spec_of(param), sequence_parallel=True))
 
@@ -185,7 +185,7 @@ def _checked(model: nn.Module, plans: Sequence[LayerPlan]) -> dict[str, nn.Modul
 
 
 def _partitions(plan: LayerPlan, tp: int) -> int:
-    """The number of shards; 1 where the layer refuses its replicas, by its own words."""
+    """The number of shards; 1 where the layer refuses its replicas with its own message."""
     replicas = plan.options.get("replicas", 1)
     return tp // replicas if isinstance(replicas, int) and 0 < replicas <= tp else 1
 
@@ -193,7 +193,7 @@ def _partitions(plan: LayerPlan, tp: int) -> int:
 def _install(
     model: nn.Module, plan: LayerPlan, parallel: ShardedModule, real_size: int, tied: dict[int, nn.Parameter]
 ) -> None:
-    """Puts `parallel`, built on meta, in the place of a layer, with this rank's slices of the parameters there."""
+    """Puts `parallel`, built on meta, in the place of a layer, with this rank's slices of the layer's parameters."""
     original = model.get_submodule(plan.name)
     for parameter, full in original.named_parameters(recurse=False):
         spec = spec_of(getattr(parallel, parameter))

@@ -27,7 +27,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Signature:
-    """Positional orders of one function: that of NxD's release and, where it is another one, that of its API guide.
+    """Positional orders of one function: the order in NxD's release and, where it differs, the order in its API guide.
 
     A "?" after one of the names that tell orders apart says that None is one of its values. `renamed`: other names of
     parameters -> ours.
@@ -133,7 +133,7 @@ _warned: set[str] = set()
 
 
 def accepts(name: str) -> Callable[[_Function], _Function]:
-    """Makes a function, or a method, take the calls of `SIGNATURES[name]` beside its own.
+    """Makes a function, or a method, take the calls of `SIGNATURES[name]` beside the calls by its own signature.
 
     The function's parameters are NxD's names, or `renamed` to; those in `REFUSED` and `IGNORED` it does not have.
 
@@ -145,7 +145,7 @@ def accepts(name: str) -> Callable[[_Function], _Function]:
 
     def decorate(function: _Function) -> _Function:
         parameters = [*inspect.signature(function).parameters]
-        own = frozenset(parameters)
+        accepted = frozenset(parameters)
         bound = parameters[:1] if parameters[0] == "self" else []
         orders = {"NxD's release": [*bound, *signature.release.split()]}
         if signature.guide:
@@ -154,7 +154,7 @@ def accepts(name: str) -> Callable[[_Function], _Function]:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if len(args) <= common and kwargs.keys() <= own and not _is_bool(kwargs.get("device")):
+            if len(args) <= common and kwargs.keys() <= accepted and not _is_bool(kwargs.get("device")):
                 return function(*args, **kwargs)
             order = parameters if len(args) <= common else _fitting(name, orders, args, common, len(bound))
             given: dict[str, Any] = {}
@@ -190,7 +190,7 @@ def _refuse_true(name: str, value: bool) -> None:
 def _fitting(
     name: str, orders: Mapping[str, list[str]], args: Sequence[Any], common: int, num_bound: int
 ) -> Sequence[str]:
-    """The order that positional arguments are in, by the types of those after the `common` ones."""
+    """The order of positional arguments, by the types of the arguments after the `common` ones."""
     fitting = {
         tuple(order[: len(args)])
         for order in orders.values()

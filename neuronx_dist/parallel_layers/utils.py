@@ -1,4 +1,4 @@
-"""Small things that scripts written for NxD import from `parallel_layers.utils`."""
+"""Small functions that scripts written for NxD import from `parallel_layers.utils`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .. import comm
 from ..comm.host import as_inputs, on_host, upload
+from ..torch_internals.tensors import has_compatible_type, pytree
 from ..weights.partial_model import buffer_slots, install_parameter, parameter_names, parameter_slots, partial_model
 from .autograd_linear import cast_if_autocast_enabled
 from .signatures import refuse
@@ -49,13 +49,13 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """`numerator / denominator`, which must leave no rest."""
+    """`numerator / denominator`, which must leave no remainder."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 
 
 def get_padding_length(numerator: int, denominator: int) -> int:
-    """What is missing to the next multiple of `denominator`."""
+    """The amount missing to the next multiple of `denominator`."""
     return -numerator % denominator
 
 
@@ -80,7 +80,7 @@ def split_tensor_along_second_dim(
 
 
 def param_is_not_tensor_parallel_duplicate(param: torch.Tensor) -> bool:
-    """Whether this rank's copy is the one that counts: a shard, or the copy of tensor-parallel rank 0."""
+    """Returns whether this rank's copy counts: a shard, or the copy of tensor-parallel rank 0."""
     return bool(getattr(param, "tensor_model_parallel", False)) or comm.rank("tp") == 0
 
 
@@ -125,7 +125,7 @@ def copy_tensor_model_parallel_attributes(destination_tensor: torch.Tensor, sour
 
 
 class EmbeddingUtility:
-    """Which rows of a vocabulary a tensor-parallel rank holds."""
+    """The range of the vocabulary's rows that a tensor-parallel rank holds."""
 
     @staticmethod
     def range_from_per_partition_vocab_size(
@@ -142,7 +142,7 @@ class EmbeddingUtility:
 
 
 def move_all_tensor_to_cpu(data: T, convert: bool = True) -> T:
-    """The same nested containers with every tensor on the CPU: what to save of a model or an optimizer on any device.
+    """Copies nested containers with every tensor on the CPU, to save a model or an optimizer of any device.
 
     One wait for the device, whatever the number of tensors. On XLA they are computed by one program, which all ranks
     must ask for together, as they do for a training step, if it holds collectives.
@@ -246,7 +246,7 @@ def move_model_to_device(model: nn.Module, device: Any) -> nn.Module:
 def _move_parameter(param: nn.Parameter, device: Any, name: str) -> None:
     grad, param.grad = param.grad, None
     value = upload(param.detach(), device)
-    if torch._has_compatible_shallow_copy_type(param, value):
+    if has_compatible_type(param, value):
         param.data = value
     else:
         try:

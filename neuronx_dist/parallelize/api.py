@@ -1,57 +1,52 @@
 """`parallelize`: a module in, a parallel module out.
 
-    recorded (record.py) -> divided (choose.py) -> emitted (emit.py) -> proven (verify.py) -> files (generation.py)
+    recorded (program/) -> divided (policy/, choose/) -> emitted (emit/) -> proven (prove/) -> files (generated/)
 
-Rank 0 does this, unless there are files of an earlier run; every rank then makes its part of the module from them.
+Rank 0 does this, unless there are files of an earlier run; every rank then makes its part of the module from the files.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
-import torch.utils._pytree as pytree
 from torch import nn
 
 from .. import comm
 from ..comm.launch import init_distributed
 from ..parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
-from ..pipeline.record.recording import TracingError
 from ..planning.plan import Plan
-from .compare import EmittedProgramError, OriginalError
+from ..program.program import Division, Program
 from .config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
-from .constants import constants_from_text, constants_text
-from .decompose import decomposed
-from .emit import emit
-from .files import Generated, GeneratedFilesError, GeneratedFolder
-from .generation import Emitted, generate
-from .keys import Key, key_of
-from .module import ParallelModule, parallel_class
+from .emit.constants import constants_from_text, constants_text
+from .emit.emitted_class import EmittedProgram, emitted_program
+from .emit.source_text import program_text
+from .example import Example
+from .generated.generated_files import Generated, GeneratedFilesError, GeneratedFolder
+from .generated.generation import Emitted, generate
+from .generated.keys import Key, key_of
+from .generated.saved_programs import programs_from_text, programs_text
 from .original import (
     check_outputs,
-    checked_module,
     current_values,
-    forward_failed,
+    example_of,
     initial_values,
     named_tensors,
-    with_gradient,
+    smaller_example_of,
 )
-from .plans import plan_of
-from .policies import divide, divide_like
-from .program import Division, Program
-from .record import record_program
-from .recordings import programs_from_text, programs_text
-from .source_text import program_text
-from .stored import constants_of, stored_of
-from .verify import Verdict, verify
-from .whole_mesh import check_mesh
+from .policy.plans import plan_of
+from .policy.policies import divide, divide_like
+from .prove.smaller import lines_not_compared, smaller_program
+from .prove.value_comparison import EmittedProgramError, OriginalError, RecordingError
+from .prove.verify import HOW, NOT_COMPARED, too_large, verify
+from .prove.whole_mesh import check_mesh
+from .train.parallel_module import ParallelModule, parallel_class
 
 __all__ = ["parallelize"]
 
@@ -76,33 +71,40 @@ def parallelize(
     module_fn: Callable[[], nn.Module] | None = None,
     init_module_params: bool = True,
     broadcast_strategy: str | BroadcastGenFilesStrategy = "none",
+    verify_with: nn.Module | None = None,
+    verify_args: dict[str, Any] | None = None,
 ) -> None | ParallelModule | type[ParallelModule]:
     """Divides a module over the ranks of a unit: an object becomes an object, a class a class.
 
     Args:
-        module_or_module_class: what is already parallel is returned as it is. May be on meta; the object form then has
-            no initial weights.
-        dummy_forward_args: arguments of forward by name: of tensors shapes and dtypes count (those of floating point
-            have gradients, unless the module is end2end or for inference). What is left out has forward's default.
+        module_or_module_class: a parallel module or class is returned as it is. May be on meta; an object then has no
+            initial weights.
+        dummy_forward_args: arguments of forward by name. Shapes and dtypes of tensors count; floating-point tensors
+            have gradients, unless the module is end2end or for inference. Missing arguments have forward's defaults.
         pas_policy: the name of a policy, or a function `(IRGraph, ComputeConfig) -> IRGraph`.
-        gen_savedir: where generated files are.
-        reuse: what is done with files of an earlier run.
-        instance_name: tells apart what is generated for one class; None: "_".
+        gen_savedir: the folder of all generated files.
+        reuse: the use of files of an earlier run.
+        instance_name: distinguishes several sets of files of one class; None: "_".
         load_module: False: generate files, and return None. Needs no process group.
-        module_dtype: the module is taken to this dtype first, in place; None: as it is.
-        module_fn: makes the module where a class is given; None: the class, without arguments.
-        init_module_params: of an object: the initial values that it has on rank 0, also where files of an earlier run
-            are used; False: empty parameters.
-        broadcast_strategy: which newly generated files rank 0 sends to hosts that do not share its folder.
+        module_dtype: converts the module to this dtype first, in place; None: no conversion.
+        module_fn: makes the module if a class is passed; None: the class is called without arguments.
+        init_module_params: an object keeps the values that it has on rank 0, also if files of an earlier run are
+            used; False: empty parameters.
+        broadcast_strategy: selects the newly generated files that rank 0 sends to hosts without access to its folder.
+        verify_with: a smaller module of the same class, whose values are compared with one process where the module is
+            too large for that: it is divided and emitted as the module is. None: the module itself, with `verify_args`.
+        verify_args: arguments of forward for `verify_with`; None: `dummy_forward_args`. Without both the values of a
+            module that is too large are not compared, and a warning says so.
 
     Returns:
         The parallel module or class; None without `load_module`.
 
     Raises:
-        TypeError: arguments that forward does not have, or an end2end module with a second required argument.
+        TypeError: arguments that forward does not take, an end2end module with a second required argument, or a
+            `verify_with` of another class.
         ValueError: forward has positional-only arguments or fails on the dummy ones, the module has parallel ones
-            inside, an unknown policy, a mesh of other sizes.
-        GeneratedFilesError: files of something else, with `ReuseType.MATCH`; or none where none is generated.
+            inside, an unknown policy, a mesh of other sizes, a `verify_with` that cannot be divided as the module is.
+        GeneratedFilesError: with `ReuseType.MATCH` the files are of something else; or files are missing on this host.
         EmittedProgramError: a bug of this package; the file is kept.
     """
     is_class = isinstance(module_or_module_class, type)
@@ -114,25 +116,42 @@ def parallelize(
             f"compute_config is a ComputeConfig, such as ComputeConfig(plan_ngpus=2), got {compute_config!r}"
         )
     is_own_mesh = load_module and _join(compute_config)
-    if isinstance(dummy_forward_args, Mapping) and not (compute_config.use_end2end or compute_config.inference_only):
-        dummy_forward_args = pytree.tree_map_only(torch.Tensor, with_gradient, dict(dummy_forward_args))
+    if verify_with is not None and not _is_of(verify_with, module_class, module_fn is not None):
+        what = (
+            f"the class {verify_with.__name__}" if isinstance(verify_with, type) else f"a {type(verify_with).__name__}"
+        )
+        raise TypeError(
+            f"verify_with is a smaller module of the class that is parallelized, {module_class.__name__}; got {what}"
+        )
 
     @cache
-    def original() -> nn.Module:
-        return checked_module(module_or_module_class, module_fn, module_dtype, dummy_forward_args, compute_config)
+    def example() -> Example:
+        return example_of(module_or_module_class, module_fn, module_dtype, dummy_forward_args, compute_config)
+
+    @cache
+    def smaller() -> Example | None:
+        if verify_with is None and verify_args is None:
+            return None
+        arguments, origin = (
+            (verify_args, "verify_args") if verify_args is not None else (dummy_forward_args, "dummy_forward_args")
+        )
+        module = example().module if verify_with is None else verify_with
+        return smaller_example_of(module, arguments, module_dtype, compute_config, origin)
 
     if not is_class:
-        original()  # what is wrong with it is an error on every rank
+        example()  # errors in the module or its arguments are raised on every rank
+    if not is_class or verify_with is not None:
+        smaller()
     if load_module and comm.is_initialized():
         compute_config.check_mesh(comm.current().mesh)
 
     @cache
     def key() -> Key:
-        return key_of(original(), dummy_forward_args, pas_policy, compute_config)
+        return key_of(example(), pas_policy, compute_config)
 
     def emitted() -> Emitted:
-        recorded = _stored_programs(folder, key(), dummy_forward_args) if ReuseType.of(reuse) is ReuseType.GRAPH else []
-        return _emitted(original(), dummy_forward_args, pas_policy, compute_config, Path(gen_savedir), recorded)
+        recorded = _stored_programs(folder, key(), example()) if ReuseType.of(reuse) is ReuseType.GRAPH else []
+        return _emitted(example(), smaller(), pas_policy, compute_config, Path(gen_savedir), recorded)
 
     folder = GeneratedFolder(gen_savedir, module_class, instance_name)
     generated = generate(
@@ -142,7 +161,8 @@ def parallelize(
         reuse=reuse,
         strategy=broadcast_strategy,
         load=load_module,
-        values=lambda: None if is_class or not init_module_params else current_values(original()),
+        values=lambda: None if is_class or not init_module_params else current_values(example().module),
+        is_complete=lambda files: smaller() is None or NOT_COMPARED not in files.text(PROOF),
     )
     _save_plan(folder, pas_policy, compute_config)
     if generated is None:
@@ -155,14 +175,14 @@ def parallelize(
 
 
 def _save_plan(folder: GeneratedFolder, policy: Any, config: ComputeConfig) -> None:
-    """Writes the plan of the files to where `autodist` is asked to save it, whether they are new or not."""
+    """Writes the plan of new or reused files to `save_plan_path`, an option of `autodist`."""
     path = config.pas_config.get("save_plan_path")
     if path and policy == "autodist" and not (comm.is_initialized() and comm.current().rank):
         Plan.load(folder.read().path / PLAN).save(path)
 
 
 def _join(config: ComputeConfig, stages: int = 1) -> bool:
-    """Joins the job that torchrun started, and makes its mesh where there is none yet; returns whether it made one."""
+    """Joins the job that torchrun started, and makes its mesh if there is none yet; returns whether it made one."""
     if comm.is_initialized() or not torch.distributed.is_available():
         return False
     if not torch.distributed.is_initialized():
@@ -174,103 +194,109 @@ def _join(config: ComputeConfig, stages: int = 1) -> bool:
     return True
 
 
+def _is_of(module: Any, module_class: type, is_made: bool) -> bool:
+    """Returns whether a module is of a class; if a function makes modules of the class, those may be of subclasses."""
+    return isinstance(module, module_class) if is_made else type(module) is module_class
+
+
 def _emitted(
-    module: nn.Module,
-    arguments: dict[str, Any],
+    example: Example,
+    smaller: Example | None,
     policy: Any,
     config: ComputeConfig,
     folder: Path,
     recorded: Sequence[Program],
 ) -> Emitted:
-    """What is generated: recorded, divided, emitted, proven.
+    """Records, divides, emits and proves a module; returns its files.
 
     Args:
-        recorded: programs of an earlier recording of the same; what it lacks is recorded.
+        smaller: by whose values a program that is too large to run is compared.
+        recorded: programs of an earlier recording of the same; those that it lacks are recorded.
     """
-    divisions = _divisions(module, arguments, policy, config, recorded)
-    stored = stored_of(module, *divisions)
-    source = emit(*divisions, name=type(module).__name__, stored=stored, signature=inspect.signature(module.forward))
-    names = constants_of(*divisions)
-    constants = {name: value.constant for value, name in names.items() if value.constant is not None}
-    tensors = named_tensors(module)
-    held = {name: tensors[name].detach() for name, each in stored.items() if each.kind in ("parameter", "buffer")}
-    verdicts, mesh = _proven(source, divisions, module, constants, arguments, config, folder)
+    divisions = _divisions(example, policy, config, recorded)
+    emitted = emitted_program(example, divisions)
+    compared = None
+    if smaller is not None and any(too_large(division.whole) for division in divisions):
+        compared = smaller_program(divisions, smaller, config)
+    proof = _proven(emitted, compared, config, folder)
     files = {
-        CODE: source,
-        CONSTANTS: constants_text(constants),
-        PROOF: "\n".join([*map(str, verdicts), f"mesh: {mesh}"]),
+        CODE: emitted.source,
+        CONSTANTS: constants_text(emitted.constants),
+        PROOF: "\n".join(proof),
         PLAN: plan_of(divisions[0], units=config.units).text(),
     }
-    for division in divisions:  # of a rank's program those of the whole
-        names |= {whole: names[own] for own, whole in zip(division.program.constants, division.whole.constants)}
+    names = dict(emitted.names)
+    for division in divisions:  # the names of constants in the whole program, for a program of a rank
+        names |= {whole: names[local] for local, whole in zip(division.program.constants, division.whole.constants)}
     programs = programs_text([division.whole for division in divisions], names)
     if programs is not None:
         files[PROGRAMS] = programs
-    return Emitted(files, initial_values(type(module).__name__, held))
+    tensors = named_tensors(example.module)
+    held = {name: tensors[name].detach() for name, x in emitted.stored.items() if x.kind in ("parameter", "buffer")}
+    return Emitted(files, initial_values(example.name, held))
 
 
-def _proven(
-    source: str,
-    divisions: Sequence[Division],
-    module: nn.Module,
-    constants: Mapping[str, torch.Tensor],
-    arguments: Mapping[str, Any],
-    config: ComputeConfig,
-    folder: Path,
-) -> tuple[list[Verdict], str]:
-    """What was looked at in each division, and on the whole mesh; a warning says which values were not.
+def _proven(emitted: EmittedProgram, smaller: EmittedProgram | None, config: ComputeConfig, folder: Path) -> list[str]:
+    """Proves an emitted program in each mode, then on the whole mesh; a warning says which values were not compared.
+
+    Returns:
+        The lines of the proof.
 
     Raises:
         ValueError: the original fails.
         EmittedProgramError: the source is refused; it is kept in `folder`.
     """
+    example = emitted.example
     try:
-        verdicts = [verify(source, division, module, constants, arguments) for division in divisions]
-        mesh = check_mesh(source, divisions, config, arguments, constants)
+        verdicts = verify(emitted, smaller)
+        mesh = check_mesh(emitted.source, emitted.divisions, config, example.arguments, emitted.constants)
     except OriginalError as error:
         cause = error.__cause__
         assert isinstance(cause, Exception)
-        raise forward_failed(module, arguments, cause) from cause
+        raise error.example.failure(cause) from cause
     except Exception as error:  # EmittedProgramError, or the file is no program, or the check crashed
-        kept = folder / f"refused_{type(module).__name__}.py"
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(source)
+        file = folder / f"refused_{example.name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(emitted.source)
         text = str(error) if isinstance(error, EmittedProgramError) else f"{type(error).__name__}: {error}"
-        raise EmittedProgramError(
-            f"{text}\nThis is a bug of neuronx_dist, not of {type(module).__name__}: please report it with "
-            f"{kept}, which was not loaded"
-        ) from error
+        whose = f"This is a bug of neuronx_dist, not of {example.name}"
+        if isinstance(error, RecordingError):
+            whose = (
+                "If forward returns something else each time it is called, make it a function of its arguments, "
+                "parameters and buffers; otherwise this is a bug of neuronx_dist"
+            )
+        raise EmittedProgramError(f"{text}\n{whose}: please report it with {file}, which was not loaded") from error
+    proof = [*map(str, verdicts), f"mesh: {mesh}"]
     not_run = next((verdict.not_run for verdict in verdicts if verdict.not_run), "")
     if not_run:
-        warnings.warn(
-            f"{type(module).__name__}: the types of its program are proven, its values are {not_run}. To prove them, "
-            "call parallelize once with a smaller module of the same class (fewer or narrower layers) or smaller "
-            "dummy_forward_args, and the same policy",
-            stacklevel=3,
-        )
-    return verdicts, mesh
+        text = f"{example.name}: types are proven, {NOT_COMPARED}: {not_run}; {HOW}, and the same policy"
+        warnings.warn(text, stacklevel=3)
+    lines = [] if smaller is None else lines_not_compared(emitted.source, smaller.source)
+    if lines:
+        proof.append("\n  ".join(["lines like no line of the module of verify_with, not compared:", *lines]))
+        text = f"{example.name}: {len(lines)} kinds of lines are not in the program of verify_with, such as {lines[0]}"
+        warnings.warn(f"{text}; {PROOF} lists them", stacklevel=3)
+    return proof
 
 
-def _divisions(
-    module: nn.Module, arguments: dict[str, Any], policy: Any, config: ComputeConfig, recorded: Sequence[Program]
-) -> list[Division]:
-    """The division in training mode, and that in evaluation mode if the module runs something else there."""
+def _divisions(example: Example, policy: Any, config: ComputeConfig, recorded: Sequence[Program]) -> list[Division]:
+    """Returns the division of the training program, and of the evaluation program if that differs."""
     programs = {program.training: program for program in recorded}
     wanted = (False,) if config.inference_only else (True, False)
     if wanted[0] not in programs:
-        programs = {mode: _recorded(module, arguments, training=mode) for mode in wanted}
+        programs = {mode: example.program(training=mode) for mode in wanted}
         if len(wanted) == 2 and program_text(programs[False]) == program_text(programs[True]):
             del programs[False]
     for program in programs.values():
-        check_outputs(module, program, config)
+        check_outputs(example.module, program, config)
     if config.inference_only:
         return [divide(programs[False], policy, config)]
     division = divide(programs[True], policy, config)
     return [division] if False not in programs else [division, divide_like(division, programs[False], config)]
 
 
-def _stored_programs(folder: GeneratedFolder, key: Key, arguments: Mapping[str, Any]) -> list[Program]:
-    """The programs that a folder has of the same module and arguments."""
+def _stored_programs(folder: GeneratedFolder, key: Key, example: Example) -> list[Program]:
+    """Returns the programs of a folder that were recorded of the same module and arguments."""
     try:
         generated = folder.read()
     except GeneratedFilesError:
@@ -278,21 +304,7 @@ def _stored_programs(folder: GeneratedFolder, key: Key, arguments: Mapping[str, 
     if generated.key.program != key.program or PROGRAMS not in generated.files:
         return []
     constants = constants_from_text(generated.text(CONSTANTS))
-    return programs_from_text(generated.text(PROGRAMS), arguments, constants) or []
-
-
-def _recorded(module: nn.Module, arguments: dict[str, Any], *, training: bool) -> Program:
-    """The program of a mode.
-
-    Raises:
-        ValueError: forward fails on these arguments.
-    """
-    try:
-        return decomposed(record_program(module, arguments, training=training))
-    except TracingError:
-        raise
-    except Exception as error:
-        raise forward_failed(module, arguments, error) from error
+    return programs_from_text(generated.text(PROGRAMS), example, constants) or []
 
 
 def _loaded(generated: Generated, config: ComputeConfig) -> type[ParallelModule]:

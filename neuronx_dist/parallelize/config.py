@@ -1,7 +1,7 @@
-"""How many ranks a parallel module takes, and how it trains: `ComputeConfig`, and the options of `parallelize`.
+"""The number of ranks of a parallel module and its training: `ComputeConfig`, and the options of `parallelize`.
 
     unit     `plan_ngpus` adjacent ranks, which together hold one model: rank r is part r % plan_ngpus
-    units    `runtime_ngpus / plan_ngpus` of them, each with data of its own: rank r is in unit r // plan_ngpus
+    units    `runtime_ngpus / plan_ngpus` of them, each with its own data: rank r is in unit r // plan_ngpus
 
 Gradients are summed over the units. Names and defaults are nnScaler's.
 """
@@ -26,7 +26,7 @@ Member = TypeVar("Member", bound=Enum)
 
 TRACE_STRATEGIES = ("cuda_run_cpu_offload", "cpu", "cuda", "meta", "reuse_cache")
 _OPTIONS = {"ReuseType": "reuse", "BroadcastGenFilesStrategy": "broadcast_strategy"}
-# nnScaler's names of schedules, and ours; None: there is none here.
+# nnScaler's names of schedules, and ours; None: not implemented here.
 SCHEDULES = {
     "1f1b": "1f1b",
     "gpipe": "gpipe",
@@ -38,14 +38,14 @@ SCHEDULES = {
 
 
 class _Option(Enum):
-    """An option of `parallelize`, which may be given by its name."""
+    """An option of `parallelize`, which may be passed by its name."""
 
     @classmethod
     def of(cls: type[Member], value: Member | str) -> Member:
-        """The member, or that of this name in any case.
+        """Returns a member, or the member with this name in upper or lower case.
 
         Raises:
-            ValueError: there is none; the message lists them.
+            ValueError: no member has the name; the message lists all names.
         """
         if isinstance(value, cls):
             return value
@@ -57,12 +57,12 @@ class _Option(Enum):
 
 
 class ReuseType(_Option):
-    """What `parallelize` does with files of an earlier run.
+    """The use that `parallelize` makes of files of an earlier run.
 
-    MATCH: reuse those of this very module, config and policy; generate where there are none; others are an error.
+    MATCH: reuse files of the same module, config and policy; generate if there are no files; other files are an error.
     OVERRIDE: generate always.
-    MOO: match or override: reuse those that match, generate otherwise.
-    GRAPH: reuse what was recorded of the module if it matches, and choose and emit anew.
+    MOO: match or override: reuse files that match, generate otherwise.
+    GRAPH: reuse the recorded programs of the module if they match, and choose and emit anew.
     """
 
     MATCH = "match"
@@ -72,12 +72,12 @@ class ReuseType(_Option):
 
 
 class BroadcastGenFilesStrategy(_Option):
-    """Which newly generated files rank 0 sends to the other ranks. Reused files are never sent.
+    """The newly generated files that rank 0 sends to the other ranks. Reused files are never sent.
 
-    NONE: none: ranks share a folder, or it is copied by hand.
-    ALL: all of them.
+    NONE: no files: ranks share a folder, or it is copied by hand.
+    ALL: all files.
     NO_WEIGHTS: all but the initial weights: modules are made with `init_params=False`.
-    CODE: what code needs to load, its constants too: the same as NO_WEIGHTS.
+    CODE: the code and the constants that it loads: the same as NO_WEIGHTS.
     """
 
     NONE = "none"
@@ -87,7 +87,7 @@ class BroadcastGenFilesStrategy(_Option):
 
 
 class Pipeline(NamedTuple):
-    """How a graph is run as a pipeline.
+    """The pipeline of a graph: stages, microbatches, schedule.
 
     Attributes:
         schedule: a name of `pipeline.schedule`.
@@ -100,27 +100,27 @@ class Pipeline(NamedTuple):
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """The ranks of a parallel module and how it trains.
+    """The ranks of a parallel module, and the options of its training.
 
     Attributes:
         plan_ngpus: ranks of a unit.
         runtime_ngpus: ranks of the job. None: those of the current mesh, else of `WORLD_SIZE`, else one unit.
-        constant_folding, trace_strategy: accepted for compatibility: what depends on no input and no parameter is
-            computed on every rank, and recording runs on fake tensors whatever the device.
+        constant_folding, trace_strategy: accepted for compatibility: values that depend on no input and no parameter
+            are computed on every rank, and recording runs on fake tensors whatever the device.
         use_zero: shard the optimizer's state over units (stage 1).
-        zero_ngroups: number of groups of units, each of which shards the state by itself; 1 without `use_zero`.
+        zero_ngroups: number of groups of units, each of which shards one copy of the state; 1 without `use_zero`.
         zero_use_reduce_scatter: accepted for compatibility: ZeRO reduce-scatters gradients in any case.
         inference_only: the module has no backward.
         use_end2end: forward takes one sample and returns the loss; `train_step` and `infer_step` run it.
-        use_async_reducer: reduce gradients while backward runs; with `use_end2end` alone.
+        use_async_reducer: reduce gradients while backward runs; only with `use_end2end`.
         reducer_bucket_cap_mb: MB of gradients that are reduced together; None or 0: 25 with `use_async_reducer`, else
-            as `reduce_gradients` has it. A cap below the size of any gradient puts each in a bucket of its own.
+            the default of `reduce_gradients`. A cap below the size of every gradient makes one bucket for each.
         pas_config: options of the policy, by name.
-        user_config: what else generated code depends on; a part of the key of generated files.
+        user_config: further dependencies of generated code; a part of the key of generated files.
 
     Raises:
-        ValueError: sizes that do not divide, or options that do not go together; the message has the nearest that do.
-        TypeError: a value of another type.
+        ValueError: sizes do not divide one another (the message has the nearest that do), or options contradict.
+        TypeError: a value has the wrong type.
     """
 
     plan_ngpus: int
@@ -174,7 +174,7 @@ class ComputeConfig:
         self._check_pas_config()
 
     def _check_pas_config(self) -> None:
-        """What every policy reads alike; a policy refuses the names that it does not know."""
+        """Checks the options that all policies read in the same way; a policy refuses unknown names itself."""
         config = self.pas_config
         for name in ("pipeline_nmicros", "pipeline_nstages", "pp_size", "tp_size", "seed"):
             number = config.get(name)
@@ -215,16 +215,16 @@ class ComputeConfig:
 
     @property
     def module_dedup_group_size(self) -> int:
-        """How many ranks, from rank 0, hold the whole module once: a unit."""
+        """Number of ranks, from rank 0, that hold the whole module once: a unit."""
         return self.plan_ngpus
 
     @property
     def optimizer_dedup_group_size(self) -> int:
-        """How many ranks, from rank 0, hold the optimizer's whole state once."""
+        """Number of ranks, from rank 0, that hold the optimizer's whole state once."""
         return self.world_size // self.zero_ngroups if self.use_zero else self.plan_ngpus
 
     def mesh(self, stages: int = 1) -> Mesh:
-        """The mesh of the job: units along dp, the ranks of a unit along pp (its stages) and tp.
+        """Returns the mesh of the job: units along dp, the ranks of a unit along pp (its stages) and tp.
 
         Raises:
             ValueError: the stages do not divide a unit.
@@ -246,7 +246,7 @@ class ComputeConfig:
             )
 
     def zero_groups(self, mesh: Mesh) -> list[list[int]] | None:
-        """The lists of ranks that share an optimizer's state under ZeRO; None: all units."""
+        """Returns the lists of ranks that share an optimizer's state under ZeRO; None: all units."""
         if self.zero_ngroups == 1:
             return None
         size = self.units // self.zero_ngroups
@@ -255,7 +255,7 @@ class ComputeConfig:
         ]
 
     def get_sync_group(self) -> tuple[list[int], comm.Communicator]:
-        """The ranks that hold the same part of the model as this one, with other data, and their communicator.
+        """Returns the ranks with the same part of the model as this rank and other data, and their communicator.
 
         Raises:
             RuntimeError: there is no mesh; the message says what to call.
@@ -270,7 +270,7 @@ class ComputeConfig:
             name: "1f1b", "gpipe" or "1f1b_interleaved".
 
         Raises:
-            ValueError: no schedule here has the name; the module is not end2end; the stages do not divide a unit.
+            ValueError: the schedule is unknown; the module is not end2end; the stages do not divide a unit.
         """
         _positive("nstages", nstages)
         _positive("nmicros", nmicros)
@@ -284,10 +284,10 @@ class ComputeConfig:
 
 
 def schedule_named(name: str) -> str:
-    """Our name of the schedule that nnScaler calls `name`.
+    """Returns our name of a schedule of nnScaler.
 
     Raises:
-        ValueError: there is none here.
+        ValueError: the schedule is unknown, or not implemented here.
     """
     schedule = SCHEDULES.get(name)
     if schedule is None:
@@ -314,7 +314,7 @@ def _multiples_near(number: int, factor: int) -> str:
 
 
 def divisors_near(number: int, wanted: int) -> str:
-    """The divisors of a number nearest to one that is none, as text."""
+    """Returns the divisors of a number that are nearest to a wanted one, as text."""
     divisors = {part for low in range(1, math.isqrt(number) + 1) if not number % low for part in (low, number // low)}
     below = max(part for part in divisors if part <= wanted) if wanted >= 1 else 1
     above = min((part for part in divisors if part >= wanted), default=below)

@@ -1,42 +1,50 @@
-"""The module that `parallelize` is given: whether it can be divided, on these arguments; its tensors."""
+"""The module that `parallelize` receives: checks of the module and its example arguments; its tensors."""
 
 from __future__ import annotations
 
 import inspect
 import math
-import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..pipeline.record.recording import describe
+from ..program.program import Program, Value
+from ..program.record import check_arguments
+from ..torch_internals.tensors import pytree
 from .config import ComputeConfig
-from .module import ParallelModule
-from .program import Program, Value
-from .record import check_arguments
+from .example import Example
+from .train.parallel_module import ParallelModule
 
 __all__ = [
     "check_outputs",
-    "checked_module",
-    "forward_failed",
     "current_values",
-    "named_tensors",
+    "example_of",
     "initial_values",
-    "with_gradient",
+    "named_tensors",
+    "smaller_example_of",
 ]
 
 
-def checked_module(
+def example_of(
     given: Any,
     module_fn: Callable[[], nn.Module] | None,
     dtype: torch.dtype | None,
-    arguments: Mapping[str, Any],
+    arguments: Any,
     config: ComputeConfig,
-) -> nn.Module:
-    """The module that is parallelized, and whether it can be."""
+    origin: str = "dummy_forward_args",
+) -> Example:
+    """Makes the module that is parallelized, and checks it and its example arguments.
+
+    Args:
+        given: a module, or a class of modules.
+        origin: the parameter of `parallelize` that the arguments come from.
+
+    Raises:
+        TypeError: `given` is neither, a class needs arguments, or forward does not take these.
+        ValueError: it has a parallel module inside, or positional-only arguments.
+    """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"module_dtype is a torch.dtype, such as torch.bfloat16, got {dtype!r}")
     module = _instance(given, module_fn) if inspect.isclass(given) else given
@@ -51,15 +59,32 @@ def checked_module(
                 "parallelize the whole or the parts"
             )
     _check_arguments(module, arguments, config)
-    return module
+    arguments = dict(arguments)
+    if not (config.use_end2end or config.inference_only):
+        arguments = pytree.tree_map_only(torch.Tensor, _with_gradient, arguments)
+    return Example(module, arguments, origin)
+
+
+def smaller_example_of(
+    module: nn.Module, arguments: Any, dtype: torch.dtype | None, config: ComputeConfig, origin: str
+) -> Example:
+    """Checks the smaller module and arguments by which the values of a large program are compared.
+
+    Raises:
+        TypeError, ValueError: as `example_of`; the message says that it is about `verify_with` or `verify_args`.
+    """
+    try:
+        return example_of(module, None, dtype, arguments, config, origin)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"verify_with, with the arguments of {origin}: {error}") from error
 
 
 def _instance(module_class: type, module_fn: Callable[[], nn.Module] | None) -> Any:
-    """A module of the class. No random number is drawn: rank 0 alone makes one, and the others are to draw the same."""
+    """Makes a module of a class, and restores random generators: only rank 0 makes it, and ranks must not diverge."""
     if module_fn is None and issubclass(module_class, nn.Module):
         parameters = inspect.signature(module_class).parameters.values()
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        needed = [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
+        needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
         if needed:
             name = module_class.__name__
             raise TypeError(
@@ -73,17 +98,17 @@ def _check_arguments(module: nn.Module, arguments: Mapping[str, Any], config: Co
     check_arguments(module, arguments)
     name = f"{type(module).__name__}.forward"
     parameters = list(inspect.signature(module.forward).parameters.values())
-    names = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    alone = [each.name for each in parameters if each.kind == each.POSITIONAL_ONLY]
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    alone = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY]
     if alone:
         raise ValueError(f"{name} has positional-only arguments ({', '.join(alone)}): dummy_forward_args names them")
-    required = [each.name for each in parameters if each.default is each.empty and each.name in names]
+    required = [p.name for p in parameters if p.default is p.empty and p.name in names]
     if config.use_end2end and len(required) > 1:
         raise TypeError(
             f"use_end2end: {name} requires {', '.join(required)}; an end2end module takes one sample, and every other "
             "argument has a default"
         )
-    defaults = {each.name: each.default for each in parameters}
+    defaults = {p.name: p.default for p in parameters}
     for given in arguments if config.use_end2end else ():
         if given != names[0] and _differs(arguments[given], defaults.get(given)):
             raise TypeError(
@@ -96,20 +121,20 @@ def _differs(given: Any, default: Any) -> bool:
     return given is not default and (isinstance(given, torch.Tensor) or bool(given != default))
 
 
-def with_gradient(x: torch.Tensor) -> torch.Tensor:
-    """An input of a module that may be in the middle of a graph: its gradient is whole on every rank."""
+def _with_gradient(x: torch.Tensor) -> torch.Tensor:
+    """Returns an input with a gradient, as the module may be in the middle of a graph."""
     if x.requires_grad or not (x.is_floating_point() or x.is_complex()):
         return x
     return x.detach().requires_grad_()
 
 
 def check_outputs(module: nn.Module, program: Program, config: ComputeConfig) -> None:
-    """What forward returns.
+    """Checks the results of forward.
 
     Raises:
-        ValueError: it is no tensor, or an end2end module's is no loss.
+        ValueError: no result is a computed tensor, or the first result of an end2end module is no loss.
     """
-    if not any(isinstance(each, Value) for each in program.outputs):
+    if not any(isinstance(output, Value) for output in program.outputs):
         raise ValueError(
             f"{type(module).__name__}.forward returns no tensor that it computes: nothing is to be divided"
         )
@@ -122,33 +147,25 @@ def check_outputs(module: nn.Module, program: Program, config: ComputeConfig) ->
         )
 
 
-def forward_failed(module: nn.Module, arguments: Mapping[str, Any], error: Exception) -> ValueError:
-    """Says where forward failed, and on what."""
-    frames = traceback.extract_tb(error.__traceback__)
-    libraries = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
-    lines = [f" at {frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(libraries)]
-    given = describe(arguments)
-    return ValueError(
-        f"{type(module).__name__}.forward fails on dummy_forward_args {given}{lines[-1] if lines else ''}: "
-        f"{type(error).__name__}: {error}"
-    )
-
-
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by all their names."""
+    """Returns parameters and buffers by all their names."""
     parameters = module.named_parameters(remove_duplicate=False)
     return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
 
 
 def current_values(module: nn.Module) -> dict[str, torch.Tensor] | None:
-    """Parameters and buffers by all their names; None: one of them is on meta."""
+    """Returns parameters and buffers by all their names; None: one of them is on meta."""
     tensors = named_tensors(module)
     return None if any(tensor.is_meta for tensor in tensors.values()) else tensors
 
 
 def initial_values(name: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:
-    """The initial values; None: there are none."""
-    missing = [each for each, tensor in tensors.items() if tensor.is_meta]
+    """Returns the initial values; None: all tensors are on meta.
+
+    Raises:
+        ValueError: some of the tensors are on meta.
+    """
+    missing = [path for path, tensor in tensors.items() if tensor.is_meta]
     if missing and len(missing) < len(tensors):
         raise ValueError(
             f"{name}: {missing[0]} has no value (it is on meta), and {len(tensors) - len(missing)} other tensors have "

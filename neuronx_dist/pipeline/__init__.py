@@ -1,13 +1,12 @@
 """Pipeline parallelism: record a forward, cut it into stages, and run them by a schedule.
 
 schedule/        what each stage does, in which order: pure Python
-record/          a forward as a graph of what it calls
 cut/             a recording in stages; a stage as a function
 run/             a schedule executed on one rank
-stage_module.py  a module of which this rank has a part; model.py: `NxDPPModel`, which does all of it
+stage_module.py  a module of which this rank has a part; cut_module.py: divided among stages; model.py: `NxDPPModel`
 manual_pipe_stage.py  a model given as a list of layers
 timeline/        pictures of schedules and of recorded steps
-options.py       what is checked of its arguments
+options.py       checks of the arguments of `NxDPPModel`; partition.py: NxD's import path
 """
 
 from ..lazy_names import lazy_names
@@ -32,7 +31,7 @@ from .schedule import (
 _LAZY = {
     "NxDPPModel": "pipeline.model",
     "PipelineStageModule": "pipeline.manual_pipe_stage",
-    "TracingError": "pipeline.record.recording",
+    "TracingError": "program.recording",
     "create_partitions": "pipeline.cut.cuts",
 }
 

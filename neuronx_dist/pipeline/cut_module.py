@@ -1,4 +1,4 @@
-"""A module that is cut into pieces for pipeline stages: by names of layers or by itself, and once more by its calls."""
+"""A module that is cut into pieces for pipeline stages, by names of layers or automatically, then by its calls."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from .. import comm
-from ..comm.select import in_one_program
+from ..comm.rank_selection import in_one_program
+from ..program.recording import Recording
 from .cut.partitioning import partition
 from .cut.placement import Placement
 from .options import check_counts, checked_input_names, module_classes, warn_of_tracing
-from .record.recording import Recording
-from .run.comparison import Comparison, Pieces
-from .run.program import recorded
+from .run.comparison import CutStatement, PipelineComparison
+from .run.stage_program import recorded
 from .run.transport import Channels
 from .schedule import Schedule, training_schedule
 from .stage_module import StageModule
@@ -28,10 +28,10 @@ class CutModule(StageModule):
 
     Attributes:
         schedule, num_microbatches, virtual_pipeline_size, deallocate_pipeline_outputs: of training.
-        pipeline_cuts, auto_partition: where it is cut, or how.
-        input_names, param_init_fn: as given to the subclass.
-        recorder: records a forward, as `record` does; the checker puts one here that shares recordings between ranks.
-        comparison: with the other ranks.
+        pipeline_cuts, auto_partition: the places of the cuts, or the way to find them.
+        input_names, param_init_fn: arguments of the subclass.
+        recorder: records a forward, as `record` does; the checker sets one that shares recordings between ranks.
+        comparison: of this model with that of the other ranks.
     """
 
     schedule: Any
@@ -46,7 +46,7 @@ class CutModule(StageModule):
     _layer_classes: list[type]
     _leaf_classes: list[type]
     _channels: Channels
-    comparison: Comparison
+    comparison: PipelineComparison
     _example: Recording | None
     _schedules: dict[Any, Schedule]
 
@@ -61,19 +61,19 @@ class CutModule(StageModule):
         autowrap_obj_methods: Any = None,
         tracer_cls: Any = None,
     ) -> None:
-        """Says what the model is called with: right after the constructor, before anything asks for parameters.
+        """Records a forward with example inputs: right after the constructor, before anything asks for parameters.
 
-        A model that is partitioned, by the order in which it registers its layers, is partitioned anew by the order in
-        which they run. One that is not awaits `cut_pipeline_stage` and `partition`. All ranks call it.
+        A model that was partitioned by the order in which it registers its layers is partitioned anew by the order in
+        which they run. Another one waits for `cut_pipeline_stage` and `partition`. All ranks call it.
 
         Args:
-            args, kwargs: example inputs, of any batch size. They are needed if layers do not run in the order in
-                which the model registers them, and for the FLOPs of `auto_partition="balanced"`.
+            args, kwargs: example inputs, of any batch size, needed if layers do not run in the order in which the model
+                registers them, and for the FLOPs of `auto_partition="balanced"`.
             input_names, leaf_modules: as the constructor's `input_names` and `leaf_module_cls`.
             autowrap_functions, autowrap_modules, autowrap_obj_methods, tracer_cls: as the constructor's.
 
         Raises:
-            ValueError: a name that is none of the model's, or `args` without names.
+            ValueError: a name that the model does not have, or `args` without names.
             RuntimeError: parameters of the model's stage have been asked for, or it has run.
         """
         if not self.placement_is_open and self.training_schedule.num_virtual_stages > 1:
@@ -94,7 +94,7 @@ class CutModule(StageModule):
             self._partition("trace")
 
     def cut_pipeline_stage(self, name: str) -> None:
-        """Ends a piece of the model after layer `name`. Called once less than there are pieces, in order."""
+        """Ends a piece of the model after layer `name`. To be called in order, for each piece but the last."""
         self._check_not_partitioned("cut_pipeline_stage")
         self.pipeline_cuts.append(name)
 
@@ -119,7 +119,7 @@ class CutModule(StageModule):
             self._channels = Channels(*(comm.new_group(pipelines, way) for way in ways))
 
     def _partition(self, moment: str) -> None:
-        """By the calls of the example; for want of one by registration. An earlier partition is replaced."""
+        """Partitions by the calls of the example, or without one by registration; replaces an earlier partition."""
         holders = self.training_schedule.holders
         pieces = partition(
             self.original_module,
@@ -143,19 +143,19 @@ class CutModule(StageModule):
             self.initialize(self.param_init_fn)
         # A model that goes to XLA is often still on the CPU here: then the first step makes tied weights equal.
         messages = comm.current().backend.has_messages
-        own = (param for _, param in self._own_parameters())
-        if not any(param.is_meta or not (messages or in_one_program(param)) for param in own):
+        parameters = (param for _, param in self._stage_parameters())
+        if not any(param.is_meta or not (messages or in_one_program(param)) for param in parameters):
             self.sync_tied_weights()
 
     def _compare(self, moment: str, placement: Placement) -> None:
-        """Refuses ranks that cut other models, or this one otherwise."""
+        """Raises CommError on ranks that cut another model, or this model in another way."""
         if self.num_stages == 1:
             return
         schedule = self.training_schedule
-        pieces = Pieces.cut(self.pipeline_cuts, schedule)
+        pieces = CutStatement.cut(self.pipeline_cuts, schedule)
         if moment == "partition":
             options = {"num_microbatches": self.num_microbatches, "schedule": str(schedule)}
-            pieces = Pieces.of(self.original_module, self.pipeline_cuts, placement, schedule, options)
+            pieces = CutStatement.of(self.original_module, self.pipeline_cuts, placement, schedule, options)
         if self.comparison.is_possible():
             self.comparison.compare_pieces(moment, pieces)
         elif moment == "partition":

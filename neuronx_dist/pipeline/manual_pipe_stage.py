@@ -18,19 +18,19 @@ from .cut.cuts import create_partitions
 
 __all__ = ["LayerList", "PartitionFunction", "PipelineStageModule"]
 
-# From the layers and the number of stages: the stage of each layer.
+# (layers, number of stages) -> the stage of each layer.
 PartitionFunction = Callable[[Sequence[nn.Module], int], Mapping[nn.Module, int]]
 
 
 class LayerList(nn.Module):
-    """Layers that run one after the other, each on what the one before returns, and a loss of the last one's output.
+    """Layers that run one after the other, each on the output of the one before, and a loss of the last output.
 
     Args:
         layers: each takes and returns a tensor, or a list of tensors.
-        loss_fn: `loss_fn(output, labels)`; None: the last layer's output is all there is.
+        loss_fn: `loss_fn(output, labels)`; None: forward returns the last layer's output alone.
 
     Raises:
-        ValueError: `layers` is no list of different modules.
+        ValueError: `layers` is not a list of different modules.
     """
 
     def __init__(self, layers: Any, loss_fn: Callable[..., Any] | None = None) -> None:
@@ -49,7 +49,7 @@ class LayerList(nn.Module):
 
     @property
     def layer_classes(self) -> list[type]:
-        """The classes of the layers, each of which runs as one call."""
+        """The classes of the layers; each layer is recorded as one call."""
         return list(dict.fromkeys(map(type, self.layers)))
 
     @property
@@ -65,7 +65,7 @@ class LayerList(nn.Module):
             partition_fn: as of `PipelineStageModule`.
 
         Raises:
-            ValueError: it does not give each stage layers of its own, in order.
+            ValueError: `partition_fn` does not assign at least one layer to each stage, in order.
         """
         stages = _stages(list(self.layers), num_stages, partition_fn)
         return [f"layers.{number}" for number, stage in enumerate(stages[:-1]) if stage != stages[number + 1]]
@@ -75,13 +75,13 @@ class PipelineStageModule(nn.Module):
     """The layers of one stage, one after the other.
 
     Args:
-        layers: those of the whole model.
-        num_stages, stage_index: which of how many stages.
-        partition_fn: `partition_fn(layers, num_stages)` returns `{layer: stage}`, the layers being keys. None: as many
-            layers for each stage, and one more for each of the last ones where that does not divide.
+        layers: of the whole model.
+        num_stages, stage_index: number of stages, and index of this one.
+        partition_fn: `partition_fn(layers, num_stages)` returns `{layer: stage}`, the layers being keys. None: equally
+            many layers for each stage, and one more for the last stages where that does not divide.
 
     Raises:
-        ValueError: `partition_fn` does not give each stage layers of its own, in order.
+        ValueError: `partition_fn` does not assign at least one layer to each stage, in order.
     """
 
     def __init__(
@@ -107,16 +107,16 @@ class PipelineStageModule(nn.Module):
     def mark_weight_sharing(
         layer_and_weight_path: Sequence[tuple[nn.Module, str]], sharing_group_name: str = "default"
     ) -> None:
-        """Ties weights of several layers: they become the first one's parameter.
+        """Ties weights of several layers: all become the parameter of the first layer.
 
-        To be called before the model is made, which keeps copies on several stages equal.
+        To be called before the model is made. The model keeps the copies on several stages equal.
 
         Args:
             layer_and_weight_path: layers, and the names of their weights, such as `(layer, "norm.weight")`.
-            sharing_group_name: for messages.
+            sharing_group_name: for error messages.
 
         Raises:
-            ValueError: fewer than two of them, a name that is no parameter, or other shapes than the first one's.
+            ValueError: fewer than two weights, a name that is no parameter, or shapes that differ.
         """
         what = f"mark_weight_sharing of group {sharing_group_name!r}"
         if len(layer_and_weight_path) < 2:
@@ -145,7 +145,7 @@ def _parameter(what: str, layer: nn.Module, path: str) -> nn.Parameter:
 
 
 def _check_layers(layers: Any) -> None:
-    """Refuses what is no list of different modules."""
+    """Raises ValueError if `layers` is not a list of different modules."""
     if not isinstance(layers, (list, tuple, nn.ModuleList)) or not all(isinstance(x, nn.Module) for x in layers):
         raise ValueError(f"manual_pp_partition: module is a list of layers (modules), got {layers!r:.200}")
     different = len(set(layers))
@@ -175,7 +175,7 @@ def _stages(layers: Sequence[nn.Module], num_stages: int, partition_fn: Partitio
 
 
 def _problem(by_layer: Any, layers: Sequence[nn.Module], num_stages: int) -> str:
-    """What is wrong with a dict of the layers' stages; empty if nothing is."""
+    """The fault of a dict of the layers' stages, in words; empty if there is none."""
     if not isinstance(by_layer, Mapping):
         return f"no dict, but {by_layer!r:.200}"
     foreign = next((key for key in by_layer if key not in set(layers)), None)

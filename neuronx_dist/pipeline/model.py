@@ -25,6 +25,8 @@ from ..gradients.in_backward import paused
 from ..gradients.reduce import reduce_gradients, refuse_accumulation
 from ..parallel_layers import PARALLEL_MODULES
 from ..parallel_layers.signatures import accepts
+from ..program.recorder import record
+from ..program.recording import Recording
 from ..spmd.watching import active
 from .cut_module import CutModule
 from .manual_pipe_stage import LayerList, PartitionFunction
@@ -39,13 +41,11 @@ from .options import (
     warn_of_tracing,
     warn_of_unused,
 )
-from .record.recorder import record
-from .record.recording import Recording
-from .run.comparison import Comparison
+from .run.comparison import PipelineComparison
 from .run.microbatches import Batch, evaluating
-from .run.program import Programs, StageProgram, build_program, program_key
-from .run.report import report_loss
-from .run.running import check_pieces, check_runs, run_batch
+from .run.run_batch import check_pieces, check_runs, run_batch
+from .run.stage_program import Programs, StageProgram, build_program, program_key
+from .run.step_loss import report_loss
 from .run.trace import Trace
 from .run.trace_file import checked_path
 from .run.transport import Channels
@@ -69,21 +69,21 @@ class NxDPPModel(CutModule):
         broadcast_and_average_loss: return the loss on all ranks, averaged over data-parallel ranks.
         pipeline_cuts: names of the last layers of all pieces but the last: `stages * chunks - 1` of them.
         input_names: the keyword arguments that `run_train` and `run_eval` are called with; None: any.
-        leaf_module_cls: more classes, or parts of names of classes, that are recorded as one call. Those without
-            parameters run on each stage that needs their result, unless they change a buffer, draw random numbers,
-            communicate or depend on activations: then where they are called.
+        leaf_module_cls: more classes, or parts of names of classes, whose modules are recorded as one call. A module
+            without parameters runs on each stage that needs its result, unless it changes a buffer, draws random
+            numbers, communicates or depends on activations: then on the stage where it is called.
         autowrap_functions, autowrap_modules, autowrap_obj_methods, tracer_cls ("hf", "torch" or a class): checked, and
-            without effect, with a warning: what the forward calls is recorded while it runs, not traced from symbols.
+            without effect, with a warning: the calls of forward are recorded while it runs, not traced from symbols.
         param_init_fn: `param_init_fn(module)` initialises the direct parameters of a module that was on meta; called
             for each module of this stage that has any, on the CPU.
         trace_file_path: a file in which each pass is recorded, as a trace of Chrome and Perfetto (ui.perfetto.dev):
-            tasks, waits, messages and collectives of all ranks of a host; see `Trace`. None: nothing is.
+            tasks, waits, messages and collectives of all ranks of a host; see `Trace`. None: no trace.
         use_zero1_optimizer: the optimizer averages gradients over data-parallel ranks, so that `run_train` does not.
         auto_partition: True or "layers": cut evenly between transformer layers, as NxD; see `create_partitions`.
             "balanced": by FLOPs, which `trace(kwargs={...})` after this makes known, and parameters, the embedding's
             and the head's included; between any layers. Without `trace` by parameters alone.
-        deallocate_pipeline_outputs: of what was sent, keep the last two microbatches' only, and what backward needs;
-            else those of all microbatches in flight.
+        deallocate_pipeline_outputs: keep sent tensors of the last two microbatches only, and what backward needs;
+            False: of all microbatches in flight.
         use_model_wrapper, fuse_microbatches: without effect, with a warning.
         use_optimizer_wrapper: leave the mean over data-parallel ranks to the caller: `bucket_allreduce_gradients`.
         return_loss_on_cpu: move the loss to the CPU.
@@ -96,18 +96,18 @@ class NxDPPModel(CutModule):
             chunks, placed as a V, so that stage 0 has the loss), a `Schedule`, or a function that makes one,
             `(num_stages, num_microbatches) -> Schedule`. None: 1F1B, and interleaved 1F1B if there are several chunks.
         check_finite: refuse a loss that is NaN or infinite, with its microbatch, on the stage that computes it; the
-            host waits for each loss. False: nobody looks.
+            host waits for each loss. False: no check.
 
     Positional arguments are in this order, the API guide's, or in that of NxD's release (`parallel_layers.signatures`);
     the release's underscored arguments are ignored with a warning.
 
     Attributes:
-        schedule: as it was given; `training_schedule` is what it stands for.
-        virtual_pipeline_size: pieces of the model on each stage, of which the schedule may have decided.
-        recorder: records a forward, as `record` does; the checker puts one here that shares recordings between ranks.
+        schedule: the argument; `training_schedule` is the schedule that it stands for.
+        virtual_pipeline_size: pieces of the model on each stage; the schedule may decide it.
+        recorder: records a forward, as `record` does; the checker sets one that shares recordings between ranks.
 
     Raises:
-        ValueError: an argument that cannot be; the message says what would.
+        ValueError: an argument with a wrong value; the message says which values are right.
     """
 
     @accepts("NxDPPModel")
@@ -204,7 +204,7 @@ class NxDPPModel(CutModule):
         self._leaf_classes = [*self._layer_classes, *PARALLEL_MODULES, *leaves, *layer_classes]
         self.recorder: Callable[..., Recording] = record
         self._channels = Channels(None, None)
-        self.comparison = Comparison()
+        self.comparison = PipelineComparison()
         self._example: Recording | None = None
         self._programs = Programs(128)
         self._trace: Trace | None = None
@@ -286,7 +286,7 @@ class NxDPPModel(CutModule):
         """Compiles each transformer layer in place, as `nn.Module.compile` does; all else stays eager.
 
         Raises:
-            ValueError: the model knows of no transformer layers.
+            ValueError: no transformer layers are known.
         """
         layers = [m for m in self.original_module.modules() if isinstance(m, tuple(self._layer_classes))]
         if not layers:
@@ -330,7 +330,7 @@ class NxDPPModel(CutModule):
         return results
 
     def program(self, inputs: Mapping[str, Any]) -> StageProgram:
-        """What this stage runs for each microbatch of inputs like these; recorded when such inputs are first seen.
+        """The program that this stage runs for each microbatch of such inputs; recorded when they are first seen.
 
         Args:
             inputs: a batch as `run_train` takes it: tensors `[num_microbatches * rows, ...]`, of which shapes, strides,
@@ -348,7 +348,7 @@ class NxDPPModel(CutModule):
     def _execute(
         self, schedule: Schedule, inputs: Mapping[str, Any], return_outputs: bool = False
     ) -> tuple[StageProgram, list[Any]]:
-        """The program that ran, and the results of `run`."""
+        """Runs a schedule; returns the program that ran, and the results as `run` does."""
         self._check_partitioned()
         if schedule not in self._checked:
             check_pieces(schedule, self._cut_for)
@@ -383,7 +383,7 @@ class NxDPPModel(CutModule):
         return program, results
 
     def _opened_trace(self) -> Trace | None:
-        """The trace, if there is to be one; the first pass opens it. A check, which plays ranks, leaves none."""
+        """The trace, opened by the first pass; None without `trace_file_path`, and in a check, which plays ranks."""
         if self._trace is None and self.trace_file_path is not None and active() is None:
             self._trace = Trace(self.trace_file_path, self.device).closed_with(self)
         return self._trace
@@ -415,7 +415,7 @@ class NxDPPModel(CutModule):
 
     @property
     def recordings_kept(self) -> int:
-        """How many recordings are kept, of the shapes that were used last: 128 unless it is set to another number."""
+        """Number of recordings that are kept, of the shapes that were used last; 128 by default."""
         return self._programs.most
 
     @recordings_kept.setter

@@ -1,4 +1,4 @@
-"""Arguments of `NxDPPModel` and of its `trace`: what can be checked when they are given, and which have no effect."""
+"""Checks of the arguments of `NxDPPModel` and its `trace`; warnings of arguments without effect."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def module_classes(module: nn.Module, classes: Any, option: str, *, parts_of_names: bool = False) -> list[type]:
-    """Classes of a model's layers, from a class, the name of one, or several of them.
+    """Returns classes of a model's layers, from a class, the name of a class, or several of these.
 
     Args:
-        option: the argument that they were given as.
+        option: name of the argument, for error messages.
         parts_of_names: a name stands for each class whose name contains it, as in NxD.
 
     Raises:
-        ValueError: it is neither, or no layer of the model is of it; the message names the nearest of its classes.
+        ValueError: a value of another kind, or a class of which the model has no layer; the message names near classes.
     """
     if classes is None:
         return []
@@ -62,10 +62,10 @@ def module_classes(module: nn.Module, classes: Any, option: str, *, parts_of_nam
 
 
 def names(value: Sequence[str] | None, option: str) -> list[str]:
-    """A list of names.
+    """Returns a list of names.
 
     Raises:
-        ValueError: it is a single string, or holds something else.
+        ValueError: a single string, or an item that is no string.
     """
     listed = list(value or [])
     if isinstance(value, str) or not all(isinstance(name, str) for name in listed):
@@ -74,7 +74,7 @@ def names(value: Sequence[str] | None, option: str) -> list[str]:
 
 
 def checked_input_names(module: nn.Module, input_names: Sequence[str] | None) -> list[str] | None:
-    """The names of a model's inputs; None: any.
+    """Returns the names of a model's inputs; None: any.
 
     Raises:
         ValueError: the model's forward takes no argument of one of these names.
@@ -85,21 +85,21 @@ def checked_input_names(module: nn.Module, input_names: Sequence[str] | None) ->
     parameters = inspect.signature(module.forward).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return listed
-    taken = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    accepted = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for name in listed:
-        if name not in taken:
+        if name not in accepted:
             raise ValueError(
                 f"input_names: {type(module).__name__}.forward takes no argument {name!r}; nearest: "
-                f"{nearest(name, taken)}"
+                f"{nearest(name, accepted)}"
             )
     return listed
 
 
 def checked_auto_partition(value: Any) -> Literal["layers", "balanced"] | None:
-    """How a model is cut without being told where; None: it is told.
+    """Returns how a model is cut automatically; None: by `pipeline_cuts`.
 
     Raises:
-        ValueError: it is nothing that `auto_partition` can be.
+        ValueError: no value of `auto_partition`.
     """
     if value is None or value is False:
         return None
@@ -114,14 +114,14 @@ def checked_auto_partition(value: Any) -> Literal["layers", "balanced"] | None:
 
 
 def check_counts(**counts: Any) -> None:
-    """Refuses arguments that are no integers of at least 1."""
+    """Raises ValueError for an argument that is not an integer of at least 1."""
     for option, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{option} must be an integer of at least 1, got {value!r}")
 
 
 def inputs_by_name(method: _Method) -> _Method:
-    """A method that says so where its inputs come without names."""
+    """Decorates a method that takes inputs by name: positional inputs raise a TypeError that says so."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,14 +137,14 @@ def inputs_by_name(method: _Method) -> _Method:
 
 
 def check_manual(module: Any, manual_pp_partition: bool, cuts: Mapping[str, Any], functions: Mapping[str, Any]) -> None:
-    """Checks that `manual_pp_partition` goes with a list of layers, and what belongs to it with that.
+    """Checks that `manual_pp_partition`, and the options that belong to it, come with a list of layers.
 
     Args:
         cuts: other options that cut the model.
         functions: options that belong to `manual_pp_partition`.
 
     Raises:
-        ValueError: an option does not go with the others, or `module` is no module and no list.
+        ValueError: an option does not go with the others, or `module` is neither a module nor a list.
     """
     if module is None or isinstance(module, type):
         example = "Model" if module is None else module.__name__
@@ -166,14 +166,14 @@ def check_manual(module: Any, manual_pp_partition: bool, cuts: Mapping[str, Any]
 
 
 def warn_of_unused(**options: tuple[Any, str]) -> None:
-    """Warns of options, given as `(value, why it has no effect)`, that are set."""
+    """Warns of options that are set but have no effect; each is passed as `(value, reason)`."""
     for option, (value, why) in options.items():
         if value:
             _warn(f"{option}={value!r} has no effect: {why}")
 
 
 def warn_of_tracing(tracer_cls: Any, autowrap_functions: Any, autowrap_modules: Any, autowrap_obj_methods: Any) -> None:
-    """Checks options of symbolic tracing, and warns of those that are given: nothing is traced here.
+    """Checks options of symbolic tracing, and warns of any that is set: nothing is traced here.
 
     Raises:
         ValueError: a value that symbolic tracing could not use either; the message says what is allowed.

@@ -1,4 +1,4 @@
-"""The whole model as one rank sees it: real where its stage is, on meta elsewhere, names as in the model itself."""
+"""The whole model as one rank sees it: real on its stage, on meta elsewhere, with the names of the model itself."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from .. import comm
+from ..torch_internals.modules import IncompatibleKeys
 from ..weights.module_tree import ModuleTree, ParameterSlot
 from ..weights.partial_model import install_parameter, join
 from .cut.placement import Placement
@@ -17,25 +17,25 @@ from .cut.placement import Placement
 __all__ = ["StageModule"]
 
 
-class _Tied(NamedTuple):
+class _TiedWeight(NamedTuple):
     """A parameter that several stages hold."""
 
     name: str  # on this stage
-    first: int  # the stage whose copy counts
+    first: int  # the stage whose copy the others take
     holders: comm.Communicator
 
 
 class StageModule(nn.Module):
-    """Holds the original module and knows which of its tensors are this stage's.
+    """Holds the original module, and knows which of its tensors belong to this stage.
 
     `parameters()`, `named_parameters()`, `buffers()` and attributes are of the whole model, `local_*` of this stage.
 
     A placement is *open*, and may be replaced, until a caller gets parameters, buffers or state from here, or moves
-    them: an optimizer may hold them from then on. While it is open, what other stages hold keeps its memory.
+    them: an optimizer may hold them from then on. While it is open, tensors of other stages keep their memory.
 
     Attributes:
-        stage, num_stages: the pipeline stage of this rank, and how many there are.
-        last_stage: the one that holds the end of the model.
+        stage, num_stages: the pipeline stage of this rank, and the number of stages.
+        last_stage: the stage that holds the end of the model.
         placement_is_open: see above.
     """
 
@@ -50,13 +50,13 @@ class StageModule(nn.Module):
         self.last_stage = last_stage
         self.placement: Placement | None = None
         self.peak_in_flight = 0
-        self._tied: list[_Tied] = []
+        self._tied: list[_TiedWeight] = []
         self._aliases: dict[str, list[str]] = {}  # all names of a parameter that has several
         self.tied_weights_synced = False
         self.placement_is_open = True
         self._put_away: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # while it is open: table, name, tensor
         self._tree = ModuleTree(module)
-        self._own_slots: list[ParameterSlot] | None = None
+        self._stage_slots: list[ParameterSlot] | None = None
 
     @property
     def partitioned(self) -> bool:
@@ -79,30 +79,30 @@ class StageModule(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where this stage's parameters are: all of them, so that the first one of the last walk can tell."""
+        """Device of this stage's parameters, read from the first one, since all are on one device."""
         first: torch.Tensor | None = None
-        if self._own_slots:
-            _, module, key = self._own_slots[0]
+        if self._stage_slots:
+            _, module, key = self._stage_slots[0]
             first = module._parameters.get(key)
         if first is None:
-            first = next((param for _, param in self._own_parameters()), None)
+            first = next((param for _, param in self._stage_parameters()), None)
         return torch.device("cpu") if first is None else first.device
 
     @property
     def module_tree(self) -> ModuleTree:
-        """The whole model's modules and parameters, as they are now."""
+        """The current modules and parameters of the whole model."""
         if self._tree.modules[0] is not self.original_module or not self._tree.is_current():
-            self._tree, self._own_slots = ModuleTree(self.original_module), None
+            self._tree, self._stage_slots = ModuleTree(self.original_module), None
         return self._tree
 
     def is_last_stage(self) -> bool:
-        """Whether this rank's stage is the one that computes the loss."""
+        """Returns whether this rank's stage computes the loss."""
         return self.stage == self.last_stage
 
     # --- what is local
 
     def is_local(self, name: str) -> bool:
-        """Whether the parameter, buffer or module of this name in the whole model is of this stage."""
+        """Returns whether the parameter, buffer or module of this name in the whole model belongs to this stage."""
         if self.placement is None:
             raise RuntimeError("this model is not partitioned: what is local is known after partition()")
         stages = self.placement.stages(name)
@@ -111,18 +111,18 @@ class StageModule(nn.Module):
     def local_named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """`(name in the whole model, parameter)` of this stage; a tied weight by the name that it has here."""
+        """`(name in the whole model, parameter)` of this stage; a tied weight by its name on this stage."""
         self.close_placement()
-        return self._own_parameters(prefix, recurse, remove_duplicate)
+        return self._stage_parameters(prefix, recurse, remove_duplicate)
 
-    def _own_parameters(
+    def _stage_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         tree = self.module_tree
-        if self._own_slots is None:
-            self._own_slots = [slot for slot in tree.slots if self.is_local(slot.name)]
+        if self._stage_slots is None:
+            self._stage_slots = [slot for slot in tree.slots if self.is_local(slot.name)]
         seen: set[int] = set()
-        for name, module, key in self._own_slots:
+        for name, module, key in self._stage_slots:
             param = module._parameters[key]
             if (recurse or module is self.original_module) and not (remove_duplicate and id(param) in seen):
                 assert param is not None
@@ -136,9 +136,9 @@ class StageModule(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         self.close_placement()
-        return self._own_buffers(prefix, recurse, remove_duplicate)
+        return self._stage_buffers(prefix, recurse, remove_duplicate)
 
-    def _own_buffers(
+    def _stage_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         seen: set[int] = set()
@@ -153,11 +153,11 @@ class StageModule(nn.Module):
     def local_named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Modules of this stage, and the containers around them; one with several names by the first that is local."""
+        """Modules of this stage, and the containers around them; of several names the first local one."""
         self.close_placement()
-        return self._own_modules(memo, prefix, remove_duplicate)
+        return self._stage_modules(memo, prefix, remove_duplicate)
 
-    def _own_modules(
+    def _stage_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         seen = set() if memo is None else memo
@@ -194,7 +194,7 @@ class StageModule(nn.Module):
         """Loads this stage's part of a state dict of the whole model, or of this stage.
 
         Raises:
-            RuntimeError: with `strict`, a key of this stage is missing, or one is not of the model.
+            RuntimeError: with `strict`, a key of this stage is missing, or a key is not of the model.
         """
         expected = list(self.local_state_dict())
         loaded = {}
@@ -211,10 +211,10 @@ class StageModule(nn.Module):
         self.original_module.load_state_dict(loaded, strict=False, assign=assign)
         if assign:  # which makes a parameter of each name
             self._tie_again()
-        return _IncompatibleKeys(missing, unexpected)
+        return IncompatibleKeys(missing, unexpected)
 
     def _tie_again(self) -> None:
-        """Makes all names of a tied weight one parameter again: that of its first name on this stage."""
+        """Makes all names of a tied weight one parameter again: the parameter of the first name on this stage."""
         for group in self._aliases.values():
             local = next((name for name in group if self.is_local(name)), None)
             if local is not None:
@@ -224,7 +224,7 @@ class StageModule(nn.Module):
                     self.original_module.get_submodule(owner)._parameters[key] = param
 
     def _concerns(self, name: str, module: nn.Module) -> bool:
-        """Whether a module is of this stage or holds something that is; those without any tensors are everywhere."""
+        """Returns whether a module, or a tensor in it, belongs to this stage; a module without tensors always does."""
         if not name:
             return True
         if self.placement is not None and self.placement.stages(name) is not None:
@@ -236,9 +236,9 @@ class StageModule(nn.Module):
     # --- becoming local
 
     def place(self, placement: Placement) -> None:
-        """Takes up a placement: finds tied weights, and turns what other stages hold to meta. All ranks call it.
+        """Adopts a placement: finds tied weights, and turns tensors of other stages to meta. All ranks call it.
 
-        It replaces an open one: what that had turned to meta comes back first.
+        A placement that is open is replaced: tensors that it had turned to meta come back first.
         """
         for table, name, tensor in self._put_away:
             table[name] = tensor
@@ -247,7 +247,7 @@ class StageModule(nn.Module):
             self.original_module.get_parameter(tied.name).__dict__.pop("shared", None)
         self._tied.clear()
         self.tied_weights_synced = False
-        self.placement, self._own_slots = placement, None
+        self.placement, self._stage_slots = placement, None
         holders: dict[int, set[int]] = {}
         names: dict[int, list[str]] = {}
         for name, param in self.original_module.named_parameters(remove_duplicate=False):
@@ -264,23 +264,23 @@ class StageModule(nn.Module):
                 group = groups[ordered]
                 if group is not None:
                     local = next(name for name in names[key] if self.is_local(name))
-                    self._tied.append(_Tied(local, ordered[0], group))
+                    self._tied.append(_TiedWeight(local, ordered[0], group))
         self._drop_others()
         self._mark_tied()
 
     def close_placement(self) -> None:
-        """From now on the placement stays as it is, and this stage has no memory for what others hold."""
+        """Fixes the placement, and frees the memory of tensors that other stages hold."""
         if self.placement is not None:
             self.placement_is_open = False
             self._put_away.clear()
 
     def _drop_others(self) -> None:
-        kept = {id(x) for _, x in (*self._own_parameters(), *self._own_buffers())}
+        kept_ids = {id(x) for _, x in (*self._stage_parameters(), *self._stage_buffers())}
         turned: dict[int, torch.Tensor] = {}
         for prefix, module in self.original_module.named_modules(remove_duplicate=False):
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
-                    if tensor is None or id(tensor) in kept or tensor.is_meta or self.is_local(join(prefix, name)):
+                    if tensor is None or id(tensor) in kept_ids or tensor.is_meta or self.is_local(join(prefix, name)):
                         continue
                     if id(tensor) not in turned:
                         meta: torch.Tensor = torch.empty_like(tensor, device="meta")
@@ -288,15 +288,15 @@ class StageModule(nn.Module):
                             meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
                         meta.__dict__.update(tensor.__dict__)
                         turned[id(tensor)] = meta
-                        kept.add(id(meta))
+                        kept_ids.add(id(meta))
                     self._put_away.append((table, name, tensor))
                     table[name] = turned[id(tensor)]
 
     def initialize(self, init_fn: Callable[[nn.Module], Any]) -> None:
-        """Gives this stage's meta tensors memory on the CPU, and has `init_fn` fill those of each module."""
-        for name, module in self._own_modules():
-            own = [*module._parameters.items(), *module._buffers.items()]
-            if any(t is not None and t.is_meta and self.is_local(join(name, key)) for key, t in own):
+        """Allocates this stage's meta tensors on the CPU, and calls `init_fn(module)` to fill them."""
+        for name, module in self._stage_modules():
+            tensors = [*module._parameters.items(), *module._buffers.items()]
+            if any(t is not None and t.is_meta and self.is_local(join(name, key)) for key, t in tensors):
                 for key, param in module._parameters.items():
                     if param is not None and param.is_meta and self.is_local(join(name, key)):
                         install_parameter(param, torch.empty_like(param, device="cpu"))
@@ -307,7 +307,7 @@ class StageModule(nn.Module):
 
     def refuse_meta(self) -> None:
         """Raises RuntimeError if a parameter of this stage has no value yet."""
-        for name, param in self._own_parameters():
+        for name, param in self._stage_parameters():
             if param.is_meta:
                 raise RuntimeError(
                     f"parameter {name} of stage {self.stage} is on the meta device: give it a value first, by "
@@ -317,19 +317,19 @@ class StageModule(nn.Module):
     # --- tied weights
 
     def tied_groups(self) -> list[tuple[nn.Parameter, comm.Communicator]]:
-        """`(this stage's copy, ranks that hold one)` of each weight on several stages, whose gradients are summed."""
+        """`(this stage's copy, ranks with a copy)` of each weight on several stages, whose gradients are summed."""
         self._mark_tied()
         return [(self.original_module.get_parameter(tied.name), tied.holders) for tied in self._tied]
 
     def sync_tied_weights(self) -> None:
-        """Makes tied weights equal to the copy of the first stage that holds them. All ranks that hold one call it."""
+        """Makes tied weights equal to the copy of the first stage that holds them. All ranks with a copy call it."""
         for tied in self._tied:
             value = self.original_module.get_parameter(tied.name).detach()
             comm.broadcast(value, tied.holders, src=0, out=value)
         self.tied_weights_synced = True
 
     def register_shared_weights(self) -> None:
-        """NxD's name for finding tied weights, which `partition()` does: nothing is left to do."""
+        """NxD's name for finding tied weights, which `partition()` has done already."""
         if not self.partitioned:
             raise RuntimeError("register_shared_weights: call partition(), which finds the weights that are tied")
 
@@ -342,7 +342,7 @@ class StageModule(nn.Module):
     # --- a module like the original
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> StageModule:
-        """`.to()` and its like: this stage's tensors move; those of other stages, on meta, only change their dtype."""
+        """Implements `.to()` and the like: this stage's tensors move; tensors on meta only change their dtype."""
         if self.placement is None:
             return super()._apply(fn, recurse)
         self.close_placement()
@@ -392,7 +392,7 @@ class StageModule(nn.Module):
 
 
 def _refuse_wrapped_layers(model: nn.Module) -> None:
-    """`torch.compile(layer)` is another module around the layer: of another class, with other names of parameters."""
+    """Refuses results of `torch.compile(layer)`: modules of another class, with other names of parameters."""
     for name, module in model.named_modules():
         if "_orig_mod" in module._modules:
             raise ValueError(

@@ -1,9 +1,8 @@
-"""Before a job starts: is a layout possible, and how much memory will each rank need?
+"""Planning before a job starts: is a layout possible, how much memory does each rank need, which division is fastest?
 
-layout.py    sizes that divide, repairs, a picture of the ranks; pure Python
-memory.py    the predicted memory of every rank; meter.py: measuring it
+layout.py    checks that sizes divide, repairs, a picture of the ranks; pure Python
+memory.py    the predicted memory of every rank; meter.py: the measured memory
 costs.py     seconds of a call and of a collective
-choice.py    the exact minimum of a sum of tables: which strategy everything gets
-stages.py    where a line of calls is cut into pipeline stages
-plan.py      `Plan`: how a model is divided, as one JSON file
+choice.py    the exact minimum of a sum of tables, which chooses strategies
+plan.py      `Plan`: the division of a model, as one JSON file
 """

@@ -1,12 +1,12 @@
 """The exact minimum of a sum of tables over discrete variables, by variable elimination.
 
     minimize([3, 2], [(costs_of_a, (0,)), (costs_of_b, (1,)), (costs_of_both, (0, 1))])
-    -> Choice(cost=..., values=[2, 0], ...)
+    -> Assignment(cost=..., values=[2, 0], ...)
 
 Eliminating a variable adds the tables that read it and takes the minimum over it: a table over its neighbours is left.
-The variable whose elimination needs the smallest table goes first. What an elimination gives depends only on its tables
-and on how they are connected, so it is remembered by these: equal parts of a problem (the layers of a model) are worked
-out once, and the answer is that of the whole problem.
+The variable whose elimination needs the smallest table goes first. The result of an elimination depends only on its
+tables and on their variables, so it is cached by these: equal parts of a problem (the layers of a model) are solved
+once, and the result is the minimum of the complete problem.
 
 Source: Bertele and Brioschi, Nonserial Dynamic Programming, 1972.
 """
@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Choice", "Impossible", "TooLarge", "minimize"]
+__all__ = ["Assignment", "Impossible", "TooLarge", "minimize"]
 
 Scope = tuple[int, ...]
 
 
 class Impossible(ValueError):
-    """No assignment has a finite cost; `variables`: some that contradict one another."""
+    """Error: no assignment has a finite cost; `variables`: some that contradict one another."""
 
     def __init__(self, variables: Sequence[int]) -> None:
         self.variables = list(variables)
@@ -35,7 +35,7 @@ class Impossible(ValueError):
 
 
 class TooLarge(ValueError):
-    """An elimination needs a table of more than the allowed entries; `variables`: those of the table."""
+    """Error: an elimination needs a table of more than the allowed entries; `variables`: the table's variables."""
 
     def __init__(self, variables: Sequence[int], entries: int, limit: int) -> None:
         self.variables = list(variables)
@@ -45,25 +45,25 @@ class TooLarge(ValueError):
         )
 
 
-class Choice(NamedTuple):
-    """The minimum: its cost, the value of each variable, and what the search took."""
+class Assignment(NamedTuple):
+    """The minimum: its cost, the value of each variable, and the effort of the search."""
 
     cost: float
     values: list[int]
-    computed: int  # eliminations that were worked out; the others were equal to one of these
+    computed: int  # number of different eliminations; the others came from the cache
     largest: int  # entries of the largest table
 
 
 class _Elimination(NamedTuple):
-    """What is left when a variable is gone: the minimum over it less `offset`, and which value gives it."""
+    """The result of eliminating a variable: the table of minima less `offset`, and the best value for each entry."""
 
     table: int
     best: torch.Tensor
     offset: float
 
 
-class _Tables:
-    """Tables by number: equal ones have one number, so that equal eliminations have equal keys."""
+class _NumberedTables:
+    """Tables by number: equal tables have the same number, so that equal eliminations have equal keys."""
 
     def __init__(self) -> None:
         self.tables: list[torch.Tensor] = []
@@ -72,7 +72,7 @@ class _Tables:
         self.eliminations: dict[tuple[int, tuple[tuple[int, Scope], ...]], _Elimination] = {}
 
     def number(self, table: torch.Tensor) -> int:
-        """The number of a table, of the caller's or of a result."""
+        """Returns the number of a table."""
         known = self._by_object.get(id(table))
         if known is None:
             values = table.to("cpu", torch.float64).contiguous()
@@ -80,7 +80,7 @@ class _Tables:
             number = self._by_content.setdefault((tuple(values.shape), content), len(self.tables))
             if number == len(self.tables):
                 self.tables.append(values)
-            known = self._by_object[id(table)] = (table, number)  # the table is kept: its id stays its own
+            known = self._by_object[id(table)] = (table, number)  # keeps the table alive, so that its id stays unique
         return known[1]
 
     def eliminate(self, position: int, sizes: Sequence[int], parts: Sequence[tuple[int, Scope]]) -> _Elimination:
@@ -93,14 +93,14 @@ class _Tables:
                 total += _spread(self.tables[number], scope, len(sizes))
             least, best = total.min(dim=position)
             offset = float(least.min())
-            # Less its minimum, the table of a chain of equal blocks comes to repeat itself.
+            # Without its minimum, the table of a chain of equal blocks repeats, so that the cache finds it.
             known = _Elimination(self.number(least - offset) if offset < inf else -1, best, offset)
             self.eliminations[key] = known
         return known
 
 
 def _spread(table: torch.Tensor, scope: Scope, count: int) -> torch.Tensor:
-    """A table over the variables of `scope` as one over `count` variables, of size 1 where it has none."""
+    """Returns a table over the variables of `scope` as one over `count` variables, with size 1 for the others."""
     order = sorted(range(len(scope)), key=scope.__getitem__)
     shape = [1] * count
     for axis in order:
@@ -108,21 +108,23 @@ def _spread(table: torch.Tensor, scope: Scope, count: int) -> torch.Tensor:
     return table.permute(order).reshape(shape)
 
 
-def minimize(sizes: Sequence[int], tables: Iterable[tuple[torch.Tensor, Scope]], *, limit: int = 100_000_000) -> Choice:
-    """The assignment of least total cost.
+def minimize(
+    sizes: Sequence[int], tables: Iterable[tuple[torch.Tensor, Scope]], *, limit: int = 100_000_000
+) -> Assignment:
+    """Returns the assignment of least total cost.
 
     Args:
-        sizes: how many values each variable has.
-        tables: costs, and which variables their dims are. Infinity: not allowed. Costs are added in float64; multiples
-            of one power of two (2**-40 s) add without rounding, and so in any order to the same sum.
-        limit: entries that a table may have at most.
+        sizes: number of values of each variable.
+        tables: costs, with the variables of the dims. Infinity: not allowed. Costs are added in float64; multiples of
+            one power of two (2**-40 s) add without rounding, and so to the same sum in any order.
+        limit: maximum entries of a table.
 
     Raises:
         Impossible: every assignment has an infinite cost.
         TooLarge: a table would exceed the limit.
-        ValueError: a table's shape is not that of its variables.
+        ValueError: a table's shape does not match its variables.
     """
-    known = _Tables()
+    known = _NumberedTables()
     search = _Search(sizes, known, limit)
     for table, scope in tables:
         if tuple(table.shape) != tuple(sizes[variable] for variable in scope) or len(set(scope)) != len(scope):
@@ -134,11 +136,11 @@ def minimize(sizes: Sequence[int], tables: Iterable[tuple[torch.Tensor, Scope]],
 
 
 class _Search:
-    """The tables that are left, and in which order variables go."""
+    """The remaining tables, and the order in which variables are eliminated."""
 
-    def __init__(self, sizes: Sequence[int], tables: _Tables, limit: int) -> None:
+    def __init__(self, sizes: Sequence[int], tables: _NumberedTables, limit: int) -> None:
         self.sizes, self.tables, self.limit = sizes, tables, limit
-        self.scopes: dict[int, tuple[int, Scope]] = {}  # of each part that is left: table, variables
+        self.scopes: dict[int, tuple[int, Scope]] = {}  # (number of the table, variables) of each remaining part
         self.parts_of: list[set[int]] = [set() for _ in sizes]
         self.cost = 0.0
         self.largest = 0
@@ -156,13 +158,13 @@ class _Search:
         self._next += 1
 
     def neighbours(self, variable: int) -> list[int]:
-        """The variables of the table that eliminating this one needs, itself included, ascending."""
+        """Returns the variables, ascending, of the table that eliminating `variable` needs; it is one of them."""
         return sorted({other for part in self.parts_of[variable] for other in self.scopes[part][1]} | {variable})
 
     def entries(self, variables: Iterable[int]) -> int:
         return prod(self.sizes[variable] for variable in variables)
 
-    def run(self) -> Choice:
+    def run(self) -> Assignment:
         steps: list[tuple[int, list[int], torch.Tensor]] = []
         current = {variable: self.entries(self.neighbours(variable)) for variable in range(len(self.sizes))}
         queue = [(entries, variable) for variable, entries in current.items()]
@@ -170,7 +172,7 @@ class _Search:
         while queue:
             entries, variable = heapq.heappop(queue)
             if current.get(variable) != entries:
-                continue  # gone, or its neighbours have changed since
+                continue  # eliminated already, or its neighbours have changed since
             del current[variable]
             others, best = self.eliminate(variable, entries)
             steps.append((variable, others, best))
@@ -182,10 +184,10 @@ class _Search:
         values = [0] * len(self.sizes)
         for variable, others, best in reversed(steps):
             values[variable] = int(best[tuple(values[other] for other in others)])
-        return Choice(self.cost, values, len(self.tables.eliminations), self.largest)
+        return Assignment(self.cost, values, len(self.tables.eliminations), self.largest)
 
     def eliminate(self, variable: int, entries: int) -> tuple[list[int], torch.Tensor]:
-        """Takes the minimum over a variable; its neighbours, and its best value for each of their assignments."""
+        """Takes the minimum over a variable; returns its neighbours, and its best value for each assignment of them."""
         scope = self.neighbours(variable)
         if entries > self.limit:
             raise TooLarge(scope, entries, self.limit)

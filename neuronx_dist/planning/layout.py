@@ -1,4 +1,4 @@
-"""What a layout is, whether it fits a model, and how it looks. Pure Python: it runs before any process group or tensor.
+"""Layouts of a job: degrees and batch, the check whether they fit a model, and a picture of the ranks; pure Python.
 
 layout = Layout(world_size=8, tp=2, pp=2, num_microbatches=4, global_batch=32, seq_len=128)
 layout.check(config)            # LayoutError with every problem and its repair, or nothing
@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class LayoutError(ValueError):
-    """A layout that cannot work; `problems` has one sentence for each reason, with the numbers and what would work."""
+    """Error: a layout cannot work; `problems` has a sentence per reason, with the numbers and what would work."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
@@ -36,7 +36,7 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True)
 class Layout:
-    """How a training job is spread over its ranks. Data parallelism takes what the other degrees leave.
+    """Layout of a training job over its ranks. The data-parallel degree is the rest that the other degrees leave.
 
     `global_batch` is in sequences, `seq_len` in tokens. Each data-parallel replica cuts its share of the batch into
     `num_microbatches`. `schedule` and `virtual_pipeline_size` are those of `NxDPPModel`.
@@ -74,11 +74,11 @@ class Layout:
 
     @property
     def training_schedule(self) -> Schedule:
-        """What the pipeline's stages do in a step: what `schedule` stands for.
+        """The pipeline schedule that `schedule` names.
 
         Raises:
-            ValueError: no schedule has the name, or it is for other sizes; `problems` says so too.
-            TypeError: `schedule` is none.
+            ValueError: no schedule has the name, or it does not work for these sizes; `problems` reports that too.
+            TypeError: `schedule` is no schedule.
         """
         return training_schedule(
             self.pp, self.num_microbatches, schedule=self.schedule, num_chunks=self.virtual_pipeline_size
@@ -86,19 +86,19 @@ class Layout:
 
     @property
     def bubble(self) -> float:
-        """Share of a step in which a stage waits, if all stages take equally long."""
+        """Fraction of a step in which a stage waits, if all stages take equally long."""
         return self.training_schedule.bubble
 
     def mesh(self) -> Mesh:
         return Mesh(self.world_size, tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep)
 
     def check(self, config: Any = None, *, data: Iterable[AnyPath] = (), out: AnyPath | None = None) -> None:
-        """Refuse a layout that cannot work, before anything is allocated.
+        """Refuses a layout that cannot work, before anything is allocated.
 
         Args:
-            config: of the model, a Hugging Face config or a `ModelShape`. Without it only ranks and batch are checked.
+            config: the model's Hugging Face config or `ModelShape`. Without it only ranks and batch are checked.
             data: files or folders that must exist.
-            out: a folder that is to be empty, or not there yet.
+            out: a folder that must be empty, or not exist yet.
 
         Raises:
             LayoutError: lists every problem, with the nearest values that would work.
@@ -114,7 +114,7 @@ class Layout:
             raise LayoutError(problems)
 
     def problems(self, config: Any = None) -> list[str]:
-        """What is wrong with this layout for a model of this config; empty if it fits."""
+        """Returns the problems of this layout for a model of this config; empty if it fits."""
         sizes = ["world_size", "tp", "pp", "cp", "ep", "virtual_pipeline_size"]
         sizes += ["num_microbatches", "global_batch", "seq_len"]
         problems = [
@@ -125,7 +125,7 @@ class Layout:
         if self.dtype not in DTYPES:
             problems.append(f"dtype {self.dtype!r} is not known; use one of {', '.join(DTYPES)}")
         if problems:
-            return problems  # the rest divides by these
+            return problems  # the checks below divide by these numbers
         model = ModelShape() if config is None else ModelShape.of(config)
         return [
             *self._rank_problems(model),
@@ -155,7 +155,7 @@ class Layout:
     def _schedule_problems(self, model: ModelShape) -> list[str]:
         try:
             schedule = self.training_schedule
-            if not (self.schedule is None or isinstance(self.schedule, str)):  # those with a name are known to run
+            if not (self.schedule is None or isinstance(self.schedule, str)):  # named schedules are proven by tests
                 prove(schedule)
         except (ValueError, TypeError) as error:
             return [f"schedule: {error}"]
@@ -238,7 +238,7 @@ class Layout:
         return all(self.world_size % (tp * pp * other) == 0 for other in (self.cp, self.ep))
 
     def _tp_fits(self, model: ModelShape, tp: int) -> bool:
-        """Whether another tp would divide everything that tp has to divide; ranks only as far as pp, cp, ep let it."""
+        """Returns whether `tp` divides the model's sizes and, unless pp, cp and ep do not, the number of ranks."""
         if self._ranks_fit(1, self.pp) and not self._ranks_fit(tp, self.pp):
             return False
         sizes = [
@@ -263,9 +263,9 @@ class Layout:
         return model.layers is None or pieces <= model.layers
 
     def picture(self, config: Any = None, *, width: int = 100) -> str:
-        """The ranks as text: a row for each pipeline stage, a box for each data-parallel rank, tp ranks joined by `═`.
+        """Draws the ranks: a row for each pipeline stage, a box for each data-parallel rank, tp ranks joined by `═`.
 
-        What does not fit into `width` columns, and stages beyond 16, are left out in the middle.
+        Boxes beyond `width` columns, and stages beyond 16, are left out in the middle.
         """
         mesh, layers = self.mesh(), None if config is None else ModelShape.of(config).layers
         axes = [axis for axis in ("pp", "dp", "cp", "tp") if axis != "cp" or self.cp > 1]
@@ -294,21 +294,25 @@ class Layout:
         return f"│{self._cell(mesh, stage, replica).center(width)}│"
 
     def _cell(self, mesh: Mesh, stage: int, replica: int) -> str:
-        """The ranks of one stage of one replica: 4═5, or 4═5 ┊ 6═7 with context parallelism."""
+        """Draws the ranks of one stage of one replica: 4═5, or 4═5 ┊ 6═7 with context parallelism."""
         digits = len(str(self.world_size - 1))
         first = (stage * self.dp + replica) * self.cp  # tp groups are listed in rank order
         groups = [_elide(group, 9) for group in mesh.groups("tp")[first : first + self.cp]]
         return " ┊ ".join("═".join("…" if r is None else str(r).rjust(digits) for r in group) for group in groups)
 
     def _stage_notes(self, layers: int | None) -> list[str]:
-        """What each stage holds."""
+        """Returns a note for each stage: the layers that it holds."""
         if layers is None:
             return [""] * self.pp
         holders = self.training_schedule.holders
         parts: list[list[str]] = [[] for _ in range(self.pp)]
         parts[holders[0]].append("embedding")
-        for stage, own in zip(holders, stage_layers(layers, len(holders))):
-            parts[stage].append(f"layer {own[0]}" if len(own) == 1 else f"layers {own.start}–{own.stop - 1}")
+        for stage, layer_range in zip(holders, stage_layers(layers, len(holders))):
+            parts[stage].append(
+                f"layer {layer_range[0]}"
+                if len(layer_range) == 1
+                else f"layers {layer_range.start}–{layer_range.stop - 1}"
+            )
         parts[holders[-1]].append("norm, head")
         return [", ".join(part) for part in parts]
 
@@ -338,7 +342,7 @@ class Layout:
 
 
 def format_bytes(count: float) -> str:
-    """1536 -> '1.5 KiB'."""
+    """Formats bytes: 1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -347,7 +351,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """134515008 -> '134.5 M'."""
+    """Formats a count: 134515008 -> '134.5 M'."""
     for unit in ("", " K", " M", " B"):
         if abs(count) < 1000:
             return f"{count:.0f}" if not unit else f"{count:.1f}{unit}"
@@ -356,7 +360,7 @@ def format_count(count: float) -> str:
 
 
 def _near(value: int, works: Callable[[int], bool]) -> list[int]:
-    """The nearest values below and above `value` that work, as far as there are any up to about 4 times it."""
+    """Returns the nearest values below and above `value` that work, searching up to about 4 times `value`."""
     below = next((n for n in range(value - 1, 0, -1) if works(n)), None)
     above = next((n for n in range(value + 1, 4 * value + 65) if works(n)), None)
     return [n for n in (below, above) if n is not None]
@@ -368,18 +372,18 @@ def _multiples_near(value: int, step: int) -> list[int]:
 
 
 def _either(*options: tuple[str, list[int]]) -> str:
-    """('use tp {}', [1, 3]), ... -> 'use tp 1 or 3, or ...'; options without a value are left out."""
+    """Joins options: ('use tp {}', [1, 3]), ... -> 'use tp 1 or 3, or ...'; options without values are left out."""
     texts = [text.format(" or ".join(map(str, values))) for text, values in options if values]
     return ", or ".join(texts) if texts else "no value near it works"
 
 
 def _elide(items: Sequence[int], most: int) -> list[int | None]:
-    """At most `most` items, with None in place of the middle ones."""
+    """Returns at most `most` items, with None in place of the middle ones."""
     return [*items] if len(items) <= most else [*items[: most - 2], None, items[-1]]
 
 
 def _free_name(path: Path) -> Path:
-    """run -> run-2, or the first such name that is free."""
+    """Returns an unused name: run -> run-2, run-3, ..."""
     path, number = path if path.name else path / "run", 2
     while path.with_name(f"{path.name}-{number}").exists():
         number += 1

@@ -1,12 +1,12 @@
-"""How much memory each rank of a layout will need, before anything is allocated.
+"""Prediction of the memory of each rank of a layout, before anything is allocated.
 
     print(estimate_memory(layout, config))     # a table with a column for each pipeline stage
 
-There is no formula in it. One rank of every stage is played on fake tensors, which have shapes and no values: the same
-model, pipeline, gradient reduction and optimizer as in training, without a process group, under the meter that measures
-real runs (`meter.py`). So whatever the code holds is counted: microbatches in flight, messages, flat buckets, what the
-optimizer makes on its way. What happens inside one operator, in the allocator (fragments) and in the communication
-library is not.
+The prediction uses no formula. One rank of every stage is played on fake tensors, which have shapes and no values: the
+same model, pipeline, gradient reduction and optimizer as in training, without a process group, under the meter that
+measures real runs (`meter.py`). So all tensors of the code count: microbatches in flight, messages, flat buckets,
+temporaries of the optimizer. Memory inside one operator, of the allocator (fragments) and of the communication library
+does not count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .. import comm, hf
 from ..comm.backends.c10d import C10dCommunicator
@@ -28,6 +27,7 @@ from ..gradients.reduce import reduce_gradients
 from ..optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
 from ..parallel_layers.activation_checkpoint import checkpoint_layers
 from ..pipeline.model import NxDPPModel
+from ..torch_internals.fake_tensors import FakeTensorMode
 from .layout import Layout, format_bytes, format_count
 from .meter import MemoryMeter, MemoryPhase, measure_peak
 
@@ -39,10 +39,10 @@ ACTIVATIONS, LOGITS, MESSAGES, BUFFERS = "activations", "logits", "messages", "b
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What a rank of one pipeline stage needs, in bytes.
+    """Bytes that a rank of one pipeline stage needs.
 
     Attributes:
-        num_parameters: that the rank holds.
+        num_parameters: number of parameters on the rank.
         in_flight: most forwards whose backward is not over: microbatches, times chunks (`Schedule.peak_in_flight`).
         compute, reduction, step: forward and backward, the gradient reduction, and the optimizer's step.
     """
@@ -60,11 +60,11 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What every rank of a layout needs; `str()` of it is a table.
+    """Memory of all ranks of a layout; `str()` of the estimate is a table.
 
     Attributes:
-        num_parameters: of the whole model; a tied weight counts once.
-        stages: by pipeline stage; all ranks of a stage need the same.
+        num_parameters: number of parameters of the full model; a tied weight counts once.
+        stages: the memory of a rank, by pipeline stage; all ranks of a stage need the same.
     """
 
     num_parameters: int
@@ -78,7 +78,7 @@ class MemoryEstimate:
     def __str__(self) -> str:
         shown = list(range(len(self.stages)))
         if len(shown) > 8:
-            shown = [*shown[:6], -1, shown[-1]]  # -1: the stages between
+            shown = [*shown[:6], -1, shown[-1]]  # -1 stands for the stages between
 
         def row(label: str, cell: Callable[[StageMemory], str]) -> list[str]:
             return [label, *("…" if stage < 0 else cell(self.stages[stage]) for stage in shown)]
@@ -123,16 +123,16 @@ def estimate_memory(
     """Predicts each rank's memory in a training step after the first, by playing it on fake tensors.
 
     Args:
-        layout: with the batch and the dtype; `zero1` chooses between the two optimizers of `neuronx_dist.optimizer`.
-        config: of a Hugging Face causal LM.
-        optimizer_class, optimizer_options: what `NeuronZero1Optimizer` or `MasterWeightsOptimizer` will wrap.
-        device: where the job will run. Kernels, and so what they keep for backward, differ between devices.
+        layout: has the batch and the dtype; `zero1` chooses between the two optimizers of `neuronx_dist.optimizer`.
+        config: config of a Hugging Face causal LM.
+        optimizer_class, optimizer_options: the optimizer that `NeuronZero1Optimizer` or `MasterWeightsOptimizer` wraps.
+        device: the device of the job. Kernels, and so the tensors that they save for backward, differ between devices.
         checkpoint_activations: layers are recomputed in backward (`checkpoint_layers`).
 
     Raises:
         LayoutError: the layout does not fit the model.
         UnsupportedModelError: the model cannot be swapped.
-        ValueError: a CUDA device, and a torch without CUDA, which has no CUDA kernels to ask.
+        ValueError: the device is CUDA, and torch was built without CUDA, so that it has no CUDA kernels to play.
     """
     layout.check(config)
     device = torch.device(device)
@@ -140,7 +140,7 @@ def estimate_memory(
         raise ValueError(f"this torch ({torch.__version__}) has no CUDA: estimate the memory for device='cpu'")
     options = dict(optimizer_options or {})
     if device.type == "cuda" and options.get("fused") is None:
-        options.setdefault("foreach", True)  # torch's own choice on CUDA, which it does not make for fake tensors
+        options.setdefault("foreach", True)  # torch's default on CUDA, but not for fake tensors
     stages, num_parameters = [], 0
     for stage in range(layout.pp):
         rank = layout.mesh().groups("pp")[0][stage]
@@ -161,7 +161,7 @@ def _play(
     options: dict[str, Any],
     checkpoint_activations: bool,
 ) -> tuple[StageMemory, int]:
-    """A step of one rank; also the number of parameters of the whole model."""
+    """Plays a step of one rank; returns its memory, and the number of parameters of the full model."""
     from transformers import AutoModelForCausalLM
 
     meter = MemoryMeter()
@@ -207,7 +207,7 @@ def _play(
         meter.kind = OPTIMIZER
         wrapper = NeuronZero1Optimizer if layout.zero1 else MasterWeightsOptimizer
         optimizer = wrapper(params, optimizer_class, **options)
-        for param in params:  # a first step, for the optimizer to make its state
+        for param in params:  # a first step, in which the optimizer makes its state
             param.grad = torch.empty_like(param)
         optimizer.step()
         optimizer.zero_grad()
@@ -244,7 +244,7 @@ def _make_fake(model: Any, device: torch.device) -> None:
 
 
 def _label_logits(module: Any, meter: MemoryMeter) -> None:
-    """From the head's forward until its input has a gradient, what is made is called logits."""
+    """Counts memory as logits from the head's forward until its input has a gradient."""
 
     def calculates(head: nn.Module, args: Sequence[Any]) -> None:
         def done(grad: torch.Tensor) -> None:
@@ -256,8 +256,8 @@ def _label_logits(module: Any, meter: MemoryMeter) -> None:
     module.get_output_embeddings().register_forward_pre_hook(calculates)
 
 
-class _Held:
-    """Finished work that holds its buffers until it is awaited, as that of a real group does."""
+class _HoldingWork:
+    """Finished work that holds its buffers until it is awaited, as the work of a real group does."""
 
     def __init__(self, *buffers: torch.Tensor) -> None:
         self.buffers = buffers
@@ -267,7 +267,7 @@ class _Held:
 
 
 class _MeasuringCommunicator(C10dCommunicator):
-    """No group: nothing is sent, and what the real communicator allocates on the way is allocated."""
+    """A communicator without a group, which sends nothing and allocates the buffers of the real communicator."""
 
     def __init__(self, label: str, ranks: Sequence[int], global_rank: int, meter: MemoryMeter, is_gloo: bool) -> None:
         Communicator.__init__(self, label, ranks, global_rank)
@@ -275,19 +275,19 @@ class _MeasuringCommunicator(C10dCommunicator):
         self._meter = meter
 
     def start_all_reduce(self, buffer: torch.Tensor, op: str) -> WorkLike:
-        return _Held(buffer)
+        return _HoldingWork(buffer)
 
     def start_all_gather(self, gathered: torch.Tensor, x: torch.Tensor) -> WorkLike:
-        return super().start_all_gather(gathered, x) if self._gloo else _Held(gathered, x)
+        return super().start_all_gather(gathered, x) if self._gloo else _HoldingWork(gathered, x)
 
     def start_reduce_scatter(self, out: torch.Tensor, scattered: torch.Tensor, op: str) -> WorkLike:
-        return super().start_reduce_scatter(out, scattered, op) if self._gloo else _Held(out, scattered)
+        return super().start_reduce_scatter(out, scattered, op) if self._gloo else _HoldingWork(out, scattered)
 
     def start_all_to_all(self, gathered: torch.Tensor, scattered: torch.Tensor) -> WorkLike:
-        return _Held(gathered, scattered)
+        return _HoldingWork(gathered, scattered)
 
     def start_broadcast(self, buffer: torch.Tensor, src: int) -> WorkLike:
-        return _Held(buffer)
+        return _HoldingWork(buffer)
 
     def start_send(self, x: torch.Tensor, dst: int, tag: int) -> WorkLike:
         return self._message(x)
@@ -298,11 +298,11 @@ class _MeasuringCommunicator(C10dCommunicator):
     def _message(self, buffer: torch.Tensor) -> WorkLike:
         if self.axis.startswith("pp"):
             self._meter.label([buffer], MESSAGES)
-        return _Held(buffer)
+        return _HoldingWork(buffer)
 
 
 class WireBackend(Backend):
-    """Communicators without a group, which allocate what those of gloo or NCCL do; `meter` tells messages apart."""
+    """Communicators without a group, which allocate the buffers of gloo or NCCL, and label messages in `meter`."""
 
     name = "wire"
 

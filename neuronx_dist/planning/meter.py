@@ -1,10 +1,10 @@
-"""How much memory a run really takes: every tensor that this thread makes, until it is freed.
+"""Measurement of a run's memory: every tensor that this thread makes counts until it is freed.
 
     with measure_peak(parameters=model.local_parameters()) as memory:
         ...
     memory.peak      # bytes
 
-The peak is the most that was alive at one time; `memory.phases` says of what kinds, and in which part of the run.
+The peak is the largest number of bytes alive at one time; `memory.phases` divides it by kind and part of the run.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..torch_internals.operators import TorchDispatchMode
+from ..torch_internals.tensors import storage_key
 
 __all__ = ["MemoryMeter", "MemoryPhase", "measure_peak"]
 
 
 @dataclass
 class MemoryPhase:
-    """What was alive during a part of a run, in bytes.
+    """Bytes alive during a part of a run.
 
     Attributes:
-        peak: most at one time.
-        kinds: what that was made of.
-        most: most of each kind at one time, whenever that was.
+        peak: most bytes at one time.
+        kinds: the bytes of each kind at that time.
+        most: most bytes of each kind at one time, which may differ between kinds.
     """
 
     peak: int = 0
@@ -38,7 +40,7 @@ class MemoryPhase:
 
 
 class _Live(ref[Any]):
-    """A storage that is alive. It is its own weak reference: nothing is kept alive by being counted."""
+    """A weak reference to a storage that is alive, with its bytes: counting keeps no memory alive."""
 
     __slots__ = ("key", "kind", "nbytes")
     key: int
@@ -49,14 +51,14 @@ class _Live(ref[Any]):
 class MemoryMeter(TorchDispatchMode):
     """Counts the bytes of all tensors that operators of this thread make, backward included, until they are freed.
 
-    Views count once, and memory counts as long as anything (autograd, a collective under way) holds it. What another
-    thread frees counts as freed at this thread's next operator. Tensors on meta are not counted; fake tensors are, as
-    if they were real. What an operator allocates for itself only (the workspace of a matrix product) is not seen.
+    Views count once, and memory counts as long as anything (autograd, a running collective) holds it. Memory that
+    another thread frees counts until this thread's next operator. Tensors on meta do not count; fake tensors count like
+    real ones. Memory that an operator allocates only internally (the workspace of a matrix product) is not seen.
 
     Attributes:
-        kind: what new memory is called from now on.
+        kind: the kind under which new memory counts.
         current: bytes alive.
-        phases: by name; see `phase`.
+        phases: the phases by name; see `phase`.
     """
 
     def __init__(self) -> None:
@@ -75,19 +77,19 @@ class MemoryMeter(TorchDispatchMode):
         return max(phase.peak for phase in self.phases.values())
 
     def phase(self, name: str) -> None:
-        """What follows is recorded under this name."""
+        """Begins a phase of this name, or continues it."""
         self._phase = self.phases.setdefault(name, MemoryPhase())
         for kind, nbytes in self._kinds.items():
             self._phase.most[kind] = max(self._phase.most.get(kind, 0), nbytes)
         self._settle()
 
     def reset(self, phase: str = "") -> None:
-        """Forgets all phases, and starts one. What is alive stays counted."""
+        """Deletes all phases, and begins one. Tensors that are alive stay counted."""
         self.phases = {}
         self.phase(phase)
 
     def label(self, tensors: Iterable[torch.Tensor | None], kind: str) -> None:
-        """Counts tensors under `kind`, those too that existed before."""
+        """Counts tensors under `kind`, including tensors that existed before."""
         for tensor in tensors:
             live = None if tensor is None else self._note(tensor, kind)
             if live is not None and live.kind != kind:
@@ -108,15 +110,15 @@ class MemoryMeter(TorchDispatchMode):
         return result
 
     def _note(self, tensor: torch.Tensor, kind: str) -> _Live | None:
-        """The entry of a tensor's memory, made if there is none."""
+        """Returns the entry of a tensor's memory, which is made if missing; None for memory that does not count."""
         if tensor.device.type == "meta" or tensor.layout is not torch.strided:
             return None
-        self._drain()  # first: an address may be used again
+        self._drain()  # first, since the address of freed memory may be used again
         storage = tensor.untyped_storage()
-        live = self._live.get(storage._cdata)
+        live = self._live.get(storage_key(storage))
         if live is None:
-            live = self._live[storage._cdata] = _Live(storage, self._freed.append)
-            live.key, live.kind, live.nbytes = storage._cdata, kind, storage.nbytes()
+            live = self._live[storage_key(storage)] = _Live(storage, self._freed.append)
+            live.key, live.kind, live.nbytes = storage_key(storage), kind, storage.nbytes()
             self._count(kind, live.nbytes)
         return live
 
@@ -144,8 +146,7 @@ def measure_peak(**existing: Iterable[torch.Tensor | None]) -> Iterator[MemoryMe
     """Measures the peak of the memory of tensors in this thread.
 
     Args:
-        existing: tensors that are there already and are to count, by what to call them:
-            `measure_peak(parameters=model.local_parameters())`.
+        existing: existing tensors to count, by kind: `measure_peak(parameters=model.local_parameters())`.
     """
     meter = MemoryMeter()
     for kind, tensors in existing.items():

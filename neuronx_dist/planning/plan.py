@@ -1,11 +1,11 @@
-"""`Plan`: how a model is divided over ranks, as one JSON file.
+"""`Plan`: the division of a model over ranks, as one JSON file.
 
     plan.save("llama.plan.json")
     plan = Plan.load("llama.plan.json")     # PlanError: not a plan, or of another version
 
-Degrees, schedule, recomputation and microbatches; which layers become parallel ones, for `hf.swap(plan=)`; and the
-strategy of each call, for `parallelize(pas_policy=)`. What it was made for is a part of it: `Plan.check` refuses
-another model, other shapes and another cluster, and says what differs.
+A plan has degrees, schedule, recomputation and microbatches; the layers to replace by parallel ones, for
+`hf.swap(plan=)`; and the strategy of each call, for `parallelize(pas_policy=)`. It describes the model and cluster that
+it was made for: `Plan.check` refuses another model, other shapes and another cluster, and names the differences.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ __all__ = ["PlanError", "CallPlan", "Plan", "TensorPlan"]
 
 FORMAT = "neuronx_dist.plan"
 VERSION = 1
-LISTED = 8  # differences that a message has at most
+LISTED = 8  # maximum number of differences in a message
 
 
 class PlanError(ValueError):
-    """A plan that cannot be carried out, or is of something else; the message has names, numbers and what works."""
+    """Error: a plan cannot be carried out, or was made for something else; the message says what would work."""
 
 
 class CallPlan(NamedTuple):
-    """The strategy of one call, by name; `function` and `module` are where it stands."""
+    """The strategy of a call, by name; `function` is the called function, `module` the module that calls it."""
 
     function: str
     module: str
@@ -40,9 +40,9 @@ class CallPlan(NamedTuple):
 
 
 class TensorPlan(NamedTuple):
-    """The type of one parameter or input, as text (`I`, `S(0)`, `S(0, stride=3)`); shape and dtype are of the whole.
+    """The type of a parameter or input, as text (`I`, `S(0)`, `S(0, stride=3)`), with its global shape and dtype.
 
-    `second`: its type on the second of two axes; "": there is one.
+    `second`: its type on the second of two axes; "": there is one axis.
     """
 
     shape: tuple[int, ...]
@@ -53,18 +53,18 @@ class TensorPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is divided over ranks.
+    """The division of a model over ranks.
 
     Attributes:
-        tp, pp, dp: ranks along each axis; `tp * pp` is a unit, one model.
-        second: of tp, ranks along the second of two axes; 1: there is one.
-        schedule: a name of `pipeline.schedule`; `microbatches`: of a step.
-        stages: number of the first call of each pipeline stage.
-        recompute: spans of calls, from and to, that are computed again in backward.
-        layers: which layers become parallel ones.
-        calls: the strategy of each call of the recorded program, in order; `second_calls`: of each call that a rank of
-            the first of two axes runs, its strategy on the second.
-        parameters, inputs: by name, of the recorded program.
+        tp, pp, dp: ranks along each axis; `tp * pp` ranks are a unit, which holds one model.
+        second: ranks along the second axis, if tp consists of two; 1: it is one axis.
+        schedule: a name of `pipeline.schedule`; `microbatches`: number of microbatches of a step.
+        stages: index of the first call of each pipeline stage.
+        recompute: (first, end) spans of calls that are computed again in backward.
+        layers: the layers to replace by parallel ones.
+        calls: the strategy of each call of the recorded program, in order; `second_calls`: the strategy on the second
+            axis of each call in the local program of a rank of the first axis.
+        parameters, inputs: the types of the recorded program's parameters and inputs, by name.
     """
 
     tp: int = 1
@@ -96,17 +96,17 @@ class Plan:
                 )
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes the plan to a JSON file, whole or not at all.
+        """Writes the plan to a JSON file, atomically.
 
         Raises:
-            TypeError: options of a layer that JSON cannot hold.
+            TypeError: a layer has options that JSON cannot hold.
         """
         temporary = Path(f"{path}.new")
         temporary.write_text(self.text())
         temporary.replace(path)
 
     def text(self) -> str:
-        """What a plan's file holds."""
+        """Returns the content of the plan's file."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         for name in ("parameters", "inputs"):
             content[name] = {key: tensor._asdict() for key, tensor in (getattr(self, name) or {}).items()}
@@ -119,7 +119,7 @@ class Plan:
         """Reads a plan.
 
         Raises:
-            PlanError: the file is no plan, is damaged, or is of another version; the message has the path.
+            PlanError: the file is no plan, is damaged, or has another version; the message has the path.
             FileNotFoundError: there is no such file.
         """
         try:
@@ -146,15 +146,15 @@ class Plan:
         parameters: Mapping[str, tuple[Sequence[int], str]],
         inputs: Mapping[str, tuple[Sequence[int], str]],
     ) -> None:
-        """That the plan was made for this cluster and this program.
+        """Raises a PlanError if the plan was made for another cluster or another program.
 
         Args:
-            unit: ranks that hold one model; `units`: how many of them train together.
+            unit: number of ranks that hold one model; `units`: number of units that train together.
             calls: function and module of each call.
             parameters, inputs: shape and dtype of each, by name.
 
         Raises:
-            PlanError: it was not; each difference, with the plan's and the given.
+            PlanError: lists the differences between the plan and the arguments.
         """
         differences = []
         if self.tp * self.pp != unit:
@@ -176,7 +176,7 @@ class Plan:
 
 
 def _decoded(content: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a plan from what JSON made of them."""
+    """Converts the fields of a plan from the types of JSON."""
     decoded = dict(content)
     decoded["stages"] = tuple(content.get("stages", (0,)))
     decoded["recompute"] = tuple((first, last) for first, last in content.get("recompute", ()))
@@ -203,26 +203,26 @@ def _layer(content: dict[str, Any]) -> LayerPlan:
 
 
 def _tensor_differences(
-    what: str, planned: Mapping[str, TensorPlan], given: Mapping[str, tuple[Sequence[int], str]]
+    what: str, planned: Mapping[str, TensorPlan], actual: Mapping[str, tuple[Sequence[int], str]]
 ) -> list[str]:
-    found = []
-    for name in dict.fromkeys((*planned, *given)):
-        if name not in given:
-            found.append(f"{what} {name} {list(planned[name].shape)} is in the plan and not here")
+    differences = []
+    for name in dict.fromkeys((*planned, *actual)):
+        if name not in actual:
+            differences.append(f"{what} {name} {list(planned[name].shape)} is in the plan and not here")
         elif name not in planned:
-            found.append(f"{what} {name} {list(given[name][0])} is here and not in the plan")
-        elif (tuple(planned[name].shape), planned[name].dtype) != (tuple(given[name][0]), given[name][1]):
-            (shape, dtype), plan = given[name], planned[name]
-            found.append(f"{what} {name}: {plan.dtype}{list(plan.shape)} in the plan, {dtype}{list(shape)} here")
-    return found
+            differences.append(f"{what} {name} {list(actual[name][0])} is here and not in the plan")
+        elif (tuple(planned[name].shape), planned[name].dtype) != (tuple(actual[name][0]), actual[name][1]):
+            (shape, dtype), plan = actual[name], planned[name]
+            differences.append(f"{what} {name}: {plan.dtype}{list(plan.shape)} in the plan, {dtype}{list(shape)} here")
+    return differences
 
 
-def _call_difference(planned: list[tuple[str, str]], given: list[tuple[str, str]]) -> str:
-    """The first call that differs."""
-    for number, (one, other) in enumerate(zip(planned, given, strict=False)):
+def _call_difference(planned: list[tuple[str, str]], actual: list[tuple[str, str]]) -> str:
+    """Describes the first call that differs."""
+    for number, (one, other) in enumerate(zip(planned, actual, strict=False)):
         if one != other:
             return f"call {number}: {_call(one)} in the plan, {_call(other)} here"
-    return f"{len(planned)} calls in the plan, {len(given)} here"
+    return f"{len(planned)} calls in the plan, {len(actual)} here"
 
 
 def _call(call: tuple[str, str]) -> str:

@@ -3,8 +3,8 @@
     converter = CheckpointConverterLlama()       # a subclass, which overrides what its model needs
     converter.run(converter.get_arg_parser().parse_args())
 
-How a tensor is divided follows from its name, as upstream decides it. `neuronx-dist convert` asks the model's layers
-instead, and has one tensor in memory where hooks here get the whole state dict.
+The name of a tensor decides how it is divided, as upstream. `neuronx-dist convert` asks the model's layers instead, and
+has one tensor in memory at a time, where hooks here get the whole state dict.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.nxd_files import NxdFiles, StoredTensor, Writer
-from ..checkpoint.nxd_heads import HeadOrder
-from ..checkpoint.nxd_writing import DividedTensor, Part, file_of, write_files
-from ..checkpoint.progress import progress_bar
+from ..checkpoint.convert.convert_command import progress_bar
+from ..checkpoint.nxd.nxd_writing import DividedTensor, Part, as_it_is, write_files
+from ..checkpoint.nxd.parameter_layout import part_rows
+from ..checkpoint.nxd.rank_files import NxdFiles, StoredTensor, Writer, file_of
 from ..checkpoint.storage import open_storage
 from ..hf.sources import has_weights, open_source
 from ..model_shape import stage_layers
 from ..weights.shard_spec import ShardSpec
-from .naming import NamingRules, StateDict, by_rank
+from .naming import NamingRules, StateDict
 
 __all__ = ["CheckpointConverterBase"]
 
@@ -52,7 +52,7 @@ class CheckpointConverterBase(NamingRules):
         return full_state
 
     def load_full_state(self, args: Any) -> StateDict:
-        """The state dict that is divided: of a file, of a folder of Hugging Face's, or of `args.hf_model_name`."""
+        """Loads the state dict to divide: a file, a folder of Hugging Face's, or `args.hf_model_name`."""
         if not args.input_dir:
             if not args.hf_model_name:
                 raise ValueError("give --input_dir, a file or folder with weights, or --hf_model_name")
@@ -88,7 +88,7 @@ class CheckpointConverterBase(NamingRules):
     # --- conversions --------------------------------------------------------------------------------------------------
 
     def run(self, args: Any) -> None:
-        """Does what the flags say.
+        """Runs the conversion that the flags select.
 
         Raises:
             ValueError: flags that do not go together, or that are not supported.
@@ -123,16 +123,15 @@ class CheckpointConverterBase(NamingRules):
             for ep in range(args.ep_size)
             for tp in range(args.tp_size)
         }
-        report = progress_bar(args.output_dir)
-        done = partial(_told, report, len(tensors))
-        write_files(tensors, constants, Path(args.output_dir), done, xser=args.save_xser)
+        folder = Path(args.output_dir)
+        write_files(tensors, constants, folder, progress_bar(args.output_dir), xser=args.save_xser)
 
     def convert_to_full_state(self, args: Any) -> None:
         """Joins NxD's files to a whole state dict."""
         self.save_full(args, self.merge_tp_checkpoints(args))
 
     def merge_tp_checkpoints(self, args: Any) -> StateDict:
-        """The whole state dict of the files in `args.input_dir`."""
+        """Joins the files in `args.input_dir` to a whole state dict."""
         config, files = self._config(args), self._opened(args)
         if (files.tp, files.pp) != (args.tp_size, args.pp_size):
             raise ValueError(
@@ -158,7 +157,7 @@ class CheckpointConverterBase(NamingRules):
         self._rewrite(args, xser=True)
 
     def get_arg_parser(self) -> argparse.ArgumentParser:
-        """Upstream's flags; subclasses may add more."""
+        """Returns a parser with upstream's flags; subclasses may add more."""
         parser = argparse.ArgumentParser(description=type(self).__doc__)
         add = parser.add_argument
         add("--input_dir", help="a state dict's file, a folder of Hugging Face's, or the folder with NxD's files")
@@ -187,7 +186,7 @@ class CheckpointConverterBase(NamingRules):
     def _named(
         self, args: Any, config: Mapping[str, Any], state: StateDict
     ) -> Iterator[tuple[str, ShardSpec, torch.dtype, Callable[[], torch.Tensor]]]:
-        """NxD's parameters: name, layout over tp, dtype, and what makes the whole."""
+        """NxD's parameters: name, layout over tp, dtype, and a function that returns the whole tensor."""
         to_nxd, to_hf = self.get_hf_to_nxd_model_keys(args.qkv_linear, self._is_gqa(config))
         heads = self._heads(args, config) if args.qkv_linear else None
         fused: set[str] = set()
@@ -197,7 +196,7 @@ class CheckpointConverterBase(NamingRules):
             if name in fused:
                 continue
             if dim is None:
-                yield name, ShardSpec(full_shape=tuple(value.shape)), value.dtype, partial(_as_it_is, value)
+                yield name, ShardSpec(full_shape=tuple(value.shape)), value.dtype, partial(as_it_is, value)
             elif "gate_proj" in name and up in state:
                 fused.add(up)
                 yield (
@@ -207,17 +206,17 @@ class CheckpointConverterBase(NamingRules):
                     partial(torch.cat, [value, state[up]], dim),
                 )
             elif "up_proj" in name and name.replace("up_proj", "gate_proj") in state and "gate_up_proj" not in name:
-                continue  # which comes with the other
+                continue  # fused with the other one
             elif heads is not None and args.fuse_qkv and name.endswith("q_proj.weight"):
                 parts = [state[name.replace("q_proj", f"{letter}_proj")] for letter in "qkv"]
                 rows = value.shape[0] + 2 * heads.multiplier * parts[1].shape[0]
                 target = name.removesuffix("q_proj.weight") + self.get_fused_qkv_key()
                 spec = _spec(args.tp_size, name, 0, (rows, *value.shape[1:]))
-                yield target, spec, value.dtype, partial(_fused_qkv, heads, parts, args.tp_size)
+                yield target, spec, value.dtype, partial(heads.fused, parts, args.tp_size)
             elif heads is not None and args.fuse_qkv and name.endswith(("k_proj.weight", "v_proj.weight")):
-                continue  # which comes with the query projection
+                continue  # fused with the query projection
             else:
-                shape, read = list(value.shape), partial(_as_it_is, value)
+                shape, read = list(value.shape), partial(as_it_is, value)
                 if heads is not None and ("q_proj" in name or "o_proj" in name):
                     read = partial(heads.ordered, value, dim)
                 elif heads is not None and self.is_qkv_weight(name):
@@ -229,7 +228,7 @@ class CheckpointConverterBase(NamingRules):
     def _joined(
         self, args: Any, config: Mapping[str, Any], name: str, shards: Sequence[torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The parameters of a whole state dict that a parameter of NxD's is made of."""
+        """Converts a parameter of NxD's to the parameters of the whole state dict."""
         dim = self._divided_dim(name, shards[0])
         to_nxd, to_hf = self.get_hf_to_nxd_model_keys(args.qkv_linear, self._is_gqa(config))
         if dim is None:
@@ -238,8 +237,7 @@ class CheckpointConverterBase(NamingRules):
             for part, halves in zip(("gate_proj", "up_proj"), zip(*(shard.chunk(2, dim) for shard in shards))):
                 yield name.replace("gate_up_proj", part), torch.cat(halves, dim)
         elif name.endswith((self.get_fused_qkv_key(), "qkv_proj.weight")):
-            total, query = shards[0].shape[0], self._query_rows(config) // len(shards)
-            sizes = [query, (total - query) // 2, (total - query) // 2]
+            sizes = part_rows(shards[0].shape[0], self._query_rows(config) // len(shards), 3)
             path = name.rpartition(".")[0].removesuffix("qkv_proj")
             for letter, parts in zip("qkv", zip(*(shard.split(sizes) for shard in shards))):
                 joined = f"{path}{letter}_proj.weight"
@@ -258,7 +256,7 @@ class CheckpointConverterBase(NamingRules):
         return heads.single(value) if self.is_qkv_weight(name) else value
 
     def _parts(self, args: Any, name: str, spec: ShardSpec, state: StateDict) -> Iterator[Part]:
-        """What each file gets of a parameter."""
+        """Parts of a parameter for all files."""
         experts = args.ep_size if "expert_mlps" in name else 1
         if spec.full_shape and spec.full_shape[0] % experts:
             raise ValueError(f"{name}: {spec.full_shape[0]} experts are not divisible by --ep_size {experts}")
@@ -270,12 +268,12 @@ class CheckpointConverterBase(NamingRules):
                     yield Part(self._file(args, tp, pp, ep), (name,), shape, cut, experts > 1)
 
     def _stages(self, args: Any, name: str, state: StateDict) -> Sequence[int]:
-        """The stages of a parameter: by its layer's number, as NxD divides layers; others by what they are called."""
+        """Stages of a parameter: by its layer's number, as NxD divides layers; outside of layers by its name."""
         numbers = sorted(
             {
                 int(re.findall(r"\d+", match[0])[-1])
-                for each in state
-                if (match := re.match(self.layer_name_pattern, each))
+                for key in state
+                if (match := re.match(self.layer_name_pattern, key))
             }
         )
         match = re.match(self.layer_name_pattern, name)
@@ -287,10 +285,10 @@ class CheckpointConverterBase(NamingRules):
                     f"{len(numbers)} layers"
                 )
             pieces = stage_layers(len(numbers), args.pp_size * args.virtual_pp_size)
-            return [next(piece for piece, own in enumerate(pieces) if number in own) % args.pp_size]
-        if any(each in name for each in ("embed_tokens", "word_embeddings", "wte")):
+            return [next(piece for piece, layers in enumerate(pieces) if number in layers) % args.pp_size]
+        if any(part in name for part in ("embed_tokens", "word_embeddings", "wte")):
             return [0]
-        if any(each in name for each in ("lm_head", "model.norm", "norm_f", "final_layernorm")):
+        if any(part in name for part in ("lm_head", "model.norm", "norm_f", "final_layernorm")):
             return [args.pp_size - 1]
         return range(args.pp_size)
 
@@ -311,7 +309,7 @@ class CheckpointConverterBase(NamingRules):
             file = self._file(args, writer.tp, writer.pp, 0)
             constants[file] = {name: value for name, value in state.items() if not isinstance(value, StoredTensor)}
             tensors += [
-                DividedTensor(value.dtype, value.tensor, [Part(file, (name,), value.shape, _as_it_is)])
+                DividedTensor(value.dtype, value.tensor, [Part(file, (name,), value.shape)])
                 for name, value in state.items()
                 if isinstance(value, StoredTensor)
             ]
@@ -331,26 +329,13 @@ class CheckpointConverterBase(NamingRules):
         return config
 
 
-def _told(report: Callable[[int, int], None], total: int, done: int) -> None:
-    report(done, total)
-
-
-def _as_it_is(value: torch.Tensor) -> torch.Tensor:
-    return value
-
-
 def _shard(spec: ShardSpec, tp: int, ep: int, experts: int, whole: torch.Tensor) -> torch.Tensor:
     shard = spec.local_slice(whole, tp)
     return shard if experts == 1 else shard.chunk(experts)[ep]
 
 
-def _fused_qkv(heads: HeadOrder, parts: Sequence[torch.Tensor], tp: int) -> torch.Tensor:
-    query, key, value = parts
-    return by_rank([heads.ordered(query, 0), heads.repeated(key), heads.repeated(value)], tp)
-
-
 def _spec(tp: int, name: str, dim: int, shape: Sequence[int], stride: int = 1) -> ShardSpec:
-    """The layout of a parameter over tp; `shape` is that of one of `stride` fused blocks."""
+    """The layout of a parameter over tp; `shape` is the shape of one of `stride` fused blocks."""
     if shape[dim] % tp:
         raise ValueError(f"{name}: dim {dim} of {tuple(shape)} is not divisible by --tp_size {tp}")
     full = tuple(size * stride if index == dim else size for index, size in enumerate(shape))
@@ -358,7 +343,7 @@ def _spec(tp: int, name: str, dim: int, shape: Sequence[int], stride: int = 1) -
 
 
 def _flag(text: str) -> bool:
-    """A truth value; upstream takes any text, "False" and "0" too, as true."""
+    """Parses a truth value; upstream takes any text, "False" and "0" too, as true."""
     known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     if text.lower() not in known:
         raise argparse.ArgumentTypeError(f"is to be 1 or 0, true or false, got {text!r}")

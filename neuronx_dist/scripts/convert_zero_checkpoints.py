@@ -1,6 +1,6 @@
-"""`nxd_convert_zero_checkpoints`: the state that NeuronX Distributed's ZeRO-1 saved, for another dp, or whole.
+"""`nxd_convert_zero_checkpoints`: converts the state of NeuronX Distributed's ZeRO-1 to another dp, or to whole states.
 
-    input_dir/optim/dp_rank_03_tp_rank_01_pp_rank_00.pt     rows of every state, as a dp rank has them
+    input_dir/optim/dp_rank_03_tp_rank_01_pp_rank_00.pt     rows of every state, those of a dp rank
     output_dir/optim/full_tp_rank_01_pp_rank_00.pt          --convert_to_full: all rows
 
 tp and pp stay as they are. `load_checkpoint` reads any dp by itself; this is for NeuronX Distributed.
@@ -12,16 +12,15 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from ..checkpoint.convert.convert_command import progress_bar
 from ..checkpoint.errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch
-from ..checkpoint.nxd_files import StoredTensor, stored_state
-from ..checkpoint.nxd_writing import DividedTensor, Part, padded_rows, write_files
-from ..checkpoint.progress import progress_bar
+from ..checkpoint.nxd.nxd_writing import DividedTensor, Part, row_parts, write_files
+from ..checkpoint.nxd.rank_files import StoredTensor, stored_state
 from ..checkpoint.storage import LocalStorage
 
 __all__ = ["convert_zero_checkpoints", "main"]
@@ -31,14 +30,14 @@ _DIVIDED = ("base_state", "sharded_master_weights")
 
 
 class _Rows(NamedTuple):
-    """A state of which each dp rank has rows."""
+    """A state that is divided into rows over dp ranks."""
 
     keys: tuple[Any, ...]
     shape: tuple[int, ...]
     shards: list[StoredTensor]
 
     def read(self) -> torch.Tensor:
-        """All rows, without the zeros behind the last."""
+        """All rows, without padding."""
         rows = torch.cat([shard.tensor() for shard in self.shards])
         return rows[: self.shape[0]] if self.shape else rows[:1]
 
@@ -53,11 +52,11 @@ def convert_zero_checkpoints(
 
     Args:
         input_dir, output_dir: folders of a checkpoint, with a folder `optim`.
-        dp_size: how many dp ranks there are to be; None: whole states.
-        progress: called after each tensor with how many are written, of how many.
+        dp_size: number of dp ranks to divide the states over; None: whole states.
+        progress: called after each tensor with the number of written tensors and the total.
 
     Raises:
-        CheckpointError: there is no such state, or something is in the output folder already.
+        CheckpointError: there is no such state, or the output folder is not empty.
         CheckpointCorrupted: a file is missing, cut off, or holds something that could run.
     """
     storage = LocalStorage(input_dir)
@@ -97,18 +96,21 @@ def convert_zero_checkpoints(
         )
         for file in files:
             constants[file] = _without_tensors(states[0])
-        tensors += [_divided(rows, files) for rows in _rows(states)]
         tensors += [
-            DividedTensor(value.dtype, value.tensor, [Part(file, keys, value.shape, _as_it_is) for file in files])
+            DividedTensor(rows.shards[0].dtype, rows.read, row_parts(files, rows.keys, rows.shape))
+            for rows in _rows(states)
+        ]
+        tensors += [
+            DividedTensor(value.dtype, value.tensor, [Part(file, keys, value.shape) for file in files])
             for keys, value in _common(states[0])
         ]
     for tensor in apart:
         tensor.tensor()  # opens its file, before anything is written
-    write_files(tensors, constants, target, lambda done: progress(done, len(tensors)), xser=xser, marked=False)
+    write_files(tensors, constants, target, progress, xser=xser, marked=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns 0, or 1 with a line that says what is wrong."""
+    """Runs the command; returns 0, or 1 after printing what is wrong."""
     parser = argparse.ArgumentParser(prog="nxd_convert_zero_checkpoints", description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("--input_dir", required=True, help="folder of a checkpoint, with the folder optim")
@@ -132,17 +134,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _rows(states: Sequence[Mapping[str, Any]]) -> Iterator[_Rows]:
-    """The states of which each dp rank has rows."""
+    """The states that are divided into rows over dp ranks."""
     for number, shape in states[0]["shape_info"].items():
-        whole = tuple(shape)
+        full_shape = tuple(shape)
         for entry, value in states[0]["base_state"].get(number, {}).items():
             if _is_divided(entry, value):
                 yield _Rows(
-                    ("base_state", number, entry), whole, [state["base_state"][number][entry] for state in states]
+                    ("base_state", number, entry), full_shape, [state["base_state"][number][entry] for state in states]
                 )
         if number in states[0].get("sharded_master_weights", {}):
             masters = [state["sharded_master_weights"][number] for state in states]
-            yield _Rows(("sharded_master_weights", number), whole, masters)
+            yield _Rows(("sharded_master_weights", number), full_shape, masters)
 
 
 def _common(state: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, ...], StoredTensor]]:
@@ -158,28 +160,13 @@ def _is_divided(entry: str, value: Any) -> bool:
 
 
 def _without_tensors(state: Mapping[str, Any]) -> dict[Any, Any]:
-    """What a file holds beside tensors; a new dict each time."""
-    kept = {key: value for key, value in state.items() if key not in _DIVIDED}
-    kept["base_state"] = {
+    """The content of a file without tensors, as a new dict."""
+    result = {key: value for key, value in state.items() if key not in _DIVIDED}
+    result["base_state"] = {
         number: {entry: value for entry, value in entries.items() if not isinstance(value, StoredTensor)}
         for number, entries in state["base_state"].items()
     }
-    return kept
-
-
-def _divided(rows: _Rows, files: Sequence[str]) -> DividedTensor:
-    """Rows for each of some files, the last ones with zeros behind them; a single file gets them without zeros."""
-    count, *rest = rows.shape or (1,)
-    own = -(-count // len(files))
-    parts = [
-        Part(file, rows.keys, (own, *rest), partial(padded_rows, start=index * own, count=own))
-        for index, file in enumerate(files)
-    ]
-    return DividedTensor(rows.shards[0].dtype, rows.read, parts)
-
-
-def _as_it_is(value: torch.Tensor) -> torch.Tensor:
-    return value
+    return result
 
 
 if __name__ == "__main__":

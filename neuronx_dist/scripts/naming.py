@@ -1,15 +1,15 @@
-"""How parameters are called and divided in NeuronX Distributed's files: rules that converters may change."""
+"""Rules for names and divided dims of parameters in NeuronX Distributed's files, which converters may change."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ..checkpoint.nxd_heads import HeadOrder
+from ..checkpoint.nxd.parameter_layout import HeadOrder, by_rank
 
-__all__ = ["NamingRules", "StateDict", "by_rank"]
+__all__ = ["NamingRules", "StateDict"]
 
 StateDict = dict[str, torch.Tensor]
 
@@ -37,12 +37,12 @@ class NamingRules:
         """The dim of a parameter that is divided over tp.
 
         Raises:
-            AssertionError: none, as far as is known by its name.
+            AssertionError: the name does not tell.
         """
         for fits, dim in (
-            (any(each in name for each in ("embed_tokens", "lm_head")), self.embedding_partition_dim),
+            (any(part in name for part in ("embed_tokens", "lm_head")), self.embedding_partition_dim),
             (self.is_qkv_weight(name), self.qkv_partition_dim),
-            (any(each in name for each in ("gate_proj", "up_proj")), self.gate_up_proj_partition_dim),
+            (any(part in name for part in ("gate_proj", "up_proj")), self.gate_up_proj_partition_dim),
             ("down_proj" in name, self.down_proj_partition_dim),
             ("o_proj" in name, self.o_proj_partition_dim),
         ):
@@ -51,8 +51,8 @@ class NamingRules:
         raise AssertionError(f"which dim of {name} is divided is not known: override get_partition_dim")
 
     def is_qkv_weight(self, name: str) -> bool:
-        """Whether a parameter is a projection of attention's inputs."""
-        return any(each in name for each in ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value"))
+        """Returns whether a parameter is a projection of attention's inputs."""
+        return any(part in name for part in ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value"))
 
     def get_hf_to_nxd_model_keys(self, qkv_linear: bool = True, is_gqa: bool = True) -> tuple[dict[str, str], ...]:
         """The last two parts of names: Hugging Face's -> NxD's, and NxD's -> Hugging Face's."""
@@ -69,7 +69,7 @@ class NamingRules:
     def get_weight_key(
         self, keys_hf_to_nxd: Mapping[str, str], keys_nxd_to_hf: Mapping[str, str], name: str, hf_to_nxd: bool
     ) -> str:
-        """The name of a projection in the other format; any other name as it is."""
+        """The name of a projection in the other format; any other name unchanged."""
         *path, module, entry = name.split(".")
         keys = keys_hf_to_nxd if hf_to_nxd else keys_nxd_to_hf
         other = keys.get(f"{module}.{entry.replace('bias', 'weight')}")
@@ -82,8 +82,8 @@ class NamingRules:
         return "qkv_proj.weight_qkv"
 
     def coalesce_qkv(self, state_dict: StateDict, config: Mapping[str, Any], tp_degree: int) -> StateDict:
-        """Makes `qkv_proj.weight` of three projections: rank by rank its rows of each."""
-        for name in [each for each in state_dict if each.endswith("q_proj.weight")]:
+        """Fuses three projections to `qkv_proj.weight`: rank by rank, its rows of each."""
+        for name in [key for key in state_dict if key.endswith("q_proj.weight")]:
             parts = [state_dict.pop(name.replace("q_proj", f"{letter}_proj")) for letter in "qkv"]
             state_dict[name.replace("q_proj", "qkv_proj")] = by_rank(parts, tp_degree)
         return state_dict
@@ -91,7 +91,7 @@ class NamingRules:
     # --- the config ---------------------------------------------------------------------------------------------------
 
     def _get_config_value(self, config: Mapping[str, Any], name: str, default: Any = None) -> Any:
-        """A value by Hugging Face's name, as `attribute_map` says what it is called here."""
+        """A config value by Hugging Face's name, which `attribute_map` translates."""
         value: Any = config
         for key in self.attribute_map.get(name, name).split("."):
             if not isinstance(value, Mapping) or key not in value:
@@ -109,19 +109,14 @@ class NamingRules:
         return bool(self._get_config_value(config, "num_key_value_heads", queries) != queries)
 
     def _query_rows(self, config: Mapping[str, Any]) -> int:
-        """Rows of the whole query projection."""
+        """Number of rows of the whole query projection."""
         heads, hidden = (self._get_config_value(config, name) for name in ("num_attention_heads", "hidden_size"))
         return int(heads * (self._get_config_value(config, "head_dim") or hidden // heads))
 
     def _divided_dim(self, name: str, value: torch.Tensor) -> int | None:
-        """The dim that is divided over tp, if one is: not of the bias of a layer whose weight is divided by columns."""
+        """The dim that is divided over tp; None for the bias of a layer whose weight is divided by columns."""
         try:
             dim = self.get_partition_dim(name)
         except AssertionError:
             return None
         return dim if dim < value.dim() else None
-
-
-def by_rank(parts: Sequence[torch.Tensor], tp: int) -> torch.Tensor:
-    """Several projections as one: rank by rank its rows of each."""
-    return torch.cat([shard for shards in zip(*(part.chunk(tp) for part in parts)) for shard in shards])

@@ -2,21 +2,18 @@
 
 placements.py    Shard, Replicate, Partial, and their types     device_mesh.py  ranks as a grid with groups
 spec.py          the layout of a tensor, interned               tensor.py       ShardTensor: a wrapper of a local tensor
-bounded.py       tables of plans, of limited size
 local_shapes.py  a layout from one rank's part                  construct.py    distribute, scatter, factories
-moves.py         gather, split, exchange along one mesh dim     redistribute.py from one layout to another
+local_views.py   to_local; torch's DTensors                     awaited.py      redistribute(async_op=True)
 handlers.py      how functions get handlers; the recipe         labels.py       layouts by labels of dims
-extremes.py      maximum, minimum over dims and ranks           local_views.py  to_local; torch's DTensors
-module.py        distribute_module                              fallback.py     functions without a handler
-free_labels.py   the same, on shards that are independent by the checker's rule
-other_mesh.py    to a mesh of other ranks                       typed.py        what the type checker is told
+fallback.py      functions without a handler                    free_labels.py  calls on shards, if they are independent
+typed.py         declarations for the type checker              report.py       the communication, by function
+module.py        distribute_module                              manager.py      DistributedManager
 checkpoint.py    torch.distributed.checkpoint                   compiling.py    torch.compile
-xla.py           XLA's partition specs                          manager.py      DistributedManager
-report.py        what is communicated, by function              attention_plan.py, attention_method.py  attention
-exchange.py      the exchange of a plan, differentiable         intervals.py, windows.py, chains.py  the plans
-one_program.py   the same as one program (XLA)                  pieces.py       parts of a shard
-halo.py, ring.py halos and rings of plain tensors               points.py, fetch.py  neighbours; rows by position
-awaited.py       redistribute(async_op=True)
+xla.py           XLA's partition specs                          bounded.py      tables of plans, of limited size
+halo.py, ring.py halos and rings of plain tensors               points.py       nearest neighbours
+attention_plan.py, attention_method.py  where and how attention is computed
+moves/           shards on their way: plans, exchanges, from one layout to another
+windows/         convolutions, pooling, padding and interpolation: their halos planned and exchanged, local tensors
 ops/             the handlers of torch's functions, one family a file
 """
 
@@ -28,7 +25,7 @@ from .fallback import fallback, set_fallback
 from .handlers import TensorPromotionMode, promotion_mode, sharded
 from .manager import DistributedManager
 from .module import distribute_module, sync_module_over_mesh
-from .ops.deferred import one_exchange
+from .ops.one_exchange import one_exchange
 from .placements import Partial, Placement, Replicate, Shard, spmd_type
 from .report import report
 from .spec import ShardTensorSpec

@@ -1,4 +1,4 @@
-"""How attention between sharded queries and sharded keys communicates: ring, gather or all-to-all, by predicted cost.
+"""The method of attention between sharded queries and sharded keys: ring, gather or all-to-all, by predicted cost.
 
     ring        blocks of keys and values go around, forward once and backward twice; memory: two blocks
     gather      keys and values are whole on every rank
@@ -40,14 +40,14 @@ _notes: ContextVar[tuple[list[Choice], ...]] = ContextVar("attention_choices", d
 
 
 class Cost(NamedTuple):
-    """Of the rank that has most: bytes that travel to or from it in forward and backward, and bytes that it holds."""
+    """Bytes sent to or from the rank that has most, in forward and backward, and bytes that this rank holds."""
 
     bytes: int
     memory: int
 
 
 class Choice(NamedTuple):
-    """Which method an attention uses.
+    """The method that an attention uses.
 
     Attributes:
         method: the one that is used.
@@ -69,7 +69,7 @@ def _checked(method: str) -> str:
 
 
 def set_attention_method(method: str) -> None:
-    """How attention communicates, from now on: "ring", "gather", "all_to_all", or "auto", by predicted cost."""
+    """Sets the method of all following attentions: "ring", "gather", "all_to_all", or "auto", by predicted cost."""
     _default[0] = _checked(method)
 
 
@@ -84,13 +84,13 @@ def attention_method(method: str) -> Iterator[None]:
 
 
 def forced_method() -> str:
-    """The method that is set, or "auto"."""
+    """Returns the method that is set, or "auto"."""
     return _method.get() or _default[0]
 
 
 @contextmanager
 def zigzag(ranks: int) -> Iterator[None]:
-    """Inside, tokens are in zig-zag order for so many ranks, as `attention.zigzag_order` gives it.
+    """Declares that tokens inside are in the zig-zag order of `attention.zigzag_order` for this number of ranks.
 
     Causal attention then goes by their positions in the sequence, and every rank computes as much.
 
@@ -107,7 +107,7 @@ def zigzag(ranks: int) -> Iterator[None]:
 
 
 def token_order() -> int:
-    """The number of ranks for which tokens are in zig-zag order; 0: they are in their own order."""
+    """Returns the number of ranks for which tokens are in zig-zag order; 0 if they are in the order of the sequence."""
     return _order.get()
 
 
@@ -123,7 +123,7 @@ def attention_choices() -> Iterator[list[Choice]]:
 
 
 def note_choice(choice: Choice) -> None:
-    """Tells who collects choices, and open reports."""
+    """Reports a choice to the collectors of choices, and to open reports."""
     for choices in _notes.get():
         choices.append(choice)
     why = "forced" if choice.forced else "of least cost"
@@ -141,7 +141,7 @@ def predicted(
     grad: bool,
     heads_divide: bool,
 ) -> dict[str, Cost]:
-    """The costs of the possible methods.
+    """Returns the predicted cost of each possible method.
 
     Args:
         sizes_q, sizes_k: queries and keys of each rank.
@@ -158,8 +158,8 @@ def predicted(
         return forward + (ring_elements(sizes_k, rank, row_k, backward=True) if grad else 0)
 
     def gather(rank: int) -> int:
-        own = sizes_k[rank]
-        return row_k * max((ranks - 1) * own, keys - own) * (2 if grad else 1)
+        local_keys = sizes_k[rank]
+        return row_k * max((ranks - 1) * local_keys, keys - local_keys) * (2 if grad else 1)
 
     def all_to_all(rank: int) -> int:
         sent = (sizes_q[rank] * row_q + sizes_k[rank] * row_k) * (ranks - 1) // ranks
@@ -177,7 +177,7 @@ def predicted(
 
 
 def choose(costs: Mapping[str, Cost], forced: str, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> Choice:
-    """The method that is forced, or the cheapest one.
+    """Returns the forced method, or else the cheapest one.
 
     Raises:
         ValueError: the one that is forced cannot be used.

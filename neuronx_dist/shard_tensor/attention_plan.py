@@ -1,4 +1,4 @@
-"""Where attention is computed, from the layouts of its operands alone.
+"""The plan of an attention: where it is computed, from the layouts of its operands alone.
 
 On each mesh dim one thing is sharded, that of the largest operands:
 
@@ -21,19 +21,19 @@ import torch
 from ..attention import Keys, Runs, cut, zigzag_runs
 from .attention_method import Choice, choose, predicted
 from .labels import planned
+from .moves.redistribute import Step, steps
 from .placements import Placement, Replicate, Shard
-from .redistribute import Step, steps
 from .spec import ShardTensorSpec, chunk_sizes, make_spec
 
-__all__ = ["AttentionPlan", "Call", "plan_attention"]
+__all__ = ["AttentionPlan", "AttentionCall", "plan_attention"]
 
 _HEADS = -1  # the label of the dim before the rows; those before it are -2, -3, ...
 _ROWS, _KEYS, _FEATURES = "rows", "keys", "features"
 Sizes = tuple[int, ...]
 
 
-class Call(NamedTuple):
-    """What decides how attention is computed, but for layouts."""
+class AttentionCall(NamedTuple):
+    """The facts that decide the plan of an attention beside layouts."""
 
     causal: bool
     gqa: bool
@@ -45,7 +45,7 @@ class Call(NamedTuple):
 
 
 class Role(NamedTuple):
-    """What is sharded on a mesh dim: a label and its sizes; for a ring the keys too."""
+    """The label that a mesh dim shards, with its sizes; for a ring the keys too."""
 
     label: Any
     sizes: Sizes
@@ -53,7 +53,7 @@ class Role(NamedTuple):
 
 
 class AttentionPlan(NamedTuple):
-    """How attention is computed.
+    """The plan of an attention.
 
     Attributes:
         moved: for q, k, v and mask, what brings them where they are used.
@@ -89,9 +89,9 @@ class _Operands(NamedTuple):
 
 @planned
 def plan_attention(
-    q: ShardTensorSpec, k: ShardTensorSpec, v: ShardTensorSpec, mask: ShardTensorSpec | None, call: Call
+    q: ShardTensorSpec, k: ShardTensorSpec, v: ShardTensorSpec, mask: ShardTensorSpec | None, call: AttentionCall
 ) -> AttentionPlan:
-    """The plan for operands of these layouts; it never communicates.
+    """Returns the plan for operands of these layouts; never communicates.
 
     Raises:
         ValueError: shapes that do not fit; a method that is forced and cannot be used.
@@ -109,7 +109,7 @@ def plan_attention(
                 returned[m] = Role(_ROWS, role.sizes)
     out_shape = (*operands.batch, q.shape[-2], v.shape[-1])
     out_labels = (*range(-len(operands.batch), 0), _ROWS, _FEATURES)
-    spec, result = (_out(q, each, out_labels, out_shape) for each in (roles, returned))
+    spec, result = (_out(q, placed, out_labels, out_shape) for placed in (roles, returned))
     moved, whole_heads = _moves(operands, roles)
     used = _parts(roles, spec, k.shape[-2])
     heads = None
@@ -122,9 +122,9 @@ def plan_attention(
 
 
 def _labelled(
-    q: ShardTensorSpec, k: ShardTensorSpec, v: ShardTensorSpec, mask: ShardTensorSpec | None, call: Call
+    q: ShardTensorSpec, k: ShardTensorSpec, v: ShardTensorSpec, mask: ShardTensorSpec | None, call: AttentionCall
 ) -> _Operands:
-    shapes = [tuple(each.shape) for each in (q, k, v)]
+    shapes = [tuple(operand.shape) for operand in (q, k, v)]
     text = f"scaled_dot_product_attention: q {list(shapes[0])}, k {list(shapes[1])}, v {list(shapes[2])}"
     if min(map(len, shapes)) < 2 or shapes[0][-1] != shapes[1][-1] or shapes[1][-2] != shapes[2][-2]:
         raise ValueError(f"{text}: they must be [.., rows, e], [.., keys, e] and [.., keys, ev]")
@@ -141,9 +141,9 @@ def _labelled(
     except RuntimeError as error:
         raise ValueError(f"{text}: the dims before the last two cannot be broadcast") from error
 
-    def labels(own: Sequence[int], last: tuple[Any, ...]) -> tuple[Any, ...]:
-        names = range(-len(own), 0)
-        return (*(name if size == batch[name] else None for name, size in zip(names, own)), *last)
+    def labels(sizes: Sequence[int], last: tuple[Any, ...]) -> tuple[Any, ...]:
+        names = range(-len(sizes), 0)
+        return (*(name if size == batch[name] else None for name, size in zip(names, sizes)), *last)
 
     named = [labels(before[0], (_ROWS, None)), labels(before[1], (_KEYS, None)), labels(before[2], (_KEYS, _FEATURES))]
     if mask is not None:
@@ -157,13 +157,13 @@ def _labelled(
 
 
 def _roles(operands: _Operands) -> list[Role | None]:
-    """What is sharded on each mesh dim."""
+    """Returns the sharded label on each mesh dim."""
     q = operands.specs[0]
     assert q is not None
-    taken: set[Any] = set()
+    assigned: set[Any] = set()
     roles: list[Role | None] = []
     for m in range(q.mesh.ndim):
-        votes = _votes(operands, m, range(3), taken) or _votes(operands, m, range(3, len(operands.labels)), taken)
+        votes = _votes(operands, m, range(3), assigned) or _votes(operands, m, range(3, len(operands.labels)), assigned)
         sequence = {key: weight for key, weight in votes.items() if key[0] in (_ROWS, _KEYS)}
         others = {key: weight for key, weight in votes.items() if key not in sequence}
         role = None
@@ -173,16 +173,16 @@ def _roles(operands: _Operands) -> list[Role | None]:
                 role = Role(_ROWS, sizes[_ROWS], sizes[_KEYS])
             else:
                 role = Role(*next(iter(sizes.items())))
-            taken.update(sizes)
+            assigned.update(sizes)
         elif others:
             role = Role(*max(others, key=others.__getitem__))
-            taken.add(role.label)
+            assigned.add(role.label)
         roles.append(role)
     return roles
 
 
-def _votes(operands: _Operands, m: int, indices: Sequence[int], taken: set[Any]) -> dict[tuple[Any, Sizes], int]:
-    """The elements of the operands that shard a label, by label and sizes."""
+def _votes(operands: _Operands, m: int, indices: Sequence[int], assigned: set[Any]) -> dict[tuple[Any, Sizes], int]:
+    """Counts the elements of the operands that shard a label, by label and sizes."""
     votes: dict[tuple[Any, Sizes], int] = {}
     for index in indices:
         spec = operands.specs[index]
@@ -190,7 +190,7 @@ def _votes(operands: _Operands, m: int, indices: Sequence[int], taken: set[Any])
             continue
         label, along = operands.labels[index][placement.dim], spec.sizes[m]
         assert along is not None
-        if label is None or label in taken:
+        if label is None or label in assigned:
             continue
         if label == _HEADS and index in (1, 2):
             along = tuple(size * operands.groups for size in along)
@@ -198,18 +198,18 @@ def _votes(operands: _Operands, m: int, indices: Sequence[int], taken: set[Any])
     return votes
 
 
-def _choice(operands: _Operands, roles: Sequence[Role | None], m: int, call: Call) -> Choice:
+def _choice(operands: _Operands, roles: Sequence[Role | None], m: int, call: AttentionCall) -> Choice:
     q, k, v = operands.specs[:3]
     assert q is not None and k is not None and v is not None
     role, ranks = roles[m], q.mesh.shape[m]
     assert role is not None and role.key_sizes is not None
-    others = [each for index, each in enumerate(roles) if index != m and each is not None]
+    others = [other for index, other in enumerate(roles) if index != m and other is not None]
     batch = prod(operands.batch)
-    for each in others:  # what other mesh dims shard, of the rank with most
-        if each.label in range(-len(operands.batch), 0):
-            batch = batch * max(each.sizes) // max(sum(each.sizes), 1)
+    for other in others:  # the batch of the rank that has most, after the cuts by other mesh dims
+        if other.label in range(-len(operands.batch), 0):
+            batch = batch * max(other.sizes) // max(sum(other.sizes), 1)
     features = q.shape[-1] + v.shape[-1]
-    free = bool(operands.batch) and all(each.label != _HEADS for each in others)
+    free = bool(operands.batch) and all(other.label != _HEADS for other in others)
     divide = free and all(
         spec.shape[-3:-2].numel() % ranks == 0 and operands.labels[index][-3:-2] == (_HEADS,)
         for index, spec in enumerate((q, k, v))
@@ -239,7 +239,7 @@ def _out(
 
 
 def _moves(operands: _Operands, roles: Sequence[Role | None]) -> tuple[tuple[tuple[Step, ...], ...], bool]:
-    """The steps of each operand, and whether key heads stay whole while query heads are sharded."""
+    """Returns the steps of each operand, and whether key heads stay whole while query heads are sharded."""
     moved, whole_heads = [], False
     used = [m for m, role in enumerate(roles) if role is not None]
     for index, labels in enumerate(operands.labels):
@@ -268,19 +268,19 @@ def _moves(operands: _Operands, roles: Sequence[Role | None]) -> tuple[tuple[tup
 
 
 def _parts(roles: Sequence[Role | None], spec: ShardTensorSpec, keys: int) -> tuple[tuple[int, int], ...]:
-    """Which part of the weights this rank computes."""
+    """Returns the part of the attention weights that this rank computes."""
     parts = [(spec.offsets[d], spec.offsets[d] + spec.local_shape[d]) for d in range(len(spec.shape) - 1)]
-    own = (0, keys)
+    local_keys = (0, keys)
     coordinate = spec.mesh.get_coordinate()
     for m, role in enumerate(roles):
         if role is not None and role.label == _KEYS:
             index = 0 if coordinate is None else coordinate[m]
-            own = sum(role.sizes[:index]), sum(role.sizes[: index + 1])
-    return (*parts, own)
+            local_keys = sum(role.sizes[:index]), sum(role.sizes[: index + 1])
+    return (*parts, local_keys)
 
 
 def _keys(
-    roles: Sequence[Role | None], parts: Sequence[tuple[int, int]], rows: int, keys: int, call: Call
+    roles: Sequence[Role | None], parts: Sequence[tuple[int, int]], rows: int, keys: int, call: AttentionCall
 ) -> tuple[Keys | None, int | None]:
     sizes: Sizes = (keys,)
     merged, mesh_dim = False, None
@@ -293,9 +293,9 @@ def _keys(
         return None, None
     order_q, order_k = _order(rows, call), _order(keys, call)
     bounds = [(sum(sizes[:index]), sum(sizes[: index + 1])) for index in range(len(sizes))]
-    positions = tuple(cut(order_k, *each) for each in bounds)
+    positions = tuple(cut(order_k, *ends) for ends in bounds)
     return Keys(sizes, merged, cut(order_q, *parts[-2]), positions), mesh_dim
 
 
-def _order(length: int, call: Call) -> Runs:
+def _order(length: int, call: AttentionCall) -> Runs:
     return zigzag_runs(length, call.order) if call.order else ((0, length),)

@@ -1,6 +1,6 @@
 """The result of `redistribute(async_op=True)`: a ShardTensor that waits for its values when they are first asked for.
 
-Its layout is known at once. All that travels is under way as one exchange (`other_mesh.py`), whatever the placements.
+Its layout is known at once. One exchange is under way (`moves/other_mesh.py`), whatever the placements.
 """
 
 from __future__ import annotations
@@ -10,54 +10,71 @@ from typing import Any
 
 import torch
 
-from ..comm.select import in_one_program
+from ..comm.rank_selection import in_one_program
 from ..spmd.watching import active
+from ..torch_internals.autograd import apply_without_transforms
+from ..torch_internals.tensors import make_wrapper_subclass, version_of
 from .handlers import FUNCTIONS
-from .other_mesh import moved_to_mesh, start_move
-from .pending import Pending
+from .moves.other_mesh import moved_to_mesh, start_move
+from .moves.redistribute import moved
 from .placements import Partial
-from .redistribute import moved
 from .spec import ShardTensorSpec, gradient_spec
-from .tensor import ShardTensor, in_layout, local_of, wrap
+from .tensor import ShardTensor, in_layout, local_of, wrap, written
 
 __all__ = ["start_redistribute"]
 
 Finish = Callable[[], torch.Tensor]
 
 
-class Awaited(Pending):
-    """A ShardTensor whose local tensor is on its way."""
+_LOCAL: Any = ShardTensor._local  # the slot
 
-    __slots__ = ()
 
-    _finish: Finish
+class Awaited(ShardTensor):
+    """A ShardTensor whose local tensor is on its way, until it is first asked for.
 
-    def _values(self) -> torch.Tensor:
-        local = self._finish()
-        del self._finish
+    Attributes:
+        _finish: waits, and returns the local tensor; None once that is here.
+    """
+
+    __slots__ = ("_finish",)
+
+    _finish: Finish | None
+
+    @property
+    def _local(self) -> torch.Tensor:
+        if self._finish is not None:
+            _LOCAL.__set__(self, self._finish())
+            self._finish = None
+            with torch.enable_grad():
+                written(self)
+        local: torch.Tensor = _LOCAL.__get__(self)
         return local
+
+    @_local.setter
+    def _local(self, local: torch.Tensor) -> None:
+        _LOCAL.__set__(self, local)
 
 
 def start_redistribute(x: ShardTensor, target: ShardTensorSpec) -> ShardTensor:
-    """`x` in the layout `target`, begun.
+    """Starts the move of `x` to the layout `target`.
 
     Raises:
         RuntimeError: where its values are asked for: `x` was modified in place meanwhile.
         NotImplementedError: a Partial that is no sum.
     """
-    for each in (*x._spec.placements, *target.placements):
-        if isinstance(each, Partial) and each.reduce_op != "sum":
+    for placement in (*x._spec.placements, *target.placements):
+        if isinstance(placement, Partial) and placement.reduce_op != "sum":
             raise NotImplementedError(
-                f"redistribute(async_op=True) of {each!r}: only sums travel so; leave async_op out"
+                f"redistribute(async_op=True) of {placement!r}: only sums travel so; leave async_op out"
             )
     if active() is not None or in_one_program(x._local):  # the checker judges the moves; XLA's compiler orders them
         return wrap(moved(local_of(x), x._spec, target), target)
     source, spec, grad_enabled = local_of(x), x._spec, torch.is_grad_enabled()
-    version = source._version
+    version = version_of(source)
     move = start_move(source.detach(), spec, target)
 
     def finish() -> torch.Tensor:
-        if source._version != version:
+        if version_of(source) != version:
             raise RuntimeError("redistribute(async_op=True): the tensor was modified in place while it was travelling")
         with torch.set_grad_enabled(grad_enabled):
             return moved_to_mesh(source, spec, target, move)
@@ -71,13 +88,13 @@ def start_redistribute(x: ShardTensor, target: ShardTensorSpec) -> ShardTensor:
 
 
 def _outlined(source: torch.Tensor, target: ShardTensorSpec, finish: Finish) -> Awaited:
-    result = Awaited.outlined(source, target)
-    result._finish = finish
+    result: Awaited = make_wrapper_subclass(Awaited, target.shape, dtype=source.dtype, device=source.device)
+    result._spec, result._finish = target, finish
     return result
 
 
 class _Await(torch.autograd.Function):
-    """The graph that a foreign autograd function finds before the values are there."""
+    """Node of the graph that a foreign autograd function finds before the values are there."""
 
     @staticmethod
     def forward(
@@ -94,6 +111,6 @@ class _Await(torch.autograd.Function):
         return moved_to_mesh(in_layout(grad, ctx.back[0]), *ctx.back), None, None, None
 
 
-_await: Callable[..., Awaited] = super(torch.autograd.Function, _Await).apply
+_await: Callable[..., Awaited] = apply_without_transforms(_Await)
 
 FUNCTIONS[ShardTensor.redistribute] = start_redistribute

@@ -1,4 +1,4 @@
-"""A table of what was computed once, such as plans by layout, of which only so many entries are kept."""
+"""A table of computed values, such as plans by layout, with a limited number of entries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Bounded"]
 
 
 class Bounded(dict[Any, Any]):
-    """A dict that forgets the quarter that it learned first, when it has `most` entries.
+    """A dict that drops its oldest quarter when it has `most` entries.
 
     Reading it costs what reading a dict does, since the order of use is not kept: an entry in use is computed again
     once in `most` new ones.

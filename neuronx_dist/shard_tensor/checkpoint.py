@@ -27,7 +27,7 @@ __all__ = ["create_chunk_list", "create_write_items", "get_tensor_shard"]
 
 
 def create_write_items(self: ShardTensor, fqn: str, object: Any) -> list[WriteItem]:
-    """What this rank writes of the tensor named `fqn`."""
+    """Returns the write items of this rank for the tensor named `fqn`."""
     _check(self, fqn)
     return [
         WriteItem(
@@ -40,7 +40,7 @@ def create_write_items(self: ShardTensor, fqn: str, object: Any) -> list[WriteIt
 
 
 def create_chunk_list(self: ShardTensor) -> list[ChunkStorageMetadata]:
-    """This rank's block: its offsets and sizes."""
+    """Returns the offsets and sizes of this rank's block."""
     _check(self, "a tensor")
     if self._spec.mesh.get_coordinate() is None or self._local.numel() == 0 < self._spec.shape.numel():
         return []
@@ -48,7 +48,7 @@ def create_chunk_list(self: ShardTensor) -> list[ChunkStorageMetadata]:
 
 
 def get_tensor_shard(self: ShardTensor, index: MetadataIndex) -> torch.Tensor:
-    """The memory of this rank's block, which is read or written to."""
+    """Returns the memory of this rank's block, to be saved or loaded into."""
     if index.offset is not None and tuple(index.offset) != self._spec.offsets:
         raise ValueError(
             f"{index.fqn}: a block at {tuple(index.offset)} was asked for, and this rank's is at {self._spec.offsets}"

@@ -7,9 +7,9 @@ between breaks, of plain tensors, is compiled.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from torch._C._dynamo import eval_frame
+from ..torch_internals.operators import skip_in_compiler
 
 __all__ = ["run_as_it_is"]
 
@@ -17,9 +17,6 @@ _Function = TypeVar("_Function")
 
 
 def run_as_it_is(function: _Function) -> _Function:
-    """Decorates a function that no compiler looks into."""
-    marked: Any = function
-    marked._torchdynamo_disable = True
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(marked.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    """Decorates a function so that `torch.compile` does not trace it."""
+    skip_in_compiler(function)
     return function

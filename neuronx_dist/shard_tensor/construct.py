@@ -1,4 +1,4 @@
-"""Making ShardTensors: from a whole tensor, from one that a single rank has, and from sizes alone.
+"""Making ShardTensors: from a whole tensor, from a tensor of a single rank, and from sizes alone.
 
 Random factories give the values of one process at any layout: each rank draws the whole tensor from the default
 generator, which has the same state on all ranks, and keeps its part.
@@ -49,7 +49,7 @@ def distribute_tensor(
     sizes: Sequence[Sequence[int] | None] | None = None,
     src: int | None = 0,
 ) -> ShardTensor:
-    """A tensor that all ranks have, as a leaf of which each rank keeps its part.
+    """Distributes a tensor that all ranks have: a leaf of which each rank stores its part.
 
     Args:
         tensor: a leaf, of the same shape on all ranks; a meta tensor stays one, and nothing is communicated.
@@ -98,7 +98,7 @@ def scatter_tensor(
     *,
     sizes: Sequence[Sequence[int] | None] | None = None,
 ) -> ShardTensor:
-    """A tensor that one rank has, as a leaf of which every rank is sent its part only.
+    """Distributes a tensor that one rank has: a leaf of which every rank receives its part only.
 
     Args:
         tensor: None on ranks other than `global_src`.
@@ -130,7 +130,7 @@ def scatter_tensor(
 
 
 def own_piece(whole: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
-    """This rank's part of a whole tensor, as a view."""
+    """Returns this rank's part of a whole tensor, as a view."""
     if spec.mesh.communicators is None:
         return whole.reshape(-1)[:0].view(spec.local_shape)
     for _, dim in spec.sharded:
@@ -147,34 +147,34 @@ def _broadcast_object(obj: Any, mesh: DeviceMesh, src: int) -> Any:
 def _sent(
     whole: torch.Tensor | None, spec: ShardTensorSpec, src: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """This rank's part of the tensor that rank `src` of the mesh has, by its index in `mesh.mesh.flatten()`.
+    """Returns this rank's part of the tensor on the rank with index `src` in `mesh.mesh.flatten()`.
 
     One mesh dim after the other: after each, the ranks that differ from `src` along the dims so far have their parts
     along these.
     """
     mesh = spec.mesh
-    own, source = mesh.get_coordinate(), list(mesh.coordinate_of(src))
-    if own is None:
+    coordinate, source = mesh.get_coordinate(), list(mesh.coordinate_of(src))
+    if coordinate is None:
         return torch.empty(spec.local_shape, dtype=dtype, device=device)
     shape = list(spec.shape)
-    part = whole if own == source else None
+    part = whole if coordinate == source else None
     for m, placement in enumerate(spec.placements):
         group = mesh.communicator(m)
-        takes_part = own[m + 1 :] == source[m + 1 :]
+        takes_part = coordinate[m + 1 :] == source[m + 1 :]
         sizes = spec.sizes[m]
         if isinstance(placement, Shard):
             assert sizes is not None
             dim = placement.dim
-            shape[dim] = sizes[own[m]]
+            shape[dim] = sizes[coordinate[m]]
             if not takes_part:
                 continue
-            if own[m] == source[m]:
+            if coordinate[m] == source[m]:
                 assert part is not None
                 pieces = part.split(list(sizes), dim)
                 for index, piece in enumerate(pieces):
-                    if index != own[m] and piece.numel():
+                    if index != coordinate[m] and piece.numel():
                         comm.send(piece.contiguous(), group, dst=index)
-                part = pieces[own[m]]
+                part = pieces[coordinate[m]]
             else:
                 part = torch.empty(shape, dtype=dtype, device=device)
                 if part.numel():
@@ -205,7 +205,7 @@ def _spec(
 def _leaf(
     make: Callable[[Sequence[int]], torch.Tensor], spec: ShardTensorSpec, requires_grad: bool, *, is_drawn: bool = False
 ) -> ShardTensor:
-    """This rank's part of what `make` gives for a shape; what is drawn is so whole, with the values of one process."""
+    """Returns this rank's part of what `make` draws for the full shape, with the values of one process."""
     if is_drawn:
         return as_leaf(own_piece(make(spec.shape), spec).clone(), spec, requires_grad)
     return as_leaf(make(spec.local_shape), spec, requires_grad)
@@ -254,7 +254,7 @@ def full(
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
 ) -> ShardTensor:
-    """`torch.full` of which each rank makes its part."""
+    """`torch.full`, of which each rank creates its part."""
     spec = _spec(torch.Size(size), device_mesh, placements, sizes)
     make = partial(torch.full, fill_value=fill_value, dtype=dtype, device=_device(spec.mesh))
     return _leaf(make, spec, requires_grad)
@@ -282,7 +282,7 @@ def arange(
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
 ) -> ShardTensor:
-    """`torch.arange([start,] end[, step])` of which each rank keeps its part."""
+    """`torch.arange([start,] end[, step])`, of which each rank stores its part."""
     mesh = device_mesh or current_mesh()
     whole = torch.arange(*bounds, dtype=dtype, device=_device(mesh))
     spec = make_spec(mesh, placements, whole.shape, sizes)

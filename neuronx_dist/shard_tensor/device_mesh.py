@@ -15,16 +15,16 @@ from math import prod
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from .. import comm
 from ..comm import Communicator, launch
 from ..comm.context import Context
-from ..comm.rank_numbers import concrete
+from ..comm.ranks.rank_numbers import concrete
 from ..mesh import DENSE_AXES, Axis, Mesh
 from ..spmd import no_typecheck
 from ..spmd.watching import active
+from ..torch_internals.fake_tensors import unset_fake_temporarily
 from .bounded import Bounded
 
 __all__ = ["DeviceMesh", "current_mesh", "group_over", "init_device_mesh"]
@@ -69,7 +69,7 @@ class DeviceMesh:
 
     @classmethod
     def from_axes(cls, axes: Axis = "world", *, device_type: str = "cpu") -> DeviceMesh:
-        """The mesh of which each dim is an axis of the current mesh: this rank's part of it, with the axes' names.
+        """Returns a mesh of axes of the current mesh, with their names: this rank's part of it.
 
         Example:
             >>> DeviceMesh.from_axes(("dp", "tp"))
@@ -83,11 +83,11 @@ class DeviceMesh:
 
     @classmethod
     def from_torch(cls, mesh: Any) -> DeviceMesh:
-        """The same mesh as a `torch.distributed.DeviceMesh`."""
+        """Returns the mesh with the ranks and names of a `torch.distributed.DeviceMesh`."""
         return cls(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
 
     def to_torch(self) -> Any:
-        """This mesh as a `torch.distributed.DeviceMesh`, made once. All ranks of the world call it."""
+        """Returns this mesh as a `torch.distributed.DeviceMesh`, made once. All ranks of the world call it."""
         if "torch" not in self.tables:
             self.tables["torch"] = TorchMesh(self.device_type, self.mesh, mesh_dim_names=self.mesh_dim_names)
         return self.tables["torch"]
@@ -97,11 +97,11 @@ class DeviceMesh:
         return prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
 
     def get_coordinate(self) -> list[int] | None:
-        """This rank's index along each dim; None: it is no part of the mesh."""
+        """Returns this rank's index along each dim; None for a rank outside of the mesh."""
         return None if self.communicators is None else [communicator.rank for communicator in self.communicators]
 
     def coordinate_of(self, number: int) -> tuple[int, ...]:
-        """The index along each dim of the rank `mesh.flatten()[number]`."""
+        """Returns the index along each dim of the rank `mesh.flatten()[number]`."""
         result: list[int] = []
         for size in reversed(self.shape):
             number, index = divmod(number, size)
@@ -109,21 +109,21 @@ class DeviceMesh:
         return tuple(reversed(result))
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """This rank's index along a dim, which may be left out where there is one."""
+        """Returns this rank's index along a dim; `mesh_dim` may be left out if there is one dim."""
         return self.communicator(mesh_dim).rank
 
     def get_rank(self) -> int:
-        """This rank's number in the job."""
+        """Returns this rank's number in the job."""
         return _context().rank
 
     def communicator(self, mesh_dim: int | str | None = None) -> Communicator:
-        """This rank's group along a dim, as every function of this package that communicates takes it."""
+        """Returns this rank's group along a dim, for every function of this package that communicates."""
         if self.communicators is None:
             raise RuntimeError(f"rank {_context().rank} is no part of {self}")
         return self.communicators[self._index(mesh_dim)]
 
     def groups_over(self, mesh_dims: tuple[int, ...]) -> tuple[tuple[Communicator, tuple[int, ...]], ...]:
-        """The groups that reduce over some dims, one after the other, and the dims of each.
+        """Returns the groups that reduce over some dims, one after the other, and the dims of each.
 
         It is one group over all of these dims, row-major, where the job's axes have it. The type checker knows dims
         that are no axes one by one only.
@@ -148,7 +148,7 @@ class DeviceMesh:
         return None if axis is None else context.communicator(axis)
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        """The torch ProcessGroup along a dim.
+        """Returns the torch ProcessGroup along a dim.
 
         Raises:
             RuntimeError: ranks have no process groups (they are threads, or are played): use `communicator`.
@@ -163,15 +163,15 @@ class DeviceMesh:
         return group
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
-        """This rank's part of the mesh along some of its dims."""
+        """Returns this rank's part of the mesh along some of its dims."""
         chosen = (names,) if isinstance(names, str) else tuple(names)
         dims = [self._index(name) for name in chosen]
         coordinate = self.get_coordinate()
         if coordinate is None:
             raise RuntimeError(f"rank {_context().rank} is no part of {self}")
         index = tuple(slice(None) if dim in dims else coordinate[dim] for dim in range(self.ndim))
-        kept = sorted(dims)
-        ranks = self.mesh[index].permute([kept.index(dim) for dim in dims])
+        sorted_dims = sorted(dims)
+        ranks = self.mesh[index].permute([sorted_dims.index(dim) for dim in dims])
         return _interned(self.device_type, ranks, chosen, [self.communicator(dim) for dim in dims])
 
     def _index(self, mesh_dim: int | str | None) -> int:
@@ -208,7 +208,7 @@ class DeviceMesh:
 def init_device_mesh(
     device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
 ) -> DeviceMesh:
-    """A mesh over all ranks of the job, row-major; one size may be -1 and is what the others leave.
+    """Makes a mesh over all ranks of the job, row-major; one size may be -1, computed from the number of ranks.
 
     Raises:
         ValueError: the sizes do not make up the job's number of ranks.
@@ -227,7 +227,7 @@ def init_device_mesh(
 
 
 def current_mesh(device_type: str = "cpu") -> DeviceMesh:
-    """The mesh of the innermost `with mesh:`, else that of the job's axes, else one dim over all of its ranks.
+    """Returns the mesh of the innermost `with mesh:`, else of the job's axes, else one dim over all ranks of the job.
 
     Axes of one rank are left out; where one axis has all ranks, the dim has no name, as that of `init_device_mesh`.
     """
@@ -242,7 +242,7 @@ def current_mesh(device_type: str = "cpu") -> DeviceMesh:
 
 
 def group_over(first: DeviceMesh, second: DeviceMesh) -> Communicator | None:
-    """The group of all ranks of two meshes; None on a rank outside. Made once, by all ranks of the job."""
+    """Returns the group of all ranks of two meshes; None on a rank outside. Created once, by all ranks of the job."""
     context = _context()
     ranks = sorted({*first.mesh.flatten().tolist(), *second.mesh.flatten().tolist()})
     for mesh in (first, second):
@@ -263,7 +263,7 @@ def rebuilt(device_type: str, ranks: Any, names: tuple[str, ...] | None) -> Devi
 
 
 def _context() -> Context:
-    """The current context; a job without one becomes a mesh of data-parallel ranks."""
+    """Returns the current context; a job without one becomes a mesh of data-parallel ranks."""
     if not comm.is_initialized():
         world_size, _ = launch.world()
         launch.connect(Mesh(world_size), lazy=True)
@@ -272,7 +272,7 @@ def _context() -> Context:
 
 @contextmanager
 def _with_values() -> Iterator[None]:
-    """Inside, tensors have values and no types, also in a check: numbers of ranks."""
+    """Lets tensors, such as numbers of ranks, have values and no types inside, also in a check."""
     with no_typecheck(), unset_fake_temporarily():
         yield
 
@@ -283,7 +283,7 @@ def _interned(
     names: tuple[str, ...] | None,
     groups: Sequence[Axis | Communicator] | None = None,
 ) -> DeviceMesh:
-    """The one mesh of these ranks and names in this context. `groups`: along each dim, where they are known."""
+    """Returns the one mesh of these ranks and names in this context. `groups`: along each dim, if known."""
     context = _context()
     with _with_values():
         return _known(context, device_type, ranks, names, groups)
@@ -328,26 +328,26 @@ def _known(
 def _group(
     context: Context, ranks: torch.Tensor, dim: int, names: tuple[str, ...] | None
 ) -> Axis | Communicator | None:
-    """The ranks along a dim: an axis of the context's mesh where they are its groups, else a group of their own."""
+    """Returns the group along a dim: an axis of the context's mesh that has these groups, else a new group."""
     rows = _rows(ranks, (dim,))
-    own = next((row for row in rows if context.rank in row), None)
+    local_row = next((row for row in rows if context.rank in row), None)
     axis = _axis_of(context, rows)
     if axis is not None:
         return axis
     label = f"{names[dim] if names else f'mesh dim {dim}'}"
     group = context.new_group(rows, label)
-    return group if own is not None else None
+    return group if local_row is not None else None
 
 
 def _rows(ranks: torch.Tensor, dims: tuple[int, ...]) -> list[list[int]]:
-    """The ranks of each group along some dims."""
+    """Returns the ranks of each group along some dims."""
     count = prod(ranks.shape[dim] for dim in dims)
     rows: list[list[int]] = ranks.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, count).tolist()
     return rows
 
 
 def _axis_of(context: Context, rows: list[list[int]]) -> Axis | None:
-    """The axis of the context's mesh of which these are all groups."""
+    """Returns the axis of the context's mesh whose groups are these."""
     axis = context.mesh.axis_of(rows[0])
     everybody = len(rows) * len(rows[0]) == context.mesh.world_size
     if axis is not None and everybody and all(list(context.mesh.group_of(axis, row[0])) == row for row in rows):

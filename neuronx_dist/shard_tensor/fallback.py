@@ -1,9 +1,9 @@
-"""What computes a function that has no handler: on shards, if they are independent (`free_labels.py`).
+"""Fallback for functions without a handler: computed on shards if these are independent (`free_labels.py`).
 
-Else its operands are gathered, and its results split again.
+Else the operands are gathered, and the results split again.
 
-Nothing is gathered silently: each call site is warned of once, with the function, the bytes, and what to do. DTensor's
-own rules are not used, since they are wrong for shards that are no chunks.
+Nothing is gathered silently: a warning names each call site once, with the function, the bytes, and the remedy.
+DTensor's rules are not used, since they are wrong for shards that are no chunks.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunction
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..call_site import call_site
+from ..torch_internals.operators import OpOverload
+from ..torch_internals.tensors import DisableTorchFunction, pytree
 from .free_labels import on_shards
 from .handlers import DISPATCH, FUNCTIONS, UNHANDLED, sharded
 from .labels import one_mesh
-from .redistribute import redistributed
+from .moves.redistribute import redistributed, redistributed_view
 from .report import gathered
 from .spec import ShardTensorSpec, make_spec
 from .tensor import ShardTensor, local_of, wrap, wrap_result
-from .written_back import redistributed_view
 
 __all__ = ["fallback", "set_fallback"]
 
@@ -43,13 +42,13 @@ def _checked(mode: str) -> str:
 
 
 def set_fallback(mode: str) -> None:
-    """What is done about functions without a handler: "error", "warn" (once a call site), or "gather" silently."""
+    """Sets the treatment of functions without a handler: "error", "warn" (once a call site), or "gather" silently."""
     _default[0] = _checked(mode)
 
 
 @contextmanager
 def fallback(mode: str) -> Iterator[None]:
-    """`set_fallback` for this thread: `with fallback("error"):`."""
+    """Sets the fallback for this thread, as `set_fallback`: `with fallback("error"):`."""
     token = _mode.set(_checked(mode))
     try:
         yield
@@ -61,13 +60,15 @@ def fallback(mode: str) -> Iterator[None]:
 def by_gathering(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Computes `func` on shards that are independent, or else on whole tensors, on every rank."""
     if DISPATCH.keys() != {UNHANDLED} and not getattr(func, "__module__", "").startswith("neuronx_dist"):
-        with DisableTorchFunction():  # down to operators, of which some have a handler
+        with DisableTorchFunction():  # continues with operators, of which some have a handler
             return func(*args, **kwargs)
+    if isinstance(func, OpOverload):
+        return _by_gathering_operator(func, types, args, kwargs)
     return _gathered(func, args, kwargs)
 
 
 def _by_gathering_operator(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Computes an operator, which autograd or a call without a function handler came down to."""
+    """Computes an operator that autograd, or a function without a handler, called."""
     x: Any = args[0] if args else None
     if func in _ON_LOCALS and isinstance(x, ShardTensor):
         return wrap(func(x._local, *args[1:], **kwargs), x._spec)
@@ -78,7 +79,7 @@ def _by_gathering_operator(func: Any, types: Any, args: Any, kwargs: Any) -> Any
 
 
 def _function_of(func: Any) -> Any:
-    """The handler of the torch function with an operator's name."""
+    """Returns the handler of the torch function with an operator's name, or None."""
     name = func.overloadpacket.__name__
     return FUNCTIONS.get(getattr(torch, name, None)) or FUNCTIONS.get(getattr(torch.Tensor, name, None))
 
@@ -90,7 +91,7 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError(
             f"{name} has no handler and writes in place: use the form of it that returns a tensor"
         )
-    flat, tree = tree_flatten((args, kwargs))
+    flat, tree = pytree.tree_flatten((args, kwargs))
     operands = [x for x in flat if isinstance(x, ShardTensor)]
     one_mesh([x for x in flat if isinstance(x, torch.Tensor)], name)
     result = on_shards(func, args, kwargs)
@@ -112,18 +113,18 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
         if mode == "warn" and (name, site) not in _warned:
             _warned.add((name, site))
             warnings.warn(f"{text}; at {site}", stacklevel=3)
-    args, kwargs = tree_unflatten([_whole(x) if isinstance(x, ShardTensor) else x for x in flat], tree)
+    args, kwargs = pytree.tree_unflatten([_whole(x) if isinstance(x, ShardTensor) else x for x in flat], tree)
     result = func(*args, **kwargs)
-    return tree_map(lambda x: _split_again(x, first, operands) if isinstance(x, torch.Tensor) else x, result)
+    return pytree.tree_map(lambda x: _split_again(x, first, operands) if isinstance(x, torch.Tensor) else x, result)
 
 
 def _whole(x: ShardTensor) -> torch.Tensor:
-    """`x` on every rank. What is written into a view of it is written into `x`."""
+    """Returns `x` on every rank."""
     return redistributed_view(local_of(x), x._spec, x._spec.replicated())
 
 
 def _split_again(whole: torch.Tensor, like: ShardTensorSpec, operands: Sequence[ShardTensor]) -> ShardTensor:
-    """A result with the shape of an operand gets its layout."""
+    """Splits a global result: in the layout of the first operand if it has its shape, else replicated."""
     if whole.layout is not torch.strided:
         raise NotImplementedError(
             f"a result is {whole.layout}, and shards are strided: full_tensor() the operands first"

@@ -1,110 +1,105 @@
-"""Functions without a handler, on each rank's shards, where what is sharded is a free label: `on_shards`.
+"""Functions without a handler on each rank's shards, if all sharded labels are free: `on_shards`.
 
-What a function does to dims is told by the rules that the type checker reads (`checking/types/rules`): each dim has
-labels, and equal labels are positions that belong together. A label that values neither mix along nor are picked from
-is free: the function of a shard of it is the shard of the function. So it may be sharded if it is the outermost label
-of a dim of every operand and result that has it, with the same shards. One that ends as a sum, or as a mean, in all
-operands makes the result a sum over the ranks, a mean by the global count.
+The rules that the type checker reads (`rules`) give each dim labels; equal labels are positions that belong together.
+Values neither mix along a free label nor are picked from it: the function of a shard is the shard of the function. So a
+free label may be sharded, with equal shards in all operands that have it (`rules/local_call.py`). If it is summed or
+averaged over, the result is a sum over the ranks, or a mean by the global count.
 
-The integers of a call may count positions of the whole (`F.affine_grid(theta, size)`). Which ones do, follows from the
-rule: of the local call it has to tell the same as of the whole one with shorter labels. That is asked for the shards of
-all ranks, so that all ranks decide alike. A rank with an empty shard asks what the function gives of one position, to
-learn the dtype of the result, since many functions take no empty tensors.
+Integers of a call may count global positions (`F.affine_grid(theta, size)`). The local call has the integers with which
+its label spec is the global one with shorter labels. It is looked for on the shards of all ranks, so that all ranks
+decide equally. A rank with an empty shard calls the function on one position, to learn the dtype of the result, since
+many functions accept no empty tensors.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..checking.types.rules import RULES, Rule, Spec
-from ..checking.types.rules import operands as operands_of
-from ..checking.types.rules.normal_form import normal_form, without_ones
+from ..rules import RULES, Dims, Rule, Spec
+from ..rules import operands as operands_of
+from ..rules.containers import substituted
+from ..rules.local_call import Arguments, Cut, TensorSlot, free_cuts, local_arguments, spec_of
 from ..spmd import no_typecheck
-from .exchange import linked
+from ..torch_internals.tensors import base_of_view, pytree
+from .device_mesh import DeviceMesh
 from .labels import Labels, inside
+from .moves.exchange import linked
+from .moves.redistribute import redistributed
 from .placements import Partial, Placement, Replicate, Shard
-from .redistribute import redistributed
 from .spec import ShardTensorSpec, gradient_spec, make_spec
 from .tensor import ShardTensor, wrap_result
 
 __all__ = ["on_shards"]
 
-_ENDS = ("sum", "mean")  # of a label; what is left on a rank is a summand
 _MISSING = object()
 
 
-class _Slot(NamedTuple):
-    """The place of a tensor in the arguments of a call."""
-
-    number: int
-
-
 class _Call(NamedTuple):
-    """A call without its tensors; equal for calls that look alike.
+    """Call without its tensors, equal for calls of equal layouts, dtypes and other arguments.
 
     Attributes:
-        leaves: of the arguments; a `_Slot` for a tensor.
-        specs, dtypes: of the tensors; the layout of a plain one is Replicate.
+        leaves: leaves of the arguments; None for a tensor.
+        positions: indices of the tensors among the leaves.
+        specs, dtypes: layouts and dtypes of the tensors; the layout of a plain tensor is Replicate.
     """
 
     func: Callable[..., Any]
     tree: Any
     leaves: tuple[Any, ...]
+    positions: tuple[int, ...]
     specs: tuple[ShardTensorSpec, ...]
     dtypes: tuple[torch.dtype, ...]
 
-    def with_tensors(self, tensors: Sequence[Any], leaves: Sequence[Any] | None = None) -> tuple[Any, Any]:
-        flat = [tensors[x.number] if isinstance(x, _Slot) else x for x in leaves or self.leaves]
-        arguments: tuple[Any, Any] = tree_unflatten(flat, self.tree)
-        return arguments
-
-    def on_meta(self, shapes: Sequence[Sequence[int]], leaves: Sequence[Any] | None = None) -> tuple[Any, Any]:
-        """The arguments with tensors of these shapes, which have no values."""
-        return self.with_tensors(
-            [torch.empty(tuple(shape), dtype=dtype, device="meta") for shape, dtype in zip(shapes, self.dtypes)], leaves
-        )
+    def arguments(self, tensors: Sequence[Any], changed: dict[int, Any]) -> Any:
+        """Returns `(args, kwargs)` with these tensors, and the leaves in `changed` replaced."""
+        flat = list(self.leaves)
+        for i, x in changed.items():
+            flat[i] = x
+        for i, x in zip(self.positions, tensors):
+            flat[i] = x
+        return pytree.tree_unflatten(flat, self.tree)
 
 
 class _Plan(NamedTuple):
-    """How a rank calls a function on its shards.
+    """Plan of a rank's call on its shards.
 
     Attributes:
-        order: the tensors as the rule counts them.
-        labels: of their dims, for `inside`.
-        counts: the leaves of the arguments that are other integers in this rank's call.
-        padded: for each tensor the shape with which the function is called, where one of the shards is empty.
-        results: their layouts.
-        share: of the result, by which it is a summand of a mean.
+        order: numbers of the tensors in the order of the rule's operands.
+        labels: labels of their dims, for `inside`.
+        counts: the leaves of the arguments that have other integers in this rank's call.
+        padded: shape of each tensor with which the function is called if a shard is empty; None: no shard is.
+        results: layouts of the results.
+        share: factor that makes the local mean a summand of the global one.
     """
 
     order: tuple[int, ...]
     labels: Labels
-    counts: dict[int, int]
+    counts: dict[int, Any]
     padded: tuple[torch.Size, ...] | None
     results: tuple[ShardTensorSpec, ...]
     share: float
 
 
 def on_shards(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """`func(*args, **kwargs)` by this rank's shards alone; NotImplemented where shards are not independent."""
+    """Computes `func(*args, **kwargs)` on this rank's shards; returns NotImplemented if shards are not independent."""
     rule = RULES.get(func)
     if rule is None or rule.kind != "op" or rule.spec is None or rule.inplace is not None:
         return NotImplemented
-    flat, tree = tree_flatten((args, kwargs))
-    positions = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
+    flat, tree = pytree.tree_flatten((args, kwargs))
+    positions = tuple(i for i, x in enumerate(flat) if isinstance(x, torch.Tensor))
     tensors = [flat[i] for i in positions]
     mesh = next(x._spec.mesh for x in tensors if isinstance(x, ShardTensor))
     specs = tuple(x._spec if isinstance(x, ShardTensor) else make_spec(mesh, None, x.shape) for x in tensors)
-    for number, i in enumerate(positions):
-        flat[i] = _Slot(number)
-    call = _Call(func, tree, tuple(flat), specs, tuple(x.dtype for x in tensors))
-    key = "free labels", call, tuple(map(type, flat))  # 2 and 2.0 are equal
+    for i in positions:
+        flat[i] = None
+    call = _Call(func, tree, tuple(flat), positions, specs, tuple(x.dtype for x in tensors))
+    key = "free labels", rule, call, tuple(map(type, flat))  # 2 and 2.0 are equal
     try:
         plan = mesh.plans.get(key, _MISSING)
         if plan is _MISSING:
@@ -118,58 +113,63 @@ def on_shards(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _called(call: _Call, plan: _Plan, tensors: Sequence[torch.Tensor]) -> Any:
     locals_, _ = inside(_as_given, [tensors[number] for number in plan.order], plan.labels)
-    own: list[Any] = [None] * len(tensors)
+    local_tensors: list[Any] = [None] * len(tensors)
     for number, local in zip(plan.order, locals_):
-        own[number] = local
+        local_tensors[number] = local
     if plan.padded is None:
-        outcome, has_values = _apply(call, own, plan), True
+        outcome, has_values = _apply(call, local_tensors, plan), True
     else:
-        outcome, has_values = _of_one_position(call, own, plan)
-    results, tree = tree_flatten(outcome)
+        outcome, has_values = _of_one_position(call, local_tensors, plan)
+    results, tree = pytree.tree_flatten(outcome)
     specs = iter(plan.results)
     for i, y in enumerate(results):
         if not isinstance(y, torch.Tensor):
             continue
         spec = next(specs)
         if not has_values:
-            nothing = torch.zeros(spec.local_shape, dtype=y.dtype, device=own[0].device)
-            y = linked(nothing, *own) if y.requires_grad else nothing
+            nothing = torch.zeros(spec.local_shape, dtype=y.dtype, device=local_tensors[0].device)
+            y = linked(nothing, *local_tensors) if y.requires_grad else nothing
         assert y.shape == spec.local_shape, f"the rule of {call.func} tells {spec.local_shape}, it gave {y.shape}"
         y = y * plan.share if plan.share != 1 else y
         results[i] = wrap_result(redistributed(y, spec, gradient_spec(spec)), gradient_spec(spec), tensors)
-    return tree_unflatten(results, tree)
+    return pytree.tree_unflatten(results, tree)
 
 
 def _apply(call: _Call, tensors: Sequence[Any], plan: _Plan) -> Any:
-    args, kwargs = call.with_tensors(tensors, [plan.counts.get(i, x) for i, x in enumerate(call.leaves)])
+    args, kwargs = call.arguments(tensors, plan.counts)
     return call.func(*args, **kwargs)
 
 
-def _of_one_position(call: _Call, own: Sequence[Any], plan: _Plan) -> tuple[Any, bool]:
-    """What a rank with an empty shard would give of one position: without values, or of ones where it needs some.
+def _of_one_position(call: _Call, local_tensors: Sequence[Any], plan: _Plan) -> tuple[Any, bool]:
+    """Calls the function for one position on a rank with an empty shard, to learn the dtypes of the results.
 
-    A view of an operand is one of its own, which the flag tells: what is written into it enters the operand's graph.
+    The tensors have no values, or are ones if the function needs values.
+
+    Returns:
+        The results, and False. If a result is a view of an operand, the results on the empty shards, and True: values
+        that are written into the view must enter the operand's graph.
     """
     assert plan.padded is not None
 
     def of(device: str | torch.device) -> tuple[Any, bool]:
         tensors = []
-        for x, shape in zip(own, plan.padded or ()):
+        for x, shape in zip(local_tensors, plan.padded or ()):
             number = 1 if x.is_floating_point() or x.is_complex() else 0  # an index
             tensors.append(torch.full(shape, number, dtype=x.dtype, device=device).requires_grad_(x.requires_grad))
         result = _apply(call, tensors, plan)
         viewed = any(
-            isinstance(y, torch.Tensor) and any(y._base is x for x in tensors) for y in tree_flatten(result)[0]
+            isinstance(y, torch.Tensor) and any(base_of_view(y) is x for x in tensors)
+            for y in pytree.tree_flatten(result)[0]
         )
-        return (_apply(call, own, plan), True) if viewed else (result, False)
+        return (_apply(call, local_tensors, plan), True) if viewed else (result, False)
 
-    device = own[0].device
-    # Autocast does not see what has no values, and many functions of ones have no result (the inverse of a matrix).
+    device = local_tensors[0].device
+    # Autocast ignores tensors without values, and many functions of ones have no result (the inverse of a matrix).
     first, second = (device, "meta") if torch.is_autocast_enabled(device.type) else ("meta", device)
     with no_typecheck():
         try:
             return of(first)
-        except RuntimeError:  # there is no such call, or no such result
+        except RuntimeError:  # torch has no such call, or no such result
             return of(second)
 
 
@@ -182,173 +182,88 @@ def _as_given(*arguments: Any) -> Labels:
 
 
 def _planned(call: _Call, rule: Rule) -> _Plan | None:
-    """None: a shard is not independent, or nobody knows."""
-    args, kwargs = call.with_tensors([_Slot(number) for number in range(len(call.specs))])
-    order = tuple(slot.number for slot in operands_of(args, kwargs, of=_Slot))
-    whole = _told(call, rule, [spec.shape for spec in call.specs], call.leaves)
-    if whole is None or sorted(order) != list(range(len(call.specs))) or len(whole.ins) != len(order):
-        return None
-    cuts = _cuts(call, order, whole, rule)
-    results = _results(call, whole, cuts) if cuts else None
-    if not cuts or results is None:
-        return None
-    leaves: tuple[Any, ...] | None = None
-    padded, share = None, 1.0
-    coordinate = call.specs[0].mesh.get_coordinate()
-    for chosen in itertools.product(*(range(len(cut.sizes)) for cut in cuts.values())):
-        sizes = {cut.label: cut.sizes[index] for cut, index in zip(cuts.values(), chosen)}
-        found = _local(call, rule, order, whole, {label: max(size, 1) for label, size in sizes.items()})
-        if found is None:
+    """Returns the plan of a call; None if shards are not independent, or the rule cannot tell."""
+    slots = [TensorSlot(i, tuple(spec.shape), dtype) for i, (spec, dtype) in enumerate(zip(call.specs, call.dtypes))]
+    args, kwargs = call.arguments(slots, {})
+    order = tuple(slot.number for slot in operands_of(args, kwargs, TensorSlot))
+    with no_typecheck():
+        whole, affine = _described(rule, (args, kwargs))
+        if whole is None or sorted(order) != list(range(len(slots))) or len(whole.ins) != len(order):
             return None
-        if coordinate is not None and chosen == tuple(coordinate[m] for m in cuts):
-            leaves, shapes = found
-            if 0 in sizes.values():
-                padded = tuple(torch.Size(shape) for shape in shapes)
-            for label, size in sizes.items():
-                if whole.reduced.get(label) == "mean":
-                    share *= size / whole.sizes[label]
-    if leaves is None:  # a rank outside of the mesh
-        return None
-    labels = _labels(order, call, whole, cuts)
-    counts = {i: x for i, (x, given) in enumerate(zip(leaves, call.leaves)) if x is not given}
-    return _Plan(order, labels, counts, padded, results, share)
+        shards = [{m: (dim, call.specs[i].sizes[m] or ()) for m, dim in call.specs[i].sharded} for i in order]
+        cuts = free_cuts(whole, affine, shards)
+        return _plan_of(call, rule, (args, kwargs), order, whole, cuts) if cuts else None
 
 
-def _told(call: _Call, rule: Rule, shapes: Sequence[Sequence[int]], leaves: Sequence[Any]) -> Spec | None:
-    """What the rule tells of a call, without labels of size 1, along which nothing can be cut."""
-    args, kwargs = call.on_meta(shapes, leaves)
+def _described(rule: Rule, arguments: Arguments) -> tuple[Spec | None, bool]:
+    """Returns the label spec of a call (None: unknown, or the call draws random numbers), and True if it is affine."""
+    args, kwargs = substituted(arguments, TensorSlot, partial(_on_meta, {}))
     try:
-        draws = rule.random(*args, **kwargs) if callable(rule.random) else rule.random
-        if draws or rule.spec is None:
-            return None
-        return without_ones(rule.spec(*args, **kwargs))
-    except Exception:  # it asks for values, or the call is not one of this function
-        return None
+        if rule.random(*args, **kwargs) if callable(rule.random) else rule.random:
+            return None, False
+        return spec_of(rule, (args, kwargs)), rule.affine is not None and rule.affine(*args, **kwargs)
+    except Exception:  # the rule asks for values, or the arguments are not valid
+        return None, False
 
 
-class _Cut(NamedTuple):
-    """A label that a mesh dim shards, in shards of these sizes."""
-
-    label: int
-    sizes: tuple[int, ...]
+def _on_meta(shapes: Mapping[int, tuple[int, ...]], slot: TensorSlot) -> torch.Tensor:
+    """Returns a tensor without values for a slot, of the shape in `shapes` or else of the slot."""
+    return torch.empty(shapes.get(slot.number, slot.shape), dtype=slot.dtype, device="meta")
 
 
-def _cuts(call: _Call, order: Sequence[int], whole: Spec, rule: Rule) -> dict[int, _Cut] | None:
-    """What each mesh dim shards; None: not of one free label, or not all operands alike."""
-    cuts: dict[int, _Cut] = {}
-    for number, dims in zip(order, whole.ins):
-        for m, dim in call.specs[number].sharded:
-            if dims is None or not dims[dim]:
-                return None
-            label, *inner = dims[dim]
-            count = prod(whole.sizes[each] for each in inner)
-            sizes = call.specs[number].sizes[m] or ()
-            if any(size % count for size in sizes):
-                return None
-            cut = _Cut(label, tuple(size // count for size in sizes))
-            if cuts.setdefault(m, cut) != cut:
-                return None
-    labels = [cut.label for cut in cuts.values()]
-    if len(set(labels)) != len(labels) or not all(_is_free(label, whole, rule, call) for label in labels):
-        return None
-    return cuts
-
-
-def _is_free(label: int, whole: Spec, rule: Rule, call: _Call) -> bool:
-    if label in whole.fixed or label in whole.weak or label in whole.ranges or label in whole.looked_up:
-        return False
-    for dims in whole.ins:  # the outermost label of one dim of each operand that has it
-        having = [dim for dim in dims or () if label in dim]
-        if len(having) > 1 or any(dim[0] != label for dim in having):
-            return False
-    if label not in whole.reduced:
-        return all(len([dim for dim in dims if label in dim]) == 1 for dims in whole.outs)
-    in_all = all(dims is not None and any(label in dim for dim in dims) for dims in whole.ins)
-    args, kwargs = call.on_meta([spec.shape for spec in call.specs])
-    affine = rule.affine is not None and rule.affine(*args, **kwargs)
-    ended = all(label not in dim for dims in whole.outs for dim in dims)
-    return whole.reduced[label] in _ENDS and in_all and ended and not affine
-
-
-def _results(call: _Call, whole: Spec, cuts: dict[int, _Cut]) -> tuple[ShardTensorSpec, ...] | None:
+def _plan_of(
+    call: _Call, rule: Rule, arguments: Arguments, order: tuple[int, ...], whole: Spec, cuts: dict[int, Cut]
+) -> _Plan | None:
+    """Returns the plan of this rank; None on all ranks if the shards of some rank have no local call."""
     mesh = call.specs[0].mesh
-    results = []
-    for dims in whole.outs:
-        placements: list[Placement] = [Replicate()] * mesh.ndim
-        sizes: list[tuple[int, ...] | None] = [None] * mesh.ndim
-        for m, cut in cuts.items():
-            having = [d for d, dim in enumerate(dims) if cut.label in dim]
-            if not having:
-                placements[m] = Partial()
-                continue
-            (d,) = having
-            if dims[d][0] != cut.label:
-                return None
-            inner = prod(whole.sizes[each] for each in dims[d][1:])
-            placements[m], sizes[m] = Shard(d), tuple(size * inner for size in cut.sizes)
-        shape = [prod(whole.sizes[each] for each in dim) for dim in dims]
-        sharded = [each.dim for each in placements if isinstance(each, Shard)]
-        if len(set(sharded)) != len(sharded):
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # a rank outside of the mesh
+        return None
+    plan: _Plan | None = None
+    for chosen in itertools.product(*(dict.fromkeys(cut.sizes) for cut in cuts.values())):
+        sizes = {cut.label: max(size, 1) for cut, size in zip(cuts.values(), chosen)}
+        lengths = {**whole.sizes, **sizes}
+        shapes = {i: _shape(dims, lengths) for i, dims in zip(order, whole.ins) if dims is not None}
+        local = local_arguments(call.func, rule, whole, sizes, arguments, partial(_on_meta, shapes))
+        if local is None:
             return None
-        results.append(make_spec(mesh, placements, shape, sizes))
-    return tuple(results)
+        if chosen == tuple(cut.sizes[coordinate[m]] for m, cut in cuts.items()):
+            leaves = zip(call.tree.flatten_up_to(local), call.tree.flatten_up_to(arguments))
+            changed = {i: x for i, (x, given) in enumerate(leaves) if x is not given}
+            padded = tuple(torch.Size(shapes.get(i, spec.shape)) for i, spec in enumerate(call.specs))
+            means = [
+                size / whole.sizes[cut.label]
+                for cut, size in zip(cuts.values(), chosen)
+                if whole.reduced.get(cut.label) == "mean"
+            ]
+            results = tuple(_result_spec(mesh, dims, whole, cuts) for dims in whole.outs)
+            labels = _labels(order, call, whole, cuts)
+            plan = _Plan(order, labels, changed, padded if 0 in chosen else None, results, prod(means))
+    return plan
 
 
-def _labels(order: Sequence[int], call: _Call, whole: Spec, cuts: dict[int, _Cut]) -> Labels:
-    """For `inside`: only what is cut has labels that operands share; all else is whole."""
-    cut = {each.label for each in cuts.values()}
+def _shape(dims: Dims, lengths: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(prod(lengths[label] for label in dim) for dim in dims)
+
+
+def _result_spec(mesh: DeviceMesh, dims: Dims, whole: Spec, cuts: dict[int, Cut]) -> ShardTensorSpec:
+    """Returns the layout of a result: sharded along each cut label that it has, Partial for the others."""
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    sizes: list[tuple[int, ...] | None] = [None] * mesh.ndim
+    for m, cut in cuts.items():
+        placements[m] = Partial()
+        for d, (first, *inner) in enumerate(dim or (None,) for dim in dims):
+            if first == cut.label:
+                count = prod(whole.sizes[label] for label in inner)
+                placements[m], sizes[m] = Shard(d), tuple(size * count for size in cut.sizes)
+    return make_spec(mesh, placements, _shape(dims, whole.sizes), sizes)
+
+
+def _labels(order: Sequence[int], call: _Call, whole: Spec, cuts: dict[int, Cut]) -> Labels:
+    """Returns labels for `inside`, in which cut labels alone have names, so that all other dims are whole."""
+    cut_labels = {cut.label for cut in cuts.values()}
     operands = []
     for number, dims in zip(order, whole.ins):
-        names = [dim[0] if dim and dim[0] in cut else None for dim in dims or ()]
+        names = [dim[0] if dim and dim[0] in cut_labels else None for dim in dims or ()]
         operands.append(tuple(names) if dims is not None else (None,) * len(call.specs[number].shape))
-    return Labels(tuple(operands), tuple(sorted(cut)))
-
-
-# --- the call of one rank
-
-
-def _local(
-    call: _Call, rule: Rule, order: Sequence[int], whole: Spec, sizes: dict[int, int]
-) -> tuple[tuple[Any, ...], list[list[int]]] | None:
-    """The arguments of a rank whose labels have these sizes, and the shapes of its tensors."""
-    shapes = [list(spec.shape) for spec in call.specs]
-    for number, dims in zip(order, whole.ins):
-        for d, dim in enumerate(dims or ()):
-            if dim and dim[0] in sizes:
-                shapes[number][d] = shapes[number][d] // whole.sizes[dim[0]] * sizes[dim[0]]
-    cut = {**whole.sizes, **sizes}
-    wanted = normal_form(whole, cut)
-    results = [tuple(prod(cut[label] for label in dim) for dim in dims) for dims in whole.outs]
-    for leaves in _edited(call.leaves, [(whole.sizes[label], size) for label, size in sizes.items()]):
-        told = _told(call, rule, shapes, leaves)
-        if told is not None and normal_form(told) == wanted and _gives(call, shapes, leaves, results):
-            return leaves, shapes
-    return None
-
-
-def _edited(leaves: tuple[Any, ...], cuts: Sequence[tuple[int, int]]) -> Iterator[tuple[Any, ...]]:
-    """The leaves, and those in which one integer for each cut counts the positions of the shard."""
-    yield leaves
-    places = [[i for i, x in enumerate(leaves) if type(x) is int and x and x % whole == 0] for whole, _ in cuts]
-    for chosen in itertools.product(*([None, *each] for each in places)):
-        edited = list(leaves)
-        for i, (whole, size) in zip(chosen, cuts):
-            if i is not None:
-                edited[i] = edited[i] // whole * size
-        if any(i is not None for i in chosen):
-            yield tuple(edited)
-
-
-def _gives(
-    call: _Call, shapes: Sequence[Sequence[int]], leaves: Sequence[Any], results: Sequence[tuple[int, ...]]
-) -> bool:
-    """Whether the results of a call without values have these shapes; or nobody knows, for there is no such call."""
-    args, kwargs = call.on_meta(shapes, leaves)
-    try:
-        with no_typecheck():
-            flat, _ = tree_flatten(call.func(*args, **kwargs))
-    except NotImplementedError:
-        return True
-    except (RuntimeError, ValueError, TypeError, IndexError):
-        return False
-    return [tuple(x.shape) for x in flat if isinstance(x, torch.Tensor)] == list(results)
+    return Labels(tuple(operands), tuple(sorted(cut_labels)))

@@ -1,4 +1,4 @@
-"""Halos as functions of plain tensors: rows of the neighbours before and behind a shard, and without them again."""
+"""Halos of plain tensors: adds the neighbours' rows before and behind a shard, and removes them again."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 from .. import comm
 from .device_mesh import DeviceMesh
-from .exchange import exchange
-from .intervals import Bounds, Plan, bounds_of, virtual_runs
+from .moves.exchange import exchange
+from .moves.intervals import Bounds, ExchangePlan, bounds_of, virtual_runs
 
 __all__ = ["HaloConfig", "halo_padding", "unhalo_padding"]
 
 
 @dataclass(frozen=True)
 class HaloConfig:
-    """Which halo.
+    """The size and direction of a halo.
 
     Attributes:
         mesh_dim: of the device mesh, by index or name.
@@ -46,7 +46,7 @@ class HaloConfig:
 
 
 def halo_padding(tensor: torch.Tensor, mesh: DeviceMesh, halo_config: HaloConfig) -> torch.Tensor:
-    """A shard with its halo: `[.., n, ..] -> [.., before + n + behind, ..]`. Differentiable; halos' gradients go back.
+    """Adds the halo to a shard: `[.., n, ..] -> [.., before + n + behind, ..]`. Differentiable; gradients go back.
 
     Raises:
         ValueError: `tensor` is not of this rank's size, or there is not a size for each rank.
@@ -64,15 +64,15 @@ def halo_padding(tensor: torch.Tensor, mesh: DeviceMesh, halo_config: HaloConfig
 
 
 def unhalo_padding(tensor: torch.Tensor, mesh: DeviceMesh, halo_config: HaloConfig) -> torch.Tensor:
-    """A padded shard without its halo: `[.., before + n + behind, ..] -> [.., n, ..]`. Nothing is communicated.
+    """Removes the halo of a shard: `[.., before + n + behind, ..] -> [.., n, ..]`. Nothing is communicated.
 
     Raises:
         ValueError: `tensor` has not as many positions as a shard of this rank with its halo.
     """
     communicator, dim = mesh.communicator(halo_config.mesh_dim), halo_config.tensor_dim
     rank, length = int(communicator.rank), tensor.shape[dim]
-    own = range(max(0, length - 2 * halo_config.halo_size), length + 1)  # of equal shards: one of them fits
-    for size in own if halo_config.sizes is None else (length,):
+    candidates = range(max(0, length - 2 * halo_config.halo_size), length + 1)  # of equal shards: one of them fits
+    for size in candidates if halo_config.sizes is None else (length,):
         bounds = bounds_of(_sizes(halo_config, communicator.size, size))
         low, high = _padded(bounds, rank, halo_config.halo_size, halo_config.edge_padding_size)
         if high - low == length:
@@ -83,20 +83,20 @@ def unhalo_padding(tensor: torch.Tensor, mesh: DeviceMesh, halo_config: HaloConf
     )
 
 
-def _sizes(config: HaloConfig, count: int, own: int) -> Sequence[int]:
+def _sizes(config: HaloConfig, count: int, local_size: int) -> Sequence[int]:
     if config.sizes is None:
-        return [own] * count
+        return [local_size] * count
     if len(config.sizes) != count:
         raise ValueError(f"HaloConfig: sizes {list(config.sizes)}: give one for each of the {count} ranks")
     return config.sizes
 
 
 def _padded(bounds: Bounds, rank: int, halo: int, edge: int) -> tuple[int, int]:
-    """The positions of a shard with its halo; those below 0, and from the last bound on, are padding."""
+    """Returns the positions of a shard with its halo; positions below 0, and from the last bound on, are padding."""
     return max(bounds[rank] - halo, -edge), min(bounds[rank + 1] + halo, bounds[-1] + edge)
 
 
 @cache
-def _plan(bounds: Bounds, halo: int, edge: int) -> Plan:
+def _plan(bounds: Bounds, halo: int, edge: int) -> ExchangePlan:
     ranks = range(len(bounds) - 1)
-    return Plan(bounds, [virtual_runs(*_padded(bounds, rank, halo, edge), bounds[-1]) for rank in ranks])
+    return ExchangePlan(bounds, [virtual_runs(*_padded(bounds, rank, halo, edge), bounds[-1]) for rank in ranks])

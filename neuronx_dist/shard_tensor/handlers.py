@@ -1,31 +1,30 @@
-"""Which handler computes a function of ShardTensors, and what becomes of plain tensors that meet one.
+"""Registry of the handlers that compute functions of ShardTensors, and promotion of plain tensors that meet one.
 
 How a handler is written (`ops/` has one family of functions a file):
 
     @sharded(torch.nn.functional.linear)                  # 1. the functions that it computes
-    def linear(func, types, args, kwargs):                # 2. torch's `__torch_function__` signature, whole arguments
-        (x, w), spec = inside(_linear, args[:2])          # 3. local operands, and the layout of the result
+    def linear(func, types, args, kwargs):                # 2. torch's `__torch_function__` signature, global arguments
+        (x, w), spec = inside(rule_of(func), args[:2])    # 3. local operands, and the layout of the result
         return wrap(func(x, w), spec)                     # 4. the function itself on local tensors; the result's layout
 
-    def _linear(x, w):                                    # 5. a rule: from whole shapes to labels of dims, once for
-        rows = tuple(range(len(x) - 1))                   #    each combination of layouts
-        return Labels([(*rows, "k"), ("n", "k")], (*rows, "n"))
-
+* **Labels** of dims come from the function's rule (`rules`): `rule_of(func)`. A function of global shapes that returns
+  `Labels`, or a `Spec` of `rules`, replaces it if the handler can do more than the rule says, such as look up rows in a
+  sharded dim, or if there is no rule. Labels are computed once for each combination of layouts.
 * **Locals.** `inside(rule, operands, *extras)` (`labels.py`) decides from the labels what stays sharded and brings
   every operand there: a Replicate operand that meets a shard of the same label is split, of another label becomes
   `convert(I, R)`, so that its gradient is reduced once; Partial is reduced; shards that disagree are brought to the
   larger one's layout. Plain tensors count as Replicate. A label in `Labels.whole` must not be sharded. A contracted
   label that is sharded makes the result Partial.
 * **Without labels** a handler takes `local_of(x)` and `x._spec` itself. `spec.sizes[mesh_dim]` are the sizes of *all*
-  ranks' shards: whatever depends on the others' shapes is computed from it, and nothing is asked.
-  `spec.mesh.communicator(mesh_dim)` is the group. What is computed from specs alone belongs in a function decorated
-  with `planned`: it runs once for equal specs.
+  ranks' shards: results that depend on the others' shapes are computed from these sizes, without communication.
+  `spec.mesh.communicator(mesh_dim)` is the group. Computations on specs alone belong in a function decorated
+  with `planned`, which runs once for equal specs.
 * **Communication** inside a handler is typed: `spmd.all_reduce(y, group, src=P, dst=I)` for a sum over the ranks,
-  `src=P, dst=R` if what follows differs by rank; `moves.gather / split / scatter_sum / transpose` for shards of any
-  sizes; `redistributed(local, spec, target)` for a whole layout. Their backward is the table's. Every rank calls them,
-  also one whose shard is empty. What is computed of a shard alone, such as its maximum, goes through
-  `on_own_shard`.
-* **Results**: `wrap(local, make_spec(mesh, placements, shape, sizes))`; what is no tensor is returned as it is.
+  `src=P, dst=R` if what follows differs by rank; `gather`, `split`, `scatter_sum`, `transpose` of `moves.one_dim`
+  for shards of any sizes; `redistributed(local, spec, target)` for a whole layout. Their backward is that of the
+  table of types. Every rank calls them, also a rank whose shard is empty. Computations on one shard, such as its
+  maximum, go through `on_own_shard`.
+* **Results**: `wrap(local, make_spec(mesh, placements, shape, sizes))`; other results are returned unchanged.
 * **Tests**: one line in `tests/shard_tensor/support/table.py` (see `support/cases.py`) runs it at all layouts, one in
   `support/refusals.py` each error that it raises, on all ranks.
 
@@ -45,6 +44,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..call_site import call_site
+from ..rules.spec import HANDLERS, register_operator
+from ..torch_internals.operators import OpOverload, OpOverloadPacket, name_of
 
 __all__ = [
     "DISPATCH",
@@ -65,22 +66,26 @@ Handler = Callable[..., Any]  # (func, types, args, kwargs)
 
 
 def UNHANDLED() -> None:
-    """The key of the handler that computes functions without one."""
+    """Key of the handler that computes functions without a handler."""
 
 
-FUNCTIONS: dict[Any, Handler] = {}
+FUNCTIONS: dict[Any, Handler] = HANDLERS
 DISPATCH: dict[Any, Handler] = {}
 _NAMED: dict[str, Handler] = {}
 
 
-def register_function_handler(target: Callable[..., Any], handler: Handler) -> None:
-    """`handler(func, types, args, kwargs)` computes `target` whenever an argument is a ShardTensor.
+def register_function_handler(target: Callable[..., Any], handler: Handler, **rule: Any) -> None:
+    """Registers `handler(func, types, args, kwargs)`, which computes `target` whenever an argument is a ShardTensor.
 
-    `target` is a function of torch, a method of `torch.Tensor`, or one that asks `torch.overrides.has_torch_function`.
-    It takes the place of the handler that the function had.
+    The handler replaces an earlier one of the function.
+
+    Args:
+        target: a function of torch, a method of `torch.Tensor`, or one that asks `torch.overrides.has_torch_function`.
+        rule: fields of `rules.Rule`, `spec` first, from which the type checker and `parallelize` know the function;
+            none: the function keeps its rule.
 
     Raises:
-        TypeError: one of them is no function.
+        TypeError: `target` or `handler` is no function, or rules do not have such a field.
         ValueError: both handlers are this package's, so that the order of imports would decide.
     """
     if not callable(target) or not callable(handler):
@@ -90,7 +95,7 @@ def register_function_handler(target: Callable[..., Any], handler: Handler) -> N
         raise ValueError(
             f"{getattr(target, '__name__', target)} has two handlers, {_name(earlier)} and {_name(handler)}: keep one"
         )
-    FUNCTIONS[target] = handler
+    register_operator(target, handler=handler, **rule)
 
 
 def _is_ours(handler: Handler) -> bool:
@@ -102,11 +107,11 @@ def _name(handler: Handler) -> str:
 
 
 def register_dispatch_handler(aten_overload: Any, handler: Callable[..., Any]) -> None:
-    """`handler(*args, **kwargs)` computes an operator such as `torch.ops.aten.dot.default`.
+    """Registers `handler(*args, **kwargs)`, which computes an operator such as `torch.ops.aten.dot.default`.
 
-    It is asked where the function that was called has no function handler.
+    The handler is used if the called function has no function handler.
     """
-    if not isinstance(aten_overload, torch._ops.OpOverload):
+    if not isinstance(aten_overload, OpOverload):
         raise TypeError(
             f"register_dispatch_handler: {aten_overload!r} is no overload, as torch.ops.aten.dot.default is"
         )
@@ -114,34 +119,38 @@ def register_dispatch_handler(aten_overload: Any, handler: Callable[..., Any]) -
 
 
 def register_named_function_handler(name: str, handler: Handler) -> None:
-    """`handler(func, types, args, kwargs)` computes the operator `"namespace.operator.overload"`, once there is one."""
+    """Registers a handler by an operator's name, `"namespace.operator.overload"`; the operator may not exist yet."""
     if name.count(".") != 2:
         raise ValueError(f"register_named_function_handler: {name!r} is not of the form 'namespace.operator.default'")
     _NAMED[name] = handler
 
 
 def named_handler(func: Any) -> Handler | None:
-    """The handler that was registered by the name of an operator."""
+    """Returns the handler that was registered by the name of an operator, or None."""
     if not _NAMED:
         return None
-    if isinstance(func, torch._ops.OpOverloadPacket):
-        return _NAMED.get(f"{func._qualified_op_name.replace('::', '.')}.default")
-    return _NAMED.get(str(func)) if isinstance(func, torch._ops.OpOverload) else None
+    if isinstance(func, OpOverloadPacket):
+        return _NAMED.get(f"{name_of(func).replace('::', '.')}.default")
+    return _NAMED.get(str(func)) if isinstance(func, OpOverload) else None
 
 
-def sharded(*targets: Callable[..., Any]) -> Callable[[Handler], Handler]:
-    """Decorates the handler of some functions: `@sharded(torch.dot)`."""
+def sharded(*targets: Callable[..., Any], **rule: Any) -> Callable[[Handler], Handler]:
+    """Decorator that registers the handler of some functions: `@sharded(torch.dot)`.
+
+    Args:
+        rule: fields of a rule, for functions that have none: `@sharded(my_function, spec=.., linear=..)`.
+    """
 
     def decorate(handler: Handler) -> Handler:
         for target in targets:
-            register_function_handler(target, handler)
+            register_function_handler(target, handler, **rule)
         return handler
 
     return decorate
 
 
 class TensorPromotionMode(Enum):
-    """What happens to a plain tensor that meets a ShardTensor."""
+    """Treatment of a plain tensor that meets a ShardTensor."""
 
     DISABLED = "disabled"  # an error
     WARN = "warn"  # Replicate, with a warning
@@ -154,7 +163,7 @@ _mode: ContextVar[TensorPromotionMode] = ContextVar("promotion_mode", default=Te
 @contextmanager
 def promotion_mode(mode: TensorPromotionMode | str) -> Iterator[None]:
     """Sets the promotion mode for this thread: `with promotion_mode("disabled"):`."""
-    modes = {each.value: each for each in TensorPromotionMode}
+    modes = {member.value: member for member in TensorPromotionMode}
     if not isinstance(mode, TensorPromotionMode) and mode not in modes:
         raise ValueError(f"promotion_mode {mode!r} is none of {', '.join(modes)}")
     token = _mode.set(TensorPromotionMode(mode))
@@ -165,10 +174,10 @@ def promotion_mode(mode: TensorPromotionMode | str) -> Iterator[None]:
 
 
 def check_promotion(x: torch.Tensor, function: str) -> None:
-    """Lets a plain tensor be used as Replicate, or not.
+    """Checks that a plain tensor may be used as Replicate, and warns if the mode says so.
 
     Raises:
-        ValueError: the mode is DISABLED; it is torch's DTensor, whose layout is its own.
+        ValueError: the mode is DISABLED; the tensor is torch's DTensor, which has a layout.
     """
     if type(x) is DTensor:
         raise ValueError(

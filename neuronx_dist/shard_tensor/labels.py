@@ -1,51 +1,57 @@
-"""Layouts by labels: what of an operation stays sharded, when each dim of its operands has a label.
+"""Layouts by labels of dims: decides which dims stay sharded, and brings operands there (`inside`).
 
-`x[b, k] @ w[k, n] -> y[b, n]`, and pointwise functions, views of single dims and normalisations as well, are told by
-the labels of their dims alone. A `Plan` for given layouts is computed once, and kept on the mesh.
+`x[b, k] @ w[k, n] -> y[b, n]`, pointwise functions, views of single dims and normalisations are described by the labels
+of their dims alone. A `OperandPlan` for given layouts is computed once, and stored on the mesh.
 
-On each mesh dim one label at most is sharded, the one of the largest operand that shards it. Operands that have the
-label get shards of the same sizes, all others are used whole by every rank (type R). A result without it is Partial.
+On each mesh dim at most one label is sharded: that of the largest operand that shards a label there. Operands that have
+the label get shards of equal sizes; every rank uses the others whole (type R). A result without the label is Partial.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
 from ..call_site import call_site
+from ..rules import RULES, Dims, Spec
+from ..rules.containers import substituted
+from ..spmd import no_typecheck
 from ..spmd.watching import active
 from .device_mesh import DeviceMesh
 from .handlers import check_promotion
+from .moves.redistribute import Step, other_mesh, steps, used_by, used_together
 from .placements import Partial, Placement, Replicate, Shard
-from .redistribute import Step, other_mesh, steps, used_by, used_together
 from .report import note, watched
 from .spec import ShardTensorSpec, make_spec
 from .tensor import ShardTensor, local_of
 from .typed import promoted
 
-__all__ = ["Labels", "New", "inside", "one_mesh", "planned"]
+__all__ = ["Labels", "New", "inside", "labels_of", "one_mesh", "planned", "rule_of"]
 
 Label = Hashable
 _REPLICATE, _PARTIAL = Replicate(), Partial()
 
 
 class New(NamedTuple):
-    """A dim of the result that no operand has."""
+    """Dim of the result that no operand has."""
 
     size: int
 
 
 class Labels(NamedTuple):
-    """What an operation does to dims.
+    """Labels of the dims of an operation's operands and result.
 
     Attributes:
-        operands: of each operand, a label for each dim; None for one that is broadcast.
-        out: of the result; a `New` for a dim that no operand has.
+        operands: for each operand, a label for each dim; None for a dim that is broadcast.
+        out: labels of the result; a `New` for a dim that no operand has.
         whole: labels that must not be sharded.
-        added: operands that are added to a result, which is a sum: they are Partial where it is.
-        linear: in each operand: where one is Partial and nothing is sharded, the result is.
+        added: operands that are added to a result that is a sum: they are Partial where the result is.
+        linear: True if the operation is linear in each operand: where one is Partial and nothing is sharded, the result
+            is Partial.
     """
 
     operands: Sequence[Sequence[Label]]
@@ -55,12 +61,12 @@ class Labels(NamedTuple):
     linear: bool = False
 
 
-class Plan(NamedTuple):
-    """How operands are brought where they are used, by their index, and the layout of the result.
+class OperandPlan(NamedTuple):
+    """Plan of an operation: the steps that move its operands, by index, and the layout of the result.
 
     Attributes:
         together: mesh dims, and the operands whose gradients are summed over them by one all-reduce.
-        gathered: operands of which shards are put together, since the operation needs them whole.
+        gathered: operands whose shards are put together, since the operation needs the operand whole.
     """
 
     moved: tuple[tuple[int, tuple[Step, ...]], ...]
@@ -70,7 +76,7 @@ class Plan(NamedTuple):
 
 
 def planned(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function of specs and hashable values, the first argument a spec: it runs once for equal ones."""
+    """Decorator for a function of a spec and hashable values: it runs once for equal arguments."""
 
     def looked_up(spec: ShardTensorSpec, *args: Any) -> Any:
         plans = spec.mesh.plans
@@ -86,10 +92,10 @@ def planned(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def one_mesh(operands: Sequence[Any], function: str) -> DeviceMesh:
-    """The mesh of the ShardTensors among some operands, one at least; plain tensors are promoted (`check_promotion`).
+    """Returns the mesh of the ShardTensors among operands (at least one); plain tensors are promoted.
 
     Raises:
-        ValueError: they are on different meshes.
+        ValueError: the ShardTensors are on different meshes.
     """
     mesh, *others = dict.fromkeys(x._spec.mesh for x in operands if isinstance(x, ShardTensor))
     if others:
@@ -101,14 +107,18 @@ def one_mesh(operands: Sequence[Any], function: str) -> DeviceMesh:
 
 
 def inside(
-    rule: Callable[..., Labels], operands: Sequence[Any], *extras: Hashable, result: ShardTensorSpec | None = None
+    rule: Callable[..., Labels | Spec],
+    operands: Sequence[Any],
+    *extras: Hashable,
+    result: ShardTensorSpec | None = None,
 ) -> tuple[list[Any], ShardTensorSpec]:
-    """The local operands of an operation, and the layout of its result. At least one is a ShardTensor.
+    """Returns the local operands of an operation, and the layout of its result.
 
     Args:
-        rule: `rule(*shapes, *extras)` gives the labels. Its name stands for the function in warnings and reports.
-        operands: ShardTensors, plain tensors, and None for one that is left out.
-        result: what the layout of the result must be (in place).
+        rule: `rule(*shapes, *extras)` returns the labels, or a spec of `rules`, as `rule_of` of a torch function does.
+            The rule's name stands for the function in warnings and reports.
+        operands: ShardTensors (at least one), plain tensors, and None for an absent operand.
+        result: the layout that the result must have (in place).
     """
     key: list[Any] = [rule, result, *extras]
     locals_: list[Any] = []
@@ -142,7 +152,11 @@ def inside(
             x._spec if isinstance(x, ShardTensor) else None if x is None else make_spec(mesh, None, x.shape)
             for x in operands
         ]
-        labels = rule(*(None if each is None else each.shape for each in specs), *extras)
+        labels = rule(*(None if operand_spec is None else operand_spec.shape for operand_spec in specs), *extras)
+        if isinstance(labels, Spec):
+            labels = _labels(
+                rule.__name__, labels, [None if operand_spec is None else operand_spec.shape for operand_spec in specs]
+            )
         plan = mesh.plans[full_key] = _plan(labels, specs, result)
     if plan.gathered and watched():
         for x in (operands[i] for i in plan.gathered):
@@ -159,7 +173,84 @@ def inside(
     return locals_, plan.spec
 
 
-def _plan(labels: Labels, specs: Sequence[ShardTensorSpec | None], result: ShardTensorSpec | None) -> Plan:
+@cache
+def rule_of(function: Callable[..., Any]) -> Callable[..., Labels]:
+    """Returns the builder of a torch function's labels, from global shapes and other arguments, by its rule."""
+
+    def labels(*arguments: Any) -> Labels:
+        return labels_of(function, arguments, {})
+
+    labels.__name__ = RULES[function].name
+    return labels
+
+
+def labels_of(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Labels:
+    """Returns the labels of a call by its function's rule; `torch.Size` stands for a tensor, None for an absent one."""
+    rule = RULES[function]
+    assert rule.spec is not None
+    shapes: list[torch.Size | None] = []
+
+    def meta(shape: torch.Size | None) -> torch.Tensor | None:
+        shapes.append(shape)
+        return None if shape is None else torch.empty(shape, device="meta")
+
+    with no_typecheck():
+        tensors = substituted(tuple(args), (torch.Size, type(None)), meta)
+        spec = rule.spec(*tensors, **kwargs)
+        affine = rule.affine is not None and rule.affine(*tensors, **kwargs)
+    count = len(spec.ins)
+    groups = [frozenset(range(count) if group == (-1,) else group) & frozenset(range(count)) for group in rule.linear]
+    return _labels(rule.name, spec, shapes, () if affine else groups, affine)
+
+
+def _labels(
+    name: str,
+    spec: Spec,
+    shapes: Sequence[torch.Size | None],
+    linear: Sequence[frozenset[int]] = (),
+    affine: bool = False,
+) -> Labels:
+    """Returns the labels of a spec. Labels that are fixed, factors of a dim, or reduced other than by a sum are whole.
+
+    Args:
+        shapes: shapes of the operands, in the order of `ins`; None for an absent one.
+        linear: groups of operands in which the call is linear.
+
+    Raises:
+        RuntimeError: the shapes do not fit together.
+    """
+    at = [i for i, shape in enumerate(shapes) if shape is not None]  # places of the spec's operands
+    for i, dims in zip(at, spec.ins, strict=True):
+        if dims is not None and shapes[i] != tuple(prod(spec.sizes[label] for label in dim) for dim in dims):
+            raise RuntimeError(
+                f"{name}: operands of shapes {[tuple(shape or ()) for shape in shapes]} do not fit together"
+            )
+    whole = {label for dims in (*spec.ins, *spec.outs) for dim in dims or () if len(dim) > 1 for label in dim}
+    whole |= spec.fixed.keys() | spec.ranges.keys() | spec.weak
+    added: frozenset[int] = frozenset()
+    for label, how in spec.reduced.items():
+        holders = {i for i, dims in enumerate(spec.ins) if any(label in dim for dim in dims or ())}
+        others = frozenset(i for group in linear if group & holders for i in group - holders)
+        added = added or others
+        if how != "sum" or affine or others != added:
+            whole.add(label)
+    alone = {i for group in linear if len(group) == 1 for i in group}
+    operands: list[Any] = [()] * len(shapes)
+    for i, dims in zip(at, spec.ins, strict=True):
+        operands[i] = _names(dims)
+    known = {name for names in operands for name in names}
+    out = [
+        name if name in known and name is not None else New(prod(spec.sizes[label] for label in dim))
+        for name, dim in zip(_names(spec.outs[0]), spec.outs[0])
+    ]
+    return Labels(operands, out, frozenset(whole), frozenset(at[i] for i in added), len(alone) == len(spec.ins))
+
+
+def _names(dims: Dims | None) -> tuple[Label, ...]:
+    return tuple(dim[0] if len(dim) == 1 else None for dim in dims or ())
+
+
+def _plan(labels: Labels, specs: Sequence[ShardTensorSpec | None], result: ShardTensorSpec | None) -> OperandPlan:
     mesh = next(spec.mesh for spec in specs if spec is not None)
     lengths = {
         label: size
@@ -168,18 +259,18 @@ def _plan(labels: Labels, specs: Sequence[ShardTensorSpec | None], result: Shard
         for label, size in zip(names, spec.shape)
         if label is not None
     }
-    out_shape = torch.Size([each.size if isinstance(each, New) else lengths[each] for each in labels.out])
+    out_shape = torch.Size([name.size if isinstance(name, New) else lengths[name] for name in labels.out])
     placements: list[list[Placement]] = [[] for _ in specs]
     sizes: list[list[tuple[int, ...] | None]] = [[] for _ in specs]
     out_placements: list[Placement] = []
     out_sizes: list[tuple[int, ...] | None] = []
     used: list[int] = []
-    taken: set[Label] = set()
+    used_labels: set[Label] = set()
     for m in range(mesh.ndim):
-        label, along = _sharded_label(labels, specs, m, taken, result)
+        label, along = _sharded_label(labels, specs, m, used_labels, result)
         summed = label is None and labels.linear and result is None and _one_is_a_sum(specs, m)
         if label is not None:
-            taken.add(label)
+            used_labels.add(label)
         if label is not None or summed:
             used.append(m)
         is_sum = summed or (label is not None and label not in labels.out)
@@ -213,19 +304,23 @@ def _plan(labels: Labels, specs: Sequence[ShardTensorSpec | None], result: Shard
         if mesh_dims is not None:
             users.setdefault(mesh_dims, []).append(i)
     together = tuple((mesh_dims, tuple(indices)) for mesh_dims, indices in users.items() if len(indices) > 1)
-    alone = tuple(each for each in operands if not any(each[0] in indices for _, indices in together))
+    alone = tuple((i, todo) for i, todo in operands if not any(i in indices for _, indices in together))
     gathered = tuple(
         i
         for i, spec in enumerate(specs)
         if spec is not None and any(isinstance(placements[i][m], Replicate) for m, _ in spec.sharded)
     )
-    return Plan(alone, together, gathered, make_spec(mesh, out_placements, out_shape, out_sizes))
+    return OperandPlan(alone, together, gathered, make_spec(mesh, out_placements, out_shape, out_sizes))
 
 
 def _sharded_label(
-    labels: Labels, specs: Sequence[ShardTensorSpec | None], m: int, taken: set[Label], result: ShardTensorSpec | None
+    labels: Labels,
+    specs: Sequence[ShardTensorSpec | None],
+    m: int,
+    used_labels: set[Label],
+    result: ShardTensorSpec | None,
 ) -> tuple[Label | None, tuple[int, ...] | None]:
-    """The label that is sharded on mesh dim `m`, and the sizes of its shards."""
+    """Returns the label that is sharded on mesh dim `m`, and the sizes of its shards."""
     if result is not None:
         placement = result.placements[m]
         return (labels.out[placement.dim], result.sizes[m]) if isinstance(placement, Shard) else (None, None)
@@ -234,7 +329,7 @@ def _sharded_label(
         if spec is None or not isinstance(placement := spec.placements[m], Shard):
             continue
         label, along = names[placement.dim], spec.sizes[m]
-        if label is None or label in labels.whole or label in taken:
+        if label is None or label in labels.whole or label in used_labels:
             continue
         assert along is not None
         weights[label, along] = weights.get((label, along), 0) + spec.shape.numel()

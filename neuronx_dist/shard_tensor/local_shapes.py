@@ -1,4 +1,4 @@
-"""The spec of a tensor from one rank's part of it: inferred from all ranks' shapes, by chunks, or as a dict says."""
+"""The spec of a tensor from one rank's part: inferred from all ranks' shapes, by chunks, or given by a dict."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from .. import comm
 from ..spmd import P
 from .device_mesh import DeviceMesh
-from .exchange import linked
+from .moves.exchange import linked
 from .placements import Partial, Placement, Shard, checked_placements
 from .spec import ShardTensorSpec, make_spec
 from .typed import unseen
@@ -19,7 +19,7 @@ __all__ = ["check_plain", "local_spec", "weighed"]
 
 
 def check_plain(x: torch.Tensor) -> None:
-    """Raises a ValueError for a tensor that has a layout, and so is no part of another."""
+    """Raises a ValueError for a ShardTensor or DTensor, which has a layout already."""
     if hasattr(x, "placements"):
         raise ValueError(
             f"from_local: local_tensor is a {type(x).__name__}, {x.placements}, and no part of one: call "
@@ -34,7 +34,7 @@ def local_spec(
     sharding_shapes: str | Mapping[int, Sequence[Sequence[int]]],
     global_shape: Sequence[int] | None = None,
 ) -> ShardTensorSpec:
-    """See `ShardTensor.from_local`."""
+    """Returns the spec of a tensor from the shape of this rank's part; see `ShardTensor.from_local`."""
     local = torch.Size(local_shape)
     checked = checked_placements(placements, mesh.ndim, len(local))
     if isinstance(sharding_shapes, str) and sharding_shapes not in ("infer", "chunk"):
@@ -75,13 +75,16 @@ def _inferred(local: torch.Size, mesh: DeviceMesh, placements: Sequence[Placemen
     for m, placement in enumerate(placements):
         shapes = comm.gather_objects((tuple(local), tuple(sizes)), mesh.communicator(m))
         dim = placement.dim if isinstance(placement, Shard) else None
-        others = {(len(each), *(size for d, size in enumerate(each) if d != dim)) for each, _ in shapes}
-        if len(others) > 1 or len({each for _, each in shapes}) > 1:
+        others = {
+            (len(local_shape), *(size for d, size in enumerate(local_shape) if d != dim)) for local_shape, _ in shapes
+        }
+        if len(others) > 1 or len({local_shape for _, local_shape in shapes}) > 1:
+            found = [local_shape for local_shape, _ in shapes]
             raise ValueError(
                 f"from_local: shapes along mesh dim {m} ({placement!r}) must be equal"
-                f"{'' if dim is None else f' but for dim {dim}'}, and the ranks have {[each for each, _ in shapes]}"
+                f"{'' if dim is None else f' but for dim {dim}'}, and the ranks have {found}"
             )
-        sizes.append(None if dim is None else tuple(each[dim] for each, _ in shapes))
+        sizes.append(None if dim is None else tuple(local_shape[dim] for local_shape, _ in shapes))
         if dim is not None:
             shape[dim] = sum(sizes[-1] or ())
     return make_spec(mesh, placements, shape, sizes)
@@ -102,7 +105,7 @@ def _stated(
             continue
         if m not in sharding_shapes:
             raise ValueError(f"from_local: sharding_shapes has no entry for mesh dim {m}, which is {placement!r}")
-        along = tuple(int(each[placement.dim]) for each in sharding_shapes[m])
+        along = tuple(int(shard_shape[placement.dim]) for shard_shape in sharding_shapes[m])
         sizes.append(along)
         shape[placement.dim] = sum(along)
     return make_spec(mesh, placements, shape, sizes)
@@ -114,7 +117,7 @@ def weighed(
     placements: Sequence[Placement] | None,
     sharding_shapes: Mapping[int, Sequence[Sequence[int]]],
 ) -> tuple[torch.Tensor, Sequence[Placement] | None]:
-    """Means of shards that differ in size, as summands of the mean of all: by the global count of elements.
+    """Scales means of shards that differ in size to summands of the global mean, by counts of elements.
 
     Args:
         sharding_shapes: at a mesh dim that is `Partial("avg")`, the shapes of the shards whose means the ranks have.

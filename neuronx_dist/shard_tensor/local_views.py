@@ -1,4 +1,4 @@
-"""The local tensor of a ShardTensor for other code: of `to_local`, and as a DTensor of torch. It stays in its graph."""
+"""The local tensor of a ShardTensor for other code, by `to_local` and as torch's DTensor; it keeps its graph."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from torch.distributed.tensor import DTensor
 from .. import spmd
 from ..spmd import I, R
 from ..spmd.watching import active
+from ..torch_internals.autograd import apply_without_transforms
 from .device_mesh import DeviceMesh
 from .local_shapes import local_spec
+from .moves.redistribute import redistributed
 from .placements import Partial, Placement, Replicate
-from .redistribute import redistributed
 from .spec import ShardTensorSpec, make_spec
 
 __all__ = ["dtensor_of", "local_view", "local_of_dtensor"]
 
 
 class _ReadOnlyView(torch.autograd.Function):
-    """A local tensor as a view that torch lets nobody modify in place: the wrapper's graph would not know."""
+    """Makes a view of a local tensor that torch refuses to modify in place: the wrapper's graph would not know."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor) -> torch.Tensor:
@@ -32,11 +33,11 @@ class _ReadOnlyView(torch.autograd.Function):
         return grad
 
 
-_read_only: Callable[..., torch.Tensor] = super(torch.autograd.Function, _ReadOnlyView).apply
+_read_only: Callable[..., torch.Tensor] = apply_without_transforms(_ReadOnlyView)
 
 
 def local_view(local: torch.Tensor, spec: ShardTensorSpec, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
-    """The local tensor of a layout for code that is not ours; `grad_placements` as `ShardTensor.to_local` takes them.
+    """Returns the local tensor of a layout for foreign code; `grad_placements` as in `ShardTensor.to_local`.
 
     Raises:
         ValueError: the gradient is of a layout that cannot be brought to that of the tensor without communication.
@@ -48,19 +49,19 @@ def local_view(local: torch.Tensor, spec: ShardTensorSpec, grad_placements: Sequ
     if grad_placements is None:
         return local
     wanted = make_spec(spec.mesh, grad_placements, spec.shape, None)
-    for m, (own, grad) in enumerate(zip(spec.placements, wanted.placements)):
-        if isinstance(own, Replicate) and isinstance(grad, Partial):
+    for m, (placement, grad) in enumerate(zip(spec.placements, wanted.placements)):
+        if isinstance(placement, Replicate) and isinstance(grad, Partial):
             local = spmd.convert(local, spec.mesh.communicator(m), src=I, dst=R)
-        elif own != grad and not (isinstance(own, Partial) and isinstance(grad, Replicate)):
+        elif placement != grad and not (isinstance(placement, Partial) and isinstance(grad, Replicate)):
             raise ValueError(
-                f"to_local: a gradient of {grad!r} for a tensor that is {own!r} on mesh dim {m}: redistribute() "
+                f"to_local: a gradient of {grad!r} for a tensor that is {placement!r} on mesh dim {m}: redistribute() "
                 "the tensor first, so that its own placement is that of the gradient"
             )
     return local
 
 
 def local_of_dtensor(x: DTensor) -> tuple[torch.Tensor, ShardTensorSpec]:
-    """The local tensor of a torch DTensor, and its layout."""
+    """Returns the local tensor of a torch DTensor, and its layout."""
     mesh = DeviceMesh.from_torch(x.device_mesh)
     local = x.to_local()
     spec = make_spec(mesh, x.placements, x.shape)
@@ -70,7 +71,7 @@ def local_of_dtensor(x: DTensor) -> tuple[torch.Tensor, ShardTensorSpec]:
 
 
 def dtensor_of(local: torch.Tensor, spec: ShardTensorSpec) -> Any:
-    """A torch DTensor of chunks."""
+    """Returns the tensor as a torch DTensor, in chunks."""
     return DTensor.from_local(
         redistributed(local, spec, make_spec(spec.mesh, spec.placements, spec.shape)),
         spec.mesh.to_torch(),

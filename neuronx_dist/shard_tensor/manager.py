@@ -35,7 +35,7 @@ class DistributedManager:
 
     @classmethod
     def initialize(cls, device: str = "auto") -> None:
-        """Joins the job that torchrun started, or makes one of a single rank; a job that was joined is kept.
+        """Joins the job that torchrun started, or makes one of a single rank; does nothing if a job was joined before.
 
         Args:
             device: as of `neuronx_dist.init_distributed`; a job that was joined before has its own.
@@ -45,13 +45,13 @@ class DistributedManager:
         """
         if cls.is_initialized():
             return
-        own_device = torch.device("cpu") if comm.is_initialized() else launch.init_distributed(device)
-        current_mesh(own_device.type)
-        comm.current().extras[_STATE] = {"device": own_device}
+        job_device = torch.device("cpu") if comm.is_initialized() else launch.init_distributed(device)
+        current_mesh(job_device.type)
+        comm.current().extras[_STATE] = {"device": job_device}
 
     @classmethod
     def is_initialized(cls) -> bool:
-        """Whether `initialize` has been called in this job."""
+        """Returns whether `initialize` has been called in this job."""
         return comm.is_initialized() and _STATE in comm.current().extras
 
     @property
@@ -71,17 +71,17 @@ class DistributedManager:
 
     @property
     def distributed(self) -> bool:
-        """Whether there is more than one rank."""
+        """Returns whether there is more than one rank."""
         return self.world_size > 1
 
     @property
     def device(self) -> torch.device:
-        """What this rank computes on."""
+        """The device of this rank."""
         device: torch.device = self._state["device"]
         return device
 
     def initialize_mesh(self, mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
-        """Makes the job's mesh, which `mesh` is from now on; one size may be -1. All ranks call it.
+        """Makes the job's mesh, which `mesh` returns from now on; one size may be -1. All ranks call it.
 
         Raises:
             ValueError: the sizes do not make up the job's number of ranks, or a dim has no name.
@@ -97,7 +97,7 @@ class DistributedManager:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """What `initialize_mesh` has made, else one dim over all ranks; `mesh["domain"]` is a dim of it."""
+        """The mesh of `initialize_mesh`, else one dim over all ranks; `mesh["domain"]` is one dim of the mesh."""
         mesh: DeviceMesh = self._state.get("mesh") or current_mesh(self.device.type)
         return mesh
 

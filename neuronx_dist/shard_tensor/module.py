@@ -88,7 +88,7 @@ _Place = tuple[dict[str, Any], str, str]  # a module's parameters or buffers, th
 
 
 def _ties(module: nn.Module) -> list[tuple[torch.Tensor, list[_Place]]]:
-    """Each tensor that is in several places, and these."""
+    """Returns each tensor that is registered in several places, with these places."""
     places: dict[int, tuple[torch.Tensor, list[_Place]]] = {}
     for prefix, child in module.named_modules():
         for table in (child._parameters, child._buffers):
@@ -96,21 +96,23 @@ def _ties(module: nn.Module) -> list[tuple[torch.Tensor, list[_Place]]]:
                 if x is not None:
                     full_name = f"{prefix}.{name}" if prefix else name
                     places.setdefault(id(x), (x, []))[1].append((table, name, full_name))
-    return [each for each in places.values() if len(each[1]) > 1]
+    return [place for place in places.values() if len(place[1]) > 1]
 
 
 def _tie_again(old: torch.Tensor, places: list[_Place]) -> None:
-    """Puts what replaced `old` in one of its places into all of them."""
+    """Puts the replacement of `old`, which one of its places has, into all of them."""
     new = {full_name: table[name] for table, name, full_name in places if table.get(name) is not None}
     replaced = {full_name: x for full_name, x in new.items() if x is not old}
     if not replaced:
         return
     layouts = {full_name: (getattr(x, "_spec", None), x.shape) for full_name, x in replaced.items()}
     if len(set(layouts.values())) > 1:
-        told = ", ".join(f"{each} {getattr(x, 'placements', 'plain')}" for each, x in replaced.items())
+        layouts_text = ", ".join(
+            f"{full_name} {getattr(x, 'placements', 'plain')}" for full_name, x in replaced.items()
+        )
         raise ValueError(
             f"distribute_module: {', '.join(new)} were one tensor, and partition_fn gave them several layouts "
-            f"({told}): give them one, or untie them before"
+            f"({layouts_text}): give them one, or untie them before"
         )
     first = next(iter(replaced.values()))
     for table, name, full_name in places:
@@ -119,7 +121,7 @@ def _tie_again(old: torch.Tensor, places: list[_Place]) -> None:
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh, replicated: dict[torch.Tensor, torch.Tensor]) -> None:
-    """Parameters and buffers that are plain become Replicate, what is one tensor one."""
+    """Makes plain parameters and buffers Replicate; a shared tensor stays shared."""
     for table in (module._parameters, module._buffers):
         for name, x in table.items():
             if x is None or isinstance(x, ShardTensor):
@@ -139,7 +141,7 @@ def sync_module_over_mesh(module: nn.Module, mesh: DeviceMesh, src: int = 0) -> 
     Raises:
         ValueError: the ranks along a mesh dim are some of those that shard a parameter, or others too.
     """
-    coordinate = [int(each) for each in torch.unravel_index(torch.tensor(src), mesh.shape)]
+    coordinate = [int(index) for index in torch.unravel_index(torch.tensor(src), mesh.shape)]
     with torch.no_grad():
         for x in (*module.parameters(), *module.buffers()):
             local = x._local if isinstance(x, ShardTensor) else x
@@ -150,7 +152,7 @@ def sync_module_over_mesh(module: nn.Module, mesh: DeviceMesh, src: int = 0) -> 
 
 
 def _differs_over(x: torch.Tensor, group: Communicator) -> bool:
-    """Whether the ranks of a group have other parts of `x`.
+    """Returns whether the ranks of a group have different parts of `x`.
 
     Raises:
         ValueError: some of them have, or in another order.

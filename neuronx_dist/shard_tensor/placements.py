@@ -1,4 +1,4 @@
-"""Where a tensor lies along one mesh dim: torch's own `Shard`, `Replicate`, `Partial`, and their SPMD types.
+"""Placements of a tensor along one mesh dim: torch's `Shard`, `Replicate`, `Partial`, and their SPMD types.
 
 | placement | type outside of a handler | type where another operand is sharded | gradient |
 | --- | --- | --- | --- |
@@ -28,7 +28,7 @@ _REPLICATE = Replicate()
 
 
 def spmd_type(placement: Placement) -> SpmdType:
-    """The type of a tensor with this placement along one mesh dim.
+    """Returns the type of a tensor with this placement along one mesh dim.
 
     Raises:
         ValueError: a placement that has no type, such as `Partial("product")`.
@@ -45,7 +45,7 @@ def spmd_type(placement: Placement) -> SpmdType:
 def checked_placements(
     placements: Sequence[Placement] | None, mesh_ndim: int, tensor_ndim: int
 ) -> tuple[Placement, ...]:
-    """The placements with dims counted from the front; None: replicated along every mesh dim.
+    """Returns placements with dims counted from the front; None: replicated along every mesh dim.
 
     Raises:
         ValueError: not one for each mesh dim; a dim that the tensor does not have; one tensor dim on two mesh dims.

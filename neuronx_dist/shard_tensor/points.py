@@ -1,4 +1,4 @@
-"""Nearest neighbours of points, by rings: the points travel around, and every rank keeps its queries.
+"""Nearest neighbours of points, by rings: the points go around the ranks, and every rank has its queries.
 
 No rank ever holds more than two shards of the points, and the distances of its queries to one.
 """
@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .fetch import has_values
 from .labels import one_mesh, planned
+from .moves.fetch import has_values
+from .moves.redistribute import redistributed
 from .placements import Placement, Replicate, Shard
-from .redistribute import redistributed
 from .ring import RingPassingConfig, perform_ring_iteration_async
 from .spec import ShardTensorSpec, make_spec
 from .tensor import ShardTensor, local_of, wrap
@@ -35,7 +35,7 @@ class Neighbours(NamedTuple):
 
 
 def knn(x: Any, y: Any, k: int) -> Neighbours:
-    """The `k` points of `x` that are nearest to each point of `y`; of equal distances the one with the smaller index.
+    """Returns the `k` points of `x` nearest to each point of `y`; of equal distances, the smaller index.
 
     Args:
         x: points, [n, d]; plain, or sharded in shards of any sizes.
@@ -57,7 +57,7 @@ def knn(x: Any, y: Any, k: int) -> Neighbours:
 
 
 def radius_search(x: Any, y: Any, radius: float, max_points: int) -> Neighbours:
-    """The points of `x` within `radius` of each point of `y`; the nearest `max_points`, where there are more.
+    """Returns the points of `x` within `radius` of each point of `y`; the nearest `max_points`, if there are more.
 
     Raises:
         ValueError: a negative radius or number of points, and those of `knn`.
@@ -74,17 +74,18 @@ def radius_search(x: Any, y: Any, radius: float, max_points: int) -> Neighbours:
 
 
 def _in_rows(x: Any, y: Any) -> tuple[ShardTensor, ShardTensor]:
-    """Points and queries that are sharded by rows alone; queries over the ranks of the points where they are free."""
+    """Brings points and queries to shards of rows; unsharded queries are divided over the ranks of the points."""
     mesh = one_mesh((x, y), "knn")
     both = []
-    for each in (x, y):
-        if not isinstance(each, ShardTensor):
-            each = wrap(each, make_spec(mesh, None, each.shape))
-        both.append(each)
+    for operand in (x, y):
+        if not isinstance(operand, ShardTensor):
+            operand = wrap(operand, make_spec(mesh, None, operand.shape))
+        both.append(operand)
     x, y = both
     points, queries = _layouts(x._spec, y._spec)
     return tuple(
-        wrap(redistributed(local_of(each), each._spec, spec), spec) for each, spec in ((x, points), (y, queries))
+        wrap(redistributed(local_of(operand), operand._spec, spec), spec)
+        for operand, spec in ((x, points), (y, queries))
     )  # type: ignore[return-value]
 
 
@@ -96,7 +97,7 @@ def _layouts(points: ShardTensorSpec, queries: ShardTensorSpec) -> tuple[ShardTe
     x, y = by_rows(points), by_rows(queries)
     sizes = list(queries.sizes)
     m = points.mesh_dim_of.get(0)
-    if m is not None and not any(isinstance(each, Shard) for each in y):
+    if m is not None and not any(isinstance(placement, Shard) for placement in y):
         y[m], sizes[m] = Shard(0), None
     return (
         make_spec(points.mesh, x, points.shape, points.sizes),
@@ -105,13 +106,13 @@ def _layouts(points: ShardTensorSpec, queries: ShardTensorSpec) -> tuple[ShardTe
 
 
 def _nearest(distances: torch.Tensor, indices: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `k` smallest of candidates, which of equal distances are in the order of their indices."""
+    """Returns the `k` smallest of candidates; those of equal distance are in the order of their indices."""
     distances, order = distances.sort(dim=1, stable=True)
     return distances[:, :k], indices.gather(1, order[:, :k])
 
 
 def _ring(x: Any, y: Any, k: int) -> Any:
-    """The indices of the nearest points, [m, k]; the points of the other ranks come one shard after the other."""
+    """Returns the indices of the nearest points, [m, k]; other ranks' points arrive one shard after the other."""
     queries = y._local if isinstance(y, ShardTensor) else y
     block = x._local if isinstance(x, ShardTensor) else x
     m = x._spec.mesh_dim_of.get(0) if isinstance(x, ShardTensor) else None
@@ -120,11 +121,11 @@ def _ring(x: Any, y: Any, k: int) -> Any:
         return wrap(indices, _result(y._spec, k)) if isinstance(y, ShardTensor) else indices
     spec = x._spec
     sizes, group = spec.sizes[m] or (), spec.mesh.communicator(m)
-    count, own = group.size, int(group.rank)
+    count, rank = group.size, int(group.rank)
     none = queries.new_empty((len(queries), 0))
     best = none, none.to(torch.int64)
     for iteration in range(count):
-        source = (own - iteration) % count
+        source = (rank - iteration) % count
         passing = None
         if iteration < count - 1:
             shape = (sizes[(source - 1) % count], spec.shape[1])
@@ -137,7 +138,7 @@ def _ring(x: Any, y: Any, k: int) -> Any:
 
 
 def _block(queries: torch.Tensor, points: torch.Tensor, offset: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `k` nearest of some points, ascending, of equal distances in the order of their indices from `offset` on."""
+    """Returns the `k` nearest of some points, ascending; equal distances in the order of indices from `offset` on."""
     distances = torch.cdist(queries, points, compute_mode="donot_use_mm_for_euclid_dist")
     count = min(k, len(points))
     nearest, indices = distances.topk(min(k + 1, len(points)), 1, largest=False)

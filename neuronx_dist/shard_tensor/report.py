@@ -1,4 +1,4 @@
-"""What ShardTensors communicate, by the function that did: `with report() as r:`, then `print(r)`.
+"""Report of the communication of ShardTensors, by function: `with report() as r:`, then `print(r)`.
 
 It is built on the records of `comm`, whose collectives are attributed by looking at the stack. So a function that runs
 without a report pays nothing for it. The handlers tell what a record does not say: `gathered` by what was gathered
@@ -26,7 +26,7 @@ _OP = "neuronx_dist.shard_tensor.op"  # in the metadata of an autograd node: the
 
 
 class Communicated(NamedTuple):
-    """One collective: the function that it is part of, its record, and the user's line."""
+    """One collective: the function that started it, its record, and the user's line."""
 
     op: str
     call: Call
@@ -34,7 +34,7 @@ class Communicated(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """A function without a handler: how many bytes it gathers on every rank, and the user's line."""
+    """Gather of a function without a handler: the bytes on every rank, and the user's line."""
 
     op: str
     bytes: int
@@ -59,7 +59,7 @@ class Total:
 
 
 class Report:
-    """What one rank has communicated while the report was open. `print` it, or read its lists.
+    """The communication of one rank while the report was open. `print` it, or read its lists.
 
     Attributes:
         calls: all collectives, in order.
@@ -75,29 +75,29 @@ class Report:
         self._predicted: list[tuple[str, int]] = []
 
     def add(self, call: Call) -> None:
-        """Told by `comm`, in the thread of the collective."""
+        """Adds a collective; called by `comm`, in the thread of the collective."""
         if ":" not in call.verb:
             self.calls.append(Communicated(_current_op() or call.verb, call, call_site()))
 
     @property
     def collectives(self) -> int:
-        """How many there were."""
+        """The number of collectives."""
         return len(self.calls)
 
     @property
     def bytes(self) -> int:
-        """Of all collectives."""
-        return sum(each.call.bytes for each in self.calls)
+        """The bytes of all collectives."""
+        return sum(entry.call.bytes for entry in self.calls)
 
     def by_op(self) -> dict[str, Total]:
         """The totals of each function, in the order in which they first communicated."""
         totals: dict[str, Total] = {}
-        for each in self.calls:
-            total = totals.setdefault(each.op, Total())
-            total.collectives[each.call.verb] = total.collectives.get(each.call.verb, 0) + 1
-            total.bytes += each.call.bytes
-            if each.call.verb == "exchange":
-                total.planned += each.call.bytes
+        for entry in self.calls:
+            total = totals.setdefault(entry.op, Total())
+            total.collectives[entry.call.verb] = total.collectives.get(entry.call.verb, 0) + 1
+            total.bytes += entry.call.bytes
+            if entry.call.verb == "exchange":
+                total.planned += entry.call.bytes
         for op, expected in self._predicted:
             totals.setdefault(op, Total()).predicted += expected
         return totals
@@ -109,8 +109,8 @@ class Report:
             verbs = ", ".join(f"{count} {verb}" for verb, count in total.collectives.items())
             plan = f"; predicted {total.predicted:,} of {total.planned:,}" if total.predicted else ""
             lines.append(f"  {op:24} {verbs:32} {total.bytes:>14,} bytes{plan}")
-        for each in self.gathers:
-            lines.append(f"  {each.op} has no handler: it gathers {each.bytes:,} bytes, at {each.site}")
+        for entry in self.gathers:
+            lines.append(f"  {entry.op} has no handler: it gathers {entry.bytes:,} bytes, at {entry.site}")
         lines += [f"  {op}: {text}" for op, text in self.notes]
         return "\n".join(lines)
 
@@ -143,36 +143,36 @@ def report(*, all_ranks: bool = False) -> Iterator[Report]:
 
 
 def watched() -> bool:
-    """Whether a report is open: what is only for reports need not be computed otherwise."""
+    """Returns whether a report is open: facts for reports alone need not be computed otherwise."""
     return bool(_open)
 
 
 def note(op: str, text: str) -> None:
-    """Tells open reports what a handler has chosen, and why."""
-    for each in _of_this_rank():
-        each.notes.append((op, text))
+    """Adds a handler's choice, and its reason, to open reports."""
+    for entry in _of_this_rank():
+        entry.notes.append((op, text))
 
 
 def predict(num_bytes: int, op: str | None = None) -> None:
-    """Tells open reports how many bytes a plan has for this rank. `op`: None: the function that is being computed."""
-    for each in _of_this_rank():
-        each._predicted.append((op or _current_op() or "exchange", num_bytes))
+    """Adds a plan's bytes for this rank to open reports. `op`: None: the function that is being computed."""
+    for entry in _of_this_rank():
+        entry._predicted.append((op or _current_op() or "exchange", num_bytes))
 
 
 def gathered(op: str, num_bytes: int) -> None:
-    """Tells open reports that a function without a handler gathers."""
-    for each in _of_this_rank():
-        each.gathers.append(Gathered(op, num_bytes, call_site()))
+    """Adds the gather of a function without a handler to open reports."""
+    for entry in _of_this_rank():
+        entry.gathers.append(Gathered(op, num_bytes, call_site()))
 
 
 def _of_this_rank() -> Iterator[Report]:
     if _open:
-        own = comm.current().rank if comm.is_initialized() else None
-        yield from (each for each in _open if each.rank is None or each.rank == own)
+        rank = comm.current().rank if comm.is_initialized() else None
+        yield from (report for report in _open if report.rank is None or report.rank == rank)
 
 
 def _current_op() -> str:
-    """The function of ShardTensors, or of this package, in which this thread is; "" if there is none.
+    """Returns the name of the function that this thread computes, of ShardTensors or of this package; "" for none.
 
     Of several, one inside the other, the outermost; in backward, the one whose forward made the node.
     """
@@ -199,7 +199,7 @@ def _current_op() -> str:
 
 
 def _name_of_node(node: Any) -> str:
-    """Of one whose forward communicated nothing: `convert(I, R)`, or the name of its class."""
+    """Name of an autograd node whose forward communicated nothing: `convert(I, R)`, or the name of its class."""
     row = getattr(node, "row", None)
     if row is None:
         return type(node).__name__.removesuffix("Backward").lstrip("_")

@@ -20,7 +20,7 @@ METHODS = ("p2p", "a2a")
 
 @dataclass(frozen=True)
 class RingPassingConfig:
-    """Which ring, and which way around it.
+    """The ring's mesh dim, and the direction.
 
     Attributes:
         mesh_dim: of the device mesh, by index or name.
@@ -47,13 +47,13 @@ class RingPassingConfig:
 
 
 class PassingHandle:
-    """A tensor on its way. `wait()` gives the one that comes, once."""
+    """A tensor on its way. `wait()` returns the arriving tensor, once."""
 
     def __init__(self, arguments: tuple[Any, ...], received: torch.Tensor, handle: Any) -> None:
         self._arguments, self._received, self._handle = arguments, received, handle
 
     def wait(self) -> torch.Tensor:
-        """What the rank before has passed on; gradients go back to it."""
+        """Returns the tensor that the previous rank passed; gradients go back to that rank."""
         result: torch.Tensor = _Pass.apply(*self._arguments, (self._received, self._handle))
         return result
 
@@ -61,7 +61,7 @@ class PassingHandle:
 def perform_ring_iteration(
     tensor: torch.Tensor, mesh: DeviceMesh, ring_config: RingPassingConfig, recv_shape: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Passes `tensor` to the next rank, and returns that of the rank before.
+    """Passes `tensor` to the next rank, and returns the tensor of the previous rank.
 
     Args:
         recv_shape: of what comes; None: as `tensor`'s. Shards may differ in size.
@@ -76,7 +76,7 @@ def perform_ring_iteration(
 def perform_ring_iteration_async(
     tensor: torch.Tensor, mesh: DeviceMesh, ring_config: RingPassingConfig, recv_shape: Sequence[int] | None = None
 ) -> PassingHandle:
-    """The same, under way while the rank computes on `tensor`. Every rank waits for its handle."""
+    """Starts to pass `tensor` to the next rank; ranks can compute meanwhile. Every rank waits for its handle."""
     communicator = mesh.communicator(ring_config.mesh_dim)
     if ring_config.mesh_size is not None and ring_config.mesh_size != communicator.size:
         raise ValueError(
@@ -100,7 +100,7 @@ def _start_passing(
 
 
 class _Pass(torch.autograd.Function):
-    """Linear: its gradient goes around the other way."""
+    """Autograd function of one step; the gradient goes around the other way."""
 
     @staticmethod
     def forward(

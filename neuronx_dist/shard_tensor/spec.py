@@ -1,4 +1,4 @@
-"""`ShardTensorSpec`: how a tensor lies on a device mesh, with the size of every shard. It never communicates.
+"""`ShardTensorSpec`: the layout of a tensor on a device mesh, with the size of every shard. Never communicates.
 
 Specs are interned on their mesh, as long as somebody holds them: equal ones are the same object, so that a plan for an
 operation is looked up by identity. (`Layout` is another thing in this package: the degrees of a job.)
@@ -95,7 +95,7 @@ class ShardTensorSpec:
         raise AttributeError(f"{name} of a layout cannot be deleted: tensors share it")
 
     def sharding_shapes(self, mesh_dim: int | None = None) -> Any:
-        """The shapes of all shards along a mesh dim, or of every sharded one as a dict by mesh dim."""
+        """Returns the shapes of all shards along a mesh dim; without one, a dict with every sharded mesh dim."""
         if mesh_dim is None:
             return {m: self.sharding_shapes(m) for m, _ in self.sharded}
         placement = self.placements[mesh_dim]
@@ -106,11 +106,11 @@ class ShardTensorSpec:
         return tuple(torch.Size((*before, size, *behind)) for size in self.sizes[mesh_dim] or ())
 
     def with_shape(self, shape: torch.Size) -> ShardTensorSpec:
-        """The same for another shape whose sharded dims have the same sizes."""
+        """Returns this layout for another shape whose sharded dims have the same sizes."""
         return make_spec(self.mesh, self.placements, shape, self.sizes)
 
     def replicated(self) -> ShardTensorSpec:
-        """The same tensor whole on every rank."""
+        """Returns the layout with the complete tensor on every rank."""
         return make_spec(self.mesh, (Replicate(),) * self.mesh.ndim, self.shape)
 
     def __repr__(self) -> str:
@@ -130,7 +130,7 @@ def make_spec(
     shape: Sequence[int],
     sizes: Sequence[Sequence[int] | None] | None = None,
 ) -> ShardTensorSpec:
-    """The spec of a tensor of the whole `shape`.
+    """Returns the spec of a tensor of the global `shape`.
 
     Args:
         sizes: for each mesh dim the sizes of its shards, or None for chunks, as `torch.chunk` cuts them.
@@ -148,7 +148,11 @@ def make_spec(
     try:
         spec: ShardTensorSpec | None = specs.get(key)
     except TypeError:  # sizes as lists
-        key = (key[0], shape, tuple(None if each is None else tuple(each) for each in sizes or ()))
+        key = (
+            key[0],
+            shape,
+            tuple(None if along is None else tuple(along) for along in sizes or ()),
+        )
         spec = specs.get(key)
     if spec is not None:
         return spec
@@ -182,14 +186,14 @@ def make_spec(
 
 
 def gradient_spec(spec: ShardTensorSpec) -> ShardTensorSpec:
-    """The layout of a tensor's gradient: Replicate where the tensor is Partial."""
+    """Returns the layout of a tensor's gradient: Replicate where the tensor is Partial."""
     if not spec.partial:
         return spec
-    placements = tuple(Replicate() if isinstance(each, Partial) else each for each in spec.placements)
+    placements = tuple(Replicate() if isinstance(placement, Partial) else placement for placement in spec.placements)
     return make_spec(spec.mesh, placements, spec.shape, spec.sizes)
 
 
 def chunk_sizes(size: int, count: int) -> tuple[int, ...]:
-    """The sizes that `torch.chunk` gives, with empty shards at the end: 7 over 4 is (2, 2, 2, 1)."""
+    """Returns the sizes of `torch.chunk`, with empty shards at the end: 7 over 4 is (2, 2, 2, 1)."""
     full = -(-size // count)
     return tuple(max(0, min(full, size - index * full)) for index in range(count))

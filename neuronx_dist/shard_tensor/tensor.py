@@ -16,30 +16,30 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch._C import DisableTorchFunction
 
 from ..spmd import no_typecheck
+from ..torch_internals.autograd import apply_without_transforms
+from ..torch_internals.tensors import DisableTorchFunction, base_of_view, is_view, make_wrapper_subclass
 from . import handlers
 from .compiling import run_as_it_is
 from .device_mesh import DeviceMesh, current_mesh
 from .handlers import DISPATCH, FUNCTIONS, UNHANDLED
 from .local_shapes import check_plain, local_spec, weighed
 from .local_views import dtensor_of, local_of_dtensor, local_view
+from .moves.redistribute import moved, nothing_of, redistributed
 from .placements import Placement
-from .redistribute import moved, nothing_of, redistributed
 from .spec import ShardTensorSpec, gradient_spec, make_spec
 from .typed import declared, laid_out, promoted
 
 __all__ = ["ShardTensor", "gradient_spec", "in_layout", "local_of", "wrap", "wrap_result", "wrap_view", "written"]
 
-_make_wrapper = torch.Tensor._make_wrapper_subclass
 _BASE: Any = torch.Tensor  # its properties, which this class has in another way
 
 
 class ShardTensor(torch.Tensor):
     """A tensor that lives on the ranks of a device mesh. See the module's docstring for how it works.
 
-    Made by `distribute_tensor`, `scatter_tensor`, `from_local` and the factories; `_spec` says where each shard is.
+    `distribute_tensor`, `scatter_tensor`, `from_local` and the factories make ShardTensors. `_spec` is the layout.
 
     Attributes:
         placements, device_mesh: of the layout.
@@ -74,16 +74,16 @@ class ShardTensor(torch.Tensor):
         else:
             handler = handlers.named_handler(func) or DISPATCH[UNHANDLED]
             result = handler(func, types, args, kwargs or {})
-        for each in result if isinstance(result, (list, tuple)) else (result,):
-            if isinstance(each, ShardTensor):  # the graph of what was called lies above, on wrappers
-                each._foreign = True
+        for output in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(output, ShardTensor):  # the graph of what was called lies above, on wrappers
+                output._foreign = True
         return result
 
     @staticmethod
     def as_laid_out(result: Any) -> Any:
-        """What a handler returned, for the type checker: local tensors that are computed have their layouts' types."""
+        """Declares the results of a handler to the type checker: computed local tensors have their layouts' types."""
         for x in result if isinstance(result, (list, tuple)) else (result,):
-            if type(x) is ShardTensor:
+            if isinstance(x, ShardTensor):
                 laid_out(x._local, x._spec)
         return result
 
@@ -99,7 +99,7 @@ class ShardTensor(torch.Tensor):
         sharding_shapes: str | Mapping[int, Sequence[Sequence[int]]] = "infer",
         global_shape: Sequence[int] | None = None,
     ) -> ShardTensor:
-        """The ShardTensor of which this rank's part is `local_tensor`, in its graph.
+        """Makes a ShardTensor whose part on this rank is `local_tensor`, in its graph.
 
         Args:
             device_mesh: None: that of the innermost `with mesh:`, else of the job (`current_mesh`).
@@ -123,11 +123,11 @@ class ShardTensor(torch.Tensor):
 
     @staticmethod
     def from_dtensor(x: Any) -> ShardTensor:
-        """A torch DTensor as a ShardTensor, in its graph."""
+        """Returns a torch DTensor as a ShardTensor, in its graph."""
         return wrap(*local_of_dtensor(x))
 
     def to_dtensor(self) -> Any:
-        """This tensor as a torch DTensor, in its graph. Shards that are no chunks are redistributed."""
+        """Returns this tensor as a torch DTensor, in its graph. Shards that are no chunks are redistributed."""
         return dtensor_of(local_of(self), self._spec)
 
     # --- layouts
@@ -150,7 +150,7 @@ class ShardTensor(torch.Tensor):
 
     @run_as_it_is
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's part, a plain tensor in the same autograd graph.
+        """Returns this rank's part, a plain tensor in the same autograd graph.
 
         It shares memory with this tensor, but for a Partial one: what is reduced in place there would be reduced again.
         Where it has a graph, torch refuses to modify it in place: use the functions of the ShardTensor, or clone().
@@ -163,7 +163,7 @@ class ShardTensor(torch.Tensor):
 
     @run_as_it_is
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor on every rank, differentiable."""
+        """Gathers the complete tensor on every rank; differentiable."""
         return redistributed(local_of(self), self._spec, self._spec.replicated())
 
     @run_as_it_is
@@ -175,7 +175,7 @@ class ShardTensor(torch.Tensor):
         sizes: Sequence[Sequence[int] | None] | None = None,
         async_op: bool = False,
     ) -> ShardTensor:
-        """The same tensor in another layout, differentiable; itself where the layout is equal.
+        """Returns the tensor in another layout, differentiable; itself where the layout is equal.
 
         Args:
             device_mesh: None: its own. To another mesh, of any ranks, every rank of the job calls this alike; one that
@@ -283,7 +283,7 @@ class ShardTensor(torch.Tensor):
 
 def _new(local: torch.Tensor, spec: ShardTensorSpec) -> ShardTensor:
     # by position: torch takes 0.2 us less to read them (size, strides, offset, memory format, dtype, layout, device)
-    result: ShardTensor = _make_wrapper(
+    result: ShardTensor = make_wrapper_subclass(
         ShardTensor, spec.shape, None, None, None, local.dtype, torch.strided, local.device
     )
     result._local = local
@@ -293,7 +293,7 @@ def _new(local: torch.Tensor, spec: ShardTensorSpec) -> ShardTensor:
 
 
 class _Link(torch.autograd.Function):
-    """From a local tensor to its wrapper."""
+    """Autograd function from a local tensor to its wrapper."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: ShardTensorSpec) -> ShardTensor:
@@ -306,7 +306,7 @@ class _Link(torch.autograd.Function):
 
 
 class _Relink(torch.autograd.Function):
-    """From a local tensor that was modified in place to the wrapper that it has."""
+    """Autograd function from a local tensor that was modified in place to its wrapper."""
 
     @staticmethod
     def forward(ctx: Any, x: ShardTensor, local: torch.Tensor) -> ShardTensor:
@@ -320,7 +320,7 @@ class _Relink(torch.autograd.Function):
 
 
 def _pass_on(x: torch.Tensor) -> None:
-    """Gives the gradient that a foreign autograd function sent to a leaf's wrapper to the leaf, its local tensor."""
+    """Passes the gradient that a foreign autograd function sent to a leaf's wrapper on to its local tensor."""
     assert isinstance(x, ShardTensor)
     with DisableTorchFunction():
         grad = _BASE.grad.__get__(x)
@@ -329,7 +329,7 @@ def _pass_on(x: torch.Tensor) -> None:
 
 
 class _Unlink(torch.autograd.Function):
-    """From a wrapper that a foreign function returned to a local tensor in its graph."""
+    """Autograd function from a wrapper that a foreign function returned to a local tensor in its graph."""
 
     @staticmethod
     def forward(ctx: Any, x: ShardTensor) -> torch.Tensor:
@@ -342,24 +342,24 @@ class _Unlink(torch.autograd.Function):
 
 
 # `Function.apply` without its look at functorch's transforms, which do not go through wrappers.
-_link: Callable[..., ShardTensor] = super(torch.autograd.Function, _Link).apply
-_unlink: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Unlink).apply
-_relink: Callable[..., ShardTensor] = super(torch.autograd.Function, _Relink).apply
+_link: Callable[..., ShardTensor] = apply_without_transforms(_Link)
+_unlink: Callable[..., torch.Tensor] = apply_without_transforms(_Unlink)
+_relink: Callable[..., ShardTensor] = apply_without_transforms(_Relink)
 
 
 def written(x: ShardTensor) -> ShardTensor:
-    """`x`, whose local tensor an operation has modified in place, and with it all that share its memory."""
+    """Links `x`, whose local tensor was modified in place, and its views to the new graph. Returns `x`."""
     if torch.is_grad_enabled() and x._local.grad_fn is not None:  # of a view without a graph torch would not say
-        sharing = [each() for each in getattr(x, "_family", ())] or [x]
+        sharing = [reference() for reference in getattr(x, "_family", ())] or [x]
         with DisableTorchFunction():
-            for each in sharing:
-                if each is not None and each._local.grad_fn is not None:
-                    _relink(each, each._local)
+            for view in sharing:
+                if view is not None and view._local.grad_fn is not None:
+                    _relink(view, view._local)
     return x
 
 
 def wrap(local: torch.Tensor, spec: ShardTensorSpec) -> ShardTensor:
-    """The ShardTensor of which this rank's part is `local`."""
+    """Returns the ShardTensor whose local tensor on this rank is `local`."""
     if local.requires_grad:
         return _link(local, spec)
     result = _new(local, spec)
@@ -368,28 +368,30 @@ def wrap(local: torch.Tensor, spec: ShardTensorSpec) -> ShardTensor:
 
 
 def wrap_view(local: torch.Tensor, spec: ShardTensorSpec, source: ShardTensor) -> ShardTensor:
-    """`wrap` of a view of the local tensor of `source`: what is written in place into one has to be known to both."""
+    """Wraps a view of the local tensor of `source`; the two are related, so that a write into one is known to both."""
     result = wrap(local, spec)
-    if torch.is_grad_enabled() and local._is_view():
+    if torch.is_grad_enabled() and is_view(local):
         family: list[ref[ShardTensor]] = getattr(source, "_family", None) or [ref(source)]
         if len(family) % 64 == 0:  # many are gone
-            family[:] = [each for each in family if each() is not None]
+            family[:] = [reference for reference in family if reference() is not None]
         family.append(ref(result))
         source._family = result._family = family
     return result
 
 
 def wrap_result(local: torch.Tensor, spec: ShardTensorSpec, operands: Sequence[Any]) -> ShardTensor:
-    """`wrap` of what a function of these operands gave: `wrap_view`, if it is a view of one of them."""
-    if local._is_view():
+    """Wraps a result of a function of these operands; by `wrap_view` if it is a view of one of them."""
+    if is_view(local):
         for x in operands:
-            if isinstance(x, ShardTensor) and local._base is (x._local._base if x._local._is_view() else x._local):
+            if isinstance(x, ShardTensor) and base_of_view(local) is (
+                base_of_view(x._local) if is_view(x._local) else x._local
+            ):
                 return wrap_view(local, spec, x)
     return wrap(local, spec)
 
 
 def local_of(x: ShardTensor) -> torch.Tensor:
-    """The local tensor of `x`, in its graph."""
+    """Returns the local tensor of `x`, in its graph."""
     if x._foreign and torch.is_grad_enabled():
         if not x._local.requires_grad and _wrapper_requires_grad(x):
             x._local = _unlink(x)
@@ -403,7 +405,7 @@ def _wrapper_requires_grad(x: ShardTensor) -> bool:
 
 
 def as_leaf(local: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool) -> ShardTensor:
-    """A ShardTensor that is a leaf; `local` is one."""
+    """Returns a ShardTensor that is a leaf, from a leaf `local`."""
     with no_typecheck():  # how it was cut says nothing
         local = local.detach()
     result = _new(declared(local, spec), spec)
@@ -411,7 +413,7 @@ def as_leaf(local: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool) -> 
 
 
 def in_layout(x: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
-    """The local tensor of `x` in a layout; a plain tensor counts as replicated."""
+    """Returns the local tensor of `x` in a layout; a plain tensor counts as replicated."""
     if isinstance(x, ShardTensor):
         return redistributed(local_of(x), x._spec, spec)
     if spec.mesh.communicators is None:

@@ -1,4 +1,4 @@
-"""What the type checker is told where it cannot follow: exchanges of a plan, and code on a rank's own shard.
+"""Declarations for the type checker where it cannot follow: exchanges of a plan, and code on a rank's shard.
 
 Without a checker at work each of these is a look at a thread-local.
 
@@ -14,19 +14,16 @@ Without a checker at work each of these is a look at a thread-local.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 
-from .. import comm
 from ..call_site import call_site
 from ..comm import Communicator
-from ..comm.context import AxisLike
 from ..spmd import I, R, S, SpmdType, SpmdTypeError, V, assert_type
-from ..spmd.axes import atoms_of
-from ..spmd.tensor_type import Origin, TensorType, note_of, tensors_in
-from ..spmd.watching import HANDLERS, Watcher, active
+from ..spmd.local_code import axes_along, on_own_shard, stamp_types
+from ..spmd.tensor_type import Origin, TensorType, note_of
+from ..spmd.watching import HANDLERS, active
 from .device_mesh import DeviceMesh
 from .placements import spmd_type
 from .spec import ShardTensorSpec
@@ -68,7 +65,7 @@ def moved(
 
 
 def exchanged(run: Callable[[], torch.Tensor], x: torch.Tensor, communicator: Communicator, dim: int) -> torch.Tensor:
-    """`run()`, which gives each rank what it needs of `x`, sharded along `dim`.
+    """Runs `run()`, which gives each rank the positions that it needs of `x`, sharded along `dim`.
 
     Raises:
         SpmdTypeError: `x` is neither sharded along `dim` nor a rank's own numbers.
@@ -80,7 +77,7 @@ def exchanged(run: Callable[[], torch.Tensor], x: torch.Tensor, communicator: Co
     if note is None:  # in a backward pass
         with watcher.pause():
             return run()
-    for axis in _axes(communicator, watcher):
+    for axis in axes_along(communicator, watcher):
         known = dict(note.type.types).get(axis)
         if known is not None and known.letter not in "VS0" or (known is not None and getattr(known, "dim", dim) != dim):
             raise SpmdTypeError(
@@ -102,7 +99,7 @@ def unseen(
     if watcher is None or note is None:
         return run()
     types, origins = dict(note.type.types), dict(note.origins or {})
-    for axis in _axes(communicator, watcher):
+    for axis in axes_along(communicator, watcher):
         types[axis], origins[axis] = type_, Origin("exchange", call_site(), "", str(type_))
     with watcher.pause():
         result = run()
@@ -110,37 +107,11 @@ def unseen(
     return result
 
 
-def _axes(group: AxisLike, watcher: Watcher) -> Sequence[str]:
-    return atoms_of(group, watcher.mesh) if comm.communicator(group).size > 1 else ()
-
-
-def on_own_shard(function: Callable[..., Any], types: Mapping[Any, SpmdType]) -> Callable[..., Any]:
-    """`function` of this rank's shards, such as their maximum or a slice by position, whose results have these types.
-
-    What the checker knows to be P or I keeps its type, by which all that follows is judged.
-
-    Args:
-        types: group or axis -> V, P or S(dim), of every tensor that the function returns.
-    """
-    watcher = active()
-    if not types or watcher is None:
-        return function
-
-    def own(*args: Any) -> Any:
-        with watcher.local_scope([axis for group in types for axis in _axes(group, watcher)]):
-            result = function(*args)
-        for x in tensors_in(result):
-            _stamp(x, types, watcher)
-        return result
-
-    return own
-
-
 def shards(x: torch.Tensor, dims: Mapping[Communicator, int]) -> torch.Tensor:
-    """Says that `x`, which varies over the groups, is this rank's shard along a dim. Returns it."""
+    """Declares that `x`, which varies over the groups, is this rank's shard along a dim. Returns `x`."""
     watcher = active()
     if watcher is not None:
-        _stamp(x, {group: S(dim) for group, dim in dims.items()}, watcher)
+        stamp_types(x, {group: S(dim) for group, dim in dims.items()}, watcher)
     return x
 
 
@@ -160,7 +131,7 @@ def _contradicts(known: SpmdType, wanted: SpmdType) -> bool:
 
 
 def laid_out(local: torch.Tensor, spec: ShardTensorSpec) -> None:
-    """Says that a local tensor that a handler computed is the part that a layout names: what varies is a shard.
+    """Declares a local tensor that a handler computed as this rank's part in a layout: a varying tensor is a shard.
 
     Raises:
         SpmdTypeError: it is known to be something else.
@@ -172,7 +143,7 @@ def laid_out(local: torch.Tensor, spec: ShardTensorSpec) -> None:
     types = dict(note.type.types)
     for group, placement in zip(spec.mesh.communicators or (), spec.placements):
         wanted = spmd_type(placement)
-        for axis in _axes(group, watcher):
+        for axis in axes_along(group, watcher):
             known = types.get(axis)
             if known is not None and _contradicts(known, wanted):
                 raise SpmdTypeError(
@@ -183,23 +154,11 @@ def laid_out(local: torch.Tensor, spec: ShardTensorSpec) -> None:
                     rule="layout",
                 )
     if spec.sharded:
-        _stamp(local, shards_of(spec), watcher)
-
-
-def _stamp(x: torch.Tensor, declared: Mapping[Any, SpmdType], watcher: Watcher) -> None:
-    note: Any = watcher.note(x, "shards")
-    if note is None:  # in a backward pass
-        return
-    types = dict(note.type.types)
-    for group, wanted in declared.items():
-        for axis in _axes(group, watcher):
-            if types.get(axis, V).letter in "VSR0":
-                types[axis] = V if wanted.letter == "S" and watcher.level != "G" else wanted
-    watcher.stamp(x, TensorType.of(types, note.type.rest), note.origins)
+        stamp_types(local, shards_of(spec), watcher)
 
 
 def promoted(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Tells that a plain parameter is Replicate, I on every mesh dim: its gradient is summed where it is used.
+    """Declares a plain parameter as Replicate, I on every mesh dim: its gradient is summed where it is used.
 
     Elsewhere the ranks of dp and cp use a parameter on their own data, and it is R there.
     """
@@ -207,14 +166,16 @@ def promoted(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     note = watcher.note(x, "promotion") if watcher is not None and isinstance(x, torch.nn.Parameter) else None
     if watcher is not None and note is not None:
         types = dict(note.type.types)
-        axes = [axis for group in mesh.communicators or () for axis in _axes(group, watcher) if types.get(axis) is R]
+        axes = [
+            axis for group in mesh.communicators or () for axis in axes_along(group, watcher) if types.get(axis) is R
+        ]
         if axes:
             watcher.stamp(x, TensorType.of({**types, **dict.fromkeys(axes, I)}, note.type.rest), note.origins)
     return x
 
 
 def carried(x: torch.Tensor, local: torch.Tensor) -> None:
-    """Tells that along the axes that `local`'s type does not name it has the type of `x`, of which it is a part."""
+    """Declares that `local`, a part of `x`, has the type of `x` along the axes that its type does not name."""
     watcher, note = active(), note_of(x)
     known = note_of(local)
     if watcher is not None and note is not None and known is not None:
@@ -223,7 +184,7 @@ def carried(x: torch.Tensor, local: torch.Tensor) -> None:
 
 
 def declared(local: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
-    """Tells the type of a local tensor by its layout, or asserts it where the tensor has one. Returns the tensor.
+    """Declares the type of a local tensor by its layout, or asserts its present type. Returns the tensor.
 
     Raises:
         SpmdTypeError: it has another type.

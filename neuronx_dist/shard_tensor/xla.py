@@ -1,4 +1,4 @@
-"""Placements as XLA's compiler takes them: a partition spec, and back.
+"""Placements in the form of XLA's compiler, a partition spec, and back.
 
 GSPMD names, for every dim of a tensor, the mesh axis that shards it, or None. It cuts a dim into equal parts, so that
 only even shards have one; a Partial has none.
@@ -17,7 +17,7 @@ __all__ = ["partition_spec", "placements_of"]
 
 
 def partition_spec(spec: ShardTensorSpec) -> tuple[int | None, ...]:
-    """For each tensor dim the mesh dim that shards it, or None.
+    """Returns the mesh dim that shards each tensor dim, or None.
 
     Raises:
         ValueError: shards of different sizes, or a Partial.
@@ -34,7 +34,7 @@ def partition_spec(spec: ShardTensorSpec) -> tuple[int | None, ...]:
 
 
 def placements_of(partition: Sequence[int | None], mesh_ndim: int) -> tuple[Placement, ...]:
-    """The placements that a partition spec stands for, one for each mesh dim.
+    """Returns the placements of a partition spec, one for each mesh dim.
 
     Raises:
         ValueError: a mesh dim that there is not, or that shards two dims.

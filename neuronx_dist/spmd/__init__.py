@@ -1,14 +1,17 @@
 """SPMD types: typed, differentiable collectives, and the checker that proves a program's types.
 
 types.py          R, I, V, P, S(i); tensor_type.py: the type of a tensor, and how it is written on tensors
-rows.py           the table of operators; collectives.py: the operators
-declarations.py   what users and layers tell the checker about a tensor
-local_code.py     `local_map`, a scope for code that works on this rank's own numbers
-watching.py       whether a checker is at work; functions that it treats in a way of their own
-axes.py           axes as the types name them; random.py: random streams; verification.py: equal values, at run time
+rows.py           the table of operators; collectives.py: the operators; linear_operator.py: under `torch.func`
+illegal_pairs.py  messages for pairs of types that no operator takes; errors.py: `SpmdTypeError` and its family
+declarations.py   declarations of users and layers about a tensor
+local_code.py     `local_map` and `on_own_shard`, scopes for code that computes on this rank's shard
+gathered_tensors.py  gathered tensors, from autograd's graph; local_holders.py: tensors that hold a local tensor
+watching.py       whether a checker is at work; functions with a handler in the checker
+axes.py           atoms: the names of axes in types; random.py: random streams; verification.py: values, at run time
+intercept.py      intercepts calls of autograd functions; checkpoint_hooks.py: activation checkpoints
 
 `SpmdTypeMode` follows types through ordinary torch code; `check` does so for whole models on all ranks of a mesh, in
-one process. Both live in `neuronx_dist.checking`, which is loaded when they are asked for.
+one process. Both live in `neuronx_dist.checking`, which is loaded at their first use.
 """
 
 from ..call_site import hide
@@ -81,7 +84,7 @@ _LAZY = {
     "SpmdTypeMode": "checking.types.mode",
     "check": "checking.api",
     "local_map": "spmd.local_code",
-    "register_rule": "checking.types.rules:rule",
+    "register_rule": "rules:rule",
     "typecheck": "checking.types.mode",
     "verify": "spmd.verification",
 }

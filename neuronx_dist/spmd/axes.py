@@ -1,7 +1,7 @@
-"""Axis names to *atoms*: the axes that types are written on, of which every other axis is a product.
+"""Atoms: the axes that types are written on; every other axis is a product of them.
 
-The dense view (pp, dp, cp, tp) and the expert view (pp, edp, ep, tp) cut the same ranks in two ways. Types need one set
-of axes in which both can be said: dp and cp, or with experts edp and ep, and where both exist the coarser pieces of
+The dense view (pp, dp, cp, tp) and the expert view (pp, edp, ep, tp) divide the same ranks in two ways. Types need one
+set of axes that expresses both: dp and cp, or with experts edp and ep, and where both exist the coarser pieces of
 them (`"cp/ep"`: what is left of cp when ep is taken out of it). Where key/value heads are replicated over a part of
 tp (`Mesh.tp_replicas`), its two parts are atoms: `"tp/4"` and `"tp%4"`. Axes of one rank have no atoms.
 """
@@ -13,13 +13,13 @@ from functools import lru_cache
 
 from ..comm import context
 from ..comm.context import AxisLike
-from ..comm.rank_numbers import concrete
+from ..comm.ranks.rank_numbers import concrete
 from ..mesh import DENSE_AXES, EXPERT_AXES, Mesh, part_of
 
 __all__ = ["DATA_ATOMS", "SAMPLE_ATOMS", "PartOfAxisError", "atoms_of", "mesh_atoms", "mesh_of", "order_of"]
 
-DATA_ATOMS = frozenset(("dp", "edp", "cp", "cp/ep", "ep/cp"))  # along which ranks have other data
-# Along which a batch is sharded: which samples a rank has does not matter, if all are used alike.
+DATA_ATOMS = frozenset(("dp", "edp", "cp", "cp/ep", "ep/cp"))  # axes along which ranks have different data
+# Axes along which a batch is sharded: the assignment of samples to ranks does not matter if all are used equally.
 SAMPLE_ATOMS = frozenset(("dp", "edp", "ep", "ep/cp"))
 
 _ORDER = ("pp", "dp", "edp", "cp/ep", "ep/cp", "ep", "cp", "tp")
@@ -29,7 +29,7 @@ class PartOfAxisError(ValueError):
     """Types are written on "tp" as a whole, and a layer has replicas over a part of it.
 
     Attributes:
-        replicas: what `Mesh.tp_replicas` is to be.
+        replicas: the value that `Mesh.tp_replicas` must have.
     """
 
     def __init__(self, axis: str, mesh: Mesh) -> None:
@@ -52,10 +52,10 @@ def order_of(atom: str) -> tuple[int, str]:
 
 
 def mesh_of(sizes: Mapping[str, int] | Mesh) -> Mesh:
-    """A mesh from the sizes of its axes; those that are left out are 1.
+    """Makes a mesh from the sizes of its axes; missing ones are 1.
 
     Raises:
-        ValueError: an axis that there is not, or sizes that do not fit.
+        ValueError: an axis does not exist, or the sizes do not fit together.
     """
     if isinstance(sizes, Mesh):
         return sizes
@@ -80,7 +80,7 @@ def mesh_of(sizes: Mapping[str, int] | Mesh) -> Mesh:
 
 @lru_cache(maxsize=64)
 def mesh_atoms(mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """Every axis name of a mesh to its atoms, outermost first, those of one rank left out.
+    """Returns the atoms of every axis name of a mesh, outermost first, without those of one rank.
 
     Raises:
         ValueError: neither of cp and ep divides the other, so that they have no common pieces.
@@ -107,9 +107,9 @@ def mesh_atoms(mesh: Mesh) -> dict[str, tuple[str, ...]]:
 
 
 def atoms_of(axis: AxisLike, mesh: Mesh | None) -> tuple[str, ...]:
-    """The atoms of an axis: a name, a tuple of names, a ProcessGroup or a Communicator.
+    """Returns the atoms of an axis: a name, a tuple of names, a ProcessGroup or a Communicator.
 
-    Without a mesh a name is its own atom. A group that is no axis of the mesh is an atom of its own.
+    Without a mesh a name is its own atom. A group that is no axis of the mesh is a separate atom.
     """
     if isinstance(axis, str):
         if mesh is None:
@@ -138,7 +138,7 @@ def _of_ranks(label: str, ranks: tuple[int, ...], mesh: Mesh | None) -> tuple[st
         if axis is not None:
             return atoms_of(axis, mesh)
         if all(mesh.coordinate(("dp", "cp", "tp"), r) == mesh.coordinate(("dp", "cp", "tp"), ranks[0]) for r in ranks):
-            return ("pp",)  # some of the stages: those that hold a tied weight
+            return ("pp",)  # a part of the stages: those that hold a tied weight
         if part_of(label)[1]:
             return atoms_of(label, mesh)
     return (label if mesh is None and "," not in label else f"{label}{list(ranks)}",)

@@ -2,8 +2,8 @@
 
 Every operator takes `axis` (a mesh axis name, a tuple of names, a ProcessGroup or a Communicator) and the types `src`
 and `dst` that its tensor has on that axis. `S(i)` concatenates or splits along dim i; plain `V` stacks or unbinds on
-dim 0 (`gather_dim`, `scatter_dim`). The communicator is taken in forward and kept for backward. Values and gradients:
-reference spmd_types.
+dim 0 (`gather_dim`, `scatter_dim`). The communicator is looked up in forward and reused in backward. Values and
+gradients are those of the reference, spmd_types.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from .. import comm
 from ..comm import Communicator
 from ..comm.context import AxisLike
-from ..comm.transforms import transforming
+from ..comm.verbs.transformed_tensors import transforming
 from .errors import SpmdTypeError, dim_of
 from .illegal_pairs import advice
 from .linear_operator import linear
@@ -54,11 +54,11 @@ class _Typed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
-        # Through `_apply`, so that the backward can be differentiated in its turn.
+        # By `_apply`, so that the backward itself can be differentiated.
         row, arguments = ROWS[ctx.row.backward], ctx.arguments.reversed()
         if ctx.row.key != ("reinterpret", "I", "V"):
             return _apply(row, grad, ctx.communicator, arguments), None, None, None
-        with no_typecheck():  # of copies that were declared to be shards the gradients are shards, and yet are summed
+        with no_typecheck():  # gradients of copies that were declared as shards are shards, and are summed nevertheless
             return _apply(row, grad, ctx.communicator, arguments), None, None, None
 
 
@@ -94,7 +94,7 @@ def _apply(row: Row, x: torch.Tensor, communicator: Communicator, arguments: Ope
 
 
 def _alone(key: Key, x: torch.Tensor, arguments: OperatorArguments) -> torch.Tensor:
-    """On an axis of one rank all types are one; only V's stacking dim comes and goes."""
+    """Runs an operator on an axis of one rank, where all types are equal: only the stacking dim of V changes."""
     operation, src, dst = key
     if operation == "reinterpret" or operation == "all_reduce" or (operation == "all_to_all" and src == "S"):
         return x
@@ -118,7 +118,7 @@ def _operate(
     stack_dim: int | None = None,
     inplace: bool = False,
 ) -> torch.Tensor:
-    if has_torch_function_unary(x):  # recorders and the checker see the operator, not its inside
+    if has_torch_function_unary(x):  # recorders and the checker see the operator, not its implementation
         keywords: dict[str, Any] = {"src": src, "dst": dst}
         if function is reinterpret or function is convert:
             keywords["expert_mode"] = expert_mode
@@ -149,10 +149,10 @@ def _operate(
 def operator_dims(
     function: Callable[..., torch.Tensor], x: torch.Tensor, src: SpmdType, dst: SpmdType, stack_dim: int | None
 ) -> tuple[int, int]:
-    """The dims of `src` and `dst`, counted from the front: of S(dim), else where V is stacked.
+    """Returns the dims of `src` and `dst`, counted from the front: those of S(dim), else the stacking dim of V.
 
     Args:
-        stack_dim: `gather_dim` or `scatter_dim`; None: not given.
+        stack_dim: `gather_dim` or `scatter_dim`; None: not passed.
 
     Raises:
         SpmdTypeError: S of a dim that `x` does not have, or that `stack_dim` contradicts.
@@ -161,21 +161,23 @@ def operator_dims(
     shard, option = (src, "gather_dim") if gathers else (dst, "scatter_dim")
     new = gathers and not isinstance(src, Shard)  # V is stacked on a new dim
     stacked = 0 if stack_dim is None else stack_dim % max(1, x.dim() + new)
-    if isinstance(shard, Shard) and stack_dim is not None and stacked != (own := dim_of(shard, x.shape)):
+    if isinstance(shard, Shard) and stack_dim is not None and stacked != (shard_dim := dim_of(shard, x.shape)):
         raise SpmdTypeError(
             f"{function.__name__} of a tensor {list(x.shape)}, src={src}, dst={dst}, {option}={stack_dim}",
-            f"{shard} {'concatenates' if gathers else 'splits'} dim {own}, and {option} names dim {stack_dim}",
+            f"{shard} {'concatenates' if gathers else 'splits'} dim {shard_dim}, and {option} names dim {stack_dim}",
             repairs=[f"leave {option} out", f"S({stack_dim}) in place of {shard}"],
             rule="dim",
         )
-    src_dim, dst_dim = (dim_of(each, x.shape) if isinstance(each, Shard) else stacked for each in (src, dst))
+    src_dim, dst_dim = (
+        dim_of(spmd_type, x.shape) if isinstance(spmd_type, Shard) else stacked for spmd_type in (src, dst)
+    )
     return src_dim, dst_dim
 
 
 def _averaged(
     function: Callable[..., torch.Tensor], x: torch.Tensor, axis: AxisLike, src: SpmdType, dst: SpmdType, **options: Any
 ) -> torch.Tensor:
-    """An operator from P("avg"), which divides the sum by the size of the axis, or to it from R, its own mean."""
+    """Runs an operator from P("avg"), which divides the sum by the size of the axis, or from R, its own mean, to it."""
     if function is reinterpret and (src, dst) == (R, P("avg")):
         return _operate(function, x, axis, R, P)
     if src != P("avg") or dst.scale or function not in (all_reduce, reduce_scatter):
@@ -200,16 +202,16 @@ def all_reduce(
     reduce_dtype: torch.dtype | None = None,
     inplace: bool = False,
 ) -> torch.Tensor:
-    """Sum of `x` over the axis: `P -> R` (backward all-reduce) or `P -> I` (backward identity).
+    """Returns the sum of `x` over the axis: `P -> R` (backward all-reduce) or `P -> I` (backward identity).
 
     Args:
-        src: P; V is taken as P. P("avg"): the mean over the axis, and the backward divides too.
+        src: P; V is taken as P. P("avg"): the mean over the axis; the backward divides, too.
         x: any shape; contiguity is not needed.
         reduce_dtype: the sum is done in `promote_types(x.dtype, reduce_dtype)`, in backward too.
-        inplace: the result takes the memory of `x`, which is no leaf.
+        inplace: the result reuses the memory of `x`, which is no leaf.
 
     Raises:
-        SpmdTypeError: the pair of types is not one of these; the message names the operator that is meant.
+        SpmdTypeError: the pair of types is none of these; the message names the right operator.
     """
     return _operate(all_reduce, x, axis, src, dst, reduce_dtype=reduce_dtype, inplace=inplace)
 
@@ -223,13 +225,13 @@ def all_gather(
     gather_dim: int | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The values of all ranks side by side.
+    """Returns the values of all ranks, concatenated or stacked.
 
     `S(i)` concatenates along dim i, `[.., n, ..] -> [.., size*n, ..]`; `V` stacks on a new dim `gather_dim` (0).
-    `-> R`: backward reduce-scatter. `-> I`: backward takes the own piece, without communication.
+    `-> R`: backward reduce-scatter. `-> I`: backward takes this rank's piece, without communication.
 
     Raises:
-        SpmdTypeError: S of a dim that there is not, or that `gather_dim` contradicts.
+        SpmdTypeError: S of a dim that does not exist, or that `gather_dim` contradicts.
     """
     return _operate(all_gather, x, axis, src, dst, reduce_dtype=reduce_dtype, stack_dim=gather_dim)
 
@@ -243,18 +245,18 @@ def reduce_scatter(
     scatter_dim: int | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The own piece of the sum over the axis; backward all-gather.
+    """Returns this rank's piece of the sum over the axis; backward all-gather.
 
     `S(i)` splits dim i, `[.., size*n, ..] -> [.., n, ..]`; `V` unbinds dim `scatter_dim` (0), whose size is the axis's.
 
     Raises:
-        SpmdTypeError: S of a dim that there is not, or that `scatter_dim` contradicts.
+        SpmdTypeError: S of a dim that does not exist, or that `scatter_dim` contradicts.
     """
     return _operate(reduce_scatter, x, axis, src, dst, reduce_dtype=reduce_dtype, stack_dim=scatter_dim)
 
 
 def all_to_all(x: torch.Tensor, axis: AxisLike, *, src: SpmdType = V, dst: SpmdType = V) -> torch.Tensor:
-    """Exchanges the dim that is sharded; backward the other way round.
+    """Changes the sharded dim; the backward changes it back.
 
     `S(i) -> S(j)` splits dim j and concatenates dim i. `V -> V`: the rank and dim 0 change places.
     """
@@ -270,11 +272,11 @@ def convert(
     expert_mode: bool = False,
     reduce_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Another type for the same global value, without communication forward.
+    """Changes the type and keeps the global value, without communication in forward.
 
-    `R|I -> S(i)` takes the own piece, `R -> P` keeps the value on the first rank and zeros elsewhere, `I -> R` is the
-    identity whose backward sums. Pairs that are legal but rarely meant need `expert_mode=True`; the error says what to
-    use instead.
+    `R|I -> S(i)` takes this rank's piece, `R -> P` keeps the value on the first rank and zeros elsewhere, `I -> R` is
+    the identity whose backward sums. Pairs that are legal but rarely meant need `expert_mode=True`; the error says what
+    to use instead.
     """
     letters = {_letter(src), _letter(dst)}
     same_dim = not (isinstance(src, Shard) and isinstance(dst, Shard)) or src.dim == dst.dim
@@ -292,10 +294,10 @@ def reinterpret(
     expert_mode: bool = False,
     reduce_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Another type for the same local data, unchanged.
+    """Changes the type and keeps the local data.
 
-    The global meaning may change: `R -> P` multiplies it by the size of the axis. `R -> P("avg")` keeps it: what is the
-    same everywhere is its own mean.
+    The global meaning may change: `R -> P` multiplies it by the size of the axis. `R -> P("avg")` keeps it: a value
+    that is equal on all ranks is its own mean.
     """
     if src == dst:
         return x
@@ -303,7 +305,7 @@ def reinterpret(
 
 
 def redistribute(x: torch.Tensor, axis: AxisLike, *, src: SpmdType, dst: SpmdType) -> torch.Tensor:
-    """From any type to any other with the global value kept: chooses the collective or the conversion."""
+    """Changes any type into any other and keeps the global value: chooses the collective or the conversion."""
     a, b = _letter(src), _letter(dst)
     if src == dst or {a, b} == {"V", "S"}:
         return x

@@ -1,7 +1,7 @@
-"""What users and layers declare about the types of tensors.
+"""Declarations of users and layers about the types of tensors.
 
-In compiled code declarations do nothing, and no tensor has a type: under the checker what was compiled runs as it is
-written (`checking/types/surroundings.py`), so it is checked all the same.
+In compiled code declarations do nothing, and no tensor has a type: under the checker compiled functions run as eager
+ones (`checking/types/surroundings.py`), so that they are checked, too.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch.compiler import is_dynamo_compiling
 
 from ..comm import context
 from ..mesh import Mesh
+from ..torch_internals.tensors import DisableTorchFunction
 from ..weights.shard_spec import spec_of
 from .axes import atoms_of
 from .errors import SpmdTypeError, dim_of
-from .held import holds_local, local_tensor
+from .local_holders import holds_local, local_tensor
 from .tensor_type import FRESH, NAME, Foreign, Note, Offset, TensorType, note_of, write
 from .types import SAME, UNIFORM, ZERO, I, LocalType, P, R, Shard, SpmdType, V, scaled
 from .watching import active
@@ -41,15 +42,15 @@ SHARD_OF = "_spmd_shard_of"  # key of the tensors' `__dict__`: (the parameter, t
 
 
 def has_local_type(x: torch.Tensor) -> bool:
-    """Whether a tensor has a type."""
+    """Returns whether a tensor has a type."""
     return not is_dynamo_compiling() and note_of(x) is not None
 
 
 def get_local_type(x: torch.Tensor) -> dict[Any, SpmdType]:
-    """The type of a tensor by axis: `{"tp": I}`. Of what a program made of constants: {}, it is R everywhere.
+    """Returns the type of a tensor by axis: `{"tp": I}`. {} for a tensor made of constants, which is R everywhere.
 
     Raises:
-        SpmdTypeError: it has none.
+        SpmdTypeError: the tensor has no type.
     """
     mode = active()
     x = local_tensor(x)
@@ -61,28 +62,28 @@ def get_local_type(x: torch.Tensor) -> dict[Any, SpmdType]:
             repairs=['assert_type(x, {"tp": R}) declares it'],
             rule="no_type",
         )
-    return {axis: _told(spmd_type) for axis, spmd_type in note.type}
+    return {axis: _declared(spmd_type) for axis, spmd_type in note.type}
 
 
-def _told(spmd_type: SpmdType) -> SpmdType:
-    """A type as users declare it: a part of a shard is a shard, a constant is R."""
+def _declared(spmd_type: SpmdType) -> SpmdType:
+    """Returns a type in the form that users declare: a part of a shard is a shard, a constant is R."""
     if isinstance(spmd_type, Shard):
         return replace(spmd_type, part=None)
     return scaled(R, spmd_type.scale) if spmd_type.letter in "R0" else spmd_type
 
 
 def assert_type(x: torch.Tensor, types: Mapping[Any, SpmdType] | SpmdType) -> torch.Tensor:
-    """Declares the type of a tensor, or asserts it where it has one. Returns the tensor.
+    """Declares the type of a tensor, or asserts it if the tensor has one; returns the tensor.
 
     Args:
-        types: axis -> type; one type alone is that on all axes of the mesh. An axis is a name, a tuple of names, a
+        types: axis -> type; a single type holds for all axes of the mesh. An axis is a name, a tuple of names, a
             ProcessGroup or a Communicator; axes of one rank are left out. V may become S(dim), and, as an assertion
             that nothing can check, V may become P.
 
     Raises:
-        SpmdTypeError: it has another type on one of these axes; S(dim) of a dim that it does not have; two entries that
-            are about one axis contradict each other.
-        ValueError: what is given is no type.
+        SpmdTypeError: the tensor has another type on one of these axes; it lacks the dim of S(dim); two entries for one
+            axis contradict each other.
+        ValueError: `types` contains something that is no type.
 
     Example:
         >>> t = torch.ones(20)
@@ -94,7 +95,7 @@ def assert_type(x: torch.Tensor, types: Mapping[Any, SpmdType] | SpmdType) -> to
     if is_dynamo_compiling():
         return x
     mode, local = active(), local_tensor(x)
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         _assert_type(mode, local, types)
     return x
 
@@ -102,13 +103,13 @@ def assert_type(x: torch.Tensor, types: Mapping[Any, SpmdType] | SpmdType) -> to
 def types_by_atom(
     types: Mapping[Any, SpmdType] | SpmdType, mesh: Mesh | None, shape: Sequence[int], level: str = "G"
 ) -> dict[str, SpmdType]:
-    """A declaration for a tensor of `shape`: atom -> type, with dims counted from the front.
+    """Returns a declaration for a tensor of `shape` as atom -> type, with dims counted from the front.
 
-    At level "L" what is sharded varies.
+    At level "L" S becomes V.
 
     Raises:
-        SpmdTypeError: S(dim) of a dim that there is not; two entries that are about one axis contradict each other.
-        ValueError: what is given is no type; or one type for all axes, without a mesh.
+        SpmdTypeError: S(dim) of a dim that does not exist; two entries for one axis contradict each other.
+        ValueError: something in it is no type; or one type for all axes, without a mesh.
     """
     if isinstance(types, (LocalType, Shard)):
         if mesh is None:
@@ -147,7 +148,9 @@ def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType] | Spm
         before = old.get(axis)
         if fresh or before is None or before is ZERO or (before is UNIFORM and spmd_type.letter in SAME):
             new[axis] = spmd_type
-        elif _told(before) == spmd_type or (before.letter == "S" and (spmd_type is V or _same_dim(before, spmd_type))):
+        elif _declared(before) == spmd_type or (
+            before.letter == "S" and (spmd_type is V or _same_dim(before, spmd_type))
+        ):
             continue
         elif before is V and (isinstance(spmd_type, Shard) or spmd_type is P):
             if mode is not None:
@@ -177,12 +180,12 @@ def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType] | Spm
 
 
 def _has_layout(x: torch.Tensor, mode: Any) -> bool:
-    """Whether a parameter's layout was stated, so that it has a type though no call has used it yet."""
+    """Returns whether a parameter's layout was stated, so that it has a type before any call uses it."""
     return mode.mesh is not None and isinstance(x, torch.nn.Parameter) and spec_of(x).axis is not None
 
 
 def _same_dim(before: SpmdType, declared: SpmdType) -> bool:
-    """Whether a shard is the declared one, but for the dims that it was merged of, which nobody declares."""
+    """Returns whether a shard equals the declared one, apart from merged dims, which nobody declares."""
     if not isinstance(before, Shard) or not isinstance(declared, Shard) or declared.extent is not None:
         return False
     return (before.dim, before.stride, before.scale) == (declared.dim, declared.stride, declared.scale)
@@ -191,22 +194,22 @@ def _same_dim(before: SpmdType, declared: SpmdType) -> bool:
 assert_local_type = assert_type
 
 
-# What `trust` believes: the declared type -> letters of the types that the checker may know a tensor by until then.
+# Claims that `trust` accepts: declared type -> letters of the types that the checker may have inferred before.
 _MAY_BE_TRUSTED: dict[SpmdType, frozenset[str]] = {
-    V: frozenset("R0"),  # computed from equal numbers, as far as types see, and from the offset of this rank's piece
-    P: frozenset("RIV0"),  # zeros but for what this rank holds, so that the sum over the ranks is the value
-    R: frozenset("PV"),  # what each rank counted of its own data, if all come to the same number
+    V: frozenset("R0"),  # computed from numbers that types see as equal, and from the offset of this rank's piece
+    P: frozenset("RIV0"),  # zeros outside of this rank's part, so that the sum over the ranks is the value
+    R: frozenset("PV"),  # a count of each rank's data, if all ranks count the same number
 }
 
 
 def trust(x: torch.Tensor, axis: Any, kind: SpmdType, claim: str = "") -> torch.Tensor:
-    """Tells the checker what it cannot know, and returns `x`.
+    """Declares a type that the checker cannot infer, and returns `x`.
 
-    Namely that a value is V (a position that was counted from this rank's own offset), that what varies is P (zeros,
-    but for what this rank holds), or that a count without a gradient is R (each rank counted as many). Reports list it,
-    by `claim`: what is believed, in words; empty: the shape and the type.
+    The claims: a value is V (a position counted from this rank's offset); a varying value is P (zeros outside of this
+    rank's part); a count without a gradient is R (each rank counted the same number). Reports list it by `claim`, the
+    assumption in words; empty: the shape and the type.
 
-    Nothing is done where no check is under way. Unlike `reinterpret` it leaves no trace in autograd.
+    Does nothing outside of a check. Unlike `reinterpret` it adds no node to autograd's graph.
     """
     mode = active()
     if mode is not None and holds_local(x):
@@ -215,10 +218,10 @@ def trust(x: torch.Tensor, axis: Any, kind: SpmdType, claim: str = "") -> torch.
     note = _present(mode, x) if mode is not None else None
     if mode is None or note is None:
         return x
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         type_ = note.type
         believable = _MAY_BE_TRUSTED.get(kind.base, _MAY_BE_TRUSTED[P])
-        if x.requires_grad:  # the gradient of an I is one value, of its parts it would be several
+        if x.requires_grad:  # the gradient of an I is one value; of its parts it would be several
             believable = frozenset() if kind.base is R else believable - {"I"}
         atoms = atoms_of(axis, mode.mesh)
         for atom in atoms:
@@ -235,10 +238,10 @@ def trust(x: torch.Tensor, axis: Any, kind: SpmdType, claim: str = "") -> torch.
 
 
 def local(x: torch.Tensor) -> torch.Tensor:
-    """The same tensor as this rank's own numbers: along which dims it is sharded is not followed any further.
+    """Returns the tensor as a local one: the checker stops following the dims along which it is sharded.
 
-    For code that works on the local part by intention, such as packing it into a buffer. Reports list it: what follows
-    is not compared with the unsharded program. Nothing is done where no check is under way.
+    For code that works on the local part on purpose, such as packing it into a buffer. Reports list it: the code after
+    it is not compared with the unsharded program. Does nothing outside of a check.
     """
     mode = active()
     note = _present(mode, x) if mode is not None else None
@@ -250,9 +253,9 @@ def local(x: torch.Tensor) -> torch.Tensor:
 
 
 def _forgotten(x: torch.Tensor, note: Note, axes: Sequence[str]) -> torch.Tensor:
-    """The same tensor, V on these axes."""
+    """Returns the tensor with type V on these axes."""
     types = {axis: V if axis in axes else spmd_type for axis, spmd_type in note.type}
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         result = x.view_as(x)
         write(result, TensorType.of(types, note.type.rest), note.origins, note.session)
     return result
@@ -261,41 +264,40 @@ def _forgotten(x: torch.Tensor, note: Note, axes: Sequence[str]) -> torch.Tensor
 def gradient(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Tells the checker that backward accumulates the gradient of `param` in `grad`, and returns `grad`.
 
-    For accumulators other than `param.grad`, of which it knows.
+    For accumulators other than `param.grad`, which the checker knows.
     """
     mode = active()
     if mode is not None:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             mode.adopt(param, grad)
     return grad
 
 
 def _present(mode: Any, x: torch.Tensor) -> Note | None:
-    """What is known of a tensor now.
+    """Returns the current note of a tensor.
 
-    A write through another view of its memory may have changed it; a parameter that nothing has touched is what its
-    layout says.
+    A write through another view of its memory may have changed it; an unused parameter has the type of its layout.
     """
     if is_dynamo_compiling():
         return None
     untouched = note_of(x) is None and not (isinstance(x, torch.nn.Parameter) and mode is not None and mode.mesh)
     if mode is None or untouched:
         return note_of(x)
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         note: Note | None = mode.note(x, "a declaration")
     return note
 
 
 def mark_shard(shard: torch.Tensor, param: torch.Tensor, group: Any) -> None:
-    """Says that `shard` is this rank's piece, among the ranks of `group`, of `param`: it varies over them."""
+    """Declares that `shard` is this rank's piece of `param` among the ranks of `group`, so that it varies over them."""
     shard.__dict__[SHARD_OF] = (param, group)
 
 
 def forget(x: torch.Tensor, axis: Any) -> torch.Tensor:
-    """The same tensor, of which it is no longer known along which dim it is sharded over `axis`: S becomes V.
+    """Returns the tensor without the knowledge along which dim it is sharded over `axis`: S becomes V.
 
-    For what is meant to be local although a dim is sharded, such as a block-diagonal weight: each rank's block times
-    its own piece is the result, and no sum over the ranks is missing.
+    For tensors that are local on purpose although a dim is sharded, such as a block-diagonal weight: each rank's block
+    times its piece is the result, and no sum over the ranks is missing.
     """
     mode = active()
     note = _present(mode, x)

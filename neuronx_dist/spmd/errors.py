@@ -1,4 +1,4 @@
-"""One family of errors for everything that the types forbid, and what the rules raise before it has words."""
+"""Errors of types: one family for all that types forbid, and the exception of rules before a message exists."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["SpmdTypeError", "Violation", "dim_of"]
 
 
 class SpmdTypeError(ValueError):
-    """A pair of types that no operator takes, or a tensor whose type is not what an operator needs.
+    """A pair of types that no operator takes, or a tensor of another type than an operator needs.
 
     Attributes:
         what: the operator and its tensors.
         why: the rule that they break.
         where_from: where the types in question began.
-        repairs: what to write instead, the likeliest first.
-        axis: the mesh axis on which they break it.
+        repairs: calls to write instead, the likeliest first.
+        axis: the mesh axis on which they break the rule.
         rule: name of the rule, for tools.
     """
 
@@ -44,13 +44,13 @@ class SpmdTypeError(ValueError):
 
 
 class Violation(Exception):
-    """What forbids a call: `explain` makes an `SpmdTypeError` of it.
+    """A reason that forbids a call, of which `explain` makes an `SpmdTypeError`.
 
     Attributes:
         rule: short name of the rule.
-        axis: on which axis.
+        axis: the axis on which it holds.
         why: the rule in words, with the numbers of this call.
-        operands: indices of the operands that it is about, the culprit first.
+        operands: indices of the operands concerned, the culprit first.
     """
 
     def __init__(self, rule: str, axis: str, why: str, operands: Sequence[int] = ()) -> None:
@@ -59,7 +59,7 @@ class Violation(Exception):
 
 
 def dim_of(shard: Shard, shape: Sequence[int]) -> int:
-    """The dim of S(dim) of a tensor of `shape`, counted from the front.
+    """Returns the dim of S(dim) of a tensor of `shape`, counted from the front.
 
     Raises:
         SpmdTypeError: there is no such dim.

@@ -1,4 +1,4 @@
-"""What is wrong with a pair of types that an operator does not take, and what it probably means."""
+"""Messages for pairs of types that an operator does not take: the fault, and the probable intention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["advice"]
 
 
 def advice(operation: str, src: SpmdType, dst: SpmdType) -> str:
-    """The message for `operation(src, dst)`, which does not exist."""
+    """Returns the message for `operation(src, dst)`, which does not exist."""
     legal = ", ".join(f"({s}, {d})" for (name, s, d) in ROWS if name == operation)
     why = _why(operation, src, dst)
     text = f"{operation}({src}, {dst}) does not exist: {why}{_instead(src, dst)}"
@@ -37,7 +37,7 @@ def _why(operation: str, src: SpmdType, dst: SpmdType) -> str:
 
 
 def _instead(src: SpmdType, dst: SpmdType) -> str:
-    """How one type becomes another."""
+    """Returns the call that converts one type into another."""
     a, b = src.letter, dst.letter
     same_dim = isinstance(src, Shard) and isinstance(dst, Shard) and src.dim == dst.dim
     if same_dim or (a == b and a != "S"):

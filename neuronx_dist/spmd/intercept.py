@@ -1,6 +1,6 @@
-"""Sees calls of `torch.autograd.Function.apply`, which no TorchFunctionMode does: the recorder and the checker use it.
+"""Interception of `torch.autograd.Function.apply`, which no TorchFunctionMode sees: for recorder and checker.
 
-Nothing is changed in torch while nobody looks.
+Nothing is changed in torch while nobody intercepts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["intercept"]
 
 Hook = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 
-_local = threading.local()  # .hooks: of this thread
+_local = threading.local()  # .hooks: the stack of this thread
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -34,9 +34,9 @@ _replacement = Replacement(torch.autograd.Function, apply=classmethod(_apply))
 
 @contextmanager
 def intercept(hook: Hook) -> Iterator[None]:
-    """Inside, in this thread, `cls.apply(*args, **kwargs)` becomes `hook(original apply, cls, args, kwargs)`.
+    """Replaces `cls.apply(*args, **kwargs)` by `hook(original apply, cls, args, kwargs)`, in this thread.
 
-    The innermost hook is asked.
+    The innermost hook is called.
     """
     hooks = _local.__dict__.setdefault("hooks", [])
     with _replacement:

@@ -1,7 +1,7 @@
 """Linear operators under `torch.func` and forward-mode AD: derivative, transpose and batching rule.
 
 A linear operator is its own derivative: a tangent goes through the same collective as the value. It takes a batch of
-tensors as one tensor with a dim more, in one collective.
+tensors as one tensor with an additional dim, in one collective.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ __all__ = ["LinearOperator", "linear"]
 
 
 class LinearOperator(Protocol):
-    """A linear function of one tensor, whatever transforms are at work."""
+    """A linear function of one tensor, under any transforms."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def value(self, x: torch.Tensor) -> torch.Tensor:
-        """The same of a plain tensor, without any derivative."""
+        """Applies the operator to a plain tensor, without any derivative."""
 
     def transposed(self) -> LinearOperator:
-        """The operator that gradients go through."""
+        """Returns the operator for gradients."""
 
     def batched(self) -> LinearOperator:
-        """The operator on tensors with one dim more, in front."""
+        """Returns the operator on tensors with an additional first dim."""
 
 
 class _Linear(torch.autograd.Function):
-    """In the form that torch's transforms need; it costs an eager call 10 µs, which `_Typed` does without."""
+    """The operator in the form of torch's transforms, which costs an eager call 10 µs that `_Typed` avoids."""
 
     @staticmethod
     def forward(x: torch.Tensor, operator: LinearOperator) -> torch.Tensor:
@@ -57,6 +57,6 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(operator: LinearOperator, x: torch.Tensor) -> torch.Tensor:
-    """`operator(x)`, by its rules."""
+    """Computes `operator(x)` by the rules of its class."""
     result: torch.Tensor = _Linear.apply(x, operator)
     return result

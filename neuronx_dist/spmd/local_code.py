@@ -1,4 +1,7 @@
-"""`local_map`: a scope for code that works on this rank's own numbers, with declared types of its results."""
+"""Scopes for code that computes on this rank's shards, with declared types of its results.
+
+`local_map` is for users, and reports list it as trusted; `on_own_shard` is for this package's sharded functions.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,25 @@ from typing import Any
 
 import torch
 
+from .. import comm
+from ..comm.context import AxisLike
+from ..torch_internals.tensors import DisableTorchFunction
 from .axes import atoms_of
 from .declarations import assert_type, types_by_atom
 from .errors import SpmdTypeError
 from .tensor_type import TensorType, note_of, tensors_in, write
-from .types import SAME, LocalType, Shard, SpmdType
+from .types import SAME, LocalType, Shard, SpmdType, V
 from .watching import Watcher, active
 
-__all__ = ["local_map"]
+__all__ = ["axes_along", "local_map", "on_own_shard", "stamp_types"]
 
 Declaration = Mapping[Any, SpmdType] | SpmdType
 
-# What a result may be declared as: the letter of what the checker knows it to be -> letters.
+# Types that a result may be declared as: inferred letter -> letters.
 _MAY_BE_DECLARED = {
     "V": frozenset("VSP"),
     "S": frozenset("SV"),
-    "R": frozenset("RV"),  # each rank may take what is equal for its own
+    "R": frozenset("RV"),  # each rank may use an equal value as its own
     "I": frozenset("I"),
     "P": frozenset("P"),
     "0": frozenset("RIVSP"),
@@ -36,22 +42,22 @@ def local_map(
     out_types: Declaration | Sequence[Declaration],
     in_types: Declaration | Sequence[Declaration | None] | None = None,
 ) -> Callable[..., Any]:
-    """`fn`, of which each rank computes its own part from its own numbers; what the parts are together is declared.
+    """Wraps `fn`, with which each rank computes its part from its shards; the type of the parts together is declared.
 
     For code that no rule can follow because it picks positions of a shard: a loop over the experts of this rank, blocks
-    of a sharded weight, the top-k of this rank's logits. Along the axes that the declarations name, what is sharded
-    merely varies inside; everything else is checked as usual, gradients included. The results get `out_types`, which
+    of a sharded weight, the top-k of this rank's logits. Along the axes that the declarations name, S is only
+    V inside; everything else is checked as usual, gradients included. The results get `out_types`, which
     reports list as trusted, with the line of the call. Without a check it is `fn`.
 
     Args:
         out_types: axis -> type, for every tensor of the result; or one such declaration for each, in order.
-        in_types: what the tensors among the positional arguments must be: one declaration for all, or one for each
-            positional argument (None: it is not verified).
+        in_types: required types of the tensors among the positional arguments: one declaration for all, or one for each
+            positional argument (None: not verified).
 
     Raises:
-        SpmdTypeError: (by a call) an input has another type; a result cannot have the declared one: what varies cannot
-            be R or I, what is equal on all ranks is neither S nor P.
-        ValueError: (by a call) there are not as many declarations as results, or as arguments.
+        SpmdTypeError: (by a call) an input has another type; a result cannot have the declared type: a varying one
+            cannot be R or I, one that is equal on all ranks is neither S nor P.
+        ValueError: (by a call) the numbers of declarations and of results, or of arguments, differ.
 
     Example:
         >>> @local_map(out_types={"tp": P})
@@ -69,7 +75,7 @@ def local_map(
             return fn(*args, **kwargs)
         if in_types is not None:
             _verify(name, args, in_types)
-        axes = {atom for each in (*_listed(out_types), *_listed(in_types)) for atom in _atoms(each, mode)}
+        axes = {atom for declaration in (*_listed(out_types), *_listed(in_types)) for atom in _atoms(declaration, mode)}
         with mode.local_scope(axes):
             result = fn(*args, **kwargs)
         given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
@@ -100,7 +106,7 @@ def _for_each(name: str, types: Any, count: int, of: str) -> list[Any]:
 
 
 def _atoms(types: Any, mode: Watcher) -> Sequence[str]:
-    """The axes that a declaration names."""
+    """Returns the axes that a declaration names."""
     if types is None:
         return ()
     axes = types if isinstance(types, Mapping) else ["world"]
@@ -118,9 +124,9 @@ def _verify(name: str, args: Sequence[Any], in_types: Any) -> None:
 
 
 def _apart(result: Any, given: Sequence[torch.Tensor]) -> Any:
-    """The result, with new tensors for those that are arguments too: these keep their types."""
+    """Returns the result with new tensors for those that are also arguments, which keep their types."""
     if isinstance(result, torch.Tensor):
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if not any(result is x for x in given):
                 return result
             note, again = note_of(result), result.view_as(result)
@@ -133,19 +139,19 @@ def _apart(result: Any, given: Sequence[torch.Tensor]) -> Any:
 
 
 def _same_scale(known: SpmdType, declared: SpmdType) -> bool:
-    """Whether a declaration keeps the scale; of what is known to vary only that of a mean is a guess worth keeping."""
-    alike = known.letter == declared.letter or (known.letter in SAME and declared.letter in SAME)
+    """Returns whether a declaration keeps the scale; of a varying value only the scale of a mean is a useful guess."""
+    same_letter = known.letter == declared.letter or (known.letter in SAME and declared.letter in SAME)
     mean_as_sum = known.letter == "V" and declared.letter == "P" and known.scale > 0
-    return known.scale == declared.scale if alike or mean_as_sum else True
+    return known.scale == declared.scale if same_letter or mean_as_sum else True
 
 
 def _declare(mode: Watcher, name: str, x: torch.Tensor, types: Declaration) -> None:
-    """Gives a result its declared type.
+    """Sets a result's declared type.
 
     Raises:
-        SpmdTypeError: it cannot be that.
+        SpmdTypeError: the result cannot have that type.
     """
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         note = mode.note(x, name)
         if note is None:
             return
@@ -163,3 +169,44 @@ def _declare(mode: Watcher, name: str, x: torch.Tensor, types: Declaration) -> N
             )
         known_types = {axis: spmd_type for axis, spmd_type in note.type if axis not in declared}
         write(x, TensorType.of({**known_types, **declared}, note.type.rest), None, mode.session)
+
+
+def axes_along(group: AxisLike, watcher: Watcher) -> Sequence[str]:
+    """Returns the atoms of an axis or group as the checker names them; none for one rank."""
+    return atoms_of(group, watcher.mesh) if comm.communicator(group).size > 1 else ()
+
+
+def stamp_types(x: torch.Tensor, declared: Mapping[Any, SpmdType], watcher: Watcher) -> None:
+    """Writes types by group on a tensor, but along axes on which it is known to be P or I."""
+    note: Any = watcher.note(x, "shards")
+    if note is None:  # in a backward pass
+        return
+    types = dict(note.type.types)
+    for group, wanted in declared.items():
+        for axis in axes_along(group, watcher):
+            if types.get(axis, V).letter in "VSR0":
+                types[axis] = V if wanted.letter == "S" and watcher.level != "G" else wanted
+    watcher.stamp(x, TensorType.of(types, note.type.rest), note.origins)
+
+
+def on_own_shard(function: Callable[..., Any], types: Mapping[Any, SpmdType]) -> Callable[..., Any]:
+    """Wraps a function of this rank's shards, such as their maximum or a slice by position, whose results have `types`.
+
+    It is `local_map` for this package's own code: reports do not list it as trusted, and what the checker knows to be P
+    or I keeps its type, by which all that follows is judged.
+
+    Args:
+        types: group or axis -> V, P or S(dim), of every tensor that the function returns.
+    """
+    watcher = active()
+    if not types or watcher is None:
+        return function
+
+    def own(*args: Any) -> Any:
+        with watcher.local_scope([axis for group in types for axis in axes_along(group, watcher)]):
+            result = function(*args)
+        for x in tensors_in(result):
+            stamp_types(x, types, watcher)
+        return result
+
+    return own

@@ -1,6 +1,6 @@
-"""Named random streams: which random numbers agree across ranks, and which differ.
+"""Named random streams: numbers that agree across ranks, and numbers that differ.
 
-The *default* stream is torch's own generator: seeded alike on all ranks, it gives replicated activations the same
+The *default* stream is torch's generator: seeded equally on all ranks, it gives replicated activations the same
 dropout mask on every tensor-parallel rank. The *tensor-parallel* stream differs by tp rank, for activations that are
 sharded. Seeds are NxD's (and Megatron's): default `seed`, tensor-parallel `seed + 2718 + tp_rank`.
 """
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from ..comm import context
 from ..comm.generators import State, as_they_were, autocast, device_has_own_program, get_state, set_state
 from ..comm.generators import seed as set_seed
-from ..comm.rank_numbers import concrete
+from ..comm.ranks.rank_numbers import concrete
 
 __all__ = ["RNGStreams", "TENSOR_PARALLEL", "checkpoint", "manual_seed", "streams"]
 
@@ -25,7 +25,7 @@ TENSOR_PARALLEL = "model-parallel-rng"
 
 
 class RNGStreams:
-    """Random streams by name; `fork(name)` draws from one of them for a while. NxD's `XLARNGStatesTracker`."""
+    """Random streams by name; `fork(name)` draws from one of them inside a `with`. NxD's `XLARNGStatesTracker`."""
 
     def __init__(self) -> None:
         self._states: dict[str, State] = {}
@@ -44,7 +44,7 @@ class RNGStreams:
         """Adds a stream.
 
         Raises:
-            ValueError: there is one of that name.
+            ValueError: a stream of that name exists.
         """
         if name in self._states:
             raise ValueError(f"random stream {name!r} exists already; reset() forgets all streams")
@@ -55,9 +55,9 @@ class RNGStreams:
 
     @contextmanager
     def fork(self, name: str = TENSOR_PARALLEL) -> Iterator[None]:
-        """Random numbers drawn inside come from stream `name`, which remembers where it stopped.
+        """Draws random numbers inside the `with` from stream `name`, which remembers its position.
 
-        The stream outside stays where it is.
+        The stream outside keeps its position.
         """
         if name not in self._states:
             raise ValueError(
@@ -76,12 +76,12 @@ class RNGStreams:
 
 
 def streams() -> RNGStreams:
-    """The streams of the current rank."""
+    """Returns the streams of the current rank."""
     return context.current().extras.setdefault("random", RNGStreams())
 
 
 def manual_seed(seed: int) -> None:
-    """Seeds the default stream with `seed` and the tensor-parallel one with `seed + 2718 + tp_rank`; forgets others."""
+    """Seeds the default stream with `seed`, the tensor-parallel one with `seed + 2718 + tp_rank`; drops all others."""
     rank = context.current()
     all_streams = streams()
     all_streams.reset()
@@ -90,8 +90,8 @@ def manual_seed(seed: int) -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Activation checkpointing whose recomputation draws the same random numbers, from every stream."""
-    # Compiled code keeps what it drew. Without a mesh there is one stream.
+    """Runs a function with activation checkpointing whose recomputation redraws the same numbers from every stream."""
+    # Compiled code saves its random numbers. Without a mesh there is one stream.
     if is_compiling() or not context.is_initialized():
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
     all_streams = streams()
@@ -124,5 +124,5 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not own_program:
         return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
     cast = autocast()
-    # Without tensors among its arguments torch asks for no `torch.xla`, which there is not.
+    # Without tensors among the arguments torch does not look for `torch.xla`, which does not exist.
     return torch_checkpoint(lambda: function(*args, **kwargs), use_reentrant=False, context_fn=contexts)

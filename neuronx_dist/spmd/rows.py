@@ -1,6 +1,6 @@
 """The table of typed collectives.
 
-A row says: this operation, from this type to that type, is this kernel forward, and backward it is that other row. The
+A row states that an operation from one type to another is a certain kernel, and its backward another row. The
 operators (`collectives.py`), the errors for pairs that do not exist (`illegal_pairs.py`), the table in the
 documentation (`table()`) and the checker's rules are all read from the same rows.
 """
@@ -14,26 +14,26 @@ from typing import NamedTuple
 import torch
 
 from .. import comm
-from ..comm import Communicator, select
-from ..comm.operands import indivisible
+from ..comm import Communicator, rank_selection
+from ..comm.verbs.operands import indivisible
 
 __all__ = ["ROWS", "Key", "OperatorArguments", "Row", "table"]
 
 
 class OperatorArguments(NamedTuple):
-    """What one use of a row is told beside its types."""
+    """Arguments of one use of a row, other than its types."""
 
-    src_dim: int  # of S(i), else where V stacks
+    src_dim: int  # of S(i), else the stacking dim of V
     dst_dim: int
-    reduce_dtype: torch.dtype | None = None  # to reduce in
-    inplace: bool = False  # x's memory may be reused
+    reduce_dtype: torch.dtype | None = None  # dtype of the reduction
+    inplace: bool = False  # the memory of x may be reused
 
     def reversed(self) -> OperatorArguments:
-        """Those of the row that is the backward."""
+        """Returns the arguments of the backward row."""
         return OperatorArguments(self.dst_dim, self.src_dim, self.reduce_dtype)
 
     def batched(self) -> OperatorArguments:
-        """Those for a tensor with one dim more, in front."""
+        """Returns the arguments for a tensor with an additional first dim."""
         return self._replace(src_dim=self.src_dim + 1, dst_dim=self.dst_dim + 1)
 
 
@@ -49,11 +49,11 @@ class Row:
     kernel: Kernel
     backward: Key
     communicates: bool
-    expert: bool = False  # legal, but rarely what is meant: needs expert_mode=True
-    instead: str = ""  # what usually is meant instead
+    expert: bool = False  # legal, but rarely intended: needs expert_mode=True
+    instead: str = ""  # the usual intention
 
 
-# Kernels. V stands for S on a dim of its own: stacking is `unsqueeze` before, unbinding `squeeze` after.
+# Kernels. V stands for S on a separate dim: stacking is `unsqueeze` before, unbinding `squeeze` after.
 
 
 def _same(x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -> torch.Tensor:
@@ -96,16 +96,16 @@ def _own_piece(x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -
     dim = arguments.dst_dim
     if x.shape[dim] % c.size:
         raise indivisible(x, dim, c, "convert")
-    return select.own_piece(x, c, dim)
+    return rank_selection.own_piece(x, c, dim)
 
 
 def _own_slot(x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -> torch.Tensor:
     _check_stacked(x, c, arguments.dst_dim)
-    return select.own_slot(x, c, arguments.dst_dim)
+    return rank_selection.own_slot(x, c, arguments.dst_dim)
 
 
 def _zero_padded(x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -> torch.Tensor:
-    return select.in_own_piece(x, c, arguments.src_dim)
+    return rank_selection.in_own_piece(x, c, arguments.src_dim)
 
 
 def _zero_padded_stack(x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -> torch.Tensor:
@@ -113,13 +113,13 @@ def _zero_padded_stack(x: torch.Tensor, c: Communicator, arguments: OperatorArgu
 
 
 def _first_rank_only(x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -> torch.Tensor:
-    return select.only_on(x, c, 0)
+    return rank_selection.only_on(x, c, 0)
 
 
-# One row a line. What is not a reduction, gather, scatter or exchange (`convert`, `reinterpret`) does not communicate.
+# One row a line. Only reductions, gathers, scatters and exchanges communicate; `convert` and `reinterpret` do not.
 # fmt: off
 _TABLE: list[tuple[str, Kernel, str]] = [
-    # operation      from to  kernel              the row that is its backward
+    # operation      from to  kernel              backward row
     # Conjugate pairs: each is the other's backward.
     ("all_reduce     P R",    _sum,                "all_reduce     P R"),
     ("all_reduce     P I",    _sum,                "convert        I R"),
@@ -162,7 +162,7 @@ _TABLE: list[tuple[str, Kernel, str]] = [
 ]
 
 _ON_PURPOSE = "reduce_scatter or all_gather are what usually is meant; pass expert_mode=True to do it on purpose"
-# What usually is meant instead of a row that is legal and rare: it needs expert_mode=True.
+# The usual intention behind a row that is legal but rare, and needs expert_mode=True.
 _INSTEAD = {
     "convert        S P": _ON_PURPOSE,
     "convert        V P": _ON_PURPOSE,
@@ -194,7 +194,7 @@ ROWS = {
 
 
 def table() -> list[tuple[str, str, str, str]]:
-    """The rows as text: `(forward types, forward operator, backward types, backward operator)`."""
+    """Returns the rows as text: `(forward types, forward operator, backward types, backward operator)`."""
     lines = []
     for (operation, src, dst), row in ROWS.items():
         back, bsrc, bdst = row.backward

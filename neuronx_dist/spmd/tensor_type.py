@@ -1,4 +1,4 @@
-"""The type of a tensor: one of R, I, V, P, S(i) per mesh axis; and how it is written on tensors.
+"""The type of a tensor, one of R, I, V, P, S(i) per mesh axis, and its storage on tensors.
 
 Types are interned: two that are equal are one object, so that the checker compares and caches them by identity.
 """
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..torch_internals.tensors import version_of
 from .types import UNIFORM, ZERO, I, R, Shard, SpmdType, V, dual
 
 __all__ = [
@@ -45,10 +46,10 @@ class TensorType:
 
     Attributes:
         types: by axis.
-        rest: what it is on every other axis; R for what the program makes of constants alone.
-        sharded: whether any of them is S.
-        shaped: what becomes of it depends on shapes: it is sharded, or a constant.
-        graded: what becomes of it depends on whether it receives a gradient: it is I, or a constant.
+        rest: the type on every other axis; R for tensors made of constants alone.
+        sharded: whether any of the types is S.
+        shaped: whether results depend on shapes: the tensor is sharded, or a constant.
+        graded: whether results depend on receiving a gradient: the tensor is I, or a constant.
     """
 
     __slots__ = ("types", "rest", "sharded", "shaped", "graded", "dual", "__weakref__")
@@ -86,14 +87,14 @@ class TensorType:
         return self.types.get(axis, self.rest)
 
     def with_axis(self, axis: str, spmd_type: SpmdType | None) -> TensorType:
-        """The same but on `axis` (None: not known there)."""
+        """Returns the type with another one on `axis` (None: not known there)."""
         types = {name: old for name, old in self.types.items() if name != axis}
         if spmd_type is not None:
             types[axis] = spmd_type
         return TensorType.of(types, self.rest)
 
     def of_gradient(self) -> TensorType:
-        """The type of the gradient."""
+        """Returns the type of the gradient."""
         if self.dual is None:
             self.dual = TensorType.of({axis: dual(spmd_type) for axis, spmd_type in self.types.items()}, self.rest)
         return self.dual
@@ -109,7 +110,7 @@ class TensorType:
         return self
 
     def __reduce__(self) -> Any:
-        """Saved tensors have no types: a file must be read, also with `weights_only=True` by anybody."""
+        """Saves no types with tensors: anybody must be able to read a file, also with `weights_only=True`."""
         return OrderedDict, ()
 
 
@@ -120,13 +121,13 @@ UNIFORM_TYPE = TensorType.of({}, UNIFORM)
 
 
 class Origin:
-    """Where a tensor got its type on some axis: for messages.
+    """Place where a tensor received its type on some axis, for messages.
 
     Attributes:
         what: in words: "contraction over a sharded dim in linear".
         where: `file:line` of the user's code.
-        module: path of the module whose forward that was in, or "".
-        letter: of the type that began; it says nothing of a tensor with another type there.
+        module: path of the module whose forward contained it, or "".
+        letter: letter of that type; the origin does not concern a tensor with another type there.
     """
 
     __slots__ = ("letter", "module", "what", "where")
@@ -146,15 +147,15 @@ class Origin:
 
 
 class Note(NamedTuple):
-    """What the checker knows of one tensor.
+    """The checker's knowledge of one tensor.
 
     Attributes:
         type: its type.
-        origins: axis -> Origin, for axes whose type began somewhere worth telling; or None.
-        session: serial number of the mode that wrote this; 0: written outside of any.
-        version: torch's version counter then: a higher one means that somebody wrote to the memory since.
-        extra: `Segments` of a flat buffer, `READONLY` for what `.data` gave, `FRESH` for random numbers of which
-            nothing was declared yet, `COUNTED` for 0, 1, 2, ..., `Offset`, `Foreign` or `Stacked`
+        origins: axis -> Origin, for axes whose type has an origin worth reporting; or None.
+        session: serial number of the mode that wrote the note; 0: written outside of any mode.
+        version: torch's version counter at that time: a higher one means that the memory was written since.
+        extra: `Segments` of a flat buffer, `READONLY` for the result of `.data`, `FRESH` for random numbers without
+            a declaration, `COUNTED` for 0, 1, 2, ..., `Offset`, `Foreign` or `Stacked`
             (handlers/lookups.py, stacks.py); or None.
     """
 
@@ -169,14 +170,14 @@ class Note(NamedTuple):
 # every call and unpacked for every operand, and making a NamedTuple takes four times as long as a tuple, unpacking one
 # three times. `note_of` gives the fields their names; only the mode's fast path goes without.
 NOTE = "_spmd"
-NAME = "_spmd_name"  # what the user calls it: "layers.3.mlp.down_proj.weight"
+NAME = "_spmd_name"  # the user's name of the tensor: "layers.3.mlp.down_proj.weight"
 READONLY = "readonly"
 FRESH = "fresh"
 COUNTED = "counted"
 
 
 class _Extra:
-    """What a note may hold beside a type: never copied, and not saved."""
+    """Base of the objects that a note may hold beside a type: never copied, and not saved."""
 
     __slots__ = ()
 
@@ -188,15 +189,15 @@ class _Extra:
 
 
 class Offset(_Extra):
-    """Equal numbers, counted from this rank's own first position (positions in its piece of a table), or masks of them.
+    """Equal numbers counted from this rank's first position (positions in its piece of a table), or masks of them.
 
     See `checking/types/handlers/lookups.py`.
 
     Attributes:
-        axes: over which the ranks differ in that.
-        is_mask: it is made of bools.
-        shift: of positions: what was taken off on each rank, where that is known.
-        true: of a mask: the positions where it is True on each rank, where that is known.
+        axes: axes over which the first position differs.
+        is_mask: whether the values are bools.
+        shift: of positions: the number subtracted on each rank, where it is known.
+        true: of a mask: the positions where it is True on each rank, where they are known.
     """
 
     __slots__ = ("axes", "is_mask", "shift", "true")
@@ -206,12 +207,12 @@ class Offset(_Extra):
 
 
 class Foreign(_Extra):
-    """What was looked up in a piece of a table by positions of which other ranks hold some: there it is anything.
+    """Rows looked up in a piece of a table; arbitrary at positions whose rows other ranks hold.
 
     Attributes:
-        axes: over which the table is in pieces.
-        first: the position on each rank that its first row was taken for, where that is known.
-        count: rows of a piece.
+        axes: axes over which the table is divided.
+        first: the position that each rank's first row stands for, where it is known.
+        count: number of rows of a piece.
     """
 
     __slots__ = ("axes", "count", "first")
@@ -226,7 +227,7 @@ class Stacked(_Extra):
     Attributes:
         axes: names, with commas.
         ranks: the new dim.
-        dim: the one that was sharded.
+        dim: the dim that was sharded.
     """
 
     __slots__ = ("axes", "dim", "ranks")
@@ -238,7 +239,7 @@ class Stacked(_Extra):
 class Segments:
     """A flat buffer that holds several tensors one after the other along `dim`: `(size, type, origins)` of each.
 
-    `blocks`: along dim 0 it is so many times that (what an all-gather of such a buffer gives).
+    `blocks`: number of repetitions along dim 0 (in the result of an all-gather of such a buffer).
     """
 
     __slots__ = ("blocks", "dim", "parts")
@@ -257,37 +258,37 @@ _new_note = tuple.__new__  # `Note(*fields)` goes through a function in Python
 
 
 def note_of(x: torch.Tensor) -> Note | None:
-    """What is known of a tensor, None if nothing is."""
+    """Returns the note of a tensor, None if there is none."""
     fields = x.__dict__.get(NOTE)
-    if fields is None or fields[0].__class__ is not TensorType:  # the latter of a file: see `__reduce__`
+    if fields is None or fields[0].__class__ is not TensorType:  # the latter from a file: see `__reduce__`
         return None
     return _new_note(Note, fields)
 
 
 def type_of(x: torch.Tensor) -> TensorType | None:
-    """The type of a tensor, None if it has none."""
+    """Returns the type of a tensor, None if it has none."""
     fields = x.__dict__.get(NOTE)
     return fields[0] if fields is not None and fields[0].__class__ is TensorType else None
 
 
 def origins_of(x: torch.Tensor) -> dict[str, Origin]:
-    """Where the type of a tensor began, by axis; empty if it has none."""
+    """Returns the origins of a tensor's type, by axis; empty if there is no type."""
     note = note_of(x)
     return (note.origins if note is not None else None) or {}
 
 
 def version(x: torch.Tensor) -> int:
-    """torch's version counter; inference tensors have none."""
-    return 0 if x.is_inference() else x._version
+    """Returns torch's version counter; 0 for inference tensors, which have none."""
+    return 0 if x.is_inference() else version_of(x)
 
 
 def without_shards(type_: TensorType) -> TensorType:
-    """Level L: what is sharded varies."""
+    """Returns the type at level L, where S is V."""
     return TensorType.of({axis: V if spmd_type.letter == "S" else spmd_type for axis, spmd_type in type_}, type_.rest)
 
 
 def tensors_in(result: Any) -> Sequence[torch.Tensor]:
-    """The tensors in nested tuples and lists, in order."""
+    """Returns the tensors in nested tuples and lists, in order."""
     if isinstance(result, torch.Tensor):
         return (result,)
     if not isinstance(result, (tuple, list)):

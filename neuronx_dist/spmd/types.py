@@ -1,8 +1,8 @@
-"""The four types a tensor can have along a mesh axis, the sharding refinement of the third, and the scale of each.
+"""The four types of a tensor along a mesh axis, the sharded form of the third, and the scale of each.
 
 | type | forward | its gradient |
 | --- | --- | --- |
-| `R` replicate | the same value on all ranks, each using it on its own | `P` |
+| `R` replicate | the same value on all ranks, each using it separately | `P` |
 | `I` invariant | the same value on all ranks, one computation | `I` |
 | `V` varying | another value on every rank | `V` |
 | `P` partial | the value is the sum over the ranks | `R` |
@@ -11,10 +11,10 @@
 dim, where for plain `V` it stacks or unbinds on dim 0. `P("max")` is a value that is the maximum over the ranks.
 Source: the spmd_types quick start.
 
-Every type has a *scale* k, 0 unless it is shown: the ranks hold N^k times what the type says, N being the size of the
-axis. `P("avg")` is P at scale 1, `N*P`: the value is the mean over the ranks. Its sum is `N*R`, which is R again when
-it is divided by N. The scale of a gradient is that of the loss minus that of its tensor. Where only the sum over the
-ranks counts, R at scale k is P at scale k + 1: a value that is the same everywhere is its own mean.
+Every type has a *scale* k, 0 unless it is shown: the ranks hold N^k times the value of the type, N being the size of
+the axis. `P("avg")` is P at scale 1, `N*P`: the value is the mean over the ranks. Its sum is `N*R`, which is R again
+when it is divided by N. The scale of a gradient is that of the loss minus that of its tensor. Where only the sum over
+the ranks counts, R at scale k is P at scale k + 1: a value that is the same everywhere is its own mean.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["DIFFERING", "SAME", "VARYING", "I", "P", "R", "S", "Shard", "SpmdTyp
 
 
 class LocalType:
-    """One of R, I, V, P, at some scale. There is one object of each: compare with `is` or `==`."""
+    """A type R, I, V or P at some scale. There is one object of each: compare with `is` or `==`."""
 
     __slots__ = ("along", "base", "letter", "meaning", "reduction", "scale", "_name")
 
@@ -43,10 +43,10 @@ class LocalType:
     ) -> None:
         self.letter = letter
         self.meaning = meaning
-        self.reduction = reduction  # of P: how the ranks' values combine
+        self.reduction = reduction  # of P: the reduction that combines the ranks' values
         self._name = name or letter
-        self.along = along  # of R: dims along which it is the same at every position
-        self.base = base or self  # the same at scale 0
+        self.along = along  # of R: dims along which all positions are equal
+        self.base = base or self  # the type at scale 0
         self.scale = scale
 
     def __call__(self, reduction: str) -> LocalType:
@@ -71,7 +71,7 @@ class LocalType:
 
 
 def _with_scale(text: str, scale: int) -> str:
-    """`N*R`, `R/N`, `N^2*R`: a type at a scale."""
+    """Returns a type at a scale: `N*R`, `R/N`, `N^2*R`."""
     if not scale:
         return text
     factor = "N" if abs(scale) == 1 else f"N^{abs(scale)}"
@@ -85,15 +85,15 @@ P = LocalType("P", "partial", "sum")
 PARTIAL_MAX = LocalType("P", "partial maximum", "max", "PARTIAL_MAX")
 PARTIAL_AVG = LocalType("P", "partial mean", "sum", "PARTIAL_AVG", base=P, scale=1)
 
-# Of the checker only: values whose type is not decided by how they were made. Nobody declares them.
-ZERO = LocalType("0", "zero", name="ZERO")  # zeros: whatever is added to them decides
-UNIFORM = LocalType("R", "one constant", name="UNIFORM")  # R, and the same at every position: any shard of it is equal
+# Internal to the checker: values whose construction does not determine their type. Nobody declares them.
+ZERO = LocalType("0", "zero", name="ZERO")  # zeros: the other summand determines the type
+UNIFORM = LocalType("R", "one constant", name="UNIFORM")  # R, and equal at every position: all shards are equal
 _REPEATED: dict[frozenset[int], LocalType] = {}
 _SCALED: dict[tuple[LocalType, int], LocalType] = {(P, 1): PARTIAL_AVG}
 
 
 def repeated(along: frozenset[int]) -> LocalType:
-    """R, and the same at every position along these dims (an expanded mask): any shard along them is equal."""
+    """Returns R with equal positions along these dims (an expanded mask): all shards along them are equal."""
     if not along:
         return R
     return _REPEATED.setdefault(along, LocalType("R", "replicate", along=along))
@@ -105,12 +105,12 @@ class Shard:
 
     Attributes:
         dim: the dim of the tensor.
-        stride: the dim is made of so many blocks, each sharded by itself (gate and up in one weight: 2).
-        extent: how many of this rank's positions in a block the sharding counts; what lies inside of one is whole
-            (heads, when heads and head dim were merged). None: all of the block.
+        stride: number of blocks of the dim, each sharded separately (gate and up in one weight: 2).
+        extent: number of this rank's positions in a block that the sharding counts; the inside of a position is not
+            sharded (heads, when heads and head dim were merged). None: all of the block.
         scale: the ranks hold N^scale times the pieces.
-        part: which part of the positions that a rank had was taken, from and to, as fractions: the ranks' parts are the
-            pieces of a tensor, and not that part of the whole. None: all.
+        part: the part of a rank's positions that was selected, from and to, as fractions: the ranks' parts are the
+            pieces of a tensor, not that part of the whole tensor. None: all.
     """
 
     dim: int
@@ -125,7 +125,7 @@ class Shard:
 
     @property
     def base(self) -> Shard:
-        """The same at scale 0."""
+        """The type at scale 0."""
         return replace(self, scale=0) if self.scale else self
 
     def __repr__(self) -> str:
@@ -138,14 +138,14 @@ SpmdType = LocalType | Shard
 
 # Types by their letters.
 SAME = frozenset("RI")  # one value on all ranks
-VARYING = frozenset("VS")  # another value on every rank
+VARYING = frozenset("VS")  # a different value on every rank
 DIFFERING = frozenset("VSP")  # not one value on all ranks
 
 _DUAL = {"R": P, "P": R, "I": I, "V": V, "0": V}
 
 
 def scaled(spmd_type: SpmdType, factor: int) -> SpmdType:
-    """The type of N^factor times a value of `spmd_type`, N being the size of the axis."""
+    """Returns the type of N^factor times a value of `spmd_type`, N being the size of the axis."""
     if not factor or spmd_type is ZERO:
         return spmd_type
     scale = spmd_type.scale + factor
@@ -164,7 +164,7 @@ def scaled(spmd_type: SpmdType, factor: int) -> SpmdType:
 
 
 def dual(type_: SpmdType) -> SpmdType:
-    """The type of the gradient of a tensor of `type_`, for a loss of scale 0."""
+    """Returns the type of the gradient of a tensor of `type_`, for a loss of scale 0."""
     if isinstance(type_, Shard):
         return replace(type_, scale=-type_.scale) if type_.scale else type_
     return scaled(_DUAL[type_.letter], -type_.scale)

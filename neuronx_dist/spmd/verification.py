@@ -1,7 +1,7 @@
-"""Are the values equal that the layout says are equal? The part of the types that only a running job can see.
+"""Comparison of values that the layout says are equal: the part of the types that only a running job can see.
 
-The checker takes it from the layout that a norm's weight is the same on all tensor-parallel ranks, and every parameter
-on all data-parallel ones. `verify(model, batch)` looks: all ranks call it once, after the weights are loaded and before
+The checker infers from the layout that a norm's weight is equal on all tensor-parallel ranks, and every parameter on
+all data-parallel ones. `verify(model, batch)` compares: all ranks call it once, after the weights are loaded and before
 the first step. Checksums are exact to the bit, made where the tensors are, and exchanged as Python objects.
 """
 
@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import comm
 from ..comm import context
 from ..comm.generators import get_state
 from ..mesh import part_of
+from ..torch_internals.fake_tensors import FakeTensor
+from ..torch_internals.tensors import pytree
 from ..weights.partial_model import is_partial, partial_model
 from ..weights.shard_spec import restamp, spec_of
 from .errors import SpmdTypeError
@@ -30,19 +30,19 @@ __all__ = ["Verified", "verify"]
 
 AXES = ("tp", "dp", "cp", "edp")
 _CHUNK = 1 << 20
-_FACTOR = 0x1E3779B97F4A7C15  # odd: a value counts differently at each place
+_FACTOR = 0x1E3779B97F4A7C15  # odd: a value counts differently at each position
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHOWN = 10
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What was compared, when all of it was as it should be.
+    """Result of a comparison without differences.
 
     Attributes:
         compared: number of values on this rank that were compared over each axis.
-        hints: what is allowed and yet rarely meant; each was a warning.
-        skipped: names of what has no values to compare (meta, fake or sparse tensors).
+        hints: findings that are allowed but rarely intended; each was a warning.
+        skipped: names of tensors without values to compare (meta, fake or sparse tensors).
     """
 
     compared: dict[str, int]
@@ -68,35 +68,35 @@ class _Digest(NamedTuple):
 
 class _Value(NamedTuple):
     name: str
-    value: Any  # a tensor, or what an input holds beside tensors
-    equal: frozenset[str]  # axes over which it has to be equal
-    alike: frozenset[str] = frozenset()  # over which it is worth a word if it is not
-    apart: frozenset[str] = frozenset()  # over which it is worth a word if it is
+    value: Any  # a tensor, or another object in an input
+    equal: frozenset[str]  # axes over which it must be equal
+    usually_equal: frozenset[str] = frozenset()  # axes over which a difference is reported as a hint
+    usually_different: frozenset[str] = frozenset()  # axes over which equality is reported as a hint
     hint: str = ""
 
 
 class _Finding(NamedTuple):
     axis: str
     text: str
-    wrong: bool  # or worth a word only
+    wrong: bool  # or only a hint
 
 
 def verify(model: nn.Module | None, inputs: Any = None, *, axes: Sequence[str] | None = None) -> Verified:
-    """Compares, over the axes of the mesh, what the layout says is equal. Every rank of the job calls it.
+    """Compares, over the axes of the mesh, values that the layout says are equal. Every rank of the job calls it.
 
-    Equal have to be: parameters over dp and cp, and over tp those that are not sharded over it; experts over edp;
+    These must be equal: parameters over dp and cp, and over tp those not sharded over tp; experts over edp;
     weights tied between stages, over their stages; inputs over tp. A warning is given for shards of different tp ranks
     that are equal and not constant (one shard loaded everywhere?), for inputs that are equal over dp (a loader that
     does not know its rank?) or differ over pp, and for a default random stream that differs over tp.
 
     Args:
-        model: any module, `NxDPPModel` included, of which this rank's part is looked at.
-        inputs: tensors in any containers, as this rank's loader gives them.
-        axes: of tp, dp, cp, edp and pp, those to look at; None: all.
+        model: any module, `NxDPPModel` included; this rank's part of it is compared.
+        inputs: tensors in any containers, as this rank's loader returns them.
+        axes: the axes to compare over, of tp, dp, cp, edp and pp; None: all.
 
     Raises:
-        SpmdTypeError: on every rank, if some values differ; with their names, the ranks, and what they hold there.
-        ValueError: an axis that is none of these.
+        SpmdTypeError: on every rank, if some values differ; with their names, the ranks, and the values there.
+        ValueError: an axis is none of these.
     """
     chosen = tuple(axes) if axes is not None else (*AXES, "pp")
     if unknown := [axis for axis in chosen if axis not in (*AXES, "pp")]:
@@ -115,12 +115,12 @@ def verify(model: nn.Module | None, inputs: Any = None, *, axes: Sequence[str] |
     parts = {"tp": ("tp", f"tp/{replicas}", f"tp%{replicas}")} if replicas > 1 else {}
     for axis in (part for name in chosen for part in parts.get(name, (name,))):
         if comm.size(axis) > 1:
-            concerned = {v.name: v for v in values if axis in v.equal | v.alike | v.apart}
+            concerned = {v.name: v for v in values if axis in v.equal | v.usually_equal | v.usually_different}
             compared[axis] = sum(axis in value.equal for value in concerned.values())
             findings += _compare(axis, axis, concerned, digests)
     if "pp" in chosen and model is not None:
         findings += _tied(model, digests, compared)
-    all_findings = list(dict.fromkeys(finding for each in _exchange(findings, "world") for finding in each))
+    all_findings = list(dict.fromkeys(finding for of_rank in _exchange(findings, "world") for finding in of_rank))
     hints = [f"{finding.text}" for finding in all_findings if not finding.wrong]
     for hint in hints:
         warnings.warn(f"verify: {hint}", stacklevel=2)
@@ -130,7 +130,7 @@ def verify(model: nn.Module | None, inputs: Any = None, *, axes: Sequence[str] |
 
 
 def _tied(model: nn.Module, digests: dict[str, _Digest], compared: dict[str, int]) -> list[_Finding]:
-    """Weights that several stages hold: `tied_groups()` of a pipeline gives this stage's copies, and who has others."""
+    """Weights that several stages hold: this stage's copies and the other holders, by a pipeline's `tied_groups()`."""
     names = {id(param): name for name, param in _named(model)}
     findings: list[_Finding] = []
     pp = frozenset(["pp"])
@@ -140,8 +140,8 @@ def _tied(model: nn.Module, digests: dict[str, _Digest], compared: dict[str, int
             value = _Value("a tied weight", param.detach(), frozenset() if later else pp, pp)
             if later:
                 value = value._replace(hint="the pipeline makes them equal at its first step")
-            own = digests.get(names.get(id(param), ""))
-            known = {value.name: own} if own is not None else {}
+            digest = digests.get(names.get(id(param), ""))
+            known = {value.name: digest} if digest is not None else {}
             compared["pp"] = compared.get("pp", 0) + len(known)
             label = f"{names.get(id(param))} "
             findings += _compare("pp", holders, {value.name: value} if known else {}, known, label)
@@ -149,7 +149,7 @@ def _tied(model: nn.Module, digests: dict[str, _Digest], compared: dict[str, int
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """This rank's parameters: of a pipeline, its stage's."""
+    """Returns this rank's parameters: of a pipeline, those of its stage."""
     yield from partial_model(model).local_named_parameters()
 
 
@@ -167,7 +167,7 @@ def _parameters(model: nn.Module | None) -> Iterator[_Value]:
             name,
             param.detach(),
             equal - {spec.axis},
-            apart=frozenset([spec.axis] if shards and spec.axis else []),
+            usually_different=frozenset([spec.axis] if shards and spec.axis else []),
             hint="perhaps one shard was loaded, or drawn, on all of them",
         )
 
@@ -184,7 +184,7 @@ _BATCH = _Value(
     "the whole batch",
     None,
     frozenset(),
-    apart=frozenset(["dp"]),
+    usually_different=frozenset(["dp"]),
     hint="perhaps the loader does not know its rank: use DistributedSampler(num_replicas=..., rank=...) of the dp axis",
 )
 
@@ -206,7 +206,7 @@ def _has_values(x: Any) -> bool:
 
 
 def _digests(values: Sequence[Any]) -> list[_Digest]:
-    """Exact checksums, which also tell the order of the elements; brought from the device in one go."""
+    """Returns exact checksums that depend on the order of elements, transferred from the device at once."""
     sums = [_sums(x) if isinstance(x, torch.Tensor) else None for x in values]
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for one in sums:
@@ -224,7 +224,7 @@ def _digests(values: Sequence[Any]) -> list[_Digest]:
 
 
 def _sums(x: torch.Tensor) -> torch.Tensor:
-    """Sum of the elements' bits, the same weighted by their places, and whether they are not all the same."""
+    """Returns the sum of the elements' bits, the sum weighted by position, and whether elements differ."""
     if x.is_complex():
         x = torch.view_as_real(x)
     flat = x.contiguous().view(-1)
@@ -240,9 +240,9 @@ def _sums(x: torch.Tensor) -> torch.Tensor:
 def _compare(
     axis: str, group: Any, values: dict[str, _Value], digests: dict[str, _Digest], label: str = ""
 ) -> list[_Finding]:
-    """What is wrong, or strange, in this rank's group; its ranks come to the same result.
+    """Returns the errors and hints of this rank's group, which are equal on its ranks.
 
-    `label`: what this rank calls the values.
+    `label`: this rank's name for the values.
     """
     ranks = list(comm.communicator(group).ranks)
     tables = _exchange({name: digests[name] for name in values}, group)
@@ -252,10 +252,10 @@ def _compare(
     unequal = []
     for name in names:
         contents, value = kinds[name], values.get(name)
-        # Where this rank lacks a value, the others of the group say so, too.
-        if value is None or (axis in value.equal | value.alike and len(contents) > 1):
+        # Where this rank lacks a value, the others of the group report it, too.
+        if value is None or (axis in value.equal | value.usually_equal and len(contents) > 1):
             unequal.append(name)
-        elif axis in value.apart:
+        elif axis in value.usually_different:
             for digest, same in contents.items():
                 if len(same) > 1 and digest is not None and not digest.constant:
                     what = f"{name} is the same on ranks {same} of {axis}: {value.hint}"
@@ -280,7 +280,7 @@ def _by_content(digests: Sequence[_Digest | None], ranks: Sequence[int]) -> dict
 
 
 def _details(names: Sequence[str], values: dict[str, _Value], group: Any, label: str) -> list[list[str]]:
-    """What each rank of the group holds in each of these, in words; the group exchanges nothing if there are none."""
+    """Describes the values of each rank of the group; the group exchanges nothing if there are none."""
     if not names:
         return []
     mine = [label + _words(values[name].value) if name in values else "" for name in names]

@@ -1,7 +1,7 @@
-"""Whether a type checker is at work in this thread, and what the package tells it.
+"""The type checker that is active in this thread, and the declarations of the package for it.
 
-Nothing here knows the checker: `SpmdTypeMode` enters itself in this thread's list of watchers. Functions that types
-treat in a way of their own are registered in `HANDLERS`, by the room that has them.
+This file does not import the checker: `SpmdTypeMode` enters itself in this thread's list of watchers. Functions with a
+handler in the checker are registered in `HANDLERS`, by the room that has them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["HANDLERS", "Handler", "Watcher", "active", "entered", "left", "no_ty
 
 
 class Watcher(Protocol):
-    """What declarations ask of the checker that is at work."""
+    """Interface of the active checker for declarations."""
 
     mesh: Mesh | None
     level: str
@@ -28,22 +28,22 @@ class Watcher(Protocol):
     paused: int
 
     def note(self, x: Tensor, function: str) -> Note | None:
-        """What is known of a tensor now: a write through another view of its memory may have changed it."""
+        """Returns the current note of a tensor, which a write through another view of its memory may have changed."""
 
     def trust(self, text: str) -> None:
-        """Records a declaration that is taken at its word."""
+        """Records a declaration that is trusted."""
 
     def adopt(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Backward accumulates the gradient of `param` in `grad`."""
+        """Declares that backward accumulates the gradient of `param` in `grad`."""
 
     def stamp(self, x: Tensor, type_: TensorType, origins: Any = None, extra: Any = None) -> None:
         """Writes a type on a tensor."""
 
     def local_scope(self, axes: Collection[str]) -> AbstractContextManager[None]:
-        """Inside, what is sharded over `axes` is this rank's own numbers, and merely varies."""
+        """Makes S over `axes` V inside the `with`, where code works on this rank's shard."""
 
     def pause(self) -> AbstractContextManager[None]:
-        """Switches the checker off for what runs inside."""
+        """Switches the checker off inside the `with`."""
 
     def __enter__(self) -> Any: ...
 
@@ -51,14 +51,14 @@ class Watcher(Protocol):
 
 
 Handler = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-# Functions that types treat in a way of their own; None: those that have nothing to do with types.
+# Handlers of functions without a rule; None: the function is irrelevant to types.
 HANDLERS: dict[Callable[..., Any], Handler | None] = {}
 
 _local = threading.local()
 
 
 def active() -> Watcher | None:
-    """The innermost type checker of this thread, unless it is paused."""
+    """Returns the innermost type checker of this thread, None if it is paused."""
     watcher: Watcher | None = getattr(_local, "watcher", None)
     return None if watcher is None or watcher.paused else watcher
 
@@ -71,12 +71,12 @@ def entered(watcher: Watcher) -> Watcher | None:
 
 
 def left(before: Watcher | None) -> None:
-    """Makes the one before the innermost again."""
+    """Makes the watcher before it the innermost one again."""
     _local.watcher = before
 
 
 def see_through(function: Callable[..., Any], body: Callable[..., Any]) -> None:
-    """For a function that hands itself to torch function modes: the checker follows `body`, with the same arguments."""
+    """Makes the checker follow `body` where `function`, with these arguments, passes itself to torch function modes."""
 
     def handler(mode: Watcher, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with mode:
@@ -87,7 +87,7 @@ def see_through(function: Callable[..., Any], body: Callable[..., Any]) -> None:
 
 @contextmanager
 def no_typecheck() -> Iterator[None]:
-    """Inside of a mode: what runs in here is not looked at, and its results have no types."""
+    """Switches the checker off inside the `with`: code there is not checked, and its results have no types."""
     mode = active()
     if mode is None:
         yield

@@ -72,7 +72,7 @@ def materialize(
         owner = _stand_in(whole.get_submodule(prefix))
         value = torch.empty(spec.unpadded_shape, dtype=torch.float32)
         full = _draw(owner, name, value, qualified, seed, _initialisers(whole, prefix, init_fn))
-        local = _own_slice(full, spec).to(device=device, dtype=dtype or param.dtype, copy=True)
+        local = _local_slice(full, spec).to(device=device, dtype=dtype or param.dtype, copy=True)
         install_parameter(param, local.contiguous())
         del full, value, owner  # before the next one is drawn
     return materialize_buffers(model, seed, device, init_fn)
@@ -91,7 +91,7 @@ def materialize_buffers(
     return model
 
 
-def _own_slice(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+def _local_slice(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     return spec.local_slice(full, comm.rank(spec.axis)) if spec.axis is not None else full
 
 
@@ -113,7 +113,7 @@ def _on_meta(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _initialisers(whole: nn.Module, prefix: str, init_fn: Initialiser | None) -> list[Initialiser]:
-    """What to try on module `prefix`, in order; see `materialize`."""
+    """Returns the initialisers to try on module `prefix`, in order; see `materialize`."""
     initialisers: list[Initialiser] = [init_fn] if init_fn is not None else []
     ancestors: list[nn.Module] = [whole]
     for name in prefix.split(".") if prefix else ():
@@ -169,7 +169,7 @@ def _draw(
 
 
 def _unset(dtype: torch.dtype) -> Any:
-    """A value that no initialiser gives: what still has it was not initialised."""
+    """A value that no initialiser gives: a tensor that still has it was not initialised."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return True if dtype == torch.bool else torch.iinfo(dtype).min

@@ -1,4 +1,4 @@
-"""What a walk over a model finds: its modules, and where parameters are registered. Kept until it would find others."""
+"""A model's modules and the places where parameters are registered, cached until the model changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ModuleTree", "ParameterSlot"]
 
 
 class ParameterSlot(NamedTuple):
-    """`module._parameters[key]`, which the whole model calls `name`."""
+    """The place `module._parameters[key]` of the parameter that the model calls `name`."""
 
     name: str
     module: nn.Module
@@ -51,7 +51,7 @@ class ModuleTree:
         self._parameters = self._parameters_now()
 
     def is_current(self) -> bool:
-        """Whether a walk would find the same now."""
+        """Returns whether a walk would find the same modules and parameters now."""
         children = [module._modules for module in self.modules]
         return (
             children == self._children
@@ -60,11 +60,11 @@ class ModuleTree:
         )
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Each under each of its names."""
+        """Yields each parameter under each of its names."""
         return (slot.parameter for slot in self.slots)
 
     def _parameters_now(self) -> tuple[list[int], list[str], list[int]]:
-        """How many each module has, their names there, and who they are: by `id`, since tensors do not compare."""
+        """Returns each module's number of parameters, their names and their `id`s (tensors do not compare)."""
         tables = [module._parameters for module in self.modules]
         ids = map(id, chain.from_iterable([table.values() for table in tables]))
         return list(map(len, tables)), list(chain.from_iterable(tables)), list(ids)

@@ -52,10 +52,10 @@ class PartialModel(Protocol):
         """Whether this rank holds the parameter, buffer or module of this name."""
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules of this rank, and the containers around them."""
+        """Yields the modules of this rank, and the containers around them."""
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this rank, each once; a tied weight by the first name that it has here."""
+        """Yields the parameters of this rank, each once; a tied weight by its first name on this rank."""
 
     def tied_groups(self) -> list[tuple[nn.Parameter, Communicator]]:
         """`(this rank's copy, the ranks that hold one)` of each weight that several parts hold."""
@@ -95,7 +95,7 @@ _MEMBERS = (
 
 
 def is_partial(model: Any) -> TypeGuard[PartialModel]:
-    """Whether a model answers what `PartialModel` says.
+    """Returns whether a model implements `PartialModel`.
 
     (Not `isinstance`: since Python 3.12 that does not see a submodule, such as `original_module` is one.)
 
@@ -119,7 +119,7 @@ def partial_model(model: nn.Module | PartialModel) -> PartialModel:
 
 
 class Slot(NamedTuple):
-    """Where a module registers a tensor: `module._parameters[key]` or `module._buffers[key]`; `name`: in the model."""
+    """The place of a tensor, `module._parameters[key]` or `module._buffers[key]`; `name`: its name in the model."""
 
     name: str
     module: nn.Module
@@ -163,5 +163,5 @@ def install_parameter(param: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def join(prefix: str, name: str) -> str:
-    """Qualified name of what is called `name` in the module at `prefix`."""
+    """Qualified name of the member `name` of the module at `prefix`."""
     return f"{prefix}.{name}" if prefix else name

@@ -1,4 +1,4 @@
-"""How a parameter is laid out: a `ShardSpec`, kept by the module that owns it, and mirrored in NxD's tensor attributes.
+"""The layout of a parameter: a `ShardSpec`, stored by the parameter's module and mirrored in NxD's tensor attributes.
 
 `set_spec` is the one place that writes it, `spec_of` the one that reads it back, for parameters which scripts marked
 themselves too (`tensor_model_parallel`, `partition_dim`, `partition_stride`, `num_partitions`,
@@ -87,12 +87,12 @@ class ShardSpec:
         return "tp" if axis != "tp" else f"tp{'%' if sign == '/' else '/'}{count}" if sign else ()
 
     def index_of(self, rank: int) -> int:
-        """The number of the shard that a rank has, by its number along the axis as a whole ("tp" of `"tp/4"`)."""
+        """Returns the number of a rank's shard, from the rank's number along the complete axis ("tp" of `"tp/4"`)."""
         _, sign, count = part_of(self.axis or "")
         return rank // count if sign == "/" else rank % count if sign else rank
 
     def is_first(self, rank: int) -> bool:
-        """Whether no rank before it, by its number along the axis as a whole, has the same values."""
+        """Returns whether a rank is the first one, along the complete axis, that has its values."""
         _, sign, count = part_of(self.axis or "")
         if self.axis is None:
             return rank == 0
@@ -108,7 +108,7 @@ class ShardSpec:
 
     @property
     def unpadded_shape(self) -> tuple[int, ...]:
-        """Shape of the whole parameter without padding: as it stands in a checkpoint."""
+        """Shape of the complete parameter without padding, as in a checkpoint."""
         if self.dim is None or self.unpadded is None:
             return self.full_shape
         shape = list(self.full_shape)
@@ -138,7 +138,7 @@ class ShardSpec:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
     def positions(self, index: int) -> tuple[int, int]:
-        """Where shard number `index` begins and ends in the unpadded dim (in each block); zeros come behind it."""
+        """Begin and end of shard number `index` in the unpadded dim (in each block); padding follows the end."""
         assert self.dim is not None
         real, padded = self._group
         number, offset = divmod(index * self._shard_size, padded)
@@ -148,13 +148,13 @@ class ShardSpec:
 
     @property
     def _shard_size(self) -> int:
-        """Of the sharded dim, of one block."""
+        """Size of the sharded dim on one rank, in one block."""
         assert self.dim is not None
         return self.full_shape[self.dim] // (self.stride * self.num_partitions)
 
     @property
     def _group(self) -> tuple[int, int]:
-        """The sizes of a group without and with its zeros."""
+        """The sizes of a group without and with its padding."""
         assert self.dim is not None
         whole = (self.unpadded_shape[self.dim] // self.stride, max(1, self.full_shape[self.dim] // self.stride))
         return self.group or whole
@@ -180,7 +180,7 @@ def set_spec(module: nn.Module, name: str, spec: ShardSpec) -> None:
 
 
 def spec_of(param: torch.Tensor) -> ShardSpec:
-    """The layout of a parameter: ours, else from NxD's attributes, else replicated."""
+    """Returns the layout of a parameter: its `ShardSpec`, else one from NxD's attributes, else a replicated one."""
     spec = getattr(param, _ATTRIBUTE, None)
     sequence_parallel = bool(getattr(param, "sequence_parallel_enabled", False))
     if spec is None:
@@ -200,7 +200,7 @@ def spec_of(param: torch.Tensor) -> ShardSpec:
 
 
 def gather_full(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """The whole, un-padded tensor from the shards `[spec.local_shape]` of all ranks of its axis, on each of them.
+    """Gathers the shards `[spec.local_shape]` of all ranks of the axis into the unpadded tensor, on each of them.
 
     A collective, not differentiable. For parameters and whatever is laid out like one (gradients, optimizer states).
     """
@@ -229,7 +229,7 @@ def restamp(module: nn.Module) -> None:
 
 
 class ShardedModule(nn.Module):
-    """A module whose parameters keep their layout.
+    """A module that stores the layout of its parameters.
 
     They keep it through `.to()`, `deepcopy`, `load_state_dict(assign=True)` and re-wrapping.
     """

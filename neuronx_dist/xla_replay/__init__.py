@@ -10,16 +10,21 @@ on a virtual device for each rank:
         return loss, x.grad
 
     replayed = replay(loss_and_gradients, Mesh(4, tp=2), arguments_per_rank)
-    replayed.outputs[3]                                    # what rank 3 would have
+    replayed.outputs[3]                                    # the outputs of rank 3
     print(replayed.table())                                # its collectives
 
-`python -m neuronx_dist.xla_replay --help` does it for a function of a script.
+`python -m neuronx_dist.xla_replay --help` describes the same for a function of a script.
+
+lowering.py    the process that lowers; cutting.py: the cuts between programs; host_reads.py: values read on the host
+traces.py      the programs and values that lowering reports; programs.py: a program, its collectives, its checks
+alignment.py   the ranks that run a program together, and the order of programs
+execution.py   the process that executes; worker.py: requests to both processes
+replaying.py   the public calls; __main__.py: the command
 """
 
 from ..call_site import TRANSPORT, hide
 from .programs import Collective, Program, ProgramsDiffer, ReplicaGroupsWrong
-from .replaying import Replayed, ReplayedLoop, close, lower, replay, replay_loop
-from .state import training_state
+from .replaying import Replayed, ReplayedLoop, close, lower, replay, replay_loop, training_state
 from .worker import WorkerError
 
 __all__ = [

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..mesh import Mesh
 from ..topology import LINEAR, TOPOLOGIES
+from ..torch_internals.tensors import pytree
 from . import ProgramsDiffer, ReplicaGroupsWrong, WorkerError, close
 from .programs import Program, table
 from .replaying import ran_together, replay, traces_of
-from .traces import Trace
+from .traces import RankTrace
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -103,7 +103,7 @@ def _described(program: Program) -> str:
     return f"{size}\n{table(program)}" if program.collectives else size
 
 
-def _dump(traces: list[Trace], folder: Path) -> None:
+def _dump(traces: list[RankTrace], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for rank, trace in enumerate(traces):
         for number, launch in enumerate(trace.steps[0].launches):

@@ -1,7 +1,7 @@
-"""Which ranks run a program together, and in which order programs run: what a cluster finds out by hanging.
+"""Alignment of the ranks' programs: the ranks that run a program together, and an order without a deadlock.
 
-All ranks of a pipeline stage run the same programs. One that communicates between stages is run by every rank in its
-replica groups, and must be the same program on all of them.
+All ranks of a pipeline stage run the same programs. A program that communicates between stages runs on every rank in
+its replica groups, and must be the same program on all of them. On a cluster, an error here would be a hang.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Joint", "align"]
 
 
 class Joint(NamedTuple):
-    """A program, and for each rank that runs it what it takes and gives."""
+    """A program that `ranks` run together, with each rank's launch of it."""
 
     ranks: tuple[int, ...]
     launches: tuple[Launch, ...]
@@ -28,14 +28,14 @@ class Joint(NamedTuple):
 
 
 def align(launches: Sequence[Sequence[Launch]], mesh: Mesh, context: str) -> list[Joint]:
-    """Each rank's programs in one order in which they can run.
+    """Returns all ranks' programs in an order in which they can run.
 
     Args:
-        launches: of each rank.
-        context: what they are the programs of, for messages.
+        launches: the launches of each rank.
+        context: the part of the run that the programs belong to, for messages.
 
     Raises:
-        ProgramsDiffer: ranks that run a program together have different ones, or each waits for another.
+        ProgramsDiffer: ranks that run a program together have different programs, or wait for one another.
         ReplicaGroupsWrong: a collective's groups do not fit the mesh.
     """
     stages = [mesh.coordinates(rank)["pp"] for rank in range(mesh.world_size)]
@@ -54,9 +54,14 @@ def align(launches: Sequence[Sequence[Launch]], mesh: Mesh, context: str) -> lis
                 continue
             ranks = _together(program, rank, stages)
             heads = [head(other) for other in ranks]
-            if any(each is None or _together(each, other, stages) != ranks for each, other in zip(heads, ranks)):
-                continue  # some have another program to run first
-            check_one_program([each for each in heads if each is not None], ranks, f" in {context}")
+            if any(
+                program_at_head is None or _together(program_at_head, other, stages) != ranks
+                for program_at_head, other in zip(heads, ranks)
+            ):
+                continue  # some ranks must run another program first
+            check_one_program(
+                [program_at_head for program_at_head in heads if program_at_head is not None], ranks, f" in {context}"
+            )
             if (id(program), ranks) not in checked:
                 check_groups(program, mesh, ranks)
                 checked.add((id(program), ranks))
@@ -70,11 +75,11 @@ def align(launches: Sequence[Sequence[Launch]], mesh: Mesh, context: str) -> lis
 
 
 def _together(program: Program, rank: int, stages: Sequence[int]) -> tuple[int, ...]:
-    """The ranks that run a program which `rank` runs."""
+    """Returns the ranks that run a program of `rank` together with it."""
     crossing: set[int] = set()
     for collective in program.collectives:
         groups = collective.groups
-        if collective.kind == "collective-permute" and collective.number is not None:  # its pairs may leave ranks out
+        if collective.kind == "collective-permute" and collective.number is not None:  # pairs may leave ranks out
             groups = program.issued[collective.number].groups
         groups = groups or (tuple(range(len(stages))),)
         if any(len({stages[member] for member in group if member < len(stages)}) > 1 for group in groups):

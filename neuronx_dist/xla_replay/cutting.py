@@ -1,8 +1,9 @@
-"""Where one program ends and the next begins, while nothing is executed.
+"""Cuts between programs that are lowered and not executed.
 
-`torch_xla.sync()` makes a program of all that is pending, runs it, and every tensor that is alive has its value. Here
-it only lowers the program; each of those tensors gets a buffer of its own that stands for the value, so that later
-programs take it as an input, as they would there. To find them all, autograd's saved tensors are kept in Python too.
+On a device, `torch_xla.sync()` makes a program of all pending operations, runs it, and gives every tensor that is alive
+its value. Here it only lowers the program; each such tensor gets a separate buffer that stands for its value, so that
+later programs take it as an input, as on the device. To find all of them, the tensors that autograd saves are held by
+Python objects.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import torch
 
 from ..comm.backends.xla import Issued
 from ..comm.host import upload
-from ..comm.select import in_one_program
+from ..comm.rank_selection import in_one_program
+from ..torch_internals.fake_tensors import FakeTensor
+from ..torch_internals.tensors import base_of_view, version_of
 from .host_reads import device_waits
 from .programs import Program
 from .traces import Array, Launch, to_array
@@ -27,14 +30,14 @@ __all__ = ["Cutter", "on_device"]
 
 
 class Cutter:
-    """Cuts what one rank does into programs.
+    """Cuts the operations of one rank into programs.
 
     Attributes:
-        launches: the programs since they were last taken from here.
-        known: values that no program gives, by number.
-        stand_ins: buffers that stand for values which are not there.
-        executing: whether programs are run where they can be: that hold no collective, and whose inputs are all there.
-        waits: what all this has added to `device_waits`.
+        launches: the programs since the last `take`.
+        known: values that no program computes, by number.
+        stand_ins: buffers that stand for values which do not exist.
+        executing: run programs if possible: if they have no collective, and all their inputs exist.
+        waits: the increase of `device_waits` that this object caused.
     """
 
     def __init__(self, device: torch.device, issued: list[Issued]) -> None:
@@ -45,19 +48,19 @@ class Cutter:
         self.waits = 0
         self._device = device
         self._issued = issued
-        self._numbers: dict[int, int] = {}  # of buffers, by address
-        self._held: list[torch.Tensor] = []  # buffers with a number, whose address must not be used again
+        self._numbers: dict[int, int] = {}  # numbers of buffers, by address
+        self._held: list[torch.Tensor] = []  # buffers with a number, kept so that no address is used again
         self._programs: dict[Any, Program] = {}
         self._views: list[_View] = []
 
     def take(self) -> list[Launch]:
-        """The launches until now."""
+        """Returns and removes the launches so far."""
         launches, self.launches = self.launches, []
         return launches
 
     @contextmanager
     def cutting(self) -> Iterator[None]:
-        """Inside, `torch_xla.sync()` cuts, and what autograd saves can be found."""
+        """Makes `torch_xla.sync()` cut, and tensors that autograd saves findable."""
         import torch_xla
 
         def sync(*args: Any, **kwargs: Any) -> None:
@@ -72,8 +75,8 @@ class Cutter:
         module: Any = sys.modules["torch_xla.torch_xla"]  # where `torch_xla.step()` finds it
         original = torch_xla.sync
         gc.collect()
-        gc.freeze()  # what is here now is not searched for tensors
-        gc.disable()  # objects stay in the order in which they came about, the same at every step and on every rank
+        gc.freeze()  # existing objects are not searched for tensors
+        gc.disable()  # objects stay in order of creation, which is the same at every step and on every rank
         torch_xla.sync = module.sync = sync
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -90,7 +93,7 @@ class Cutter:
             results: the program's results; None: all tensors that are alive.
 
         Raises:
-            RuntimeError: since the cut before a tensor was changed in place of which there is a view, or the view.
+            RuntimeError: a tensor and its view were both alive at the previous cut, and one was changed in place since.
         """
         import torch_xla
 
@@ -118,7 +121,7 @@ class Cutter:
         self._begin_program()
 
     def number(self, tensor: torch.Tensor) -> int:
-        """The value that a tensor on the device has, which is not pending."""
+        """Returns the number of the value of a tensor on the device, which must not be pending."""
         import torch_xla
 
         address = torch_xla._XLAC._unsafe_buffer_pointer(tensor)
@@ -133,7 +136,7 @@ class Cutter:
         import torch_xla
 
         self._numbers[address] = number = len(self._held)
-        # Not the tensor, which may be changed in place and let go of the buffer.
+        # Holds the buffer and not the tensor, which may be changed in place and then has another buffer.
         self._held += torch_xla._XLAC._get_tensors_xla_device_data_node([tensor])[1]
         assert len(self._held) == number + 1
         return number
@@ -149,11 +152,7 @@ class Cutter:
         return self._programs[key]
 
     def check_nothing_is_left(self) -> None:
-        """Makes sure that the next rank finds nothing of this one.
-
-        Raises:
-            RuntimeError: a tensor of this rank is alive after it, where another rank would find it.
-        """
+        """Raises a RuntimeError if a tensor of this rank is still alive, where the next rank would find it."""
         import torch_xla
 
         gc.collect()
@@ -170,19 +169,19 @@ class Cutter:
 
     @torch.no_grad()
     def _stand_in(self, aliases: Sequence[Sequence[torch.Tensor | _Saved]], alive: set[int]) -> list[int]:
-        """Gives each group of tensors that are one a buffer, and its number."""
+        """Gives each group of aliases a buffer, and returns the buffers' numbers."""
         import torch_xla
 
         for place, same in enumerate(aliases):
             first = _tensor(same[0])
-            # Different values, small enough for every dtype: a mistake shows.
+            # Different values, small enough for every dtype, so that a mistake is visible.
             filler = upload(torch.full(first.shape, place % 100, dtype=first.dtype), self._device)
             for holder in same:
                 if isinstance(holder, _Saved):
                     holder.put(filler)
                     continue
                 holder.data = filler
-                base = holder._base
+                base = base_of_view(holder)
                 if base is not None and id(base) in alive:
                     self._views.append(_View(holder, base))
         self._run([_tensor(holder) for same in aliases for holder in same])
@@ -203,8 +202,8 @@ class Cutter:
     def _begin_program(self) -> None:
         """Begins a program as `torch_xla.sync()` does.
 
-        It has no order with collectives of before, and random numbers from a seed that is an input. (It is another seed
-        than there, where each sync changes it.)
+        The program has no order with earlier collectives, and its random numbers come from a seed that is an input. (On
+        a device the seed is another one, which each sync changes.)
         """
         import torch_xla
         import torch_xla.core.xla_model as xm
@@ -214,18 +213,18 @@ class Cutter:
 
 
 class _View:
-    """A view and its base that were both alive at a cut: now each is a buffer of its own, so neither may change."""
+    """A view and its base that were both alive at a cut: they have separate buffers now, so neither may change."""
 
     def __init__(self, view: torch.Tensor, base: torch.Tensor) -> None:
         self._view = weakref.ref(view, lambda _: self._look())
         self._base = weakref.ref(base)
         self._shapes = tuple(base.shape), tuple(view.shape)
-        self._version = base._version  # they share it
+        self._version = version_of(base)  # view and base share it
         self._changed = False
 
     def _look(self) -> None:
         base = self._base()
-        self._changed = self._changed or (base is not None and base._version != self._version)
+        self._changed = self._changed or (base is not None and version_of(base) != self._version)
 
     def check(self) -> None:
         if self._view() is not None:
@@ -240,27 +239,27 @@ class _View:
 
 
 class _Saved:
-    """What autograd keeps of a tensor for backward, where it can be found."""
+    """Holder of a tensor that autograd saves for backward, which a search of Python's objects finds."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.put(tensor)
 
     def put(self, tensor: torch.Tensor) -> None:
-        self.tensor, self._version = tensor, tensor._version
+        self.tensor, self._version = tensor, version_of(tensor)
 
     def get(self) -> torch.Tensor:
-        if self.tensor._version != self._version:  # autograd's own check, which hooks switch off
+        if version_of(self.tensor) != self._version:  # autograd's check, which hooks switch off
             raise RuntimeError(
                 f"a tensor of shape {tuple(self.tensor.shape)} that backward needs was changed in place after it was "
-                f"saved: it is at version {self.tensor._version}, expected {self._version}"
+                f"saved: it is at version {version_of(self.tensor)}, expected {self._version}"
             )
         return self.tensor
 
 
 def _alive() -> Iterator[torch.Tensor | _Saved]:
-    """What holds a tensor on the device, of all that has come about since the search began; gradients too.
+    """Yields all holders of a tensor on the device that were created since `gc.freeze`, gradients included.
 
-    So does the tensor of which one of these is a view, and which Python may not have met: a device stores it, too.
+    The bases of views are yielded too: a device stores them, even if no Python object refers to them.
     """
     objects = gc.get_objects()
     saved = [holder for holder in objects if type(holder) is _Saved]
@@ -269,7 +268,7 @@ def _alive() -> Iterator[torch.Tensor | _Saved]:
     for holder in objects:
         if on_device(holder):
             both = [holder, holder.grad] if holder.is_leaf else [holder]
-            for tensor in (*both, *(each._base for each in both if each is not None)):
+            for tensor in (*both, *(base_of_view(view) for view in both if view is not None)):
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
                     yield tensor
@@ -280,16 +279,12 @@ def _tensor(holder: torch.Tensor | _Saved) -> torch.Tensor:
 
 
 def _is_pending(tensor: torch.Tensor) -> bool:
-    """Whether a tensor on the device waits for a program; one that has its value is no result of any."""
+    """Returns whether a tensor on the device is the result of operations that no program has computed yet."""
     import torch_xla
 
     return bool(torch_xla._XLAC._check_tensor_need_materialization([tensor])[0])
 
 
 def on_device(value: Any) -> bool:
-    """Whether anything is a tensor with a value there. (By its type: `isinstance` may call code of any object.)"""
-    return (
-        issubclass(type(value), torch.Tensor)
-        and in_one_program(value)
-        and not issubclass(type(value), torch._subclasses.FakeTensor)
-    )
+    """Returns whether an object is a tensor on the device, by its type: `isinstance` may run the object's code."""
+    return issubclass(type(value), torch.Tensor) and in_one_program(value) and not issubclass(type(value), FakeTensor)

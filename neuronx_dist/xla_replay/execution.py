@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 from .traces import Array
 from .worker import serve
 
-__all__ = ["ProgramExecutor", "Request", "environment"]
+__all__ = ["ExecutionRequest", "ProgramExecutor", "environment"]
 
 
 def environment(devices: int) -> dict[str, str]:
     return {
-        # Compiling takes longer than anything else here, and half as long without optimisation.
+        # Compilation takes most of the time, and half as long without optimisation.
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
         "JAX_ENABLE_X64": "1",  # ids are int64
         "JAX_PLATFORMS": "cpu",
@@ -21,8 +21,8 @@ def environment(devices: int) -> dict[str, str]:
     }
 
 
-class Request(NamedTuple):
-    """A program to run: its fingerprint, the ranks that run it together, and each one's arguments."""
+class ExecutionRequest(NamedTuple):
+    """A program to run: its fingerprint, the ranks that run it together, and each rank's arguments."""
 
     fingerprint: str
     proto: bytes
@@ -34,24 +34,24 @@ class ProgramExecutor:
     def __init__(self) -> None:
         self._compiled: dict[tuple[str, tuple[int, ...]], Any] = {}
 
-    def __call__(self, request: Request) -> list[list[Array]]:
-        """Gives each rank's results."""
+    def __call__(self, request: ExecutionRequest) -> list[list[Array]]:
+        """Returns each rank's results."""
         import jax
         import numpy as np
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
         devices = jax.devices("cpu")[: len(request.ranks)]
         executable = self._executable(request, devices)
-        # Every rank's buffer has the same shape; that it is "replicated" says no more than this.
+        # "Replicated" only means that every rank's buffer has the same shape.
         sharding = NamedSharding(Mesh(np.array(devices), ("ranks",)), PartitionSpec())
-        given = []
+        parameters = []
         for parameter in zip(*request.arguments):
             buffers = [jax.device_put(_to_jax(value), device) for value, device in zip(parameter, devices)]
-            given.append(jax.make_array_from_single_device_arrays(buffers[0].shape, sharding, buffers))
-        results = executable.execute_sharded(given).disassemble_into_single_device_arrays()
+            parameters.append(jax.make_array_from_single_device_arrays(buffers[0].shape, sharding, buffers))
+        results = executable.execute_sharded(parameters).disassemble_into_single_device_arrays()
         return [[_from_jax(shards[index]) for shards in results] for index in range(len(devices))]
 
-    def _executable(self, request: Request, devices: list[Any]) -> Any:
+    def _executable(self, request: ExecutionRequest, devices: list[Any]) -> Any:
         import numpy as np
         from jax._src import xla_bridge
         from jax._src.lib import xla_client
@@ -69,7 +69,7 @@ class ProgramExecutor:
 
 
 def _renumbered(module: Any, ranks: tuple[int, ...]) -> Any:
-    """The module for `ranks` alone: only replica groups that they make up, and each rank by its place in `ranks`."""
+    """Returns the module for `ranks` only: its replica groups inside of `ranks`, renumbered by position in `ranks`."""
     import numpy as np
     from jax._src.interpreters import mlir
     from jaxlib.mlir import ir

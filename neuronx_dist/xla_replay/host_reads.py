@@ -1,7 +1,7 @@
 """Values that a step reads on the host while it is lowered.
 
-One that follows from the step's inputs alone can be had: the program up to there is executed. One behind a collective,
-or one of the state that a step which was not executed would have left, cannot.
+A value that follows from the step's inputs only is computed: the program up to there is executed. A value that depends
+on a collective, or on the state after a step that was not executed, cannot be computed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ..comm.select import in_one_program
+from ..comm.rank_selection import in_one_program
+from ..torch_internals.fake_tensors import FakeTensor
 from .programs import KINDS
 
 __all__ = ["INSTEAD", "device_waits", "reads_guarded"]
@@ -22,19 +23,19 @@ INSTEAD = (
     ". On a cluster the host would wait for the device here; in a replay there is no value to be read. Return the "
     "tensor instead"
 )
-# Not `to`, which models call too, and recordings know by its identity; what it copies to the host is counted.
+# `to` is not guarded: models call it for other reasons, and recordings compare its identity; its copies are counted.
 _READERS = ("__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy", "cpu")
 
 
 @contextmanager
 def reads_guarded(state: Collection[int]) -> Iterator[list[int]]:
-    """Reading a value that cannot be had raises, in every thread, where it is done.
+    """Makes a read of a value that cannot be computed raise, in every thread, at the line of the read.
 
     Args:
         state: buffers of the state's tensors.
 
     Yields:
-        a list that gets, for every read that is possible, what it adds to `device_waits`.
+        a list that receives, for every allowed read, the increase of `device_waits`.
     """
     reads: list[int] = []
     busy = threading.local()
@@ -42,8 +43,8 @@ def reads_guarded(state: Collection[int]) -> Iterator[list[int]]:
 
     def guarded(name: str) -> Callable[..., Any]:
         def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            inside = getattr(busy, "reading", False)  # a TorchFunctionMode calls again what it was told of
-            if inside or not in_one_program(self) or isinstance(self, torch._subclasses.FakeTensor):
+            inside = getattr(busy, "reading", False)  # a TorchFunctionMode calls the function that it intercepts
+            if inside or not in_one_program(self) or isinstance(self, FakeTensor):
                 return originals[name](self, *args, **kwargs)
             what = _unknown(self, state)
             if what:
@@ -67,9 +68,9 @@ def reads_guarded(state: Collection[int]) -> Iterator[list[int]]:
 
 
 def device_waits() -> int:
-    """Programs that this process has handed to the device, and tensors that it has fetched from there.
+    """Number of programs that this process sent to the device, plus tensors that it fetched from there.
 
-    (The metric `ExecuteTime` is written some time after the execution.)
+    (The metric `ExecuteTime` is not used: it is written some time after the execution.)
     """
     from torch_xla.debug import metrics
 
@@ -79,7 +80,7 @@ def device_waits() -> int:
 
 
 def _unknown(tensor: torch.Tensor, state: Collection[int]) -> str:
-    """What the value depends on that is not there; nothing if it can be computed."""
+    """Returns the reason why a value cannot be computed; "" if it can."""
     import torch_xla
 
     text = torch_xla._XLAC._get_xla_tensors_hlo([tensor])

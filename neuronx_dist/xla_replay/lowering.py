@@ -1,4 +1,4 @@
-"""The process that lowers: every rank in turn builds its programs on one XLA device, and no collective is executed.
+"""The lowering process: every rank in turn builds its programs on one XLA device, and no collective is executed.
 
 Collectives name all their replica groups, so one device is enough to build the programs of any rank of any mesh.
 """
@@ -12,26 +12,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from .. import comm
 from ..comm.backends.xla import Issued, XlaBackend
 from ..comm.host import upload
 from ..mesh import Mesh
 from ..pipeline.cut.stage import add_place
+from ..torch_internals.tensors import pytree
 from .cutting import Cutter, on_device
 from .host_reads import INSTEAD, device_waits, reads_guarded
-from .traces import Step, Trace, Value
+from .traces import DeviceValue, LoweredStep, RankTrace
 from .worker import serve
 
-__all__ = ["Request", "environment", "lower"]
+__all__ = ["LoweringRequest", "environment", "lower"]
 
 
 def environment() -> dict[str, str]:
     return {
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": "1",
-        "XLA_IR_DEBUG": "1",  # instructions say which line they come from
+        "XLA_IR_DEBUG": "1",  # instructions have source lines
         "XLA_HLO_DEBUG": "1",
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -39,13 +39,13 @@ def environment() -> dict[str, str]:
 
 
 @dataclass
-class Request:
-    """What to lower on every rank of a mesh.
+class LoweringRequest:
+    """Request to lower a function on every rank of a mesh.
 
     Attributes:
-        function: `function(*arguments)` gives tensors; or, with `batches`, `(step, state)`.
-        arguments: of each rank.
-        batches: of each rank, for each step, the arguments of `step`. None: one step, which is `function` itself.
+        function: `function(*arguments)` returns tensors; or, with `batches`, `(step, state)`.
+        arguments: the arguments of each rank.
+        batches: by rank and step, the arguments of `step`. None: one step, which is `function` itself.
     """
 
     mesh: Mesh
@@ -54,15 +54,15 @@ class Request:
     batches: Sequence[Sequence[Sequence[Any]]] | None = None
 
 
-def lower(request: Request) -> list[Trace]:
-    """What each rank would do."""
+def lower(request: LoweringRequest) -> list[RankTrace]:
+    """Lowers a request: returns the programs and values of each rank."""
     import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
 
     device = torch.device("xla:0")
     lowered = []
     for rank in range(request.mesh.world_size):
-        # A world of many in a process of one: what torch_xla says of itself is set to this rank's view.
+        # One process plays all ranks: torch_xla's world size and ordinal are set to those of this rank.
         xr._WORLD_SIZE, xr._ORDINAL = request.mesh.world_size, rank
         torch.manual_seed(0)
         xm.set_rng_state(0, str(device))
@@ -80,21 +80,21 @@ def lower(request: Request) -> list[Trace]:
     return lowered
 
 
-def _lower_rank(request: Request, rank: int, device: torch.device, cutter: Cutter) -> Trace:
+def _lower_rank(request: LoweringRequest, rank: int, device: torch.device, cutter: Cutter) -> RankTrace:
     arguments = _to_device(request.arguments[rank], device)
     if request.batches is None:
         alone = _lower_step(lambda: request.function(*arguments), dict, cutter, only_results=True)
-        return Trace(cutter.known, Step([]), [alone])
+        return RankTrace(cutter.known, LoweredStep([]), [alone])
     cutter.executing = True
     with _no_other_waits(cutter):
         functions = request.function(*arguments)
         if not (isinstance(functions, tuple) and len(functions) == 2 and all(map(callable, functions))):
             raise TypeError(f"the set-up gave {functions!r}; it must give two functions, (step, state)")
         step, state = functions
-        gc.collect()  # what the set-up made and dropped is no result of it
+        gc.collect()  # tensors that the set-up dropped are no results of it
         cutter.cut()
     cutter.executing = False
-    setup = Step(cutter.take(), None, _numbers(state, cutter))
+    setup = LoweredStep(cutter.take(), None, _numbers(state, cutter))
     steps = []
     for number, batch in enumerate(request.batches[rank]):
         on_device = _to_device(batch, device)
@@ -103,10 +103,12 @@ def _lower_rank(request: Request, rank: int, device: torch.device, cutter: Cutte
         except Exception as error:
             add_place(error, f"step {number}")
             raise
-    return Trace(cutter.known, setup, steps)
+    return RankTrace(cutter.known, setup, steps)
 
 
-def _lower_step(step: Callable[[], Any], state: Callable[[], Any], cutter: Cutter, only_results: bool = False) -> Step:
+def _lower_step(
+    step: Callable[[], Any], state: Callable[[], Any], cutter: Cutter, only_results: bool = False
+) -> LoweredStep:
     known = len(cutter.known)
     with _no_other_waits(cutter) as reads:
         output = step()
@@ -117,11 +119,11 @@ def _lower_step(step: Callable[[], Any], state: Callable[[], Any], cutter: Cutte
     shown: list[Any] = []
     for leaf in leaves:
         if on_device(leaf):
-            shown.append(Value(cutter.number(leaf)))
+            shown.append(DeviceValue(cutter.number(leaf)))
         else:
             shown.append(leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf)
     output = pytree.tree_unflatten(shown, spec)
-    return Step(cutter.take(), output, _numbers(state, cutter), len(reads), uploads)
+    return LoweredStep(cutter.take(), output, _numbers(state, cutter), len(reads), uploads)
 
 
 @contextmanager
@@ -139,7 +141,7 @@ def _no_other_waits(cutter: Cutter) -> Iterator[list[int]]:
 
 
 def _numbers(state: Callable[[], Any], cutter: Cutter) -> dict[str, int]:
-    """State tensors on the device, each once, by name."""
+    """Returns the value numbers of the state's tensors on the device, each tensor once, by name."""
     seen: set[int] = set()
     numbers: dict[str, int] = {}
     for path, leaf in pytree.tree_flatten_with_path(state())[0]:

@@ -1,4 +1,4 @@
-"""Lowered programs: their collectives, whether those fit a mesh, and where two ranks' programs part."""
+"""Lowered programs: their collectives, the check of these against a mesh, and differences between ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-_BYTES = {"s4": 1, "u4": 1}  # those of others are in their names
+_BYTES = {"s4": 1, "u4": 1}  # the names of other dtypes have their bits
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(?P<name>\S+) = (?P<type>.+?) (?P<kind>[a-z][\w-]*)\((?P<rest>.*)$")
 _METADATA = re.compile(r", metadata=\{[^}]*\}")
 _SOURCE = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
@@ -34,11 +34,11 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
 class ProgramsDiffer(RuntimeError):
-    """The ranks would run different programs. On a cluster this is a hang, or a "mismatched NEFF"."""
+    """Error: the ranks would run different programs. On a cluster this is a hang, or a "mismatched NEFF"."""
 
 
 class ReplicaGroupsWrong(RuntimeError):
-    """A collective's replica groups are not those of any axis of the mesh."""
+    """Error: a collective's replica groups are not those of any axis of the mesh."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Collective:
     """A collective instruction of a program.
 
     Attributes:
-        kind: `all-reduce`, ... as HLO calls it.
+        kind: HLO's name: `all-reduce`, ...
         groups: replica groups, or the (source, target) pairs of a collective-permute.
-        dtype, shape: of its operand (the larger side of an all-gather is its result), the first if there are several.
-        op: what a reduction does: `add`, `maximum`, ...
-        nbytes: of the larger of operands and results.
-        axis, sites: of the call that made it, if it was one of ours.
+        dtype, shape: of its first operand (an all-gather's result is larger).
+        op: the operation of a reduction: `add`, `maximum`, ...
+        nbytes: bytes of the operands or of the results, whichever are more.
+        axis, sites: axis and source lines of the call that made it, if that was a call of this package.
         operands: `f32[4, 2]`, ...: several if it is coalesced.
-        number: of that call, in the order of the program's `issued`.
+        number: index of that call in the program's `issued`.
     """
 
     kind: str
@@ -74,14 +74,14 @@ class Collective:
 
     @property
     def operand(self) -> str:
-        """What it is of, in short."""
+        """Short text of the operands."""
         others = len(self.operands) - 1
         return f"{self.operands[0]} and {others} more" if others else self.operands[0]
 
 
 @dataclass
 class Program:
-    """What one rank would execute."""
+    """A program of one rank, as HLO."""
 
     text: str
     proto: bytes = field(repr=False)
@@ -89,12 +89,12 @@ class Program:
 
     @cached_property
     def lines(self) -> list[str]:
-        """The instructions, without the metadata, which says where they come from and may differ."""
+        """The instructions without their metadata (source lines), which may differ between ranks."""
         return [_METADATA.sub("", line) for line in self.text.splitlines()]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of `lines`: programs that have the same one are the same."""
+        """Digest of `lines`, equal for equal programs."""
         return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
 
     @cached_property
@@ -102,20 +102,20 @@ class Program:
         return _collectives(self.text, self.issued)
 
     def counts(self) -> Counter[tuple[str, str | None]]:
-        """How many collectives of a kind there are along an axis: `{("all-reduce", "tp"): 2}`."""
+        """Counts the collectives by kind and axis: `{("all-reduce", "tp"): 2}`."""
         return Counter((collective.kind, collective.axis) for collective in self.collectives)
 
 
 def check_one_program(programs: Sequence[Program], ranks: Sequence[int], context: str = "") -> None:
-    """Checks that some ranks have one program.
+    """Checks that ranks have equal programs.
 
     Args:
-        programs: of each of `ranks`.
-        context: where they run it, for the message.
+        programs: the program of each of `ranks`.
+        context: the part of the run, for the message.
 
     Raises:
-        ProgramsDiffer: a rank's program is not that of the first; the message shows the first differing instructions,
-            the first differing collectives, and the lines that they come from.
+        ProgramsDiffer: a rank's program differs from the first one; the message shows the first differing instructions,
+            the first differing collectives, and their source lines.
     """
     for rank, program in zip(ranks, programs):
         first = programs[0]
@@ -144,8 +144,8 @@ def check_groups(program: Program, mesh: Mesh, ranks: Sequence[int]) -> None:
     """Checks the groups of a program that `ranks` run together.
 
     Raises:
-        ReplicaGroupsWrong: groups which are not of the mesh (and which no call of ours with explicit groups made), or a
-            permutation that uses a rank twice.
+        ReplicaGroupsWrong: groups are not those of the mesh (nor of a call of this package with explicit groups), or a
+            permutation uses a rank twice.
     """
     known = {frozenset(map(tuple, mesh.groups(axis))) for axis in _axes()}
     known |= {frozenset(call.groups) for call in program.issued}
@@ -168,7 +168,7 @@ def check_groups(program: Program, mesh: Mesh, ranks: Sequence[int]) -> None:
 
 
 def table(program: Program) -> str:
-    """The collectives as a table: kind, axis, groups, operand, bytes, and the line that asked for them."""
+    """Formats the collectives as a table: kind, axis, operand, bytes, groups, and source line."""
     rows = [("#", "collective", "axis", "operand", "bytes", "groups", "from")]
     for number, c in enumerate(program.collectives):
         kind = f"{c.kind} {c.op}" if c.op else c.kind
@@ -184,24 +184,25 @@ def _axes() -> list[tuple[str, ...]]:
 
 
 def _instructions(program: Program) -> list[tuple[str, str]]:
-    """The entry computation's instructions, and beside each what it is without the numbers in the names."""
+    """Returns the entry computation's instructions, each also with the numbers removed from names."""
     entry = next((i for i, line in enumerate(program.lines) if line.startswith("ENTRY")), 0)
-    whole = program.text.splitlines()
+    text_lines = program.text.splitlines()
     return [
-        (whole[i], re.sub(r"(%[A-Za-z][\w-]*)\.\d+", r"\1", program.lines[i])) for i in range(entry + 1, len(whole))
+        (text_lines[i], re.sub(r"(%[A-Za-z][\w-]*)\.\d+", r"\1", program.lines[i]))
+        for i in range(entry + 1, len(text_lines))
     ]
 
 
 def _quoted(program: Program, rank: int, instructions: Sequence[tuple[str, str]], index: int) -> str:
     if index >= len(instructions):
         return f"  rank {rank}: ends after {len(instructions)} instructions"
-    whole = instructions[index][0]
-    source = _SOURCE.search(whole)
+    instruction = instructions[index][0]
+    source = _SOURCE.search(instruction)
     where = f"{source[1]}:{source[2]}" if source else "an unknown line"
-    label = _LABEL.search(whole)
+    label = _LABEL.search(instruction)
     if label and int(label[1]) < len(program.issued) and program.issued[int(label[1])].sites:
         where = program.issued[int(label[1])].sites[0]
-    return f"  rank {rank}: {_METADATA.sub('', whole).strip()[:300]}\n          from {where}"
+    return f"  rank {rank}: {_METADATA.sub('', instruction).strip()[:300]}\n          from {where}"
 
 
 def _call(issued: Sequence[Issued], rank: int, index: int) -> str:
@@ -213,9 +214,9 @@ def _call(issued: Sequence[Issued], rank: int, index: int) -> str:
 
 
 def _collectives(text: str, issued: Sequence[Issued]) -> list[Collective]:
-    reductions: dict[str, str] = {}  # what the computations that reductions apply end with
+    reductions: dict[str, str] = {}  # the last operation of each computation that a reduction may apply
     computation = ""
-    found: list[Collective] = []
+    collectives: list[Collective] = []
     for line in text.splitlines():
         if line.startswith("%"):
             computation = line[1:].split(" ", 1)[0]
@@ -234,7 +235,7 @@ def _collectives(text: str, issued: Sequence[Issued]) -> list[Collective]:
         label = _LABEL.search(match["rest"])
         call = issued[int(label[1])] if label and int(label[1]) < len(issued) else None
         dtype, shape = operands[0]
-        found.append(
+        collectives.append(
             Collective(
                 match["kind"],
                 _groups(match["rest"]),
@@ -248,7 +249,7 @@ def _collectives(text: str, issued: Sequence[Issued]) -> list[Collective]:
                 call.number if call else None,
             )
         )
-    return found
+    return collectives
 
 
 def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
@@ -266,6 +267,6 @@ def _nbytes(arrays: Sequence[tuple[str, str]]) -> int:
 
 
 def _width(dtype: str) -> int:
-    """Bytes of an element: of `f32` 4, of `f8e4m3` 1."""
+    """Bytes of an element: 4 for `f32`, 1 for `f8e4m3`."""
     bits = re.search(r"\d+", dtype)
     return _BYTES.get(dtype) or (int(bits[0]) // 8 if bits else 1)

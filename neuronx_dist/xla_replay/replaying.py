@@ -1,4 +1,4 @@
-"""`replay`: lower on every rank, compare, execute, give every rank's outputs. `replay_loop`: the same for training."""
+"""`replay`: lowers a function on every rank, compares the programs, executes them. `replay_loop`: a training loop."""
 
 from __future__ import annotations
 
@@ -9,25 +9,37 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from ..mesh import Mesh
+from ..torch_internals.tensors import pytree
 from . import execution, lowering
 from .alignment import Joint, align
-from .lowering import Request
+from .lowering import LoweringRequest
 from .programs import Program, table
-from .traces import Array, Step, Trace, Value, from_array
+from .traces import Array, DeviceValue, LoweredStep, RankTrace, from_array
 from .worker import Worker
 
-__all__ = ["Replayed", "ReplayedLoop", "Run", "close", "lower", "ran_together", "replay", "replay_loop", "traces_of"]
+__all__ = [
+    "ProgramRun",
+    "Replayed",
+    "ReplayedLoop",
+    "close",
+    "lower",
+    "ran_together",
+    "replay",
+    "replay_loop",
+    "traces_of",
+    "training_state",
+]
 
 _DEVICES = 8  # virtual devices of the executing process, unless a world is larger
 _workers: dict[str, Worker] = {}
 _devices = 0
 
 
-class Run(NamedTuple):
-    """A program, by its place in `programs`, and the ranks that ran it together."""
+class ProgramRun(NamedTuple):
+    """A program, by its index in `programs`, and the ranks that ran it together."""
 
     program: int
     ranks: tuple[int, ...]
@@ -35,17 +47,17 @@ class Run(NamedTuple):
 
 @dataclass
 class Replayed:
-    """What came of a replay.
+    """The result of a replay.
 
     Attributes:
-        outputs: of each rank.
-        programs: those that were run; one, unless the function called `torch_xla.sync()` or ran a pipeline.
-        runs: of them, in order.
+        outputs: the function's result on each rank.
+        programs: the programs that ran; one, unless the function called `torch_xla.sync()` or ran a pipeline.
+        runs: the runs of the programs, in order.
     """
 
     outputs: list[Any]
     programs: list[Program]
-    runs: list[Run]
+    runs: list[ProgramRun]
 
     @property
     def program(self) -> Program:
@@ -63,27 +75,27 @@ class Replayed:
 
 @dataclass
 class ReplayedLoop:
-    """What came of a replayed loop.
+    """The result of a replayed loop.
 
     Attributes:
-        outputs: of each rank, for each step, what the step returned.
-        states: of each rank, the state after the last step, by name (`"['model']['weight']"`).
-        programs: all different ones that the steps ran, as they came up.
-        runs: for each step, what was run, in order.
-        host_reads: for each step, how often rank 0 waited for the device to read a value.
-        uploads: for each step, how many tensors rank 0 brought to the device.
+        outputs: the steps' results, by rank and step.
+        states: the state after the last step, by rank and name (`"['model']['weight']"`).
+        programs: all different programs of the steps, in order of first use.
+        runs: the runs of programs, by step, in order.
+        host_reads: by step, how often rank 0 waited for the device to read a value.
+        uploads: by step, the number of tensors that rank 0 copied to the device.
     """
 
     outputs: list[list[Any]]
     states: list[dict[str, torch.Tensor]]
     programs: list[Program]
-    runs: list[list[Run]]
+    runs: list[list[ProgramRun]]
     host_reads: list[int]
     uploads: list[int]
 
     @property
     def compiled(self) -> list[int]:
-        """For each step, how many programs no step before it had run: 0, once nothing is set up any more."""
+        """By step, the number of programs that no earlier step ran: 0 once the loop is in its steady state."""
         seen: set[int] = set()
         new = []
         for runs in self.runs:
@@ -94,21 +106,21 @@ class ReplayedLoop:
 
 
 def lower(function: Callable[..., Any], mesh: Mesh, arguments: Sequence[Sequence[Any]]) -> Program:
-    """The one program of all ranks, not executed. Arguments and errors as of `replay`."""
-    traces = _lower(Request(mesh, function, arguments))
+    """Returns the program that all ranks share, without executing it. Arguments and errors are those of `replay`."""
+    traces = _lower(LoweringRequest(mesh, function, arguments))
     return _only(_numbered(_aligned(traces, mesh)[1])[0])
 
 
-def traces_of(function: Callable[..., Any], mesh: Mesh, arguments: Sequence[Sequence[Any]]) -> list[Trace]:
-    """What each rank would run, not compared and not executed."""
-    return _lower(Request(mesh, function, arguments))
+def traces_of(function: Callable[..., Any], mesh: Mesh, arguments: Sequence[Sequence[Any]]) -> list[RankTrace]:
+    """Returns the programs of each rank, neither compared nor executed."""
+    return _lower(LoweringRequest(mesh, function, arguments))
 
 
-def ran_together(traces: Sequence[Trace], mesh: Mesh) -> tuple[list[Program], list[Run]]:
-    """The different programs of all ranks, and the order in which ranks run them together.
+def ran_together(traces: Sequence[RankTrace], mesh: Mesh) -> tuple[list[Program], list[ProgramRun]]:
+    """Returns the different programs of all ranks, and the order in which ranks run them together.
 
     Raises:
-        ProgramsDiffer, ReplicaGroupsWrong: as `replay`.
+        ProgramsDiffer, ReplicaGroupsWrong: as in `replay`.
     """
     programs, runs = _numbered(_aligned(traces, mesh)[1])
     return programs, runs[0]
@@ -117,19 +129,20 @@ def ran_together(traces: Sequence[Trace], mesh: Mesh) -> tuple[list[Program], li
 def replay(function: Callable[..., Any], mesh: Mesh, arguments: Sequence[Sequence[Any]]) -> Replayed:
     """Runs `function(*arguments[rank])` on every rank of `mesh`, as XLA programs on as many virtual CPU devices.
 
-    What the function computes is one program, unless it cuts it (`torch_xla.sync()`; pipelines do, between stages).
+    The function is one program, unless it calls `torch_xla.sync()`, as pipelines do between stages.
 
     Args:
-        function: of an importable module; it finds its rank in the current context, as always. What it returns, in any
-            nesting, are the last program's results: a gradient that is not returned is not computed.
-        arguments: of each rank; CPU tensors, which come on the device, and other values. `[()] * world_size` for none.
+        function: a function of an importable module; its rank is in the current context, as always. The tensors that it
+            returns, in any nesting, are the last program's results: a gradient that is not returned is not computed.
+        arguments: the arguments of each rank: CPU tensors, which are copied to the device, and other values. Pass
+            `[()] * world_size` for none.
 
     Raises:
         ProgramsDiffer: the ranks' programs are not the same.
         ReplicaGroupsWrong: a collective's groups do not fit the mesh.
         WorkerError: lowering or executing failed.
     """
-    traces = _lower(Request(mesh, function, arguments))
+    traces = _lower(LoweringRequest(mesh, function, arguments))
     joints = _aligned(traces, mesh)[1]
     played = _Execution(traces)
     played.run(joints[0])
@@ -146,14 +159,14 @@ def replay_loop(
 ) -> ReplayedLoop:
     """Runs a training loop: `step, state = setup(*arguments[rank])`, then `step(*batches[rank][k])` for each k.
 
-    `state()` gives the tensors whose last values are wanted (parameters, optimizer state; see `training_state`), in any
-    nesting. All that is alive after a step is there for the next one. Steps are lowered one by one, so that a program
-    that changes from step to step, which would be compiled again each time, shows in `programs`.
+    `state()` returns the tensors whose final values are wanted (parameters, optimizer state; see `training_state`), in
+    any nesting. All tensors that are alive after a step exist in the next one. Steps are lowered one by one, so that a
+    program that changes from step to step, and would be compiled anew each time, shows in `programs`.
 
     Raises:
-        as `replay`.
+        as in `replay`.
     """
-    traces = _lower(Request(mesh, setup, arguments, batches))
+    traces = _lower(LoweringRequest(mesh, setup, arguments, batches))
     before, joints = _aligned(traces, mesh)
     played = _Execution(traces)
     played.run(before)
@@ -170,32 +183,32 @@ def replay_loop(
 
 
 class _Execution:
-    """The values of all ranks, as programs give them; each is dropped after its last use."""
+    """The values of all ranks, as programs compute them; each is dropped after its last use."""
 
-    def __init__(self, traces: Sequence[Trace]) -> None:
+    def __init__(self, traces: Sequence[RankTrace]) -> None:
         self._values: list[dict[int, Array]] = [dict(trace.known) for trace in traces]
         self._uses = [_uses(trace) for trace in traces]
 
     def run(self, joints: Sequence[Joint]) -> None:
         for joint in joints:
             ours = list(zip(joint.ranks, joint.launches))
-            done = all(set(x.gives) <= self._values[rank].keys() for rank, x in ours)  # lowering could execute it
-            given = [[self._use(rank, number) for number in x.takes] for rank, x in ours]
+            done = all(set(x.gives) <= self._values[rank].keys() for rank, x in ours)  # lowering executed it already
+            arguments = [[self._use(rank, number) for number in x.takes] for rank, x in ours]
             if done:
                 continue
             results = _workers["execution"].ask(
-                execution.Request(joint.program.fingerprint, joint.program.proto, joint.ranks, given)
+                execution.ExecutionRequest(joint.program.fingerprint, joint.program.proto, joint.ranks, arguments)
             )
-            for (rank, x), found in zip(ours, results):
-                self._values[rank].update((n, value) for n, value in zip(x.gives, found) if self._uses[rank][n])
+            for (rank, x), outputs in zip(ours, results):
+                self._values[rank].update((n, value) for n, value in zip(x.gives, outputs) if self._uses[rank][n])
 
-    def output(self, rank: int, step: Step) -> Any:
+    def output(self, rank: int, step: LoweredStep) -> Any:
         def fill(leaf: Any) -> Any:
-            return from_array(self._use(rank, leaf.number)) if isinstance(leaf, Value) else leaf
+            return from_array(self._use(rank, leaf.number)) if isinstance(leaf, DeviceValue) else leaf
 
         return pytree.tree_map(fill, step.output, is_leaf=_is_value)
 
-    def state(self, rank: int, step: Step) -> dict[str, torch.Tensor]:
+    def state(self, rank: int, step: LoweredStep) -> dict[str, torch.Tensor]:
         return {name: from_array(self._use(rank, number)) for name, number in step.state.items()}
 
     def _use(self, rank: int, number: int) -> Array:
@@ -204,24 +217,24 @@ class _Execution:
         return values[number] if self._uses[rank][number] else values.pop(number)
 
 
-def _uses(trace: Trace) -> Counter[int]:
-    """How often each value is an input, part of what a step gives, or of the last state."""
+def _uses(trace: RankTrace) -> Counter[int]:
+    """Counts the uses of each value: as an input, in a step's result, or in the last state."""
     uses: Counter[int] = Counter(trace.last.state.values())
     for step in (trace.setup, *trace.steps):
         uses.update(number for launch in step.launches for number in launch.takes)
         leaves = pytree.tree_leaves(step.output, is_leaf=_is_value)
-        uses.update(leaf.number for leaf in leaves if isinstance(leaf, Value))
+        uses.update(leaf.number for leaf in leaves if isinstance(leaf, DeviceValue))
     return uses
 
 
 def _is_value(leaf: Any) -> bool:
-    return isinstance(leaf, Value)
+    return isinstance(leaf, DeviceValue)
 
 
-def _aligned(traces: Sequence[Trace], mesh: Mesh) -> tuple[list[Joint], list[list[Joint]]]:
-    """What the ranks run together, in the set-up and in each step."""
+def _aligned(traces: Sequence[RankTrace], mesh: Mesh) -> tuple[list[Joint], list[list[Joint]]]:
+    """Returns the programs that ranks run together, in the set-up and in each step."""
 
-    def together(steps: Sequence[Step], place: str) -> list[Joint]:
+    def together(steps: Sequence[LoweredStep], place: str) -> list[Joint]:
         return align([step.launches for step in steps], mesh, place)
 
     setup = together([trace.setup for trace in traces], "the set-up")
@@ -229,8 +242,8 @@ def _aligned(traces: Sequence[Trace], mesh: Mesh) -> tuple[list[Joint], list[lis
     return setup, [together(step, f"step {number}") for number, step in enumerate(steps)]
 
 
-def _numbered(steps: Sequence[Sequence[Joint]]) -> tuple[list[Program], list[list[Run]]]:
-    """The different programs, and each step's runs of them."""
+def _numbered(steps: Sequence[Sequence[Joint]]) -> tuple[list[Program], list[list[ProgramRun]]]:
+    """Returns the different programs, and each step's runs of them."""
     programs: list[Program] = []
     places: dict[str, int] = {}
     runs = []
@@ -241,7 +254,7 @@ def _numbered(steps: Sequence[Sequence[Joint]]) -> tuple[list[Program], list[lis
             if key not in places:
                 places[key] = len(programs)
                 programs.append(joint.program)
-            of_step.append(Run(places[key], joint.ranks))
+            of_step.append(ProgramRun(places[key], joint.ranks))
         runs.append(of_step)
     return programs, runs
 
@@ -253,7 +266,7 @@ def _only(programs: Sequence[Program]) -> Program:
 
 
 def close() -> None:
-    """Ends the two processes, which otherwise are kept for the next replay."""
+    """Ends the two processes, which otherwise stay for the next replay."""
     for worker in _workers.values():
         worker.close()
     _workers.clear()
@@ -262,7 +275,7 @@ def close() -> None:
 atexit.register(close)
 
 
-def _lower(request: Request) -> list[Trace]:
+def _lower(request: LoweringRequest) -> list[RankTrace]:
     world_size = request.mesh.world_size
     if len(request.arguments) != world_size:
         raise ValueError(f"{len(request.arguments)} lists of arguments for {world_size} ranks; give one for each")
@@ -273,11 +286,11 @@ def _lower(request: Request) -> list[Trace]:
             "import it: put it into a module"
         )
     _start(world_size)
-    traces: list[Trace] = _workers["lowering"].ask(request)
+    traces: list[RankTrace] = _workers["lowering"].ask(request)
     return traces
 
 
-def _check_batches(request: Request) -> None:
+def _check_batches(request: LoweringRequest) -> None:
     for rank, arguments in enumerate(request.arguments):
         if not isinstance(arguments, (tuple, list)):
             raise TypeError(
@@ -310,3 +323,23 @@ def _start(world_size: int) -> None:
     if "execution" not in _workers:
         _devices = max(_DEVICES, world_size)
         _workers["execution"] = Worker("neuronx_dist.xla_replay.execution", execution.environment(_devices))
+
+
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """Returns all tensors that a training step starts from.
+
+    These are the parameters and buffers of the model, and the master weights, state and tensor options (a learning rate
+    on the device) of the optimizer, and of the optimizer that it wraps.
+    """
+    state: dict[str, Any] = {"model": {**dict(model.named_parameters()), **dict(model.named_buffers())}}
+    optimizers = {"optimizer": optimizer, "base": getattr(optimizer, "base_optimizer", None)}
+    for name, stepped in optimizers.items():
+        if stepped is None:
+            continue
+        params = [param for group in stepped.param_groups for param in group["params"]]
+        state[name] = {
+            "params": params,
+            "state": [dict(stepped.state[param]) if param in stepped.state else {} for param in params],
+            "options": [{key: group[key] for key in group if key != "params"} for group in stepped.param_groups],
+        }
+    return state

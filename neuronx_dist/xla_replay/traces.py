@@ -1,6 +1,6 @@
-"""What lowering tells the rest: the programs that each rank would run, and how values go from one to the next.
+"""Traces, the result of lowering: the programs of each rank, and the values that go from one program to the next.
 
-Every value is a number on its rank. A program takes some and gives some; what no program gives was there before.
+Every value has a number on its rank. A program takes values and computes values; others existed before.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import torch
 
 from .programs import Program
 
-__all__ = ["Array", "Launch", "Step", "Trace", "Value", "from_array", "to_array"]
+__all__ = ["Array", "DeviceValue", "Launch", "LoweredStep", "RankTrace", "from_array", "to_array"]
 
 Array = tuple[str, Any]  # dtype, and a numpy array (of 16-bit integers for bf16)
 
 
-class Value(NamedTuple):
-    """Stands for a tensor on the device, in what a step returns."""
+class DeviceValue(NamedTuple):
+    """Placeholder of a tensor on the device, in a step's result."""
 
     number: int
 
 
 @dataclass
 class Launch:
-    """One program as one rank runs it: the values of its parameters, and those that its results become."""
+    """A run of a program on one rank: the values that it takes as parameters, and those that its results become."""
 
     program: Program
     takes: list[int]
@@ -33,14 +33,14 @@ class Launch:
 
 
 @dataclass
-class Step:
-    """One call of a step, or the set-up.
+class LoweredStep:
+    """A call of a step, or the set-up.
 
     Attributes:
-        output: what it returned, with a `Value` for each tensor on the device.
-        state: after it, by name.
+        output: its result, with a `DeviceValue` for each tensor on the device.
+        state: the values of the state after it, by name.
         host_reads: how often it waited for the device to read a value.
-        uploads: how many tensors came to the device, of those that its programs take.
+        uploads: number of tensors that it copied to the device for its programs.
     """
 
     launches: list[Launch]
@@ -51,20 +51,20 @@ class Step:
 
 
 @dataclass
-class Trace:
-    """All that one rank would do; `known` are the values that no program gives."""
+class RankTrace:
+    """The set-up and the steps of one rank; `known`: the values that no program computes."""
 
     known: dict[int, Array]
-    setup: Step
-    steps: list[Step]
+    setup: LoweredStep
+    steps: list[LoweredStep]
 
     @property
-    def last(self) -> Step:
+    def last(self) -> LoweredStep:
         return (self.setup, *self.steps)[-1]
 
 
 def to_array(tensor: torch.Tensor) -> Array:
-    """A CPU tensor as numpy has it."""
+    """Returns a CPU tensor as a dtype and a numpy array."""
     tensor = tensor.detach().contiguous()
     if tensor.dtype == torch.bfloat16:
         return "bfloat16", tensor.view(torch.int16).numpy().copy()

@@ -1,6 +1,6 @@
 """A process that answers requests, one after the other: pickles over its standard input and output.
 
-Lowering needs torch_xla and execution needs jaxlib; each brings an XLA of its own, so each gets a process of its own.
+Lowering needs torch_xla and execution needs jaxlib; each has its XLA library, so each gets a separate process.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["Worker", "WorkerError", "serve"]
 
 
 class WorkerError(RuntimeError):
-    """A request failed; the message holds the worker's traceback."""
+    """Error: a request failed; the message has the worker's traceback."""
 
 
 class Worker:
-    """Runs a module's `main()` in a process with `environment` added to ours, and sends it requests."""
+    """Runs a module's `main()` in a process with `environment` added to this process's, and sends it requests."""
 
     def __init__(self, module: str, environment: dict[str, str]) -> None:
         self.module = module
@@ -38,10 +38,10 @@ class Worker:
         )
 
     def ask(self, request: Any, timeout: float = 600.0) -> Any:
-        """The answer to `request`.
+        """Sends `request`, and returns the answer.
 
         Raises:
-            WorkerError: the request raised, the worker died, or it gave no answer in `timeout` seconds.
+            WorkerError: the request raised, the worker died, or it did not answer within `timeout` seconds.
         """
         self.send(request)
         return self.receive(timeout)
@@ -85,7 +85,7 @@ class Worker:
     def close(self) -> None:
         """Ends the process, which this object started."""
         if self._process.stdin is not None:
-            with suppress(BrokenPipeError):  # it has died, and has not read everything
+            with suppress(BrokenPipeError):  # the process died before it read everything
                 self._process.stdin.close()
         try:
             self._process.wait(timeout=5)
@@ -103,7 +103,7 @@ class Worker:
 
 
 def serve(handle: Callable[[Any], Any]) -> None:
-    """The worker's side: answers until the other end closes. What is printed goes to the log, not into the answers."""
+    """Runs the worker's side: answers requests until the other end closes; printed text goes to the log."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     while (data := _read(requests)) is not None:

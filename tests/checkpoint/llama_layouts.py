@@ -11,8 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from neuronx_dist import comm, hf
-from neuronx_dist.checkpoint import files, reading
-from neuronx_dist.checkpoint.state import collect
+from neuronx_dist.checkpoint.dcp import reading, writing
+from neuronx_dist.checkpoint.run_state import collect
 from neuronx_dist.checkpoint.storage import LocalStorage
 from tests.support import llama_training
 from tests.support.llama_training import Case, Options
@@ -70,7 +70,7 @@ def steps(layout: Layout, model: Any, optimizer: Any, first: int, count: int = S
 
 
 def save(model: Any, optimizer: Any, root: Path, folder: str = "tag") -> None:
-    files.write(files.plan(collect(model, optimizer)), Folder(root), folder)
+    writing.write(writing.plan(collect(model, optimizer)), Folder(root), folder)
     comm.barrier()
 
 

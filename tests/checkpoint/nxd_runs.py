@@ -1,4 +1,4 @@
-"""A small model, its parameters with their optimizer state, and NxD's folders of them (test_nxd_source*.py)."""
+"""A small model, its parameters with their optimizer state, and NxD's folders of them (test_nxd_reading*.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.checkpoint.errors import CheckpointMismatch
-from neuronx_dist.checkpoint.state import collect
+from neuronx_dist.checkpoint.run_state import collect
 from neuronx_dist.mesh import Mesh
 from tests.checkpoint import nxd_folder
 from tests.checkpoint.nxd_folder import Parameter

@@ -22,6 +22,8 @@ from neuronx_dist.mesh import Mesh
 from tests.checkpoint.saved_runs import on_ranks, saved
 from tests.checkpoint.small_run import Net, Run, equal
 
+pytestmark = pytest.mark.slow
+
 
 def test_arguments_are_nxds() -> None:
     save, load = (inspect.signature(call) for call in (nxd.save_checkpoint, nxd.load_checkpoint))

@@ -16,7 +16,7 @@ import torch
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
-from neuronx_dist.checkpoint.checksums import with_checksums
+from neuronx_dist.checkpoint.dcp.checksums import with_checksums
 from neuronx_dist.checkpoint.errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch
 from neuronx_dist.checkpoint.storage import LocalStorage, open_storage
 from neuronx_dist.checkpoint.tags import CheckpointFolder, Entry

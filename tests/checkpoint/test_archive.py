@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from neuronx_dist.checkpoint import archive as module
-from neuronx_dist.checkpoint.archive import ALIGNMENT, archive
+from neuronx_dist.checkpoint.dcp import archive as module
+from neuronx_dist.checkpoint.dcp.archive import ALIGNMENT, archive
 from neuronx_dist.weights.host_memory import as_bytes, as_tensor
 
 DTYPES = [

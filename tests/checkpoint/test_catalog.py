@@ -9,14 +9,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 
-from neuronx_dist.checkpoint.catalog import Catalog, Chunk, Extent, SavedTensor, pickled, unpickled
+from neuronx_dist.checkpoint.dcp.catalog import Catalog, Extent, SavedTensor, StoredChunk, pickled, unpickled
 from neuronx_dist.checkpoint.errors import CheckpointCorrupted
 
 
 def catalog() -> Catalog:
     chunks = [
-        Chunk((0, 0), (2, 3), Extent("__0_0.distcp", 64, 900)),
-        Chunk((2, 0), (2, 3), Extent("__1_0.distcp", 0, 9)),
+        StoredChunk((0, 0), (2, 3), Extent("__0_0.distcp", 64, 900)),
+        StoredChunk((2, 0), (2, 3), Extent("__1_0.distcp", 0, 9)),
     ]
     return Catalog(
         {"model.w": SavedTensor((4, 3), torch.bfloat16, chunks)},

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from neuronx_dist.checkpoint import checksums
-from neuronx_dist.checkpoint.checksums import Blocks, with_checksums
+from neuronx_dist.checkpoint.dcp import checksums
+from neuronx_dist.checkpoint.dcp.checksums import Blocks, with_checksums
 from neuronx_dist.checkpoint.errors import CheckpointCorrupted, CheckpointError
 
 SIZES = (5, 4096, 20000, 0, 8192, 4097)

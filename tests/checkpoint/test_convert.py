@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf
 from neuronx_dist.__main__ import main
-from neuronx_dist.checkpoint import files
-from neuronx_dist.checkpoint.convert import convert
+from neuronx_dist.checkpoint.convert.weights import SavedWeights, convert
+from neuronx_dist.checkpoint.dcp import writing
+from neuronx_dist.checkpoint.dcp.reading import CheckpointFiles
 from neuronx_dist.checkpoint.errors import CheckpointError, CheckpointMismatch
-from neuronx_dist.checkpoint.reading import CheckpointFiles
 from neuronx_dist.checkpoint.storage import LocalStorage
-from neuronx_dist.checkpoint.whole_weights import SavedWeights
 from neuronx_dist.hf.sources import StateDict, open_source
 from neuronx_dist.hf.writing import write_weights
 from neuronx_dist.mesh import Mesh
@@ -220,7 +219,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
 
 def test_large_tensors_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here of 40 bytes: a row of 12 numbers is more."""
-    monkeypatch.setattr(files, "_MAX_PIECE", 40)
+    monkeypatch.setattr(writing, "_MAX_PIECE", 40)
     tensors = {"a": torch.randn(3, 12), "b": torch.randn(21), "c": torch.tensor(3.0)}
     (tmp_path / "src").mkdir()
     write_weights(StateDict(tensors), tmp_path / "src")

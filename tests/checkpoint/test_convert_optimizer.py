@@ -13,12 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf
 from neuronx_dist.__main__ import main
-from neuronx_dist.checkpoint.convert import convert
-from neuronx_dist.checkpoint.convert_optimizer import read_piece
+from neuronx_dist.checkpoint.convert.convert_optimizer import read_piece
+from neuronx_dist.checkpoint.convert.weights import convert
+from neuronx_dist.checkpoint.dcp.flattened_groups import JoinedGroups
+from neuronx_dist.checkpoint.dcp.reading import CheckpointFiles
 from neuronx_dist.checkpoint.errors import CheckpointMismatch
-from neuronx_dist.checkpoint.flattened_groups import JoinedGroups
-from neuronx_dist.checkpoint.reading import CheckpointFiles
-from neuronx_dist.checkpoint.state import collect
+from neuronx_dist.checkpoint.run_state import collect
 from neuronx_dist.checkpoint.storage import LocalStorage
 from neuronx_dist.mesh import Mesh
 from tests.checkpoint import nxd_folder
@@ -179,7 +179,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     """Of fused ones their parts, and the whole that is made of them."""
     import weakref
 
-    from neuronx_dist.checkpoint import convert_optimizer
+    from neuronx_dist.checkpoint.convert import convert_optimizer
 
     run = trained(tmp_path / "hf")
     alive: list[Any] = []

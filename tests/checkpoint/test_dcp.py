@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.checkpoint.errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch
-from neuronx_dist.checkpoint.state import collect
+from neuronx_dist.checkpoint.run_state import collect
 from neuronx_dist.mesh import Mesh
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

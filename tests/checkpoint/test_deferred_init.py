@@ -91,7 +91,7 @@ def test_masters_of_a_model_on_meta(tmp_path: Path) -> None:
 
 def test_memory_is_that_of_the_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was read into becomes the parameter: nothing is copied once more."""
-    from neuronx_dist.checkpoint import reading
+    from neuronx_dist.checkpoint.dcp import reading
 
     targets: list[int] = []
     fill = reading.fill

@@ -18,7 +18,7 @@ from torch import nn
 import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.checkpoint.errors import CheckpointMismatch
-from neuronx_dist.checkpoint.state import collect
+from neuronx_dist.checkpoint.run_state import collect
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.weights.partial_model import parameter_slots
 from neuronx_dist.weights.shard_spec import ShardSpec, set_spec, spec_of

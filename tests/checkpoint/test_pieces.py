@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from neuronx_dist.checkpoint.pieces import Piece, cut, overlap, pieces_of, rows_of, whole_piece
+from neuronx_dist.checkpoint.pieces import TensorPiece, cut, overlap, pieces_of, rows_of, whole_piece
 from neuronx_dist.weights.shard_spec import ShardSpec
 
 SPECS = [
@@ -97,7 +97,7 @@ def test_overlaps_carry_a_tensor_from_one_layout_to_another(old):
 @pytest.mark.parametrize("elements", [1, 2, 3, 5, 12, 24, 100])
 def test_cut_pieces_are_small_enough_and_all_of_it(elements):
     full = torch.arange(1, 25).view(4, 3, 2)
-    piece = Piece((slice(1, 4), slice(0, 3), slice(0, 2)), (5, 0, 0), (3, 3, 2))
+    piece = TensorPiece((slice(1, 4), slice(0, 3), slice(0, 2)), (5, 0, 0), (3, 3, 2))
     parts = list(cut(piece, elements))
     assert all(math.prod(part.shape) <= elements for part in parts)
     whole = torch.zeros(8, 3, 2, dtype=full.dtype)
@@ -107,5 +107,5 @@ def test_cut_pieces_are_small_enough_and_all_of_it(elements):
 
 
 def test_a_tensor_without_dims_is_one_piece():
-    assert whole_piece(()) == Piece((), (), ())
+    assert whole_piece(()) == TensorPiece((), (), ())
     assert overlap((), (), whole_piece(())) == ((), ())

@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
+from neuronx_dist.checkpoint.dcp.plain_data import packed, unpacked
 from neuronx_dist.checkpoint.errors import CheckpointCorrupted
-from neuronx_dist.checkpoint.plain_data import packed, unpacked
 
 
 def test_plain_data_comes_back():

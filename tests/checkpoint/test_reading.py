@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from neuronx_dist import comm
-from neuronx_dist.checkpoint import files
+from neuronx_dist.checkpoint.dcp import writing
 from neuronx_dist.checkpoint.errors import CheckpointError, CheckpointMismatch
 from neuronx_dist.mesh import Mesh
 from tests.checkpoint.llama_layouts import load, save, whole
@@ -134,7 +134,7 @@ def test_objects_are_read_without_running_code(tmp_path, monkeypatch):
     def malicious(path, value):
         return pickle.dumps(Evil(target))
 
-    monkeypatch.setattr(files, "packed", malicious)
+    monkeypatch.setattr(writing, "packed", malicious)
     comm.threads.run(ONE, saved, adamw, tmp_path)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="holds other things than plain data"):
@@ -187,7 +187,7 @@ def test_ranks_share_the_writing(tmp_path):
 
 
 def test_large_pieces_are_cut_and_shared(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_MAX_PIECE", 4096)
+    monkeypatch.setattr(writing, "_MAX_PIECE", 4096)
 
     def run():
         model = nn.ParameterList([torch.arange(4096.0).view(64, 64)])
@@ -212,19 +212,19 @@ def test_ranks_that_describe_a_tensor_differently_are_refused():
 
 
 def test_staged_memory_is_written_and_used_again(tmp_path):
-    from neuronx_dist.checkpoint.state import collect
+    from neuronx_dist.checkpoint.run_state import collect
     from tests.checkpoint.llama_layouts import Folder
 
     def run():
         model = Model()
-        plan = files.plan(collect(model))
+        plan = writing.plan(collect(model))
         staged = plan.stage().buffer
         expected = {name: param.detach().clone() for name, param in model.named_parameters()}
         with torch.no_grad():
             for param in model.parameters():
                 param.add_(1)
-        files.write(plan, Folder(tmp_path), "tag")
-        assert files.plan(collect(model)).stage(staged).buffer.data_ptr() == staged.data_ptr()
+        writing.write(plan, Folder(tmp_path), "tag")
+        assert writing.plan(collect(model)).stage(staged).buffer.data_ptr() == staged.data_ptr()
         comm.barrier()
         load(model, None, tmp_path)
         assert all(torch.equal(param.detach(), expected[name]) for name, param in model.named_parameters())

@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from neuronx_dist.checkpoint import checksums
-from neuronx_dist.checkpoint.checksums import Blocks, with_checksums
-from neuronx_dist.checkpoint.sharing import merged, readers_of, share_blocks
+from neuronx_dist.checkpoint.dcp import checksums
+from neuronx_dist.checkpoint.dcp.checksums import Blocks, merged, readers_of, share_blocks, with_checksums
 
 BLOCK, COUNT = 64, 40
 

@@ -15,9 +15,9 @@ from torch import nn
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
+from neuronx_dist.checkpoint.dcp.staging import StagedCopy, Staging, _Wait, changes_in_step_only
+from neuronx_dist.checkpoint.dcp.writing import WritePlan
 from neuronx_dist.checkpoint.errors import CheckpointError
-from neuronx_dist.checkpoint.files import WritePlan
-from neuronx_dist.checkpoint.staging import Copy, Staging, _Wait, changes_in_step_only
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import MasterWeightsOptimizer
@@ -222,6 +222,6 @@ def test_an_optimizer_that_never_steps_is_not_hooked() -> None:
     staging = Staging(torch.zeros(4), [], optimizer)
     assert not optimizer._optimizer_step_pre_hooks
     staging.finish()
-    staging = Staging(torch.zeros(4), [Copy(torch.zeros(2), torch.ones(2))], optimizer)
+    staging = Staging(torch.zeros(4), [StagedCopy(torch.zeros(2), torch.ones(2))], optimizer)
     staging.close()
     optimizer.step()

@@ -8,7 +8,7 @@ from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.checkpoint.errors import CheckpointMismatch
-from neuronx_dist.checkpoint.state import collect
+from neuronx_dist.checkpoint.run_state import collect
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import NeuronZero1Optimizer
 from neuronx_dist.weights.shard_spec import ShardSpec, set_spec

@@ -6,7 +6,7 @@ from torch.overrides import TorchFunctionMode
 
 from neuronx_dist import Mesh, comm
 from neuronx_dist.comm.backends.observed import CheckBackend
-from neuronx_dist.comm.rank_values import RankValue, rank_values_in
+from neuronx_dist.comm.ranks.rank_values import RankValue, rank_values_in
 
 __all__ = ["MESH", "ObservedRun", "SeesRankValues", "axes_of"]
 

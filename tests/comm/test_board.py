@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from neuronx_dist import comm
-from neuronx_dist.comm import board as board_module
-from neuronx_dist.comm.board import StoreBoard
-from neuronx_dist.comm.failure import FailureMonitor
+from neuronx_dist.comm.health import board as board_module
+from neuronx_dist.comm.health.board import StoreBoard
+from neuronx_dist.comm.health.failure import FailureMonitor
 
 
 @pytest.fixture(autouse=True)

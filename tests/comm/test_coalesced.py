@@ -15,9 +15,11 @@ from neuronx_dist.comm import CommError
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.comm.backends.observed import CheckBackend
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.pipeline.record.recorder import record as record_forward
+from neuronx_dist.program.recorder import record as record_forward
 from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, SpmdTypeMode, V, assert_type
 from tests.support.pool import processes
+
+pytestmark = pytest.mark.slow
 
 F32, BF16, I64 = torch.float32, torch.bfloat16, torch.int64
 

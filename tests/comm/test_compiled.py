@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from neuronx_dist import comm
-from neuronx_dist.comm.traced import ordered_operator
+from neuronx_dist.comm.verbs.compiled import ordered_operator
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tests.support.pool import processes

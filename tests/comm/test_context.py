@@ -226,7 +226,7 @@ def test_a_mesh_is_connected_with_the_groups_of_a_step_in_one_order(monkeypatch)
     backend.close = lambda: stopped.append("closed")  # type: ignore[method-assign]
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     asked: list[float | None] = []
-    monkeypatch.setattr(launch.backends.job, "connect", lambda timeout: asked.append(timeout) or backend)
+    monkeypatch.setattr(launch.backends.torch_job, "connect", lambda timeout: asked.append(timeout) or backend)
     launch.connect(MESH, timeout=3.0)
     assert comm.current().rank == 5 and comm.current().backend is backend and asked == [3.0]
     axes = ["tp", "pp", "dp", "cp", "dp,cp", "pp,tp", "ep", "edp", "world"]
@@ -240,7 +240,7 @@ def test_a_mesh_is_connected_with_the_groups_of_a_step_in_one_order(monkeypatch)
     launch.disconnect()
     failing = Failing()
     failing.monitor = SimpleNamespace(stop=lambda: stopped.append("watch"))  # type: ignore[assignment]
-    monkeypatch.setattr(launch.backends.job, "connect", lambda timeout: failing)
+    monkeypatch.setattr(launch.backends.torch_job, "connect", lambda timeout: failing)
     with pytest.raises(RuntimeError, match="no network"):
         launch.connect(MESH)
     assert stopped[-1] == "watch" and not comm.is_initialized()

@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode, has_torch_function_unary
 
 from neuronx_dist import Mesh, comm
 from neuronx_dist.comm.backends import threads
-from neuronx_dist.pipeline.record.recorder import record as record_forward
-from neuronx_dist.pipeline.record.recording import TracingError
+from neuronx_dist.program.recorder import record as record_forward
+from neuronx_dist.program.recording import TracingError
 
 X = torch.ones(4, 2)
 

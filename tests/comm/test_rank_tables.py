@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from neuronx_dist.comm.rank_tables import LARGEST, RankTable, apply
+from neuronx_dist.comm.ranks.rank_tables import LARGEST, RankTable, apply
 
 ORDER = ("pp", "dp", "cp", "tp")
 SIZES = {"pp": 2, "dp": 4, "cp": 3, "tp": 2}

@@ -13,8 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from neuronx_dist import Mesh, comm
-from neuronx_dist.comm.rank_numbers import concrete, is_member
-from neuronx_dist.comm.rank_values import value_on
+from neuronx_dist.comm.ranks.rank_numbers import concrete, is_member
+from neuronx_dist.comm.ranks.rank_values import value_on
 from neuronx_dist.parallel_layers import parallel_state
 from tests.comm.observed_run import MESH, ObservedRun, SeesRankValues, axes_of
 

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 
 from neuronx_dist import comm
-from neuronx_dist.comm import context, generators, launch, slow_waits, waiting
-from neuronx_dist.comm.backends import agreement, c10d, threads
+from neuronx_dist.comm import context, generators, launch
+from neuronx_dist.comm.backends import c10d, call_agreement, threads
 from neuronx_dist.comm.backends.observed import CheckBackend, CheckCommunicator
 from neuronx_dist.comm.base import Backend, Communicator
-from neuronx_dist.comm.rank_tables import RankTable
+from neuronx_dist.comm.health import slow_waits, waiting
+from neuronx_dist.comm.ranks.rank_tables import RankTable
 from neuronx_dist.mesh import Mesh
 from tests.support.reviewed import assert_reviewed, with_code_for_lines
 
@@ -49,7 +50,7 @@ def of_thread(words: str, seconds: str = "1") -> None:
         patch.setenv("NEURONX_DIST_DEBUG", words)
         patch.setenv("NEURONX_DIST_DEBUG_TIMEOUT", seconds)
         patch.setattr(dist, "get_world_size", lambda: 2)
-        agreement.agreement_store()
+        call_agreement.agreement_store()
 
 
 REFUSED: dict[str, Callable[[], Any]] = {

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 
 from neuronx_dist import comm
-from neuronx_dist.comm import failure, slow_waits, waiting
-from neuronx_dist.comm.failure import FailureMonitor
-from neuronx_dist.comm.slow_waits import SlowWaits
-from neuronx_dist.comm.waiting import in_words, noted, waits
+from neuronx_dist.comm.health import failure, slow_waits, waiting
+from neuronx_dist.comm.health.failure import FailureMonitor
+from neuronx_dist.comm.health.slow_waits import SlowWaits
+from neuronx_dist.comm.health.waiting import in_words, noted, waits
 from neuronx_dist.mesh import Mesh
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_watch_ends_before_python_does(monkeypatch: pytest.MonkeyPatch) -> None:

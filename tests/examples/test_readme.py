@@ -4,20 +4,18 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import neuronx_dist as nxd
 from neuronx_dist import Mesh
 from neuronx_dist.comm import threads
+from tests.support.llama import tiny_llama
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
 
-CONFIG = LlamaConfig(
-    vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
-)  # fmt: skip
+CONFIG = tiny_llama(use_cache=False)
 
 
 def blocks():

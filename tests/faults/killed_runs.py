@@ -24,9 +24,10 @@ import torch.distributed as dist
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
-from neuronx_dist.checkpoint import api, reading, storage  # loaded before ranks are forked
-from neuronx_dist.checkpoint.checksums import Blocks
-from neuronx_dist.checkpoint.files import WritePlan
+from neuronx_dist.checkpoint import api, storage  # loaded before ranks are forked
+from neuronx_dist.checkpoint.dcp import reading
+from neuronx_dist.checkpoint.dcp.checksums import Blocks
+from neuronx_dist.checkpoint.dcp.writing import WritePlan
 from neuronx_dist.checkpoint.storage import LocalStorage, open_storage
 from neuronx_dist.checkpoint.tags import CheckpointFolder
 from tests.checkpoint.small_run import Run

@@ -20,6 +20,8 @@ from tests.support.llama_training import Case
 from tests.support.pool import processes
 from tests.support.synthetic import Model
 
+pytestmark = pytest.mark.slow
+
 EACH = 4e-6  # MB of a bucket: each tensor has one
 STEPS = 4
 

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from neuronx_dist import comm
 from neuronx_dist.hf import load_pretrained, swap
 from neuronx_dist.spmd import spec_of
+from tests.support.llama import tiny_llama
 
 VOCAB, BATCH, SEQ = 96, 2, 8
 SIZES = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
@@ -20,15 +21,12 @@ SIZES = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_attenti
 def llama_config(
     heads: int = 4, kv_heads: int = 2, head_dim: int = 8, tied: bool = False, layers: int = 2, **more: Any
 ) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=VOCAB,
+    return tiny_llama(
         hidden_size=heads * head_dim,
-        intermediate_size=48,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=64,
         tie_word_embeddings=tied,
         use_cache=False,
         initializer_range=0.2,

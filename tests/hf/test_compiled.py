@@ -6,23 +6,15 @@ import copy
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import neuronx_dist as nxd
 from neuronx_dist import hf
 from neuronx_dist.parallel_layers.grads import reduce_gradients
+from tests.support.llama import tiny_llama
 from tests.support.pool import processes
 
-CONFIG = LlamaConfig(
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=60,
-    bos_token_id=None,
-    eos_token_id=0,
-)
+CONFIG = tiny_llama(vocab_size=60, intermediate_size=64, bos_token_id=None, eos_token_id=0)
 COMPILE = dict(backend="aot_eager", fullgraph=True)
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from neuronx_dist import comm, hf
-from neuronx_dist.checkpoint.convert import convert
+from neuronx_dist.checkpoint.convert.weights import convert
 from neuronx_dist.hf.gguf_file import gguf_file, open_gguf
 from neuronx_dist.mesh import Mesh
 

@@ -24,7 +24,7 @@ from neuronx_dist.hf import (
 )
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import NeuronZero1Optimizer
-from neuronx_dist.parallel_layers.vocabulary import hide_padding
+from neuronx_dist.sharded_functions.vocabulary import hide_padding
 from tests.hf.models import (
     SIZES,
     batch,
@@ -258,14 +258,16 @@ def test_folders_have_the_real_size(tmp_path: Path) -> None:
 
 
 def test_generate_never_gives_padding() -> None:
-    """Also where all real logits are negative, and a padded one would be 0."""
+    """All real logits are negative, where a padded one would be 0, and no two are equal: rounding decides nothing."""
     config = _config()
     reference = reference_model(config, dtype=torch.float32)
-    with torch.no_grad():
-        reference.lm_head.weight.copy_(reference.lm_head.weight[:1].expand(VOCAB, -1).contiguous())
-        reference.model.norm.weight.fill_(1.0)
     ids, _ = batch()
-    expected = reference.generate(ids, max_new_tokens=4, do_sample=False)
+    with torch.no_grad():
+        away = -reference.model(ids).last_hidden_state.mean(dim=(0, 1))  # from where the hidden states are
+        reference.lm_head.weight.copy_(torch.linspace(1.0, 2.0, VOCAB)[:, None] * away)
+    drawn = reference.generate(ids, max_new_tokens=4, do_sample=False, output_scores=True, return_dict_in_generate=True)
+    expected = drawn.sequences
+    assert all(scores.max() < 0 and scores.diff(dim=-1).abs().min() > 1e-3 for scores in drawn.scores)
 
     def rank() -> Any:
         model = swapped(config, reference.state_dict(), pad_vocab=True)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from neuronx_dist.hf.plan import UnsupportedModelError, read_plan, transformer_layer_class
+from neuronx_dist.hf.model_plan import UnsupportedModelError, read_plan, transformer_layer_class
 from tests.hf.toy import Attention, Layer, Toy
 
 FILE = Path(__file__).parent / "plans.txt"

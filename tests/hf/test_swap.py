@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.hf import full_state_dict, swap, transformer_layer_class
-from neuronx_dist.hf.plan import read_plan
+from neuronx_dist.hf.model_plan import read_plan
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.pipeline.record import recorder as trace
 from neuronx_dist.planning.plan import Plan
+from neuronx_dist.program import recorder as trace
 from neuronx_dist.spmd import spec_of
 from neuronx_dist.spmd.random import manual_seed
 from tests.hf.models import (
@@ -34,6 +34,8 @@ from tests.hf.models import (
     sum_partial_gradients,
     swapped,
 )
+
+pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-10
 

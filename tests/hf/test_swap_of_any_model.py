@@ -13,7 +13,7 @@ from torch import nn
 from neuronx_dist import comm
 from neuronx_dist.hf import UnsupportedModelError, swap
 from neuronx_dist.hf.loss import causal_lm_loss
-from neuronx_dist.hf.plan import read_plan
+from neuronx_dist.hf.model_plan import read_plan
 from neuronx_dist.hf.sequence_parallel import apply_sequence_parallel, check_sequence_parallel
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear

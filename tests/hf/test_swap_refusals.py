@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.hf import UnsupportedModelError, swap
-from neuronx_dist.hf.plan import read_plan
+from neuronx_dist.hf.model_plan import read_plan
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.planning.plan import Plan
 from tests.hf.models import SIZES, VOCAB, llama_config, meta_model

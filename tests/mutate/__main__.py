@@ -25,10 +25,11 @@ from typing import NamedTuple
 import psutil
 
 from tests.mutate.choose import Recording, Recordings
-from tests.mutate.edits import Edit, edits_of
+from tests.mutate.edits import edits_of
 from tests.mutate.equivalent import EQUIVALENT
 from tests.mutate.probes import PACKAGE, numbering
 from tests.support.paths import ROOT
+from tests.support.source_edits import Edit
 
 __all__ = ["main", "run_tests"]
 

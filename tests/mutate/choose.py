@@ -12,9 +12,9 @@ from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from tests.mutate.edits import Edit
 from tests.mutate.probes import PACKAGE, Block, blocks
 from tests.mutate.recording import Test
+from tests.support.source_edits import Edit
 
 __all__ = ["Choice", "Recording", "Recordings"]
 

@@ -8,53 +8,13 @@ docstrings, annotations, `__all__`, imports, texts of messages, `assert` (there 
 from __future__ import annotations
 
 import ast
-import difflib
 import re
-import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["Edit", "edits_of"]
+from tests.support.source_edits import Edit
 
-
-@dataclass(frozen=True)
-class Edit:
-    """`source[start:end]` of the file at `path` becomes `new`. `position` is (line, column) of the node."""
-
-    path: str
-    operator: str
-    source: str
-    start: int
-    end: int
-    new: str
-    position: tuple[int, int]
-
-    @property
-    def edited(self) -> str:
-        return self.source[: self.start] + self.new + self.source[self.end :]
-
-    @property
-    def compiles(self) -> bool:
-        """Whether Python takes it, and reads something else than before."""
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                compile(self.edited, self.path, "exec", dont_inherit=True)
-        except SyntaxError:
-            return False
-        return ast.dump(ast.parse(self.edited)) != ast.dump(ast.parse(self.source))
-
-    @property
-    def diff(self) -> str:
-        pair = self.source.splitlines(), self.edited.splitlines()
-        return "\n".join(list(difflib.unified_diff(*pair, n=1, lineterm=""))[3:])
-
-    @property
-    def changed(self) -> tuple[str, str]:
-        """The lines that go and those that come, without indentation: names the edit wherever its line has moved."""
-        gone = [line[1:].strip() for line in self.diff.splitlines() if line.startswith("-")]
-        come = [line[1:].strip() for line in self.diff.splitlines() if line.startswith("+")]
-        return " ".join(gone), " ".join(come)
+__all__ = ["edits_of"]
 
 
 _COMPARE = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}

@@ -11,10 +11,11 @@ import pytest
 from tests.mutate import probes
 from tests.mutate.__main__ import copy_tree, draw, edited, run_tests
 from tests.mutate.choose import Recording, Recordings
-from tests.mutate.edits import Edit, edits_of
+from tests.mutate.edits import edits_of
 from tests.mutate.equivalent import EQUIVALENT
 from tests.mutate.recording import Test
 from tests.support.paths import ROOT
+from tests.support.source_edits import Edit
 
 SOURCE = '''"""Words."""
 

@@ -17,6 +17,8 @@ from tests.optimizer.test_sharding import parts
 from tests.optimizer.zero1_training import OPTIMIZERS, train, train_whole, weights_of
 from tests.support.synthetic import LAYOUTS, MESHES, Model, assemble, mean_gradient, relative_error
 
+pytestmark = pytest.mark.slow
+
 # How a norm is taken: by ZeRO-1 over all data ranks, single ones or pairs of them; by masters; without an optimizer.
 WAYS: dict[str, Callable[[Mesh], Any]] = {
     "zero1": lambda mesh: None,

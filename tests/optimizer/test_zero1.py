@@ -18,6 +18,8 @@ from neuronx_dist.planning.meter import MemoryMeter
 from tests.optimizer.zero1_training import OPTIMIZERS, STEPS, train, train_whole, weights_of
 from tests.support.synthetic import LAYOUTS, MESHES, Model, assemble, draw, relative_error, weight
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 

@@ -21,6 +21,8 @@ from neuronx_dist.weights.materialize import materialize
 from neuronx_dist.weights.shard_spec import gather_full
 from tests.parallel_layers.test_pad import HEAD_DIM, HIDDEN, attend
 
+pytestmark = pytest.mark.slow
+
 TP, HEADS, KV_HEADS, STEPS = 4, 8, 2, 3
 TOLERANCE: Any = dict(rtol=1e-10, atol=1e-10)
 

@@ -13,10 +13,10 @@ import torch
 import transformers
 from torch import nn
 
-from neuronx_dist.parallelize.program import Value
-from neuronx_dist.parallelize.record import record_program
-from neuronx_dist.pipeline.record.recording import TracingError
-from tests.parallelize.programs import Function, assert_equal, sample
+from neuronx_dist.program.program import Value
+from neuronx_dist.program.record import record_program
+from neuronx_dist.program.recording import TracingError
+from tests.parallelize.support.programs import Function, assert_equal, sample
 
 
 @dataclasses.dataclass

@@ -28,7 +28,7 @@ from neuronx_dist.parallelize import (
     merge_state_dicts,
     parallelize,
 )
-from neuronx_dist.parallelize.files import ForeignFilesError, GeneratedFilesError
+from neuronx_dist.parallelize.generated.generated_files import ForeignFilesError, GeneratedFilesError
 from tests.support.paths import ROOT
 from tests.support.pool import processes
 
@@ -367,7 +367,7 @@ def test_a_folder_of_another_model(tmp_path: Path) -> None:
 COMPILES = """
 import sys, torch
 from neuronx_dist.parallelize import ComputeConfig, parallelize
-from tests.parallelize.models import model
+from tests.parallelize.support.models import model
 module, arguments = model("mlp")
 print("ready", flush=True)
 sys.stdin.readline()

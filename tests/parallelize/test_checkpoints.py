@@ -17,16 +17,26 @@ import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.comm import threads
 from neuronx_dist.parallelize import ComputeConfig, IRGraph, parallelize
-from neuronx_dist.parallelize.plans import plan_of
-from neuronx_dist.parallelize.policies import divide
-from neuronx_dist.parallelize.record import record_program
-from neuronx_dist.pipeline.record.recording import TracingError
+from neuronx_dist.parallelize.policy.plans import plan_of
+from neuronx_dist.parallelize.policy.policies import divide
 from neuronx_dist.planning.plan import Plan
+from neuronx_dist.program.record import record_program
+from neuronx_dist.program.recording import TracingError
 from neuronx_dist.spmd.random import manual_seed
-from tests.parallelize.hf_models import hf_model
-from tests.parallelize.models import WIDTH
-from tests.parallelize.pipelines import MODULES, GptSample, accumulated, assert_same, config, gpt_sample, pipelined
-from tests.parallelize.training import SGD
+from tests.parallelize.support.hf_models import hf_model
+from tests.parallelize.support.models import WIDTH
+from tests.parallelize.support.pipelines import (
+    MODULES,
+    GptSample,
+    accumulated,
+    assert_same,
+    config,
+    gpt_sample,
+    pipelined,
+)
+from tests.parallelize.support.training import SGD
+
+pytestmark = pytest.mark.slow
 
 INPUT_BYTES = 8 * WIDTH * 8  # of a block
 HOW: dict[str, Any] = {

@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallelize import composites as composites_module
-from neuronx_dist.parallelize.program import Value, operands_of, substituted
-from neuronx_dist.parallelize.strategies import candidates
+from neuronx_dist.parallelize.choose.strategies import candidates
+from neuronx_dist.program.program import Value, operands_of
+from neuronx_dist.rules.containers import substituted
 from neuronx_dist.spmd import I, P, R, S
-from tests.parallelize.mutations import running_statistics
-from tests.parallelize.pieces import Case, wrong_pieces, wrong_types
+from tests.parallelize.support.mutations import running_statistics
+from tests.parallelize.support.pieces import Case, wrong_pieces, wrong_types
 
 lock = Lock()
 
@@ -89,20 +89,6 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], dict
         {"batch_norm_of_channels": ((S(1), R, R), S(1))},
     ),
 }
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_cross_entropy_of_sixteen_bits_is_finite(dtype):
-    """The sum of so many losses is above 65504."""
-    logits, target = (8 * f(2**16, 8)).to(dtype), ids(2**16)
-
-    def rank():
-        own = logits.chunk(2, 1)[int(comm.rank("tp"))]
-        return composites_module.cross_entropy(own, target, axis="tp", classes=8)
-
-    expected = F.cross_entropy(logits.float(), target).to(dtype)
-    for computed in threads.run(Mesh(2, tp=2), rank):
-        torch.testing.assert_close(computed, expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize("name", CALLS)

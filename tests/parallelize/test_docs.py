@@ -15,11 +15,11 @@ import neuronx_dist.parallelize
 from neuronx_dist import Mesh
 from neuronx_dist.comm import threads
 from neuronx_dist.parallelize import ComputeConfig
-from neuronx_dist.parallelize.decompose import decomposed
-from neuronx_dist.parallelize.emit import emit
-from neuronx_dist.parallelize.policies import POLICIES, divide
-from neuronx_dist.parallelize.record import record_program
-from neuronx_dist.parallelize.stored import stored_of
+from neuronx_dist.parallelize.emit.emitted_class import emit
+from neuronx_dist.parallelize.policy.policies import POLICIES, divide
+from neuronx_dist.parallelize.train.stored import stored_of
+from neuronx_dist.program.decompose import decomposed
+from neuronx_dist.program.record import record_program
 from tests.support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "parallelize.md").read_text()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from neuronx_dist.parallelize import ComputeConfig, IRGraph, parallelize
-from neuronx_dist.parallelize.nodes import IRFwOperation
+from neuronx_dist.parallelize.policy.operations import IRFwOperation
 from neuronx_dist.spmd.random import streams
 from tests.support.pool import processes
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from neuronx_dist.parallelize.record import record_program
-from neuronx_dist.pipeline.record.recording import TracingError
-from tests.parallelize.programs import Function, assert_equal, sample
+from neuronx_dist.program.record import record_program
+from neuronx_dist.program.recording import TracingError
+from tests.parallelize.support.programs import Function, assert_equal, sample
 from tests.support.architectures import ARCHITECTURES
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from neuronx_dist.parallel_layers.parallel_state import destroy_model_parallel
-from tests.parallelize.hf_models import HF_MODELS
-from tests.parallelize.matrix import (
+from tests.parallelize.support.hf_models import HF_MODELS
+from tests.parallelize.support.matrix import (
     LAYOUTS,
     NAMES,
     OPTIMIZERS,
@@ -23,8 +23,10 @@ from tests.parallelize.matrix import (
     on_rank,
     on_threads,
 )
-from tests.parallelize.models import MODELS
+from tests.parallelize.support.models import MODELS
 from tests.support.pool import processes
+
+pytestmark = pytest.mark.slow
 
 TO_THE_BIT = {"dp1", "pp2", "pp4"}
 """Layouts that add up as one process does, but for tied weights, of which each stage adds up its own gradient."""

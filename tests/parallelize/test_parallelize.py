@@ -17,9 +17,9 @@ from torch import nn
 from neuronx_dist import Mesh, comm
 from neuronx_dist.comm import threads
 from neuronx_dist.parallelize import ComputeConfig, EmittedProgramError, ParallelModule, parallelize
-from neuronx_dist.parallelize import api as api_module
+from neuronx_dist.parallelize.emit import emitted_class as source_module
 from neuronx_dist.weights.shard_spec import spec_of
-from tests.parallelize.models import WIDTH, Mlp, model
+from tests.parallelize.support.models import WIDTH, Mlp, model
 
 
 def made(
@@ -333,13 +333,13 @@ def test_a_divided_module_needs_its_mesh(tmp_path: Path) -> None:
 
 def test_a_wrong_program_is_kept_and_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, arguments = model("mlp")
-    right = api_module.emit
+    right = source_module.emit
 
     def wrong(*args: Any, **kwargs: Any) -> str:
         source: str = right(*args, **kwargs)
         return source.replace("torch.sigmoid(", "torch.tanh(")
 
-    monkeypatch.setattr(api_module, "emit", wrong)
+    monkeypatch.setattr(source_module, "emit", wrong)
     with pytest.raises(EmittedProgramError, match="bug of neuronx_dist, not of Mlp.*refused_Mlp.py"):
         made(module, arguments, tmp_path)
     assert "tanh" in (tmp_path / "refused_Mlp.py").read_text()
@@ -349,7 +349,7 @@ def test_a_wrong_program_is_kept_and_not_loaded(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("broken", ["is no Python (", "raise KeyError('x')"])
 def test_a_file_that_does_not_run_is_our_bug(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, arguments = model("mlp")
-    monkeypatch.setattr(api_module, "emit", lambda *args, **kwargs: broken)
+    monkeypatch.setattr(source_module, "emit", lambda *args, **kwargs: broken)
     with pytest.raises(EmittedProgramError, match="^(SyntaxError|KeyError): (.|\n)*bug of neuronx_dist, not of Mlp"):
         made(module, arguments, tmp_path)
     assert (tmp_path / "refused_Mlp.py").read_text() == broken

@@ -13,8 +13,8 @@ import torch
 
 from neuronx_dist.parallelize import ComputeConfig, build_optimizer, parallelize
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
-from tests.parallelize.models import model
-from tests.parallelize.parity import batch, trained
+from tests.parallelize.support.models import model
+from tests.parallelize.support.parity import batch, trained
 from tests.support.paths import ROOT
 from tests.support.pool import processes
 
@@ -47,7 +47,7 @@ def test_processes_with_folders_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("name", ["conv", "gpt2"])
+@pytest.mark.parametrize("name", ["conv", pytest.param("gpt2", marks=pytest.mark.full)])
 def test_example(name: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = ["examples/parallelize.py", "--model", name, "--policy", "tp", "--verify", "--explain", "--steps", "2"]

@@ -14,10 +14,11 @@ from torch import nn
 from neuronx_dist import comm
 from neuronx_dist.comm import threads
 from neuronx_dist.parallelize import ComputeConfig, IRGraph, parallelize
-from neuronx_dist.parallelize.nodes import IRFwOperation
+from neuronx_dist.parallelize.policy.operations import IRFwOperation
 from neuronx_dist.spmd.random import manual_seed
-from tests.parallelize.models import WIDTH
-from tests.parallelize.pipelines import accumulated, assert_same, config, pipelined
+from tests.parallelize.support.models import WIDTH
+from tests.parallelize.support.pipelines import accumulated, assert_same, config, pipelined
+from tests.support.pool import processes
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -56,42 +57,52 @@ def _kept(graph: IRGraph, config: ComputeConfig) -> IRGraph:
     return graph
 
 
-def _step(policy: Any, size: int, folder: Path) -> list[tuple[int, list[torch.Tensor]]]:
-    """Of each rank the bytes that are saved for backward, and the loss, gradients and buffers of two steps."""
-
-    def rank() -> tuple[int, list[torch.Tensor]]:
-        manual_seed(comm.current().rank)
-        parallel = parallelize(whole, {"x": x}, policy, ComputeConfig(size), gen_savedir=folder)
-        saved: dict[int, int] = {}
-        values = []
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            saved[tensor.data_ptr()] = tensor.nbytes
-            return tensor
-
-        for _ in range(2):
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                loss = parallel(x)
-            loss.backward()
-            values += [loss.detach(), *(p.grad.clone() for p in parallel.parameters())]
-        return sum(saved.values()), [*values, *(b.clone() for b in parallel.buffers())]
-
+def _step(policy: Any, size: int, folder: Path | str) -> tuple[int, list[torch.Tensor]]:
+    """Bytes that this rank saves for backward, and the loss, gradients and buffers of two steps."""
     torch.manual_seed(0)
     whole, x = Blocks().double(), torch.randn(8, WIDTH).double()
-    return threads.run(ComputeConfig(size).mesh(), rank)
+    manual_seed(comm.current().rank)
+    parallel = parallelize(whole, {"x": x}, policy, ComputeConfig(size), gen_savedir=folder)
+    saved: dict[int, int] = {}
+    values = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = parallel(x)
+        loss.backward()
+        values += [loss.detach(), *(p.grad.clone() for p in parallel.parameters())]
+    return sum(saved.values()), [*values, *(b.clone() for b in parallel.buffers())]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_less_is_kept_and_values_are_equal_to_the_bit(size: int, tmp_path: Path) -> None:
-    kept = _step(_kept, size, tmp_path / "kept")
-    for (more, expected), (less, values) in zip(kept, _step(_recomputed, size, tmp_path / "again"), strict=True):
-        assert less < 0.7 * more
-        for has, wanted in zip(values, expected, strict=True):
-            assert torch.equal(has, wanted)
+def _both(size: int, folder: str) -> list[tuple[int, list[torch.Tensor]]]:
+    return [_step(_kept, size, f"{folder}/kept"), _step(_recomputed, size, f"{folder}/again")]
+
+
+def assert_recomputed(kept: tuple[int, list[torch.Tensor]], again: tuple[int, list[torch.Tensor]]) -> None:
+    """Fewer bytes are saved for backward, and all values are equal to the bit."""
+    assert again[0] < 0.7 * kept[0]
+    for has, wanted in zip(again[1], kept[1], strict=True):
+        assert torch.equal(has, wanted)
+
+
+def test_less_is_saved_and_values_are_equal_to_the_bit(tmp_path: Path) -> None:
+    (steps,) = threads.run(ComputeConfig(1).mesh(), _both, 1, str(tmp_path))
+    assert_recomputed(*steps)
+
+
+@pytest.mark.process
+def test_less_is_saved_on_two_ranks(tmp_path: Path) -> None:
+    """On processes: ranks as threads share one random generator, so that their dropout depends on their order."""
+    for steps in processes(2).run(_both, 2, str(tmp_path), mesh={"tp": 2}):
+        assert_recomputed(*steps)
 
 
 def test_the_file_says_what_is_computed_again(tmp_path: Path) -> None:
-    _step(_recomputed, 1, tmp_path)
+    threads.run(ComputeConfig(1).mesh(), _step, _recomputed, 1, tmp_path)
     (file,) = tmp_path.rglob("gencode0.py")
     source = file.read_text()
     assert "from neuronx_dist.spmd.random import checkpoint" in source

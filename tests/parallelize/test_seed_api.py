@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,16 @@ from torch import nn
 import neuronx_dist.parallelize as package
 from neuronx_dist import Mesh
 from neuronx_dist.comm import threads
+from neuronx_dist.parallel_layers.parallel_state import destroy_model_parallel
 from neuronx_dist.parallelize import ComputeConfig, build_optimizer, parallelize
-from tests.support.paths import ROOT
+from tests.support.pool import processes
 
 # The guide's, with its defaults. `ParallelModule`'s methods have None where the guide gives no default.
 SIGNATURES = {
     "parallelize": "(module_or_module_class, dummy_forward_args, pas_policy, compute_config, *, "
     "gen_savedir='./.nnscaler', reuse=<ReuseType.MATCH: 'match'>, instance_name=None, load_module=True, "
-    "module_dtype=None, module_fn=None, init_module_params=True, broadcast_strategy='none')",
+    "module_dtype=None, module_fn=None, init_module_params=True, broadcast_strategy='none', "
+    "verify_with=None, verify_args=None)",
     "build_optimizer": "(module, optimizer_fn, compute_config=None, **kwargs)",
     "merge_state_dicts": "(module_state_dicts, optimizer_state_dicts=None)",
     "load_merged_state_dict": "(module, module_state_dict, optimizer=None, optimizer_state_dict=None, *, device=None)",
@@ -241,14 +242,20 @@ if __name__ == "__main__":
 """
 
 
+def run_script(folder: str) -> None:
+    destroy_model_parallel()  # where there is no mesh, `parallelize` makes it
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        runpy.run_path("train.py", run_name="__main__")
+    finally:
+        os.chdir(before)
+
+
 @pytest.mark.slow
 @pytest.mark.process
-def test_the_examples_under_torchrun(tmp_path: Path) -> None:
+def test_the_examples_on_two_processes(tmp_path: Path) -> None:
+    """Starting by torchrun is tested with our example, in test_processes.py."""
     (tmp_path / "train.py").write_text(EXAMPLE)
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    processes(2).run(run_script, str(tmp_path))
     assert (tmp_path / ".nnscaler").is_dir()  # gen_savedir's default

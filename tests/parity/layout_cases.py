@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ __all__ = [
     "FACTORS",
     "LAYOUTS",
     "SCHEDULES",
+    "all_pairs",
     "covering_set",
     "float32_cases",
     "pairs_of",
@@ -43,7 +45,9 @@ SCHEDULES = [
 ]
 
 FACTORS: dict[str, list[Any]] = {
-    "layout": LAYOUTS,
+    "tp": [1, 2, 4],
+    "pp": [1, 2, 4],
+    "dp": [1, 2, 4],
     "optimizer": ["plain", "master", "zero1"],
     "microbatches": [1, 2, 4],
     "labels": ["even", "uneven", "empty"],
@@ -52,6 +56,8 @@ FACTORS: dict[str, list[Any]] = {
     "heads": ["gqa", "padded", "replicated"],
     "clip": [None, CLIP],
 }
+MAX_RANKS = 8
+_DEGREES = ("tp", "pp", "dp")
 Values = tuple[Any, ...]  # one for each factor
 
 
@@ -60,14 +66,26 @@ def pairs_of(values: Values) -> set[tuple[int, Any, int, Any]]:
     return {(i, values[i], j, values[j]) for i, j in itertools.combinations(range(len(values)), 2)}
 
 
-def covering_set() -> list[Case]:
-    """Every layout, and every pair of values of two factors, in few cases: greedy, and the same each time."""
+def all_pairs() -> set[tuple[int, Any, int, Any]]:
+    """All pairs of (factor, value) that some combination has: two degrees may need too many ranks."""
     options = list(FACTORS.values())
-    missing = {
+    return {
         (i, a, j, b)
         for i, j in itertools.combinations(range(len(options)), 2)
         for a, b in itertools.product(options[i], options[j])
+        if _fits({i: a, j: b})
     }
+
+
+def _fits(values: dict[int, Any]) -> bool:
+    """Whether the degrees among these values, by factor, need at most `MAX_RANKS` ranks."""
+    return math.prod(values.get(index, 1) for index in range(len(_DEGREES))) <= MAX_RANKS
+
+
+def covering_set() -> list[Case]:
+    """Every layout once, and every pair of values of two factors, in few cases: greedy, and the same each time."""
+    options = list(FACTORS.values())
+    missing = all_pairs()
     generator = random.Random(0)
     chosen: list[Values] = []
     while missing:
@@ -78,7 +96,7 @@ def covering_set() -> list[Case]:
             rest = [i for i in range(len(options)) if i not in values]
             for i in generator.sample(rest, len(rest)):
                 values[i] = max(
-                    generator.sample(options[i], len(options[i])),
+                    [value for value in generator.sample(options[i], len(options[i])) if _fits({**values, i: value})],
                     key=lambda value: sum(
                         ((i, value, j, other) if i < j else (j, other, i, value)) in missing
                         for j, other in values.items()
@@ -88,17 +106,21 @@ def covering_set() -> list[Case]:
             best = max(best, (len(pairs_of(candidate) & missing), candidate), key=lambda scored: scored[0])
         chosen.append(best[1])
         missing -= pairs_of(best[1])
+    for number, layout in enumerate(layout for layout in LAYOUTS if layout not in {values[:3] for values in chosen}):
+        chosen.append((*layout, *(values[number % len(values)] for values in options[3:])))
     return _evaluated_once_a_layout(map(_case, chosen))
 
 
 def whole_matrix() -> list[Case]:
     """Every combination, but that the six of heads and clipping take turns over the others."""
-    factors = [list(enumerate(values)) for name, values in FACTORS.items() if name not in ("heads", "clip")]
+    options = [values for name, values in FACTORS.items() if name not in (*_DEGREES, "heads", "clip")]
+    factors = [list(enumerate(values)) for values in (LAYOUTS, *options)]
     turns = list(itertools.product(FACTORS["heads"], FACTORS["clip"]))
     cases = []
     for combination in itertools.product(*factors):
         turn = turns[sum(index for index, _ in combination) % len(turns)]
-        cases.append(_case((*(value for _, value in combination), *turn)))
+        layout, *values = (value for _, value in combination)
+        cases.append(_case((*layout, *values, *turn)))
     return _evaluated_once_a_layout(cases)
 
 
@@ -145,6 +167,4 @@ def _evaluated_once_a_layout(cases: Iterable[Case]) -> list[Case]:
 
 
 def _case(values: Values) -> Case:
-    options = dict(zip(FACTORS, values))
-    tp, pp, dp = options.pop("layout")
-    return Case(tp, pp, dp, **options)
+    return Case(**dict(zip(FACTORS, values)))

@@ -25,9 +25,9 @@ from neuronx_dist import comm, hf, spmd
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import grads, mappings, parallel_state
 from neuronx_dist.shard_tensor.device_mesh import DeviceMesh
-from neuronx_dist.shard_tensor.exchange import exchange
+from neuronx_dist.shard_tensor.moves.exchange import exchange
 from neuronx_dist.shard_tensor.ring import RingPassingConfig, perform_ring_iteration
-from neuronx_dist.shard_tensor.windows import Sliding, plan_windows
+from neuronx_dist.shard_tensor.windows.index_maps import Sliding, plan_windows
 from tests.parallel_layers.test_mappings import TABLE as REGIONS
 from tests.parallel_layers.test_mappings import check as check_region
 from tests.spmd.test_collectives import every_redistribution

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 from tests.checkpoint import exchanges
-from tests.parallelize import mutations as composites
-from tests.parallelize import pipelines, sent_weights
+from tests.parallelize.support import mutations as composites
+from tests.parallelize.support import pipelines, sent_weights
 from tests.parity.mutation_cases import (
     _column,
     _joined_features,
@@ -42,6 +42,7 @@ from tests.parity.mutation_cases import (
     written_folder,
 )
 from tests.shard_tensor.support import mutations
+from tests.sharded_functions import mutations as functions_of_shards
 from tests.support.llama_training import Case
 
 __all__ = ["CASES", "MESSAGES", "VERBS"]
@@ -118,7 +119,7 @@ CASES: dict[str, Callable[[], None]] = {
         )
         for number, stride in ((1, 2), (2, 1))
     },
-    "ColumnParallelLinear._own:spmd.reinterpret#1": partial(one_step, Case(tp=2, heads="one kv")),
+    "ColumnParallelLinear._used_parameter:spmd.reinterpret#1": partial(one_step, Case(tp=2, heads="one kv")),
     "RowParallelLinear.forward:spmd.convert#1": partial(
         layer, partial(_row, input_is_parallel=False), split=_whole, join=_whole
     ),
@@ -132,10 +133,13 @@ CASES: dict[str, Callable[[], None]] = {
     "_ParallelCrossEntropy.forward:comm.all_reduce#1": cross_entropy,
     "_ParallelCrossEntropy.forward:comm.all_reduce#2": cross_entropy,
     "_Highest.forward:comm.all_reduce#1": partial(cross_entropy, transform=True),
-    "_shifted:comm.all_reduce#1": composites.softmax_of_shards,
-    "_total:spmd.all_reduce#1": composites.norm_of_shards,
+    "_merged:spmd.all_gather#1": functions_of_shards.softmax_of_shards,
+    "_with_total:spmd.convert#1": functions_of_shards.softmax_of_shards,
+    "merged_moments:spmd.all_gather#1": functions_of_shards.moments_of_shards,
+    "for_shards:spmd.convert#1": functions_of_shards.moments_of_shards,
+    "scaled_by_rms:spmd.all_reduce#1": functions_of_shards.rms_of_shards,
     "batch_norm_of_channels:spmd.all_gather#1": composites.running_statistics,
-    "_cross_entropy_of_operators:spmd.all_reduce#1": partial(cross_entropy, transform=True),
+    "_by_operators:spmd.all_reduce#1": partial(cross_entropy, transform=True),
     "norm_of:comm.all_reduce#1": norms,
     "global_num_items:comm.all_reduce#1": number_of_labels,
     "start_sum:comm.all_reduce#1": partial(one_step, Case(dp=2)),
@@ -184,9 +188,6 @@ CASES: dict[str, Callable[[], None]] = {
     "total:spmd.all_reduce#1": mutations.totals,
     **{f"_Extreme.forward:comm.all_reduce#{number}": mutations.extremes for number in (1, 2)},
     "counts.call:comm.all_reduce#1": mutations.counted,
-    "_for_shards:spmd.convert#1": mutations.normalised,
-    "_rms_norm.call:spmd.all_reduce#1": mutations.normalised_by_squares,
-    "log_softmax_of:spmd.convert#1": mutations.softmax,
     "_of_ranks_before:spmd.convert#1": mutations.running_totals,
     "unscale:comm.all_reduce#1": mutations.not_finite,
     "local_view:spmd.convert#1": mutations.local_part,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from neuronx_dist.comm.backends import c10d, messages
+from neuronx_dist.comm.backends import c10d, message_lists
 from tests.parity.mutation_cases import values_of_every_verb
 from tests.parity.mutation_table import CASES, MESSAGES, VERBS
 from tests.support.call_sites import MUTATIONS, Mutant, find_sites, hidden_imports, mutate
@@ -30,9 +30,11 @@ _MASK = "a rank's own piece of a mask, which has no gradient: nothing is communi
 _MEASURES = "predicts memory: a stand-in whose values are not used"
 _CLOCKS = "no tensors: ranks agree on file and clock of a trace (tests/pipeline/run/test_trace.py)"
 _SEEDS = "seeds, and those of threads are one (tests/parallelize/test_dropout.py has processes, each with its own)"
-_FILES = "files, whose digests are compared (tests/parallelize/test_generation.py)"
-_STATES = "no tensors: which values there are, without which ranks disagree (tests/parallelize/test_state_dicts.py)"
-_RESULTS = "no tensors: what forward returns, into which the results are put (tests/parallelize/test_pipeline.py)"
+_FILES = "files, whose digests are compared (tests/parallelize/generated/test_generation.py)"
+_STATES = (
+    "no tensors: which values there are, without which ranks disagree (tests/parallelize/train/test_state_dicts.py)"
+)
+_RESULTS = "no tensors: what forward returns, into which the results are put (tests/parallelize/train/test_pipeline.py)"
 _ERRORS = "no tensors: whether a rank could write (tests/hf/test_save_errors.py)"
 EXEMPT = {
     "Pipelined._everywhere:comm.broadcast_object#1": _RESULTS,
@@ -77,7 +79,7 @@ EXEMPT = {
 }
 # Below this communicator is torch.distributed: its call sites are run on two processes.
 ON_PROCESSES = sorted(
-    name for name, site in SITES.items() if (site.is_in(c10d) or site.is_in(messages)) and name not in EXEMPT
+    name for name, site in SITES.items() if (site.is_in(c10d) or site.is_in(message_lists)) and name not in EXEMPT
 )
 
 

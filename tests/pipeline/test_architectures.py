@@ -1,6 +1,7 @@
 """Models as they are, tiny, on pipelines: loss and gradients equal one process's. `docs/models.md` is the list.
 
-`make test` runs each on 4 stages, and with two chunks on each of 2; NXD_FULL=1 also on 2 stages, and in 8 pieces.
+`make test` runs each in 4 pieces, two on each of 2 stages, and some on 4 stages, with the same cuts; NXD_FULL=1 all on
+4 stages, also on 2 stages, and in 8 pieces.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tests.support.pipeline_models import error, on_ranks, reference
 FULL = bool(os.environ.get("NXD_FULL"))
 RECORDED = [each for each in ARCHITECTURES if not each.error]
 REFUSED = [each for each in ARCHITECTURES if each.error]
+ON_FOUR_STAGES = ("Llama", "Gemma 3", "T5", "Mixtral", "Mamba", "a U-net")  # one of each way to cross boundaries
 MICROBATCHES = 2
 pytestmark = pytest.mark.slow
 
@@ -52,6 +54,8 @@ def check(architecture: Architecture, pp: int, chunks: int, layers: int = 4) -> 
 @pytest.mark.parametrize("pp,chunks", [(4, 1), (2, 2)] + [(2, 1)] * FULL)
 @pytest.mark.parametrize("architecture", RECORDED, ids=lambda each: each.name)
 def test_loss_and_gradients_are_those_of_one_process(architecture: Architecture, pp: int, chunks: int) -> None:
+    if not FULL and pp == 4 and architecture.name not in ON_FOUR_STAGES:
+        pytest.skip("NXD_FULL=1")
     check(architecture, pp, chunks)
 
 

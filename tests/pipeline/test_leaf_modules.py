@@ -14,7 +14,7 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline import TracingError
 from neuronx_dist.pipeline.cut.placement import place_by_recording, place_by_registration
 from neuronx_dist.pipeline.cut.splitting import split
-from neuronx_dist.pipeline.record.recorder import record
+from neuronx_dist.program.recorder import record
 from tests.support.pipeline_models import HIDDEN, SEQ, Block, Model, batch, check_parity, cut, error, make, on_ranks
 
 pytestmark = pytest.mark.slow  # together more than the fast tier has room for
@@ -92,8 +92,17 @@ def calls_of_the_leaf(model: nn.Module, tp: int = 1) -> list[int]:
     return [sum(node.target == "rope" for node in plan.nodes) for plan in plans]
 
 
-@pytest.mark.parametrize("names", [[Rope], ["Rope"], "Rope"], ids=["class", "name", "one name"])
-@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize(
+    "pp,names",
+    [
+        pytest.param(4, [Rope], id="class"),
+        pytest.param(2, ["Rope"], id="name"),
+        pytest.param(2, "Rope", id="one name"),
+        pytest.param(2, [Rope], id="class, 2 stages", marks=pytest.mark.full),
+        pytest.param(4, ["Rope"], id="name, 4 stages", marks=pytest.mark.full),
+        pytest.param(4, "Rope", id="one name, 4 stages", marks=pytest.mark.full),
+    ],
+)
 def test_a_leaf_without_parameters_runs_on_every_stage_that_needs_it(pp: int, names: Any) -> None:
     model = make(Rotated)
     check_parity(Mesh(pp, pp=pp), model, batch(), 2, leaf_module_cls=names)
@@ -159,8 +168,15 @@ def test_a_leaf_that_communicates_runs_where_it_is_called() -> None:
     assert calls_of_the_leaf(model) == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("leaf", [Counting, Replacing])
-@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize(
+    "pp,leaf",
+    [
+        (4, Counting),
+        (2, Replacing),
+        pytest.param(2, Counting, marks=pytest.mark.full),
+        pytest.param(4, Replacing, marks=pytest.mark.full),
+    ],
+)
 def test_a_buffer_that_changes_is_that_of_one_process_in_every_step(pp: int, leaf: type[Rope]) -> None:
     model, alone = make(Rotated, leaf=leaf), make(Rotated, leaf=leaf)
 
@@ -195,10 +211,9 @@ def test_a_buffer_that_changes_on_two_stages_is_refused(leaf: type[Rope]) -> Non
 
 def llama(**options: Any) -> Any:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, **options,
-    )  # fmt: skip
+    from tests.support.llama import tiny_llama
+
+    config = tiny_llama(vocab_size=48, num_hidden_layers=4, **options)
     return make(lambda: transformers.LlamaForCausalLM(config))
 
 

@@ -25,7 +25,7 @@ from neuronx_dist.pipeline import (
     ZeroBubbleV,
 )
 from neuronx_dist.pipeline.cut.splitting import StagePlan
-from neuronx_dist.pipeline.run.lockstep import Transfers
+from neuronx_dist.pipeline.run.lockstep_transport import Transfers
 from tests.support.pipeline_models import Block, batch, error, make, on_ranks, reference
 from tests.support.toy_schedules import Around, Halves, ThereAndBack
 

@@ -26,7 +26,7 @@ from neuronx_dist import comm
 from neuronx_dist.gradients.reduce import reduce_gradients
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline import Kind, NxDPPModel, Schedule, Task
-from neuronx_dist.pipeline.run.running import check_runs
+from neuronx_dist.pipeline.run.run_batch import check_runs
 from neuronx_dist.pipeline.schedule import training_schedule
 from tests.support.pipeline_models import Model, batch, error, make, on_ranks, reference
 from tests.support.pipeline_training import CHUNKS

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from neuronx_dist.planning.choice import Impossible, TooLarge, minimize
 
+pytestmark = pytest.mark.slow
+
 
 def brute_force(sizes, tables):
     def cost(values):

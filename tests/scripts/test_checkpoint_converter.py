@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf
-from neuronx_dist.checkpoint.convert import convert
+from neuronx_dist.checkpoint.convert.weights import convert
 from neuronx_dist.checkpoint.errors import CheckpointCorrupted
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.scripts.checkpoint_converter import CheckpointConverterBase

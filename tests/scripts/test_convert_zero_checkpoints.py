@@ -79,7 +79,7 @@ def test_xser(tmp_path: Path) -> None:
     shapes = sorted(tuple(torch.load(path, weights_only=True).shape) for path in tensors.iterdir())
     assert shapes == [(), ()] + [(2,)] * 3 + [(2, 3)] * 3
     (tmp_path / "b" / "model").symlink_to(source / "model")
-    from neuronx_dist.checkpoint.nxd_files import NxdFiles, Writer
+    from neuronx_dist.checkpoint.nxd.rank_files import NxdFiles, Writer
     from neuronx_dist.checkpoint.storage import LocalStorage
 
     files = NxdFiles(LocalStorage(tmp_path), "b")

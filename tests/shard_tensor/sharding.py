@@ -11,8 +11,8 @@ import torch
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.shard_tensor.intervals import Bounds, bounds_of
-from neuronx_dist.shard_tensor.ops.local_windows import ShardedDim
+from neuronx_dist.shard_tensor.moves.intervals import Bounds, bounds_of
+from neuronx_dist.shard_tensor.windows.local_windows import ShardedDim
 
 __all__ = ["SPLITS", "Doubled", "Foreign", "assert_close", "assert_like_one_process", "own_part", "split_of"]
 

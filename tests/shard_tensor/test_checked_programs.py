@@ -11,6 +11,8 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.shard_tensor import DeviceMesh, Shard, ShardTensor
 from tests.support.call_sites import find_sites, mutate
 
+pytestmark = pytest.mark.slow
+
 ROWS = 12
 
 

@@ -194,11 +194,14 @@ PROGRAMS = {
     ),
     "classes": (lambda x: F.cross_entropy(x, torch.arange(8)), I, rows(Shard(1))),
 }
+# What types cannot see of labels on other ranks, as in the layer's loss, which has the same kernel.
+ASSUMED = {"classes": ["gather: that what it looks up for positions of other ranks over dp is masked"]}
+TRUSTED = {"classes": ["that [8] is V on dp", "that [8] is P on dp"]}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_types_of_uneven_shards(name):
-    """The result, and each gradient, has the type of its layout, and nothing is taken for granted."""
+    """The result, and each gradient, has the type of its layout, and nothing else is taken for granted."""
     function, expected, *make = PROGRAMS[name]
 
     def rank():
@@ -219,8 +222,8 @@ def test_types_of_uneven_shards(name):
 
     for found, wanted, assumed, trusted in threads.run(Mesh(2), rank):
         assert found == wanted
-        assert assumed == []
-        assert trusted == []
+        assert assumed == ASSUMED.get(name, [])
+        assert [text for text, _ in trusted] == TRUSTED.get(name, [])
 
 
 def test_a_forgotten_reduction_behind_an_exchange_is_reported_with_its_line():
@@ -273,9 +276,9 @@ BROKEN = {
     "total:spmd.all_reduce#1": (lambda x: x.sum(), rows(Shard(0))),
     "_summed:spmd.all_reduce#1": (lambda x, w: (x @ w).relu(), rows(Shard(1)), rows(Shard(0))),
     "_used:spmd.convert#1": (F.linear, rows(Shard(0)), rows(Replicate())),
-    "_for_shards:spmd.convert#1": (lambda x: F.layer_norm(x, (8,)), rows(Shard(1))),
-    "_rms_norm.call:spmd.all_reduce#1": (lambda x: F.rms_norm(x, (8,)), rows(Shard(1))),
-    "log_softmax_of:spmd.convert#1": (lambda x: x.softmax(0), rows(Shard(0))),
+    "for_shards:spmd.convert#1": (lambda x: F.layer_norm(x, (8,)), rows(Shard(1))),
+    "scaled_by_rms:spmd.all_reduce#1": (lambda x: F.rms_norm(x, (8,)), rows(Shard(1))),
+    "_with_total:spmd.convert#1": (lambda x: x.softmax(0), rows(Shard(0))),
     "_of_ranks_before:spmd.convert#1": (lambda x: x.cumsum(0), rows(Shard(0))),
 }
 

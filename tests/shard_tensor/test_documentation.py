@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,11 +24,6 @@ TABLE = re.findall(
 )
 
 
-def composed(function: Callable[[], Any]) -> Any:
-    with one_exchange():
-        return function()
-
-
 def operands(mesh: Any, sizes: Any = None, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """What the table's code names; plain tensors where the mesh is None."""
 
@@ -41,7 +35,7 @@ def operands(mesh: Any, sizes: Any = None, dtype: torch.dtype = torch.float32) -
         return torch.linspace(-1, 1, torch.Size(shape).numel(), dtype=dtype).view(shape).requires_grad_()
 
     return {
-        "composed": composed if mesh is not None else lambda function: function(),
+        "one_exchange": one_exchange,
         **{name: part(1, 4, 16, 8) for name in "xts"},
         "w": weight(4, 4, 3, 3),
         "v": weight(8, 8),

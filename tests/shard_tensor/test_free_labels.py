@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from neuronx_dist import comm, spmd
-from neuronx_dist.checking.types.rules import RULES
+from neuronx_dist.rules import RULES
 from neuronx_dist.shard_tensor import Replicate, Shard, distribute_tensor, fallback
 from tests.shard_tensor.support.cases import Case, assert_close, on_ranks, run_case
+
+pytestmark = pytest.mark.slow
 
 IDS = (torch.arange(16 * 3).view(16, 3) % 4) + 1
 LENGTHS = (torch.arange(16) % 3) + 1

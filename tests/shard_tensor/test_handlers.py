@@ -138,6 +138,18 @@ def test_handlers_of_named_operators():
         handlers._NAMED.clear()
 
 
+def test_operators_are_computed_by_the_handlers_of_their_functions():
+    def call(mesh):
+        x = distribute_tensor(whole(4, 4), mesh, [Shard(0)], src=None)
+        with fallback("error"):
+            y = torch.ops.aten.add.Tensor(x, x)
+            torch.ops.aten.mul_.Scalar(x, 3.0)
+        assert y.placements == (Shard(0),) and torch.equal(y.full_tensor(), whole(4, 4) * 2)
+        assert torch.equal(x.full_tensor(), whole(4, 4) * 3)
+
+    on_ranks(2, call)
+
+
 # --- plain tensors
 
 

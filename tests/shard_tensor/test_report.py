@@ -132,5 +132,5 @@ def test_operands_that_a_handler_needs_whole_are_told():
         return r.notes, line, nothing.notes
 
     for notes, line, nothing in on_ranks(2, run):
-        assert notes == [("linear_labels", f"gathers {2 * 4 * 4} bytes, of (2, 4), at {__file__}:{line}")]
+        assert notes == [("linear", f"gathers {2 * 4 * 4} bytes, of (2, 4), at {__file__}:{line}")]
         assert nothing == []

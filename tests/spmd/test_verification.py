@@ -378,7 +378,7 @@ def test_what_has_values():
 def test_inputs_and_their_names():
     x = torch.ones(2, requires_grad=True)
     values = [*verification._inputs({"a": [x, None], "b": (3,)})]
-    assert [(value.name, value.equal, value.alike, value.apart) for value in values] == [
+    assert [(value.name, value.equal, value.usually_equal, value.usually_different) for value in values] == [
         ("input['a'][0]", {"tp"}, {"pp"}, set()), ("input['b'][0]", {"tp"}, {"pp"}, set()),
     ]  # fmt: skip
     assert not values[0].value.requires_grad and values[1].value == 3

@@ -19,8 +19,8 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline.cut.partitioning import partition
 from neuronx_dist.pipeline.cut.placement import misplaced
 from neuronx_dist.pipeline.cut.splitting import StagePlan, split
-from neuronx_dist.pipeline.record.recorder import record
-from neuronx_dist.pipeline.record.recording import Recording
+from neuronx_dist.program.recorder import record
+from neuronx_dist.program.recording import Recording
 from tests.support.paths import ROOT
 
 VOCAB, HIDDEN, HEADS, SEQ, ROWS = 32, 16, 4, 6, 4

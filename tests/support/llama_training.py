@@ -24,6 +24,7 @@ import neuronx_dist as nxd
 from neuronx_dist import comm, hf
 from neuronx_dist.optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
 from neuronx_dist.parallel_layers import grads
+from tests.support.llama import tiny_llama
 from tests.support.pipeline_training import CHUNKS
 
 __all__ = ["Case", "Options", "Report", "distance", "reference", "train", "worst_difference"]
@@ -122,7 +123,7 @@ class Report:
 
 
 def config(options: Options) -> LlamaConfig:
-    return LlamaConfig(
+    return tiny_llama(
         vocab_size=VOCAB,
         intermediate_size=44,
         num_hidden_layers=options.layers,

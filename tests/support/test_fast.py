@@ -63,7 +63,8 @@ def test_a_fast_test_that_takes_long_fails(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("marks", ["fast", ""])
-def test_the_session_fails_when_the_tier_runs_alone_and_takes_long(marks: str) -> None:
+def test_the_session_fails_when_the_tier_runs_alone_and_takes_long(marks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, "slowness", lambda: 1.0)
     total = fast.Total()
     for number, seconds in enumerate((fast.TIER_SECONDS, 1.0)):
         session = SimpleNamespace(exitstatus=0, config=config(marks))
@@ -71,3 +72,13 @@ def test_the_session_fails_when_the_tier_runs_alone_and_takes_long(marks: str) -
         total.pytest_runtest_logreport(report)  # type: ignore[arg-type]
         total.pytest_sessionfinish(session)  # type: ignore[arg-type]
         assert session.exitstatus == (number if marks else 0)
+
+
+def test_a_slower_machine_has_longer_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = fast.Total()
+    total.seconds["one"] = 1.5 * fast.TIER_SECONDS
+    for factor, is_too_long in ((1.0, True), (2.0, False)):
+        monkeypatch.setattr(fast, "slowness", lambda factor=factor: factor)
+        assert total.is_too_long is is_too_long
+    monkeypatch.undo()
+    assert fast.slowness() >= 1.0

@@ -17,8 +17,8 @@ from neuronx_dist.comm.backends.xla import Issued
 from neuronx_dist.xla_replay import ProgramsDiffer, Replayed, ReplayedLoop, ReplicaGroupsWrong, __main__, replaying
 from neuronx_dist.xla_replay.alignment import align
 from neuronx_dist.xla_replay.programs import Collective, Program, check_groups, check_one_program, table
-from neuronx_dist.xla_replay.replaying import Run, ran_together
-from neuronx_dist.xla_replay.traces import Launch, Step, Trace, Value, from_array, to_array
+from neuronx_dist.xla_replay.replaying import ProgramRun, ran_together
+from neuronx_dist.xla_replay.traces import DeviceValue, Launch, LoweredStep, RankTrace, from_array, to_array
 from neuronx_dist.xla_replay.worker import WorkerError
 from tests.support.reviewed import assert_reviewed
 
@@ -228,14 +228,14 @@ def test_ranks_that_wait_for_each_other() -> None:
 # --- what comes of a replay
 
 
-def trace(*programs: Program) -> Trace:
-    return Trace({}, Step([]), [Step(launches(*programs))])
+def trace(*programs: Program) -> RankTrace:
+    return RankTrace({}, LoweredStep([]), [LoweredStep(launches(*programs))])
 
 
 def test_programs_and_their_runs() -> None:
     programs, runs = ran_together([trace(ALONE, WITHIN, ALONE)] * 4, MESH)
     assert programs == [ALONE, WITHIN]
-    assert runs == [Run(0, (0, 1, 2, 3)), Run(1, (0, 1, 2, 3)), Run(0, (0, 1, 2, 3))]
+    assert runs == [ProgramRun(0, (0, 1, 2, 3)), ProgramRun(1, (0, 1, 2, 3)), ProgramRun(0, (0, 1, 2, 3))]
     replayed = Replayed([], programs, runs)
     assert replayed.table() == f"{table(ALONE)}\n\n{table(WITHIN)}" and Replayed([], [ALONE], []).program is ALONE
     with pytest.raises(RuntimeError) as error:
@@ -253,7 +253,9 @@ def test_values_go_over_as_arrays() -> None:
         assert name == str(dtype).removeprefix("torch.") and again.dtype == dtype and torch.equal(again, x.detach())
         array[...] = 0
         assert torch.equal(again, x.detach())  # memory of its own
-    assert Trace({}, (setup := Step([])), []).last is setup and trace(ALONE).last.launches[0].program is ALONE
+    assert (
+        RankTrace({}, (setup := LoweredStep([])), []).last is setup and trace(ALONE).last.launches[0].program is ALONE
+    )
 
 
 def test_values_are_kept_until_their_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,8 +269,8 @@ def test_values_are_kept_until_their_last_use(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setitem(replaying._workers, "execution", Executing())
     one, two = Launch(ALONE, [1], [2]), Launch(WITHIN, [2, 1], [3])
-    step = Step([one, two], {"loss": Value(3), "text": "x"}, {"w": 2})
-    traces = [Trace({1: to_array(torch.tensor(float(rank)))}, Step([]), [step]) for rank in range(4)]
+    step = LoweredStep([one, two], {"loss": DeviceValue(3), "text": "x"}, {"w": 2})
+    traces = [RankTrace({1: to_array(torch.tensor(float(rank)))}, LoweredStep([]), [step]) for rank in range(4)]
     played = replaying._Execution(traces)
     joints = align([step.launches] * 4, MESH, "")
     played.run(joints)
@@ -276,7 +278,9 @@ def test_values_are_kept_until_their_last_use(monkeypatch: pytest.MonkeyPatch) -
     assert [[float(v) for _, v in given] for given in asked[1][3]] == [[10.0 + r, float(r)] for r in range(4)]
     assert played.output(2, step) == {"loss": torch.tensor(22.0), "text": "x"}
     assert played.state(3, step) == {"w": torch.tensor(13.0)} and played._values[3].keys() == {3}
-    known = Trace({1: traces[0].known[1], 2: traces[0].known[1]}, Step([]), [Step([one], Value(2))])
+    known = RankTrace(
+        {1: traces[0].known[1], 2: traces[0].known[1]}, LoweredStep([]), [LoweredStep([one], DeviceValue(2))]
+    )
     asked.clear()
     again = replaying._Execution([known] * 4)
     again.run(align([[one]] * 4, MESH, ""))
@@ -302,7 +306,7 @@ REQUESTS = {
 def test_requests_that_do_not_fit(message: str) -> None:
     given = {"arguments": [()] * 4, "batches": None, **REQUESTS[message]}
     with pytest.raises((ValueError, TypeError)) as error:
-        replaying._lower(replaying.Request(MESH, torch.sum, given["arguments"], given["batches"]))
+        replaying._lower(replaying.LoweringRequest(MESH, torch.sum, given["arguments"], given["batches"]))
     assert str(error.value) == message
 
     def of_a_script() -> None: ...

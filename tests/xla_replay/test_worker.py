@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from neuronx_dist.xla_replay import state, training_state, worker
+from neuronx_dist.xla_replay import replaying, training_state, worker
 from neuronx_dist.xla_replay.worker import Worker, WorkerError
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -106,7 +106,7 @@ def test_what_a_step_leaves_to_the_next_one() -> None:
     model(torch.ones(3, 2)).sum().backward()
     inner.step()
     inner.base_optimizer = torch.optim.SGD([model.weight], lr=0.1)  # type: ignore[attr-defined]
-    found = state.training_state(model, inner)
+    found = replaying.training_state(model, inner)
     assert [*found] == ["model", "optimizer", "base"] and found["base"]["params"] == [model.weight]
     assert all({*each} == {"step", "exp_avg", "exp_avg_sq"} for each in found["optimizer"]["state"])
     assert training_state(model) == {"model": training_state(model)["model"]} and os.getpid()

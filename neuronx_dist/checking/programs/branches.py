@@ -1,7 +1,7 @@
-"""What ranks of one stage do differently beside communicating: other numbers, other shapes, other functions.
+"""Differences between ranks of one stage, apart from collectives: other numbers, other shapes, other functions.
 
-That may be: a rank's piece of a tensor begins where it begins. Where the result is said to be equal on all ranks along
-which it was made differently, it is not.
+Most differences are right: a rank's piece of a tensor has a start of its own. A difference is a problem where the
+result has a type that says it is equal on the ranks that made it differently.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from ...spmd.tensor_type import TensorType
 from ...spmd.types import SAME
 from ..report import Problem
 from .calls import Op
+from .differing_seeds import axes_between
 from .explore import Explored, RankProgram
-from .seeds import axes_between
 
 __all__ = ["compare_branches", "differences"]
 
 
 def differences(explored: Explored, most: int = 20) -> list[str]:
-    """The first place, for each pair of programs and each phase, where they do not do the same."""
+    """The first place, for each pair of programs and each phase, where the two programs differ."""
     listed: list[str] = []
     for one, other in _pairs(explored):
         for name in other.phases:
@@ -33,7 +33,7 @@ def differences(explored: Explored, most: int = 20) -> list[str]:
 
 
 def compare_branches(explored: Explored) -> list[Problem]:
-    """Operators of the user's that some ranks call otherwise, or not at all, though the result is typed as equal."""
+    """Problems: operators that ranks call differently, or not all ranks call, though the result is typed as equal."""
     for one, other in _pairs(explored):
         axes = axes_between(explored.mesh, one.rank, other.rank)
         first, second = ([op for op in program.ops if not op.inside] for program in (one, other))
@@ -66,7 +66,7 @@ def _unlike(one: RankProgram, other: RankProgram, op: Op, axis: str, here: str, 
 
 
 def _equal_on(type_: TensorType | None, axes: list[str]) -> str | None:
-    """An axis of these on which it is the same everywhere, if it varies on none of them."""
+    """The first of `axes` on which the type is equal on all ranks, if the type varies on none of them; else None."""
     if type_ is None or not axes:
         return None
     spmd_types = [(axis, type_.get(axis)) for axis in axes]

@@ -1,4 +1,4 @@
-"""What a program calls, as far as other ranks could call it otherwise: functions, Python numbers, shapes, lines."""
+"""The calls of a program, as far as they can differ by rank: functions, Python numbers, shapes, lines."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ...call_site import DRIVER, LIBRARY, USER, call_site, frames
-from ...comm.rank_values import RankValue, rank_values_in
+from ...comm.ranks.rank_values import RankValue, rank_values_in
+from ...rules import RULES
 from ...spmd.random import TENSOR_PARALLEL, streams
 from ...spmd.tensor_type import TensorType, type_of
+from ...torch_internals.autograd import in_backward
 from ..types.handlers.random_numbers import draws
 from ..types.handlers.seeds import Stream, generator_in, seed_of, stream
 from ..types.mode import SpmdTypeMode
-from ..types.rules import RULES
 
 __all__ = ["Deadline", "Op", "OutOfTime", "OpRecorder"]
 
@@ -32,7 +33,7 @@ _GETTERS = {
 } | {torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel, torch.autograd.backward}
 
 
-# send, recv: events tell of them, and middle stages differ in nothing but the other end.
+# send, recv: they are events, and middle stages differ only in the peer.
 _QUIET = {
     "__get__",
     "__set__",
@@ -60,7 +61,7 @@ class OutOfTime(Exception):
 
 
 class Deadline:
-    """The moment at which to stop, so many seconds from now; None: never."""
+    """A moment at which to stop, `seconds` from now; None: never."""
 
     def __init__(self, seconds: float | None) -> None:
         self.started = time.perf_counter()
@@ -81,7 +82,7 @@ class Draw(NamedTuple):
     Attributes:
         where: `file:line` of the user's code.
         seed: of the generator; of a RankValue its axes and its values on all ranks.
-        stream: what the types of its numbers follow from.
+        stream: the source of its numbers, which decides about their types.
     """
 
     where: str
@@ -115,12 +116,12 @@ class Op(NamedTuple):
 
 
 class OpRecorder(TorchFunctionMode):
-    """Records every operator that the program calls; not what autograd calls in backward, which follows from it.
+    """Records every operator that the program calls; calls of autograd in backward follow from these.
 
-    Hooks on gradients are of the program's: `with recorder.in_backward()` around their bodies.
+    Hooks on gradients belong to the program: their bodies run inside `with recorder.in_backward()`.
 
     Args:
-        types: the type checker that is at work outside of it, whose own calls are none of the program's.
+        types: the type checker that is active outside of the recorder; its calls are not the program's.
     """
 
     def __init__(self, deadline: Deadline, types: SpmdTypeMode | None = None) -> None:
@@ -132,7 +133,7 @@ class OpRecorder(TorchFunctionMode):
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Records what runs inside, though a backward pass calls it."""
+        """Records the calls inside the context, though a backward pass makes them."""
         self._in_hooks += 1
         try:
             with self:
@@ -144,8 +145,8 @@ class OpRecorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        own = self._types is not None and (self._types.paused or self._types.probing or self._types.unrecorded)
-        if func not in _GETTERS and not own and (self._in_hooks or torch._C._current_graph_task_id() == -1):
+        checkers_own = self._types is not None and (self._types.paused or self._types.probing or self._types.unrecorded)
+        if func not in _GETTERS and not checkers_own and (self._in_hooks or not in_backward()):
             name = getattr(func, "__name__", str(func))
             scalars: list[Any] = []
             if _scalars(args, scalars) | (bool(kwargs) and _scalars(kwargs.values(), scalars)):
@@ -175,7 +176,7 @@ class OpRecorder(TorchFunctionMode):
 
 
 def _scalars(args: Iterable[Any], scalars: list[Any]) -> bool:
-    """Adds the numbers and shapes in `args`; whether a RankValue is among them."""
+    """Adds the numbers and shapes in `args` to `scalars`; returns whether a RankValue is among them."""
     holds_rank_value = False
     for x in args:
         class_ = type(x)
@@ -194,7 +195,7 @@ def _scalars(args: Iterable[Any], scalars: list[Any]) -> bool:
 
 
 def _read_what_decides(name: str, args: Any, kwargs: Any) -> None:
-    """Reads the rank values among a call's arguments that decide more than values and positions."""
+    """Reads the rank values among a call's arguments that decide about shapes or about what is called."""
     if name in _VALUES:
         return
     if name in ("narrow", "select") and not kwargs:
@@ -211,7 +212,7 @@ def _read_what_decides(name: str, args: Any, kwargs: Any) -> None:
 
 
 def _moves(index: Any) -> bool:
-    """Whether a slice has one length on all ranks, though it may begin elsewhere."""
+    """Returns whether a slice has equal length on all ranks, so that only its start can differ by rank."""
     if not isinstance(index, slice) or isinstance(index.step, RankValue):
         return False
     if not isinstance(index.start, int) or not isinstance(index.stop, int):
@@ -228,7 +229,7 @@ def _type_of(result: Any) -> TensorType | None:
 def user_site() -> tuple[tuple[str, int], bool]:
     """(file, line) of the nearest frame of the user's, and whether some of this package's frames are nearer.
 
-    Of what the check itself starts (the gradient reduction, a default optimizer) it is the nearest of all.
+    For calls that the check itself starts (the gradient reduction, a default optimizer) the nearest frame of all.
     """
     first: tuple[str, int] | None = None
     inside = False

@@ -1,9 +1,9 @@
-"""Ranks that nothing tells apart, as products of sets of coordinates: a check looks at one of each.
+"""Cells: ranks that no table distinguishes, as products of sets of coordinates; a check plays one rank of each.
 
 Every axis of a mesh, of the dense view and of the expert view, is a product of the mesh's atoms (spmd/axes.py): the
 grid of the ranks is one over the atoms. Along each atom the coordinates fall into classes: those of one class are
 interchangeable in every table that the cells were cut by. A cell is a product of one class per atom, and its
-representative has the first coordinate of each. What a table says of the ranks of a cell, it says of each of them.
+representative has the first coordinate of each. A table has one entry for all ranks of a cell.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from copy import copy
 from itertools import product
 
-from ...comm.rank_tables import RankTable
+from ...comm.ranks.rank_tables import RankTable
 from ...mesh import Axis, Mesh, part_of
 from ...spmd.axes import mesh_atoms
 
@@ -22,7 +22,7 @@ __all__ = ["Cells"]
 
 
 class Cells:
-    """The ranks of a mesh in cells: one for each stage of a pipeline at first."""
+    """The cells of a mesh; at first one for each stage of a pipeline."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -46,7 +46,7 @@ class Cells:
     # --- cutting
 
     def cut(self, table: RankTable) -> None:
-        """Takes ranks apart for which the table says different things."""
+        """Separates ranks for which the table has different entries."""
         for name in table.names:
             atoms = self._atoms_of[name]
             if atoms == ("dp,cp",):
@@ -61,15 +61,15 @@ class Cells:
                 self._cut(atom, [tuple(labels[start + i * inner] for start in starts) for i in range(size)])
 
     def separate(self, atoms: Iterable[str]) -> None:
-        """Takes all coordinates on these atoms apart."""
+        """Separates all coordinates on these atoms."""
         for atom in atoms:
             if atom in self._sizes:
                 self._cut(atom, range(self._sizes[atom]))
 
     def isolate(self, rank: int) -> None:
-        """Takes one rank apart from all others."""
+        """Separates one rank from all others."""
         for atom, coordinate in self._at(rank).items():
-            self._cut(atom, [each == coordinate for each in range(self._sizes[atom])])
+            self._cut(atom, [other == coordinate for other in range(self._sizes[atom])])
 
     def _cut(self, atom: str, labels: Sequence[Hashable]) -> None:
         numbers: dict[Hashable, int] = {}
@@ -82,11 +82,11 @@ class Cells:
         return [*self._sizes]
 
     def is_of_atoms(self, axis: Axis) -> bool:
-        """Whether an axis is a product of atoms: a part of one need not be."""
+        """Whether an axis is a product of atoms; a part of an axis need not be."""
         return all(name in self._atoms_of for name in self.mesh.groups(axis).names)
 
     def atoms_of(self, axis: Axis) -> list[str]:
-        """The atoms of an axis; of a part of one that is no product of atoms, those of all of it."""
+        """The atoms of an axis; the atoms of the full axis for a part that is no product of atoms."""
         names = self.mesh.groups(axis).names
         return [atom for name in names for atom in self._atoms_of.get(name) or self._atoms_of[part_of(name)[0]]]
 
@@ -101,7 +101,7 @@ class Cells:
         return self._rank(self._classes[atom].index(self._classes[atom][at[atom]]) for atom in self._sizes)
 
     def representatives(self, stage: int | None = None) -> list[int]:
-        """One rank for each cell, of one stage or of all, in the order of the grid."""
+        """One rank for each cell of a stage, or of all stages, in the order of the grid."""
         firsts = [
             [stage] if atom == "pp" and stage is not None else [classes.index(k) for k in range(max(classes) + 1)]
             for atom, classes in self._classes.items()
@@ -109,7 +109,7 @@ class Cells:
         return [self._rank(at) for at in product(*firsts)]
 
     def count(self, rank: int) -> int:
-        """How many ranks are in the cell of `rank`."""
+        """Number of ranks in the cell of `rank`."""
         at = self._at(rank)
         return math.prod(classes.count(classes[at[atom]]) for atom, classes in self._classes.items())
 

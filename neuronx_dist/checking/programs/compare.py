@@ -1,8 +1,8 @@
 """All ranks' communication against each other, without running any of it.
 
-Every rank has a list of events. Collectives are met the strict way: a rank waits in each until all of its group are in
-the same one, whatever is asynchronous in reality, so that an order which differs between ranks is found even where two
-groups are involved. Messages wait for nobody; sends and receives of two ranks are paired in order.
+Every rank has a list of events. Collectives are matched strictly: a rank waits in each until all ranks of its group are
+in the same one, although some are asynchronous in reality, so that an order which differs between ranks is found even
+where two groups are involved. Messages do not wait; the sends and receives of two ranks are paired in order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...comm.backends.observed import CheckCommunicator, Event
-from ...comm.rank_values import rank_values_in
+from ...comm.ranks.rank_values import rank_values_in
 from ...mesh import Mesh
 from ..report import Problem
 from .cells import Cells
@@ -24,15 +24,15 @@ __all__ = ["compare_events"]
 
 @dataclass(eq=False)
 class _Group:
-    """Ranks that communicate.
+    """A group of ranks that communicate.
 
     Attributes:
         ranks: all of them.
-        kept: those that are looked at.
+        compared: those whose events are compared.
     """
 
     ranks: tuple[int, ...]
-    kept: list[int]
+    compared: list[int]
 
 
 class _Seen:
@@ -45,7 +45,7 @@ class _Seen:
         self.rank = event.rank
         self.group = group
         source = event.peer if event.verb == "broadcast" else None
-        # What has to be the same on all ranks of the group.
+        # Arguments that have to be equal on all ranks of the group.
         self.what = event.verb, event.op, event.shape, event.dtype, source, event.pairs
 
     @property
@@ -77,17 +77,17 @@ def _at(event: Event) -> str:
 
 
 def is_message(event: Event) -> bool:
-    """Whether it is between two ranks, and waits for no other."""
+    """Whether an event is a message between two ranks, and no collective."""
     return event.verb in ("send", "recv")
 
 
-def kept_for_collectives(explored: Explored) -> list[int]:
-    """Ranks whose collectives, met among each other, go as those of all ranks do.
+def ranks_for_collectives(explored: Explored) -> list[int]:
+    """Returns one rank per cell, with cells split until mismatched collectives of any rank show among these.
 
-    Each stands for the ranks of its cell, which run the same program with the same sources. Then all that a rank of a
-    group waits for has to be found in the group of the rank that stands for it: the group of a rank, each member
-    replaced by the one that stands for it, is what is kept of the group of that rank's own stand-in. So it is in groups
-    along axes, which are products of atoms, as the cells are. Explicit lists of ranks are looked through one by one.
+    Each represents the ranks of its cell, which run the same program with the same sources. Then all that a rank of a
+    group waits for has to be found in the group of the rank's representative: the representatives of the group's
+    members have to be the compared ranks of that group. Groups along axes, which are products of atoms as the cells
+    are, satisfy it. Explicit lists of ranks are checked one by one.
     """
     cells = explored.programs.cells.copy()
     events = [event for program in explored.distinct for event in program.events if not is_message(event)]
@@ -99,8 +99,8 @@ def kept_for_collectives(explored: Explored) -> list[int]:
     return cells.representatives()
 
 
-def kept_for_messages(explored: Explored) -> list[int]:
-    """Ranks whose messages are those of all ranks: with each of them its whole group, and else one of each cell."""
+def ranks_for_messages(explored: Explored) -> list[int]:
+    """Ranks that suffice for messages: the full groups of ranks that send any, and one rank of each other cell."""
     cells = explored.programs.cells.copy()
     events = [event for program in explored.distinct for event in program.events if is_message(event)]
     for event in events:
@@ -119,12 +119,12 @@ _Lists = list[tuple[int, ...]]
 
 
 def _explicit_lists(cells: Cells, events: Iterable[Event]) -> list[_Lists]:
-    """The lists of ranks of groups that are not along an axis of the mesh, or along a part of one that is no atom."""
+    """The groups, as lists of ranks, that lie along no axis of the mesh, or along a part of an axis that is no atom."""
     communicators = {id(event.communicator): _communicator(event) for event in events}
     lists = {
-        tuple(each.all_groups())
-        for each in communicators.values()
-        if each.mesh_groups is None or not cells.is_of_atoms(each.mesh_groups.axis)
+        tuple(communicator.all_groups())
+        for communicator in communicators.values()
+        if communicator.mesh_groups is None or not cells.is_of_atoms(communicator.mesh_groups.axis)
     }
     return [[group for group in groups if len(group) > 1] for groups in lists]
 
@@ -135,7 +135,7 @@ def _communicator(event: Event) -> CheckCommunicator:
 
 
 def _separate_until(cells: Cells, lists: list[_Lists], fits: Callable[[], bool]) -> None:
-    """Takes ranks apart that are in one group, and if that is not enough all ranks."""
+    """Separates the ranks of each group, and all ranks if that is not enough."""
     for take_apart in (lambda groups: _atoms_within(cells, groups), lambda groups: cells.atoms):
         if fits():
             return
@@ -148,24 +148,26 @@ def _atoms_within(cells: Cells, groups: _Lists) -> set[str]:
 
 
 def _is_covered(cells: Cells, groups: _Lists) -> bool:
-    """Whether what stands for the members of a group is what is kept of the group of each of these stand-ins."""
+    """Returns whether each representative waits for exactly the representatives of its cell's group members."""
     group_of = {rank: group for group in groups for rank in group}
     stands_for = {rank: cells.representative(rank) for rank in group_of}
-    kept_of = {
+    compared_with = {
         one: {rank for rank in group_of.get(one, (one,)) if stands_for.get(rank, rank) == rank}
         for one in set(stands_for.values())
     }
     in_groups = Counter(stands_for.values())
-    for one, kept in kept_of.items():
-        if in_groups[one] < cells.count(one) and kept != {one}:
+    for one, group_ranks in compared_with.items():
+        if in_groups[one] < cells.count(one) and group_ranks != {one}:
             return False  # it stands for ranks that are in no group
     return all(
-        kept_of[stands_for[rank]] == {stands_for[member] for member in group} for group in groups for rank in group
+        compared_with[stands_for[rank]] == {stands_for[member] for member in group}
+        for group in groups
+        for rank in group
     )
 
 
 def _is_moved_whole(cells: Cells, groups: _Lists) -> bool:
-    """Whether what stands for the members of a group is a group, in the same order."""
+    """Returns whether replacing each group's members by their representatives yields a group, in order."""
     known = set(groups)
     return all(tuple(map(cells.representative, group)) in known for group in groups) and _is_covered(cells, groups)
 
@@ -174,13 +176,13 @@ def _is_moved_whole(cells: Cells, groups: _Lists) -> bool:
 
 
 def compare_events(explored: Explored) -> list[Problem]:
-    """Collectives that some ranks of a group call otherwise or not at all; messages without the other end."""
-    problem = _Meeting(explored.programs, kept_for_collectives(explored)).run()
+    """Problems: collectives that ranks of a group call differently or not at all; messages without a peer."""
+    problem = _Meeting(explored.programs, ranks_for_collectives(explored)).run()
     return [problem] if problem is not None else _messages(explored)
 
 
 class _Queue:
-    """The collectives of a rank, which it has done up to a position."""
+    """The collectives of a rank, and the position of the next one."""
 
     def __init__(self, rank: int, events: Sequence[Event], group_of: Callable[[Event, int], _Group]) -> None:
         self.rank = rank
@@ -203,19 +205,19 @@ class _Queue:
         return map(self._seen, self._events[self.position :])
 
     def _seen(self, event: Event) -> _Seen:
-        own = event if event.rank == self.rank else event.on(self.rank)
-        return _Seen(own, self._group_of(event, self.rank))
+        local_event = event if event.rank == self.rank else event.on(self.rank)
+        return _Seen(local_event, self._group_of(event, self.rank))
 
 
 class _Meeting:
     """Runs the collectives of ranks against each other."""
 
-    def __init__(self, programs: Mapping[int, RankProgram], kept: Sequence[int]) -> None:
+    def __init__(self, programs: Mapping[int, RankProgram], compared: Sequence[int]) -> None:
         self._groups: dict[tuple[str, tuple[int, ...]], _Group] = {}
         self._group_of_rank: dict[tuple[int, int], _Group] = {}  # by communicator and rank
         self._collectives: dict[int, list[Event]] = {}  # by program
         self.queues: dict[int, _Queue] = {}
-        for rank in kept:
+        for rank in compared:
             program = programs[rank]
             if id(program) not in self._collectives:
                 self._collectives[id(program)] = [event for event in program.events if not is_message(event)]
@@ -238,7 +240,7 @@ class _Meeting:
                 head = self.queues[rank].head
                 if head is None:
                     continue
-                others = [self.queues[member] for member in head.group.kept]
+                others = [self.queues[member] for member in head.group.compared]
                 heads = [queue.head for queue in others]
                 if all(other is not None and other.group is head.group for other in heads):
                     first, *rest = (other for other in heads if other is not None)
@@ -249,13 +251,13 @@ class _Meeting:
                         return unequal
                     for queue in others:
                         queue.advance()
-                    moved += head.group.kept
+                    moved += head.group.compared
             waiting = list(dict.fromkeys(moved))
         stuck = [queue.head for queue in self.queues.values() if queue.head is not None]
         return self._stuck(stuck) if stuck else None
 
     def _differ(self, one: _Seen, other: _Seen) -> Problem:
-        """Two ranks are in different collectives of one group."""
+        """Reports that two ranks are in different collectives of one group."""
         if one.rank > other.rank:
             one, other = other, one
         first, second = self.queues[one.rank], self.queues[other.rank]
@@ -288,22 +290,22 @@ class _Meeting:
     def _stuck(self, heads: Sequence[_Seen]) -> Problem:
         """Reports a deadlock: a rank never calls the collective, or ranks wait for one another in different groups."""
         for head in heads:
-            for rank in head.group.kept:
+            for rank in head.group.compared:
                 if not any(seen.group is head.group for seen in self.queues[rank].rest()):
                     return self._missing(head, rank, self.queues[rank].head)
-        # Everyone would come, but in another order: follow who waits for whom, until it comes round.
+        # All ranks call it, but in another order: follow the rank that each one waits for, until the chain closes.
         chain = [heads[0]]
         circle: list[_Seen] = []
         while not circle:
             last = chain[-1]
-            present = [self.queues[rank].head for rank in last.group.kept]
+            present = [self.queues[rank].head for rank in last.group.compared]
             other = next(seen for seen in present if seen is not None and seen.group is not last.group)
-            if last.rank in other.group.kept:
+            if last.rank in other.group.compared:
                 circle = [last, other]
             elif other in chain:
                 circle = chain[chain.index(other) :]
             chain.append(other)
-        ranks, axes = ([*dict.fromkeys(each)] for each in zip(*((seen.rank, seen.event.axis) for seen in circle)))
+        ranks, axes = ([*dict.fromkeys(column)] for column in zip(*((seen.rank, seen.event.axis) for seen in circle)))
         return _unlike(
             circle,
             f"ranks {_and(ranks)} wait for each other: they call collectives over {_and(axes)} in different orders",
@@ -324,7 +326,7 @@ class _Meeting:
 
 
 def _unequal_exchange(members: Sequence[_Seen]) -> Problem | None:
-    """Two ranks of an `exchange` that do not expect the same number of elements to go from one to the other."""
+    """Two ranks of an `exchange` that expect different numbers of elements between them."""
     if members[0].event.verb != "exchange":
         return None
     for source in members:
@@ -360,13 +362,13 @@ def _messages(explored: Explored) -> list[Problem]:
     mesh = explored.mesh
     channels: dict[Any, tuple[list[_Seen], list[_Seen]]] = {}
     sent_by = {id(program): [event for event in program.events if is_message(event)] for program in explored.distinct}
-    for rank in kept_for_messages(explored):
+    for rank in ranks_for_messages(explored):
         for event in sent_by[id(explored.programs[rank])]:
-            own = event if event.rank == rank else event.on(rank)
-            seen = _Seen(own, _Group(own.ranks, []))
-            ends = (rank, seen.peer) if own.verb == "send" else (seen.peer, rank)
-            pair = channels.setdefault((own.axis, own.ranks, ends, own.tag), ([], []))
-            pair[own.verb == "recv"].append(seen)
+            local_event = event if event.rank == rank else event.on(rank)
+            seen = _Seen(local_event, _Group(local_event.ranks, []))
+            ends = (rank, seen.peer) if local_event.verb == "send" else (seen.peer, rank)
+            pair = channels.setdefault((local_event.axis, local_event.ranks, ends, local_event.tag), ([], []))
+            pair[local_event.verb == "recv"].append(seen)
     problems = []
     for (_, _, (source, target), _), (sends, receives) in channels.items():
         for sent, received in zip(sends, receives):

@@ -1,8 +1,8 @@
-"""Which ranks to play: two ranks run the same program unless it asked about its rank and would have got two answers.
+"""The choice of the ranks to play: two ranks run one program unless it reads a number that differs between them.
 
-A rank of each stage is played first. Ranks that would have been told the same all the way run the same program; one of
-those left over is played next, from the first phase on in which it would have been told otherwise. Python code can read
-an int without asking it (`items[rank]`), so the last rank of each kind is played too, and compared.
+A rank of each stage is played first. Ranks that would read the same answers throughout run the same program; one of the
+others is played next, from the first phase on in which it would read another answer. Python code can use an int without
+a read that is seen (`items[rank]`), so the last rank of each kind is played too, and compared.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from itertools import chain
 from typing import Any
 
 from ...comm.backends.observed import Event
-from ...comm.rank_tables import RankTable
+from ...comm.ranks.rank_tables import RankTable
 from ...mesh import Mesh
-from ...pipeline.run.comparison import Pieces
+from ...pipeline.run.comparison import CutStatement
 from ...pipeline.schedule import Kind, Schedule, Task
 from .calls import Deadline, Op, OutOfTime
 from .cells import Cells
+from .differing_seeds import differing_seeds
+from .message_types import MessageTypes
 from .played import PHASES, Phase, Played, Subject
-from .seeds import differing_seeds
-from .wire import Wire
 
-__all__ = ["Explored", "PhaseFailure", "Programs", "RankProgram", "explore"]
+__all__ = ["Explored", "PhaseFailure", "ProgramsByRank", "RankProgram", "explore"]
 
-CONFIRMED_OPS = 3_000  # operators to spend on ranks that should do the same
+CONFIRMED_OPS = 3_000  # operators to spend on ranks whose programs should be equal
 
 
 @dataclass(frozen=True)
@@ -39,33 +39,33 @@ class PhaseFailure:
 
 @dataclass
 class RankProgram:
-    """What some ranks do in a step.
+    """The program of some ranks in a step.
 
     Attributes:
-        rank: the one that was played.
+        rank: the rank that was played.
         phases: by name, as far as they were played.
-        failure: what ended it early.
+        failure: the failure that ended it early.
         schedule: of all microbatches of its pipeline model; None: there is none.
-        pieces: how that is cut; None: it is not.
+        pieces: the pieces of that model; None: it is not cut.
     """
 
     rank: int
     phases: dict[str, Phase]
     failure: PhaseFailure | None = None
     schedule: Schedule | None = None
-    pieces: Pieces | None = None
+    pieces: CutStatement | None = None
 
     def __post_init__(self) -> None:
         self.events: list[Event] = [event for phase in self.phases.values() for event in phase.events]
         self.ops: list[Op] = [op for phase in self.phases.values() for op in phase.ops]
 
     def signature(self) -> Any:
-        """Equal for programs that do the same, whatever their ranks."""
+        """A key that is equal for equal programs, whatever their ranks."""
         events = tuple((e.verb, e.axis, e.op, e.shape, e.dtype, peer_index(e), e.tag, e.pairs) for e in self.events)
         return events, tuple((op.name, op.scalars, op.draw and op.draw.seed) for op in self.ops)
 
     def lines(self) -> Any:
-        """Equal for programs that do the same at the same lines, be it on other stages, with other neighbours."""
+        """A key that is equal for programs with equal calls at equal lines, also on other stages, with other peers."""
         events = tuple((e.verb, e.axis, e.op, e.shape, e.dtype, e.where, e.inside) for e in self.events)
         return events, tuple((op.name, op.scalars, op.site) for op in self.ops)
 
@@ -75,21 +75,21 @@ def peer_index(event: Event) -> int | None:
     return None if event.peer is None else event.ranks.index(event.peer)
 
 
-class Programs(Mapping[int, RankProgram]):
-    """The program of each rank, kept for whole cells of ranks; a rank that time did not suffice for has none.
+class ProgramsByRank(Mapping[int, RankProgram]):
+    """The program of each rank, stored by cell; a rank that was not reached in time has none.
 
     Attributes:
-        cells: the ranks, those apart that a program told apart.
+        cells: the cells of ranks, cut by what programs read.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self.cells = Cells(mesh)
-        self._shared: list[tuple[RankProgram, dict[RankTable, Any]]] = []  # with what a rank is told that runs it
+        self._shared: list[tuple[RankProgram, dict[RankTable, Any]]] = []  # with the answers that it reads
         self._alone: dict[int, RankProgram] = {}
         self._known: dict[int, RankProgram | None] = {}  # of representatives
 
     def add(self, program: RankProgram, reads: Iterable[RankTable]) -> None:
-        """What all ranks of the program's stage do that are told the same, if they have no program yet."""
+        """Assigns this program to every rank of its stage that would read the same answers and has none yet."""
         coordinates = self.cells.mesh.coordinates(program.rank)
         answers = {table: table.at(coordinates) for table in reads}
         for table in answers:
@@ -98,7 +98,7 @@ class Programs(Mapping[int, RankProgram]):
         self._known.clear()
 
     def add_alone(self, program: RankProgram) -> None:
-        """What one rank does, and no other."""
+        """Assigns this program to its own rank alone."""
         self.cells.isolate(program.rank)
         self._alone[program.rank] = program
         self._known.clear()
@@ -113,7 +113,7 @@ class Programs(Mapping[int, RankProgram]):
         return list({id(program): program for program in programs if program is not None}.values())
 
     def backwards(self, program: RankProgram) -> Iterator[int]:
-        """The ranks that run it, from the last on."""
+        """The ranks that run a program, from the last on."""
         return self.cells.backwards(rank for rank in self.cells.representatives() if self._of(rank) is program)
 
     def _of(self, representative: int) -> RankProgram | None:
@@ -149,19 +149,19 @@ class Explored:
         programs: by rank.
         plays: how many ranks were played, in whole or in part.
         finished: whether time sufficed.
-        wire: types that stages sent one another.
-        trusted, assumed: declarations that were believed and what was taken for granted: `(line, words)`, each once.
+        message_types: types of the messages between stages.
+        trusted, assumed: declarations that were not proven, and assumptions: `(line, words)`, each once.
     """
 
     mesh: Mesh
     plays: int = 0
     finished: bool = True
-    wire: Wire = field(default_factory=Wire)
+    message_types: MessageTypes = field(default_factory=MessageTypes)
     trusted: dict[tuple[str, str], None] = field(default_factory=dict)
     assumed: dict[tuple[str, str], None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.programs = Programs(self.mesh)
+        self.programs = ProgramsByRank(self.mesh)
 
     @property
     def distinct(self) -> list[RankProgram]:
@@ -170,9 +170,9 @@ class Explored:
 
 
 def explore(subject: Subject, mesh: Mesh, deadline: Deadline, twice: bool = True) -> Explored:
-    """Plays a step of as many ranks as there can be different programs.
+    """Plays a step of one rank for each program that can differ.
 
-    Once more, where random numbers that were taken for equal turn out to be drawn from different seeds.
+    It is played again where random numbers that were assumed to be equal turn out to have different seeds.
 
     Args:
         twice: play a second rank of each kind too.
@@ -189,7 +189,7 @@ def explore(subject: Subject, mesh: Mesh, deadline: Deadline, twice: bool = True
 
 def _explore(subject: Subject, mesh: Mesh, deadline: Deadline, twice: bool) -> Explored:
     explored = Explored(mesh)
-    models: list[list[Played]] = [[] for _ in range(mesh.pp)]  # that were built so far, by stage
+    models: list[list[Played]] = [[] for _ in range(mesh.pp)]  # the models that were built so far, by stage
     try:
         for stage, chunk in _order(subject, deadline, explored, models[0]):
             if chunk is None:
@@ -197,7 +197,7 @@ def _explore(subject: Subject, mesh: Mesh, deadline: Deadline, twice: bool) -> E
             else:
                 _play_ahead(subject, stage, chunk, deadline, explored, models[stage])
             if any(program.failure is not None for program in explored.distinct):
-                break  # the next stages are given what this one sends
+                break  # the next stages receive the messages of this one
         if twice:
             _confirm(subject, deadline, explored)
     except OutOfTime:
@@ -208,13 +208,13 @@ def _explore(subject: Subject, mesh: Mesh, deadline: Deadline, twice: bool) -> E
 def _order(
     subject: Subject, deadline: Deadline, explored: Explored, models: list[Played]
 ) -> list[tuple[int, int | None]]:
-    """The stages in the order in which to play them: with the chunk that ends the play, or to the end of it (None).
+    """The stages in the order in which to play them, each with the chunk that ends the play (None: the last one).
 
     Types travel with messages: before a stage is played to its end, all that it receives has to have been sent.
     """
     rank = explored.programs.missing(0)
     assert rank is not None
-    first = Played(subject, explored.mesh, rank, deadline, explored.wire)
+    first = Played(subject, explored.mesh, rank, deadline, explored.message_types)
     built = _run(first, rank, PHASES[:1])
     if built.failure is not None:
         explored.plays += 1
@@ -236,10 +236,10 @@ def _order(
 def _play_ahead(
     subject: Subject, stage: int, chunk: int, deadline: Deadline, explored: Explored, models: list[Played]
 ) -> None:
-    """Plays a rank of a stage until this chunk has sent what it makes; a failure is the program of that rank."""
+    """Plays a rank of a stage until this chunk has sent its results; a failure becomes the program of that rank."""
     rank = explored.programs.missing(stage)
     assert rank is not None
-    played = models[0] if models else Played(subject, explored.mesh, rank, deadline, explored.wire)
+    played = models[0] if models else Played(subject, explored.mesh, rank, deadline, explored.message_types)
     program = _run(played, rank, PHASES[1:2] if models else PHASES[:2], halt_after=chunk)
     models[:] = [played]
     if program.failure is not None:
@@ -256,7 +256,7 @@ def _explore_stage(subject: Subject, stage: int, deadline: Deadline, explored: E
 def _play(
     subject: Subject, rank: int, deadline: Deadline, explored: Explored, models: list[Played]
 ) -> tuple[Played, RankProgram]:
-    """Plays `rank`, from a model that it would have built too, if there is one."""
+    """Plays `rank`, starting from an earlier model that this rank would build too, if there is one."""
     explored.plays += 1
     for played in [*models]:
         if not played.same_program(rank, ("build",)):
@@ -268,10 +268,10 @@ def _play(
         _note_declarations(played, explored)
         if program.failure is not None:
             models.remove(played)
-        # While it ran, more may have been asked of what the model took up when another rank built it.
+        # This play may have read more of the numbers that the model stored when another rank built it.
         if all(played.same_program(rank, (name,)) for name in PHASES if name not in phases):
             return played, program
-    played = Played(subject, explored.mesh, rank, deadline, explored.wire)
+    played = Played(subject, explored.mesh, rank, deadline, explored.message_types)
     program = _run(played, rank, PHASES)
     _note_declarations(played, explored)
     if program.failure is None:
@@ -305,9 +305,9 @@ def _run(played: Played, rank: int, phases: Iterable[str], halt_after: int | Non
 
 
 def _confirm(subject: Subject, deadline: Deadline, explored: Explored) -> None:
-    """Plays the last rank of each kind, and of small programs all; where one does something else, all of that kind.
+    """Plays other ranks that share a program again, last rank first, and separates those that run differently.
 
-    Stages that do the same, line by line, are one kind: of the middle stages of a large pipeline one is played again.
+    Stages with equal programs, line by line, are one kind: one middle stage of a large pipeline is played again.
     """
     left = CONFIRMED_OPS
     confirmed: set[Any] = set()

@@ -1,4 +1,4 @@
-"""Fake tensors, which have shapes and no values, in the place of a model's and of its optimizer's own."""
+"""Fake tensors, with shapes and without values, in the place of the tensors of a model and of its optimizer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from ...torch_internals.fake_tensors import LOGGER, FakeTensor, FakeTensorMode
+from ...torch_internals.tensors import backward_hooks, has_storage, post_accumulate_hooks, pytree, storage_key
 from ...weights.partial_model import is_partial, join, partial_model
 
 __all__ = ["fake_inputs", "make_fake", "no_messages", "optimizers_of"]
@@ -20,7 +20,7 @@ __all__ = ["fake_inputs", "make_fake", "no_messages", "optimizers_of"]
 @contextmanager
 def no_messages() -> Iterator[None]:
     """Keeps torch from logging calls whose shapes do not fit: they are reported, and tried again to explain them."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(LOGGER)
     before, logger.disabled = logger.disabled, True
     try:
         yield
@@ -33,8 +33,8 @@ def make_fake(
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Puts fake tensors on `device` in the place of parameters, buffers and other tensors of the modules.
 
-    Of a pipeline model that is this stage; what belongs to other stages stays on meta. Ties, attributes and hooks are
-    kept. An optimizer that was built already gets the new parameters, and fakes in the place of its own tensors.
+    In a pipeline model only this stage gets fakes; modules of other stages stay on meta. Ties, attributes and hooks
+    stay. An optimizer that exists already gets the new parameters, and fakes in the place of its own tensors.
 
     Returns:
         `(old, new)` by id of the old tensor.
@@ -70,12 +70,12 @@ def make_fake(
 
 
 def _is_alone(value: torch.Tensor, has_others: bool) -> bool:
-    """Of a partial model a plain attribute on meta may be another rank's; elsewhere all of them are this rank's."""
+    """Returns whether an attribute is to get a fake; a large meta tensor of a partial model is left as it is."""
     return not has_others or not value.is_meta or value.numel() < 2**16
 
 
 def optimizers_of(*optimizers: Any) -> Iterator[Any]:
-    """Optimizers, and those that they wrap, whatever the attribute is called."""
+    """Yields optimizers and the optimizers that they wrap, whatever the name of the attribute."""
     seen: set[int] = set()
     pending = [optimizer for optimizer in optimizers if optimizer is not None]
     while pending:
@@ -94,7 +94,7 @@ def fake_inputs(inputs: Any, mode: FakeTensorMode, device: torch.device) -> Any:
 
 
 class _Fakes:
-    """Makes each tensor's fake once. A part of a contiguous tensor that has one becomes that part of its fake."""
+    """Makes one fake for each tensor; a part of a contiguous tensor that has a fake becomes that part of the fake."""
 
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
         self.mode = mode
@@ -104,7 +104,7 @@ class _Fakes:
         self._by_storage: dict[int, torch.Tensor] = {}  # the first tensor of each
 
     def known(self, x: Any) -> Any:
-        """The fake of a tensor that has one, else what was given."""
+        """The fake of a tensor that has one, else the argument itself."""
         return self.made[id(x)][1] if id(x) in self.made else x
 
     def of(self, x: torch.Tensor) -> Any:
@@ -120,19 +120,19 @@ class _Fakes:
             else:
                 fake.requires_grad_(x.requires_grad)
             fake.__dict__.update({key: value for key, value in x.__dict__.items() if key not in fake.__dict__})
-            for hook in (getattr(x, "_post_accumulate_grad_hooks", None) or {}).values():
+            for hook in (post_accumulate_hooks(x) or {}).values():
                 fake.register_post_accumulate_grad_hook(hook)
-            for hook in (getattr(x, "_backward_hooks", None) or {}).values():
+            for hook in (backward_hooks(x) or {}).values():
                 fake.register_hook(hook)
             self.made[id(x)] = (x, fake)
             self._new.add(id(fake))
         return self.made[id(x)][1]
 
     def _part(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Of the fake of the tensor in whose memory `x` lies: a master that is rows of its parameter."""
-        if not torch._C._has_storage(x) or not x.numel():
+        """A fake view for `x`, where `x` is a row range of another tensor's storage: a master of its parameter, say."""
+        if not has_storage(x) or not x.numel():
             return None
-        whole = self._by_storage.setdefault(x.untyped_storage()._cdata, x)
+        whole = self._by_storage.setdefault(storage_key(x.untyped_storage()), x)
         begin = x.storage_offset() - whole.storage_offset()
         fits = whole.is_contiguous() and x.is_contiguous() and 0 <= begin <= whole.numel() - x.numel()
         if whole is x or x.dtype != whole.dtype or not fits:

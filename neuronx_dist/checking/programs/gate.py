@@ -1,8 +1,8 @@
-"""The optimizer gate: no gradient may be a part of a sum when the optimizer uses it.
+"""The optimizer gate: refuses a step on gradients that are partial sums.
 
-That is what a forgotten reduction leaves: over dp or cp, over tp where parameters see a shard of the sequence, over the
-stages that hold a tied weight. Checked before every optimizer's step, the user's own and those inside of wrappers. What
-the step does then is judged as other code is (`optimizer_steps.py`).
+A forgotten reduction leaves partial sums: over dp or cp, over tp where parameters see a shard of the sequence, over the
+stages that hold a tied weight. The gate stands before every optimizer's step, the user's own and those inside of
+wrappers. The step itself is judged as other code is (`optimizer_steps.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...spmd.errors import SpmdTypeError
 from ...spmd.tensor_type import NAME, TensorType, note_of, type_of, write
 from ...spmd.types import SAME, VARYING, P, SpmdType, V
 from ...weights.shard_spec import spec_of
-from ..types.axis_sizes import AxisNumber, plain
+from ..types.axis_powers import AxisNumber, plain
 from ..types.mode import SpmdTypeMode
 from .optimizer_steps import OptimizerStep
 
@@ -34,10 +34,7 @@ __all__ = ["check_buffers", "gated"]
 
 @contextmanager
 def gated(mode: SpmdTypeMode) -> Iterator[None]:
-    """While inside, in this thread, optimizers' steps are refused on gradients that are not reduced.
-
-    And the steps run under the checker.
-    """
+    """Refuses optimizers' steps, in this thread, on gradients that are not reduced; runs others under the checker."""
     thread = threading.get_ident()
     steps: list[OptimizerStep] = []
 
@@ -83,8 +80,8 @@ def _check(mode: SpmdTypeMode, optimizer: Any) -> None:
         shard = shards.get(id(param))
         sharded = atoms_of(shard.group, mode.mesh) if shard is not None else ()
         replicated = atoms_of(shard.replicas, mode.mesh) if shard is not None else ()
-        own = (*sharded, *replicated)  # over which the optimizer reduces itself
-        averaged = _averaged_by(shard, own, mode) if shard is not None else ()
+        reduced = (*sharded, *replicated)  # over which the optimizer reduces itself
+        averaged = _averaged_by(shard, reduced, mode) if shard is not None else ()
         grad_type, note = type_of(grad), mode.note(param, "the optimizer's step")
         if grad_type is None or note is None:
             continue
@@ -94,24 +91,24 @@ def _check(mode: SpmdTypeMode, optimizer: Any) -> None:
                 continue
             equal_parameter = parameter_type is not None and parameter_type.letter in SAME
             differs = spmd_type.letter == "P" or (spmd_type.letter in VARYING and equal_parameter)
-            if differs and axis not in own:
+            if differs and axis not in reduced:
                 raise _refused(mode, optimizer, param, grad, axis, spmd_type)
-            expected = 1 if axis in averaged and not (axis in own and spmd_type.letter in SAME) else 0
+            expected = 1 if axis in averaged and not (axis in reduced and spmd_type.letter in SAME) else 0
             if spmd_type.scale != expected and spmd_type.letter != "0":
                 raise _scale_refused(mode, optimizer, param, grad, axis, spmd_type, expected)
         if shard is not None and not shard.is_param:
             _declare_master(shard.master, note.type, sharded, mode)
 
 
-def _averaged_by(shard: ParameterShard, own: tuple[str, ...], mode: SpmdTypeMode) -> tuple[str, ...]:
-    """The axes by whose sizes a ZeRO-1 optimizer divides a gradient; none if it sums (`average=False`)."""
+def _averaged_by(shard: ParameterShard, reduced: tuple[str, ...], mode: SpmdTypeMode) -> tuple[str, ...]:
+    """The axes by whose sizes a ZeRO-1 optimizer divides a gradient; none with `average=False`."""
     data = atoms_of(DATA_AXES, mode.mesh)
     count = math.prod(mode.mesh.size(axis) for axis in DATA_AXES) if mode.mesh is not None else 1
-    return tuple({*own, *data}) if math.isclose(shard.scale * count, 1.0) else ()
+    return tuple({*reduced, *data}) if math.isclose(shard.scale * count, 1.0) else ()
 
 
 def _declare_master(master: torch.Tensor, type_: TensorType, sharded: tuple[str, ...], mode: SpmdTypeMode) -> None:
-    """A master holds some rows of its parameter: other ones on each rank of the sharding group."""
+    """Declares the type of a master, which holds other rows of its parameter on each rank of the sharding group."""
     types: dict[str, SpmdType] = {axis: V if kind.letter == "S" else kind for axis, kind in type_}
     types.update(dict.fromkeys(sharded, V))
     write(master, TensorType.of(types, type_.rest), None, mode.session)
@@ -126,7 +123,7 @@ def _scale_refused(
     spmd_type: SpmdType,
     expected: int,
 ) -> SpmdTypeError:
-    """The error for a gradient that is a power of the size of an axis too large, or too small."""
+    """The error for a gradient that is too large, or too small, by a power of the size of an axis."""
     name = param.__dict__.get(NAME, "a parameter")
     size = f'comm.size("{axis}")'
     by_optimizer = f", and {type(optimizer).__name__} divides by the size of {axis} itself" if expected else ""
@@ -196,7 +193,7 @@ def _refused(
 
 
 def check_buffers(mode: SpmdTypeMode, model: nn.Module) -> None:
-    """What a step leaves in a model's buffers, the next one reads: it must be equal on all ranks, or be assumed to be.
+    """Checks that the buffers, which the next step reads, are equal on all ranks; else assumes it, or raises.
 
     Raises:
         SpmdTypeError: a buffer holds a part of a sum, or of a mean.

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from ...spmd.tensor_type import write
 from ...spmd.types import LocalType, Shard
+from ...torch_internals.tensors import pytree
 from ..types.declared import input_type
 from ..types.mode import SpmdTypeMode
 
 __all__ = ["declare_inputs"]
 
-NUM_ITEMS = "num_items_in_batch"  # Hugging Face's name of what `global_num_items` gives
+NUM_ITEMS = "num_items_in_batch"  # Hugging Face's name of the result of `global_num_items`
 
 
 def declare_inputs(inputs: Any, in_types: Any, mode: SpmdTypeMode) -> None:
@@ -23,8 +23,8 @@ def declare_inputs(inputs: Any, in_types: Any, mode: SpmdTypeMode) -> None:
 
     Args:
         in_types: `{axis: type}` for all of them, or such dicts by name (of a dict of inputs) or in a list (of
-            positional ones); what is not said is sharded on dim 0 over dp, and equal elsewhere; `num_items_in_batch` is
-            a rank's share of a count.
+            positional ones); else sharded on dim 0 over dp, and equal on the other axes;
+            `num_items_in_batch` is a rank's share of a count.
 
     Raises:
         ValueError: a name that no input has.
@@ -42,12 +42,12 @@ def declare_inputs(inputs: Any, in_types: Any, mode: SpmdTypeMode) -> None:
 
 
 def _is_type(in_types: Any) -> bool:
-    """Whether this is `{axis: type}`."""
-    return isinstance(in_types, Mapping) and all(isinstance(each, (LocalType, Shard)) for each in in_types.values())
+    """Whether `in_types` is `{axis: type}`."""
+    return isinstance(in_types, Mapping) and all(isinstance(value, (LocalType, Shard)) for value in in_types.values())
 
 
 def _at(in_types: Any, path: tuple[Any, ...]) -> Mapping[Any, Any] | None:
-    """The types at a path, or of the container around it."""
+    """The types at a path, or at the nearest container around it."""
     for entry in path:
         key = getattr(entry, "key", getattr(entry, "idx", None))
         try:

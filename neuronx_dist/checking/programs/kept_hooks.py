@@ -1,4 +1,4 @@
-"""Hooks that a step registers on a model are gone after it: the next rank that is played registers its own."""
+"""Removal of the hooks that a step registers on a model: the next rank that is played registers them again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+
+from ...torch_internals.tensors import backward_hooks, post_accumulate_hooks
 
 __all__ = ["kept_hooks"]
 
@@ -29,7 +31,6 @@ def _tables(model: nn.Module) -> Iterator[tuple[Any, str, dict[Any, Any]]]:
             if "hooks" in name and isinstance(table, dict):
                 yield module, name, table
     for param in model.parameters():
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            table = getattr(param, name)
+        for name, table in (("backward", backward_hooks(param)), ("post_accumulate", post_accumulate_hooks(param))):
             if table is not None:
                 yield param, name, table

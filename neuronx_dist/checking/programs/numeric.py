@@ -1,4 +1,4 @@
-"""The same step with real values, on every rank as a thread and in one process: a wrong scale is seen by no type."""
+"""The step with real values, on ranks as threads and in one process: values show what types do not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from ... import comm
@@ -18,6 +17,7 @@ from ...mesh import Mesh
 from ...optimizer import NeuronZero1Optimizer
 from ...pipeline.model import NxDPPModel
 from ...pipeline.run.comparison import compared_later
+from ...torch_internals.tensors import pytree
 from ...weights.materialize import materialize
 from ...weights.partial_model import parameter_names, partial_model
 from ...weights.shard_spec import gather_full, spec_of
@@ -34,13 +34,13 @@ Values = tuple[float | None, dict[str, torch.Tensor]]
 
 
 def compare_values(subject: Subject, mesh: Mesh, deadline: Deadline, notes: list[str]) -> list[Problem] | None:
-    """Loss and every gradient of the layout against those of one process with the whole batch; None: not compared.
+    """Compares loss and gradients of the layout with those of one process on the full batch; None: not compared.
 
-    With a `step` of the subject's own the gradients are those that its optimizer steps with.
+    If the subject has a `step`, the gradients are those with which the optimizer steps.
 
-    Weights are those of `materialize(model, 0)`, which no layout changes, in float64. Inputs that are given are one
-    data-parallel rank's; the others get the same, rolled along dim 0 or, for one row, along dim 1. A function that
-    makes the inputs is called on each rank, to make its part of one batch.
+    Weights are those of `materialize(model, 0)`, equal in every layout, in float64. Example inputs belong to one
+    data-parallel rank; the other ranks get them rolled along dim 0 or, with one row, along dim 1. A function that
+    makes the inputs is called on each rank, to make that rank's part of one batch.
     """
     single = Mesh(1)
     expected = comm.threads.run(single, _step, subject, mesh.size(DATA_AXES))[0]
@@ -61,7 +61,7 @@ def compare_values(subject: Subject, mesh: Mesh, deadline: Deadline, notes: list
 
 
 def _step(subject: Subject, parts: int) -> Values | None:
-    """Forward, backward and reduction on this rank; `parts` data-parallel ranks' inputs in one batch."""
+    """Runs forward, backward and reduction on this rank, on a batch of the inputs of `parts` data-parallel ranks."""
     with _building():
         built = subject.model_fn(**subject.options)
     model = built[0] if isinstance(built, tuple) else built
@@ -88,7 +88,7 @@ def _step(subject: Subject, parts: int) -> Values | None:
 
 @contextmanager
 def _building() -> Iterator[None]:
-    """A rank builds its model on meta, while the others wait for the lock, and not for one another."""
+    """Holds the lock of model building, so that ranks build one after the other, on meta."""
     with _BUILDING, compared_later(), torch.device("meta"):
         yield
 
@@ -96,7 +96,7 @@ def _building() -> Iterator[None]:
 def _own_step(
     subject: Subject, model: nn.Module, optimizer: Any, inputs: Any, names: dict[str, nn.Parameter]
 ) -> Values | None:
-    """The gradients that the optimizer is given in a step of the subject's own; None if there is no telling."""
+    """The gradients at the optimizer's step in the subject's own `step`; None if that cannot be found."""
     assert subject.step is not None
     if optimizer is None:
         params: list[torch.Tensor] = [param for param in names.values() if param.requires_grad]
@@ -112,7 +112,7 @@ def _own_step(
 
 
 def _gradients(names: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """The whole gradients of parameters; zeros where there is none."""
+    """The global gradients of parameters; zeros where there is none."""
     grads = {}
     for name, param in names.items():
         grad = gradient_of(param)
@@ -122,7 +122,7 @@ def _gradients(names: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
 
 
 def _fill(model: nn.Module) -> None:
-    """Values for all that is on meta, in float64, so that only real differences are left."""
+    """Fills all tensors on meta with values in float64, so that rounding is no difference."""
     materialize(model, SEED)
     model.double()
     for _, module in partial_model(model).local_named_modules():
@@ -132,7 +132,7 @@ def _fill(model: nn.Module) -> None:
 
 
 def _names(model: nn.Module) -> dict[str, nn.Parameter]:
-    """This rank's parameters by the first name of each in the whole model."""
+    """This rank's parameters by their first names in the full model."""
     names, local = parameter_names(model), partial_model(model).local_named_parameters()
     return {names[id(param)][0] if id(param) in names else name: param for name, param in local}
 
@@ -164,7 +164,7 @@ def _real(x: torch.Tensor) -> torch.Tensor:
 
 
 def _variant(x: torch.Tensor, rank: int) -> torch.Tensor:
-    """What data-parallel rank `rank` gets: other numbers of the same kind."""
+    """The input of data-parallel rank `rank`: other numbers of the same kind."""
     if x.is_floating_point():
         return x * (1 - 0.3 * rank) + 0.1 * rank
     return x.roll(rank, dims=0 if x.shape[0] > 1 or x.ndim == 1 else 1)
@@ -194,7 +194,7 @@ def _compare(expected: Values, values_by_rank: list[Values], mesh: Mesh) -> list
                 problems.append(Problem("values", _describe(name, rank, grad, target, mesh), (rank,)))
                 break
     wrong = [p for p in problems if p.message.startswith("the gradient")]
-    if len(wrong) > 1:  # the first one is told; that there are more, too
+    if len(wrong) > 1:  # the first one is reported, and the number of the others
         rest = Problem("values", f"{wrong[0].message}; and {len(wrong) - 1} more of {len(grads)}", wrong[0].ranks)
         problems = [p for p in problems if p not in wrong] + [rest]
     return problems

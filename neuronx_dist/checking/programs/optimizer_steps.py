@@ -1,7 +1,7 @@
-"""An optimizer's step under the checker, torch's own as well as the user's: what mixes elements of a shard is refused.
+"""An optimizer's step under the checker, torch's own as well as the user's: mixing elements of a shard is refused.
 
-Elementwise updates keep every type; norms, means and products of matrices go by their rules, so that it takes no list
-of optimizers to know that Muon on a sharded weight is another one than on the whole weight. For that a step begins with
+Elementwise updates keep every type; norms, means and products of matrices go by their rules. So no list of optimizers
+is needed to find that Muon on a sharded weight differs from Muon on the full weight. A step begins with
 
     the tensors of its state    typed as their parameter, where nothing is known of them
     shards of ZeRO-1            which vary, as pieces of their parameter: S(0); they vary again after it
@@ -9,7 +9,7 @@ of optimizers to know that Muon on a sharded weight is another one than on the w
     options that are tensors    1 in the place of each, if it is the same on all ranks (a learning rate)
     numbers that it reads       1 likewise (a step count, a norm)
 
-Of parameters of which torch's own optimizers do the same, for their types, shapes and options are, one is updated.
+Of parameters with equal types, shapes and options, torch's own optimizers update one.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ...spmd.declarations import SHARD_OF
 from ...spmd.errors import SpmdTypeError
 from ...spmd.tensor_type import EQUAL, Note, TensorType, note_of, type_of
 from ...spmd.types import SAME, Shard, SpmdType, V
+from ...torch_internals.tensors import DisableTorchFunction
 from ..types.mode import SpmdTypeMode
 
 __all__ = ["OptimizerStep"]
@@ -59,7 +60,7 @@ class OptimizerStep:
             self._refuse_stages()
         for group, key, _ in self._options:
             group[key] = False if key in _HOW else 1.0
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if self.is_torchs and not isinstance(optimizer, torch.optim.LBFGS):
                 for group, params in self._params:
                     group["params"] = self._one_of_each(params)
@@ -69,7 +70,7 @@ class OptimizerStep:
         mode.unrecorded += self.is_torchs
 
     def end(self) -> None:
-        """Puts back what the step began with."""
+        """Restores the optimizer as it was before the step."""
         self.mode.stand_in = self._stand_in
         self.mode.unrecorded -= self.is_torchs
         for group, key, value in self._options:
@@ -79,12 +80,12 @@ class OptimizerStep:
         for param, other in self._alike:
             if other in self.optimizer.state:
                 self.optimizer.state[param] = dict(self.optimizer.state[other])
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for x, type_ in self._varying:
                 self.mode.stamp(x, type_)
 
     def named(self, error: SpmdTypeError) -> SpmdTypeError:
-        """The error with the optimizer's name; and what to do, if the optimizer is not the user's."""
+        """The error with the optimizer's name, and a repair if the optimizer is not the user's own."""
         name, axis = type(self.optimizer).__name__, error.axis
         repairs = error.repairs
         if self.is_torchs:
@@ -99,7 +100,7 @@ class OptimizerStep:
     # --- what a step begins with
 
     def _one_of_each(self, params: list[Tensor]) -> list[Tensor]:
-        """The parameters of a group but for those of which another one says all."""
+        """The parameters of a group, one for each set of equal types, shapes and options."""
         first: dict[Any, Tensor] = {}
         for param in params:
             grad, (full, ranks) = ParameterGradient(param).tensor, param.__dict__.get(SHARD_OF, (None, None))
@@ -130,7 +131,7 @@ class OptimizerStep:
                 self.mode.stamp(x, type_ if x.shape == param.shape else _part_of(type_, x, param))
 
     def _number(self, x: Tensor, function: str) -> Any:
-        """What a number is, in place of the value that a tensor of a check has not; None: there are too many."""
+        """A number in place of the value that a fake tensor does not have; None: there were too many."""
         self._reads += 1
         if self._reads > _MOST:
             return None
@@ -155,7 +156,7 @@ class OptimizerStep:
 
 
 def _read_by_torch() -> bool:
-    """Whether an optimizer of torch's reads a number, and not the user's code: a closure, say."""
+    """Whether torch's own optimizer reads a number, and not the user's code (a closure, say)."""
     for owner, frame in frames():
         if owner == USER:
             return False

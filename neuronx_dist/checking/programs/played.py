@@ -5,8 +5,8 @@
     played.train(rank=3)         # forward, loss, backward, gradient reduction
     played.step(rank=3)          # the optimizer
 
-`train` and `step` can be played again for a rank that built the same model. Whatever is communicated, called and looked
-at goes into the phase's record.
+`train` and `step` can be played again for a rank that built the same model. The record of a phase has its collectives,
+its calls and its reads of rank numbers.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.parallel import distributed
 
 from ... import comm
 from ...call_site import DRIVER, PACKAGE, USER, hide, nearest_line
 from ...comm.backends.observed import CheckBackend, Event
-from ...comm.observed_ranks import Read
-from ...comm.rank_tables import RankTable
+from ...comm.ranks.observed_ranks import Read
+from ...comm.ranks.rank_tables import RankTable
 from ...gradients.gradient import ParameterGradient, parameters_of
 from ...gradients.reduce import reduce_gradients
 from ...mesh import Mesh
 from ...optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
 from ...pipeline.model import NxDPPModel
-from ...pipeline.record.fake_mode import QuietFakeMode
-from ...pipeline.record.recorder import record
-from ...pipeline.record.recording import Recording
 from ...pipeline.run.microbatches import Batch
 from ...pipeline.schedule import Schedule
-from ...pipeline.schedule.one_microbatch import OneMicrobatch
-from ..types.axis_sizes import tracked
+from ...pipeline.schedule.derived import OneMicrobatch
+from ...program.fake_mode import QuietFakeMode
+from ...program.recorder import record
+from ...program.recording import Recording
+from ...torch_internals.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
+from ..types.axis_powers import tracked
 from ..types.handlers.seeds import OUTSIDE, kept_seeds
 from ..types.mode import SpmdTypeMode
 from .calls import Deadline, Op, OpRecorder
@@ -48,7 +48,7 @@ from .fakes import fake_inputs, make_fake, no_messages, optimizers_of
 from .gate import check_buffers, gated
 from .inputs import declare_inputs
 from .kept_hooks import kept_hooks
-from .wire import Halted, Wire
+from .message_types import Halted, MessageTypes
 
 __all__ = ["PHASES", "Phase", "Played", "ReadsValues", "Subject", "call_model", "default_optimizer", "find_loss"]
 
@@ -59,12 +59,12 @@ _DEVICE = torch.device("cpu")
 
 
 class ReadsValues(ValueError):
-    """The program asks for a tensor's value, and in a check there are none."""
+    """The program reads a tensor's value, which a check does not have."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked; see `spmd.check` for the meaning of each."""
+    """The subject of a check; `spmd.check` documents the fields."""
 
     model_fn: Callable[..., Any]
     inputs: Any
@@ -79,12 +79,12 @@ class Subject:
 
 @dataclass
 class Phase:
-    """What one phase did.
+    """The record of one phase.
 
     Attributes:
         events: collectives and messages, in order, of communicators of earlier phases too.
         ops: torch functions, in order.
-        backend: knows what the program asked about its rank, of coordinates that it took up in this phase.
+        backend: has the program's reads of rank numbers in this phase.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Phase:
 
 
 class PlayedTypeMode(SpmdTypeMode):
-    """The type checker of a played program. It names the line that declares or assumes something, be it ours."""
+    """The type checker of a played program; it names the line of a declaration or assumption, also in this package."""
 
     def line(self) -> str:
         return nearest_line(USER, PACKAGE) or "an unknown line"
@@ -105,13 +105,15 @@ class Played:
     """A model as one rank builds it, and the phases of a step.
 
     Attributes:
-        model, optimizer: what `build` made.
+        model, optimizer: results of `build`.
         types: the type checker of all phases; None: types are not checked.
         schedule: of the pipeline model, before its number of microbatches was set to one; None without a pipeline.
-        phases: the latest play of each, by name; of one that raised as far as it went.
+        phases: the latest play of each phase, by name; up to the error, for a phase that raised.
     """
 
-    def __init__(self, subject: Subject, mesh: Mesh, rank: int, deadline: Deadline, wire: Wire | None = None) -> None:
+    def __init__(
+        self, subject: Subject, mesh: Mesh, rank: int, deadline: Deadline, message_types: MessageTypes | None = None
+    ) -> None:
         self.subject = subject
         self.mesh = mesh
         self.rank = rank
@@ -120,11 +122,11 @@ class Played:
         self.optimizer: Any = None
         self.schedule: Schedule | None = None
         self.phases: dict[str, Phase] = {}
-        self._events: list[Event] = []  # of all phases: communicators of one are used in the next
+        self._events: list[Event] = []  # of all phases, since communicators of one are used in the next
         self._extras: dict[str, Any] = {}
         self._fake = QuietFakeMode()
         self.types: PlayedTypeMode | None = None
-        self._wire = wire
+        self._message_types = message_types
         if subject.level is not None:
             self.types = PlayedTypeMode(mesh, level=subject.level, strict=False)
             self.types.seeds = subject.seeds
@@ -133,17 +135,17 @@ class Played:
             self._built_random = torch.get_rng_state()
 
     def same_program(self, rank: int, phases: tuple[str, ...] = PHASES) -> bool:
-        """Whether `rank` would have been told the same whenever the program asked where it is."""
+        """Whether `rank` would have read the same answers in these phases."""
         return all(self.phases[name].backend.same_program(rank) for name in phases if name in self.phases)
 
     def answers(self) -> list[RankTable]:
-        """What the program was told wherever it asked where it is, on all ranks."""
+        """Answers to every rank query, on all ranks."""
         return [read.answers for phase in self.phases.values() for read in phase.backend.reads]
 
     # --- the phases
 
     def build(self) -> Phase:
-        """Calls the user's function, and makes fake tensors of all that it made."""
+        """Calls the user's function, and replaces the tensors of its result by fakes."""
         with self._phase("build", self.rank) as phase:
             with torch.device("meta"), OpRecorder(self.deadline):
                 built = self.subject.model_fn(**self.subject.options)
@@ -175,8 +177,8 @@ class Played:
                 self._record(inputs)
             if self.types is not None:
                 declare_inputs(inputs, self.subject.in_types, self.types)
-                if self._wire is not None:
-                    self._wire.connect(self.types, self.model, inputs)
+                if self._message_types is not None:
+                    self._message_types.connect(self.types, self.model, inputs)
             with kept_hooks(self.model), self._fake, torch.enable_grad(), self._trace(phase):
                 if self.subject.step is not None:
                     _check_signature(self.subject.step, self.model, self.optimizer, inputs)
@@ -193,19 +195,19 @@ class Played:
         return phase
 
     def train_until_sent(self, rank: int, chunk: int) -> None:
-        """Plays until this chunk of the stage has sent what it makes, so that the next one can be played."""
-        assert self._wire is not None
-        self._wire.halt_after = chunk
+        """Plays until this chunk of the stage has sent its results, so that the next stage can be played."""
+        assert self._message_types is not None
+        self._message_types.halt_after = chunk
         try:
             self.train(rank)
         except Halted:
             pass
         finally:
-            self._wire.halt_after = None
+            self._message_types.halt_after = None
         del self.phases["train"]
 
     def step(self, rank: int) -> Phase:
-        """The optimizer's step; nothing, if the user's own step has done it."""
+        """Plays the optimizer's step, unless the user's own step has done it."""
         states = self._states()
         with self._phase("step", rank) as phase:
             if self.subject.step is None and self.optimizer is not None:
@@ -269,7 +271,7 @@ class Played:
             yield
 
     def _inputs(self) -> Any:
-        """One microbatch of the example inputs, fake."""
+        """One microbatch of the example inputs, as fakes."""
         inputs = self.subject.inputs
         if callable(inputs):
             inputs = inputs()
@@ -302,14 +304,14 @@ class Played:
         return [(wrapped, dict(wrapped.state)) for wrapped in optimizers_of(self.optimizer)]
 
     def _restore(self, states: list[tuple[Any, Any]]) -> None:
-        """As before the step: the next rank that is played takes a first step too."""
+        """Restores the optimizers' states from before the step: every rank that is played takes a first step."""
         for wrapped, state in states:
             wrapped.state.clear()
             wrapped.state.update(state)
 
 
 class Recordings:
-    """What pipeline models recorded of their forward: ranks that were told the same recorded the same."""
+    """Recordings of the forward of pipeline models: ranks that read the same answers have one recording."""
 
     def __init__(self) -> None:
         self._known: list[tuple[Any, Recording, list[tuple[str, Read]], int]] = []
@@ -317,7 +319,7 @@ class Recordings:
     def record(
         self, played: Played, module: nn.Module, inputs: dict[str, Any], leaf_classes: Any, device: torch.device
     ) -> Recording:
-        """As `pipeline.trace.record`; an earlier recording, where it would be that."""
+        """Records as `pipeline.trace.record` does, or returns an earlier recording that would be equal."""
         phases = {name: phase.backend for name, phase in played.phases.items()}
         rank = played.phases["train"].rank
         here = played.mesh.coordinates(rank)
@@ -325,7 +327,7 @@ class Recordings:
         for kind, recording, reads, other in self._known:
             there = played.mesh.coordinates(other)
             if kind == inside and all(read.answer(here) == read.answer(there) for _, read in reads):
-                for name, read in reads:  # this rank has asked them too
+                for name, read in reads:  # this rank has read them too
                     observed = phases[name].observed
                     assert observed is not None
                     observed.read(read.answers)

@@ -1,4 +1,4 @@
-"""The ranks of a pipeline: whether they cut one model alike, have one schedule, and whether that comes to an end."""
+"""Comparison of the stages of a pipeline: one model, cut equally; one schedule, which comes to an end."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["compare_schedules"]
 
 
 def compare_schedules(explored: Explored) -> list[Problem]:
-    """Whether the ranks of a pipeline have one model and schedule, and all microbatches of it come to an end.
+    """Problems of a pipeline's ranks: other models, cuts or schedules, or microbatches that come to no end.
 
-    Messages of all of them are played in the order in which each stage makes them.
+    The messages of all microbatches are played in the order of each stage.
     """
     problems = []
     for program in explored.distinct:
@@ -43,13 +43,13 @@ def compare_schedules(explored: Explored) -> list[Problem]:
     return problems[:1]  # ranks that differ from one differ from others too
 
 
-def _difference(expected: Schedule, own: Schedule, stage: int) -> str | None:
-    """Where a stage that runs `own` does something else than stage 0 expects of it."""
-    both = f"{expected} and {own}"
-    if expected.num_stages != own.num_stages or expected.holders != own.holders:
-        return f"{both}, in which stages hold the pieces {expected.holders} and {own.holders}"
-    computations = expected.computations(stage), own.computations(stage)
-    for one, other in (computations, (expected.tasks(stage), own.tasks(stage))):
+def _difference(expected: Schedule, actual: Schedule, stage: int) -> str | None:
+    """The first difference between a stage's tasks (`actual`) and those that stage 0 expects of it."""
+    both = f"{expected} and {actual}"
+    if expected.num_stages != actual.num_stages or expected.holders != actual.holders:
+        return f"{both}, in which stages hold the pieces {expected.holders} and {actual.holders}"
+    computations = expected.computations(stage), actual.computations(stage)
+    for one, other in (computations, (expected.tasks(stage), actual.tasks(stage))):
         for first, second in zip_longest(one, other, fillvalue="nothing more"):
             if first != second:
                 return f"{both}: stage {stage} does {first} in the first where it does {second} in the second"

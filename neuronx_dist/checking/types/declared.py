@@ -1,4 +1,4 @@
-"""The types that tensors have from the start: parameters by their layout, inputs by the data that they are."""
+"""The first types of tensors: of parameters by their layout, of inputs by their share of the data."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ __all__ = ["input_type", "parameter_type"]
 def parameter_type(param: torch.Tensor, mesh: Mesh, holders: Any = None, level: str = "G") -> TensorType:
     """The type of a parameter, from its layout (`spec_of`).
 
-    On the axis that it is sharded over S(dim), or V where that is not followed. Else on tp (on the part of it that
-    holds copies of each shard) I, but R if its gradient is
-    a part on every rank (`sequence_parallel`); R on dp and cp, whose ranks use it on their own data; on pp V, for each
-    stage has its own, but R if several hold it (`holders`).
+    On the axis over which it is sharded: S(dim), or V at level L. Else on tp (on the part of tp that holds copies of
+    each shard): I, or R if its gradient is a partial sum on every rank (`sequence_parallel`). On dp and cp, whose ranks
+    use it on other data: R. On pp: V, since stages have other parameters, or R if several hold it (`holders`).
     """
     origin = param.__dict__.get(SHARD_OF)
     if origin is not None:
@@ -50,16 +49,16 @@ def parameter_type(param: torch.Tensor, mesh: Mesh, holders: Any = None, level: 
 def input_type(
     x: torch.Tensor, mesh: Mesh, types: Mapping[Any, SpmdType] | None = None, level: str = "G", share: bool = False
 ) -> TensorType:
-    """The type of an input of the model: sharded on dim 0 over dp and equal elsewhere, but for what `types` says.
+    """The type of an input of the model: sharded on dim 0 over dp and equal elsewhere, unless `types` says otherwise.
 
-    0-dim tensors are equal everywhere; with `share` it is a count that was divided by the number of ranks over dp, cp.
+    0-dim tensors are equal everywhere; with `share` the input is a count divided by the number of ranks over dp, cp.
     """
     spmd_types: dict[str, SpmdType] = dict.fromkeys(atoms_of(DENSE_AXES, mesh), R)
     if x.dim():
         spmd_types.update(dict.fromkeys(mesh_atoms(mesh)["dp"], Shard(0)))
     elif share:
         spmd_types.update(dict.fromkeys(atoms_of(DATA_AXES, mesh), scaled(R, -1)))
-    if not x.dim():  # a declaration for all inputs means those that have dims
+    if not x.dim():  # a declaration for all inputs means the ones with dims
         types = {axis: spmd_type for axis, spmd_type in (types or {}).items() if not isinstance(spmd_type, Shard)}
     spmd_types.update(types_by_atom(types or {}, mesh, x.shape, level))
     type_ = TensorType.of(spmd_types)

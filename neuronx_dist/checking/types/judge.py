@@ -1,11 +1,11 @@
 """The judgement: from the types of a call's operands to the types of its results, axis by axis.
 
-What a function does to dims is its label spec, in what it is linear its rule (`rules/`); here is what follows for the
-types, for all functions alike. For one axis, and types at
-scale 0 (`scales.py` has what follows for scales):
+A function's rule (`rules/`) has its label spec, which maps dims, and the operands in which it is linear; this file
+derives the types from these, in the same way for all functions. For one axis, and types at scale 0 (scales:
+`scales.py`):
 
     no operand varies or is partial   the result is equal on all ranks: I if the gradient is to be one, else R
-    P                                 only what is linear: all of one group of operands P, the others R
+    P                                 only if the call is linear: all of one group of operands P, the others R
     S, and its label stays            the result is sharded where the label went
     S, and its label is summed        the result is P: a contraction over a sharded dim; P("avg") if it is averaged
     S against another, or against R   a gather is missing
@@ -20,12 +20,12 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
+from ...rules.names import CATS
+from ...rules.spec import Dims, Rule, Spec
 from ...spmd.axes import SAMPLE_ATOMS, order_of
 from ...spmd.errors import Violation
 from ...spmd.tensor_type import TensorType
 from ...spmd.types import SAME, UNIFORM, VARYING, ZERO, I, P, R, Shard, SpmdType, V, repeated, scaled
-from .rules.names import CATS
-from .rules.spec import Dims, Rule, Spec
 from .scales import as_summands, result_scale
 from .shard_positions import ShardPosition, difference, locate, part_of, put, put_together
 
@@ -38,7 +38,7 @@ EXACT = frozenset(
     "gather scatter scatter_add scatter_reduce index_put index_add index_copy cat concat concatenate stack hstack "
     "vstack dstack row_stack column_stack bmm baddbmm addbmm cross_entropy nll_loss kl_div".split()
 )
-# They take positions, or ranges of them.
+# Functions that take positions, or ranges of positions.
 PICKS = frozenset(
     "__getitem__ narrow narrow_copy select chunk split split_with_sizes unsafe_chunk unsafe_split "
     "unsafe_split_with_sizes tensor_split unbind".split()
@@ -59,7 +59,7 @@ class Operand(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """Types of the results; `born`: axes on which a type begins here, and how; `assumed`: what was not provable."""
+    """Types of the results; `born`: axes on which a type begins here, and how; `assumed`: assumptions."""
 
     types: tuple[TensorType, ...]
     born: dict[str, str]
@@ -67,7 +67,7 @@ class Judgement(NamedTuple):
 
 
 class _CallFacts(NamedTuple):
-    """What the judgement of every axis reads of a call; the last two are filled by it."""
+    """The facts about a call that the judgement of every axis reads; the last two are filled by it."""
 
     rule: Rule
     spec: Spec | None
@@ -85,7 +85,7 @@ def judge(rule: Rule, spec: Spec | None, operands: Sequence[Operand], affine: bo
 
     Args:
         spec: of this call; None: nothing is known about dims.
-        affine: the call adds a constant, or rounds, so that it is linear in nothing.
+        affine: the call adds a constant, or rounds, so that it is not linear.
 
     Raises:
         Violation: the types do not go together.
@@ -97,7 +97,7 @@ def judge(rule: Rule, spec: Spec | None, operands: Sequence[Operand], affine: bo
         groups = [frozenset(group) & everything for group in rule.linear]
     of_constants, of_means = groups, groups if not affine or rule.adds else []  # a constant is its own mean
     groups = [] if affine else groups
-    if spec is not None and len(spec.ins) < len(operands):  # operands that are no tensors: numbers that vary
+    if spec is not None and len(spec.ins) < len(operands):  # operands that are not tensors: numbers that vary
         spec = spec._replace(ins=(*spec.ins, *((),) * (len(operands) - len(spec.ins))))
     call = _CallFacts(rule, spec, operands, groups, of_means, of_constants, count, [], {})
     axes = sorted({axis for operand in operands for axis in operand.type.types})
@@ -121,7 +121,7 @@ _BORN = {"P": "contraction over a sharded dim", 'P("avg")': "mean over a sharded
 
 
 def _on_axis(call: _CallFacts, axis: str, operand_types: Sequence[SpmdType | None]) -> list[SpmdType]:
-    """Types of the results on one axis: what follows at scale 0, and then the scale."""
+    """Types of the results on one axis: first at scale 0, then with the scale."""
     spec = call.spec
     spmd_types: list[SpmdType | None] = list(operand_types)
     for index, spmd_type in enumerate(spmd_types):
@@ -182,7 +182,7 @@ def _unscaled(call: _CallFacts, axis: str, known: list[SpmdType]) -> list[SpmdTy
 
 
 def _averaging(call: _CallFacts, spec: Spec, axis: str) -> int:
-    """The scale of a mean over all that each rank has, as a summand; 0 of what is no mean."""
+    """The scale, as a summand, of a mean over each rank's part; 0 for calls that are no mean."""
     if not spec.reduced or spec.outs != ((),) or not {"mean", "mean_of_valid"}.issuperset(spec.reduced.values()):
         return 0
     _assume_equal_counts(call, axis, spec.reduced.values())
@@ -195,7 +195,7 @@ def _assume_equal_counts(call: _CallFacts, axis: str, reductions: Iterable[str])
 
 
 def _equals(call: _CallFacts, axis: str, spmd_types: Sequence[SpmdType]) -> list[SpmdType]:
-    """The results of operands that are the same on all ranks, with the dims along which they are repeated."""
+    """Returns result types for operands equal on all ranks, with the dims along which each result repeats."""
     spmd_type, spec = _equal(call, axis, spmd_types), call.spec
     expands = call.rule.name in EXPANDS
     if (
@@ -260,7 +260,7 @@ def _equal(call: _CallFacts, axis: str, spmd_types: Sequence[SpmdType]) -> SpmdT
 
 
 def _by_position(call: _CallFacts) -> bool:
-    """Whether positions in a result say which operand, or which value, is there (cat, one_hot): no constant then."""
+    """Returns whether a result has a dim of size > 1 that no operand has (cat, one_hot)."""
     if call.spec is None or call.rule.name in EXPANDS:
         return False
     operand_labels = {label for dims in call.spec.ins for dim in dims or () for label in dim}
@@ -279,7 +279,7 @@ def _partial(call: _CallFacts, axis: str, spmd_types: Sequence[SpmdType], partia
         if moves and len(spmd_types) == 1:
             return spmd_type
         if name in MAXIMA and all(index in partial or k.letter in SAME for index, k in enumerate(spmd_types)):
-            return spmd_type  # the maximum of maxima; what all ranks have is its own
+            return spmd_type  # the maximum of maxima; of equal values it is the value itself
         raise Violation("partial_max", axis, f"{name} of a partial maximum: reduce it first", partial)
     if name in FINITE:
         call.assumed.append(f"{name}: that a sum is finite where its summands are")
@@ -320,12 +320,18 @@ def _sharded(
         assert dims is not None
         shard = spmd_types[index]
         assert isinstance(shard, Shard)
-        own = locate(dims, shard, spec, axis, index, name)
+        operand_position = locate(dims, shard, spec, axis, index, name)
         if position is None:
-            position, first = own, index
-        elif (own.label, own.stride, own.part) != (position.label, position.stride, position.part):
+            position, first = operand_position, index
+        elif (operand_position.label, operand_position.stride, operand_position.part) != (
+            position.label,
+            position.stride,
+            position.part,
+        ):
             # The extent, which is left out, says what was merged with what, not which rank has what.
-            raise Violation("shards", axis, difference(own, position, shard, spmd_types[first], name), [index, first])
+            raise Violation(
+                "shards", axis, difference(operand_position, position, shard, spmd_types[first], name), [index, first]
+            )
     assert position is not None
     call.positions[axis] = position
     label = position.label
@@ -401,7 +407,7 @@ def _reduced(
     partial: Sequence[int],
     dim: int,
 ) -> SpmdType:
-    """The type of a result that the sharded dim is not part of: it is summed, say."""
+    """The type of a result without the sharded dim, which is summed, for example."""
     how, name = spec.reduced[position.label], call.rule.name
     if how == "max" and not partial:
         return V if unknown else P("max")
@@ -438,7 +444,7 @@ def _reduced(
 
 
 def _disentangle(call: _CallFacts, result_types: Sequence[dict[str, SpmdType]]) -> None:
-    """Makes the inner one of two axes V where they shard one dim of a result in an order that types cannot say.
+    """Makes the inner of two axes V where they shard one dim of a result in an order that types cannot express.
 
     Of two axes that shard one dim in the same way the first one of the mesh has the outer factor. Merging dims of local
     size 1 can put them the other way round.

@@ -1,4 +1,4 @@
-"""From the call of a torch function to its judgement: which operands it has, which spec, and what the error says.
+"""From the call of a torch function to its judgement: the operands, the spec, and the error.
 
 Nothing here runs a call or caches a judgement: `SpmdTypeMode` does.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...call_site import call_site
+from ...rules import Rule
 from ...spmd.errors import Violation
 from ...spmd.tensor_type import EQUAL, Note, Origin, TensorType, tensors_in, type_of
 from ...spmd.types import DIFFERING, R, V
@@ -19,13 +20,12 @@ from .handlers.axis_numbers import with_factors, with_numbers
 from .handlers.inplace import OVERWRITES, overwritten
 from .handlers.lookups import assumed_masked
 from .handlers.random_numbers import draws, made_type, stream_type
-from .handlers.rank_values import counted, rank_values
+from .handlers.rank_arguments import counted, rank_values
 from .handlers.seeds import generator_in
 from .handlers.vmapped import batched, refused, with_hidden_dims
 from .judge import Judgement, Operand, judge
 from .messages.explain import JudgedCall, explain, explain_shapes
 from .messages.provenance import module_path
-from .rules import Rule
 from .session import Session
 
 __all__ = ["begin", "judge_call", "result_origins"]
@@ -105,7 +105,7 @@ def judge_call(
 def _is_all(index: Any) -> bool:
     """Whether `x[index] = ...` writes all of x."""
     indices = index if isinstance(index, tuple) else (index,)
-    return all(each is ... or (isinstance(each, slice) and each == slice(None)) for each in indices)
+    return all(item is ... or (isinstance(item, slice) and item == slice(None)) for item in indices)
 
 
 def _assuming(mode: Session, judgement: Judgement) -> Judgement:
@@ -116,7 +116,7 @@ def _assuming(mode: Session, judgement: Judgement) -> Judgement:
 
 
 def _scalar(mode: Session, call: JudgedCall) -> Judgement:
-    """Judges a call that makes a Python number, which has to be the same on all ranks."""
+    """Judges a call that returns a Python number, which has to be the same on all ranks."""
     for index, operand in enumerate(call.operands):
         for axis, spmd_type in operand.type:
             if spmd_type.letter in DIFFERING and axis != "pp":
@@ -129,7 +129,7 @@ def _scalar(mode: Session, call: JudgedCall) -> Judgement:
 
 
 def result_origins(mode: Session, judgement: Judgement | None, notes: Sequence[Note]) -> dict[str, Origin] | None:
-    """Where the types of a result began: where those of its operands did, or here."""
+    """Origins of the types of a result: those of its operands, or this line."""
     merged: dict[str, Origin] | None = None
     for note in notes:
         if note.origins is not None:

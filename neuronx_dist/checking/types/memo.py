@@ -1,7 +1,7 @@
-"""What was judged once is looked up after that: the key of a call, and its cached judgement.
+"""The cache of judgements: the key of a call, and the cached judgement.
 
-The key is the function, the types of its tensors and its other arguments: that decides for most calls. Where it does
-not, the entry says what else decides (`ExtraKey`), and a second look-up has that in its key:
+The key is the function, the types of its tensors and its other arguments, which decide about most calls. For others the
+entry has an `ExtraKey`, and a second look-up adds these properties to the key:
 
     shapes     a tensor is sharded, or a constant: a dim of size 1 broadcasts, a view cuts dims here or there
     grads      a tensor is I, or a constant: whether it receives a gradient
@@ -10,8 +10,8 @@ not, the entry says what else decides (`ExtraKey`), and a second look-up has tha
     parameters a part of a sharded dim is taken: of a parameter a rank may take its own
     mesh       an argument is a number that knows axes by name: which pieces of axes these are
 
-Types are interned and entries hold no tensors, so that all modes share them. Functions come from the registry of rules
-alone: what a program makes anew for every call is never a key.
+Types are interned and entries hold no tensors, so that all modes share the entries. Functions come from the registry of
+rules alone: a function that a program makes for each call is never a key.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ...rules import Rule
+from ...rules.names import CATS
 from ...spmd.tensor_type import TensorType
-from .axis_sizes import NUMBER_CLASSES, AxisNumber
+from ...torch_internals.fake_tensors import FakeTensor
+from .axis_powers import NUMBER_CLASSES, AxisNumber
 from .handlers.random_numbers import drawing
 from .judge import EXPANDS, PICKS, Judgement
-from .rules import Rule
-from .rules.names import CATS
 from .session import Session
 
 __all__ = [
@@ -52,13 +52,13 @@ NUMBERS = (
     NUMBER_CLASSES  # may be equal to an int, and another argument all the same: x[1], x[True], x / comm.size("dp")
 )
 SEQUENCES = frozenset({tuple, list, torch.Size})
-LONG = 128  # a sequence of more than that is data
+LONG = 128  # longer sequences are data
 
-SIZE = 20_000  # entries; then all are forgotten
+SIZE = 20_000  # entries at most; then all are dropped
 
 
 class ExtraKey(NamedTuple):
-    """Which further properties of a call's arguments decide about it, so that the key must hold them."""
+    """Further properties of a call's arguments that decide about it, so that the key must have them."""
 
     shapes: bool
     grads: bool
@@ -69,17 +69,17 @@ class ExtraKey(NamedTuple):
 
 
 class CachedJudgement:
-    """What is known of a call whose like was judged before: the types of its results, and what to tell each time.
+    """The cached judgement of equal calls: the types of the results, and what to report each time.
 
     Attributes:
         result_types: one type for all tensors of the result; a tuple: of each of them, in order.
         name: of the function.
         note_extra: `Note.extra` of the results.
         born: axes on which a type begins in this call, and how; as in `Judgement`.
-        assumed: what is not provable about it; as in `Judgement`.
+        assumed: assumptions; as in `Judgement`.
         written: the call writes operand 0 in place, which keeps its type.
-        has_effects: more is to be done than to write the results' types: some of `born`, `assumed`, `written` is set.
-        extra_key: if set, the key does not decide, and nothing else here means anything: look up again, with this.
+        has_effects: one of `born`, `assumed`, `written` is set, so that writing the results' types is not enough.
+        extra_key: if set, the key does not decide, and the other fields have no meaning: look up again with this.
     """
 
     __slots__ = ("assumed", "born", "extra_key", "has_effects", "name", "note_extra", "result_types", "written")
@@ -107,12 +107,12 @@ class CachedJudgement:
 
     @classmethod
     def undecided(cls, name: str, extra_key: ExtraKey) -> CachedJudgement:
-        """The entry for calls about which their key does not decide yet."""
+        """Returns a placeholder entry: calls with this key must be looked up again with `extra_key`."""
         return cls(None, name, extra_key=extra_key)
 
 
 def extra_key_of(rule: Rule, types: Sequence[TensorType], items: Sequence[Any]) -> ExtraKey | None:
-    """What decides about calls of a function on tensors of these types, besides their key; None: nothing does.
+    """The extra key of calls of a function on tensors of these types; None: their key decides.
 
     `items`: the arguments of the call.
     """
@@ -131,7 +131,7 @@ def extra_key_of(rule: Rule, types: Sequence[TensorType], items: Sequence[Any]) 
 
 
 def extra_values(extra_key: ExtraKey, items: Sequence[Any], mode: Session) -> tuple[Any, ...]:
-    """These properties of a call's arguments, to be put behind its key."""
+    """The properties that `extra_key` names of a call's arguments, to be appended to its key."""
     shapes, grads, dtypes, random, mesh, parameters = extra_key
     # The class ends the arguments: True is 1, so that x.view(4) and two flags would be x.view(4, 1, 1).
     values: list[Any] = [ExtraKey]
@@ -155,7 +155,7 @@ def extra_values(extra_key: ExtraKey, items: Sequence[Any], mode: Session) -> tu
 
 
 def store(memo: dict[Any, CachedJudgement], key: tuple[Any, ...], entry: CachedJudgement) -> None:
-    """Writes an entry, unless there are too many: then it is the first of new ones."""
+    """Stores an entry; a full cache is emptied first."""
     if len(memo) >= SIZE:
         memo.clear()
     memo[key] = entry

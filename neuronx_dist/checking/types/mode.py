@@ -1,12 +1,12 @@
-"""`SpmdTypeMode` (or `typecheck()`): types follow tensors through torch functions, and what does not fit is an error.
+"""`SpmdTypeMode` (or `typecheck()`): types follow tensors through torch functions; types that do not fit raise.
 
 A `TorchFunctionMode`: every torch function and every operator of this package arrives in `__torch_function__`, is
-run, and its results get types. What has been judged once is remembered by function, types and kinds of arguments, so
-that the usual call costs a look-up. Sources: the spmd_types quick start; `docs/type-system.md` for the rules.
+run, and its results get types. Judgements are cached by function, types and kinds of arguments, so that the usual call
+costs a look-up. Sources: the spmd_types quick start; `docs/type-system.md` for the rules.
 
     fast path   all arguments typed and plain, judged before     -> run, write the type
     handlers    collectives, backward, gradients, data           -> `operators.py`, `autograd.py`
-    slow path   label spec -> judgement -> remembered            -> `judging.py`, `rules/`, `judge.py`; `explain.py`
+    slow path   label spec -> judgement -> cached                -> `judging.py`, `rules/`, `judge.py`; `explain.py`
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...comm import context
+from ...rules import RULES, Rule, operands
+from ...rules.names import CATS
 from ...spmd.intercept import intercept
 from ...spmd.tensor_type import (
     COUNTED,
@@ -36,22 +37,25 @@ from ...spmd.tensor_type import (
     without_shards,
 )
 from ...spmd.watching import HANDLERS, Watcher, entered, left
+from ...torch_internals.autograd import in_backward
+from ...torch_internals.modules import BackwardHookFunction
+from ...torch_internals.tensors import version_of
 from . import raw_collectives as raw
-from .axis_sizes import tracked
+from .axis_powers import tracked
 from .declared import parameter_type
-from .handlers import (  # noqa: F401 - importing losses, operators and verbs fills HANDLERS
+from .handlers import (  # noqa: F401 - importing checked_losses, operators and verbs fills HANDLERS
     autograd,
     axis_numbers,
+    checked_losses,
     hooks,
-    losses,
     operators,
     packing,
     verbs,
 )
 from .handlers.inplace import check_write, note_write, stale
-from .handlers.local_code import local_scope
+from .handlers.local_scope import local_scope
 from .handlers.lookups import lookup_note
-from .handlers.rank_values import counts, picked
+from .handlers.rank_arguments import counts, picked
 from .handlers.stacks import stacked_note
 from .handlers.vmapped import batched
 from .judge import Judgement, Operand
@@ -68,9 +72,7 @@ from .memo import (
     store,
 )
 from .messages.explain import JudgedCall, explain_shapes, missing_type
-from .rules import RULES, Rule, operands
-from .rules.names import CATS
-from .session import Session, in_backward
+from .session import Session
 from .surroundings import surroundings
 
 __all__ = ["SpmdTypeMode", "typecheck"]
@@ -100,13 +102,13 @@ class SpmdTypeMode(Session):
     Args:
         mesh: sizes by axis (`{"dp": 2, "tp": 4}`), a Mesh, or None: the current one if there is any. Without a mesh
             axes are the names that tensors were annotated with.
-        level: "G": what varies may be known to be sharded, and contractions over sharded dims are found. "L": that is
-            forgotten, and only R, I, V and P are followed.
+        level: "G": shards are followed, and contractions over sharded dims are found. "L": only R, I, V and P are
+            followed.
         strict: a tensor without a type is an error; else it counts as equal on all ranks, which `assumed` lists.
 
     Attributes:
-        assumed: what could not be proven, with the line, each once.
-        trusted: declarations that were taken at their word, with the line, each once.
+        assumed: assumptions that could not be proven, with the line, each once.
+        trusted: declarations that were not proven, with the line, each once.
         operators, collectives: how many were checked.
 
     Raises:
@@ -152,7 +154,7 @@ class SpmdTypeMode(Session):
     ) -> Any:
         if types and not self.paused:
             for class_ in types:
-                if getattr(class_, "holds_local", False):  # a tensor of local ones: its handlers are followed
+                if getattr(class_, "holds_local", False):  # a tensor made of local tensors: its handlers are followed
                     with self:
                         return class_.as_laid_out(class_.__torch_function__(func, types, args, kwargs or {}))
         handler = HANDLERS.get(func, _JUDGED)
@@ -174,7 +176,7 @@ class SpmdTypeMode(Session):
                 class_ = x.__class__
                 if class_ in TENSORS:
                     type_, x_origins, x_session, x_version, extra = x.__dict__[NOTE]
-                    if x_session != session or x_version != x._version or extra is not None:
+                    if x_session != session or x_version != version_of(x) or extra is not None:
                         return self._judge_and_run(func, args, kwargs or _NO_KEYWORDS)
                     key.append(type_)
                     if x_origins is not None and x_origins is not origins:
@@ -213,7 +215,7 @@ class SpmdTypeMode(Session):
         try:
             if result.__class__ in TENSORS:
                 # A plain tuple, not a Note: see `NOTE`.
-                result.__dict__[NOTE] = (cached.result_types, origins, session, result._version, cached.note_extra)
+                result.__dict__[NOTE] = (cached.result_types, origins, session, version_of(result), cached.note_extra)
                 return result
         except RuntimeError:
             pass  # no version, in inference mode
@@ -231,7 +233,7 @@ class SpmdTypeMode(Session):
     # --- types of tensors
 
     def note(self, x: Tensor, function: str) -> Note | None:
-        """What is known of an operand. None in backward passes, where native derivatives are right by construction.
+        """The note of an operand; None in backward passes, where native derivatives are right by construction.
 
         Raises:
             SpmdTypeError: it has no type; or its memory was written behind the checker's back.
@@ -267,11 +269,11 @@ class SpmdTypeMode(Session):
     origins = result_origins
 
     def adopt(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Backward accumulates the gradient of `param` in `grad`."""
+        """Writes the expected gradient type on `grad`, the gradient of `param` that backward has accumulated."""
         return autograd.adopt(self, param, grad)
 
     def local_scope(self, axes: Collection[str]) -> AbstractContextManager[None]:
-        """Inside, what is sharded over `axes` is this rank's own numbers."""
+        """Makes shards over `axes` this rank's own numbers inside the context."""
         return local_scope(self, axes)
 
     # --- calls whose judgement is not in the memo
@@ -300,7 +302,7 @@ class SpmdTypeMode(Session):
         notes, changed = self._notes(tensors, rule.name)
         if notes is None:  # in a backward pass: nothing is known, and nothing is checked
             return func(*args, **kwargs)
-        if changed:  # with what is known now, the judgement may be in the memo
+        if changed:  # with the notes written now, the judgement may be in the memo
             return self.__torch_function__(func, (), args, kwargs)
         if any(isinstance(note.extra, Segments) for note in notes) or (
             rule.name in CATS and not torch.is_grad_enabled() and batched(notes) is None
@@ -325,9 +327,9 @@ class SpmdTypeMode(Session):
         return self._make(call, judgement)
 
     def _notes(self, tensors: Sequence[Tensor], function: str) -> tuple[list[Note] | None, bool]:
-        """What is known of each operand, and whether any of that was written just now.
+        """The note of each operand, and whether this call has written one of them.
 
-        None if nothing is known of one of them: see `note`.
+        None in place of the notes if an operand has none: see `note`.
         """
         notes: list[Note] = []
         changed = False
@@ -341,7 +343,7 @@ class SpmdTypeMode(Session):
         return notes, changed
 
     def _write(self, call: _Uncached, target: Tensor, judgement: Judgement) -> Any:
-        """Runs a function that writes to `target`, if that may become what is written to it."""
+        """Runs a function that writes to `target`, if `target` may have the type of what is written."""
         type_ = judgement.types[0]
         check_write(self, call.rule, target, type_, call.tensors, call.notes)
         result = call.func(*call.args, **call.kwargs)
@@ -379,14 +381,14 @@ class SpmdTypeMode(Session):
         return result
 
     def _extra_of(self, call: _Uncached, judgement: Judgement, result: Any) -> Any:
-        """What the note of a call's result holds beside its type; None: nothing."""
+        """The `extra` of the note of a call's result; None: there is none."""
         rule, args, kwargs, notes = call.rule, call.args, call.kwargs, call.notes
         if rule.kind == "random":
             return FRESH
-        kept = notes[0].extra if rule.aliases and notes else None
-        if kept == READONLY:
+        extra = notes[0].extra if rule.aliases and notes else None
+        if extra == READONLY:
             return READONLY
-        if counts(rule, args, kwargs) or (kept == COUNTED and result.numel() == call.tensors[0].numel()):
+        if counts(rule, args, kwargs) or (extra == COUNTED and result.numel() == call.tensors[0].numel()):
             return COUNTED
         lookup = lookup_note(self, rule, args, kwargs, call.tensors, notes, result, judgement.types[0])
         return lookup or stacked_note(rule, args, kwargs, call.tensors, notes)

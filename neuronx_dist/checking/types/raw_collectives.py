@@ -1,9 +1,9 @@
 """`torch.distributed` on typed tensors: refused while types are checked.
 
-A raw collective knows process groups and not axes, writes in place what types do not see, and has no derivative. While
-a mode is entered, the methods of `ProcessGroup`, through which all of `torch.distributed` goes (also functions that
-were imported by name), look for typed tensors in their arguments; functional collectives arrive in the mode itself.
-Calls by `neuronx_dist.comm`, whose verbs are typed, pass.
+A raw collective takes a process group in place of an axis, writes in place where types do not see it, and has no
+derivative. While a mode is entered, the methods of `ProcessGroup`, through which all of `torch.distributed` goes (also
+functions that were imported by name), look for typed tensors in their arguments; functional collectives arrive in the
+mode itself. Calls by `neuronx_dist.comm`, whose verbs are typed, pass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ... import comm
 from ...call_site import LIBRARY, TRANSPORT, call_site, frames
-from ...comm.rank_numbers import concrete
+from ...comm.ranks.rank_numbers import concrete
 from ...mesh import Mesh
 from ...spmd.axes import atoms_of
 from ...spmd.errors import SpmdTypeError
@@ -100,7 +100,7 @@ def refuse(name: str, arguments: Any, verb: str = "", group: Any = None) -> None
 
 
 def _axis_of(group: Any) -> tuple[tuple[str, ...], str]:
-    """The names of the axis of a process group, and the first of its atoms; nothing of a group that is no axis."""
+    """The names of the axis of a process group, and the first of its atoms; empty for a group that is no axis."""
     mode = active()
     mesh: Mesh | None = mode.mesh if mode is not None else None
     if mesh is None or not comm.is_initialized():
@@ -134,7 +134,7 @@ def _guarded(original: Callable[..., Any], method: str) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """From now on, in threads that check types, `torch.distributed` takes no typed tensors."""
+    """Makes `torch.distributed` refuse typed tensors, in threads that check types."""
     for method in _VERBS if dist.is_available() else ():
         original = dist.ProcessGroup.__dict__.get(method)
         if original is not None:
@@ -150,10 +150,10 @@ def remove() -> None:
 
 
 def refuse_raw_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Checks a function that a mode received and no rule knows: it must not be a collective of torch.distributed.
+    """Refuses a function that a mode received, and that has no rule, if it is a collective of torch.distributed.
 
     Raises:
-        SpmdTypeError: it is one, and is given typed tensors.
+        SpmdTypeError: it is one, with typed tensors as arguments.
     """
     if _is_raw(func):
         name = getattr(func, "__name__", str(func)).removeprefix("_c10d_functional.")

@@ -1,17 +1,17 @@
 """The scale of a call's results on one axis, from the scales of its operands.
 
-A scale k says that the ranks hold N^k times a value, N being the size of the axis (`spmd/types.py`): what a mean over a
-shard, the sum of means, and a division by the size of the axis leave behind. A function that is linear in an operand
-hands its scale on, a quotient takes that of the divisor away, and operands that are added up must have the same one.
+A scale k says that the ranks hold N^k times a value, N being the size of the axis (`spmd/types.py`). It comes from a
+mean over a shard, a sum of means, or a division by the size of the axis. A function that is linear in an operand passes
+the operand's scale on, a quotient subtracts the scale of the divisor, and operands of a sum must have equal scales.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...rules.spec import ALL, Rule
 from ...spmd.errors import Violation
 from ...spmd.types import ZERO, P, SpmdType, V, scaled
-from .rules.spec import ALL, Rule
 
 __all__ = ["as_summands", "result_scale"]
 
@@ -69,9 +69,9 @@ def result_scale(axis: str, rule: Rule, groups: Groups, operand_types: Sequence[
 
 
 def as_summands(violation: Violation, operand_types: Sequence[SpmdType]) -> list[SpmdType] | None:
-    """The types with those of `violation` that are equal on all ranks as parts of a sum, if that may remove it.
+    """The operand types, equal ones of the violation taken as summands, if that may remove the violation.
 
-    What is the same everywhere is its own mean: R at scale k is P at scale k + 1.
+    A value that is equal on all ranks is their mean: R at scale k is P at scale k + 1.
     """
     if violation.rule not in ("partial_plus", "bias"):
         return None

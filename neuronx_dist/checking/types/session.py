@@ -1,6 +1,6 @@
-"""What a mode knows while it is entered: the mesh, names, what was assumed, and the types of tensors.
+"""The state of a mode while it is entered: the mesh, names, assumptions, and the types of tensors.
 
-The part of `SpmdTypeMode` that is not about calls: handlers, messages and reports use it.
+The part of `SpmdTypeMode` without calls, for handlers, messages and reports.
 """
 
 from __future__ import annotations
@@ -11,60 +11,59 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...call_site import call_site
 from ...comm import context
 from ...mesh import Mesh
+from ...rules import Rule
 from ...spmd.axes import atoms_of, mesh_of
 from ...spmd.tensor_type import EQUAL, NAME, NOTE, Note, Origin, TensorType, note_of, tensors_in, version
 from ...spmd.types import R, scaled
 from ...weights.partial_model import partial_model
 from .judge import Judgement
-from .rules import Rule
 
-__all__ = ["Session", "in_backward", "new_session"]
+__all__ = ["Session", "new_session"]
 
-_sessions = count(time.time_ns())  # no note of another process, out of a file, is ever taken for one of this
+_sessions = count(time.time_ns())  # so that a note of another process, from a file, never counts in this one
 
 
 def new_session() -> int:
-    """A serial number that no mode had yet."""
+    """A new serial number for a mode."""
     return next(_sessions)
 
 
 class Session(TorchFunctionMode):
-    """What handlers and messages know of the mode that calls them: see `SpmdTypeMode`, which is one.
+    """The base class of `SpmdTypeMode`, with all that handlers and messages use of it.
 
     Attributes:
-        mesh, level, strict: as given to the mode.
-        session: serial number of this mode, or of the scope of local code that it is in, which its notes have.
-        scope: of local code (handlers/local_code.py), while one is entered.
+        mesh, level, strict: arguments of the mode.
+        session: serial number in its notes: of this mode, or of the scope of local code that is entered.
+        scope: of local code (handlers/local_scope.py), while one is entered.
         assumed, trusted: (text, line) -> how often.
-        num_assumptions: how often anything was assumed or trusted: a judgement during which it moved is not cached.
-        operators, collectives: how many were checked.
+        num_assumptions: number of calls of `assume` and `trust`; a judgement that changes it is not cached.
+        operators, collectives: number of checked ones.
         modules: id of a module -> its path, for messages.
         tied: id of a parameter -> the ranks that hold it, for parameters that several stages have.
-        writes: of memory that was written in place, by its storage (handlers/inplace.py).
+        writes: the writes in place, by storage (handlers/inplace.py).
         compared: fused functions, with types and shapes, that were compared with their composition.
         known: operators that were judged, on this mesh; and the atoms of axes.
-        paused: how many `pause` are entered; nothing is looked at while it is not 0.
-        entered: how many `with` of it are open.
+        paused: number of entered `pause`; nothing is checked while it is not 0.
+        entered: number of open `with` statements.
         stand_in: `(tensor, function) -> number` where a Python number is made of a tensor that has no value; None: that
             is an error.
-        unrecorded: how many are at work whose calls are nobody's to compare: torch's own optimizers.
-        incoming: of leaves whose hooks ran in this backward pass, what these made of the gradient: by id `(leaf, its
-            type, its origins)`.
+        unrecorded: number of running steps of torch's own optimizers, whose calls are not compared.
+        incoming: results of the hooks of leaves in this backward pass: by id of the leaf `(leaf, type of its gradient,
+            origins)`.
         around_hooks: makes a context that the body of every hook on gradients runs in; None: none.
-        probing: how many `trial` are entered; errors raised meanwhile are caught, and need no good message.
+        probing: number of entered `trial`; errors raised meanwhile are caught, and need no full message.
         symbolic: ranks are RankValues: one rank is played in place of many.
-        seeds: `(line of a draw, seed) -> axes` on which the seed that is drawn from there is known to differ.
-        outside_seed: of the default generator, as the program found it; None: nobody compares the seeds of the ranks.
-        received: `(tensor, axis) -> type` of what a pipeline stage gets by `comm.recv`; None: nobody knows.
+        seeds: `(line of a draw, seed) -> axes` on which the seed of that draw is known to differ.
+        outside_seed: first seed of the default generator; None: the seeds of the ranks are not compared.
+        received: `(tensor, axis) -> type` of a tensor that `comm.recv` writes to; None: not known.
         sent: `(tensor, axis)`, called at each `comm.send`.
-        averaged: axes over which the gradients of every backward are averaged: of a pipeline that is known before.
+        averaged: axes over which the gradients of every backward are averaged: known before for a pipeline.
         gradient_scales: axis -> scale that the loss of the last backward gave to gradients, where it is not 0.
     """
 
@@ -98,10 +97,10 @@ class Session(TorchFunctionMode):
         self.known: dict[Any, Any] = {}
         self.num_assumptions = 0
 
-    # --- what the mode knows to do, and handlers ask of it
+    # --- methods of the mode that handlers call
 
     def note(self, x: Tensor, function: str) -> Note | None:
-        """What is known of an operand. None in backward passes, where native derivatives are right by construction.
+        """The note of an operand; None in backward passes, where native derivatives are right by construction.
 
         Raises:
             SpmdTypeError: it has no type; or its memory was written behind the checker's back.
@@ -125,11 +124,11 @@ class Session(TorchFunctionMode):
         raise NotImplementedError
 
     def origins(self, judgement: Judgement | None, notes: Sequence[Note]) -> dict[str, Origin] | None:
-        """Where the types of a result began: where those of its operands did, or here."""
+        """Origins of the types of a result: those of its operands, or this line."""
         raise NotImplementedError
 
     def adopt(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Backward accumulates the gradient of `param` in `grad`."""
+        """Writes the expected gradient type on `grad`, the gradient of `param` that backward has accumulated."""
         raise NotImplementedError
 
     def gradient_type(self, type_: TensorType) -> TensorType:
@@ -139,7 +138,7 @@ class Session(TorchFunctionMode):
         return TensorType.of(types, gradient_type.rest)
 
     def adopt_gradients(self) -> None:
-        """Gradients of the parameters of watched models get their types now."""
+        """Writes types on the gradients of the parameters of watched models."""
         for param in self._parameters.values():
             if param.grad is not None:
                 self.adopt(param, param.grad)
@@ -147,11 +146,11 @@ class Session(TorchFunctionMode):
     # --- the mesh
 
     def axes_of(self, type_: TensorType) -> list[str]:
-        """All axes that matter for a tensor: those of the mesh, or without one those it was given types on."""
+        """All axes of a tensor: those of the mesh, or without a mesh those of its type."""
         return sorted({*type_.types, *self.atoms(("pp", "dp", "cp", "tp"))})
 
     def data_axes(self) -> tuple[str, ...]:
-        """Axes along which ranks have other data."""
+        """Axes whose ranks have different data."""
         return self.atoms(("dp", "cp"))
 
     def named(self, type_: TensorType) -> TensorType:
@@ -163,7 +162,7 @@ class Session(TorchFunctionMode):
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Counts and lists forget what ran inside."""
+        """Restores counts and lists after the context."""
         before = dict(self.assumed), dict(self.trusted), self.operators, self.collectives
         self.probing += 1
         try:
@@ -174,7 +173,7 @@ class Session(TorchFunctionMode):
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """The checking backend records no collectives that run inside: for trials."""
+        """Keeps the checking backend from recording collectives inside the context, for trials."""
         backend = context.current().backend if context.is_initialized() else None
         before = getattr(backend, "silent", None)
         if before is not None:
@@ -204,23 +203,23 @@ class Session(TorchFunctionMode):
     # --- for messages and reports
 
     def line(self) -> str:
-        """The line that a report names for what is assumed or declared now."""
+        """The line that a report names for an assumption or declaration made now."""
         return call_site()
 
     def assume(self, text: str) -> None:
-        """Notes what could not be proven."""
+        """Records an assumption, which could not be proven."""
         self.num_assumptions += 1
         entry = text, self.line()
         self.assumed[entry] = self.assumed.get(entry, 0) + 1
 
     def trust(self, text: str) -> None:
-        """Notes a declaration that was taken at its word."""
+        """Records a declaration that was not proven."""
         self.num_assumptions += 1
         entry = text, self.line()
         self.trusted[entry] = self.trusted.get(entry, 0) + 1
 
     def watch(self, module: nn.Module) -> None:
-        """Learns the names of a model's modules and parameters, and takes its buffers for equal on all ranks."""
+        """Stores the names of a model's modules and parameters, and types its buffers as equal on all ranks."""
         self.modules.update((id(child), name) for name, child in module.named_modules())
         for name, param in module.named_parameters():
             param.__dict__[NAME] = name
@@ -236,7 +235,7 @@ class Session(TorchFunctionMode):
                     self.stamp(x, EQUAL)
 
     def pause(self) -> Pause:
-        """Switches the checker off for what runs inside."""
+        """Switches the checker off inside the context."""
         return Pause(self)
 
 
@@ -253,8 +252,3 @@ class Pause:
 
     def __exit__(self, *error: Any) -> None:
         self.mode.paused -= 1
-
-
-def in_backward() -> bool:
-    """Whether this is called by a backward pass of autograd."""
-    return torch._C._current_graph_task_id() != -1

@@ -1,7 +1,7 @@
-"""Where a shard is among the labels of a call's dims: from the type of an operand, and back to the type of a result.
+"""The position of a shard among the labels of a call's dims: from an operand's type, and back to a result's.
 
-A dim is a product of labels, outermost first (`rules/spec.py`), and one of them is what is sharded: two shards go
-together if they are at the same place.
+A dim is a product of labels, outermost first (`rules/spec.py`), one of which is sharded: two shards fit if they have
+the same position.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from ...rules.spec import Dims, Spec
 from ...spmd.errors import Violation
 from ...spmd.types import Shard, SpmdType, V
-from .rules.spec import Dims, Spec
 
 __all__ = ["ShardPosition", "difference", "locate", "part_of", "put", "put_together"]
 
@@ -21,7 +21,7 @@ _ALL = Fraction(0), Fraction(1)
 
 
 class ShardPosition(NamedTuple):
-    """Along which label a tensor is sharded: in `stride` blocks, `extent` positions of each counting.
+    """The label along which a tensor is sharded, in `stride` blocks of which `extent` positions count.
 
     `part`: see `Shard`.
     """
@@ -33,20 +33,20 @@ class ShardPosition(NamedTuple):
 
 
 def part_of(part: tuple[Fraction, Fraction] | None, start: int, stop: int, length: int) -> tuple[Fraction, Fraction]:
-    """The positions from `start` to `stop`, of `length`, of what is a part itself."""
+    """The positions from `start` to `stop`, of `length`, of a dim that is a part itself."""
     first, end = part or _ALL
     return first + (end - first) * Fraction(start, length), first + (end - first) * Fraction(stop, length)
 
 
-def difference(own: ShardPosition, other: ShardPosition, own_type: Any, other_type: Any, name: str) -> str:
-    """How the places of two shards, which a call of `name` puts beside each other, differ, in words."""
-    if own.label != other.label:
-        why = f"dim {other_type.dim} of the one and dim {own_type.dim} of the other are sharded, which {name} does not "
+def difference(one: ShardPosition, other: ShardPosition, one_type: Any, other_type: Any, name: str) -> str:
+    """The difference between the positions of two shards that meet in a call of `name`, in words."""
+    if one.label != other.label:
+        why = f"dim {other_type.dim} of the one and dim {one_type.dim} of the other are sharded, which {name} does not "
         return why + "put beside each other: every rank has but one pair of pieces"
-    if own.stride != other.stride:
-        why = f"both are sharded on the same dim, one {_blocks(own)}, the other {_blocks(other)}"
+    if one.stride != other.stride:
+        why = f"both are sharded on the same dim, one {_blocks(one)}, the other {_blocks(other)}"
         return f"{why}: the ranks have other parts of it"
-    first, second = (f"{p[0]} to {p[1]}" if p is not None else "all" for p in (own.part, other.part))
+    first, second = (f"{p[0]} to {p[1]}" if p is not None else "all" for p in (one.part, other.part))
     why = f"they are parts of each rank's piece, {first} and {second} of it"
     return f"{why}: what is side by side here is not in the whole"
 
@@ -56,7 +56,7 @@ def _blocks(position: ShardPosition) -> str:
 
 
 def put_together(spec: Spec, spmd_types: Sequence[SpmdType | None]) -> SpmdType | None:
-    """The type of a `cat` of parts of shards, one after the other along the dim that they are parts of; else None."""
+    """The type of a `cat` of consecutive parts of a sharded dim, along this dim; else None."""
     operands, out = spec.ins, spec.outs[0]
     at = next((d for d, factors in enumerate(out) if operands[0] is not None and factors != operands[0][d]), None)
     shards = [x for x in spmd_types if isinstance(x, Shard) and x.part is not None and x.stride == 1 and x.dim == at]
@@ -69,7 +69,7 @@ def put_together(spec: Spec, spmd_types: Sequence[SpmdType | None]) -> SpmdType 
 
 
 def locate(dims: Dims, shard: Shard, spec: Spec, axis: str, index: int, name: str) -> ShardPosition:
-    """The factor of an operand's dim that a shard is along."""
+    """The factor of an operand's dim that is sharded."""
     return _located(dims, shard, spec, axis, index, name)._replace(part=shard.part)
 
 

@@ -1,15 +1,15 @@
-"""What is changed in torch while any mode is entered, and put back by the last one that leaves.
+"""Changes of torch while any mode is entered, which the last mode to leave reverts.
 
-    nn.Parameter(x)       which no mode sees: the parameter is what `x` was declared to be
+    nn.Parameter(x)       arrives in no mode: the parameter gets the type that `x` was declared to have
     torch.distributed     takes no typed tensors (`raw_collectives.py`)
     hooks                 of nodes in the graph, and of saved tensors (`handlers/hooks.py`)
-    torch.vmap, torch.func  what they hide of a tensor is in its type (`handlers/vmapped.py`)
-    len                   of a sharded tensor is a number that knows it is local (`handlers/axis_numbers.py`)
-    torch.jit             graphs run node by node (`handlers/scripted.py`)
-    torch.compile         what was compiled runs as it is written: a compiler cannot follow types
+    torch.vmap, torch.func  dims that they hide stay in the type (`handlers/vmapped.py`)
+    len                   of a sharded tensor is an AxisSize (`handlers/axis_numbers.py`)
+    torch.jit             scripted functions run as Python (`handlers/scripted.py`)
+    torch.compile         compiled functions run as written: a compiler cannot follow types
 
-What a program just made (`torch.empty`, random numbers) was never declared: a parameter made of that is what its layout
-says (`parameter_type`).
+A tensor that a program just made (`torch.empty`, random numbers) was not declared: a parameter made of it has the type
+of its layout (`parameter_type`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ...shared_context import SharedContext
 from ...spmd.tensor_type import READONLY, note_of
 from ...spmd.watching import active
+from ...torch_internals.operators import COMPILER
 from . import raw_collectives as raw
 from .handlers import axis_numbers, hooks, scripted, vmapped
 
@@ -50,8 +51,8 @@ def _changed() -> Iterator[None]:
     nn.Parameter.__new__ = _new  # type: ignore[method-assign]
     for part in _PARTS:
         part.install()
-    # Where nothing is compiled yet, importing what compiles would take seconds.
-    stance = torch.compiler.set_stance("force_eager") if "torch._dynamo.eval_frame" in sys.modules else nullcontext()
+    # Where nothing is compiled yet, the import of the compiler would take seconds.
+    stance = torch.compiler.set_stance("force_eager") if COMPILER in sys.modules else nullcontext()
     try:
         with stance:
             yield

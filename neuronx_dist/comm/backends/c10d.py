@@ -21,16 +21,25 @@ from torch.distributed.constants import default_pg_timeout
 
 from ...call_site import call_site
 from ...mesh import Groups
+from ...torch_internals.distributed import (
+    backend_timeout,
+    default_group,
+    default_store,
+    device_types,
+    is_registered,
+    make_group,
+    set_ranks,
+)
 from ..base import TAGS, Backend, Communicator, WorkLike, Works
-from ..board import StoreBoard
 from ..errors import CommError, CommTimeout, RemoteRankError
-from ..failure import FailureMonitor
-from ..waiting import noted
-from .messages import LARGE, exchange, start_alone
+from ..health.board import StoreBoard
+from ..health.failure import FailureMonitor
+from ..health.waiting import noted
+from .message_lists import LARGE, exchange, start_alone
 
 __all__ = ["DEFAULT_TIMEOUT", "C10dBackend", "C10dCommunicator", "let_go_of_groups", "ranks_of_group"]
 
-DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)  # torch's own is half an hour on gloo, and this on NCCL
+DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)  # torch's default is 30 minutes on gloo, and this on NCCL
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # torch 2.13 renamed these; the old names still work, and warn on every call.
@@ -41,15 +50,15 @@ _reduce_scatter_single = (
 _GLOO_DTYPES = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8}
 _SMALL = 1 << 20  # bytes of an all_gather's result up to which gloo's all_to_all is faster than messages
 _TAG = TAGS  # collectives made of messages use tags of their own, so that they never meet a user's send
-_TAGS = 2 * _TAG  # of one communicator
+_TAGS = 2 * _TAG  # tags of one communicator
 _SHARERS = 2**31 // _TAGS  # communicators of one group that gloo's 32 bits of a tag keep apart
 _on_gloo: WeakSet[C10dCommunicator] = WeakSet()  # all communicators of this process on gloo
 
 
 def let_go_of_groups() -> None:
-    """Takes the process groups from all communicators on gloo, which are of no use after this.
+    """Removes the process groups from all communicators on gloo, which cannot be used after this.
 
-    A group has threads as long as something refers to it, and models and optimizers keep communicators.
+    A group has threads as long as it is referenced, and models and optimizers reference communicators.
     """
     for communicator in _on_gloo:
         del communicator.group
@@ -71,7 +80,7 @@ class C10dCommunicator(Communicator):
         self._gloo = dist.get_backend(group) == "gloo"
         if self._gloo:
             _on_gloo.add(self)
-        self._first_tag = first_tag  # added to all tags: a group may be shared, and messages are not to meet in it
+        self._first_tag = first_tag  # added to all tags: a group may be shared, and messages must not meet in it
 
     def start_all_reduce(self, buffer: torch.Tensor, op: str) -> WorkLike:
         return dist.all_reduce(buffer, _OPS[op], group=self.group, async_op=True)
@@ -152,7 +161,7 @@ class C10dCommunicator(Communicator):
         return dist.broadcast(buffer, group_src=src, group=self.group, async_op=True)
 
     def start_send(self, x: torch.Tensor, dst: int, tag: int) -> WorkLike:
-        # What `dist.isend` comes to, after a dozen calls of Python.
+        # The call that `dist.isend` ends in, after a dozen Python calls.
         return self.group.send([torch.view_as_real(x) if x.dtype.is_complex else x], dst, self._first_tag + tag)
 
     def start_recv(self, out: torch.Tensor, src: int, tag: int) -> WorkLike:
@@ -188,16 +197,16 @@ class C10dCommunicator(Communicator):
 class C10dBackend(Backend):
     """Communicators over torch.distributed groups; needs `init_process_group` to have been called.
 
-    A rank makes its own groups only, and meets nobody but their members. Where the world is bound to a device
+    A rank makes only groups that it is a member of, and waits for no other ranks. Where the world is bound to a device
     (`init_process_group("nccl", device_id=...)`), NCCL splits groups from it, in which all ranks take part at once.
 
     Args:
-        timeout: after which a collective gives up on a silent rank; None: what `init_process_group` was given, or
-            `DEFAULT_TIMEOUT`. The world's own group keeps that of `init_process_group`.
+        timeout: time after which a collective gives up on a silent rank; None: the timeout of `init_process_group`, or
+            `DEFAULT_TIMEOUT`. The group of the whole world keeps the timeout of `init_process_group`.
         monitor: knows whether another rank has failed.
-        watch: gets every communicator that is made, and returns the one to use (`launch.connect` passes that of
+        watch: receives every new communicator, and returns the one to use (`launch.connect` passes the watcher of
             NEURONX_DIST_DEBUG).
-        number: of the backends of this job one after the other, the same on all ranks: it is in the groups' names.
+        number: index of the backend among those of this job, equal on all ranks: a part of the groups' names.
     """
 
     name = "c10d"
@@ -223,13 +232,13 @@ class C10dBackend(Backend):
         self._groups: list[dist.ProcessGroup] = []
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if dist.get_world_size() > 1:
-            store = dist.distributed_c10d._get_default_store()
+            store = default_store()
             seconds = self.timeout.total_seconds()
             self.board = StoreBoard(store, dist.get_rank(), number, timeout=seconds, monitor=monitor)
 
     @property
     def device(self) -> torch.device:
-        types = _world()._device_types
+        types = device_types(default_group())
         if torch.device("cpu") in types:
             return torch.device("cpu")
         return _device_of_world() or torch.device(types[0].type, torch.accelerator.current_device_index())
@@ -250,7 +259,7 @@ class C10dBackend(Backend):
         if own and dist.get_backend() == "gloo":
             own = False
             self._sharers[ranks] += 1
-            first_tag = (1 + (self._sharers[ranks] - 1) % (_SHARERS - 1)) * _TAGS  # 0 is that of the plain group
+            first_tag = (1 + (self._sharers[ranks] - 1) % (_SHARERS - 1)) * _TAGS  # 0 is the number of the plain group
         else:
             first_tag = 0
         return self._join(self._group(ranks, own, label), label, ranks, global_rank, first_tag)
@@ -282,21 +291,21 @@ class C10dBackend(Backend):
         return communicator if self._watch is None else self._watch(communicator)
 
     def _group(self, ranks: tuple[int, ...], own: bool, label: str) -> dist.ProcessGroup:
-        """The process group over `ranks`, made once unless `own`."""
+        """Returns the process group over `ranks`, made once unless `own` is set."""
         if own:
             return self._make(ranks, label)
         if ranks not in self._by_ranks:
             is_world = self._shares_world and ranks == tuple(range(dist.get_world_size()))
-            self._by_ranks[ranks] = _world() if is_world else self._make(ranks, label)
+            self._by_ranks[ranks] = default_group() if is_world else self._make(ranks, label)
         return self._by_ranks[ranks]
 
     def _make(self, ranks: tuple[int, ...], label: str) -> dist.ProcessGroup:
-        """A new group, made by its members.
+        """Makes a new group, by its members alone.
 
-        Its name, under which its members find one another in the store, holds its ranks, and how many groups of these
-        they have made: all members know that, and no name comes twice. `new_group` among members alone names a group
-        after its ranks and the number of groups that this rank is in: that differs between members, and repeats after
-        a group was destroyed. It also sorts the ranks (torch 2.9).
+        The name, under which members find one another in the store, contains the ranks and the number of groups that
+        these ranks have made: all members know both, and no name occurs twice. `new_group` among members alone names a
+        group after its ranks and the number of groups that this rank is in, which differs between members, and repeats
+        after a group was destroyed. It also sorts the ranks (torch 2.9).
         """
         count = self._counts[ranks] = self._counts.get(ranks, -1) + 1
         digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
@@ -305,33 +314,23 @@ class C10dBackend(Backend):
         what = f"making the group {label} (ranks {list(ranks)}, seen from rank {dist.get_rank()})"
         with noted(what):
             try:
-                group, _ = dist.distributed_c10d._new_process_group_helper(
-                    len(ranks),
-                    indices.get(dist.get_rank()),
-                    list(ranks),
-                    dist.get_backend(),
-                    dist.distributed_c10d._get_default_store(),
-                    name,
-                    timeout=self.timeout,
-                    device_id=_device_of_world(),
-                    group_desc=label,
-                )
+                group = make_group(ranks, name, _device_of_world(), timeout=self.timeout, group_desc=label)
             except RuntimeError as error:
                 raise CommError(
                     f"{what} failed at {call_site()}: not all of these ranks came to make it, or they make their "
                     f"groups in different orders. ({str(error).splitlines()[0][:200]})"
                 ) from error
         if dist.get_rank() in indices:
-            dist.distributed_c10d._world.pg_group_ranks[group] = indices
+            set_ranks(group, indices)
             self._groups.append(group)
         return group
 
 
 def ranks_of_group(group: Any) -> list[int]:
-    """The ranks of a torch ProcessGroup.
+    """Returns the ranks of a torch ProcessGroup.
 
     Raises:
-        TypeError: it is none.
+        TypeError: `group` is no ProcessGroup.
     """
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
@@ -342,21 +341,16 @@ def ranks_of_group(group: Any) -> list[int]:
 
 
 def _exists(group: dist.ProcessGroup) -> bool:
-    """Whether a group has not been destroyed, by itself or with all others."""
-    return group in dist.distributed_c10d._world.pg_map
-
-
-def _world() -> dist.ProcessGroup:
-    return dist.distributed_c10d._get_default_group()
+    """Returns whether a group still exists: not destroyed, alone or with all others."""
+    return is_registered(group)
 
 
 def _device_of_world() -> torch.device | None:
-    """The device that `init_process_group` was given."""
-    return _world().bound_device_id
+    """Returns the device that was passed to `init_process_group`."""
+    return default_group().bound_device_id
 
 
 def _timeout_of_world() -> datetime.timedelta | None:
-    """The timeout that `init_process_group` was given; None: none, or torch does not tell."""
-    options = getattr(_world()._get_backend(_world()._device_types[-1]), "options", None)
-    timeout: datetime.timedelta | None = getattr(options, "_timeout", None)
+    """Returns the timeout that was passed to `init_process_group`; None: none, or unknown."""
+    timeout = backend_timeout(default_group())
     return None if timeout == default_pg_timeout else timeout

@@ -1,14 +1,14 @@
-"""A backend for checking programs: shapes only, with a record of every collective and of every look at the rank.
+"""A backend for checking programs: shapes only, with a record of every collective and of every read of the rank.
 
     backend = CheckBackend(on_read=lambda axes: ...)
     with comm.as_rank(mesh, rank, backend):
         program()                                # on fake or meta tensors, one rank in place of many
     backend.events                               # its collectives in order, with call sites, backward included
-    backend.reads                                # where it looked at its rank, and what the other ranks would have seen
+    backend.reads                                # where it read its rank, and the answers of all other ranks
     backend.same_program(other)                  # whether rank `other`, running it, would have done the same
 
 Inside, `comm.rank(axis)`, `current().rank`, `mesh.coordinate(axis, current().rank)`, `mesh.group_of(axis, rank)` and a
-communicator's `rank`, `global_rank` and `ranks` are `RankValue`s (comm/rank_values.py says what counts as a read).
+communicator's `rank`, `global_rank` and `ranks` are `RankValue`s (comm/ranks says what counts as a read).
 To check a whole mesh: play rank 0; then each rank that is not `same_program` to any that was played before.
 """
 
@@ -25,9 +25,9 @@ from ...call_site import call_site, call_sites
 from ...mesh import Groups, Mesh
 from .. import backends
 from ..base import Backend, Communicator, WorkLike
-from ..observed_ranks import ObservedRank, Read
-from ..rank_numbers import concrete
-from ..rank_values import RankValue, value_on
+from ..ranks.observed_ranks import ObservedRank, Read
+from ..ranks.rank_numbers import concrete
+from ..ranks.rank_values import RankValue, value_on
 from .shapes import ShapesCommunicator
 
 __all__ = ["CheckBackend", "CheckCommunicator", "Event"]
@@ -39,25 +39,25 @@ class Event:
 
     number: int  # runs through starts and waits of the whole program
     verb: str  # all_reduce, ..., send, recv, gather_objects (of barrier and broadcast_object too)
-    axis: str  # what the group is called: "tp", "dp,cp", a label given to new_group
+    axis: str  # name of the group: "tp", "dp,cp", a label given to new_group
     op: str | None  # sum, max, min; None where nothing is reduced
     shape: tuple[int, ...] | None  # sent (recv: received); reduce_scatter and all_to_all: [size, *piece]
     dtype: torch.dtype | None  # None for objects
-    ranks: tuple[int, ...]  # global ranks of the group, in its order
-    rank: int  # the global rank that does it
+    ranks: tuple[int, ...]  # global ranks of the group, in the order of the group
+    rank: int  # the global rank that starts it
     where: str  # file:line of the user's code
     inside: str  # file:line of the innermost frame outside comm/ and torch: the layer, or the same as `where`
     phase: str  # `CheckBackend.phase` at the time
     peer: int | None = None  # global rank of the other end of send and recv, and of a broadcast's source
     tag: int = 0  # of send and recv; may be a RankValue
     pairs: tuple[tuple[int, int], ...] = ()  # of permute: group indices
-    sizes: tuple[tuple[int, ...], ...] = ()  # of exchange: numbers of elements for, and from, each index of the group
+    sizes: tuple[tuple[int, ...], ...] = ()  # of exchange: numbers of elements to, and from, each index of the group
     awaited: int | None = None  # number at which it was first waited for; start and wait together: `number + 1`
     communicator: CheckCommunicator | None = field(default=None, repr=False)
-    peer_index: int | None = field(default=None, repr=False)  # as it was given: an index in the group
+    peer_index: int | None = field(default=None, repr=False)  # as passed: an index in the group
 
     def on(self, rank: int) -> Event:
-        """What this event is on another rank that runs the same program: in its own group, with its own peer."""
+        """Returns this event as another rank with the same program has it: in that rank's group, with its peer."""
         assert self.communicator is not None
         ranks = self.communicator.ranks_of(rank)
         peer = ranks[value_on(self.peer_index, rank)] if self.peer_index is not None else None
@@ -66,7 +66,7 @@ class Event:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What has to be the same on all ranks of the group (for send and recv: see `peer`)."""
+        """Fields that must be equal on all ranks of the group (for send and recv: see `peer`)."""
         source = self.peer if self.verb == "broadcast" else None
         return self.verb, self.axis, self.ranks, self.op, self.shape, self.dtype, source, self.pairs
 
@@ -114,11 +114,11 @@ class CheckCommunicator(ShapesCommunicator):
 
     @property
     def mesh_groups(self) -> Groups | None:
-        """The groups of all ranks, if they are those along an axis of the mesh."""
+        """Groups of all ranks, if these are the groups along an axis of the mesh."""
         return self._groups if isinstance(self._groups, Groups) else None
 
     def _of_each_rank(self, value: Callable[[Sequence[int], int], int]) -> int:
-        """What `value` gives for each rank's group and its index there."""
+        """Returns the results of `value` for each rank's group and index in the group."""
         by_rank = {rank: value(group, index) for group in self._groups for index, rank in enumerate(group)}
         return self._observed.value(self._observed.table_by_rank(by_rank))
 
@@ -140,7 +140,7 @@ class CheckCommunicator(ShapesCommunicator):
 
     @property
     def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The global ranks of the group: numbers that depend on where this rank is along the other axes."""
+        """Global ranks of the group: numbers that depend on this rank's coordinates along the other axes."""
         if self._ranks is None:
             if not self._symbolic:
                 self._ranks = self.concrete_ranks
@@ -158,14 +158,14 @@ class CheckCommunicator(ShapesCommunicator):
         return {rank: ranks for ranks in map(tuple, self._groups) for rank in ranks}
 
     def ranks_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the group that `rank` has where this rank has this one."""
+        """Returns the ranks of the group of `rank` that corresponds to this group."""
         if rank not in self._known:
             by_rank = self._groups
             self._known[rank] = tuple(by_rank.of(rank)) if isinstance(by_rank, Groups) else self._by_rank[rank]
         return self._known[rank]
 
     def all_groups(self) -> list[tuple[int, ...]]:
-        """The groups of all ranks."""
+        """Groups of all ranks."""
         return [tuple(group) for group in self._groups]
 
     def _event(
@@ -255,12 +255,12 @@ class CheckBackend(Backend):
     Args:
         on_read: called with the axes along which an answer differs each time the program reads its rank.
         symbolic: False: ranks are plain ints, and nothing is known about reads.
-        silent: keep no events (recorders use it, which run a program before it runs).
+        silent: store no events (used by recorders, which run a program before it runs).
 
     Attributes:
         events: the collectives so far.
         phase: put into each event; set it to "forward", "backward", ...
-        observed: the rank that is played, and what was asked about it; None before a context is made.
+        observed: the played rank, with its reads; None before a context is made.
     """
 
     name = "check"
@@ -282,11 +282,11 @@ class CheckBackend(Backend):
 
     @property
     def reads(self) -> list[Read]:
-        """All different reads: `.axes`, `.where`, `.answer(coordinates)`."""
+        """All distinct reads: `.axes`, `.where`, `.answer(coordinates)`."""
         return self.observed.reads if self.observed is not None else []
 
     def same_program(self, rank: int) -> bool:
-        """Whether `rank` would have read the same answers: all its decisions, so far, are those of this program."""
+        """Returns whether `rank` would have read the same answers, and so have decided equally so far."""
         assert self.observed is not None, "not in use yet"
         return self.observed.same_program(rank)
 
@@ -305,7 +305,7 @@ class CheckBackend(Backend):
         return CheckCommunicator(label, groups, observed, self, self.symbolic)
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:
-        """A process group of the user's. Which groups the other ranks have is not known: they are taken to differ."""
+        """Wraps a process group of the user. The groups of the other ranks are unknown, and assumed to differ."""
         observed = self.observed
         assert observed is not None
         ranks = backends.c10d.ranks_of_group(group)

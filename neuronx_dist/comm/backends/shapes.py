@@ -1,4 +1,4 @@
-"""No group at all: collectives give tensors of the right shape, as if every rank held what this one holds.
+"""A backend without groups: collectives return tensors of the right shape, as if all ranks held the same values.
 
 Works on fake and meta tensors, so that whole models run, and are checked, in one process.
 """
@@ -12,7 +12,7 @@ import torch
 
 from .. import backends
 from ..base import DONE, Backend, Communicator, WorkLike
-from ..rank_numbers import concrete
+from ..ranks.rank_numbers import concrete
 
 __all__ = ["ShapesBackend", "ShapesCommunicator"]
 

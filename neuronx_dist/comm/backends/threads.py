@@ -1,4 +1,4 @@
-"""N ranks as threads of one process: real values, no processes. For fast tests and notebooks.
+"""Ranks as threads of one process: real values, no processes. For fast tests and notebooks.
 
 Collectives reduce in rank order, so that results are the same on every rank and in every run, and a collective in which
 the ranks disagree (verb, shape, dtype) is an error that shows both sides.
@@ -15,15 +15,15 @@ import torch
 
 from ...mesh import Mesh
 from ..base import DONE, Backend, Communicator, WorkLike
-from ..board import Board
 from ..context import Context, use
 from ..errors import CommError, CommTimeout, RemoteRankError
+from ..health.board import Board
 
 __all__ = ["ThreadsBackend", "ThreadsCommunicator", "run"]
 
 
 class _World:
-    """What the ranks share: a table of what each has posted, and the first failure."""
+    """State that the ranks share: a table of posted values, and the first failure."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -91,7 +91,7 @@ class ThreadsCommunicator(Communicator):
         self._count = 0
 
     def _exchange(self, verb: str, value: Any, signature: Any, consume: Callable[[list[Any]], None]) -> WorkLike:
-        """Posts a value now; once awaited, gives everybody's values, in group order, to `consume`."""
+        """Posts a value now; at the wait, passes the values of all ranks, in group order, to `consume`."""
         key = (self._uid, self._count)
         self._count += 1
         self._world.post(key, self.rank, (verb, signature, value))
@@ -179,7 +179,7 @@ class ThreadsCommunicator(Communicator):
         return _Pending(complete)
 
     def _mail(self, src: int, dst: int, tag: int) -> Hashable:
-        """A key for the next message of this sender, receiver and tag: they stay in order, as on a wire."""
+        """Returns a key for the next message of this sender, receiver and tag, which stay in order, as on a wire."""
         counters: dict[Hashable, int] = self.__dict__.setdefault("_mail_counters", {})
         number = counters.get((src, dst, tag), 0)
         counters[(src, dst, tag)] = number + 1
@@ -219,11 +219,11 @@ class _ThreadsBoard(Board):
             self._world.changed.wait(seconds)
 
     def _ask(self, topic: str, number: int, what: str) -> None:
-        pass  # `_read` does
+        pass  # done by `_read`
 
 
 class ThreadsBackend(Backend):
-    """One rank's end of a shared world."""
+    """Backend of one rank of a shared world."""
 
     name = "threads"
     ranks_are_threads = True
@@ -245,11 +245,11 @@ class ThreadsBackend(Backend):
 def run(mesh: Mesh, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
     """Runs `fn(*args)` on every rank of `mesh`, each in a thread with its own context; returns the results by rank.
 
-    The default random generator of torch is one for all threads: build models from given state dicts, or under a lock.
-    Under a lock no rank may wait for another one, as an `NxDPPModel` does that is cut: make that outside.
+    All threads share the default random generator of torch: build models from given state dicts, or under a lock.
+    Under a lock no rank may wait for another one; an `NxDPPModel` waits when it is cut: cut it outside.
 
     Raises:
-        the first exception of any rank (the others are told, and end), as it was raised.
+        the first exception of any rank, unchanged (the others are notified, and end).
     """
     world = _World(timeout)
     results: list[Any] = [None] * mesh.world_size

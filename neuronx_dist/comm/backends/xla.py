@@ -5,11 +5,11 @@ executable. Two rules follow. Replica groups are those of the whole axis, not of
 become a number in the program: `coordinate` gives it as an input, a tensor on the device.
 
 torch_xla orders collectives by a token that it computes from their results, as `token * result[0]`: one that holds
-inf or NaN makes the token, and through it every later result, NaN. One program for all ranks has one order anyhow, so
-each collective here starts with a token of its own.
+inf or NaN makes the token, and through it every later result, NaN. One program for all ranks has one order in any case,
+so each collective here starts with a fresh token.
 
 Stages of a pipeline have different programs. A collective between ranks of several stages is therefore a program of its
-own (`own_program`), with nothing in it but what all of them do: what is pending is cut off before it and after it.
+own (`own_program`), which contains only operations of all of them: pending operations are cut off before and after it.
 
 Ranks are processes (torchrun on Neuron and TPU hosts), threads of one process (`torch_xla.launch` on TPU v2 and v3, or
 on the CPU), or are played one after the other (`comm.as_rank`, as `neuronx_dist.xla_replay` does). In the last two
@@ -33,14 +33,15 @@ import torch.distributed as dist
 
 from ...call_site import LIBRARY, TRANSPORT, frames, line_of
 from ...mesh import Mesh
+from ...torch_internals.distributed import default_store
 from .. import context
 from ..base import DONE, Backend, Communicator, WorkLike
-from ..board import StoreBoard
 from ..errors import CommError
+from ..health.board import StoreBoard
 from ..host import upload
+from ..rank_selection import XLA, in_one_program, only_on
 from ..recording import shape_of
-from ..select import XLA, in_one_program, only_on
-from .job import connection_number
+from .torch_job import connection_number
 from .xla_groups import check_launched, process_group, replica_groups
 from .xla_transfer import how_to_transfer, rows_of
 
@@ -59,7 +60,7 @@ __all__ = [
 
 
 class Issued(NamedTuple):
-    """One collective as a rank put it into its program; instructions made of it are named `nxd-<number>-`."""
+    """One collective that a rank put into its program; its instructions are named `nxd-<number>-`."""
 
     number: int
     verb: str
@@ -74,7 +75,7 @@ class XlaCommunicator(Communicator):
     """A communicator whose collectives become instructions of a program.
 
     Attributes:
-        groups: the ranks of all groups along the axis.
+        groups: ranks of all groups along the axis.
         crosses_stages: whether ranks of several pipeline stages, which have different programs, are in one of them.
     """
 
@@ -121,7 +122,7 @@ class XlaCommunicator(Communicator):
     def start_coalesced(
         self, verb: str, xs: Sequence[torch.Tensor], op: str, outs: Sequence[torch.Tensor | None]
     ) -> tuple[WorkLike, list[torch.Tensor]]:
-        """One instruction with an operand for each tensor, and no copies. StableHLO has none for a reduce-scatter."""
+        """Starts one instruction with an operand for each tensor, without copies; none exists for reduce-scatter."""
         if verb == "reduce_scatter":
             work, views = super().start_coalesced(verb, xs, op, outs)
             return work, [view.clone() for view in views]  # writing to a view is lowered as writing the whole buffer
@@ -140,7 +141,7 @@ class XlaCommunicator(Communicator):
         return self._end("all_to_all", scattered, result, gathered)
 
     def start_permute(self, out: torch.Tensor, x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> WorkLike:
-        """A collective-permute; or all-gathers, from which a rank picks (comm/backends/xla_transfer.py)."""
+        """Starts a collective-permute, or all-gathers from which a rank selects (comm/backends/xla_transfer.py)."""
         if how_to_transfer() == "permute":
             xm = self._begin(x)
             everywhere = [[group[src], group[dst]] for group in self.groups for src, dst in pairs]
@@ -149,18 +150,18 @@ class XlaCommunicator(Communicator):
         order = [index for row in rows for group in row for index in group if self.rank in group]
         source = self._source(x.device, pairs, order)
         xm = self._begin(x)
-        row_of_x = torch.stack([x])  # not a view: torch_xla computes that of an expanded tensor from what was expanded
+        row_of_x = torch.stack([x])  # not a view: torch_xla computes one of an expanded tensor from the unexpanded
         gathered = []
         for row in rows:
             groups = [[group[index] for index in part] for group in self.groups for part in row]
             gathered.append(xm.all_gather(row_of_x, 0, groups=groups, pin_layout=False))
             self._note("permute", x, gathered[-1], groups)
-        # A selection: what a rank that is no source holds may be anything.
+        # A selection: ranks that are no source may hold any values.
         rows_and_none = torch.cat([*gathered, torch.zeros_like(row_of_x)])
         return self._deliver(rows_and_none.index_select(0, source).squeeze(0), out)
 
     def _source(self, device: torch.device, pairs: Sequence[tuple[int, int]], order: Sequence[int]) -> torch.Tensor:
-        """`[1]`, an input of programs: where in `order`, the indices that are gathered, the source is; or after it."""
+        """`[1]`, an input of programs: position of the source in `order` (the gathered indices), or its length."""
         key = (device, tuple(pairs))
         if key not in self._sources:
             index = next((order.index(src) for src, dst in pairs if dst == self.rank), len(order))
@@ -168,13 +169,13 @@ class XlaCommunicator(Communicator):
         return self._sources[key]
 
     def start_exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> WorkLike:
-        """A collective-permute around the axis for each distance at which this rank has something to send or to get.
+        """Starts a collective-permute around the axis for each distance at which this rank sends or receives.
 
-        A rank at an end, which has nothing on one side, sends and gets there what nobody reads: its program is to be
-        that of the others.
+        A rank at an end, which has no neighbour on one side, sends and receives values there that nobody reads: its
+        program must equal the others'.
 
         Raises:
-            CommError: it sends more, or less, at some distance than it gets: then ranks would have different programs.
+            CommError: the sizes sent and received at some distance differ: then ranks would have different programs.
         """
         for distance in range(1, self.size):
             dst, src = (self.rank + distance) % self.size, (self.rank - distance) % self.size
@@ -211,17 +212,17 @@ class XlaCommunicator(Communicator):
         )
 
     def gather_objects(self, obj: Any) -> list[Any]:
-        """By torch_xla's rendezvous of all ranks of the job; every group of the axis is gathered at the same time."""
+        """Gathers objects by torch_xla's rendezvous of all ranks of the job; all groups of the axis at once."""
         import torch_xla.core.xla_model as xm
 
         payloads = xm.rendezvous(f"nxd.{self.axis}", pickle.dumps(obj))
         if len(payloads) <= max(self.ranks):
             raise CommError(f"{self.describe('gather_objects')}: {len(payloads)} ranks answered, not all of the job")
-        # From the ranks of this job, which run this code too.
+        # From the ranks of this job, which run this code, too.
         return [pickle.loads(payloads[rank]) for rank in self.ranks]
 
     def _begin(self, x: torch.Tensor) -> Any:
-        """torch_xla's collectives, with a fresh token; in a program of their own if the ranks have different ones."""
+        """Gives torch_xla's collectives a fresh token, and a program of their own if the ranks' programs differ."""
         import torch_xla
         import torch_xla.core.xla_model as xm
 
@@ -257,33 +258,33 @@ class XlaCommunicator(Communicator):
         return DONE
 
     def _cut(self) -> None:
-        if self.crosses_stages and not _own.depth:
+        if self.crosses_stages and not _current_program.depth:
             run_program()
 
 
-class _Own(threading.local):
+class _OwnProgram(threading.local):
     depth = 0
 
 
-_own = _Own()
+_current_program = _OwnProgram()
 
 
 @contextmanager
 def own_program() -> Iterator[None]:
-    """Makes what is done inside a program of its own; inside another `own_program`, a part of that."""
-    if not _own.depth:
+    """Makes the operations inside a program of their own; inside another `own_program`, a part of that one."""
+    if not _current_program.depth:
         run_program()
-    _own.depth += 1
+    _current_program.depth += 1
     try:
         yield
     finally:
-        _own.depth -= 1
-    if not _own.depth:
+        _current_program.depth -= 1
+    if not _current_program.depth:
         run_program()
 
 
 class _XlaGenerator:
-    """The default generator of this rank's device."""
+    """Default generator of this rank's device."""
 
     device_type = XLA
 
@@ -291,11 +292,11 @@ class _XlaGenerator:
         """`[1]`, known without waiting for the device."""
         import torch_xla.core.xla_model as xm
 
-        state = xm.get_rng_state()  # 64 bits without a sign, which tensors cannot be made of
+        state = xm.get_rng_state()  # unsigned 64 bits, from which no tensor can be made
         return torch.tensor([state - 2**64 if state >= 2**63 else state], dtype=torch.int64)
 
     def set_state(self, state: torch.Tensor) -> None:
-        """Sets what `get_state` gave. The state is an input of the program, so that ranks may differ in it."""
+        """Sets the state that `get_state` returned: an input of the program, so that ranks may differ in it."""
         import torch_xla.core.xla_model as xm
 
         xm.set_rng_state(int(state[0]) % 2**64)
@@ -305,7 +306,7 @@ class XlaBackend(Backend):
     """Communicators over XLA devices.
 
     Args:
-        mesh: says which ranks have a program in common, those of one pipeline stage; None: all.
+        mesh: determines the ranks that share a program, those of one pipeline stage; None: all.
         issued: collects the collectives that this rank puts into its programs.
     """
 
@@ -324,7 +325,7 @@ class XlaBackend(Backend):
         own_group = next(group for group in groups if global_rank in group)
         if len(own_group) == 1:
             return Communicator(label, own_group, global_rank)
-        # Ranks outside the wanted groups come as groups of one; XLA's groups are all of one size, or leave ranks out.
+        # Ranks outside the wanted groups are passed as groups of one; XLA's groups have equal sizes, or omit ranks.
         several = [group for group in groups if len(group) > 1]
         return XlaCommunicator(label, several, global_rank, self._issued, self._crosses_stages(several))
 
@@ -338,7 +339,7 @@ class XlaBackend(Backend):
         return own_program()
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:
-        """A communicator over a torch group of the `xla` backend, which knows all replica groups (`_mesh`)."""
+        """Returns a communicator over a torch group of the `xla` backend, which knows all replica groups (`_mesh`)."""
         return self.communicator("group", replica_groups(group), global_rank)
 
     def process_group(self, communicator: Communicator) -> Any:
@@ -346,7 +347,7 @@ class XlaBackend(Backend):
 
 
 def in_use() -> bool:
-    """Whether this job's ranks are XLA devices: `init_distributed("xla")`, or the script's process group, says so."""
+    """Returns whether this job's ranks are XLA devices, by `init_distributed("xla")` or the script's process group."""
     return "torch_xla" in sys.modules and (_chosen or _process_group_is_xla())
 
 
@@ -354,7 +355,7 @@ _chosen = False
 
 
 def join(timeout: float | None = None) -> torch.device:
-    """Joins the job that torchrun started on XLA devices, if it did; returns this rank's device. Raises as `world`."""
+    """Joins the job that torchrun started on XLA devices, if any; returns this rank's device. Raises as `world`."""
     global _chosen
     import torch_xla
 
@@ -370,7 +371,7 @@ def join(timeout: float | None = None) -> torch.device:
 
 
 def world() -> tuple[int, int]:
-    """Number of ranks, and this one's.
+    """Returns the number of ranks, and the number of this rank.
 
     Raises:
         CommError: torch.distributed was initialized with another number of ranks than there are XLA devices.
@@ -389,21 +390,21 @@ def world() -> tuple[int, int]:
 
 
 def ranks_are_threads() -> bool:
-    """Whether several ranks live in this process, each on a device of its own."""
+    """Returns whether several ranks live in this process, each on another device."""
     import torch_xla.runtime as xr
 
     return bool(xr.world_size() > 1 and xr.addressable_device_count() > 1)
 
 
 def connect(mesh: Mesh) -> None:
-    """Makes this process, or thread, a rank of `mesh`. Nothing is to be set up: collectives are in the program.
+    """Makes this process, or thread, a rank of `mesh`. No group is set up: collectives are in the program.
 
-    Ranks that torch.distributed does not know (those that torch_xla starts itself) have no store for a board.
+    Ranks that torch.distributed does not know (started by torch_xla) have no store for a board.
     """
     size, rank = world()
     backend = XlaBackend(mesh)
     if size > 1 and dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         backend.board = StoreBoard(store, rank, connection_number(store, rank))
     own_context = context.Context(mesh, rank, backend)
     if ranks_are_threads():
@@ -420,14 +421,14 @@ def disconnect() -> None:
 
 
 def _ordinal() -> int:
-    """The rank of this thread; in an autograd thread, of the device whose backward it runs."""
+    """Returns the rank of this thread; in an autograd thread, the rank of the device whose backward it runs."""
     import torch_xla.runtime as xr
 
     return int(xr.global_ordinal())
 
 
 def run_program() -> None:
-    """Hands the program of everything that is pending to the device; the host does not wait for it."""
+    """Starts the program of all pending operations on the device; the host does not wait for it."""
     import torch_xla
 
     torch_xla.sync()
@@ -438,6 +439,6 @@ def _process_group_is_xla() -> bool:
 
 
 def _sites(depth: int = 6) -> tuple[str, ...]:
-    """Where a collective was asked for: `file:line in function`, innermost first."""
+    """Lines that called a collective: `file:line in function`, innermost first."""
     outside = (frame for owner, frame in frames() if owner not in (LIBRARY, TRANSPORT))
     return tuple(f"{line_of(frame)} in {frame.f_code.co_name}" for frame in islice(outside, depth))

@@ -1,7 +1,7 @@
-"""Where ranks are processes: torchrun's world, and process groups of torch_xla's `xla` backend.
+"""XLA ranks as processes: torchrun's world, and process groups of torch_xla's `xla` backend.
 
-Such a group carries the replica groups of all ranks (`_mesh`), since all have one program. Each rank makes its own
-group only, by `new_group(its_ranks, pg_options={"xla_pg_options": {"mesh": all_groups}})`, as in NeuronX Distributed.
+Such a group carries the replica groups of all ranks (`_mesh`), since all have one program. Each rank makes only its
+group, by `new_group(its_ranks, pg_options={"xla_pg_options": {"mesh": all_groups}})`, as in NeuronX Distributed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def check_launched(size: int) -> None:
     """Refuses a job of several processes in which torch_xla sees another number of devices.
 
     torch_xla's rendezvous takes the size of the world from the runtime, not from torchrun: processes whose devices do
-    not know of each other (those of PJRT_DEVICE=CPU never do) would each train alone, without a word.
+    not know of each other (those of PJRT_DEVICE=CPU never do) would each train alone, without a message.
     """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and launched != size:
@@ -34,10 +34,10 @@ def check_launched(size: int) -> None:
 
 
 def replica_groups(group: Any) -> list[list[int]]:
-    """The groups of all ranks along the axis of a torch group.
+    """Returns the groups of all ranks along the axis of a torch group.
 
     Raises:
-        TypeError: it is no group of the `xla` backend, or does not know the groups of the other ranks.
+        TypeError: the group is not of the `xla` backend, or does not know the groups of the other ranks.
     """
     how = (
         "on XLA an axis is a mesh axis name, a tuple of names, a Communicator, or a ProcessGroup made with "
@@ -49,15 +49,16 @@ def replica_groups(group: Any) -> list[list[int]]:
     if not mesh:  # the default group
         return [list(range(group.size()))]
     if len(mesh) == 1 and dist.is_initialized() and len(mesh[0]) < dist.get_world_size():
-        # What torch_xla makes of new_group(ranks) alone: ranks in other groups would have other programs.
+        # The result of torch_xla's new_group(ranks) alone: ranks in other groups would have other programs.
         raise TypeError(f"{how}; this one knows only its own ranks {mesh[0]} of {dist.get_world_size()}")
     return [list(ranks) for ranks in mesh]
 
 
 def process_group(communicator: Communicator) -> Any:
-    """A torch group over the ranks of a communicator, for scripts that hand it to torch.distributed.
+    """Returns a torch group over the ranks of a communicator, for scripts that use torch.distributed.
 
-    The communicator itself where torch.distributed does not know the XLA devices (ranks as threads, one device).
+    Returns the communicator itself where torch.distributed does not know the XLA devices (ranks as threads, one
+    device).
     """
     if not dist.is_initialized() or dist.get_backend() != "xla":
         return communicator
@@ -66,5 +67,5 @@ def process_group(communicator: Communicator) -> Any:
     if communicator not in groups:
         options = {"xla_pg_options": {"mesh": getattr(communicator, "groups", None)}}
         group = groups[communicator] = dist.new_group(list(communicator.ranks), pg_options=options)
-        here.register(group, communicator)  # with its name, which torch_xla's new_group takes none of
+        here.register(group, communicator)  # sets the group's name, which torch_xla's new_group cannot
     return groups[communicator]

@@ -1,10 +1,10 @@
-"""How ranks of XLA devices exchange tensors: by a collective-permute, or by all-gathers.
+"""Exchange of tensors between ranks of XLA devices: by a collective-permute, or by all-gathers.
 
 Neuron has neither messages nor a collective-permute. NeuronX Distributed moves activations between stages by
 all-gathers over groups of two ranks: the pairs that begin at an even rank, then those that begin at an odd one. With
-`NEURONX_DIST_XLA_TRANSFER=all_gather`, which is the default on NEURON, so do we, where the ranks of an axis are even in
-number and only neighbours exchange (the last and the first are neighbours). Otherwise there is one all-gather, over the
-whole axis.
+`NEURONX_DIST_XLA_TRANSFER=all_gather`, which is the default on NEURON, this package does the same where the number of
+ranks of an axis is even and only neighbours exchange (the last and the first are neighbours). Otherwise there is one
+all-gather, over the whole axis.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TRANSFERS = ("permute", "all_gather")
 
 
 def rows_of(pairs: Sequence[tuple[int, int]], size: int) -> list[list[list[int]]]:
-    """The all-gathers that bring all pairs together: each a list of groups, of group indices, which hold every rank.
+    """Returns all-gathers that join all pairs: each one a list of groups of group indices, which cover all ranks.
 
     >>> rows_of([(0, 1), (1, 2)], 4)
     [[[0, 1], [2, 3]], [[1, 2], [3, 0]]]
@@ -32,10 +32,10 @@ def rows_of(pairs: Sequence[tuple[int, int]], size: int) -> list[list[list[int]]
 
 
 def how_to_transfer() -> str:
-    """How ranks exchange tensors, as the environment or the device says.
+    """Returns the method of exchange that the environment or the device selects.
 
     Raises:
-        ValueError: the environment says something else.
+        ValueError: the environment variable has another value.
     """
     asked = os.environ.get(TRANSFER_VARIABLE)
     if asked is None:

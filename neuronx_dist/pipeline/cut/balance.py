@@ -14,21 +14,21 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..record.recording import Recording, info_of
+from ...program.recording import Recording, info_of
 from .placement import attribute_of, registered
 
 __all__ = ["Weight", "balanced_cuts", "weights_by_recording", "weights_by_registration"]
 
 
 class Weight(NamedTuple):
-    """What a layer adds to the piece of the model that it is in.
+    """The load that a layer adds to its piece of the model.
 
     Attributes:
         name: of the layer.
-        flops: floating-point operations of one microbatch's forward, with those of functions called before it; a
-            backward has about twice as many in every layer, so they need not be counted.
-        parameters: how many numbers, with those of functions called before it. A weight that is used in several places
-            counts in each, as stages hold a copy each.
+        flops: floating-point operations of one microbatch's forward, functions called before the layer included; a
+            backward has about twice as many in every layer, so backwards need not be counted.
+        parameters: number of elements, functions called before the layer included. A weight that is used in several
+            places counts in each place, since each stage holds a copy.
     """
 
     name: str
@@ -53,12 +53,12 @@ def balanced_cuts(pieces: int, layers: Sequence[Weight]) -> list[str]:
     flops, parameters = [layer.flops for layer in layers], [layer.parameters for layer in layers]
 
     def fits(most_flops: int, most_parameters: int) -> bool:
-        """Whether the layers make at most `pieces` pieces within these bounds: each is filled as far as it goes."""
+        """Returns whether a greedy division makes at most `pieces` pieces within these bounds."""
         count, in_flops, in_parameters = 1, 0, 0
-        for each in layers:
-            in_flops, in_parameters = in_flops + each.flops, in_parameters + each.parameters
+        for layer in layers:
+            in_flops, in_parameters = in_flops + layer.flops, in_parameters + layer.parameters
             if in_flops > most_flops or in_parameters > most_parameters:
-                count, in_flops, in_parameters = count + 1, each.flops, each.parameters
+                count, in_flops, in_parameters = count + 1, layer.flops, layer.parameters
         return count <= pieces
 
     most_flops = _smallest(flops, lambda bound: fits(bound, sum(parameters)))
@@ -68,7 +68,7 @@ def balanced_cuts(pieces: int, layers: Sequence[Weight]) -> list[str]:
 
 
 def _smallest(values: Sequence[int], fits: Callable[[int], bool]) -> int:
-    """The smallest bound of a sum of these values that fits; that of all does, and none below the largest value can."""
+    """The smallest bound on the sum of a piece that fits, between the largest value and the sum of all values."""
     bounds = range(max(values), sum(values) + 1)
     return bounds[bisect_left(bounds, True, key=fits)]
 
@@ -76,7 +76,7 @@ def _smallest(values: Sequence[int], fits: Callable[[int], bool]) -> int:
 def _most_equal(
     pieces: int, flops: Sequence[int], parameters: Sequence[int], most_flops: int, most_parameters: int
 ) -> list[int]:
-    """Where all pieces but the last end: within the bounds, the sum of squares is smallest; then the first are small.
+    """Ends of all pieces but the last, within the bounds: the smallest sum of squares; on a tie small first pieces.
 
     The costs are FLOPs; parameters where nothing computes.
     """
@@ -106,7 +106,7 @@ def _most_equal(
 
 
 def weights_by_recording(module: nn.Module, recording: Recording) -> list[Weight]:
-    """Of each leaf layer that is called, in the order of last calls; what follows the last call belongs to it."""
+    """Weight of each leaf layer, ordered by its last call; functions after the last layer are attributed to it."""
     ends = {node: name for name, node in recording.last_calls().items()}
     if not ends:
         return []
@@ -129,12 +129,12 @@ def weights_by_recording(module: nn.Module, recording: Recording) -> list[Weight
 
 
 def weights_by_registration(module: nn.Module, leaf_classes: Sequence[type]) -> list[Weight]:
-    """Of each leaf layer with parameters, in the order of registration: parameters alone, for want of inputs."""
+    """Weight of each leaf layer with parameters, in the order of registration; without inputs FLOPs are unknown: 0."""
     weights: list[Weight] = []
     waiting = 0  # parameters of containers, until their first layer
-    for path, each, leaf in registered(module, leaf_classes):
-        waiting += sum(param.numel() for param in each.parameters(recurse=leaf))
-        if leaf and next(each.parameters(), None) is not None:
+    for path, child, leaf in registered(module, leaf_classes):
+        waiting += sum(param.numel() for param in child.parameters(recurse=leaf))
+        if leaf and next(child.parameters(), None) is not None:
             weights.append(Weight(path, 0, waiting))
             waiting = 0
     return weights

@@ -1,4 +1,4 @@
-"""Where a model may be cut: by the names of its layers, in the order in which they run."""
+"""Cuts of a model: names of layers, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["check_cuts", "create_partitions"]
 
 
 def create_partitions(pipeline_parallel_size: int, model_layer_names: Sequence[str]) -> list[str]:
-    """The cuts that divide layers evenly: `floor(layers / stages)` each, and one more for each of the last stages.
+    """Cuts that divide layers evenly: `floor(layers / stages)` for each stage, and one more for the last stages.
 
     >>> create_partitions(4, [f"layers.{i}" for i in range(19)])
     ['layers.3', 'layers.8', 'layers.13']

@@ -1,4 +1,4 @@
-"""Where a model is cut, and which piece holds what: by a recording of its calls, or by the order of registration."""
+"""Division of a model into pieces, by a recording of its calls or by the order of registration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from torch import nn
 
-from ..record.recording import Recording
+from ...program.recording import Recording
 from .balance import balanced_cuts, weights_by_recording, weights_by_registration
 from .cuts import check_cuts, create_partitions
 from .placement import Placement, leaf_names, place_by_recording, place_by_registration
@@ -43,7 +43,7 @@ def partition(
     Args:
         cuts: names of layers; "layers": evenly between layers of `layer_classes`; "balanced": see `balance`.
         recording: of the model's forward; None: layers are taken to run in the order in which they are registered.
-        chunks: on each stage, of the pieces; for messages.
+        chunks: pieces on each stage, for error messages.
 
     Raises:
         ValueError: cuts that do not fit the model or the number of pieces.
@@ -65,7 +65,7 @@ def partition(
 
 
 def _check_divides(layers: int, pieces: int, chunks: int, layer_classes: Sequence[type]) -> None:
-    """Refuses what the advice of `create_partitions`, fewer stages, is not meant for: no layers, or several chunks."""
+    """Raises ValueError for unknown transformer layers, or fewer layers than pieces with several chunks."""
     if not layer_classes:
         raise ValueError(
             "auto_partition cuts between transformer layers, and none are known: pass transformer_layer_cls, their "

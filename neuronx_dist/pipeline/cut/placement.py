@@ -1,4 +1,4 @@
-"""Which stages hold which parameters: by the order in which layers are registered, or by a recording of the calls."""
+"""Stages that hold each parameter, by the order in which layers are registered or by a recording of the calls."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
+from ...program.recording import info_of, is_leaf
 from ...weights.partial_model import join
-from ..record.recording import info_of, is_leaf
 from .splitting import StagePlan
 
 __all__ = [
@@ -24,14 +24,14 @@ __all__ = [
 
 
 def leaf_names(module: nn.Module, leaf_classes: Sequence[type]) -> list[str]:
-    """Names of the leaf layers, in the order in which they are registered. A module with two names is listed twice."""
+    """Names of the leaf layers, in the order of registration. A module with two names is listed twice."""
     return [path for path, _, leaf in registered(module, leaf_classes) if leaf]
 
 
 def registered(
     module: nn.Module, leaf_classes: Sequence[type], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """`(name, module, whether it is a leaf)` of each container and leaf layer, in order; the whole is a container."""
+    """`(name, module, is_leaf)` of each container and leaf layer, in order; the whole model is a container."""
     leaf = prefix != "" and is_leaf(module, leaf_classes)
     yield prefix, module, leaf
     for name, child in module._modules.items() if not leaf else ():
@@ -41,7 +41,7 @@ def registered(
 
 @dataclass(frozen=True)
 class Placement:
-    """Which stages hold which tensors of the model.
+    """Stages that hold each tensor of the model.
 
     Attributes:
         leaves: stages of each leaf layer with parameters, by name; more than one if several stages call it.
@@ -52,7 +52,7 @@ class Placement:
     direct: dict[str, frozenset[int]]
 
     def on_stages(self, holders: Sequence[int]) -> Placement:
-        """This placement of pieces of the model, as one of the stages that hold them: `holders[piece]`."""
+        """This placement with pieces replaced by the stages that hold them, `holders[piece]`."""
         leaves, direct = (
             {name: frozenset(holders[piece] for piece in pieces) for name, pieces in table.items()}
             for table in (self.leaves, self.direct)
@@ -60,7 +60,7 @@ class Placement:
         return Placement(leaves, direct)
 
     def stages(self, name: str) -> frozenset[int] | None:
-        """Stages of a parameter, buffer or module; None: of all (what no leaf layer with parameters holds)."""
+        """Stages of a parameter, buffer or module; None: all stages, since no leaf layer with parameters holds it."""
         if name in self.direct:
             return self.direct[name]
         path = name
@@ -72,7 +72,7 @@ class Placement:
 
 
 def place_by_registration(module: nn.Module, cuts: Sequence[str], leaf_classes: Sequence[type]) -> Placement:
-    """Where everything is if layers run in the order in which they are registered; this needs no inputs.
+    """Places layers in the order in which they are registered; this needs no inputs.
 
     Parameters of a container itself are where the container begins: a learned position embedding of the model on
     stage 0.
@@ -80,11 +80,11 @@ def place_by_registration(module: nn.Module, cuts: Sequence[str], leaf_classes: 
     leaves: dict[str, frozenset[int]] = {}
     direct: dict[str, frozenset[int]] = {}
     stage = 0
-    for path, each, leaf in registered(module, leaf_classes):
+    for path, child, leaf in registered(module, leaf_classes):
         if not leaf:
-            direct.update((join(path, name), frozenset([stage])) for name, _ in each.named_parameters(recurse=False))
+            direct.update((join(path, name), frozenset([stage])) for name, _ in child.named_parameters(recurse=False))
             continue
-        if next(each.parameters(), None) is not None:
+        if next(child.parameters(), None) is not None:
             leaves[path] = frozenset([stage])
         if stage < len(cuts) and path == cuts[stage]:
             stage += 1
@@ -94,7 +94,7 @@ def place_by_registration(module: nn.Module, cuts: Sequence[str], leaf_classes: 
 def place_by_recording(
     module: nn.Module, plans: Sequence[StagePlan], cuts: Sequence[str], leaf_classes: Sequence[type]
 ) -> Placement:
-    """Where everything is used. What is not used is where `place_by_registration` has it."""
+    """Places each tensor on the stages that use it; an unused tensor stays where `place_by_registration` puts it."""
     called: dict[int, set[int]] = {}  # by id of the module or parameter, which may have several names
     for stage, plan in enumerate(plans):
         for node in plan.nodes:
@@ -130,7 +130,7 @@ def misplaced(
         plans, holders: of each piece of the model, and the stage that holds it.
 
     Returns:
-        `(node, stage that runs it, stages that hold its parameters)`; None: each stage has what it runs.
+        `(node, stage that runs it, stages that hold its parameters)`; None: each stage holds what it runs.
     """
     held: dict[int, set[int]] = {}  # by id: a parameter under any of its names
     for name, param in module.named_parameters(remove_duplicate=False):
@@ -147,13 +147,13 @@ def misplaced(
 def misplacement(
     module: nn.Module, placement: Placement, node: fx.Node, stage: int, held: frozenset[int]
 ) -> ValueError:
-    """What to do about a call of `misplaced`."""
+    """An error that says what to do about a call that `misplaced` found."""
     target = str(node.target)
     repair = "call trace(kwargs={...example inputs...}) right after NxDPPModel()"
-    if node.op != "call_module":  # by a module that is looked into: its forward reads the parameter
+    if node.op != "call_module":  # in the forward of a container, which reads the parameter itself
         for holder in _holders(target):
-            own = [placement.stages(join(holder, name)) for name, _ in module.get_submodule(holder).named_parameters()]
-            if len(set(own)) > 1:
+            names = [join(holder, name) for name, _ in module.get_submodule(holder).named_parameters()]
+            if len({placement.stages(name) for name in names}) > 1:
                 kind = type(module.get_submodule(holder)).__name__
                 repair += f"; or list {kind!r} in leaf_module_cls, so that {holder} is one call, and cut around it"
                 break

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from ..record.recording import Recording, TensorSpec, TracingError, info_of
+from ...program.recording import Recording, TensorSpec, TracingError, info_of
 from .cuts import check_cuts
 
 __all__ = ["StagePlan", "split"]
@@ -25,13 +25,14 @@ _PACKAGE = __name__.split(".")[0]
 
 @dataclass
 class StagePlan:
-    """What one stage runs, for each microbatch.
+    """The calls that one stage runs for each microbatch.
 
     Attributes:
-        nodes: its calls, in recorded order; values of earlier stages are in `received`, inputs are placeholders.
-        received: what the stage before sends, in order.
-        copied: those of `received`, and those inputs, that this stage changes in place.
-        sent: what the next stage receives, in order.
+        nodes: calls of the stage, in recorded order; values of earlier stages are in `received`, inputs are
+            placeholders.
+        received: values that the stage before sends, in order.
+        copied: received values and inputs that this stage changes in place.
+        sent: values that the next stage receives, in order.
         outputs: leaves of the model's result (nodes and constants) that this stage, the last, returns.
     """
 
@@ -53,7 +54,7 @@ class StagePlan:
 
 
 def split(recording: Recording, cuts: Sequence[str], outputs: Sequence[Any] | None = None) -> list[StagePlan]:
-    """One plan per stage.
+    """Returns one plan per stage.
 
     Args:
         cuts: names of the last layers of all stages but the last.
@@ -67,9 +68,9 @@ def split(recording: Recording, cuts: Sequence[str], outputs: Sequence[Any] | No
 
 
 class _Splitter:
-    """Nodes are *bound* to the stage in which they come, or *free*: computed wherever they are needed.
+    """Assigns nodes to stages: a *bound* node by its place in the order, a *free* one wherever its value is needed.
 
-    All that shares memory with what a bound node changes is bound too, so a free value is the same on every stage.
+    A node that shares memory with what a bound node changes is bound too, so a free value is the same on every stage.
     """
 
     def __init__(self, recording: Recording, cuts: Sequence[str], outputs: Sequence[Any]) -> None:
@@ -98,13 +99,13 @@ class _Splitter:
         plans = []
         for stage in range(self.num_stages):
             received = self._sorted(self.crossing[stage - 1]) if stage else []
-            own = self._sorted(self.computed[stage])
+            nodes = self._sorted(self.computed[stage])
             self._check_aliases(received, stage)
-            changed = set().union(*(info_of(node).writes for node in own))
-            arriving = received + [node for node in own if node.op == "placeholder"]
+            changed = set().union(*(info_of(node).writes for node in nodes))
+            arriving = received + [node for node in nodes if node.op == "placeholder"]
             plans.append(
                 StagePlan(
-                    nodes=own,
+                    nodes=nodes,
                     received=received,
                     copied={node for node in arriving if info_of(node).storage in changed},
                     sent=self._sorted(self.crossing[stage]),
@@ -113,19 +114,19 @@ class _Splitter:
             )
         return plans
 
-    # --- which are bound
+    # --- binding nodes to stages
 
     def _bind_all(self) -> None:
         changed: set[int] = set()  # memory that bound nodes change
-        wholes: set[fx.Node] = set()  # calls, parts of whose results share that memory
+        wholes: set[fx.Node] = set()  # calls of which a part of the result shares that memory
         while True:
             self.stage = {}
             for index, node in enumerate(self.nodes):
                 info = info_of(node)
                 if info.kind == "part":
-                    whole = node.all_input_nodes[0]
-                    if whole in self.stage:
-                        self.stage[node] = self.stage[whole]
+                    source = node.all_input_nodes[0]
+                    if source in self.stage:
+                        self.stage[node] = self.stage[source]
                 elif info.kind != "pack" and (
                     node in wholes or {info.storage, *info.buffers} & changed or not self._is_free(node)
                 ):
@@ -138,7 +139,7 @@ class _Splitter:
             changed, wholes = changed_now, wholes_now
 
     def _is_free(self, node: fx.Node) -> bool:
-        """No parameter, no randomness, no lasting effect, and nothing that depends on them."""
+        """Returns whether a node has no parameter, no randomness and no lasting effect, nor depends on one that has."""
         info = info_of(node)
         if info.kind not in ("function", "module"):
             return info.kind in ("input", "buffer", "constant")
@@ -164,7 +165,7 @@ class _Splitter:
             node = node.all_input_nodes[0]
         return node
 
-    # --- where they are needed
+    # --- computing values where they are needed
 
     def _compute(self, node: fx.Node, stage: int) -> None:
         """Makes `stage` compute `node`."""
@@ -175,7 +176,7 @@ class _Splitter:
             self._require(argument, stage, info_of(node).after)
 
     def _require(self, node: fx.Node, stage: int, after: Iterable[fx.Node]) -> None:
-        """Makes the value that `node` has after the calls `after` available on `stage`."""
+        """Makes the value of `node`, as it is after the calls `after`, available on `stage`."""
         info = info_of(node)
         if info.kind == "pack":
             self.computed[stage].add(node)
@@ -192,7 +193,7 @@ class _Splitter:
                 if info.storage in info_of(writer).writes:
                     self._compute(writer, stage)
 
-    # --- what cannot be cut
+    # --- refusing what cannot be cut
 
     def _check_every_stage_runs(self, cuts: Sequence[str]) -> None:
         busy = set(self.stage.values())
@@ -220,7 +221,7 @@ class _Splitter:
             seen[storage] = node
 
     def _check_attributes(self) -> None:
-        """A buffer that one stage changes and another reads would be out of date there."""
+        """Refuses a buffer that one stage changes and another one reads: the reader's copy would be out of date."""
         writers: dict[int | None, set[int]] = {}
         users: dict[int | None, set[int]] = {}
         for node, stage in self.stage.items():

@@ -1,7 +1,7 @@
-"""One stage as a function: what it was sent and the inputs in, what it sends on and the model's outputs out.
+"""One stage as a function from received tensors and inputs to tensors to send and the model's outputs.
 
 A `StagePlan` becomes a list of steps with numbered slots; a slot is emptied after its last use, so that a value lives
-no longer than in the model itself. Modules and parameters are looked up in the whole model, by their names there.
+no longer than in the model itself. Modules and parameters are looked up by name in the whole model.
 """
 
 from __future__ import annotations
@@ -18,35 +18,36 @@ import torch
 from torch import fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ...program.recording import TensorSpec
 from ...spmd.random import checkpoint
-from ..record.recording import TensorSpec
+from ...torch_internals.tensors import backward_hooks
 from .splitting import StagePlan
 
-__all__ = ["Chunk", "Stage", "add_place"]
+__all__ = ["ChunkFunction", "StageFunction", "add_place"]
 
 
 def add_place(error: BaseException, location: str) -> None:
-    """Says where an error happened, before its own message; its type stays what it was."""
+    """Puts the place of an error before its message; the type of the error stays."""
     if error.args and isinstance(error.args[0], str):
         error.args = (f"{location}: {error.args[0]}", *error.args[1:])
     elif hasattr(error, "add_note"):  # Python 3.11
         error.add_note(f"at {location}")
 
 
-class _Slot(NamedTuple):
-    """Stands for a value, in the arguments of a step."""
+class _ValueSlot(NamedTuple):
+    """Placeholder of a value in the arguments of a step."""
 
     number: int
 
 
-class _Step(NamedTuple):
-    call: Callable[..., Any] | None  # None: `lookup` gives it
+class _StageStep(NamedTuple):
+    call: Callable[..., Any] | None  # None: `lookup` returns it
     lookup: Callable[[nn.Module], Any] | None
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     nested: bool  # whether slots lie deeper than in `args` and `kwargs` themselves
     out: int
-    free: tuple[int, ...]  # slots that nobody reads after this
+    free: tuple[int, ...]  # slots that are not read after this step
     surround: Callable[[], Any] | None  # a context manager to run it in
     node: fx.Node
 
@@ -56,16 +57,16 @@ class _Step(NamedTuple):
 
 
 class _Checkpointed(NamedTuple):
-    """Consecutive steps that lie in one activation checkpoint of the forward."""
+    """Consecutive steps inside one activation checkpoint of the forward."""
 
-    steps: tuple[_Step, ...]
+    steps: tuple[_StageStep, ...]
     reads: tuple[int, ...]  # slots that were filled before
     results: tuple[int, ...]  # slots that are read afterwards
     free: tuple[int, ...]
 
 
-class Chunk(Protocol):
-    """What runs a piece of the model on one microbatch; its members are those of `Stage`."""
+class ChunkFunction(Protocol):
+    """Interface of a function that runs a piece of the model on one microbatch; see `StageFunction`."""
 
     @property
     def received_specs(self) -> Sequence[TensorSpec]: ...
@@ -80,8 +81,8 @@ class Chunk(Protocol):
     def warn_of_undivided(self, names: Sequence[str]) -> None: ...
 
 
-class Stage:
-    """Runs a plan. Holds no tensors between calls, except constants that the forward made use of.
+class StageFunction:
+    """Runs a plan. Holds no tensors between calls, except constants that the forward uses.
 
     Attributes:
         received_specs, sent_specs: those of the plan.
@@ -101,7 +102,7 @@ class Stage:
             if node not in kept:
                 ends.setdefault(user, []).append(node)
         self._arrivals = [(self._slot(node), node in plan.copied) for node in plan.received]
-        steps: list[_Step] = []
+        steps: list[_StageStep] = []
         self._inputs: list[tuple[int, int, bool]] = []  # slot, number of the input leaf, whether to copy it
         for node in plan.nodes:
             if node.op == "placeholder":
@@ -112,13 +113,13 @@ class Stage:
         self._outputs = [self._template(leaf) for leaf in plan.outputs]
         self._first = {self._slot(node) for node in _first_activations(plan)}
         self._undivided: set[str] = set()
-        self._sequence: list[_Step | _Checkpointed] = []
+        self._sequence: list[_StageStep | _Checkpointed] = []
         for number, group in groupby(steps, lambda step: step.node.meta["info"].checkpoint):
             together = tuple(group)
             self._sequence += together if number is None else [self._checkpointed(together)]
 
     def warn_of_undivided(self, names: Sequence[str]) -> None:
-        """Warns, once for each, of autograd nodes whose backward cannot be run in halves."""
+        """Warns of autograd nodes whose backward cannot be run in halves, once for each name."""
         new = sorted(set(names) - self._undivided)
         if new:
             self._undivided |= set(new)
@@ -149,14 +150,14 @@ class Stage:
             module: the whole model; this stage's part of it is on a real device.
             inputs: tensors by their leaf number, at least `input_leaves`.
             received: as in `plan.received`.
-            first: gets the history of the first activations of a stage to which no gradient flows back: those that are
-                computed of inputs and parameters alone, such as embeddings.
+            first: receives the gradient edges of the first activations of a stage that sends no gradient back:
+                activations that are computed from inputs and parameters alone, such as embeddings.
 
         Returns:
             `(sent, outputs)`, as in `plan.sent` and `plan.outputs`.
 
         Raises:
-            whatever a call raises, with the call and the line it was recorded at before the message.
+            any error of a call, with the call and the line where it was recorded before the message.
         """
         values: list[Any] = [None] * len(self._slots)
         for (slot, copied), tensor in zip(self._arrivals, received):
@@ -164,7 +165,7 @@ class Stage:
         for slot, leaf, copied in self._inputs:
             values[slot] = inputs[leaf].clone() if copied else inputs[leaf]
         for item in self._sequence:
-            if isinstance(item, _Step):
+            if isinstance(item, _StageStep):
                 self._run_step(item, module, values)
             else:
                 read = [values[slot] for slot in item.reads]
@@ -179,7 +180,7 @@ class Stage:
         return [values[slot] for slot in self._sent], [_fill(leaf, values) for leaf in self._outputs]
 
     def _run_checkpointed(self, item: _Checkpointed, module: nn.Module, *read: Any) -> list[Any]:
-        """In forward, and again in backward."""
+        """Runs the steps of a checkpoint, in forward and again in backward."""
         values: list[Any] = [None] * len(self._slots)
         for slot, value in zip(item.reads, read):
             values[slot] = value
@@ -187,7 +188,7 @@ class Stage:
             self._run_step(step, module, values)
         return [values[slot] for slot in item.results]
 
-    def _run_step(self, step: _Step, module: nn.Module, values: list[Any]) -> None:
+    def _run_step(self, step: _StageStep, module: nn.Module, values: list[Any]) -> None:
         try:
             self._run(step, module, values)
         except Exception as error:
@@ -196,7 +197,7 @@ class Stage:
         for slot in step.free:
             values[slot] = None
 
-    def _run(self, step: _Step, module: nn.Module, values: list[Any]) -> None:
+    def _run(self, step: _StageStep, module: nn.Module, values: list[Any]) -> None:
         if step.lookup is not None:
             attribute = step.lookup(module)
             if step.call is None and step.node.op == "get_attr":
@@ -206,15 +207,15 @@ class Stage:
         if step.nested:
             args, kwargs = _fill(step.args, values), _fill(step.kwargs, values)
         else:
-            args = [values[x.number] if type(x) is _Slot else x for x in step.args]
-            kwargs = {key: values[x.number] if type(x) is _Slot else x for key, x in step.kwargs.items()}
+            args = [values[x.number] if type(x) is _ValueSlot else x for x in step.args]
+            kwargs = {key: values[x.number] if type(x) is _ValueSlot else x for key, x in step.kwargs.items()}
         if step.surround is None:
             values[step.out] = call(*args, **kwargs)
         else:
             with step.surround():
                 values[step.out] = call(*args, **kwargs)
 
-    def _step(self, node: fx.Node, ended: Sequence[fx.Node]) -> _Step:
+    def _step(self, node: fx.Node, ended: Sequence[fx.Node]) -> _StageStep:
         info = node.meta["info"]
         call: Callable[..., Any] | None = None
         lookup: Callable[[nn.Module], Any] | None = None
@@ -231,9 +232,11 @@ class Stage:
                 lookup = _submodule(str(node.target)) if node.op == "call_module" else attrgetter(str(node.target))
         nested = any(_is_nested(x) for x in (*args, *kwargs.values()))
         free = tuple(self._slot(other) for other in ended)
-        return _Step(call, lookup, tuple(args), dict(kwargs), nested, self._slot(node), free, _surround(info), node)
+        return _StageStep(
+            call, lookup, tuple(args), dict(kwargs), nested, self._slot(node), free, _surround(info), node
+        )
 
-    def _checkpointed(self, steps: tuple[_Step, ...]) -> _Checkpointed:
+    def _checkpointed(self, steps: tuple[_StageStep, ...]) -> _Checkpointed:
         free = [slot for step in steps for slot in step.free]
         results = [step.out for step in steps]
         read = dict.fromkeys(self._slot(argument) for step in steps for argument in step.node.all_input_nodes)
@@ -248,9 +251,9 @@ class Stage:
         return self._slots.setdefault(node, len(self._slots))
 
     def _template(self, x: Any) -> Any:
-        """Arguments with slots in the place of nodes, in plain containers (fx has its own, which cannot be changed)."""
+        """Arguments with slots in place of nodes, in plain containers (those of fx cannot be changed)."""
         if isinstance(x, fx.Node):
-            return _Slot(self._slot(x))
+            return _ValueSlot(self._slot(x))
         if isinstance(x, slice):
             return slice(self._template(x.start), self._template(x.stop), self._template(x.step))
         if isinstance(x, dict):
@@ -263,11 +266,11 @@ class Stage:
 
 
 def _first_activations(plan: StagePlan) -> list[fx.Node]:
-    """Results with a gradient of which no argument is such a result; none if gradients flow to the stage before."""
+    """Results with a gradient whose arguments are no such results; none if gradients flow to the stage before."""
     if any(spec.requires_grad for spec in plan.received_specs):
         return []
-    weights: set[fx.Node] = set()  # parameters, and what is computed of them alone
-    activations: dict[fx.Node, bool] = {}  # whether it is a first one
+    weights: set[fx.Node] = set()  # parameters, and values computed from parameters alone
+    activations: dict[fx.Node, bool] = {}  # result -> whether it is a first one
     for node in plan.nodes:
         info, arguments = node.meta["info"], node.all_input_nodes
         if info.kind == "parameter" or (info.kind != "module" and arguments and weights.issuperset(arguments)):
@@ -280,12 +283,12 @@ def _first_activations(plan: StagePlan) -> list[fx.Node]:
 
 
 def _history(x: torch.Tensor) -> list[GradientEdge]:
-    """None for a leaf; nor for what has hooks, which would run in each half of a backward."""
-    return [] if x.grad_fn is None or x._backward_hooks else [get_gradient_edge(x)]
+    """The gradient edge of a tensor; empty for a leaf, and for a tensor with hooks, which would run in each half."""
+    return [] if x.grad_fn is None or backward_hooks(x) else [get_gradient_edge(x)]
 
 
 def _submodule(name: str) -> Callable[[nn.Module], nn.Module]:
-    """Looks a module up, without `nn.Module.__getattr__`, which takes longer than a small layer's call."""
+    """Returns a lookup of a module without `nn.Module.__getattr__`, which takes longer than a small layer's call."""
     path = name.split(".")
 
     def lookup(module: nn.Module) -> nn.Module:
@@ -307,7 +310,7 @@ def _is_nested(x: Any) -> bool:
 
 
 def _fill(x: Any, values: list[Any]) -> Any:
-    if type(x) is _Slot:
+    if type(x) is _ValueSlot:
         return values[x.number]
     if type(x) is tuple:
         return tuple([_fill(item, values) for item in x])
@@ -321,7 +324,7 @@ def _fill(x: Any, values: list[Any]) -> Any:
 
 
 def _surround(info: Any) -> Callable[[], Any] | None:
-    """What was switched around a call: gradients off, autocast otherwise. Under `run_eval` gradients are off anyway."""
+    """Context manager with the gradient mode and the autocast of a recorded call; None: nothing was switched."""
     if info.autocast is None:
         return None if info.grad else torch.no_grad
     device, dtype, enabled = info.autocast

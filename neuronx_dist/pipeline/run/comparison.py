@@ -1,9 +1,9 @@
-"""Do the ranks of a pipeline cut the same model in the same way, and run the same? Compared where they could differ.
+"""Comparison of the ranks of a pipeline: do they cut the same model in the same way, and run the same passes?
 
-A model is compared when it is cut, and once more when the first batch has shown the order of its calls. A pass is
-compared, before its first message, if this rank has not run one like it before, or if the pass before had another
-schedule; other passes cost nothing. No rank has to know whether another one compares: one that goes on as before is
-asked what it runs (`comm.board`).
+A model is compared when it is cut, and again when the first batch has shown the order of its calls. A pass is compared,
+before its first message, if this rank has not run an equal one before, or if the last pass had another schedule; other
+passes cost nothing. A rank need not know whether another rank compares: a rank that goes on as before answers from its
+board what it runs (`comm.board`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ... import comm
 from ...mesh import Mesh
 from ..cut.placement import Placement
 from ..schedule import Schedule
-from .program import StageProgram
+from .stage_program import StageProgram
 
-__all__ = ["SAME_ARGUMENTS", "Comparison", "Pieces", "compared_later", "difference"]
+__all__ = ["SAME_ARGUMENTS", "PipelineComparison", "CutStatement", "compared_later", "difference"]
 
 SAME_ARGUMENTS = "Give NxDPPModel the same model and the same arguments on all ranks."
 
@@ -32,24 +32,24 @@ _SIZE, _HOLDERS, _CUTS = "virtual_pipeline_size", "the stages that hold the piec
 _REMEMBERED = 32  # changes of what this rank runs
 
 
-class Pieces(NamedTuple):
-    """What has to be the same on all ranks of a pipeline once a model is cut.
+class CutStatement(NamedTuple):
+    """Facts about a cut model that must be equal on all ranks of a pipeline.
 
     Attributes:
-        statement: values that JSON can hold, by what they are, the most telling first.
-        tables: by the same names, what is only a digest in the statement: a table by names of tensors.
+        statement: values that JSON can hold, by name, the most informative first.
+        tables: by the same names, tables (tensor name -> value) of which the statement has only a digest.
     """
 
     statement: dict[str, Any]
     tables: dict[str, dict[str, Any]]
 
     def in_full(self) -> dict[str, Any]:
-        """The statement, with tables in place of their digests."""
+        """The statement with tables in place of digests."""
         return {**self.statement, **self.tables}
 
     @classmethod
-    def cut(cls, cuts: Sequence[str], schedule: Schedule) -> Pieces:
-        """Where a model is cut; a stage may have changed its own layers since (adapters, dtypes)."""
+    def cut(cls, cuts: Sequence[str], schedule: Schedule) -> CutStatement:
+        """The statement of the cuts alone: a stage may have changed its layers since (adapters, dtypes)."""
         return cls({_SIZE: schedule.num_chunks, _HOLDERS: schedule.holders, _CUTS: [*cuts]}, {})
 
     @classmethod
@@ -60,8 +60,8 @@ class Pieces(NamedTuple):
         placement: Placement,
         schedule: Schedule,
         options: Mapping[str, Any] | None = None,
-    ) -> Pieces:
-        """All of it, of a model that nobody has changed yet. `options`: arguments that have to be the same too."""
+    ) -> CutStatement:
+        """The full statement, of a model that is not changed yet. `options`: arguments that must be equal too."""
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         tensors = {name: f"{[*map(int, x.shape)]} {_name(x.dtype)}" for name, x in named}
         places = {name: sorted(placement.stages(name) or range(schedule.num_stages)) for name in tensors}
@@ -74,47 +74,47 @@ class Pieces(NamedTuple):
         return cls(statement, {_TENSORS: tensors, _PLACES: places})
 
 
-class Comparison:
-    """What this rank says of a model to the other ranks of its pipeline, and what they have agreed on.
+class PipelineComparison:
+    """Compares this rank's model, and its passes, with the other ranks of the pipeline.
 
     Attributes:
-        pieces: how the model was cut, where no other rank can be asked: for a check, which plays them in turn.
+        pieces: the statement of the cut model, kept for a check, which plays ranks in turn and compares them itself.
     """
 
     def __init__(self) -> None:
-        self.pieces: Pieces | None = None
+        self.pieces: CutStatement | None = None
         self._model: int | None = None
         self._moments: dict[str, int] = {}
         self._passes = _Passes()
         self._latest: tuple[Schedule, StageProgram] | None = None
         self._orders: WeakKeyDictionary[Schedule, str] = WeakKeyDictionary()
-        self._equal: set[str] = set()  # digests of passes that have been compared
+        self._equal: set[str] = set()  # digests of passes that were compared
 
-    def __deepcopy__(self, memo: Any) -> Comparison:
-        return Comparison()  # a copy of a model is another model
+    def __deepcopy__(self, memo: Any) -> PipelineComparison:
+        return PipelineComparison()  # a copy of a model is another model
 
     @staticmethod
     def is_possible() -> bool:
-        """Whether there are other ranks that can be compared: not in a check or a replay, which play them in turn."""
+        """Returns whether other ranks can be compared: not in a check or a replay, which play ranks in turn."""
         context = comm.current()
         return context.backend.board is not None and context.mesh.pp > 1
 
     def has_been_at(self, moment: str) -> bool:
-        """Whether pieces have been compared at this moment."""
+        """Returns whether pieces have been compared at this moment."""
         return moment in self._moments
 
-    def compare_pieces(self, moment: str, pieces: Pieces) -> None:
-        """Compares how the model is cut, with the pipeline and with copies of this rank's stage.
+    def compare_pieces(self, moment: str, pieces: CutStatement) -> None:
+        """Compares the cuts of the model with the pipeline, and with copies of this rank's stage.
 
         Args:
-            moment: when that is, in words: all ranks come to the same moments.
+            moment: the time of the comparison, in words; all ranks come to the same moments.
 
         Raises:
-            CommError: they differ; the message has the ranks, and what each of them has.
+            CommError: ranks differ; the message has the ranks and their values.
         """
         board, pipeline = comm.current().backend.board, _pipeline()
         count = self._moments[moment] = self._moments.get(moment, -1) + 1
-        # A topic of its own each time: this rank does not wait for those that read it, and must not forget too early.
+        # A new topic each time: this rank does not wait for its readers, and must not forget a topic too early.
         topic = f"model {self._number()}, {moment}, time {count}"
         copies = [comm.current().mesh.group_of(axis, comm.current().rank)[0] for axis in ("tp", ("dp", "cp"))]
         what = f"comparing how the ranks of a pipeline cut their models ({moment})"
@@ -125,17 +125,18 @@ class Comparison:
         if name in pieces.tables:
             texts = board.exchange(f"{topic}, {name}", 0, json.dumps(pieces.tables[name]), pipeline, what)
             of_pipeline = {rank: {name: json.loads(text)} for rank, text in texts.items()}
-        of_all = {rank: {key: each[key] for key in (_SIZE, _HOLDERS, _CUTS)} for rank, each in statements.items()}
+        common = (_SIZE, _HOLDERS, _CUTS)
+        of_all = {rank: {key: statement[key] for key in common} for rank, statement in statements.items()}
         mesh = comm.current().mesh
         wrong = difference(of_pipeline, mesh) or difference(of_all, mesh)
         if wrong is not None:
             raise comm.CommError(f"{wrong}\n{SAME_ARGUMENTS}")
 
     def begin_pass(self, program: StageProgram, schedule: Schedule) -> None:
-        """To be called before each pass: compares what it runs with the other ranks' passes of the same number.
+        """Compares a pass with the other ranks' passes of the same number; to be called before each pass.
 
         Raises:
-            CommError: they differ; the message has the ranks, and what each of them runs.
+            CommError: ranks differ; the message has the ranks and their passes.
         """
         latest = self._latest
         if latest is not None and latest[0] is schedule and latest[1] is program:
@@ -170,7 +171,7 @@ class Comparison:
         }
 
     def _number(self) -> int:
-        """Of the model, among those of this rank: all ranks cut them in the same order."""
+        """Index of this model among the models this rank has cut; all ranks cut their models in the same order."""
         if self._model is None:
             extras = comm.current().extras
             self._model = extras["compared_models"] = extras.get("compared_models", -1) + 1
@@ -179,10 +180,10 @@ class Comparison:
 
 @contextmanager
 def compared_later() -> Iterator[None]:
-    """Inside, a model is cut without waiting for the other ranks; its first batch compares where it was cut.
+    """Inside, a model is cut without waiting for the other ranks; the first batch compares the cuts.
 
-    For ranks that build their models one after another, as under a lock: the first would wait for one that has to wait
-    until the first has built its own.
+    For ranks that build their models one after another, as under a lock: the first rank would wait for a rank that
+    waits for the first rank to finish.
     """
     backend = comm.current().backend
     board, backend.board = backend.board, None
@@ -193,7 +194,7 @@ def compared_later() -> Iterator[None]:
 
 
 class _Passes:
-    """What this rank has run: the latest changes, which other threads read."""
+    """The latest changes of what this rank runs; other threads read them."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -206,14 +207,14 @@ class _Passes:
         return self.number
 
     def text_of(self, number: int) -> str | None:
-        """What pass `number` runs; None: it has not begun, or nobody knows any more."""
+        """Statement of pass `number`; None: the pass has not begun, or is forgotten."""
         if self.number < number:
             return None
         return next((text for begin, text in reversed(self._changes) if begin <= number), None)
 
 
 def difference(statements: Mapping[int, Mapping[str, Any]], mesh: Mesh) -> str | None:
-    """What ranks disagree about first, and who says what; None: they agree."""
+    """The first difference between ranks, with the values by rank, in words; None: they agree."""
     name = _first_difference(statements)
     if name is None:
         return None
@@ -225,13 +226,16 @@ def difference(statements: Mapping[int, Mapping[str, Any]], mesh: Mesh) -> str |
     ranks: dict[str, list[int]] = {}
     for rank, value in sorted(values.items()):
         ranks.setdefault(str(value), []).append(rank)
-    lines = [f"\n  {_who(those, mesh)}: {value}" for value, those in ranks.items()]
+    lines = [f"\n  {_who(ranks_of_value, mesh)}: {value}" for value, ranks_of_value in ranks.items()]
     return f"the ranks of a pipeline disagree about {what}{''.join(lines)}"
 
 
 def _first_difference(statements: Mapping[int, Mapping[str, Any]]) -> str | None:
     names = dict.fromkeys(name for statement in statements.values() for name in statement)
-    return next((name for name in names if len({json.dumps(each.get(name)) for each in statements.values()}) > 1), None)
+    for name in names:
+        if len({json.dumps(statement.get(name)) for statement in statements.values()}) > 1:
+            return name
+    return None
 
 
 def _who(ranks: Sequence[int], mesh: Mesh) -> str:

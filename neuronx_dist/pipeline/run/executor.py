@@ -1,11 +1,11 @@
-"""Computing a stage's tasks: forwards, backwards whole or in halves, and what is kept between them.
+"""Computes a stage's tasks: forwards, and backwards whole or in halves; keeps activations between them.
 
-    F   take the activations of the stage before, run the chunk, keep what backward needs, give on what it makes
-    B   take the gradients of the stage after, run backward, drop what was kept, give back the inputs' gradients
-    I   as B, but parameters get no gradient yet: of what was kept stays what their gradients need
-    W   give parameters their gradients, drop the rest
+    F   take the activations of the stage before, run the chunk, keep what backward needs, pass the results on
+    B   take the gradients of the stage after, run backward, free what was kept, pass the inputs' gradients back
+    I   as B, but parameters get no gradient yet; what their gradients need is kept
+    W   compute the gradients of parameters, free the rest
 
-A transport brings and takes away tensors, and says when each task is due. halves.py divides a backward.
+A transport brings and takes away tensors, and decides when each task is due. halves.py divides a backward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...spmd.watching import active
-from ..cut.stage import Chunk
+from ..cut.stage import ChunkFunction
 from ..schedule import Kind, Schedule, Task
 from .halves import WeightHalf, divide
 from .recomputation import seen_checkpoints
@@ -28,15 +28,15 @@ from .transport import Transport
 __all__ = ["Executor"]
 
 
-class _Kept(NamedTuple):
-    """What a backward starts from.
+class _BackwardStart(NamedTuple):
+    """Starting point of a backward.
 
     Attributes:
-        received: what came from the stage before; backward puts gradients on those that require them.
-        sent: the history of what went to the stage after; None for what no gradient comes back through.
+        received: tensors of the stage before; backward sets `.grad` of those that require a gradient.
+        sent: gradient edges of the tensors for the stage after; None for a tensor that gets no gradient back.
         loss: of the chunk that ends the model, which sends nothing.
-        inputs: where the first half of a backward ends; None if backwards are not divided.
-        recomputes: activation checkpointing will recompute some of it.
+        inputs: the edges where the first half of a backward ends; None if backwards are not divided.
+        recomputes: activation checkpointing will recompute a part of the forward.
     """
 
     received: list[torch.Tensor]
@@ -47,31 +47,31 @@ class _Kept(NamedTuple):
 
 
 class Executor:
-    """One pass over all microbatches on this rank.
+    """Runs one pass over all microbatches on this rank.
 
     Args:
         module: the whole model, of which this rank holds the parameters of its stage.
         chunks: the stage's pieces of the model.
-        schedule, stage: what to run, and on which stage.
+        schedule, stage: the schedule to run, and this rank's stage.
         transport: to the other stages.
-        microbatches: what chunks take as their inputs, for each microbatch.
-        pick_loss: from the model's output leaves, on the last stage; None: all leaves are kept as results.
-        check_outputs: is given each forward that ends the model: the task, its output leaves, what the stage received.
-        scale_loss: makes of a microbatch's loss what backward starts from; None: its part of the mean.
+        microbatches: inputs of the chunks, by microbatch.
+        pick_loss: returns the loss among the model's output leaves, on the last stage; None: all leaves are results.
+        check_outputs: called after each forward that ends the model, with the task, its output leaves and the received
+            tensors.
+        scale_loss: returns the scalar that backward starts from, for a microbatch's loss; None: its part of the mean.
         without_backward: microbatches whose backward adds nothing.
 
     Attributes:
         results: by microbatch, on the stage that ends the model: losses, or lists of output leaves; None elsewhere.
-        peak_in_flight: the most forwards of which activations were kept at one time, as a schedule counts them: from
-            the forward to the backward, or to the second half of it. Between the halves less is kept than before the
-            first one: what `WeightHalf` holds.
+        peak_in_flight: the most forwards of which activations were kept at one time, counted as a schedule does: from
+            the forward to the backward, or to the second half. Between the halves `WeightHalf` alone keeps tensors.
     """
 
     def __init__(
         self,
         *,
         module: nn.Module,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[ChunkFunction],
         schedule: Schedule,
         stage: int,
         transport: Transport,
@@ -94,17 +94,17 @@ class Executor:
         self._scaled = scale_loss or (lambda loss: loss / len(microbatches))
         self._without_backward = without_backward
         self._trains = schedule.trains
-        # A type checker sees the backwards that autograd is asked for: then the first half is the whole of it.
+        # A type checker sees whole backwards: then the first half is the whole backward.
         halves = any(task.kind is Kind.BACKWARD_INPUT for task in self._route.tasks)
         self._in_halves = halves and active() is None
-        self._handed_over: dict[Task, list[torch.Tensor]] = {}  # from one chunk of this stage to another, by receive
-        self._kept: dict[tuple[int, int], _Kept | WeightHalf] = {}  # by chunk and microbatch
+        self._handed_over: dict[Task, list[torch.Tensor]] = {}  # between chunks of this stage, by receive
+        self._pending: dict[tuple[int, int], _BackwardStart | WeightHalf] = {}  # by chunk and microbatch
 
     def execute(self) -> list[Any]:
         """Runs this stage's tasks; returns `results`.
 
         Raises:
-            whatever a task raises, with the task and the stage before the message.
+            any error of a task, with the task and the stage before the message.
         """
         self._transport.run(self._compute)
         return self.results
@@ -116,7 +116,7 @@ class Executor:
 
     def _forward(self, task: Task) -> None:
         chunk = self._chunks[task.chunk]
-        received = self._take(task)
+        received = self._take_for(task)
         for tensor, spec in zip(received, chunk.received_specs):
             tensor.requires_grad_(self._trains and spec.requires_grad)
         first: list[GradientEdge] | None = [] if self._in_halves else None
@@ -132,65 +132,65 @@ class Executor:
                 loss = self._pick_loss(outputs)
                 self.results[task.microbatch] = loss.detach()
         else:
-            self._give(task, [x.detach() for x in sent])
+            self._give_on(task, [x.detach() for x in sent])
         if self._trains:
-            # An edge holds the history of a tensor and not its values: what was sent is freed unless autograd saved it.
+            # An edge holds a tensor's history and not its values: sent tensors are freed unless autograd saved them.
             edges = [get_gradient_edge(x) if x.requires_grad else None for x in sent]
             if first is not None:
                 first = [get_gradient_edge(x) for x in received if x.requires_grad] or first
             recomputes = checkpoints is not None and checkpoints.any
-            self._kept[task.chunk, task.microbatch] = _Kept(received, edges, loss, first, recomputes)
-            self.peak_in_flight = max(self.peak_in_flight, len(self._kept))
+            self._pending[task.chunk, task.microbatch] = _BackwardStart(received, edges, loss, first, recomputes)
+            self.peak_in_flight = max(self.peak_in_flight, len(self._pending))
 
     # --- backward
 
     def _backward(self, task: Task) -> None:
-        kept = self._kept.pop((task.chunk, task.microbatch))
-        assert isinstance(kept, _Kept)
+        start = self._pending.pop((task.chunk, task.microbatch))
+        assert isinstance(start, _BackwardStart)
         if task.microbatch in self._without_backward:
-            self._take(task)
-        elif kept.loss is not None:
-            self._scaled(kept.loss).backward()
+            self._take_for(task)
+        elif start.loss is not None:
+            self._scaled(start.loss).backward()
         else:
-            used = self._used(task, kept.sent)
-            if used:
-                torch.autograd.backward([edge for edge, _ in used], [grad for _, grad in used])
-        self._give_gradients(task, kept.received, [x.grad for x in kept.received])
+            roots = self._grad_edges(task, start.sent)
+            if roots:
+                torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
+        self._give_gradients(task, start.received, [x.grad for x in start.received])
 
     def _backward_input(self, task: Task) -> None:
-        """The gradients of what was received."""
+        """Computes the gradients of received tensors: the first half of a backward."""
         key = task.chunk, task.microbatch
-        kept = self._kept[key]
-        assert isinstance(kept, _Kept)
-        if kept.inputs is None:
+        start = self._pending[key]
+        assert isinstance(start, _BackwardStart)
+        if start.inputs is None:
             self._backward(task)
-            self._kept[key] = WeightHalf()
+            self._pending[key] = WeightHalf()
             return
-        if kept.loss is not None:
-            used: list[tuple[GradientEdge, Any]] = [(get_gradient_edge(self._scaled(kept.loss)), None)]
+        if start.loss is not None:
+            roots: list[tuple[GradientEdge, Any]] = [(get_gradient_edge(self._scaled(start.loss)), None)]
         else:
-            used = self._used(task, kept.sent)
+            roots = self._grad_edges(task, start.sent)
         computed, half = divide(
-            [edge for edge, _ in used], [grad for _, grad in used], kept.inputs, recomputes=kept.recomputes
+            [edge for edge, _ in roots], [grad for _, grad in roots], start.inputs, recomputes=start.recomputes
         )
-        self._kept[key] = half
+        self._pending[key] = half
         if half.once:
             self._chunks[task.chunk].warn_of_undivided(half.once)
-        if not any(x.requires_grad for x in kept.received):
-            half.give(list(enumerate(kept.inputs)), computed)  # what made the first activations is of the second half
+        if not any(x.requires_grad for x in start.received):
+            half.give(list(enumerate(start.inputs)), computed)  # parameters before them are of the second half
         grads = iter(computed)
-        self._give_gradients(task, kept.received, [next(grads) if x.requires_grad else None for x in kept.received])
+        self._give_gradients(task, start.received, [next(grads) if x.requires_grad else None for x in start.received])
 
     def _backward_weight(self, task: Task) -> None:
-        """The gradients of parameters."""
-        half = self._kept.pop((task.chunk, task.microbatch))
+        """Computes the gradients of parameters: the second half of a backward."""
+        half = self._pending.pop((task.chunk, task.microbatch))
         assert isinstance(half, WeightHalf)
         half.run()
 
-    def _used(self, task: Task, edges: Sequence[GradientEdge | None]) -> list[tuple[GradientEdge, torch.Tensor]]:
-        """What was sent and has a history, with its gradients, which have come."""
+    def _grad_edges(self, task: Task, edges: Sequence[GradientEdge | None]) -> list[tuple[GradientEdge, torch.Tensor]]:
+        """`(edge, gradient)` of each sent tensor that requires a gradient."""
         specs = self._chunks[task.chunk].sent_specs
-        arrived = iter(self._take(task))
+        arrived = iter(self._take_for(task))
         pairs = [(edge, next(arrived)) for edge, spec in zip(edges, specs) if spec.requires_grad]
         return [(edge, grad) for edge, grad in pairs if edge is not None]
 
@@ -200,7 +200,7 @@ class Executor:
         if task not in self._route.after:
             return
         specs = self._chunks[task.chunk].received_specs
-        self._give(
+        self._give_on(
             task,
             [
                 torch.zeros_like(x) if grad is None else grad
@@ -211,8 +211,8 @@ class Executor:
 
     # --- to and from the neighbouring chunks, on other stages or on this one
 
-    def _take(self, task: Task) -> list[torch.Tensor]:
-        """What a computation needs of its neighbour; nothing at the ends of the pipeline."""
+    def _take_for(self, task: Task) -> list[torch.Tensor]:
+        """Takes the tensors that a computation needs from its neighbour; none at the ends of the pipeline."""
         link = self._route.before.get(task)
         if link is None:
             return []
@@ -220,8 +220,8 @@ class Executor:
             return self._handed_over.pop(link.message)
         return self._transport.take(link.message)
 
-    def _give(self, task: Task, tensors: list[torch.Tensor]) -> None:
-        """Passes what a computation made on to its neighbour."""
+    def _give_on(self, task: Task, tensors: list[torch.Tensor]) -> None:
+        """Passes the results of a computation on to its neighbour."""
         link = self._route.after[task]
         if link.stage == self._stage:
             self._handed_over[link.other_end] = tensors
@@ -229,7 +229,7 @@ class Executor:
             self._transport.give(link.message, tensors)
 
 
-# Outside of an executor, which its own methods would keep, with a step's losses, until Python collects cycles.
+# A module-level table: bound methods in an executor would be a cycle, and keep a step's losses until it is collected.
 _COMPUTE = {
     Kind.FORWARD: Executor._forward,
     Kind.BACKWARD: Executor._backward,

@@ -1,23 +1,48 @@
 """A backward in two halves, by autograd: the gradients of a stage's inputs now, those of its parameters later.
 
-    root ── n3 ─── n2 ─── n1 ─── input       input half: the engine runs n3, n2 and n1, for the line to the input
-            │      │      │                  weight half: each is run again, for what leaves the line,
-            w3     T ─ w2  w1                and then what lies below (T), down to the parameters
+The two halves are those that Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), call B and W; schedules
+here call them I and W. torch has no such backward; this page explains how it is built on autograd. The mechanism lies
+in this file, line.py and recomputation.py alone, and the executor calls `divide` and `WeightHalf` alone.
 
-A node computes only those of its results that are asked for: a linear layer's is run twice, one product each time.
-In the input half a hook keeps the gradients that arrive at a node that branches, after all hooks of users; in the
-weight half the node is called with them directly, where no hook runs again and no gradient goes on along the line.
+The line. A stage's graph leads from its outputs (the roots) to its inputs and to its parameters. The *line* is the set
+of nodes on a way from a root to an input (line.py). A node of the line with an edge that leaves it is a *branch*:
 
-A custom `torch.autograd.Function` computes what its author wrote. With the attribute `splits_backward = True` it
-promises to compute only what `ctx.needs_input_grad` asks for, which is set for each half; `ctx.in_halves` is True then,
-and the first half may leave on `ctx` what the second needs, too. The second has zeros for an output without a gradient,
-even after `ctx.set_materialize_grads(False)`, which torch lets nobody read. Any other function is run once, in the
-input half, and the gradients that it made for parameters are kept until the weight half. What `torch.compile` made lets
-nobody keep the graph: a graph that has some of it is not divided, and its whole backward is the input half.
+    root ── n3 ─── n2 ─── n1 ─── input       the line: n3, n2, n1
+            │      │      │
+            w3     T ─ w2  w1                 edges that leave it: to w3, T and w1
 
-What only the input half needs is freed when it is over: saved tensors of the nodes on the line that do not branch.
+Input half (`divide`). `torch.autograd.grad(roots, inputs, retain_graph=True)` makes the engine run the line alone, and
+a node computes only the results that the engine asks for: a linear layer computes its input gradient, not its weight
+gradient. A prehook, which runs after all hooks of users, keeps the gradients that arrive at each branch.
 
-Source: Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), which names the halves B and W.
+Weight half (`WeightHalf.run`). Each branch is called again with the gradients that were kept: `node(*grads)`. Which
+results it computes it looks up in the engine's record of what was asked for, so the calls happen inside of another
+engine run, `torch.autograd.grad(start, [start, *edges])`, whose only node, `_CallInBackward`, makes them. No hook
+runs again, and no gradient goes on along the line. The results lie at edges such as those to w3, T and w1; one ordinary
+backward from there (`_accumulate`) runs what lies below (T) and adds to the gradients of parameters, with all their
+hooks. For gradients of parameters that are complete already, `_DeliverWeightGradients` is a node whose backward returns
+them: autograd takes over a gradient that a node returns, and copies one that is passed in from outside.
+
+No product and no collective is done twice, no hook runs twice, and gradients equal those of a whole backward bit for
+bit, but for the order in which those of three or more uses of a parameter are added.
+
+The first stage receives nothing with a gradient. Its line ends at the first activations, such as the output of the
+embedding, so that its halves are balanced too; the gradient of the embedding belongs to the weight half. Under the type
+checker the input half is the whole backward, so that types are judged in one place.
+
+Custom functions (`torch.autograd.Function`) run the author's code, which computes all gradients. With the attribute
+`splits_backward = True` a class promises to compute only what `ctx.needs_input_grad` asks for; it is set for each half
+(`_ask`), `ctx.in_halves` is True, and the first half may leave on `ctx` what the second half needs. In the second half
+an output without a gradient gets zeros, even after `ctx.set_materialize_grads(False)`, a setting that torch does not
+let anybody read. Any other function runs once, in the input half (`Branch.once`), and its gradients of parameters are
+kept until the weight half. Code that `torch.compile` made does not allow to keep the graph: a graph with any of it is
+not divided, and its whole backward is the input half. The stage warns of both once, by name.
+
+Memory. After the input half, nodes on the line that do not branch are not needed any more. The engine runs with
+`retain_graph`, so their saved tensors are freed here (`_free`): hooks on a saved tensor replace it, these ones by None.
+Activation checkpoints recompute in the input half; tensors that the weight half needs are kept (recomputation.py).
+
+`torch_internals/autograd.py` holds the private parts of torch: saved tensors, metadata and flags of a node.
 """
 
 from __future__ import annotations
@@ -31,6 +56,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
+from ...torch_internals.autograd import (
+    AccumulateGrad,
+    FunctionNode,
+    input_metadata,
+    raw_saved_names,
+    set_needs_input_grad,
+)
 from .line import Branch, below, follow, is_custom
 from .recomputation import keep_for_later, keep_no_more
 
@@ -38,31 +70,30 @@ __all__ = ["WeightHalf", "divide"]
 
 _MOST_DUE = 64 << 20  # bytes of gradients that a weight half has at one time, before parameters have them
 
-_AccumulateGrad: Any = getattr(torch._C._functions, "AccumulateGrad")  # noqa: B009  # its stubs lack it
 Grads = Sequence[torch.Tensor | None]
 
 
 class WeightHalf:
-    """The half of a backward that is to come: gradients of parameters. It is run once.
+    """The second half of a backward: gradients of parameters. It runs once.
 
     Attributes:
-        once: names of the nodes that could not be divided: all of their work was done in the input half.
+        once: names of the nodes that could not be divided: all their work was done in the input half.
     """
 
     def __init__(self, once: Sequence[str] = (), roots: Sequence[GradientEdge] = (), in_one: bool = False) -> None:
         self.once = once
-        self._roots = roots  # they own the graph: custom functions do not own their node
-        self._in_one = in_one  # whether gradients are accumulated at the end, each parameter's once
+        self._roots = roots  # roots own the graph: custom functions do not own their node
+        self._in_one = in_one  # gradients are accumulated once, at the end
         self._calls: deque[tuple[Branch, Grads]] = deque()
         self._due: deque[tuple[GradientEdge, torch.Tensor]] = deque()
         self._due_bytes = 0
 
     def call(self, branch: Branch, grads: Grads) -> None:
-        """Has a node run in this half, with the gradients that arrived at it."""
+        """Schedules a node for this half, with the gradients that arrived at it."""
         self._calls.append((branch, grads))
 
     def give(self, edges: Sequence[tuple[int, GradientEdge]], results: Grads) -> None:
-        """Takes what a node made for the edges that leave the line."""
+        """Accepts the results of a node for the edges that leave the line."""
         for index, edge in edges:
             grad = results[index]
             if grad is not None:
@@ -70,14 +101,14 @@ class WeightHalf:
                 self._due_bytes += grad.nbytes
 
     def run(self) -> None:
-        """Adds the gradients to those of the parameters, as a backward does, with all their hooks."""
+        """Adds to the gradients of parameters, as a backward does, with all their hooks."""
         with torch.enable_grad():
             if self._calls:
                 edges = list(dict.fromkeys(edge for branch, _ in self._calls for _, edge in branch.edges))
                 start = torch.zeros((), requires_grad=True)
-                # The engine's record of what it is asked for, these edges, is what nodes look into.
+                # Nodes look up in the engine's record which of these edges are asked for.
                 asked_for: list[Any] = [start, *edges]
-                torch.autograd.grad(_Calling.apply(start, self._call), asked_for, allow_unused=True)
+                torch.autograd.grad(_CallInBackward.apply(start, self._call), asked_for, allow_unused=True)
             self._accumulate()
         self._roots = ()
 
@@ -96,25 +127,25 @@ class WeightHalf:
         param_grads: list[torch.Tensor] = []
         while due:
             edge, grad = due.popleft()
-            if type(edge.node) is _AccumulateGrad:
+            if type(edge.node) is AccumulateGrad:
                 params.append(_param(edge))
                 param_grads.append(grad)
             else:
-                shape = edge.node._input_metadata[edge.output_nr].shape
+                shape = input_metadata(edge.node)[edge.output_nr].shape
                 roots.append(edge)
                 root_grads.append(grad if grad.shape == shape else grad.sum_to_size(shape))
         if params:
             del grad
-            # What a node returns becomes a parameter's gradient as it is; what comes from here would be copied.
+            # Autograd takes over a gradient that a node returns, and copies one that is passed in.
             with torch.enable_grad():
-                roots.append(_Giving.apply(param_grads, *params))
+                roots.append(_DeliverWeightGradients.apply(param_grads, *params))
             root_grads.append(None)
         if roots:
             torch.autograd.backward(roots, root_grads)
 
 
-class _Calling(torch.autograd.Function):
-    """Calls `work` in backward."""
+class _CallInBackward(torch.autograd.Function):
+    """Calls `work` in backward, inside of the engine."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, work: Callable[[], None]) -> torch.Tensor:
@@ -127,8 +158,8 @@ class _Calling(torch.autograd.Function):
         return grad, None
 
 
-class _Giving(torch.autograd.Function):
-    """Gives parameters their gradients in backward, and empties the list of them."""
+class _DeliverWeightGradients(torch.autograd.Function):
+    """Returns gradients of parameters in backward, and empties the list of them."""
 
     @staticmethod
     def forward(ctx: Any, grads: list[torch.Tensor], *params: torch.Tensor) -> torch.Tensor:
@@ -148,11 +179,11 @@ def divide(
     inputs: Sequence[GradientEdge],
     recomputes: bool = False,
 ) -> tuple[list[torch.Tensor | None], WeightHalf]:
-    """The gradients of `inputs`, and the other half of the backward.
+    """Computes the gradients of `inputs` (the input half), and prepares the weight half.
 
     Args:
-        roots, root_grads: where backward starts, and with which gradients; None of a scalar: 1.
-        inputs: where the input half ends. Nothing above an input may lead to it but through the edges given here.
+        roots, root_grads: edges where backward starts, and their gradients; None: 1, of a scalar.
+        inputs: edges where the input half ends. No node above may lead to an input through another edge.
         recomputes: the graph has tensors that activation checkpointing recomputes.
 
     Returns:
@@ -161,7 +192,7 @@ def divide(
     line = follow([root.node for root in roots], {edge.node for edge in inputs})
     if line.compiled:
         torch.autograd.backward(roots, root_grads)
-        params = [_param(edge) if type(edge.node) is _AccumulateGrad else None for edge in inputs]
+        params = [_param(edge) if type(edge.node) is AccumulateGrad else None for edge in inputs]
         return [None if param is None else param.grad for param in params], WeightHalf(line.compiled)
     half = WeightHalf([branch.node.name() for branch in line.branches if branch.once], roots, line.shares)
     for index in line.beside:
@@ -178,7 +209,7 @@ def divide(
         leaving = [[edge.node for _, edge in branch.edges] for branch in line.branches]
         rerun += [below(nodes, seen) + [b.node] * (not b.once) for nodes, b in zip(leaving, line.branches)]
         rerun.append(below([roots[index].node for index in line.beside], seen))
-        # Late, since the layers above have been recomputed then, one after the other.
+        # In the last node of the line: by then the layers above have been recomputed, one after the other.
         for node in [*line.others, *(branch.node for branch in line.branches)][-1:]:
             node.register_prehook(partial(_keep_saved, rerun, -1))
     for index, branch in enumerate(line.branches):
@@ -201,7 +232,7 @@ def divide(
             allow_unused=True,
         )
     finally:
-        rerun.clear()  # hooks have the list: a node that its own hook holds would never be freed
+        rerun.clear()  # hooks hold the list: a node held by its own hook would never be freed
         keep_no_more()
     for node in line.others:
         _free(node)
@@ -218,17 +249,17 @@ def divide(
 
 
 def _ask(branch: Branch, leaving: bool) -> None:
-    """Says to a custom function which gradients are due: of the edges that leave the line, or of the others."""
+    """Sets `needs_input_grad` of a custom function to the edges that leave the line, or to the remaining ones."""
     node = branch.node
     if not is_custom(node):
-        return  # torch's own look into what the engine was asked for
+        return  # a built-in node asks the engine
     due = {index for index, _ in branch.edges}
     indices = iter([index for index, (child, _) in enumerate(node.next_functions) if child is not None])
-    node.needs_input_grad = tuple([needs and (next(indices) in due) is leaving for needs in _needs(node)])
+    set_needs_input_grad(node, tuple([needs and (next(indices) in due) is leaving for needs in _needs(node)]))
 
 
 def _needs(node: Any) -> tuple[bool, ...]:
-    """Which arguments of a custom function require a gradient."""
+    """For each argument of a custom function, whether it requires a gradient."""
     needs = getattr(node, "_needs_input_grad", None)
     if needs is None:
         needs = node._needs_input_grad = node.needs_input_grad
@@ -237,7 +268,7 @@ def _needs(node: Any) -> tuple[bool, ...]:
 
 
 def _called(branch: Branch, grads: Grads) -> Grads:
-    """The results of a node for the edges that leave the line; inside of an engine run that asks for these."""
+    """Runs a branch node's backward again, and returns its gradients for the edges that leave the line."""
     node = branch.node
     if not is_custom(node):
         return node(*grads)
@@ -253,7 +284,7 @@ def _keep_results(kept: dict[int, Grads], index: int, results: Grads, _: Grads) 
 
 
 def _keep_saved(rerun: Sequence[Sequence[Any]], index: int, _: Grads) -> None:
-    """Keeps what activation checkpointing recomputes for a branch, and for what lies below it, until the other half."""
+    """Keeps recomputed tensors of a branch, and of the nodes below it, until the other half."""
     keep_for_later()
     try:
         for node in rerun[index]:
@@ -264,7 +295,7 @@ def _keep_saved(rerun: Sequence[Sequence[Any]], index: int, _: Grads) -> None:
         keep_no_more()
 
 
-# --- what nodes have saved
+# --- tensors that nodes have saved
 
 
 def _param(edge: GradientEdge) -> torch.Tensor:
@@ -273,35 +304,33 @@ def _param(edge: GradientEdge) -> torch.Tensor:
 
 
 def _zeros(node: Any, index: int) -> torch.Tensor:
-    data = node._input_metadata[index]
+    data = input_metadata(node)[index]
     return torch.zeros(data.shape, dtype=data.dtype, device=data.device)
 
 
 def _one(root: GradientEdge) -> torch.Tensor:
-    data = root.node._input_metadata[root.output_nr]
+    data = input_metadata(root.node)[root.output_nr]
     return torch.ones(data.shape, dtype=data.dtype, device=data.device)
 
 
-@cache
-def _raw_names(node_class: Any) -> tuple[str, ...]:
-    return tuple(name for name in dir(node_class) if name.startswith("_raw_saved_"))
+_raw_names = cache(raw_saved_names)
 
 
 @cache
 def _saved_names(node_class: Any) -> tuple[str, ...]:
-    if issubclass(node_class, torch._C._FunctionBase):
+    if issubclass(node_class, FunctionNode):
         return ("saved_tensors",)
     return tuple(name.replace("_raw", "") for name in _raw_names(node_class))
 
 
 def _free(node: Any) -> None:
-    """Frees the tensors that a node has saved: the engine does, where it is not told to keep the graph."""
+    """Frees the tensors that a node has saved, as the engine does without `retain_graph`."""
     node_class: Any = type(node)
     for name in _raw_names(node_class):
         saved = getattr(node, name)
-        for each in saved if isinstance(saved, (tuple, list)) else (saved,):
-            with suppress(RuntimeError):  # it is None, or has hooks already: then it is what these made of it
-                each.register_hooks(_forget, _freed)
+        for tensor in saved if isinstance(saved, (tuple, list)) else (saved,):
+            with suppress(RuntimeError):  # it is None, or has hooks already, which hold what they made of it
+                tensor.register_hooks(_forget, _freed)
 
 
 def _forget(_: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Which nodes of an autograd graph lie on the way from its roots to a stage's inputs: the line, and what leaves it.
+"""The line of an autograd graph, from its roots to a stage's inputs, and the edges that leave the line.
 
 root ── n3 ─── n2 ─── n1 ─── input       the line
         │      │      │
@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch.autograd.graph import GradientEdge, Node
+
+from ...torch_internals.autograd import FunctionNode, function_class
 
 __all__ = ["Branch", "Line", "below", "follow", "is_custom"]
 
@@ -22,8 +23,8 @@ class Branch(NamedTuple):
     """A node on the line that leads to parameters.
 
     Attributes:
-        edges: those of its edges that leave the line, with their index.
-        once: it cannot be run in halves.
+        edges: `(index, edge)` of the edges that leave the line.
+        once: the node cannot be run in halves.
     """
 
     node: Any
@@ -32,13 +33,13 @@ class Branch(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What `follow` found.
+    """Nodes of a graph between its roots and inputs, as `follow` sorts them.
 
     Attributes:
         branches: from the roots to the inputs.
-        others: nodes that do not branch.
+        others: nodes on the line that do not branch.
         beside: indices of roots that lead to no input.
-        shares: something beside the line is reached in two ways, as a parameter that is used twice.
+        shares: a node beside the line is reached in two ways, such as a parameter that is used twice.
         compiled: names of nodes that `torch.compile` made.
     """
 
@@ -50,7 +51,7 @@ class Line(NamedTuple):
 
 
 def follow(roots: Sequence[Node], inputs: set[Node]) -> Line:
-    """Which nodes between the roots and the inputs lead to an input, and what leaves their line."""
+    """Sorts the nodes between the roots and the inputs, and finds the edges that leave the line."""
     # Plain loops: this runs for each microbatch, and generators take as long as all the rest.
     edges_of: dict[Node, tuple[tuple[Node | None, int], ...]] = dict.fromkeys(inputs, ())
     leads: dict[Node, bool] = dict.fromkeys(inputs, True)
@@ -75,7 +76,7 @@ def follow(roots: Sequence[Node], inputs: set[Node]) -> Line:
     branches, others = [], []
     beside = {index for index, root in enumerate(roots) if not leads[root]}
     reached = [roots[index] for index in beside]
-    for node, on_line in reversed(leads.items()):  # a node comes before those that it leads to
+    for node, on_line in reversed(leads.items()):  # a node comes before the nodes that it leads to
         edges = edges_of[node]
         if not edges:  # an input, or a leaf
             continue
@@ -94,7 +95,7 @@ def follow(roots: Sequence[Node], inputs: set[Node]) -> Line:
 
 
 def below(nodes: list[Node], seen: set[Node]) -> list[Node]:
-    """These nodes beside the line and what they lead to, as far as it has not been seen. Empties the list."""
+    """Nodes reachable from `nodes`, without those in `seen`, which are added to it. Empties the list `nodes`."""
     reached: list[Node] = []
     while nodes:
         node = nodes.pop()
@@ -106,8 +107,8 @@ def below(nodes: list[Node], seen: set[Node]) -> list[Node]:
 
 
 def is_custom(node: Any) -> bool:
-    return isinstance(node, torch._C._FunctionBase)
+    return isinstance(node, FunctionNode)
 
 
 def splits(node: Any) -> bool:
-    return bool(getattr(node._forward_cls, "splits_backward", False))
+    return bool(getattr(function_class(node), "splits_backward", False))

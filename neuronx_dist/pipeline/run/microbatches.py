@@ -1,4 +1,4 @@
-"""A batch in microbatches."""
+"""Division of a batch into microbatches."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from ...comm.host import upload
+from ...torch_internals.tensors import pytree
 
 __all__ = ["Batch", "evaluating"]
 
@@ -20,12 +20,12 @@ class Batch:
 
     Args:
         inputs: keyword arguments of the model; tensors may lie in containers.
-        names: what they must be called; None: anything.
-        num_microbatches: how many pieces to cut tensors into, all of which have the same number of rows. Tensors of one
-            row, where others have more, 0-dim tensors, and all else go whole to each.
+        names: required names of the inputs; None: any names.
+        num_microbatches: number of pieces to cut tensors into, with equally many rows. Tensors of one row, where others
+            have more, 0-dim tensors, and all else go whole to each microbatch.
 
     Raises:
-        ValueError: missing or unexpected inputs; no rows, a number of them that does not divide, or several numbers.
+        ValueError: missing or unexpected inputs; no rows, a number of rows that does not divide, or different numbers.
     """
 
     def __init__(self, inputs: Mapping[str, Any], names: Sequence[str] | None, num_microbatches: int) -> None:
@@ -51,7 +51,7 @@ class Batch:
         self._check_equal_rows({index: rows[index] for index in sorted(self._cut)})
 
     def key(self) -> tuple[Any, ...]:
-        """Equal for batches that one recording serves."""
+        """A key that is equal for batches that can share a recording."""
         return (self.structure, *(self._key_of(self._piece(index, leaf, 0)) for index, leaf in enumerate(self.leaves)))
 
     def example(self) -> dict[str, Any]:
@@ -61,14 +61,14 @@ class Batch:
         return example
 
     def constants(self) -> list[Any]:
-        """What is not a tensor: constants of a recording."""
+        """Inputs that are no tensors: constants of a recording."""
         return [leaf for leaf in self.leaves if not isinstance(leaf, torch.Tensor)]
 
     def microbatches(self, leaves: Sequence[int], device: torch.device) -> list[dict[int, torch.Tensor]]:
         """The tensors with these leaf numbers, on `device`, for each microbatch.
 
         Raises:
-            ValueError: one of them has no values.
+            ValueError: a tensor is on meta.
         """
         for index in leaves:
             if self.leaves[index].is_meta and device.type != "meta":
@@ -84,12 +84,12 @@ class Batch:
         ]
 
     def _name(self, index: int) -> str:
-        """What a leaf is called in messages: `['ids']`."""
+        """Name of a leaf in error messages: `['ids']`."""
         inputs = pytree.tree_unflatten(self.leaves, self.structure)
         return pytree.keystr(pytree.tree_flatten_with_path(inputs)[0][index][0])
 
     def _check_equal_rows(self, rows: Mapping[int, int]) -> None:
-        """Refuses tensors of which a microbatch would get different numbers of rows; uncut, the model sees to it."""
+        """Refuses tensors with different numbers of rows per microbatch; an undivided batch is left to the model."""
         if self.num_microbatches == 1 or len(set(rows.values())) < 2:
             return
         first = next(iter(rows))
@@ -121,7 +121,7 @@ class Batch:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; afterwards each module has its own mode again."""
+    """Sets evaluation mode inside; afterwards each module has its earlier mode again."""
     modes = [(child, child.training) for child in module.modules()]
     module.eval()
     try:
@@ -132,7 +132,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def _wrong_rows(x: torch.Tensor, num_microbatches: int) -> str:
-    """Why these rows cannot be cut into microbatches; empty if they can."""
+    """The reason why a tensor cannot be cut into microbatches, in words; empty if it can."""
     rows = x.shape[0]
     if rows == 0:
         return (

@@ -1,11 +1,11 @@
-"""What a rank does in a step, as a trace for Perfetto (ui.perfetto.dev) and for `neuronx-dist timeline --trace`.
+"""Trace of a rank's steps, for Perfetto (ui.perfetto.dev) and for `neuronx-dist timeline --trace`.
 
 A rank is a process of the trace. It has a track of its tasks and of its waits for messages, which do not overlap, a
 track of steps, tracks of its collectives, sends and receives, and a counter of the activations that are kept. Arrows go
 from the task that sends to the one that receives.
 
 Without a trace nothing here is called: a `Trace` puts itself between executor and transport, and attaches itself to
-`comm.recording`, which otherwise has nobody to tell.
+`comm.recording`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _HostClock:
 
 
 class _CudaClock:
-    """When the device comes to what the host launches: events on the current stream, read when a step is over."""
+    """Times at which the device reaches what the host launches: events on the current stream, read after a step."""
 
     def start(self) -> None:
         """Waits for the device."""
@@ -70,11 +70,11 @@ class _CudaClock:
 
 
 class _Event(NamedTuple):
-    """Something that a trace has to say, and its moments of a clock."""
+    """An event of the trace, with its begin and end on a clock."""
 
     fields: Mapping[str, Any]
     begin: Any
-    end: Any = None  # of what has a duration
+    end: Any = None  # None: no duration
 
 
 class _Started(NamedTuple):
@@ -86,13 +86,13 @@ class _Started(NamedTuple):
 
 
 class Trace:
-    """A rank's events, from its first pass until the model that it belongs to is gone, or a pass fails.
+    """Records a rank's events, from its first pass until the model is collected, or a pass fails.
 
     Times are those of the host. On CUDA they are of the device, for which each step ends with a wait. On XLA a task is
     recorded when its program is built, and not when the device runs it.
 
     Args:
-        path: of the file; see `open_together`. A file that is there is overwritten.
+        path: of the file; see `open_together`. An existing file is overwritten.
         device: where the stage computes.
     """
 
@@ -105,7 +105,7 @@ class Trace:
         self._clock = _CudaClock() if self._device_clock else _HostClock()
         self._events: list[_Event] = []
         self._started: dict[tuple[str, str], deque[_Started]] = {}
-        # By which the two ends of a collective belong together, among all processes of the trace.
+        # Numbers that join the two ends of a collective, unique among all processes of the trace.
         self._numbers = itertools.count(self.rank, context.mesh.world_size)
         self._steps = itertools.count()
         self.sending: Task | None = None
@@ -113,18 +113,18 @@ class Trace:
         self._file.append(self._names())
 
     def closed_with(self, owner: object) -> Trace:
-        """Ends when `owner` does, or the process."""
+        """Closes the trace when `owner` is collected, or the process ends; returns the trace."""
         weakref.finalize(owner, self.close)
         return self
 
     def close(self) -> None:
-        """Writes what there is, and ends the trace."""
+        """Writes the remaining events, and ends the trace."""
         recording.detach(self)
         self.flush()
         self._file.close()
 
     def watch(self, transport: Transport, schedule: Schedule, stage: int) -> Transport:
-        """The same transport, of which a pass is recorded. (Itself, if the file is full.)"""
+        """Wraps a transport so that a pass is recorded; returns the transport itself if the file is full."""
         if self._file.full:
             return transport
         return _WatchedTransport(self, transport, schedule, stage, next(self._steps))
@@ -135,14 +135,14 @@ class Trace:
         return self._clock.now()
 
     def begin_step(self) -> Any:
-        self.flush()  # what came after the last one
+        self.flush()  # events after the last step
         recording.detach(self)
         recording.attach(self)
         self._clock.start()
         return self.now()
 
     def end_task(self) -> None:
-        """Writes what there is, where that needs no wait for a device."""
+        """Writes the events so far, where that needs no wait for a device."""
         if not self._device_clock:
             self.flush()
 
@@ -168,11 +168,11 @@ class Trace:
         started = self._started.setdefault((verb, call.axis), deque())
         if not event:
             started.append(_Started(call, self.now(), self.sending if verb == "send" else None))
-        elif started:  # those that are awaited end in the order in which they started
+        elif started:  # awaited collectives end in the order in which they started
             self._collective(*(started.popleft() if event == "wait" else started.pop()), self.now())
 
     def flush(self) -> None:
-        """Writes all events. Collectives that nobody has awaited yet are left for later."""
+        """Writes all events. Collectives that are not awaited yet stay for later."""
         events, self._events = self._events, []
         written: list[dict[str, Any]] = []
         for fields, begin, end in events:
@@ -182,7 +182,7 @@ class Trace:
                 stop = self._clock.nanoseconds(end) - self._file.origin
                 if fields["ph"] == "X":
                     event["dur"] = (stop - start) / 1e3
-                else:  # one that may overlap others of its track has two
+                else:  # an event that may overlap others of its track is two events
                     written.append(event)
                     event = {key: fields[key] for key in ("name", "cat", "id", "pid", "tid")}
                     event |= {"ph": "e", "ts": stop / 1e3}
@@ -223,13 +223,13 @@ class Trace:
 
 
 def _said(error: BaseException) -> str:
-    """An error in so few characters that it fits in an event: in JSON one of them takes up to 12 bytes."""
+    """The text of an error, short enough for an event: in JSON a character takes up to 12 bytes."""
     text = f"{type(error).__name__}: {error}"[:500]
     return text if len(json.dumps(text)) <= 3000 else text[:250]
 
 
 class _WatchedTransport:
-    """A transport that tells a trace what goes through it, in one pass of a schedule."""
+    """A transport that reports each task and message of one pass to a trace."""
 
     def __init__(self, trace: Trace, transport: Transport, schedule: Schedule, stage: int, step: int) -> None:
         self._trace = trace
@@ -243,7 +243,7 @@ class _WatchedTransport:
         ] = {}  # by chunk and microbatch: halves of backward that are to come
         self._begin: Any = None  # of the present task
         self._received: list[int] = []  # arrows that end at the present task
-        self._sent: list[int] = []  # and that start there
+        self._sent: list[int] = []  # arrows that start at the present task
 
     def run(self, compute: Callable[[Task], None]) -> None:
         trace, schedule = self._trace, self._schedule
@@ -317,7 +317,7 @@ class _WatchedTransport:
         return {"step": self._step, "stage": self._stage, "chunk": task.chunk, "microbatch": task.microbatch}
 
     def _number(self, stage: int, send: Task) -> int:
-        """The same for both ends of a message, and for no other message of the job."""
+        """Number of a message: equal at both ends, and different from all other messages of the job."""
         schedule, mesh = self._schedule, comm.current().mesh
         pipeline = self._trace.rank % (mesh.world_size // mesh.pp)
         number = self._step * schedule.num_virtual_stages + schedule.virtual_stage(stage, send.chunk)

@@ -1,8 +1,9 @@
 """A file of trace events in the format of Chrome and Perfetto, to which all ranks of a host append.
 
-It is a JSON array at any moment, also when a job is killed: behind the events are blanks, behind these the closing
-bracket, and events are written into the blanks. A process can be killed in the middle of a write, but not within a page
-of the file, so no write crosses pages. When the blanks are used up, a copy with more takes the place of the file.
+The file is a JSON array at any moment, also when a job is killed: after the events come blanks, after the blanks the
+closing bracket, and events are written into the blanks. A process can be killed in the middle of a write, but not
+within a page of the file, so no write crosses pages. When the blanks are used up, a copy with more blanks replaces the
+file, which keeps its name.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _CLOSING = b"\n]"
 
 
 class TraceFile:
-    """An existing trace.
+    """An existing file of a trace.
 
     Args:
         origin: the `time.perf_counter_ns()` that is time 0 of the trace. Processes of one host have one such clock.
@@ -37,18 +38,18 @@ class TraceFile:
     def __init__(self, path: Path, origin: int) -> None:
         self.path = path
         self.origin = origin
-        self.full = False  # nothing more is to be appended
+        self.full = False  # True: nothing more is appended
         self._descriptor = os.open(path, os.O_RDWR)
-        self._page = 0  # one that has events
+        self._page = 0  # index of a page that has events
 
     @staticmethod
     def create(path: Path, event: Mapping[str, Any]) -> None:
-        """Makes a trace with one event, also where there is one already."""
+        """Creates a trace with one event; replaces an existing file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(_replace(path, b"[\n" + _encoded(event), _FIRST))
 
     def append(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Adds events of up to a page each. Nothing is added to a file of 256 MiB, or that somebody has deleted."""
+        """Adds events of up to a page each. A file of 256 MiB, or one that was deleted, gets no more events."""
         lines = [line for event in events if len(line := b",\n" + _encoded(event)) <= _PAGE]
         if not lines or self.full or not self._lock():
             return
@@ -57,7 +58,7 @@ class TraceFile:
             for line in lines:
                 end = position + len(pending)
                 room = -end % _PAGE
-                if len(line) > room:  # to the next page
+                if len(line) > room:  # continue on the next page
                     os.pwrite(self._descriptor, pending, position)
                     position, pending = end + room, b""
                     if position + _PAGE >= size:  # the last page has the bracket, and no events
@@ -74,7 +75,7 @@ class TraceFile:
         os.close(self._descriptor)
 
     def _lock(self) -> bool:
-        """Keeps other ranks away, which have opened the file themselves, or replaced it. False: it is gone."""
+        """Locks the file against other ranks, which may have replaced it; returns False if the file is gone."""
         while True:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             try:
@@ -88,7 +89,7 @@ class TraceFile:
             self._descriptor, self._page = descriptor, 0
 
     def _end(self) -> int:
-        """Where the events end. Pages are filled in order, and begin with an event."""
+        """Offset of the end of the events. Pages are filled in order, and begin with an event."""
         while os.pread(self._descriptor, 1, _PAGE * (self._page + 1)) == b",":
             self._page += 1
         page = os.pread(self._descriptor, _PAGE, _PAGE * self._page)
@@ -103,7 +104,7 @@ class TraceFile:
 
 
 def _replace(path: Path, content: bytes, size: int) -> int:
-    """Puts content, blanks and closing bracket in the place of a file; it is opened, and locked."""
+    """Replaces a file by content, blanks and closing bracket; opens and locks the new file."""
     copy = path.with_name(path.name + ".new")
     copy.write_bytes(content.ljust(size - len(_CLOSING)) + _CLOSING)
     descriptor = os.open(copy, os.O_RDWR)
@@ -117,10 +118,10 @@ def _encoded(event: Mapping[str, Any]) -> bytes:
 
 
 def checked_path(path: str | os.PathLike[str] | None) -> str | None:
-    """The name of a file; None: there is to be no trace.
+    """Returns the name of a trace file; None: no trace.
 
     Raises:
-        ValueError: it is something else, or a folder.
+        ValueError: another value, or a folder.
     """
     if path is None:
         return None
@@ -132,12 +133,12 @@ def checked_path(path: str | os.PathLike[str] | None) -> str | None:
 
 
 def open_together(path: str) -> TraceFile:
-    """Opens a new trace; all ranks of the job call it at once, for they agree on what time 0 is.
+    """Opens a new trace; all ranks of the job call it at once, and agree on time 0.
 
-    Between hosts that is right up to the time in which a message goes from one to another.
+    Between hosts time 0 is exact up to the latency of a message.
 
     Returns:
-        The file at `path`, for a job on one host; else one for each host, `trace-HOST.json`.
+        The file at `path`, for a job on one host; else a file for each host, `trace-HOST.json`.
     """
     hosts = comm.gather_objects(socket.gethostname())
     now = time.perf_counter_ns()  # the ranks have just met
@@ -148,5 +149,5 @@ def open_together(path: str) -> TraceFile:
     if comm.current().rank == first:
         started = {"started": datetime.now().isoformat()}
         TraceFile.create(file, {"name": "trace", "ph": "M", "pid": first, "args": started})
-    origins = comm.gather_objects(now)  # and the file is there
+    origins = comm.gather_objects(now)  # afterwards the file exists
     return TraceFile(file, origins[first])

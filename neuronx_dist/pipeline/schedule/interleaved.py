@@ -61,7 +61,7 @@ class Interleaved(Schedule):
         return idle / (self.num_microbatches * self.num_chunks + idle)
 
     def few_sends(self, kind: Kind, stage: int) -> int:
-        # What comes around is needed only when the rest of its group has passed.
+        # Activations that come around are needed only when the rest of their group has passed.
         goes_around = stage == (self.num_stages - 1 if kind is Kind.SEND_FORWARD else 0)
         return max(2, len(self.groups[0]) - self.num_stages) if goes_around else 2
 
@@ -74,6 +74,6 @@ class Interleaved(Schedule):
         return [range(start, end) for start, end in zip(starts, starts[1:])]
 
     def _warmup(self, stage: int) -> int:
-        """Forwards before the first backward, but for the one right before it."""
+        """Number of forwards before the first backward, without the forward right before it."""
         ahead = (self.num_chunks - 1) * len(self.groups[0]) + 2 * (self.num_stages - stage - 1)
         return min(ahead, self.num_microbatches * self.num_chunks)

@@ -1,4 +1,4 @@
-"""A schedule without messages: all stages in lockstep, and transfers in which all ranks take part after a round."""
+"""Rounds of a schedule without messages: all stages in lockstep, all ranks in the transfers after each round."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Round", "rounds"]
 
 
 class Round(NamedTuple):
-    """What each stage computes in a round, if anything, and which transfers come after it."""
+    """A round: the task of each stage, if it has one, and the transfers after it."""
 
     tasks: tuple[Task | None, ...]
     forward: bool  # a stage has activations for another
@@ -22,12 +22,12 @@ class Round(NamedTuple):
 
 
 def rounds(schedule: Schedule) -> list[Round]:
-    """The computations of all stages in lockstep: each does its next one if what that needs has come.
+    """Divides the computations of all stages into rounds; a stage does its next task once the input has arrived.
 
-    What a stage makes in a round has come to its neighbour when the next round begins.
+    The result of a round has arrived at the neighbour when the next round begins.
 
-        >>> for each in rounds(OneFOneB(num_stages=2, num_microbatches=2)):
-        ...     print(each)
+        >>> for moment in rounds(OneFOneB(num_stages=2, num_microbatches=2)):
+        ...     print(moment)
         F0 - >
         F1 F0 >
         - B0 <

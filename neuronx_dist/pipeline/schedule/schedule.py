@@ -1,35 +1,64 @@
-"""What a schedule answers. Runtime, layout, memory prediction and check ask it, and keep no formula of their own."""
+"""`Schedule`, the only source of formulas about a schedule for runtime, layout, memory prediction and check."""
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
-from .completeness import fault_of
-from .holdings import most_held
-from .in_flight import most_in_flight
-from .messages import with_messages
-from .route import Route, route_of
-from .tasks import OTHER_END, Kind, Task
-from .timing import Costs, bubble_of, timeline_of
+from .analysis import Costs, bubble_of, fault_of, most_held, most_in_flight, timeline_of
+from .tasks import OTHER_END, RECEIVE_FOR, SEND_AFTER, SENDS, Kind, Task
 
-__all__ = ["Schedule"]
+__all__ = ["Link", "Route", "Schedule"]
+
+
+class Link(NamedTuple):
+    """Link between two computations that follow one another in the model, seen from this stage's computation.
+
+    Attributes:
+        message: this stage's receive of the input of the computation, or its send of the result.
+        stage: the stage of the other computation; this stage, if both are here, and then there is no message.
+        other_end: the send or receive of the other stage.
+    """
+
+    message: Task
+    stage: int
+    other_end: Task
+
+
+class Route(NamedTuple):
+    """The tasks of a stage, and the stages at the other end of its messages.
+
+    Attributes:
+        tasks: all tasks of the stage, in order.
+        before: by computation, the source of its input; none at the ends of the pipeline.
+        after: by computation, the target of its result; none at the ends of the pipeline.
+        other_stage: by send and receive, the stage at the other end.
+        windows: by kind of send, the most that are under way at one time.
+    """
+
+    tasks: tuple[Task, ...]
+    before: dict[Task, Link]
+    after: dict[Task, Link]
+    other_stage: dict[Task, int]
+    windows: dict[Kind, int]
 
 
 class Schedule(ABC):
-    """In which order the stages of a pipeline do what, for all microbatches of a step.
+    """Order of the tasks of all stages of a pipeline, for all microbatches of a step.
 
-    A schedule is a subclass in a file of its own. It defines `computations`; all else has a default, for stages in a
-    line, or for chunks that go around the line of stages several times. `peak_in_flight` and `bubble` are counted,
-    unless it has a closed formula for them.
+    A schedule is a subclass in its own file. The subclass defines `computations`; all else has a default, for stages in
+    a line, or for chunks that go around the line of stages several times. `peak_in_flight` and `bubble` are counted,
+    unless the subclass has closed formulas.
 
     Attributes:
         num_stages, num_microbatches: of the pipeline, and of a step.
         num_chunks: pieces of the model on each stage; 1 unless a subclass sets it.
-        bounded_sends: whether few sends are under way at one time, so that what was sent is freed before the step ends;
-            for orders which are proven to run with it. False unless a subclass sets it.
-        deallocate: whether even fewer are, if `bounded_sends`.
+        bounded_sends: whether few sends are under way at one time, so that sent tensors are freed before the step ends;
+            True only for orders that are proven to run so. False unless a subclass sets it.
+        deallocate: whether even fewer sends are under way, if `bounded_sends`.
 
     Raises:
         ValueError: there is no stage, or no microbatch.
@@ -57,12 +86,12 @@ class Schedule(ABC):
 
     @abstractmethod
     def computations(self, stage: int) -> list[Task]:
-        """The forwards and backwards of a stage, in order. A backward is one task, or its two halves."""
+        """The forwards and backwards of a stage, in order. A backward is one task or two halves."""
 
     # --- what has a default
 
     def peak_in_flight(self, stage: int) -> int:
-        """The most forwards of which a stage keeps activations at one time: microbatches, times chunks."""
+        """The most forwards of which a stage keeps activations at one time, counted by microbatch and chunk."""
         return most_in_flight(self.computations(stage))
 
     @property
@@ -72,17 +101,17 @@ class Schedule(ABC):
         Messages take no time.
 
         Raises:
-            RuntimeError: computations wait for each other, or for one that never comes.
+            RuntimeError: computations wait for each other, or for a message that never comes.
         """
         orders = [self.computations(stage) for stage in range(self.num_stages)]
         return bubble_of(timeline_of(orders, self.peer, Costs()))
 
     def send_window(self, kind: Kind, stage: int) -> int:
-        """How many sends of one kind a stage has under way before it waits for the oldest of them, and frees it.
+        """Number of sends of one kind under way before a stage waits for the oldest send and frees its tensors.
 
-        With `bounded_sends`: of gradients `few_sends`; of activations as many as there are in flight, for when the
-        oldest has been used its gradient comes back, or `few_sends` with `deallocate`. Else a send never waits.
-        `prove` shows a window that is too small.
+        With `bounded_sends`: `few_sends` gradients; and as many activations as there are forwards in flight (the
+        gradient of the oldest comes back once it has been used), or `few_sends` with `deallocate`. Else a send never
+        waits. `prove` reports a window that is too small.
         """
         if not self.bounded_sends:
             return self.num_microbatches * self.num_chunks
@@ -92,23 +121,23 @@ class Schedule(ABC):
         return max(few, self.peak_in_flight(stage))
 
     def few_sends(self, kind: Kind, stage: int) -> int:
-        """How many sends of one kind are enough for no stage to wait, whatever tasks take: one is used, one comes."""
+        """Number of sends of one kind with which no stage waits, whatever tasks take: one is used, one arrives."""
         return 2
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
-        """Position of a stage's chunk in the model: 0 is the first piece of it."""
+        """Position of a stage's chunk in the model: 0 is the first piece of the model."""
         return chunk * self.num_stages + stage
 
     def holder(self, virtual_stage: int) -> tuple[int, int]:
-        """The stage and the chunk at a position in the model; the reverse of `virtual_stage`."""
+        """The stage and the chunk at a position in the model; the inverse of `virtual_stage`."""
         chunk, stage = divmod(virtual_stage, self.num_stages)
         return stage, chunk
 
-    # --- what follows from it
+    # --- what follows from that
 
     @property
     def num_virtual_stages(self) -> int:
-        """Pieces into which the model is cut."""
+        """Number of pieces into which the model is cut."""
         return self.num_stages * self.num_chunks
 
     @property
@@ -118,26 +147,26 @@ class Schedule(ABC):
 
     @cached_property
     def trains(self) -> bool:
-        """Whether there are backwards, so that forwards have to keep what these need."""
+        """Whether there are backwards, so that forwards keep activations."""
         return any(task.kind is not Kind.FORWARD for task in self.computations(0))
 
     def tasks(self, stage: int) -> list[Task]:
-        """All that a stage does, in order: its computations, and the messages to other stages around them.
+        """All tasks of a stage, in order: computations, and the messages to other stages around them.
 
         Raises:
             ValueError: there is no such stage.
         """
         self.check_stage(stage)
-        return with_messages(self.computations(stage), lambda message: self.is_message(stage, message))
+        return _with_messages(self.computations(stage), lambda message: self.is_message(stage, message))
 
     def route(self, stage: int) -> Route:
-        """What a stage does and with whom, for a runtime: computed once, so a schedule is not changed afterwards.
+        """The route of a stage, for a runtime; computed once, so a schedule must not be changed afterwards.
 
         Raises:
             ValueError: there is no such stage.
         """
         if stage not in self._routes:
-            self._routes[stage] = route_of(
+            self._routes[stage] = _route_of(
                 self.tasks(stage), lambda task: self.peer(stage, task), lambda kind: self.send_window(kind, stage)
             )
         return self._routes[stage]
@@ -148,10 +177,10 @@ class Schedule(ABC):
             raise ValueError(f"there is no stage {stage} in a pipeline of {self.num_stages} (0..{self.num_stages - 1})")
 
     def peer(self, stage: int, task: Task) -> tuple[int, Task] | None:
-        """The other end of a send or receive: which stage has it, and its task there.
+        """The other end of a send or receive: its stage, and its task there.
 
-        None at both ends of the pipeline, where nothing is sent. Where chunks that follow one another are on one stage,
-        the other end is the same stage, and there is no message: the stage keeps the tensors.
+        None at both ends of the pipeline, where nothing is sent. If consecutive chunks are on one stage, the other end
+        is the same stage, and there is no message: the stage keeps the tensors.
 
         Raises:
             ValueError: the task is a computation.
@@ -163,7 +192,7 @@ class Schedule(ABC):
         return None if other_end is None else (other_end[0], Task(other_end[1], other_end[2], task.microbatch))
 
     def _other_end(self, stage: int, task: Task) -> tuple[int, Kind, int] | None:
-        """Stage, kind and chunk of the other end, which is the same for all microbatches."""
+        """Stage, kind and chunk of the other end; they are the same for all microbatches."""
         if task.kind not in OTHER_END:
             raise ValueError(f"{task} is a computation: it has no other end")
         ahead = task.kind in (Kind.SEND_FORWARD, Kind.RECV_BACKWARD)
@@ -174,7 +203,7 @@ class Schedule(ABC):
         return other_stage, OTHER_END[task.kind], chunk
 
     def is_message(self, stage: int, task: Task) -> bool:
-        """Whether a send or receive goes to another stage."""
+        """Returns whether the other end of a send or receive is on another stage."""
         other_end = self.peer(stage, task)
         return other_end is not None and other_end[0] != stage
 
@@ -185,9 +214,9 @@ class Schedule(ABC):
         return any((target, source) in sends for source, target in sends)
 
     def microbatches_until_repeat(self, stage: int) -> int:
-        """How many microbatches show all that a stage holds at one time: with more of them a step repeats itself.
+        """Returns the smallest number of microbatches for which a stage's peak memory equals that of the full step.
 
-        All, if the schedule is for this number of microbatches only.
+        `num_microbatches`, if the schedule is for this number only.
         """
         held = self._most_held(stage)
         for num_microbatches in range(1, self.num_microbatches):
@@ -201,3 +230,46 @@ class Schedule(ABC):
 
     def _most_held(self, stage: int) -> dict[tuple[Kind, int], set[tuple[int, ...]]]:
         return most_held(self.tasks(stage), self.num_chunks, lambda kind: self.send_window(kind, stage))
+
+
+def _with_messages(order: Sequence[Task], is_message: Callable[[Task], bool]) -> list[Task]:
+    """Adds sends and receives to a stage's computations, so that no order can deadlock.
+
+    A receive is posted one computation ahead of the computation that needs it, so that its sender finds it waiting; a
+    send starts right after the computation that makes its tensors.
+
+    Args:
+        order: forwards and backwards of one stage.
+        is_message: returns whether a send or receive goes to another stage; others are left out.
+    """
+
+    def receive(task: Task) -> list[Task]:
+        message = task._replace(kind=RECEIVE_FOR[task.kind]) if task.kind in RECEIVE_FOR else None
+        return [message] if message is not None and is_message(message) else []
+
+    def send(task: Task) -> list[Task]:
+        message = task._replace(kind=SEND_AFTER[task.kind]) if task.kind in SEND_AFTER else None
+        return [message] if message is not None and is_message(message) else []
+
+    tasks = receive(order[0]) if order else []
+    for position, task in enumerate(order):
+        if position + 1 < len(order):
+            tasks += receive(order[position + 1])
+        tasks.append(task)
+        tasks += send(task)
+    return tasks
+
+
+def _route_of(
+    tasks: Sequence[Task], peer: Callable[[Task], tuple[int, Task] | None], send_window: Callable[[Kind], int]
+) -> Route:
+    """The route of a stage with these tasks; `peer` and `send_window` are the schedule's answers for this stage."""
+
+    def links(kinds: dict[Kind, Kind]) -> dict[Task, Link]:
+        messages = {task: task._replace(kind=kinds[task.kind]) for task in tasks if task.kind in kinds}
+        other_ends = {task: peer(message) for task, message in messages.items()}
+        return {task: Link(messages[task], *end) for task, end in other_ends.items() if end is not None}
+
+    before, after = links(RECEIVE_FOR), links(SEND_AFTER)
+    other_stage = {link.message: link.stage for link in (*before.values(), *after.values())}
+    return Route(tuple(tasks), before, after, other_stage, {kind: send_window(kind) for kind in SENDS})

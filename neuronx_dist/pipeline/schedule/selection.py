@@ -1,4 +1,4 @@
-"""Which schedule a step of training runs: the one place that the layout, the check and the model ask."""
+"""The schedule of a training step, by name: layout, check and model all ask here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .gpipe import GPipe
 from .interleaved import Interleaved
 from .one_f_one_b import OneFOneB
 from .schedule import Schedule
-from .words import counted
+from .tasks import counted
 from .zb_h1 import ZeroBubbleH1
 from .zb_v import ZeroBubbleV
 
@@ -30,17 +30,17 @@ def training_schedule(
     """The schedule of `NxDPPModel.run_train`.
 
     Args:
-        schedule: a name of `NAMES`, a schedule, or what makes one of `(num_stages, num_microbatches)`. None: 1F1B, or
-            with several chunks interleaved.
-        num_chunks: pieces of the model on each stage. 1 goes with every schedule but an interleaved one: "zb_v", and a
-            schedule that is given, bring their own number.
-        deallocate: free what was sent as soon as it has arrived (`NxDPPModel.deallocate_pipeline_outputs`). A schedule
-            that is given says itself how many sends are under way.
+        schedule: a name of `NAMES`, a schedule, or a function `(num_stages, num_microbatches) -> Schedule`. None: 1F1B,
+            or interleaved 1F1B with several chunks.
+        num_chunks: pieces of the model on each stage. 1 goes with every schedule but an interleaved one: "zb_v" and a
+            `Schedule` object have their own number.
+        deallocate: free sent tensors as soon as they have arrived (`NxDPPModel.deallocate_pipeline_outputs`). A
+            `Schedule` object itself says how many sends are under way.
 
     Raises:
         ValueError: no schedule has the name; the schedule is for other sizes, or has no backwards; there is no stage,
             no microbatch or no chunk.
-        TypeError: `schedule` is none of these, or made something else.
+        TypeError: `schedule` is none of these, or its function returns something else.
     """
     if num_chunks < 1:
         raise ValueError(f"num_chunks must be at least 1, got {num_chunks}")
@@ -83,10 +83,10 @@ def _made_by(make: Callable[[int, int], Schedule], num_stages: int, num_microbat
 
 
 def check_sizes(schedule: Schedule, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:
-    """Refuses a schedule for other sizes; `num_chunks` of 1 goes with any.
+    """Checks the sizes of a schedule; `num_chunks=1` goes with any schedule.
 
     Raises:
-        ValueError: it is for other sizes.
+        ValueError: the schedule is for other sizes.
     """
     if (schedule.num_stages, schedule.num_microbatches) != (num_stages, num_microbatches):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a stage does, as data: a task is one thing done for one microbatch by one chunk of the model's layers.
+"""Tasks: a task is one thing that a stage does for one microbatch with one chunk of the model's layers.
 
 Tasks print as their kind, their microbatch and, after a point, their chunk, where that is not 0:
 
@@ -26,13 +26,14 @@ __all__ = [
     "SEND_AFTER",
     "Kind",
     "Task",
+    "counted",
     "format_schedule",
     "parse_schedule",
 ]
 
 
 class Kind(Enum):
-    """What a task does; the value is what it prints as."""
+    """Kinds of tasks; the value is the printed form."""
 
     RECV_FORWARD = "RF"
     FORWARD = "F"
@@ -43,15 +44,15 @@ class Kind(Enum):
     BACKWARD_WEIGHT = "W"
     SEND_BACKWARD = "SB"
 
-    __hash__ = object.__hash__  # of the member itself: Enum's is a Python function, and tasks are keys everywhere
+    __hash__ = object.__hash__  # by identity: the hash of Enum is a Python function, and tasks are keys everywhere
 
 
 class Task(NamedTuple):
     """One thing that a stage does.
 
     Attributes:
-        kind: what it does.
-        chunk: which of the stage's pieces of the model it concerns, from 0; a stage of a plain pipeline has one.
+        kind: kind of the task.
+        chunk: index of the stage's piece of the model, from 0; a stage of a plain pipeline has one piece.
         microbatch: from 0.
     """
 
@@ -67,7 +68,7 @@ COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 
-# The message that brings what a computation needs, and the message that takes away what it makes. Both halves of a
+# The message that brings the input of a computation, and the message that takes its result away. Both halves of a
 # backward need the incoming gradient; the stage keeps it between them, so that it is received once.
 RECEIVE_FOR = {
     Kind.FORWARD: Kind.RECV_FORWARD,
@@ -107,3 +108,9 @@ def _task(word: str) -> Task:
         kinds = ", ".join(kind.value for kind in Kind)
         raise ValueError(f"{word!r} is no task, such as F3 or F3.1: kind ({kinds}), microbatch, chunk after a point")
     return Task(Kind(match[1]), int(match[3] or 0), int(match[2]))
+
+
+def counted(amount: int | str, noun: str) -> str:
+    """`1 microbatch`, `2 microbatches`."""
+    plural = "" if str(amount) == "1" else "es" if noun.endswith("ch") else "s"
+    return f"{amount} {noun}{plural}"

@@ -1,10 +1,10 @@
-"""A schedule that is written down, stage by stage."""
+"""A schedule that a user writes down as text, stage by stage."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .completeness import fault_of
+from .analysis import fault_of
 from .schedule import Schedule
 from .tasks import COMPUTATIONS, Task, parse_schedule
 
@@ -12,21 +12,21 @@ __all__ = ["WrittenSchedule"]
 
 
 class WrittenSchedule(Schedule):
-    """Stages that do what is written: the way to try an order without a class of one's own.
+    """A schedule of written tasks, to try an order without a new class.
 
-    The number of stages is that of the lines, those of microbatches and chunks are what the words name.
+    The number of stages is the number of texts; the words name the microbatches and chunks.
 
         >>> schedule = WrittenSchedule("F0 F1 B0 B1", "F0 B0 F1 B1")
         >>> schedule = WrittenSchedule("F0 F0.1 B0.1 I0 W0", "F0 F0.1 I0.1 I0 W0.1 W0", holders=[0, 1, 1, 0])
 
     Args:
-        stages: the computations of each stage. Sends and receives are added to a stage that has none written down.
+        stages: the computations of each stage. Sends and receives are added to a stage that names none.
         holders: the stage that holds each piece of the model, in the model's order; the pieces of a stage are its
             chunks 0, 1 and so on. None: pieces go around the line of stages.
 
     Raises:
-        ValueError: there is no stage, or one is no text; a word is no task; a stage leaves out a task that another one
-            does, does one twice or too early; `holders` does not give each stage its number of chunks.
+        ValueError: there is no stage, or a stage is no text; a word is no task; a stage leaves out a task that another
+            stage does, or does a task twice or too early; `holders` does not name each stage once per chunk.
     """
 
     def __init__(self, *stages: str, holders: Sequence[int] | None = None) -> None:
@@ -36,9 +36,9 @@ class WrittenSchedule(Schedule):
                 f"got {', '.join(map(repr, stages)) or 'none'}"
             )
         self._stages = [_parsed(stage, text) for stage, text in enumerate(stages)]
-        every = [task for tasks in self._stages for task in tasks]
-        super().__init__(len(stages), 1 + max((task.microbatch for task in every), default=0))
-        self.num_chunks = 1 + max((task.chunk for task in every), default=0)
+        tasks = [task for order in self._stages for task in order]
+        super().__init__(len(stages), 1 + max((task.microbatch for task in tasks), default=0))
+        self.num_chunks = 1 + max((task.chunk for task in tasks), default=0)
         orders = [self.computations(stage) for stage in range(self.num_stages)]
         fault = fault_of(orders, self.num_chunks, self.num_microbatches)
         if fault is not None:

@@ -25,7 +25,7 @@ class ZeroBubbleV(Schedule):
     bounded_sends = True
 
     def computations(self, stage: int) -> list[Task]:
-        # The order is that of a step which has enough microbatches to fill the pipeline; those too many are left out.
+        # The order of a step with enough microbatches to fill the pipeline; tasks of the surplus ones are left out.
         total = max(self.num_microbatches, 2 * self.num_stages - 1)
         after = self.num_stages - stage  # stages from this one to the last
         order = _Order()
@@ -58,12 +58,12 @@ class ZeroBubbleV(Schedule):
         return idle / (6 * self.num_microbatches + idle)
 
     def few_sends(self, kind: Kind, stage: int) -> int:
-        # Activations that go up again are needed only when all that go down meanwhile have left.
+        # Activations that go up again are needed only when all activations that go down meanwhile have left.
         return max(2, self.num_stages - stage) if kind is Kind.SEND_FORWARD else 2
 
 
 class _Order:
-    """Tasks in order, where the next one of a kind and a chunk is for the next microbatch."""
+    """Builder of an order: the next task of a kind and a chunk is for the next microbatch."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []

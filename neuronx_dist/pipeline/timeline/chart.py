@@ -1,4 +1,4 @@
-"""What is drawn of a step: when each stage computes what. Bubble and memory follow from it, simulated or recorded."""
+"""A step, simulated or recorded, as bars of time by stage; bubble and memory follow from the bars."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..schedule import Costs, Schedule, TimedTask, simulate
-from ..schedule.timing import MemoryInUse, bubble_of, memory_of
-from ..schedule.words import counted
+from ..schedule.analysis import MemoryInUse, bubble_of, memory_of
+from ..schedule.tasks import counted
 
 __all__ = ["Chart", "number", "simulated"]
 
@@ -17,8 +17,8 @@ class Chart:
     """A step of all stages of a pipeline.
 
     Attributes:
-        name: of the schedule, or of what was recorded.
-        stages: the bars of each stage, in the order of time. The first of all begins at 0.
+        name: of the schedule, or of the recorded step.
+        stages: the bars of each stage, in the order of time. The first bar of all begins at 0.
         unit: of time: "ms", or "" where a forward or half of a backward takes about 1.
     """
 
@@ -28,7 +28,7 @@ class Chart:
 
     @property
     def step_time(self) -> float:
-        """From the first task of any stage to the end of the last."""
+        """Time from the first task of any stage to the end of the last."""
         return max((bar.end for bars in self.stages for bar in bars), default=0.0)
 
     @property
@@ -45,7 +45,7 @@ class Chart:
         return 1 + max((bar.task.chunk for bars in self.stages for bar in bars), default=0)
 
     def memory(self, stage: int) -> list[MemoryInUse]:
-        """The microbatches of which a stage keeps activations, as changes in time.
+        """Number of microbatches of which a stage keeps activations, as changes over time.
 
         A chunk counts as its share of the stage's layers, so that charts with different numbers of chunks compare.
         """
@@ -53,7 +53,7 @@ class Chart:
 
     @property
     def keeps_activations(self) -> bool:
-        """Whether there are backwards."""
+        """Whether there are backwards, for which activations are kept."""
         return any(self.peak(stage) for stage in range(len(self.stages)))
 
     def peak(self, stage: int) -> float:
@@ -74,10 +74,10 @@ class Chart:
 
 
 def simulated(name: str, schedule: Schedule, costs: Costs, unit: str = "") -> Chart:
-    """A schedule as `simulate` runs it.
+    """The chart of a schedule, by `simulate`.
 
     Args:
-        costs: numbers, of all chunks of a stage together: each takes its share, so that schedules with different
+        costs: numbers, of all chunks of a stage together: a chunk takes its share, so that schedules with different
             numbers of chunks compare.
 
     Raises:
@@ -89,5 +89,5 @@ def simulated(name: str, schedule: Schedule, costs: Costs, unit: str = "") -> Ch
 
 
 def number(value: float) -> str:
-    """At most three digits after the point, and none that say nothing."""
+    """A number as text: about three significant digits, without trailing zeros."""
     return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"

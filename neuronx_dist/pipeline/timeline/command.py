@@ -45,7 +45,7 @@ whose activations a stage keeps, of all of its layers.
 
 
 def arguments() -> argparse.ArgumentParser:
-    """What `timeline` takes."""
+    """The argument parser of `timeline`."""
     parser = command_parser(
         "Draws what each stage of a pipeline does at which time: bubble, memory, every task.", _EXAMPLE
     )
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     """Draws what `args` name; returns the exit code.
 
     Raises:
-        argparse.ArgumentError: no such schedule, or one that cannot be; no such trace; a file of another kind.
+        argparse.ArgumentError: an unknown or impossible schedule; a missing trace; a file of an unknown format.
     """
     for path in args.out:
         if Path(path).suffix not in (".html", ".svg", ".png"):
@@ -146,7 +146,7 @@ def _charts(args: argparse.Namespace) -> list[Chart]:
 
 @contextmanager
 def _naming_lines_of(name: str) -> Iterator[None]:
-    """Errors that a user's file of a schedule raises name the file and the line."""
+    """Adds the file and the line to errors that a user's schedule file raises."""
     file = name.rpartition(":")[0]
     try:
         yield
@@ -160,7 +160,7 @@ def _naming_lines_of(name: str) -> Iterator[None]:
 
 
 def _schedule(name: str, stages: int | None, microbatches: int | None, chunks: int | None) -> Schedule:
-    """The schedule of this name; None: one that is made has the default size, and one of a file its own."""
+    """The schedule of this name. Sizes of None: the default for a named schedule, its sizes for one from a file."""
     given = stages, microbatches
     stages, microbatches = stages or 4, microbatches or 8
     if chunks is None:
@@ -185,7 +185,7 @@ def _schedule(name: str, stages: int | None, microbatches: int | None, chunks: i
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    public = sorted(each for each in names if not each.startswith("_"))
+    public = sorted(name for name in names if not name.startswith("_"))
     near = difflib.get_close_matches(name, public, n=1, cutoff=0.4)
     return f"there is no {name!r}{f', but {near[0]!r}' if near else ''} (there are {', '.join(public)})"
 

@@ -23,14 +23,14 @@ _KINDS = {
 
 
 def recorded(paths: Sequence[str], step: int | None = None) -> Chart:
-    """A step of a trace; of several pipelines (data or tensor parallelism) that of the lowest ranks.
+    """The chart of a step of a trace; of several pipelines (data or tensor parallelism) the one of the lowest ranks.
 
     Args:
-        paths: its files, one for each host.
-        step: None: the last with a backward that all stages have ended, else the last of all.
+        paths: files of the trace, one for each host.
+        step: number of the step; None: the last with a backward that all stages have ended, else the last of all.
 
     Raises:
-        ValueError: not a trace, one without this step, or files of several runs.
+        ValueError: no trace, a trace without this step, or files of several runs.
     """
     events = [event for path in paths for event in _events(path)]
     tasks, stages_of, trained = defaultdict(list), {}, set()
@@ -65,9 +65,9 @@ def recorded(paths: Sequence[str], step: int | None = None) -> Chart:
 
 
 def measured_costs(chart: Chart) -> Costs:
-    """What tasks took in a chart, for a simulation that compares with it: medians, for all chunks of a stage together.
+    """Median costs of the tasks in a chart, all chunks of a stage together, for a simulation to compare with.
 
-    Of whole backwards each half is taken to be as long as the other.
+    The halves of a whole backward are taken to be equally long.
     """
     durations: dict[Kind, list[float]] = defaultdict(list)
     for bars in chart.stages:

@@ -30,7 +30,7 @@ WORDS = {
     Kind.BACKWARD_INPUT: "backward, inputs",
     Kind.BACKWARD_WEIGHT: "backward, weights",
 }
-# What a page's theme decides: SVG has these as variables.
+# Colours that the theme of a page decides.
 LIGHT = {
     "page": "#ffffff",
     "ink": "#1d2733",
@@ -60,7 +60,7 @@ _DIGIT = 0.62  # the width of a digit, of its size
 
 
 class Rectangle(NamedTuple):
-    """A filled rectangle; the bar that it stands for, if any."""
+    """A filled rectangle, with the bar that it stands for, if any."""
 
     x: float
     y: float
@@ -85,7 +85,7 @@ class Label(NamedTuple):
 
 
 class Area(NamedTuple):
-    """What is between the points of a line and `base`, filled; or the line alone, if `base` is None."""
+    """The filled area between the points of a line and `base`; the line alone, if `base` is None."""
 
     points: list[tuple[float, float]]
     base: float | None
@@ -95,7 +95,7 @@ class Area(NamedTuple):
 
 @dataclass
 class Scene:
-    """Shapes, those in front last, and what is said of a bar under the pointer."""
+    """Shapes, the front ones last, and the description of a bar under the pointer."""
 
     width: float
     height: float = 0.0
@@ -117,7 +117,7 @@ def draw(charts: Sequence[Chart], width: float | None = None) -> Scene:
     """Lays out charts with a common axis of time; all have the unit of the first.
 
     Args:
-        width: None: as much as most numbers of microbatches need, from 1200 to 3600.
+        width: None: by the length of the median task, from 1200 to 3600.
     """
     longest = max(chart.step_time for chart in charts) or 1.0
     if width is None:
@@ -139,7 +139,7 @@ def draw(charts: Sequence[Chart], width: float | None = None) -> Scene:
 def _draw_chart(
     scene: Scene, chart: Chart, index: int, y: float, per_time: float, highest: float, first: Chart
 ) -> float:
-    """A chart whose top is at `y`; returns its bottom."""
+    """Draws a chart whose top is at `y`; returns its bottom."""
     add = scene.shapes.append
     right = scene.width - _RIGHT + 80
     add(Label(16, y + 14, chart.name, 17, "ink", bold=True))
@@ -207,7 +207,7 @@ def _draw_axis(scene: Scene, y: float, longest: float, per_time: float) -> float
 
 
 def _tick(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20, ... times a power of ten that is no less."""
+    """The smallest of 1, 2 and 5, times a power of ten, that is at least `least`."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * 0.9999)
 
@@ -237,7 +237,7 @@ def _draw_legend(scene: Scene, y: float, charts: Sequence[Chart]) -> float:
 
 
 def colour(task: Task, num_chunks: int) -> str:
-    """Of a computation: its kind, mixed with white for later chunks."""
+    """Colour of a computation: the colour of its kind, mixed with white for later chunks."""
     share = 0.55 * task.chunk / max(1, num_chunks - 1)
     channels = [int(COLOURS[task.kind][begin : begin + 2], 16) for begin in (1, 3, 5)]
     return "#" + "".join(f"{round(channel + (255 - channel) * share):02x}" for channel in channels)
@@ -252,5 +252,5 @@ def text_colour(fill: str) -> str:
 
 
 def _text_width(text: str, size: float) -> float:
-    """About the width of a text, for fonts without serifs."""
+    """Approximate width of a text, for fonts without serifs."""
     return size * sum(0.36 if char in "fijlrt.,:;'|-() " else 0.66 for char in text)

@@ -9,7 +9,7 @@ from .scene import DARK, LIGHT, Area, Label, Rectangle, Scene
 __all__ = ["html", "svg"]
 
 _FONT = "font-family: system-ui, 'Segoe UI', 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
-# Attributes have the colours of the light theme, for viewers without CSS; what a theme changes has a class.
+# Attributes have the colours of the light theme, for viewers without CSS; themed shapes have a class.
 _DARK = " ".join(f".{name} {{ fill: {value} }} .stroke-{name} {{ stroke: {value} }}" for name, value in DARK.items())
 _STYLE = f"""\
 .timeline {{ {_FONT}; font-variant-numeric: tabular-nums }}
@@ -59,13 +59,13 @@ svg.addEventListener("pointerleave", () => {
 
 
 def svg(scene: Scene) -> str:
-    """The scene as an SVG file. A bar's title, which a browser shows under the pointer, says what it is."""
+    """Returns the scene as an SVG file. A bar has a title, which a browser shows under the pointer."""
     size = f' xmlns="http://www.w3.org/2000/svg" width="{scene.width:g}" height="{scene.height:g}"'
     return _svg(scene, size, titles=True, style=f"<style>\n{_STYLE}</style>\n")
 
 
 def html(scene: Scene) -> str:
-    """A page: under the pointer a task says what it is, and its microbatch stands out on all stages."""
+    """Returns an HTML page: the pointer shows the description of a task, and highlights its microbatch."""
     return _PAGE % {
         "title": escape(scene.title),
         "style": _STYLE,

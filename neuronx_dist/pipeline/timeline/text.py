@@ -13,9 +13,9 @@ LEGEND = (
 
 
 def text(chart: Chart, width: int = 120) -> str:
-    """The chart in at most `width` columns, but for what stands after a stage's row.
+    """Returns the chart in at most `width` columns, without the peak after a stage's row.
 
-    A task is `F3` where that fits, else its letter alone; small letters are of later chunks, points are idle time.
+    A task is printed as `F3` if that fits, else as its letter; small letters are later chunks, points are idle time.
     """
     bars = [bar for row in chart.stages for bar in row]
     shortest = min((bar.end - bar.start for bar in bars if bar.end > bar.start), default=1.0)

@@ -9,8 +9,8 @@ losses.py      means over all ranks' elements              dropout.py    dropout
 select.py      topk, max and argmax of a dim, sort         indexing.py   x[index], gather, embedding, masks
 scatter.py     scatter, index_add, x[..] = y               rearrange.py  cat, roll, flip, repeat, unfold, tril
 optimizers.py  fused steps, gradient scaling               distances.py  cdist, pairwise distances
-tensor_parallel.py  parallel layers, operators of spmd
-deferred.py    one_exchange: windows computed together    factories.py  like another tensor: random, new_zeros
+tensor_parallel.py  parallel layers, operators of spmd     factories.py  like another tensor: random, new_zeros
+one_exchange.py  windows of a list of layers after one exchange
 composed.py    functions that are made of others
 """
 

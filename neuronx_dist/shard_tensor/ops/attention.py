@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention`: as `attention_plan.py` says, by torch's function or by blocks."""
+"""`scaled_dot_product_attention` by the plan of `attention_plan.py`: with torch's function, or by blocks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from ...attention import Keys, attention
 from ...spmd import I
 from ..attention_method import forced_method, note_choice, token_order
-from ..attention_plan import AttentionPlan, Call, plan_attention
-from ..exchange import linked
+from ..attention_plan import AttentionCall, AttentionPlan, plan_attention
 from ..handlers import sharded
 from ..labels import one_mesh
-from ..redistribute import redistributed, run
+from ..moves.exchange import linked
+from ..moves.redistribute import redistributed, run
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, local_of, wrap
 from ..typed import shards, unseen
@@ -41,7 +41,9 @@ def scaled_dot_product_attention(func: Callable[..., Any], types: Any, args: Any
         operands = [query, key, value, *([] if attn_mask is None else [attn_mask])]
         specs = _specs(operands)
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
-        how = Call(is_causal, enable_gqa, dropout_p > 0.0, grad, query.element_size(), forced_method(), token_order())
+        how = AttentionCall(
+            is_causal, enable_gqa, dropout_p > 0.0, grad, query.element_size(), forced_method(), token_order()
+        )
         plan: AttentionPlan = plan_attention(*specs[:3], specs[3] if attn_mask is not None else None, how)
         if plan.choice is not None:
             note_choice(plan.choice)
@@ -80,7 +82,7 @@ def _specs(operands: list[torch.Tensor]) -> list[ShardTensorSpec]:
 def _blocks(
     plan: AttentionPlan, keys: Keys, operands: list[torch.Tensor], dropout_p: float, scale: float
 ) -> torch.Tensor:
-    """Attention by blocks, of operands of any number of dims."""
+    """Computes attention by blocks, of operands of any number of dims."""
     shape = plan.spec.local_shape
     batch = shape[:-2]
     q, k, v = operands[:3]
@@ -107,7 +109,7 @@ def _blocks(
 
 
 def _with_heads(x: torch.Tensor, batch: Any) -> torch.Tensor:
-    """`[b, heads, .., ..]` of a tensor whose dims before the last two broadcast to `batch`."""
+    """Returns a tensor whose dims before the last two broadcast to `batch` as `[b, heads, .., ..]`."""
     x = x.expand(*batch, *x.shape[-2:])
     if x.dim() <= 4:
         return x[(None,) * (4 - x.dim())]
@@ -115,7 +117,7 @@ def _with_heads(x: torch.Tensor, batch: Any) -> torch.Tensor:
 
 
 def _noise(plan: AttentionPlan, dropout_p: float, q: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the noise of one process: all ranks draw all of it, a byte an element, and keep their part.
+    """Returns this rank's part of the noise of one process: all ranks draw all of it, a byte an element.
 
     It cannot be drawn block by block (`dropout.py` says why).
     """

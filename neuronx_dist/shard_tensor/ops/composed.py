@@ -1,4 +1,4 @@
-"""Functions that are made of others: each of these is computed, and communicates, by its own handler."""
+"""Functions composed of other functions, each of which computes and communicates by its handler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_v
 
 
 def _body(function: Any) -> Callable[..., Any]:
-    """A function of `torch.nn.functional` whose own Python code runs on ShardTensors: it asks for no handler."""
+    """Computes a function of `torch.nn.functional` by its Python code, run on ShardTensors."""
     namespace = function.__globals__ | {name: lambda *_: False for name in _ASKS}
     body = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__)
     body.__kwdefaults__ = function.__kwdefaults__

@@ -21,7 +21,6 @@ from torch.nn import init
 from ..construct import own_piece
 from ..handlers import sharded
 from ..tensor import ShardTensor, gradient_spec, wrap, written
-from ..written_back import copy_of
 from .pointwise import check_writable
 
 __all__: list[str] = []
@@ -39,7 +38,7 @@ _ALPHAS: tuple[Any, ...] = (
 
 
 def _kept(x: ShardTensor, p: float, drawn: int) -> ShardTensor:
-    """1 for what is kept and 0 elsewhere, drawn for each element of the first `drawn` dims."""
+    """Draws a mask: 1 for elements that stay and 0 elsewhere, one draw for each element of the first `drawn` dims."""
     mask = torch.empty(x.shape[:drawn], dtype=x.dtype, device=x.device).bernoulli_(1 - p)
     spec = gradient_spec(x._spec)
     mask = mask.view(*mask.shape, *[1] * (x.dim() - mask.dim())).expand(x.shape)
@@ -82,8 +81,5 @@ def _drawn(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     check_writable(func.__name__, x)
     whole = func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *others, **kwargs)
     with torch.set_grad_enabled(torch.is_grad_enabled() and func not in _INITS):
-        copy = copy_of(x._local)
         x._local.copy_(own_piece(whole, x._spec))
-        if copy is not None:
-            copy.write_back()
         return written(x)

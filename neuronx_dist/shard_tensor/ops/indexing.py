@@ -1,8 +1,8 @@
-"""Elements by their positions: x[index], index_select, gather, take_along_dim, embedding, one_hot, and masks.
+"""Reads by position: x[index], index_select, gather, take_along_dim, embedding, one_hot, and masks.
 
-Where the indexed dim is sharded, the tensor stays where it is. An index that is sharded over the same ranks fetches its
-rows from their owners (`fetch.py`). One that every rank has takes what each rank owns, 0 elsewhere, and the sum is
-reduced: a vocabulary-parallel embedding. The result is sharded as the index is.
+If the indexed dim is sharded, the tensor is not moved. An index that is sharded over the same ranks fetches its rows
+from their owners (`moves/fetch.py`). With a replicated index each rank takes the rows that it owns, 0 elsewhere, and
+the sum is reduced: a vocabulary-parallel embedding. The result is sharded as the index is.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from ... import comm, spmd
 from ...comm import Communicator
 from ...spmd import I, P, R, S, SpmdType, no_typecheck
-from ..exchange import linked
-from ..fetch import ask, fetch, has_values
+from ...torch_internals.tensors import assert_async
 from ..handlers import FUNCTIONS, UNHANDLED, sharded
 from ..labels import Labels, New, inside
+from ..moves.exchange import linked
+from ..moves.fetch import ask, fetch, has_values
+from ..moves.redistribute import redistributed
 from ..placements import Placement, Replicate, Shard
-from ..redistribute import redistributed
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, local_of, wrap
 from ..typed import on_own_shard
@@ -33,16 +34,16 @@ __all__: list[str] = []
 _T = torch.Tensor
 
 
-# --- what is owned
+# --- positions that a rank owns
 
 
-@no_typecheck()  # each rank looks at its own
+@no_typecheck()  # each rank checks its positions
 def check_positions(index: torch.Tensor, size: int, dim: int, what: str = "indices") -> None:
-    """Raises an IndexError for a position outside of a dim, on the rank that has it."""
+    """Raises an IndexError for a position outside of a dim, on the rank that has the position."""
     if not index.numel() or not has_values(index):
         return
     if index.device.type != "cpu":
-        torch._assert_async(((index >= 0) & (index < size)).all())
+        assert_async(((index >= 0) & (index < size)).all())
         return
     low, high = index.aminmax()
     if low < 0 or high >= size:
@@ -50,31 +51,31 @@ def check_positions(index: torch.Tensor, size: int, dim: int, what: str = "indic
 
 
 def own_positions(index: torch.Tensor, start: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions in a shard of `size` that begins at `start`, 0 for those outside of it; and which are inside."""
+    """Returns positions relative to a shard of `size` at `start` (0 outside of it), and the mask of those inside."""
     owned = (index >= start) & (index < start + size)
     return torch.where(owned, index - start, 0), owned
 
 
 def sharded_along(x: Any, dim: int, spec: ShardTensorSpec) -> bool:
-    """Whether `x` is still sharded along `dim` in an operation whose result is Partial there."""
+    """Returns True if `x` stays sharded along `dim` in an operation whose result is Partial there."""
     m = x._spec.mesh_dim_of.get(dim) if isinstance(x, ShardTensor) else None
     return m is not None and m in spec.partial
 
 
 def _summands(spec: ShardTensorSpec) -> dict[Communicator, SpmdType]:
-    """The types of what each rank took of its own shard, zeros elsewhere."""
+    """Types of rows that each rank took from its shard, with zeros elsewhere."""
     return {spec.mesh.communicator(m): P for m in spec.partial}
 
 
 def in_layout_of(y: torch.Tensor, spec: ShardTensorSpec, like: Any, shift: Callable[[int], int]) -> ShardTensor:
-    """The sum of a Partial result, on each mesh dim sharded as `like` is: its dim d is dim `shift(d)`."""
+    """Reduces a Partial result, sharded on each mesh dim as `like` is; dim d of `like` is dim `shift(d)`."""
     placements: list[Placement] = list(spec.placements)
     sizes = list(spec.sizes)
     for m in spec.partial:
-        own = like._spec.placements[m] if isinstance(like, ShardTensor) else None
+        placement = like._spec.placements[m] if isinstance(like, ShardTensor) else None
         placements[m] = Replicate()
-        if isinstance(own, Shard) and Shard(shift(own.dim)) not in placements:
-            placements[m], sizes[m] = Shard(shift(own.dim)), like._spec.sizes[m]
+        if isinstance(placement, Shard) and Shard(shift(placement.dim)) not in placements:
+            placements[m], sizes[m] = Shard(shift(placement.dim)), like._spec.sizes[m]
     target = make_spec(spec.mesh, placements, spec.shape, sizes)
     if spec.partial and y.dtype is torch.bool:
         return wrap(redistributed(y.to(torch.uint8), spec, target).bool(), target)
@@ -93,7 +94,7 @@ def _taken(x: torch.Size, index: torch.Size, dim: int) -> Labels:
 
 
 def take(x: Any, dim: int, index: Any) -> ShardTensor:
-    """`x[:, .., index, .., :]` with an index of any shape at `dim`: [before, *index.shape, after]."""
+    """Returns `x[:, .., index, .., :]` with an index of any shape at `dim`: [before, *index.shape, after]."""
     fetched = _fetched(x, dim, index)
     if fetched is not None:
         return fetched
@@ -115,7 +116,7 @@ def take(x: Any, dim: int, index: Any) -> ShardTensor:
 
 
 def _fetched(x: Any, dim: int, index: Any) -> ShardTensor | None:
-    """`take` where tensor and index are sharded over the same ranks, and not both over others as well."""
+    """Computes `take` if tensor and index are sharded over the same ranks, and not both over others; else None."""
     if not (isinstance(x, ShardTensor) and isinstance(index, ShardTensor)) or x._spec.mesh is not index._spec.mesh:
         return None
     spec, positions = x._spec, local_of(index)
@@ -130,16 +131,16 @@ def _fetched(x: Any, dim: int, index: Any) -> ShardTensor | None:
     local = local_of(x)
     placements: list[Placement] = []
     sizes = []
-    for i, (own, its) in enumerate(pairs):
-        if isinstance(its, Shard):
-            placements.append(Shard(dim + its.dim))
+    for i, (of_x, of_index) in enumerate(pairs):
+        if isinstance(of_index, Shard):
+            placements.append(Shard(dim + of_index.dim))
             if i != m:
                 local = spmd.convert(local, spec.mesh.communicator(i), src=I, dst=R)
-        elif isinstance(own, Shard):
-            placements.append(Shard(own.dim if own.dim < dim else own.dim + index.dim() - 1))
+        elif isinstance(of_x, Shard):
+            placements.append(Shard(of_x.dim if of_x.dim < dim else of_x.dim + index.dim() - 1))
         else:
             placements.append(Replicate())
-        sizes.append(index._spec.sizes[i] if isinstance(its, Shard) else spec.sizes[i])
+        sizes.append(index._spec.sizes[i] if isinstance(of_index, Shard) else spec.sizes[i])
     questions = ask(positions.reshape(-1), spec.sizes[m] or (), spec.mesh.communicator(m))
     rows = fetch(local.movedim(dim, 0), questions)
     rows = rows.movedim(0, dim).reshape((*local.shape[:dim], *positions.shape, *local.shape[dim + 1 :]))
@@ -195,12 +196,12 @@ def one_hot(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
 
 def gathered_labels(x: torch.Size, index: torch.Size, dim: int) -> Labels:
     names = tuple(range(len(x)))
-    own = (*names[:dim], "index", *names[dim + 1 :])
-    return Labels([(*names[:dim], "taken", *names[dim + 1 :]), own], own)
+    entries = (*names[:dim], "index", *names[dim + 1 :])
+    return Labels([(*names[:dim], "taken", *names[dim + 1 :]), entries], entries)
 
 
 def shortened(x: Any, shape: Sequence[int], dim: int | None) -> Any:
-    """`x` up to `shape`, along all dims but `dim`."""
+    """Returns `x` cut to `shape` along all dims but `dim`."""
     for d, size in enumerate(shape):
         if d != dim and x.shape[d] > size:
             x = x.narrow(d, 0, size)
@@ -211,7 +212,7 @@ def shortened(x: Any, shape: Sequence[int], dim: int | None) -> Any:
 def gather(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
         dim = dim_of(input, dim)
-        if not (input.dim() and index.dim()) and max(input.dim(), index.dim()) == 1:  # a number is as a vector of one
+        if not (input.dim() and index.dim()) and max(input.dim(), index.dim()) == 1:  # a scalar is a vector of one
             return torch.gather(input.reshape(-1), 0, index.reshape(-1)).reshape(index.shape)
         if input.dim() != index.dim():
             raise ValueError(f"gather: a tensor of {input.dim()} dims, an index of {index.dim()}: give them as many")
@@ -239,8 +240,10 @@ def take_along_dim(func: Callable[..., Any], types: Any, args: Any, kwargs: Any)
         if dim is None:
             return torch.gather(input.reshape(-1), 0, indices.reshape(-1))
         dim = dim_of(input, dim)
-        shape = torch.broadcast_shapes(*((*each.shape[:dim], 1, *each.shape[dim + 1 :]) for each in (input, indices)))
-        x, index = (each.expand(*shape[:dim], each.shape[dim], *shape[dim + 1 :]) for each in (input, indices))
+        shape = torch.broadcast_shapes(
+            *((*tensor.shape[:dim], 1, *tensor.shape[dim + 1 :]) for tensor in (input, indices))
+        )
+        x, index = (tensor.expand(*shape[:dim], tensor.shape[dim], *shape[dim + 1 :]) for tensor in (input, indices))
         return torch.gather(x, dim, torch.where(index < 0, index + x.shape[dim], index))
 
     return call(*args, **kwargs)
@@ -250,12 +253,12 @@ def take_along_dim(func: Callable[..., Any], types: Any, args: Any, kwargs: Any)
 
 
 def expanded(index: Any, ndim: int) -> list[Any]:
-    """The entries of an index, Ellipsis replaced, lists as tensors."""
+    """Returns the entries of an index, with Ellipsis replaced and lists as tensors."""
     entries = list(index) if isinstance(index, tuple) else [index]
-    entries = [torch.tensor(each) if isinstance(each, list) else each for each in entries]
-    entries = [int(each) if type(each).__name__ in ("int64", "int32") else each for each in entries]
-    used = sum(each.dim() if is_mask(each) else 1 for each in entries if each is not None and each is not Ellipsis)
-    at = next((i for i, each in enumerate(entries) if each is Ellipsis), None)
+    entries = [torch.tensor(entry) if isinstance(entry, list) else entry for entry in entries]
+    entries = [int(entry) if type(entry).__name__ in ("int64", "int32") else entry for entry in entries]
+    used = sum(entry.dim() if is_mask(entry) else 1 for entry in entries if entry is not None and entry is not Ellipsis)
+    at = next((i for i, entry in enumerate(entries) if entry is Ellipsis), None)
     if at is None:
         return entries
     return [*entries[:at], *[slice(None)] * (ndim - used), *entries[at + 1 :]]
@@ -266,7 +269,7 @@ def is_mask(x: Any) -> bool:
 
 
 def is_basic(entries: Sequence[Any]) -> bool:
-    return all(each is None or each is Ellipsis or type(each) in (int, slice) for each in entries)
+    return all(entry is None or entry is Ellipsis or type(entry) in (int, slice) for entry in entries)
 
 
 @sharded(_T.__getitem__)
@@ -278,17 +281,17 @@ def getitem(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
     entries = expanded(index, x.dim())
     if len(entries) == 1 and is_mask(entries[0]) and entries[0].dim():
         return _masked(x, entries[0])
-    if any(is_mask(each) or isinstance(each, bool) or _is_odd(each) for each in entries):
+    if any(is_mask(entry) or isinstance(entry, bool) or _is_odd(entry) for entry in entries):
         return FUNCTIONS[UNHANDLED](func, types, args, kwargs)
-    basic = [slice(None) if isinstance(each, torch.Tensor) else each for each in entries]
-    if not all(each == slice(None) for each in basic if each is not None) or None in basic:
+    basic = [slice(None) if isinstance(entry, torch.Tensor) else entry for entry in entries]
+    if not all(entry == slice(None) for entry in basic if entry is not None) or None in basic:
         x = x[tuple(basic)]
     dims = [
         sum(not isinstance(other, int) for other in entries[:i])
-        for i, each in enumerate(entries)
-        if isinstance(each, torch.Tensor)
+        for i, entry in enumerate(entries)
+        if isinstance(entry, torch.Tensor)
     ]
-    indices = [each for each in entries if isinstance(each, torch.Tensor)]
+    indices = [entry for entry in entries if isinstance(entry, torch.Tensor)]
     if dims != list(range(dims[0], dims[0] + len(dims))):  # one after the other, in front
         x = torch.movedim(x, dims, list(range(len(dims))))
         dims = list(range(len(dims)))
@@ -300,7 +303,7 @@ def _is_odd(x: Any) -> bool:
 
 
 def _at_positions(x: Any, dim: int, indices: Sequence[Any]) -> Any:
-    """`x` at an index for each of the dims from `dim` on, which are taken as one."""
+    """Returns `x` at an index for each of the dims from `dim` on, which are flattened into one."""
     flat: Any = 0
     for i, index in enumerate(indices):
         size = x.shape[dim + i]
@@ -313,7 +316,7 @@ def _at_positions(x: Any, dim: int, indices: Sequence[Any]) -> Any:
     return take(x, dim, flat)
 
 
-# --- masks: as many elements as are True
+# --- masks, whose results have as many elements as are True
 
 
 def _aligned(x: torch.Size, mask: torch.Size) -> Labels:
@@ -324,7 +327,7 @@ def _aligned(x: torch.Size, mask: torch.Size) -> Labels:
 
 
 def _masked(x: Any, mask: Any) -> ShardTensor:
-    """`x[mask]`, sharded where `x` is: each rank has what is True in its shard; their numbers are gathered."""
+    """Returns `x[mask]`, sharded as `x` is: each rank has the True elements of its shard; counts are gathered."""
     (local, chosen), spec = inside(_aligned, (x, mask))
     for m, dim in spec.sharded:
         if 0 < dim < mask.dim():
@@ -339,7 +342,7 @@ def _masked(x: Any, mask: Any) -> ShardTensor:
     total = y.shape[0]
     along = spec.mesh_dim_of.get(0)
     if along is not None:
-        with no_typecheck():  # of numbers, which all ranks know then
+        with no_typecheck():  # gathers the counts, which all ranks then know
             counts = comm.all_gather(torch.tensor([total], device=y.device), spec.mesh.communicator(along), dim=0)
             sizes[along] = tuple(counts.tolist())
         total = sum(sizes[along] or ())
@@ -350,6 +353,6 @@ def _masked(x: Any, mask: Any) -> ShardTensor:
 def masked_select(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: Any, mask: Any) -> Any:
         shape = torch.broadcast_shapes(input.shape, mask.shape)
-        return _masked(*(each if each.shape == shape else each.expand(shape) for each in (input, mask)))
+        return _masked(*(x if x.shape == shape else x.expand(shape) for x in (input, mask)))
 
     return call(*args, **kwargs)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...sharded_functions.cross_entropy import cross_entropy_of_shard
+from ...sharded_functions.softmax import log_softmax, wide
 from ...spmd import P, no_typecheck
 from ..handlers import sharded
 from ..labels import Labels, inside
@@ -21,8 +23,7 @@ from ..tensor import ShardTensor, wrap
 from ..typed import on_own_shard
 from .indexing import check_positions
 from .pointwise import aligned
-from .reduce import reduced, total, wide
-from .softmax import log_softmax_of
+from .reduce import reduced, total
 
 __all__ = ["as_autocast", "reduction_name"]
 
@@ -45,7 +46,7 @@ def reduction_name(reduction: str | int, size_average: bool | None, reduce: bool
 
 
 def as_autocast(x: torch.Tensor) -> torch.Tensor:
-    """As torch computes losses under autocast: half precision in float32."""
+    """Casts operands as torch does for losses under autocast: half precision to float32."""
     return wide(x) if torch.is_autocast_enabled(x.device.type) else x
 
 
@@ -172,10 +173,16 @@ def _cross_entropy(func: Callable[..., Any], types: Any, args: Any, kwargs: Any)
         x, weight = as_autocast(x), None if weight is None else as_autocast(weight)
         dtype, dim = x.dtype, min(1, x.dim() - 1)
         m = spec.mesh_dim_of.get(dim)
+        if m is not None and weight is None and not label_smoothing and not target.is_floating_point():
+            valid = _check_targets(target, ignore_index, spec.shape[dim], dim)
+            first, group = spec.offsets[dim], spec.mesh.communicator(m)
+            losses = cross_entropy_of_shard(x.movedim(dim, -1), target, group, 0.0, ignore_index, first=first)
+            over_classes = reduced(spec, dim, True).spec
+            return _reduced(losses, over_classes, dim, reduction, valid.to(losses.dtype), dtype)
         if m is not None or label_smoothing or target.is_floating_point():  # sums over classes
             x, weight = wide(x), None if weight is None else wide(weight)
             target = wide(target)
-        logs = torch.log_softmax(x, dim) if m is None else log_softmax_of(x, dim, spec.mesh.communicator(m))
+        logs = torch.log_softmax(x, dim) if m is None else log_softmax(x, dim, axis=spec.mesh.communicator(m))
         if target.is_floating_point():
             probabilities = target * (1 - label_smoothing) + label_smoothing / spec.shape[dim]
             terms = -(logs * probabilities if weight is None else logs * probabilities * _along(weight, logs, dim))
@@ -216,6 +223,18 @@ def _along(weight: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
     return weight.view(-1, *[1] * (x.dim() - dim - 1))
 
 
+def _check_targets(target: torch.Tensor, ignore_index: int, classes: int, dim: int) -> torch.Tensor:
+    """Returns the mask of targets that are not ignored.
+
+    Raises:
+        IndexError: a target is no class.
+    """
+    valid = target != ignore_index
+    with no_typecheck():  # each rank looks at its own
+        check_positions(torch.where(valid, target, 0), classes, dim, "targets")
+    return valid
+
+
 def _of_targets(
     logs: torch.Tensor, target: torch.Tensor, weight: Any, ignore_index: int, spec: ShardTensorSpec, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,9 +243,7 @@ def _of_targets(
     Raises:
         IndexError: a target is no class.
     """
-    valid = target != ignore_index
-    with no_typecheck():  # each rank looks at its own
-        check_positions(torch.where(valid, target, 0), spec.shape[dim], dim, "targets")
+    valid = _check_targets(target, ignore_index, spec.shape[dim], dim)
 
     def picked(logs: torch.Tensor, target: torch.Tensor, weight: Any) -> tuple[torch.Tensor, torch.Tensor]:
         position = target - spec.offsets[dim]

@@ -50,7 +50,7 @@ def _forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Torch's function for `[rows, batch, e]`, or `[rows, e]`.
+    """Computes `F.multi_head_attention_forward` for `[rows, batch, e]`, or `[rows, e]`.
 
     Raises:
         NotImplementedError: keys are added (`add_bias_kv`, `add_zero_attn`) or replaced (`static_k`, `static_v`).
@@ -96,7 +96,7 @@ def _forward(
 def _mask(
     attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None, q: torch.Tensor
 ) -> torch.Tensor | None:
-    """Both masks, added to the scores; of a boolean one True is hidden."""
+    """Returns the sum of both masks, to be added to scores; True in a boolean mask hides."""
     mask = None
     if attn_mask is not None:
         mask = _additive(attn_mask, q)

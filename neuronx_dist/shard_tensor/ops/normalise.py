@@ -1,7 +1,7 @@
 """Normalisations: layer, rms, group, instance, batch norm, and their relatives.
 
-Where a dim that is normalised over is sharded, the ranks' (mean, sum of squared differences) travel in one gather, and
-their gradients in one all-reduce; elsewhere torch's own function runs on the shard. Never `E[x^2] - E[x]^2`.
+Where a dim that is normalised over is sharded, `sharded_functions/norms.py` computes it from the ranks' moments;
+elsewhere torch's own function runs on the shard.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ... import spmd
-from ...spmd import I, P, R, S, V
+from ...sharded_functions.norms import affine, for_shards, merged_moments, scaled_by_rms, standardised
+from ...sharded_functions.softmax import wide
+from ...spmd import S, V
 from ..handlers import check_promotion, sharded
 from ..labels import Labels, inside, one_mesh
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, in_layout, wrap
 from ..typed import on_own_shard
-from .reduce import Reduced, merged, moments, reduced, wide
+from .reduce import Reduced, moments, reduced
 
 __all__: list[str] = []
 
@@ -35,28 +36,6 @@ def channels(x: torch.Size, *parameters: torch.Size | None) -> Labels:
     """Parameters have one value for each channel, dim 1 of `x`."""
     names = tuple(range(len(x)))
     return Labels([names, *((1,) for _ in parameters)], names)
-
-
-def _for_shards(x: torch.Tensor, plan: Reduced) -> torch.Tensor:
-    """What all ranks computed alike, used by each on its shard."""
-    for group in plan.groups:
-        x = spmd.convert(x, group, src=I, dst=R)
-    return x
-
-
-def _standardised(
-    x: torch.Tensor, mean: torch.Tensor, squares: torch.Tensor, plan: Reduced, eps: float
-) -> torch.Tensor:
-    mean, squares = _for_shards(torch.stack((mean, squares)), plan).unbind(0)
-    return (x - mean) * torch.rsqrt(squares / max(plan.elements, 1) + eps)
-
-
-def _scaled(y: torch.Tensor, weight: Any, bias: Any, dtype: torch.dtype, behind: int = 0) -> torch.Tensor:
-    """`y * weight + bias`; both have `behind` dims less than `y` at the end."""
-    ones = (1,) * behind
-    y = y if weight is None else y * weight.view(*weight.shape, *ones)
-    y = y if bias is None else y + bias.view(*bias.shape, *ones)
-    return y.to(dtype)
 
 
 def _last_dims(x: torch.Tensor, normalized_shape: Any) -> tuple[int, ...]:
@@ -76,8 +55,8 @@ def _layer_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) ->
         plan = reduced(spec, dims, True)
         if not plan.groups:
             return wrap(torch.layer_norm(x, x.shape[dims[0] :], weight, bias, eps), spec)
-        y = _standardised(wide(x), *moments(wide(x), spec, plan), plan, eps)
-        return wrap(_scaled(y, weight, bias, x.dtype), spec)
+        y = standardised(wide(x), *moments(wide(x), spec, plan), plan.groups, plan.elements, eps)
+        return wrap(affine(y, weight, bias, x.dtype), spec)
 
     return call(*args, **kwargs)
 
@@ -94,12 +73,8 @@ def _rms_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
         plan = reduced(spec, dims, True)
         if not plan.groups:
             return wrap(torch.rms_norm(x, x.shape[dims[0] :], weight, eps), spec)
-        inner = wide(x)
-        squares = inner.square().sum(dims, keepdim=True)
-        for group in plan.groups:
-            squares = spmd.all_reduce(squares, group, src=P, dst=R)
-        eps = torch.finfo(inner.dtype).eps if eps is None else eps
-        return wrap(_scaled(inner * torch.rsqrt(squares / plan.elements + eps), weight, None, x.dtype), spec)
+        y = scaled_by_rms(wide(x), dims, plan.groups, plan.elements, eps)
+        return wrap(affine(y, weight, None, x.dtype), spec)
 
     return call(*args, **kwargs)
 
@@ -133,7 +108,7 @@ def _group_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) ->
             return wrap(torch.group_norm(x, own_groups, weight, bias, eps), spec)
         else:
             y = x  # empty
-        return wrap(_scaled(y, weight, bias, x.dtype, len(shape) - 2), spec)
+        return wrap(affine(y, weight, bias, x.dtype, len(shape) - 2), spec)
 
     return call(*args, **kwargs)
 
@@ -163,8 +138,8 @@ def _by_groups(x: torch.Tensor, spec: ShardTensorSpec, plan: Reduced, width: int
             others = prod(size for d, size in enumerate(sizes) if d not in (0, 1, dim))
             counts = x.new_tensor([[width * size * others] for size in along])
         sizes[dim] = spec.shape[dim]
-        mean, squares = merged(mean, squares, counts.unsqueeze(1), spec.mesh.communicator(m))
-    both = _for_shards(torch.stack((mean, squares)), plan)
+        mean, squares = merged_moments(mean, squares, counts.unsqueeze(1), spec.mesh.communicator(m))
+    both = torch.stack(for_shards(mean, squares, plan.groups))
 
     def standardised(x: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
         mean, squares = both[:, :, group_of].view(2, *x.shape[:2], *[1] * (x.dim() - 2)).unbind(0)
@@ -175,7 +150,7 @@ def _by_groups(x: torch.Tensor, spec: ShardTensorSpec, plan: Reduced, width: int
 
 
 def _channels_by_group(along: tuple[int, ...], width: int, groups: int) -> list[list[int]]:
-    """How many channels of each group each rank has."""
+    """The number of channels of each group on each rank."""
     starts = [sum(along[:rank]) for rank in range(len(along))]
     return [
         [max(0, min(start + size, (g + 1) * width) - max(start, g * width)) for g in range(groups)]
@@ -218,12 +193,12 @@ def _batch_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) ->
         plan = reduced(spec, dims, True)
         inner = wide(x)
         mean, squares = moments(inner, spec, plan)
-        y = _standardised(inner, mean, squares, plan, eps)
+        y = standardised(inner, mean, squares, plan.groups, plan.elements, eps)
         with torch.no_grad():
             own = reduced(spec, dims, False).spec
             for running, value in ((running_mean, mean), (running_var, squares / max(plan.elements - 1, 1))):
                 _update(running, wrap(value.reshape(own.local_shape), own), momentum)
-        return wrap(_scaled(y, weight, bias, x.dtype, len(shape) - 2), spec)
+        return wrap(affine(y, weight, bias, x.dtype, len(shape) - 2), spec)
 
     return call(*args, **kwargs)
 
@@ -233,7 +208,7 @@ def _by_running(eps: float, x: torch.Tensor, mean: Any, variance: Any, weight: A
         return F.batch_norm(x, mean, variance, weight, bias, False, eps=eps)
     behind = (1,) * (x.dim() - 2)  # torch's function does not take a tensor without elements
     y = (x - mean.view(-1, *behind)) * (variance.view(-1, *behind) + eps).rsqrt()
-    return _scaled(y, weight, bias, x.dtype, len(behind))
+    return affine(y, weight, bias, x.dtype, len(behind))
 
 
 def instance_norm(x: torch.Size, *parameters: torch.Size | None) -> Labels:
@@ -263,13 +238,13 @@ def _instance_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any)
         plan = reduced(spec, dims, True)
         inner = wide(x)
         mean, squares = moments(inner, spec, plan)
-        y = _standardised(inner, mean, squares, plan, eps)
+        y = standardised(inner, mean, squares, plan.groups, plan.elements, eps)
         with torch.no_grad():
             own = reduced(spec, dims, False).spec
             for running, value in ((running_mean, mean), (running_var, squares / max(plan.elements - 1, 1))):
                 if running is not None:
                     _update(running, wrap(value.reshape(own.local_shape), own).mean(0), momentum)
-        return wrap(_scaled(y, weight, bias, x.dtype, len(shape) - 2), spec)
+        return wrap(affine(y, weight, bias, x.dtype, len(shape) - 2), spec)
 
     return call(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Optimizers' fused steps, and what gradient scaling asks: elementwise on lists of tensors, written in place.
+"""Fused optimizer steps and gradient unscaling: element by element on lists of tensors, in place.
 
 A step is each rank's own: a parameter's gradient and state have its layout. Whether a gradient is not finite is known
 to all ranks that share a tensor.
@@ -12,17 +12,20 @@ from typing import Any
 import torch
 
 from ... import comm
+from ...torch_internals.tensors import amp_unscale_, fused_updates
 from ..handlers import sharded
+from ..moves.redistribute import check_is_no_copy
 from ..tensor import ShardTensor
 
 __all__: list[str] = []
 
-_FUSED = [getattr(torch, name) for name in ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")]
 
-
-@sharded(*_FUSED)
+@sharded(*fused_updates)
 def fused_step(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     params = args[0]
+    for param in params:
+        if isinstance(param, ShardTensor):
+            check_is_no_copy(func.__name__, param._local)
 
     def locals_of(column: Any) -> Any:
         if not isinstance(column, (list, tuple)):
@@ -34,7 +37,7 @@ def fused_step(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> 
 
 
 def _like(x: Any, param: torch.Tensor) -> Any:
-    """This rank's part of a gradient or of state, in the layout of its parameter; what counts steps is plain."""
+    """Returns this rank's part of a gradient or of state, in the layout of its parameter; step counters are plain."""
     if not isinstance(x, ShardTensor):
         return x
     if not isinstance(param, ShardTensor):
@@ -47,7 +50,7 @@ def _like(x: Any, param: torch.Tensor) -> Any:
     return x._local
 
 
-@sharded(torch._amp_foreach_non_finite_check_and_unscale_)
+@sharded(amp_unscale_)
 def unscale(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> None:
     """Divides gradients by the loss scale; `found_inf` becomes 1 on all ranks if a shard of any is not finite."""
     grads, found_inf, inv_scale = args

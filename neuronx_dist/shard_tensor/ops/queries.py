@@ -1,4 +1,4 @@
-"""What is asked of a tensor and computes nothing, or gives numbers: shapes, dtypes, `item`, hooks, backward."""
+"""Queries of a tensor that compute nothing or return numbers: shapes, dtypes, `item`, hooks, backward."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunction
 
+from ...torch_internals.tensors import DisableTorchFunction, has_compatible_type
 from ..handlers import sharded
 from ..labels import one_mesh
-from ..redistribute import redistributed
+from ..moves.redistribute import redistributed
 from ..tensor import ShardTensor, gradient_spec, in_layout, local_of, wrap
 
 __all__: list[str] = []
@@ -63,9 +63,9 @@ def formatted(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> s
     return format(x.item(), format_spec) if x.dim() == 0 else object.__format__(x, format_spec)
 
 
-@sharded(torch._has_compatible_shallow_copy_type)
+@sharded(has_compatible_type)
 def takes_the_data(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> bool:
-    """Whether `x.data = y` is possible; where it is not, `nn.Module` makes a new parameter."""
+    """Returns whether `x.data = y` is possible; where it is not, `nn.Module` makes a new parameter."""
     x, y = args
     return isinstance(x, ShardTensor) and isinstance(y, ShardTensor) and x._spec is y._spec
 
@@ -86,7 +86,7 @@ def allclose(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> bo
 
 
 def _loss(x: torch.Tensor) -> torch.Tensor:
-    """The local tensor that a backward pass starts from: a Partial one is reduced."""
+    """Returns the local tensor that a backward pass starts from: a Partial one is reduced."""
     if not isinstance(x, ShardTensor):
         return x
     spec = gradient_spec(x._spec)

@@ -1,7 +1,7 @@
-"""Elements at other places: cat along any dim, roll, flip, repeat, diff, unfold, tril and triu, meshgrid.
+"""Functions that move elements: cat along any dim, roll, flip, repeat, diff, unfold, tril and triu, meshgrid.
 
-Of a sharded dim every rank sends what others need, by a plan from sizes alone (`intervals.py`). Results are sharded as
-the operands are, in shards of about the same length.
+Every rank sends the positions of its shard that others need, by a plan from sizes alone (`moves/intervals.py`). Results
+are sharded as the operands are, in shards of about equal length.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..exchange import exchange, linked
 from ..handlers import sharded
-from ..intervals import Bounds, Plan, Run, bounds_of, divided, flipped, rolled
 from ..labels import one_mesh, planned
-from ..redistribute import redistributed
+from ..moves.exchange import exchange, linked
+from ..moves.intervals import Bounds, ExchangePlan, Run, bounds_of, divided, flipped, rolled
+from ..moves.redistribute import redistributed
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, gradient_spec, local_of, wrap, wrap_result
 from ..typed import on_own_shard, shards_of
@@ -31,21 +31,21 @@ _T = torch.Tensor
 
 
 def _along(spec: ShardTensorSpec, dim: int) -> tuple[int, Bounds]:
-    """The mesh dim that shards `dim`, and the bounds of its shards."""
+    """Returns the mesh dim that shards `dim`, and the bounds of its shards."""
     m = spec.mesh_dim_of[dim]
     return m, bounds_of(spec.sizes[m] or ())
 
 
 def _sized(spec: ShardTensorSpec, dim: int, sizes: Sequence[int] | int) -> ShardTensorSpec:
-    """The layout with another size of `dim`, in shards of `sizes` if it is sharded."""
+    """Returns the layout with another size of `dim`, in shards of `sizes` if `dim` is sharded."""
     total = sizes if isinstance(sizes, int) else sum(sizes)
     m = spec.mesh_dim_of.get(dim)
-    own = [sizes if i == m else each for i, each in enumerate(spec.sizes)]
-    return make_spec(spec.mesh, spec.placements, (*spec.shape[:dim], total, *spec.shape[dim + 1 :]), own)  # type: ignore[arg-type]
+    all_sizes = [sizes if i == m else along for i, along in enumerate(spec.sizes)]
+    return make_spec(spec.mesh, spec.placements, (*spec.shape[:dim], total, *spec.shape[dim + 1 :]), all_sizes)  # type: ignore[arg-type]
 
 
 def placed(x: ShardTensor, dim: int, runs: tuple[Run, ...], out_sizes: Sequence[int]) -> ShardTensor:
-    """The positions `runs` of a sharded dim, in shards of `out_sizes`."""
+    """Returns the positions `runs` of a sharded dim, in shards of `out_sizes`."""
     local, spec = operand(x)
     m, bounds = _along(spec, dim)
     local = exchange(local, divided(bounds, runs, bounds_of(out_sizes)), spec.mesh.communicator(m), dim)
@@ -57,17 +57,17 @@ def placed(x: ShardTensor, dim: int, runs: tuple[Run, ...], out_sizes: Sequence[
 
 @planned
 def _joined(spec: ShardTensorSpec, dim: int, *others: ShardTensorSpec) -> Any:
-    """The plan of a cat, from the parts that each rank has joined."""
+    """Returns the plan of a cat, in which each rank has joined its parts."""
     m = spec.mesh_dim_of[dim]
-    parts = [each.sizes[m] or () for each in (spec, *others)]
-    own = tuple(sum(sizes) for sizes in zip(*parts))
-    bounds = bounds_of(own)
+    parts = [operand.sizes[m] or () for operand in (spec, *others)]
+    totals = tuple(sum(sizes) for sizes in zip(*parts))
+    bounds = bounds_of(totals)
     runs = []
     for i in range(len(parts)):
         for rank, size in enumerate(parts[i]):
             if size:
-                runs.append(Run(bounds[rank] + sum(each[rank] for each in parts[:i]), 1, size))
-    return divided(bounds, tuple(runs), bounds), _sized(spec, dim, own)
+                runs.append(Run(bounds[rank] + sum(sizes[rank] for sizes in parts[:i]), 1, size))
+    return divided(bounds, tuple(runs), bounds), _sized(spec, dim, totals)
 
 
 @sharded(torch.cat, torch.concat, torch.concatenate)
@@ -76,7 +76,7 @@ def cat(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         dim = dim if axis is None else axis
         ndim = max(x.dim() for x in tensors)
         mesh = one_mesh(tensors, "cat")
-        tensors = [x for x in tensors if x.dim() == ndim or x.shape != (0,)]  # as torch, which lets empty vectors be
+        tensors = [x for x in tensors if x.dim() == ndim or x.shape != (0,)]  # torch skips empty vectors, too
         if not any(isinstance(x, ShardTensor) for x in tensors):
             tensors[0] = wrap(tensors[0], make_spec(mesh, None, tensors[0].shape))
         dim = dim_of(tensors[0], dim)
@@ -87,11 +87,13 @@ def cat(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         m = like.mesh_dim_of[dim]
         locals_, specs = [], []
         for x in tensors:
-            own = x._spec if isinstance(x, ShardTensor) else make_spec(like.mesh, None, x.shape)
-            keeps = own.mesh_dim_of.get(dim) == m
-            sizes = [(own.sizes[m] if keeps else None) if i == m else each for i, each in enumerate(like.sizes)]
+            layout = x._spec if isinstance(x, ShardTensor) else make_spec(like.mesh, None, x.shape)
+            keeps = layout.mesh_dim_of.get(dim) == m
+            sizes = [
+                (layout.sizes[m] if keeps else None) if i == m else along_m for i, along_m in enumerate(like.sizes)
+            ]
             specs.append(make_spec(like.mesh, like.placements, x.shape, sizes))
-            locals_.append(redistributed(local_of(x) if isinstance(x, ShardTensor) else x, own, specs[-1]))
+            locals_.append(redistributed(local_of(x) if isinstance(x, ShardTensor) else x, layout, specs[-1]))
         plan, spec = _joined(specs[0], dim, *specs[1:])
         return wrap(exchange(torch.cat(locals_, dim), plan, like.mesh.communicator(m), dim), spec)
 
@@ -106,7 +108,7 @@ def roll(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: ShardTensor, shifts: Any, dims: Any = None) -> Any:
         if dims is None or dims == ():
             return torch.roll(input.reshape(-1), shifts, 0).reshape(input.shape)
-        shifts, dims = ((each,) if isinstance(each, int) else tuple(each) for each in (shifts, dims))
+        shifts, dims = ((value,) if isinstance(value, int) else tuple(value) for value in (shifts, dims))
         if len(shifts) != len(dims):
             raise ValueError(f"roll: {len(shifts)} shifts for {len(dims)} dims: give one each")
         x = input
@@ -158,8 +160,8 @@ def repeat(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
                 continue
             m = x._spec.mesh_dim_of.get(dim)
             if m is None:
-                each = [count if d == dim else 1 for d in range(x.dim())]
-                x = wrap(local_of(x).repeat(each), _sized(x._spec, dim, x.shape[dim] * count))
+                times = [count if d == dim else 1 for d in range(x.dim())]
+                x = wrap(local_of(x).repeat(times), _sized(x._spec, dim, x.shape[dim] * count))
             else:
                 runs = (Run(0, 1, x.shape[dim]),) * (count if x.shape[dim] else 0)
                 x = placed(x, dim, runs, [size * count for size in x._spec.sizes[m] or ()])
@@ -180,8 +182,8 @@ def repeat_interleave(func: Callable[..., Any], types: Any, args: Any, kwargs: A
             return torch.index_select(input, dim, wrap(index, make_spec(mesh, None, index.shape)))
         dim = dim_of(input, dim)
         m = input._spec.mesh_dim_of.get(dim)
-        own = input.shape[dim] if m is None else input._spec.sizes[m] or ()
-        sizes = own * repeats if isinstance(own, int) else tuple(size * repeats for size in own)
+        lengths = input.shape[dim] if m is None else input._spec.sizes[m] or ()
+        sizes = lengths * repeats if isinstance(lengths, int) else tuple(size * repeats for size in lengths)
         return wrap(local_of(input).repeat_interleave(repeats, dim), _sized(input._spec, dim, sizes))
 
     return call(*args, **kwargs)
@@ -191,7 +193,7 @@ def repeat_interleave(func: Callable[..., Any], types: Any, args: Any, kwargs: A
 def diff(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
         dim = dim_of(input, dim)
-        ends = [each for each in (prepend, input, append) if each is not None]
+        ends = [x for x in (prepend, input, append) if x is not None]
         if n == 0:
             return input
         x = torch.cat(ends, dim) if len(ends) > 1 else input
@@ -208,14 +210,14 @@ def diff(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
 
 @planned
 def _windows(spec: ShardTensorSpec, dim: int, size: int, step: int) -> Any:
-    """Who needs what for its windows: those that begin in its shard."""
+    """Returns the positions that each rank needs for the windows that begin in its shard."""
     _, bounds = _along(spec, dim)
     count = (bounds[-1] - size) // step + 1
     out = tuple(min(count, -(-bound // step)) for bound in bounds[:-1]) + (count,)
     needs = [(Run(low * step, 1, (high - low - 1) * step + size),) if low < high else () for low, high in pairwise(out)]
     sizes = tuple(high - low for low, high in pairwise(out))
     shaped = _sized(spec, dim, sizes)
-    return Plan(bounds, needs), make_spec(spec.mesh, spec.placements, (*shaped.shape, size), shaped.sizes)
+    return ExchangePlan(bounds, needs), make_spec(spec.mesh, spec.placements, (*shaped.shape, size), shaped.sizes)
 
 
 @sharded(_T.unfold)
@@ -245,7 +247,7 @@ def _pair(x: Any) -> tuple[int, int]:
 @sharded(F.unfold)
 def image_windows(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: ShardTensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Any:
-        kernel, dilations, pads, strides = (_pair(each) for each in (kernel_size, dilation, padding, stride))
+        kernel, dilations, pads, strides = (_pair(option) for option in (kernel_size, dilation, padding, stride))
         x = F.pad(input, (pads[1], pads[1], pads[0], pads[0])) if any(pads) else input
         first = x.dim() - 2
         for i in range(2):
@@ -265,8 +267,8 @@ def image_windows(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) 
 def triangle(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: ShardTensor, diagonal: int = 0) -> Any:
         local, spec = local_of(input), input._spec
-        own = on_own_shard(func, shards_of(spec))
-        return wrap(own(local, diagonal + spec.offsets[-2] - spec.offsets[-1]), spec)
+        on_shard = on_own_shard(func, shards_of(spec))
+        return wrap(on_shard(local, diagonal + spec.offsets[-2] - spec.offsets[-1]), spec)
 
     return call(*args, **kwargs)
 

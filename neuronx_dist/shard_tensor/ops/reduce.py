@@ -1,7 +1,7 @@
-"""Reductions over any dims. One over a sharded dim gives a result that is the same on all ranks.
+"""Reductions over any dims. The result of a reduction over a sharded dim is equal on all ranks.
 
-Means divide by global counts; variances merge (count, mean, sum of squared differences) of the ranks, never `E[x^2] -
-E[x]^2`. A maximum is reduced as one, and never added.
+Means divide by global counts; variances merge the ranks' (count, mean, sum of squared differences), never `E[x^2] -
+E[x]^2`. A maximum is reduced by a maximum, never by a sum.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import torch
 
 from ... import comm, spmd
 from ...comm import Communicator
+from ...sharded_functions import norms
+from ...sharded_functions.softmax import log_sum_exp, wide
 from ...spmd import I, P, V
-from ..extremes import extreme
 from ..handlers import sharded
 from ..labels import planned
-from ..moves import gather_each
+from ..moves.extremes import extreme
+from ..moves.one_dim import gather_each
+from ..moves.redistribute import redistributed
 from ..placements import Partial, Placement, Replicate, Shard
-from ..redistribute import redistributed
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, gradient_spec, local_of, wrap
 from ..typed import on_own_shard
@@ -33,13 +35,13 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Reduced(NamedTuple):
-    """What a reduction over some dims does to a layout.
+    """Plan of a reduction over some dims of a layout.
 
     Attributes:
-        dims: that are reduced, from the front.
-        mesh_dims: over which partial results are reduced.
-        elements: how many make one of the result.
-        spec: of the result.
+        dims: reduced dims, counted from the front.
+        mesh_dims: mesh dims over which partial results are reduced.
+        elements: number of elements that make one element of the result.
+        spec: layout of the result.
     """
 
     dims: tuple[int, ...]
@@ -49,19 +51,19 @@ class Reduced(NamedTuple):
 
     @property
     def groups(self) -> tuple[Communicator, ...]:
-        """Over which partial results are reduced, one after the other."""
+        """Groups over which partial results are reduced, one after the other."""
         return tuple(group for group, _ in self.spec.mesh.groups_over(self.mesh_dims))
 
 
 @planned
 def reduced(spec: ShardTensorSpec, dim: Any, keepdim: bool, with_sums: bool = False) -> Reduced:
-    """`with_sums`: Partial dims of the mesh are reduced together with the sharded ones."""
+    """Returns the plan of a reduction; `with_sums`: Partial mesh dims are reduced together with sharded ones."""
     ndim = len(spec.shape)
     chosen = range(ndim) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
-    for each in chosen:
-        if not -max(ndim, 1) <= each < max(ndim, 1):
-            raise IndexError(f"dim {each} is none of a tensor of {ndim} dims")
-    dims = tuple(sorted({each % ndim for each in chosen})) if ndim else ()
+    for d in chosen:
+        if not -max(ndim, 1) <= d < max(ndim, 1):
+            raise IndexError(f"dim {d} is none of a tensor of {ndim} dims")
+    dims = tuple(sorted({d % ndim for d in chosen})) if ndim else ()
     placements: list[Placement] = []
     mesh_dims = []
     for m, placement in enumerate(spec.placements):
@@ -69,37 +71,32 @@ def reduced(spec: ShardTensorSpec, dim: Any, keepdim: bool, with_sums: bool = Fa
             mesh_dims.append(m)
             placement = Replicate()
         elif isinstance(placement, Shard) and not keepdim:
-            placement = Shard(placement.dim - sum(each < placement.dim for each in dims))
+            placement = Shard(placement.dim - sum(d < placement.dim for d in dims))
         elif isinstance(placement, Partial) and with_sums:
             mesh_dims.append(m)
             placement = Replicate()
         placements.append(placement)
-    kept = [(1 if d in dims else size) for d, size in enumerate(spec.shape) if keepdim or d not in dims]
-    result = make_spec(spec.mesh, placements, kept, spec.sizes)
+    out_shape = [(1 if d in dims else size) for d, size in enumerate(spec.shape) if keepdim or d not in dims]
+    result = make_spec(spec.mesh, placements, out_shape, spec.sizes)
     return Reduced(dims, tuple(mesh_dims), prod(spec.shape[d] for d in dims), result)
 
 
 def operand(x: ShardTensor) -> tuple[torch.Tensor, ShardTensorSpec]:
-    """The local tensor and layout, Partial reduced."""
+    """Returns the local tensor and its layout after Partial is reduced."""
     spec = x._spec
     target = gradient_spec(spec)
     return redistributed(local_of(x), spec, target), target
 
 
 def total(x: torch.Tensor, groups: tuple[Communicator, ...]) -> torch.Tensor:
-    """The sum over the ranks."""
+    """Returns the sum over the ranks of all groups."""
     for group in groups:
         x = spmd.all_reduce(x, group, src=P, dst=I)
     return x
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
-    """As torch's kernels compute: half precision in float32."""
-    return x.float() if x.dtype in _HALF else x
-
-
 def _narrow(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A result of `wide` operands in their dtype; sums and norms stay in float32 under CUDA's autocast, as torch's."""
+    """Casts a result of `wide` operands to their dtype; under CUDA's autocast it stays float32, as torch's sums do."""
     autocast = y.is_cuda and torch.is_autocast_enabled("cuda")
     return y.to(dtype) if dtype in _HALF and not autocast else y
 
@@ -164,33 +161,16 @@ def product(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
 
 
 def moments(x: torch.Tensor, spec: ShardTensorSpec, plan: Reduced) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and sum of squared differences over `plan.dims`, kept with size 1; one gather for each group."""
-    sizes = list(x.shape)
-    count = prod(sizes[d] for d in plan.dims)
-
-    def own(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mean = x.mean(plan.dims, keepdim=True) if count else x.sum(plan.dims, keepdim=True)
-        return mean, (x - mean).square().sum(plan.dims, keepdim=True)
-
-    mean, squares = on_own_shard(own, dict.fromkeys(plan.groups, V))(x)
+    """Returns mean and sum of squared differences over `plan.dims` (of size 1), by one gather for each group."""
+    sizes, parts = list(x.shape), []
     for group, mesh_dims in spec.mesh.groups_over(plan.mesh_dims):
         dims = [spec.placements[m].dim for m in mesh_dims]  # type: ignore[attr-defined]
         others = prod(sizes[d] for d in plan.dims if d not in dims)
-        counts = [others * prod(each) for each in itertools.product(*(spec.sizes[m] or () for m in mesh_dims))]
+        shards = itertools.product(*(spec.sizes[m] or () for m in mesh_dims))
+        parts.append((group, [others * prod(shard) for shard in shards]))
         for dim in dims:
             sizes[dim] = spec.shape[dim]
-        mean, squares = merged(mean, squares, x.new_tensor(counts).view(-1, *[1] * x.dim()), group)
-    return mean, squares
-
-
-def merged(
-    mean: torch.Tensor, squares: torch.Tensor, counts: torch.Tensor, group: Communicator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Means and sums of squared differences of all ranks' elements, from each rank's; `counts[rank]` of them."""
-    both = gather_each(torch.stack((mean, squares)), group)
-    means = both[:, 0]
-    mean = (means * counts).sum(0) / counts.sum(0).clamp(min=1)
-    return mean, both[:, 1].sum(0) + ((means - mean).square() * counts).sum(0)
+    return norms.moments(x, plan.dims, parts)
 
 
 _VAR = frozenset((torch.var, _T.var, torch.var_mean))
@@ -253,10 +233,7 @@ def logsumexp(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
         dim = tuple(dim) if isinstance(dim, list) else dim
         local, spec = operand(input)
         plan = reduced(spec, dim, keepdim)
-        with torch.no_grad():
-            largest = extreme(local, plan.dims, plan.groups, "max")
-            largest = torch.where(largest.isfinite(), largest, torch.zeros_like(largest))
-        y = total((wide(local) - largest).exp().sum(plan.dims, keepdim=True), plan.groups).log() + largest
+        y = log_sum_exp(wide(local), plan.dims, plan.groups)
         return wrap(y.to(local.dtype).reshape(plan.spec.local_shape), plan.spec)
 
     return call(*args, **kwargs)
@@ -266,17 +243,17 @@ def logsumexp(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
 
 
 def _norm_of_coordinates(x: torch.Tensor, keepdim: bool) -> torch.Tensor:
-    """The norm over a last dim of few elements, [m, .., d] -> [m, ..]; in 0.7 of the time of torch's on a CPU.
+    """Returns the norm over a short last dim, [m, .., d] -> [m, ..], in 0.7 of torch's time on a CPU.
 
-    For distances of points, `(x[None] - y[:, None]).norm(dim=-1)`, which are nearly all the time of unmodified nearest
-    neighbours. A few rows at a time, so that what is read once for each coordinate is in the cache.
+    Distances of points, `(x[None] - y[:, None]).norm(dim=-1)`, are nearly all the time of unmodified nearest
+    neighbours. A few rows at a time, so that elements that are read once per coordinate stay in the cache.
     """
     y = x.new_empty(x.shape[:-1])
     for rows, out in zip(x.split(8), y.split(8)):
         first, *others = rows.unbind(-1)
         torch.mul(first, first, out=out)
-        for each in others:
-            out.addcmul_(each, each)
+        for coordinate in others:
+            out.addcmul_(coordinate, coordinate)
         out.sqrt_()
     return y.unsqueeze(-1) if keepdim else y
 
@@ -346,7 +323,7 @@ def vector_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) ->
     return call(*args, **kwargs)
 
 
-# --- truth and counts
+# --- any, all, counts
 
 
 @sharded(torch.any, _T.any, torch.all, _T.all, torch.count_nonzero, _T.count_nonzero)

@@ -1,7 +1,7 @@
-"""Writing at positions: scatter, scatter_add, index_add, index_copy, index_fill, index_put, and x[..] = y.
+"""Writes by position: scatter, scatter_add, index_add, index_copy, index_fill, index_put, and x[..] = y.
 
-Where the dim that is written to is sharded, every rank has the index and the values, and writes what it owns. Sums of
-values that are larger than the tensor, and sharded, are added up by each rank, and these sums are reduced. The result
+If the written dim is sharded, every rank has the index and the values, and writes the positions that it owns. If values
+are added that are sharded and larger than the tensor, each rank adds its values, and these sums are reduced. The result
 has the layout of the tensor.
 """
 
@@ -15,11 +15,10 @@ import torch
 from ...spmd import S
 from ..handlers import sharded
 from ..labels import Labels, inside, one_mesh
-from ..redistribute import redistributed
+from ..moves.redistribute import check_is_no_copy, redistributed
 from ..spec import make_spec
 from ..tensor import ShardTensor, gradient_spec, local_of, wrap, written
 from ..typed import on_own_shard
-from ..written_back import copy_of
 from .indexing import check_positions, expanded, in_layout_of, is_basic, is_mask, own_positions, shortened
 from .pointwise import check_writable
 from .select import dim_of
@@ -31,27 +30,27 @@ _T = torch.Tensor
 
 
 def _written(*arguments: Any) -> Labels:
-    """Operands: the tensor, the index, and values (None: a number). `rows`: the index is of one dim."""
+    """Returns the labels of a write: tensor, index, values (None: a number). `rows`: the index has one dim."""
     x, index, values, dim, rows, is_sum = arguments
     if not x:
-        one = [("index",) * len(each or ()) for each in (index, values)]
+        one = [("index",) * len(shape or ()) for shape in (index, values)]
         return Labels([(), *one], (), frozenset(("index",)))
     names = tuple(range(len(x)))
-    own = (*names[:dim], "written", *names[dim + 1 :])
+    names_of_x = (*names[:dim], "written", *names[dim + 1 :])
     entries = (*names[:dim], "index", *names[dim + 1 :])
     if not rows:
         entries = tuple(name if d == dim or index[d] == x[d] else ("part", d) for d, name in enumerate(entries))
     parts = {d for d in names if d != dim and entries[d] != d}
-    own = tuple(("cut", d) if d in parts else name for d, name in enumerate(own))
+    names_of_x = tuple(("cut", d) if d in parts else name for d, name in enumerate(names_of_x))
     whole = {("part", d) for d in parts} | {("cut", d) for d in parts} | (set() if is_sum else {"index"})
-    operands = [own, ("index",) if rows else entries, entries if values else ()]
-    return Labels(operands, own, frozenset(whole), added=frozenset((0,)))
+    operands = [names_of_x, ("index",) if rows else entries, entries if values else ()]
+    return Labels(operands, names_of_x, frozenset(whole), added=frozenset((0,)))
 
 
 def _write(
     func: Callable[..., Any], x: Any, dim: int, index: Any, values: Any, rows: bool, is_sum: bool, **options: Any
 ) -> Any:
-    """`func(x, dim, index, values)` with what each rank owns; another index than its own is an additional row."""
+    """Computes `func(x, dim, index, values)` on each rank's positions; others are written to an additional row."""
     dim = dim_of(x, dim)
     if not rows and x.dim() == index.dim() and isinstance(x, ShardTensor):
         for d in x._spec.mesh_dim_of:
@@ -61,21 +60,21 @@ def _write(
                     "is sharded there: x.narrow() the part that is written first, or redistribute() x"
                 )
     tensor = values if isinstance(values, torch.Tensor) else None
-    (local, positions, own), spec = inside(_written, (x, index, tensor), dim, rows, is_sum)
+    (local, positions, written_values), spec = inside(_written, (x, index, tensor), dim, rows, is_sum)
     check_positions(positions, x.shape[dim] if x.dim() else 1, dim)
     m = x._spec.mesh_dim_of.get(dim) if isinstance(x, ShardTensor) else None
-    own = values if own is None else own
+    written_values = values if written_values is None else written_values
     if m is None or m not in dict(spec.sharded) or spec.mesh_dim_of.get(dim) != m:
-        return in_layout_of(func(local, dim, positions, own, **options), spec, x, lambda d: d)
+        return in_layout_of(func(local, dim, positions, written_values, **options), spec, x, lambda d: d)
     size = local.shape[dim]
 
-    def write(local: torch.Tensor, positions: torch.Tensor, own: Any) -> torch.Tensor:
+    def write(local: torch.Tensor, positions: torch.Tensor, written_values: Any) -> torch.Tensor:
         positions, owned = own_positions(positions, x._spec.offsets[dim], size)
         positions = torch.where(owned, positions, size)
         padded = torch.cat([local, local.new_zeros((*local.shape[:dim], 1, *local.shape[dim + 1 :]))], dim)
-        return func(padded, dim, positions, own, **options).narrow(dim, 0, size)
+        return func(padded, dim, positions, written_values, **options).narrow(dim, 0, size)
 
-    result = on_own_shard(write, {x._spec.mesh.communicator(m): S(dim)})(local, positions, own)
+    result = on_own_shard(write, {x._spec.mesh.communicator(m): S(dim)})(local, positions, written_values)
     return in_layout_of(result, spec, x, lambda d: d)
 
 
@@ -137,7 +136,7 @@ def index_put(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
 
 @sharded(_T.__setitem__)
 def setitem(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> None:
-    """`x[slices, ints] = value`: each rank writes what it owns. Masks with a number, and one index at the first dim."""
+    """Writes `x[slices, ints] = value`, each rank in its shard; also masks with a number, and an index at dim 0."""
     x, index, value = args
     if not isinstance(x, ShardTensor):
         raise ValueError(
@@ -162,30 +161,32 @@ def setitem(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Non
         raise ValueError(f"x[..] = y on {x._spec.placements}: redistribute() the tensor to Replicate first")
     if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
         raise RuntimeError("x[..] = y on a leaf that requires gradients: x.clone() first, or torch.no_grad()")
-    _set_slices(x, [each for each in entries if each is not None], value, index)
+    _set_slices(x, [entry for entry in entries if entry is not None], value, index)
 
 
 def _set_slices(x: ShardTensor, entries: Sequence[Any], value: Any, index: Any) -> None:
     one_mesh((x, value), "__setitem__")
-    part, cut = x, []  # of the local tensor; ints stay dims of one
-    for dim, each in enumerate(entries):
-        if isinstance(each, int):
-            if not -x.shape[dim] <= each < x.shape[dim]:
-                raise IndexError(f"index {each} is out of bounds for dim {dim} with size {x.shape[dim]}")
-            each = slice(each % x.shape[dim], each % x.shape[dim] + 1)
-        part = sliced(part, dim, *each.indices(x.shape[dim]))
-        cut.append(each)
+    part, cut = x, []  # index of the local tensor; ints stay dims of one
+    for dim, entry in enumerate(entries):
+        if isinstance(entry, int):
+            if not -x.shape[dim] <= entry < x.shape[dim]:
+                raise IndexError(f"index {entry} is out of bounds for dim {dim} with size {x.shape[dim]}")
+            entry = slice(entry % x.shape[dim], entry % x.shape[dim] + 1)
+        part = sliced(part, dim, *entry.indices(x.shape[dim]))
+        cut.append(entry)
     target = local_of(x)
-    copy = copy_of(target)
-    for dim, each in enumerate(cut):
-        target = target[(slice(None),) * dim + (_local_slice(x, dim, each),)]
+    check_is_no_copy("x[..] = y", target)
+    for dim, entry in enumerate(cut):
+        target = target[(slice(None),) * dim + (_local_slice(x, dim, entry),)]
     if isinstance(value, torch.Tensor) and value.dim():
-        shape = [size for size, each in zip(part.shape, [*entries, *[slice(None)] * x.dim()]) if type(each) is not int]
+        shape = [
+            size for size, entry in zip(part.shape, [*entries, *[slice(None)] * x.dim()]) if type(entry) is not int
+        ]
         if value.dim() > len(shape):
             value = value.reshape(value.shape[value.dim() - len(shape) :])
         value = value.expand(shape)
-        for dim, each in enumerate(entries):
-            value = value.unsqueeze(dim) if type(each) is int else value
+        for dim, entry in enumerate(entries):
+            value = value.unsqueeze(dim) if type(entry) is int else value
     if isinstance(value, ShardTensor):
         value = redistributed(local_of(value), value._spec, gradient_spec(part._spec))
     elif isinstance(value, torch.Tensor) and value.dim():
@@ -193,14 +194,12 @@ def _set_slices(x: ShardTensor, entries: Sequence[Any], value: Any, index: Any) 
             tuple(slice(offset, offset + size) for offset, size in zip(part._spec.offsets, part._spec.local_shape))
         ]
     target.copy_(value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device=target.device))
-    if copy is not None:
-        copy.write_back()
     written(x)
 
 
-def _local_slice(x: ShardTensor, dim: int, each: slice) -> slice:
-    """What a rank writes of a slice of the whole dim."""
-    start, stop, step = each.indices(x.shape[dim])
+def _local_slice(x: ShardTensor, dim: int, entry: slice) -> slice:
+    """Returns the part of a slice of the global dim that a rank writes."""
+    start, stop, step = entry.indices(x.shape[dim])
     offset, size = x._spec.offsets[dim], x._spec.local_shape[dim]
     first = start if offset <= start else start + -(-(offset - start) // step) * step
     low, high = first - offset, min(max(start, stop) - offset, size)

@@ -1,9 +1,9 @@
-"""topk, extremes with their positions, sorting.
+"""Selection: topk, extremes with their positions, sorting.
 
-Along a sharded dim candidates travel, (value, global index), and not the tensor: each rank proposes k, or all that it
-has. For `topk` they go to the rank that owns the row in the result, which is sharded along another dim if one is long
-enough; `max(dim)` and `argmax` propose one and give each rank the result, as `amax` does. Of equal candidates the one
-with the smaller index is taken; which of more than k equal elements a shard's `topk` proposes, torch does not say.
+Along a sharded dim candidates (value, global index) are sent, not the tensor: each rank proposes k, or all its
+elements. For `topk` they go to the rank that owns the row in the result, which is sharded along another dim if one is
+long enough; `max(dim)` and `argmax` propose one candidate, and each rank has the result, as of `amax`. The smaller
+index wins among equal candidates; torch does not say which of more than k equal elements a shard's `topk` proposes.
 Sorting needs every element: the tensor is sharded along another dim (all to all; gathered if there is none), sorted,
 and brought back.
 """
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from ...spmd import S
-from ..fetch import position_type
 from ..handlers import FUNCTIONS, UNHANDLED, sharded
 from ..labels import planned
+from ..moves.fetch import position_type
+from ..moves.redistribute import redistributed
 from ..placements import Placement, Replicate, Shard
-from ..redistribute import redistributed
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, wrap
 from ..typed import on_own_shard
@@ -32,7 +32,7 @@ _T = torch.Tensor
 
 
 def dim_of(x: torch.Tensor, dim: int) -> int:
-    """`dim`, counted from the front.
+    """Returns `dim` counted from the front.
 
     Raises:
         IndexError: the tensor has no such dim.
@@ -45,7 +45,7 @@ def dim_of(x: torch.Tensor, dim: int) -> int:
 
 @planned
 def elsewhere(spec: ShardTensorSpec, dim: int) -> ShardTensorSpec:
-    """The layout without shards of `dim`: of the longest other dim that is not sharded, or whole if all are short."""
+    """Returns a layout without shards of `dim`: of the longest other unsharded dim, or whole if all are short."""
     m = spec.mesh_dim_of.get(dim)
     if m is None:
         return spec
@@ -60,11 +60,13 @@ def elsewhere(spec: ShardTensorSpec, dim: int) -> ShardTensorSpec:
 
 @planned
 def _proposed(spec: ShardTensorSpec, dim: int, k: int) -> ShardTensorSpec:
-    """The layout of the candidates of all ranks: of a dim as long as all together, each rank's where its shard is."""
+    """Returns the layout of all ranks' candidates, joined along `dim` in the order of shards."""
     m = spec.mesh_dim_of[dim]
     counts = tuple(min(k, size) for size in spec.sizes[m] or ())
     shape = (*spec.shape[:dim], sum(counts), *spec.shape[dim + 1 :])
-    return make_spec(spec.mesh, spec.placements, shape, [counts if i == m else own for i, own in enumerate(spec.sizes)])
+    return make_spec(
+        spec.mesh, spec.placements, shape, [counts if i == m else along for i, along in enumerate(spec.sizes)]
+    )
 
 
 @planned
@@ -74,7 +76,7 @@ def _whole(spec: ShardTensorSpec, dim: int) -> ShardTensorSpec:
 
 
 def _candidates(function: Callable[..., Any], spec: ShardTensorSpec, dim: int) -> Callable[..., Any]:
-    """`function`, which picks some elements of this rank's shard of `dim`."""
+    """Calls `function`, which picks some elements of this rank's shard of `dim`."""
     return on_own_shard(function, {spec.mesh.communicator(spec.mesh_dim_of[dim]): S(dim)})
 
 
@@ -86,7 +88,7 @@ def _gathered(
     k: int,
     layout: Callable[[ShardTensorSpec, int], ShardTensorSpec],
 ) -> tuple[torch.Tensor, torch.Tensor, ShardTensorSpec]:
-    """All ranks' candidates, in the order of ranks, and their layout. Indices are those of the shard before."""
+    """Gathers all ranks' candidates, in the order of ranks, and their layout; indices become global."""
     proposed = _proposed(spec, dim, k)
     target = layout(proposed, dim)
     indices = (indices + spec.offsets[dim]).to(position_type(spec.shape[dim]))
@@ -120,13 +122,13 @@ def topk(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     return call(*args, **kwargs)
 
 
-# --- extremes and where they are
+# --- extremes and their positions
 
 _MAXIMA = frozenset((torch.max, _T.max, torch.argmax, _T.argmax))
 
 
 def extreme_along(x: ShardTensor, dim: int, keepdim: bool, maximum: bool) -> tuple[ShardTensor, ShardTensor]:
-    """The extreme along a dim and its first position."""
+    """Returns the extreme along a dim and its first position."""
     dim = dim_of(x, dim)
     if x.dim() and not x.shape[dim]:
         raise IndexError(f"a maximum or minimum of dim {dim}, which has no elements")
@@ -148,7 +150,7 @@ def extreme_along(x: ShardTensor, dim: int, keepdim: bool, maximum: bool) -> tup
 
 @sharded(torch.max, _T.max, torch.min, _T.min)
 def maximum(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    """Of all elements, along one dim, or of two tensors element by element."""
+    """Computes max or min of all elements, along one dim, or of two tensors by element."""
     maximum = func in _MAXIMA
     if len(args) + len(kwargs) == 1:
         return (torch.amax if maximum else torch.amin)(*args, **kwargs)
@@ -176,7 +178,7 @@ def argmax(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _position_of_all(x: ShardTensor, keepdim: bool, maximum: bool) -> torch.Tensor:
-    """The first position of the extreme in the flattened tensor: along one dim after the other, from the last."""
+    """Returns the first position of the extreme in the flattened tensor, found dim by dim from the last."""
     if not x.numel():
         raise IndexError(f"a maximum or minimum of a tensor of shape {tuple(x.shape)}, which has no elements")
     values, position = x, None
@@ -191,20 +193,20 @@ def _position_of_all(x: ShardTensor, keepdim: bool, maximum: bool) -> torch.Tens
     return position if keepdim else position.reshape(())
 
 
-# --- what needs every element of a dim
+# --- functions that need every element of a dim
 
 
 def _along(func: Callable[..., Any], x: ShardTensor, dim: int, /, *others: Any, **options: Any) -> list[Any]:
-    """`func` of `x` in a layout without shards of `dim`; of its results those of the same shape are brought back."""
+    """Computes `func` in a layout without shards of `dim`; results of the shape of `x` get its layout again."""
     local, spec = operand(x)
     moved = elsewhere(spec, dim)
     results = func(redistributed(local, spec, moved), *others, **options)
     wrapped = []
-    for each in results if isinstance(results, (tuple, list)) else [results]:
-        if each.shape == moved.local_shape:
-            wrapped.append(wrap(redistributed(each, moved, spec), spec))
+    for result in results if isinstance(results, (tuple, list)) else [results]:
+        if result.shape == moved.local_shape:
+            wrapped.append(wrap(redistributed(result, moved, spec), spec))
         else:
-            wrapped.append(wrap(each, reduced(moved, dim, each.dim() == x.dim()).spec))
+            wrapped.append(wrap(result, reduced(moved, dim, result.dim() == x.dim()).spec))
     return wrapped
 
 
@@ -238,7 +240,7 @@ def cumulative(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> 
     *(torch.kthvalue, _T.kthvalue),
 )
 def median(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    """Along a dim. `median()` of all elements has no handler."""
+    """Computes the median along a dim; `median()` of all elements has no handler."""
     name = func.__name__
     if name.endswith("median") and len(args) + len(kwargs) == 1:
         return FUNCTIONS[UNHANDLED](func, types, args, kwargs)

@@ -1,7 +1,6 @@
 """Softmax and its relatives over any dim, and running sums, products and logsumexps.
 
-Over a sharded dim the ranks' (maximum, sum of exponentials) travel in one gather, and the gradient of their merged
-logarithm in one all-reduce. A running sum needs the totals of the ranks before.
+Over a sharded dim `sharded_functions/softmax.py` computes softmax. A running sum needs the totals of the ranks before.
 """
 
 from __future__ import annotations
@@ -14,15 +13,16 @@ import torch.nn.functional as F
 
 from ... import spmd
 from ...comm import Communicator
+from ...sharded_functions.softmax import log_softmax, softmax
 from ...spmd import I, R, S, V
 from ..handlers import sharded
-from ..moves import gather_each
+from ..moves.one_dim import gather_each
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, wrap
 from ..typed import on_own_shard
-from .reduce import operand, wide
+from .reduce import operand
 
-__all__ = ["log_softmax_of"]
+__all__: list[str] = []
 
 _T = torch.Tensor
 
@@ -42,22 +42,6 @@ def _dim(dim: int | None, ndim: int, name: str) -> int:
     return dim % max(ndim, 1)
 
 
-def log_softmax_of(x: torch.Tensor, dim: int, group: Communicator) -> torch.Tensor:
-    """The log-softmax over a dim of which `x` is this rank's shard."""
-
-    def own(x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            largest = x.amax(dim, keepdim=True) if x.shape[dim] else x.sum(dim, keepdim=True) - float("inf")
-            shift = torch.where(largest == -float("inf"), torch.zeros_like(largest), largest)
-        return torch.stack((largest, (x - shift).exp().sum(dim, keepdim=True)))
-
-    both = gather_each(on_own_shard(own, {group: V})(x), group)
-    each = both[:, 0].detach()
-    top = each.amax(0)
-    logarithm = (both[:, 1] * (each - top).exp()).sum(0).log() + top
-    return x - spmd.convert(logarithm, group, src=I, dst=R)
-
-
 @sharded(
     *(F.softmax, torch.softmax, _T.softmax, torch.special.softmax, F.softmin),
     *(F.log_softmax, torch.log_softmax, _T.log_softmax, torch.special.log_softmax),
@@ -75,13 +59,11 @@ def _softmax(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
             dtype = _stacklevel
         x, spec = operand(input)
         dim = _dim(dim, x.dim(), func.__name__)
-        x = x if dtype is None else x.to(dtype)
         x = -x if func is F.softmin else x
         group = _group(spec, dim)
         if group is None:
-            return wrap(torch.log_softmax(x, dim) if logarithm else torch.softmax(x, dim), spec)
-        y = log_softmax_of(wide(x), dim, group)
-        return wrap((y if logarithm else y.exp()).to(x.dtype), spec)
+            return wrap((torch.log_softmax if logarithm else torch.softmax)(x, dim, dtype), spec)
+        return wrap((log_softmax if logarithm else softmax)(x, dim, dtype, axis=group), spec)
 
     return call(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""The handlers of convolutions, pooling, padding and interpolation, over `window.py`, `pooling.py`, `resample.py`.
+"""The handlers of convolutions, pooling, padding and interpolation, over the functions of `windows/`.
 
 Any of the spatial dims, and the batch, may be sharded, in shards of any sizes. A convolution without groups takes
 channels that are sharded too: contracted ones make the result Partial.
@@ -15,14 +15,14 @@ import torch.nn.functional as F
 
 from ...spmd import S
 from ..handlers import sharded
-from ..intervals import bounds_of
 from ..labels import Labels, New, inside, planned
+from ..moves.intervals import bounds_of
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, wrap
 from ..typed import on_own_shard
-from . import pooling, resample, window
-from .deferred import deferrable, deferred, outline
-from .local_windows import ShardedDim
+from ..windows import convolution, pooling, resample
+from ..windows.local_windows import ShardedDim
+from .one_exchange import Chain, refusal, takes_chains
 
 __all__: list[str] = []
 
@@ -60,7 +60,7 @@ def _sharded_dims(spec: ShardTensorSpec, first: int) -> tuple[ShardedDim, ...]:
 
 
 def _computed(local: torch.Tensor, spec: ShardTensorSpec, count: int, op: Callable[..., Any]) -> list[ShardTensor]:
-    """`op(local, sharded dims)` with the layout of `spec`, but for the spatial dims, the last `count`."""
+    """Computes `op(local, sharded dims)`; results have the layout of `spec`, but for the last `count` dims."""
     first = len(spec.shape) - count
     sharded = _sharded_dims(spec, first)
     *results, shards = on_own_shard(op, {each.axis: S(each.dim) for each in sharded})(local, sharded)
@@ -74,6 +74,7 @@ def _computed(local: torch.Tensor, spec: ShardTensorSpec, count: int, op: Callab
 
 
 @sharded(F.conv1d, F.conv2d, F.conv3d)
+@takes_chains
 def conv(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(
         input: Any,
@@ -85,13 +86,12 @@ def conv(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         groups: int = 1,
     ) -> Any:
         options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-        count = weight.dim() - 2
-        if deferrable(input, count) and _fits(input, weight, bias, groups):
-            (_, w, b), spec = inside(_convolution, (outline(input), weight, bias), groups, False)
-            windows = window.convolution(input.shape, w, b, _sharded_from(input, count), **options)
-            return deferred(func.__name__, input, windows, spec, (w, b))
+        if isinstance(input, Chain):
+            dim = input.window_dim(weight.dim() - 2, (weight, bias))
+            (_, w, b), spec = inside(_convolution, (input.outline(), weight, bias), groups, False)
+            return input.then(func.__name__, convolution.convolution(input.shape, w, b, [dim], **options), spec)
         (x, w, b), spec = inside(_convolution, (input, weight, bias), groups, False)
-        return _computed(x, spec, w.dim() - 2, lambda x, dims: window.conv(x, w, b, dims, **options))[0]
+        return _computed(x, spec, w.dim() - 2, lambda x, dims: convolution.conv(x, w, b, dims, **options))[0]
 
     return call(*args, **kwargs)
 
@@ -111,28 +111,9 @@ def conv_transpose(func: Callable[..., Any], types: Any, args: Any, kwargs: Any)
         (x, w, b), spec = inside(_convolution, (input, weight, bias), groups, True)
         options = {"stride": stride, "padding": padding, "output_padding": output_padding}
         options |= {"groups": groups, "dilation": dilation}
-        return _computed(x, spec, w.dim() - 2, lambda x, dims: window.conv_transpose(x, w, b, dims, **options))[0]
+        return _computed(x, spec, w.dim() - 2, lambda x, dims: convolution.conv_transpose(x, w, b, dims, **options))[0]
 
     return call(*args, **kwargs)
-
-
-def _sharded_from(x: ShardTensor, count: int) -> list[int]:
-    """The sharded ones of the last `count` dims."""
-    return [dim for _, dim in x._spec.sharded if dim >= x.dim() - count]
-
-
-def _fits(x: ShardTensor, weight: _T, bias: _T | None, groups: int) -> bool:
-    """Whether whole weights, and none that a convolution refuses when it is computed, meet `x`."""
-    channels, others = x.dim() - weight.dim() + 1, [each for each in (weight, bias) if each is not None]
-    return (
-        channels in (0, 1)
-        and all(not isinstance(each, ShardTensor) or each._spec is each._spec.replicated() for each in others)
-        and all(each.dtype == x.dtype and each.device == x.device for each in others)
-        and 0 not in weight.shape
-        and weight.shape[1] * groups == x.shape[channels]
-        and weight.shape[0] % groups == 0
-        and (bias is None or bias.shape == weight.shape[:1])
-    )
 
 
 def _kernel(size: Any, count: int) -> tuple[int, ...]:
@@ -140,6 +121,7 @@ def _kernel(size: Any, count: int) -> tuple[int, ...]:
 
 
 def _max_pool(count: int, with_indices: bool) -> Callable[..., Any]:
+    @takes_chains
     def handler(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         def call(
             input: Any,
@@ -152,9 +134,11 @@ def _max_pool(count: int, with_indices: bool) -> Callable[..., Any]:
         ) -> Any:
             options = {"stride": stride or None, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
             kernel = _kernel(kernel_size, count)
-            if not (with_indices or return_indices) and deferrable(input, count):
-                windows = pooling.maxima(input.shape, kernel, _sharded_from(input, count), input.dtype, **options)
-                return deferred(func.__name__, input, windows._replace(op=lambda x: windows.op(x)[0]), input._spec)
+            if isinstance(input, Chain):
+                if with_indices or return_indices:
+                    raise refusal(f"{func.__name__} with indices")
+                windows = pooling.maxima(input.shape, kernel, [input.window_dim(count)], input.dtype, **options)
+                return input.then(func.__name__, windows._replace(op=lambda x: windows.op(x)[0]), input.spec)
             (x,), spec = inside(_spatial, (input,), count)
             values, indices = _computed(x, spec, count, lambda x, dims: pooling.max_pool(x, kernel, dims, **options))
             return (values, indices) if with_indices or return_indices else values
@@ -165,19 +149,20 @@ def _max_pool(count: int, with_indices: bool) -> Callable[..., Any]:
 
 
 def _avg_pool(count: int) -> Callable[..., Any]:
+    @takes_chains
     def handler(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         def call(input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, *flags: Any, **named: Any) -> Any:
             options = dict(zip(("ceil_mode", "count_include_pad", "divisor_override"), flags)) | named
             options |= {"stride": stride or None, "padding": padding}
             kernel = _kernel(kernel_size, count)
-            if deferrable(input, count):
-                rest = dict(options)
-                counted = rest.pop("count_include_pad", True), rest.pop("divisor_override", None)
-                windows = pooling.sums(input.shape, kernel, _sharded_from(input, count), **rest)
+            if isinstance(input, Chain):
+                counted = options.pop("count_include_pad", True), options.pop("divisor_override", None)
+                windows = pooling.sums(input.shape, kernel, [input.window_dim(count)], **options)
                 common = pooling.divisor(windows.maps, *counted)
-                if common is not None:
-                    averages = windows._replace(op=lambda x: windows.op(x) / common)
-                    return deferred(func.__name__, input, averages, input._spec)
+                if common is None:
+                    raise refusal(f"{func.__name__} with divisors that differ")
+                averages = windows._replace(op=lambda x: windows.op(x) / common)
+                return input.then(func.__name__, averages, input.spec)
             (x,), spec = inside(_spatial, (input,), count)
             return _computed(x, spec, count, lambda x, dims: pooling.avg_pool(x, kernel, dims, **options))[0]
 
@@ -234,14 +219,16 @@ def interpolate(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) ->
 
 
 @sharded(F.pad)
+@takes_chains
 def pad(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
         value = 0.0 if value is None else value
-        if deferrable(input, len(pad) // 2):
-            windows = window.padding(input.shape, pad, _sharded_from(input, len(pad) // 2), mode, value)
-            return deferred(func.__name__, input, windows, input._spec)
+        if isinstance(input, Chain):
+            windows = convolution.padding(input.shape, pad, [input.window_dim(len(pad) // 2)], mode, value)
+            return input.then(func.__name__, windows, input.spec)
         (x,), spec = inside(_spatial, (input,), len(pad) // 2)
-        return _computed(x, spec, len(pad) // 2, lambda x, dims: window.pad(x, pad, dims, mode=mode, value=value))[0]
+        options = {"mode": mode, "value": value}
+        return _computed(x, spec, len(pad) // 2, lambda x, dims: convolution.pad(x, pad, dims, **options))[0]
 
     return call(*args, **kwargs)
 

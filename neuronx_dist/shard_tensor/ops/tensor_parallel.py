@@ -17,7 +17,7 @@ from ...comm import Communicator
 from ...parallel_layers.autograd_linear import ColumnLinear, RowLinear, call
 from ...parallel_layers.embedding import own_rows
 from ...parallel_layers.loss_functions import parallel_cross_entropy
-from ...parallel_layers.vocabulary import hide_padding
+from ...sharded_functions.vocabulary import hide_padding
 from ...spmd import SpmdType, no_typecheck
 from ...spmd.collectives import operator_dims
 from ..handlers import sharded
@@ -47,7 +47,7 @@ def operator(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
 
 @planned
 def _summable(spec: ShardTensorSpec, group: Communicator, name: str) -> ShardTensorSpec:
-    """The layout in which an operator over a group may run on local tensors: a maximum is taken first.
+    """Returns the layout in which an operator over a group may run on local tensors: without Partial maxima.
 
     Raises:
         ValueError: the group has other ranks of the tensor's own mesh.
@@ -68,7 +68,7 @@ def _summable(spec: ShardTensorSpec, group: Communicator, name: str) -> ShardTen
 def _resharded(
     spec: ShardTensorSpec, size: int, name: str, src: SpmdType, src_dim: int, dst: SpmdType, dst_dim: int
 ) -> ShardTensorSpec:
-    """The layout of an operator's result: S(dim) is put together and split, V stacked and taken apart."""
+    """Returns the layout of an operator's result: S(dim) is joined and split, V stacked and unstacked."""
     if src.letter == dst.letter == "V":
         return _split(_split(spec, 0, size, name), 0, size, name, True)
     if src.letter == "S":
@@ -91,7 +91,7 @@ def _with_dims(spec: ShardTensorSpec, shape: list[int], new_dim: Callable[[int],
 
 @planned
 def _split(spec: ShardTensorSpec, dim: int, size: int, name: str, together: bool = False) -> ShardTensorSpec:
-    """The layout of this rank's piece of a dim, each shard of which `size` ranks split; `together`: the other way.
+    """Returns the layout of a dim each shard of which `size` ranks split; `together`: of pieces that are joined again.
 
     Raises:
         ValueError: a shard does not divide, or the dim is the last, of features.

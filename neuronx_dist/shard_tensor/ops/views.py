@@ -1,4 +1,4 @@
-"""Views: dims that are permuted, split, merged, expanded; slices, which leave every element where it is."""
+"""Views: permuted, split, merged and expanded dims; slices, whose elements stay on their ranks."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ import torch
 from ...spmd import S
 from ...spmd.watching import active
 from ..handlers import sharded
-from ..intervals import bounds_of
-from ..labels import Labels, New, inside, planned
+from ..labels import Labels, inside, labels_of, planned
+from ..moves.intervals import bounds_of
+from ..moves.redistribute import redistributed_view
 from ..placements import Placement, Replicate, Shard
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, local_of, wrap, wrap_view
 from ..typed import on_own_shard, shards_of
-from ..written_back import redistributed_view
 from .select import dim_of
 
 __all__: list[str] = []
 
 _T = torch.Tensor
-_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
 
 
 def hashable(x: Any) -> Any:
-    return tuple(hashable(each) for each in x) if isinstance(x, (list, tuple)) else x
+    return tuple(hashable(item) for item in x) if isinstance(x, (list, tuple)) else x
 
 
 def _shape_after(func: Callable[..., Any], shape: Sequence[int], args: Sequence[Any], kwargs: Any) -> torch.Size:
-    """What `func` does to a shape: it is asked of a tensor without values."""
+    """Returns the shape that `func` makes of a shape, from a call without values."""
     result: torch.Size = func(torch.empty(tuple(shape), device="meta"), *args, **dict(kwargs)).shape
     return result
 
@@ -39,10 +38,8 @@ def _shape_after(func: Callable[..., Any], shape: Sequence[int], args: Sequence[
 # --- permuted dims
 
 
-def _permuted(shape: torch.Size, func: Callable[..., Any], args: Any, kwargs: Any) -> Labels:
-    primes = _PRIMES[: len(shape)]
-    order = [primes.index(size) for size in _shape_after(func, primes, args, kwargs)]
-    return Labels([range(len(shape))], order, linear=True)
+def _viewed(shape: torch.Size, func: Callable[..., Any], args: Any, kwargs: Any) -> Labels:
+    return labels_of(func, (shape, *args), dict(kwargs))
 
 
 @sharded(
@@ -52,7 +49,7 @@ def _permuted(shape: torch.Size, func: Callable[..., Any], args: Any, kwargs: An
 )
 def permuted(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     x, *others = args
-    (local,), spec = inside(_permuted, (x,), func, hashable(others), hashable(list(kwargs.items())))
+    (local,), spec = inside(_viewed, (x,), func, hashable(others), hashable(list(kwargs.items())))
     return wrap_view(func(local, *others, **kwargs), spec, x)
 
 
@@ -61,7 +58,7 @@ def permuted(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
 
 @planned
 def _reshaped(spec: ShardTensorSpec, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The layout in which the view is taken, and that of the result.
+    """Returns the layout in which the view is made, and the layout of the result.
 
     Raises:
         ValueError: a sharded dim is merged behind another one, or its shards would be cut.
@@ -80,7 +77,7 @@ def _reshaped(spec: ShardTensorSpec, func: Callable[..., Any], args: Any, kwargs
         outer = prod(shape[d] for d in outs if first is not None and d > first)
         counts = [size * inner for size in along]
         if first is None or not leading or any(count % outer for count in counts):
-            whole = [Replicate() if each is spec.placements[m] else each for each in spec.placements]
+            whole = [Replicate() if placement is spec.placements[m] else placement for placement in spec.placements]
             raise ValueError(
                 f"{func.__name__}: {tuple(spec.shape)} -> {tuple(shape)} cannot be done on shards {list(along)} of dim "
                 f"{dim} (mesh dim {m}), which would be cut or interleaved: "
@@ -91,14 +88,14 @@ def _reshaped(spec: ShardTensorSpec, func: Callable[..., Any], args: Any, kwargs
 
 
 def _without_shards_of_one(spec: ShardTensorSpec) -> ShardTensorSpec:
-    """The layout without shards of dims of one element, which a view may drop."""
+    """Returns the layout without shards of dims of one element, which a view may drop."""
     placements = [Replicate() if isinstance(p, Shard) and spec.shape[p.dim] == 1 else p for p in spec.placements]
     return make_spec(spec.mesh, placements, spec.shape, spec.sizes)
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Dims of two shapes that hold the same elements, from the left."""
-    if 0 in before:  # products say nothing: dims that are equal from the left belong together
+    """Returns groups of dims of two shapes that hold the same elements, from the left."""
+    if 0 in before:  # products are all 0: dims that are equal from the left belong together
         same = next((i for i, (a, b) in enumerate(zip(before, after)) if a != b), min(len(before), len(after)))
         return [([i], [i]) for i in range(same)] + [([*range(same, len(before))], [*range(same, len(after))])]
     groups: list[tuple[list[int], list[int]]] = []
@@ -141,7 +138,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
 def reshaped(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     x, *others = args
     if func is _T.view_as and others[0] is x and not torch.is_grad_enabled():
-        return wrap(x._local.detach(), x._spec)  # autograd asks for it where a function returns an input
+        return wrap(x._local.detach(), x._spec)  # autograd calls it if a function returns an input
     if func in (_T.view_as, _T.reshape_as):
         if not isinstance(x, ShardTensor):
             return x.reshape(others[0]._spec.shape)
@@ -161,16 +158,6 @@ def reshaped(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
 # --- expanded dims
 
 
-def _expanded(shape: torch.Size, func: Callable[..., Any], args: Any) -> Labels:
-    out = _shape_after(func, shape, args, ())
-    new = len(out) - len(shape)
-    labels = [i if size == out[new + i] else None for i, size in enumerate(shape)]
-    names = [New(out[i]) for i in range(new)] + [
-        New(out[new + i]) if label is None else label for i, label in enumerate(labels)
-    ]
-    return Labels([labels], names, linear=True)
-
-
 @sharded(_T.expand, torch.broadcast_to, _T.broadcast_to, _T.expand_as)
 def expanded(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     x, *others = args
@@ -178,7 +165,7 @@ def expanded(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
         return x.expand(others[0]._spec.shape)
     if func is _T.expand_as:
         func, others = _T.expand, [tuple(others[0].shape)]
-    (local,), spec = inside(_expanded, (x,), func, hashable(others))
+    (local,), spec = inside(_viewed, (x,), func, hashable(others), ())
     return wrap_view(local.expand(spec.local_shape), spec, x)
 
 
@@ -187,7 +174,7 @@ def expanded(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
 
 @planned
 def _slice_plan(spec: ShardTensorSpec, dim: int, start: int, stop: int, step: int) -> Any:
-    """Where this rank's shard is cut, and the layout of the result: every element stays where it is."""
+    """Returns the slice of this rank's shard, and the layout of the result: elements stay on their ranks."""
     m = spec.mesh_dim_of.get(dim)
     size = len(range(start, stop, step))
     shape = torch.Size((*spec.shape[:dim], size, *spec.shape[dim + 1 :]))
@@ -206,7 +193,7 @@ def _slice_plan(spec: ShardTensorSpec, dim: int, start: int, stop: int, step: in
 
 
 def sliced(x: ShardTensor, dim: int, start: int, stop: int, step: int = 1) -> ShardTensor:
-    """`x[start:stop:step]` along a dim, `0 <= start`, `step > 0`: nothing is communicated."""
+    """Returns `x[start:stop:step]` along a dim, `0 <= start`, `step > 0`, without communication."""
     cut, spec = _slice_plan(x._spec, dim, start, max(start, stop), step)
     m = spec.mesh_dim_of.get(dim)
     types = {} if m is None else {spec.mesh.communicator(m): S(dim)}
@@ -215,7 +202,7 @@ def sliced(x: ShardTensor, dim: int, start: int, stop: int, step: int = 1) -> Sh
 
 
 def selected(x: ShardTensor, dim: int, index: int) -> ShardTensor:
-    """`x[index]` along a dim, whole on every rank that shares it."""
+    """Returns `x[index]` along a dim, replicated over the ranks that shard the dim."""
     x = sliced(x, dim, index, index + 1)
     local, spec = local_of(x), x._spec
     m = spec.mesh_dim_of.get(dim)
@@ -229,26 +216,26 @@ def selected(x: ShardTensor, dim: int, index: int) -> ShardTensor:
 
 
 def basic_index(source: Any, index: Any) -> Any:
-    """`source[index]` of ints, slices, None and Ellipsis."""
+    """Returns `source[index]` for an index of ints, slices, None and Ellipsis."""
     x = source
     entries = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in entries:
         at = entries.index(Ellipsis)
-        missing = x.dim() - sum(each is not None for each in entries) + 1
+        missing = x.dim() - sum(entry is not None for entry in entries) + 1
         entries[at : at + 1] = [slice(None)] * missing
     dim = 0
-    for each in entries:
-        if each is None:
+    for entry in entries:
+        if entry is None:
             x = torch.unsqueeze(x, dim)
             dim += 1
-        elif isinstance(each, slice):
-            if each != slice(None):
-                x = sliced(x, dim, *each.indices(x.shape[dim]))
+        elif isinstance(entry, slice):
+            if entry != slice(None):
+                x = sliced(x, dim, *entry.indices(x.shape[dim]))
             dim += 1
         else:
             if dim >= x.dim():
                 raise IndexError(f"too many indices for a tensor of {source.dim()} dims")
-            x = selected(x, dim, _position(each, x.shape[dim], dim))
+            x = selected(x, dim, _position(entry, x.shape[dim], dim))
     return x if x is not source else wrap_view(local_of(x)[...], x._spec, x)
 
 
@@ -317,32 +304,22 @@ def iterate(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
 # --- joined tensors
 
 
-def _stacked(*arguments: Any) -> Labels:
-    *shapes, dim = arguments
-    names = tuple(range(len(shapes[0])))
-    return Labels([names] * len(shapes), (*names[:dim], New(len(shapes)), *names[dim:]))
+def _joined(*arguments: Any) -> Labels:
+    *shapes, func, dim = arguments
+    return labels_of(func, (shapes, dim), {})
 
 
 @sharded(torch.stack)
 def stack(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(tensors: Sequence[Any], dim: int = 0) -> Any:
         dim = dim + tensors[0].dim() + 1 if dim < 0 else dim
-        locals_, spec = inside(_stacked, tensors, dim)
+        locals_, spec = inside(_joined, tensors, torch.stack, dim)
         return wrap(torch.stack(locals_, dim), spec)
 
     return call(*args, **kwargs)
 
 
-def _joined(*arguments: Any) -> Labels:
-    *shapes, dim = arguments
-    names = tuple(range(len(shapes[0])))
-    # Each operand's own label for the joined dim: none of them may be sharded.
-    operands = [(*names[:dim], ("joined", i), *names[dim + 1 :]) for i in range(len(shapes))]
-    out = (*names[:dim], New(sum(shape[dim] for shape in shapes)), *names[dim + 1 :])
-    return Labels(operands, out, whole=frozenset(("joined", i) for i in range(len(shapes))))
-
-
 def cat_unsharded(tensors: Sequence[Any], dim: int) -> ShardTensor:
-    """`torch.cat` along a dim that no operand shards, counted from the front. Nothing is communicated for it."""
-    locals_, spec = inside(_joined, tensors, dim)
+    """Joins tensors along a dim that no operand shards, counted from the front, without communication."""
+    locals_, spec = inside(_joined, tensors, torch.cat, dim)
     return wrap(torch.cat(locals_, dim), spec)

@@ -75,7 +75,7 @@ PROGRAM_OF: dict[str, str] = {
     "RowLinear.backward:comm.all_gather#1": "sequence",
     "ColumnParallelLinear._gathered:spmd.all_gather#1": "gathered blocks",
     "ColumnParallelLinear._gathered:spmd.all_gather#2": "gathered",
-    "ColumnParallelLinear._own:spmd.reinterpret#1": "llama, one key/value head",
+    "ColumnParallelLinear._used_parameter:spmd.reinterpret#1": "llama, one key/value head",
     "RowParallelLinear._used_weight:spmd.convert#1": "llama, one key/value head",
     "RowParallelLinear.forward:spmd.convert#1": "split",
     "RowParallelLinear.forward:spmd.convert#2": "partial",
@@ -136,7 +136,18 @@ EXEMPT = {
     "StageModule.sync_tied_weights": "before the first step; a check has no values",
     "ColumnLinear.composition": "what the layer is compared with, under a check only",
     "RowLinear.composition": "what the layer is compared with, under a check only",
-    "_cross_entropy_of_operators": "under torch.func only",
+    "_by_operators": "under torch.func only",
+    **dict.fromkeys(
+        (
+            "_merged:spmd.all_gather",
+            "_with_total:spmd.convert",
+            "batch_norm_of_channels:spmd.all_gather",
+            "for_shards:spmd.convert",
+            "merged_moments:spmd.all_gather",
+            "scaled_by_rms:spmd.all_reduce",
+        ),
+        "called by ShardTensors and emitted code: values show its mutants (tests/parity/mutation_table.py)",
+    ),
     "_Highest": "under torch.func only",
 }
 # Everything else is part of a training step, in whatever folder it is. Calls of ShardTensors and of their attention are
@@ -154,8 +165,8 @@ UNSEEN = {
 _REPEATED = "doing it twice is doing it once"
 EQUIVALENT = {
     ("copy_to_tensor_model_parallel_region:spmd.convert#1", "reinterpret(I, R)"): "a synonym",
-    ("ColumnParallelLinear._own:spmd.reinterpret#1", "convert(I, R)"): "the gradient is summed as well",
-    ("ColumnParallelLinear._own:spmd.reinterpret#1", "reinterpret(I, R)"): "a synonym of that",
+    ("ColumnParallelLinear._used_parameter:spmd.reinterpret#1", "convert(I, R)"): "the gradient is summed as well",
+    ("ColumnParallelLinear._used_parameter:spmd.reinterpret#1", "reinterpret(I, R)"): "a synonym of that",
     ("RowParallelLinear._used_weight:spmd.convert#1", "convert(I, S(0))"): "a mask has no gradient",
     ("_ParallelCrossEntropy.forward:comm.all_reduce#1", "twice"): _REPEATED,
     ("reduce_gradients:_reduce_params#2", "over pp"): "all stages hold the weight",

@@ -30,7 +30,7 @@ __all__ = ["EXEMPT", "MUTANTS", "PROGRAM_OF", "SITES", "ScaleSite", "factors_of"
 
 MUTANTS = {"dropped": "1", "twice": "({0}) * ({0})", "inverse": "1 / ({0})"}
 _SIZE = re.compile(r"comm\.size\(.*\)|[\w.]+\.size|([\w.]+\.)?scale|torch\.where\(count.*|count or .*")
-_PRODUCTS = ("_foreach_mul", "_foreach_mul_", "mul_")
+_PRODUCTS = ("foreach_mul", "foreach_mul_", "mul_")
 # The checker, and operators, for which it has rules; ShardTensors, whose cases compare values (tests/shard_tensor).
 _OUTSIDE = (attention, checking, comm, parallelize, planning, shard_tensor, spmd, xla_replay)
 
@@ -65,7 +65,7 @@ def factors_of(tree: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[tuple[st
             factor = node.right
         elif isinstance(node, ast.AugAssign) and isinstance(node.op, (ast.Mult, ast.Div)):
             factor = node.value
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _PRODUCTS:
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in _PRODUCTS:
             factor = node.args[-1]
         if factor is not None and _SIZE.fullmatch(ast.unparse(factor)):
             yield ".".join(inside), factor

@@ -27,7 +27,7 @@ def test_factors_are_found_where_they_stand():
 x = 1 / comm.size("dp")
 def outer(total, scale):
     def inner(grads):
-        torch._foreach_mul_(grads, scale)
+        foreach_mul_(grads, scale)
     total /= comm.size("cp")
     return total / self.group.size + total // comm.size("tp") + total * 2
 

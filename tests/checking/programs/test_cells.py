@@ -15,6 +15,8 @@ from neuronx_dist.checking.programs.explore import explore
 from neuronx_dist.checking.programs.played import Subject
 from tests.checking.programs import checked_models as models
 
+pytestmark = pytest.mark.slow
+
 MESHES = [
     Mesh(16, tp=2, pp=2, cp=2),
     Mesh(24, tp=3, cp=2),
@@ -60,8 +62,8 @@ def verdicts(communicate, mesh: Mesh, monkeypatch) -> tuple[bool, bool]:
     quick = bool(compare.compare_events(found))
     with monkeypatch.context() as patch:
         every = list(range(mesh.world_size))
-        patch.setattr(compare, "kept_for_collectives", lambda found: every)
-        patch.setattr(compare, "kept_for_messages", lambda found: every)
+        patch.setattr(compare, "ranks_for_collectives", lambda found: every)
+        patch.setattr(compare, "ranks_for_messages", lambda found: every)
         return quick, bool(compare.compare_events(found))
 
 
@@ -181,7 +183,7 @@ def test_one_rank_among_many_that_does_something_else_is_found(wrong, ranks):
     found = explored(wrong, BIG, twice=False)
     (problem,) = compare.compare_events(found)
     assert ranks & ({BIG.coordinate("dp", rank) for rank in problem.ranks} | {*problem.ranks}), problem
-    assert len(compare.kept_for_collectives(found)) <= 128
+    assert len(compare.ranks_for_collectives(found)) <= 128
 
 
 def _swapped(axes):
@@ -230,7 +232,7 @@ def test_a_check_of_many_ranks_plays_what_a_check_of_few_plays():
         for dp in (2, 50_000)
     )
     assert (few.plays, len(few.distinct)) == (many.plays, len(many.distinct)) and len(many.programs) == 200_000
-    assert compare.compare_events(many) == [] and len(compare.kept_for_collectives(many)) == 2
+    assert compare.compare_events(many) == [] and len(compare.ranks_for_collectives(many)) == 2
 
 
 def test_the_checkers_own_questions_are_none_of_the_programs_operators():

@@ -15,7 +15,7 @@ import neuronx_dist as nxd
 from neuronx_dist import Mesh, comm, spmd
 from neuronx_dist.checking.programs import fakes, played
 from neuronx_dist.checking.programs.calls import Deadline, Draw, Op
-from neuronx_dist.checking.programs.explore import Programs, RankProgram, explore, peer_index
+from neuronx_dist.checking.programs.explore import ProgramsByRank, RankProgram, explore, peer_index
 from neuronx_dist.checking.programs.kept_hooks import kept_hooks
 from neuronx_dist.checking.programs.played import Played, Subject
 from neuronx_dist.comm.backends.observed import CheckBackend, Event
@@ -72,7 +72,7 @@ def test_the_other_end_as_an_index() -> None:
 
 def test_programs_by_rank() -> None:
     mesh = Mesh(8, tp=2, pp=2)
-    programs, first, alone = Programs(mesh), program([], [], 0), program([], [], 3)
+    programs, first, alone = ProgramsByRank(mesh), program([], [], 0), program([], [], 3)
     assert len(programs) == 0 and [*programs] == [] and programs.missing(0) == 0 and programs.missing(1) == 4
     with comm.as_rank(mesh, 0, backend := CheckBackend()):
         assert comm.rank("tp") == 0
@@ -102,7 +102,7 @@ def test_a_play_ahead_ends_with_the_last_message_of_its_chunk(monkeypatch: pytes
     train, ahead = Played.train, []
 
     def watched(self: Played, rank: int) -> Any:
-        halt = self._wire.halt_after if self._wire is not None else None
+        halt = self._message_types.halt_after if self._message_types is not None else None
         result = train(self, rank)  # Halted goes through here
         assert halt is None, "it went on"
         return result
@@ -110,7 +110,7 @@ def test_a_play_ahead_ends_with_the_last_message_of_its_chunk(monkeypatch: pytes
     def until(self: Played, rank: int, chunk: int) -> None:
         ahead.append((self.mesh.coordinate("pp", rank), chunk))
         original(self, rank, chunk)
-        assert "train" not in self.phases and self._wire is not None and self._wire.halt_after is None
+        assert "train" not in self.phases and self._message_types is not None and self._message_types.halt_after is None
 
     original = Played.train_until_sent
     monkeypatch.setattr(Played, "train", watched)

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from neuronx_dist import hf, spmd
 from neuronx_dist.hf import loss as hf_loss
-from neuronx_dist.hf.plan import UnsupportedModelError, read_plan
+from neuronx_dist.hf.model_plan import UnsupportedModelError, read_plan
 from tests.support.paths import file_name
 
 pytestmark = pytest.mark.slow

@@ -77,7 +77,7 @@ def test_linear_layers_and_norms(name):
 @pytest.mark.parametrize("make", [lambda layer, param: param, _gathered_over_all_of_tp], ids=["dropped", "over tp"])
 @pytest.mark.parametrize("name", [name for name in models.LINEARS if "replicas" in name])
 def test_a_wrong_sum_over_replicas_is_refused(name, make, monkeypatch):
-    monkeypatch.setattr(nxd.ColumnParallelLinear, "_own", make)
+    monkeypatch.setattr(nxd.ColumnParallelLinear, "_used_parameter", make)
     report = spmd.check(models.LINEARS[name], X, MESH, in_types=sharded(MESH))
     assert [problem.kind for problem in report.problems] == ["types"], str(report)
 

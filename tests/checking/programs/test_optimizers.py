@@ -10,6 +10,8 @@ from neuronx_dist import spmd
 from neuronx_dist.gradients.reduce import reduce_gradients
 from tests.checking.programs import optimizer_programs, whole_steps
 
+pytestmark = pytest.mark.slow
+
 NAMES = whole_steps.names_in(optimizer_programs)
 
 

@@ -12,7 +12,7 @@ import torch
 import neuronx_dist as nxd
 from neuronx_dist import Mesh, comm, spmd
 from neuronx_dist.checking.programs.calls import Deadline
-from neuronx_dist.checking.programs.compare import kept_for_collectives
+from neuronx_dist.checking.programs.compare import ranks_for_collectives
 from neuronx_dist.checking.programs.explore import explore
 from neuronx_dist.checking.programs.played import Subject
 from tests.checking.programs import checked_models as models
@@ -133,7 +133,7 @@ def played(model_fn, mesh, inputs=models.example_inputs, twice=False, **options)
 def test_one_rank_is_played_where_none_looks_at_its_coordinates():
     found = played(models.model_fn, Mesh(4096, tp=4))
     assert found.plays == 1 and len(found.programs) == 4096
-    assert kept_for_collectives(found) == [0]
+    assert ranks_for_collectives(found) == [0]
 
 
 def test_a_rank_is_played_for_each_answer_and_not_for_each_rank():
@@ -148,7 +148,7 @@ def test_stages_are_programs_of_their_own():
     found = played(models.pipeline, Mesh(16, tp=2, pp=4), models.pipeline_inputs)
     assert {program.schedule.num_microbatches for program in found.distinct} == {4}
     assert {program.rank for program in found.distinct} == {0, 4, 8, 12}
-    assert kept_for_collectives(found) == [0, 4, 8, 12]
+    assert ranks_for_collectives(found) == [0, 4, 8, 12]
 
 
 def test_stages_that_do_the_same_line_by_line_are_played_a_second_time_once(monkeypatch):

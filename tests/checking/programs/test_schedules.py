@@ -10,11 +10,13 @@ from torch import nn
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
-from neuronx_dist.checking.programs.wire import Wire
+from neuronx_dist.checking.programs.message_types import MessageTypes
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline.schedule import Kind, OneFOneB, WrittenSchedule
 from neuronx_dist.spmd.tensor_type import type_of
 from tests.support.toy_schedules import Halves, ThereAndBack
+
+pytestmark = pytest.mark.slow
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},
@@ -81,7 +83,7 @@ def check(mesh: dict[str, int], **options: Any) -> Any:
 def test_a_schedule_that_runs_is_ok_and_its_messages_have_types(name, monkeypatch):
     received: list[torch.Tensor] = []
     typed_when_posted: list[bool] = []
-    connect = Wire.connect
+    connect = MessageTypes.connect
 
     def listen(self, mode, model, inputs):
         connect(self, mode, model, inputs)
@@ -97,7 +99,7 @@ def test_a_schedule_that_runs_is_ok_and_its_messages_have_types(name, monkeypatc
 
         mode.received = keep
 
-    monkeypatch.setattr(Wire, "connect", listen)
+    monkeypatch.setattr(MessageTypes, "connect", listen)
     report = check({"pp": 2, "tp": 2}, **SCHEDULES[name])
     assert report.ok, str(report)
     assert not report.assumed

@@ -15,11 +15,11 @@ from neuronx_dist import Mesh, comm, spmd
 from neuronx_dist.checking import api
 from neuronx_dist.checking.programs import calls, compare, numeric, played
 from neuronx_dist.checking.programs.calls import Draw, Op
+from neuronx_dist.checking.programs.differing_seeds import axes_between, differing_seeds
 from neuronx_dist.checking.programs.explore import PhaseFailure
 from neuronx_dist.checking.programs.inputs import declare_inputs
-from neuronx_dist.checking.programs.seeds import axes_between, differing_seeds
 from neuronx_dist.comm.backends.observed import CheckBackend, Event
-from neuronx_dist.comm.rank_values import RankValue
+from neuronx_dist.comm.ranks.rank_values import RankValue
 from neuronx_dist.spmd import R, S, V
 from neuronx_dist.spmd.tensor_type import type_of
 from neuronx_dist.spmd.types import scaled

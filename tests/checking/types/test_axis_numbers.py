@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neuronx_dist import comm, spmd
-from neuronx_dist.checking.types.axis_sizes import exponents_of
+from neuronx_dist.checking.types.axis_powers import exponents_of
 from neuronx_dist.checking.types.mode import _memos
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import ColumnParallelLinear, ParallelEmbedding

@@ -16,6 +16,8 @@ from neuronx_dist.spmd.rows import ROWS
 from tests.support.conformance import CONFORMANCE, TP2
 from tests.support.pool import processes
 
+pytestmark = pytest.mark.slow
+
 OPERATORS = {
     name: getattr(spmd, name)
     for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "convert", "reinterpret", "redistribute")

@@ -1,18 +1,23 @@
-"""What the checker says of one-line programs, for every type of their operands: `judgements.txt`.
+"""The checker's judgements of one-line programs, for every type of their operands: a line for each in `judgements.txt`.
 
-That it is true is what soundness/ shows, by values; here no judgement, no reason, no repair and no edit of a repair
-changes unseen: each is a line of the file, which its review reads. NXD_UPDATE_JUDGEMENTS=1 writes the file anew.
+A line has the verdicts, and a digest of the whole text: of types, reasons, repairs and the edits of repairs. That a
+judgement is true is what soundness/ shows, by values; that its words are good is what messages/ shows, in full: here
+none changes unseen. NXD_UPDATE_JUDGEMENTS=1 writes the file anew (`-k all_are_there`). A failure prints the words of
+today; those of another commit are printed there by
+
+    python -m tests.checking.types.test_judgements NAME ...
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -209,34 +214,83 @@ def judged(call: Callable[..., Any], given: Sequence[dict[str, Any]], receiving:
         return [*said, *(f"    {word}: {text}" for word, text in taken)]
 
 
-def judgement(call: Callable[..., Any], types: tuple[Any, ...], axis: str = "tp") -> str:
-    said = judged(call, [{axis: type_, "dp" if axis == "tp" else "tp": R} for type_ in types])
-    over = " over dp" * (axis == "dp")
-    return "\n".join([f"  {', '.join(map(str, types))}{over}: {said[0]}", *said[1:]])
+class Answer(NamedTuple):
+    """One answer of the checker: `lines` about operands of these types, `operands` in words."""
+
+    operands: str
+    types: Sequence[dict[str, Any]]
+    lines: Sequence[str]
+
+    @property
+    def verdict(self) -> str:
+        """The rule that refuses, in capitals; or the shape and the types of the result, "as it is" where x has them."""
+        refused = re.match(r"refused by (\w+):", self.lines[0])
+        if refused:
+            return refused[1].upper()
+        result = " ".join(self.lines[0].split())
+        unchanged = {axis: type_ for axis, type_ in sorted(self.types[0].items()) if str(type_) != "R"}
+        return result.replace(f"[4, 6] {unchanged}", "as it is") if len(self.types) == 1 else result
 
 
-def judgements(name: str) -> str:
-    call = CALLS[name]
-    if call.__code__.co_argcount > 1:
-        said = [judgement(call, types) for types in PAIRS]
-    else:
-        said = [*(judgement(call, (one,)) for one in ONE), *(judgement(call, (one,), "dp") for one in OVER_DATA)]
-    return "\n".join([name, *said])
+def in_full(name: str, answers: Sequence[Answer]) -> str:
+    text = "\n".join([name, *("\n".join([f"  {one.operands}: {one.lines[0]}", *one.lines[1:]]) for one in answers)])
+    return re.sub(r"/\S+\.py:\d+", "this line", text)
+
+
+def in_a_line(name: str, answers: Sequence[Answer]) -> str:
+    operands: dict[str, list[str]] = {}
+    for answer in answers:
+        operands.setdefault(answer.verdict, []).append(answer.operands)
+    verdicts = "; ".join(f"{verdict}: {', '.join(words)}" for verdict, words in operands.items())
+    return f"{name} #{hashlib.sha256(in_full(name, answers).encode()).hexdigest()[:8]} {verdicts}"
+
+
+def recorded(file: Path) -> dict[str, str]:
+    """The lines of a file by the names of their programs."""
+    return {line.partition(" #")[0]: line for line in file.read_text().splitlines()}
+
+
+def assert_reviewed(file: Path, name: str, answers: Sequence[Answer]) -> None:
+    """A program is judged as the file says; without answers, it has no line there."""
+    line = in_a_line(name, answers) if answers else None
+    assert line == recorded(file).get(name), f"the judgement, or its words, changed. Now:\n{in_full(name, answers)}"
+
+
+def judgement(call: Callable[..., Any], types: tuple[Any, ...], axis: str = "tp") -> Answer:
+    given = [{axis: type_, "dp" if axis == "tp" else "tp": R} for type_ in types]
+    return Answer(", ".join(map(str, types)) + " over dp" * (axis == "dp"), given, judged(call, given))
 
 
 @cache
-def written() -> dict[str, str]:
-    return {block.partition("\n")[0]: block for block in FILE.read_text().rstrip().split("\n\n")}
+def judgements(name: str) -> list[Answer]:
+    call = CALLS[name]
+    if call.__code__.co_argcount > 1:
+        return [judgement(call, types) for types in PAIRS]
+    return [*(judgement(call, (one,)) for one in ONE), *(judgement(call, (one,), "dp") for one in OVER_DATA)]
 
 
 def test_all_are_there():
     if UPDATE:
-        FILE.write_text("\n\n".join(map(judgements, CALLS)) + "\n")
-        written.cache_clear()
-    assert [*written()] == [*CALLS]
+        FILE.write_text("\n".join(in_a_line(name, judgements(name)) for name in CALLS) + "\n")
+    assert [*recorded(FILE)] == [*CALLS]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the positions of instructions")
 @pytest.mark.parametrize("name", CALLS)
 def test_judgements_are_what_was_reviewed(name):
-    assert judgements(name) == written()[name]
+    assert_reviewed(FILE, name, judgements(name))
+
+
+def test_a_change_of_a_word_is_seen_and_printed():
+    answers = judgements("x + 1")
+    changed = [one._replace(lines=[line.replace("all_reduce", "all_add") for line in one.lines]) for one in answers]
+    assert any("all_reduce" in line for one in answers for line in one.lines)
+    with pytest.raises(AssertionError, match="spmd.all_add"):
+        assert_reviewed(FILE, "x + 1", changed)
+    with pytest.raises(AssertionError, match="changed"):
+        assert_reviewed(FILE, "x + 1", [])
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[1:] or CALLS:
+        print(in_full(wanted, judgements(wanted)), end="\n\n")

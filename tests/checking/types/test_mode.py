@@ -7,7 +7,7 @@ from torch import nn
 
 from neuronx_dist import comm, spmd
 from neuronx_dist.checking.types.handlers.operators import _renumbered, cut
-from neuronx_dist.checking.types.messages.losses import scale_error
+from neuronx_dist.checking.types.messages.loss_errors import scale_error
 from neuronx_dist.comm.backends.observed import CheckBackend
 from neuronx_dist.gradients.reduce import reduce_gradients
 from neuronx_dist.mesh import Mesh

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from neuronx_dist.checking.types.handlers.rank_ranges import complement, misses, shift_of, where_true
-from neuronx_dist.checking.types.rules import RULES
+from neuronx_dist.rules import RULES
 from neuronx_dist.spmd.tensor_type import EQUAL, Note, Offset
 
 WINDOW = range(-3, 12)

@@ -1,13 +1,14 @@
-"""What the checker says of programs that judgements.txt has not: `reviewed.txt`.
+"""The checker's judgements of programs that judgements.txt has not: `reviewed.txt`, which has the same form.
 
-There the operands receive no gradients and are of one type on one axis. Here they receive some, or are of two types on
-two axes, and go through every operator, through verbs and through buffers that hold several tensors.
-A line is reviewed as one of judgements.txt is, and NXD_UPDATE_JUDGEMENTS=1 writes the file anew (`-k all_are_there`).
+In judgements.txt the operands receive no gradients and are of one type on one axis. Here they receive some, or are of
+two types on two axes, and go through every operator, through verbs and through buffers that hold several tensors.
+NXD_UPDATE_JUDGEMENTS=1 writes the file anew (`-k all_are_there`).
+
+    python -m tests.checking.types.test_reviewed "FAMILY: NAME" ...         prints the words
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -24,7 +25,15 @@ from neuronx_dist.spmd import I, P, R, S, V
 from neuronx_dist.spmd.rows import ROWS
 from tests.checking.types import test_judgements as judgements
 from tests.checking.types.reviewed_programs import BACKWARDS, NUMBERS, WRITES
-from tests.checking.types.test_judgements import CALLS, UPDATE
+from tests.checking.types.test_judgements import (
+    CALLS,
+    UPDATE,
+    Answer,
+    assert_reviewed,
+    in_a_line,
+    in_full,
+    recorded,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -40,13 +49,12 @@ TWO: list[Types] = [[{"tp": x, "dp": R}, {"tp": y, "dp": R}] for x, y in PAIRS]
 
 
 def with_gradients(name: str) -> Iterator[tuple[Types, list[str]]]:
-    """Where a judgement is another one than without gradients, which judgements.txt has."""
-    call, without = CALLS[name], judgements.written()[name]
-    for given in TWO if call.__code__.co_argcount > 1 else ONE:
-        said = judgements.judged(call, given, receiving=True)
-        types = ", ".join(str(each["tp"]) for each in given)
-        if "\n".join([f"  {types}: {said[0]}", *said[1:]]) not in without:
-            yield given, said
+    """The judgements that differ from those without gradients, which judgements.txt has."""
+    call, without = CALLS[name], {answer.operands: answer.lines for answer in judgements.judgements(name)}
+    for types in TWO if call.__code__.co_argcount > 1 else ONE:
+        lines = judgements.judged(call, types, receiving=True)
+        if lines != without.get(", ".join(str(one["tp"]) for one in types)):
+            yield types, lines
 
 
 # --- types on two axes, through operators and verbs ---
@@ -329,38 +337,34 @@ FAMILIES: dict[str, tuple[dict[str, Callable[..., Any]], list[Types]]] = {
 }
 
 
-def block(family: str, name: str) -> str:
+@cache
+def answers(family: str, name: str) -> list[Answer]:
     if family == "gradients":
-        said = [*with_gradients(name)]
-    else:
-        calls, types = FAMILIES[family]
-        said = [
-            (given, judgements.judged(calls[name], given, receiving=family in ("repairs", "backwards")))
-            for given in types
-        ]
-    text = "\n".join(
-        [f"{family}: {name}", *("\n".join([f"  {in_short(given)}: {first}", *rest]) for given, (first, *rest) in said)]
-    )
-    return re.sub(r"/\S+\.py:\d+", "this line", text)
+        return [Answer(in_short(types), types, lines) for types, lines in with_gradients(name)]
+    calls, operand_types = FAMILIES[family]
+    receiving = family in ("repairs", "backwards")
+    judged = ((types, judgements.judged(calls[name], types, receiving=receiving)) for types in operand_types)
+    return [Answer(in_short(types), types, lines) for types, lines in judged]
 
 
 NAMES = [("gradients", name) for name in CALLS]
 NAMES += [(family, name) for family, (calls, _) in FAMILIES.items() for name in calls]
 
 
-@cache
-def written() -> dict[str, str]:
-    return {block.partition("\n")[0]: block for block in FILE.read_text().rstrip().split("\n\n")}
-
-
 def test_all_are_there():
     if UPDATE:
-        FILE.write_text("\n\n".join(block(*name) for name in NAMES) + "\n")
-        written.cache_clear()
-    assert [*written()] == [": ".join(name) for name in NAMES]
+        lines = [in_a_line(": ".join(name), answers(*name)) for name in NAMES if answers(*name)]
+        FILE.write_text("\n".join(lines) + "\n")
+    assert {*recorded(FILE)} <= {": ".join(name) for name in NAMES}
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the positions of instructions")
 @pytest.mark.parametrize(("family", "name"), NAMES)
-def test_what_is_said_was_reviewed(family, name):
-    assert block(family, name) == written()[f"{family}: {name}"]
+def test_judgements_are_what_was_reviewed(family, name):
+    assert_reviewed(FILE, f"{family}: {name}", answers(family, name))
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[1:] or map(": ".join, NAMES):
+        family, _, name = wanted.partition(": ")
+        print(in_full(wanted, answers(family, name)), end="\n\n")

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from neuronx_dist import comm, spmd
 from neuronx_dist.checking.types import memo
 from neuronx_dist.checking.types.memo import CachedJudgement, ExtraKey, extra_key_of, extra_values, store
-from neuronx_dist.checking.types.rules import RULES
 from neuronx_dist.comm.backends.observed import CheckBackend
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.rules import RULES
 from neuronx_dist.spmd import I, P, R, S, SpmdTypeMode, V
 from neuronx_dist.spmd.tensor_type import EQUAL, NAME, UNIFORM_TYPE, ZERO_TYPE, TensorType, note_of, type_of
 from neuronx_dist.spmd.types import scaled

@@ -9,7 +9,7 @@ from torch import nn
 import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
 from neuronx_dist.spmd import R, S
-from tests.checking.user_programs.support import integers, normal, programs
+from tests.checking.user_programs.support import descend, integers, normal, programs
 
 DP = {"dp": 2}
 LABELLED = dict(x=normal(8, 6), y=integers(5, 8))
@@ -65,10 +65,7 @@ def masked_mean(bug):
         else:
             count = comm.all_reduce(mask.sum(), "dp").clamp(min=1)
             loss = error.sum() * comm.size("dp") / count
-        optimizer.zero_grad()
-        loss.backward()
-        nxd.reduce_gradients(model)
-        optimizer.step()
+        descend(loss, model, optimizer)
 
     return dict(model_fn=lambda: nn.Linear(4, 4), step=step)
 
@@ -105,10 +102,7 @@ def balanced_binary_loss(bug):
         pos_weight = (counts[1] + 1) / (counts[0] + 1)
         logits = model(batch["x"]).squeeze(-1)
         loss = F.binary_cross_entropy_with_logits(logits, y, pos_weight=pos_weight)
-        optimizer.zero_grad()
-        loss.backward()
-        nxd.reduce_gradients(model)
-        optimizer.step()
+        descend(loss, model, optimizer)
 
     return dict(model_fn=lambda: nn.Linear(6, 1), step=step)
 
@@ -132,10 +126,7 @@ def policy_gradient(bug):
         chosen = log_probs.gather(-1, batch["actions"].unsqueeze(-1)).squeeze(-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
         loss = -(normalise(batch["rewards"]) * chosen).mean() - 0.01 * entropy.mean()
-        optimizer.zero_grad()
-        loss.backward()
-        nxd.reduce_gradients(model)
-        optimizer.step()
+        descend(loss, model, optimizer)
 
     return dict(model_fn=classifier, step=step)
 
@@ -256,10 +247,7 @@ def synchronised_batch_norm(bug):
 
     def step(model, optimizer, batch):
         loss = F.cross_entropy(model(batch["x"]), batch["y"])
-        optimizer.zero_grad()
-        loss.backward()
-        nxd.reduce_gradients(model)
-        optimizer.step()
+        descend(loss, model, optimizer)
 
     return dict(model_fn=model_fn, step=step)
 

@@ -11,11 +11,15 @@ from torch import nn
 
 from neuronx_dist import comm, spmd
 from neuronx_dist.parallel_layers.utils import set_tensor_model_parallel_attributes
-from tests.checking.user_programs.support import programs
+from tests.checking.user_programs.support import integers, normal, programs
 
-__all__ = ["BATCH", "HEADS", "HIDDEN", "INNER", "SEQ", "VOCAB", "Model", "experts", "model", "sharded", "whole"]
+__all__ = ["BATCH", "HEADS", "HIDDEN", "INNER", "SEQ", "TOKENS", "TP", "VOCAB", "X", "Model", "experts", "model",
+           "sharded", "whole"]  # fmt: skip
 
 BATCH, SEQ, HIDDEN, INNER, HEADS, VOCAB = 4, 8, 8, 16, 4, 16
+TP = {"tp": 2}
+X = {"x": normal(BATCH, SEQ, HIDDEN)}
+TOKENS = {"ids": integers(VOCAB, BATCH, SEQ), "labels": integers(VOCAB, BATCH, SEQ)}
 
 
 class Model(nn.Module):

@@ -10,10 +10,8 @@ import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
 from neuronx_dist.parallel_layers import mappings
 from neuronx_dist.spmd import I, P, R, S
-from tests.checking.user_programs.model_base import BATCH, HIDDEN, INNER, SEQ, Model, experts, model, sharded
-from tests.checking.user_programs.support import normal
+from tests.checking.user_programs.model_base import HIDDEN, INNER, Model, X, experts, model, sharded
 
-X = dict(x=normal(BATCH, SEQ, HIDDEN))
 EXPERTS = 4
 TP, EP = {"tp": 2}, {"dp": 2, "ep": 2}
 

@@ -11,12 +11,10 @@ import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
 from neuronx_dist.parallel_layers import mappings
 from neuronx_dist.spmd import I, P, R, S
-from tests.checking.user_programs.model_base import BATCH, HIDDEN, INNER, SEQ, Model, model, sharded, whole
+from tests.checking.user_programs.model_base import BATCH, HIDDEN, INNER, SEQ, TP, Model, X, model, sharded, whole
 from tests.checking.user_programs.support import normal
 
-X = dict(x=normal(BATCH, SEQ, HIDDEN))
 IMAGES = dict(x=normal(BATCH, 4, 6, 6))
-TP = {"tp": 2}
 
 
 @model(

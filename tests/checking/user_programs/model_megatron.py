@@ -10,11 +10,18 @@ import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
 from neuronx_dist.parallel_layers import mappings
 from neuronx_dist.parallel_layers.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_size
-from tests.checking.user_programs.model_base import BATCH, HEADS, HIDDEN, INNER, SEQ, Model, model, sharded, whole
-from tests.checking.user_programs.support import normal
-
-X = dict(x=normal(BATCH, SEQ, HIDDEN))
-TP = {"tp": 2}
+from tests.checking.user_programs.model_base import (
+    HEADS,
+    HIDDEN,
+    INNER,
+    SEQ,
+    TP,
+    Model,
+    X,
+    model,
+    sharded,
+    whole,
+)
 
 
 @model(

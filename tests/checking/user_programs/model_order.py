@@ -17,17 +17,15 @@ from tests.checking.user_programs.model_base import (
     HIDDEN,
     INNER,
     SEQ,
+    TOKENS,
+    TP,
     VOCAB,
     Model,
+    X,
     model,
     sharded,
     whole,
 )
-from tests.checking.user_programs.support import integers, normal
-
-X = dict(x=normal(BATCH, SEQ, HIDDEN))
-TOKENS = dict(ids=integers(VOCAB, BATCH, SEQ), labels=integers(VOCAB, BATCH, SEQ))
-TP = {"tp": 2}
 
 
 @model(

@@ -10,10 +10,8 @@ import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
 from neuronx_dist.parallel_layers import mappings
 from neuronx_dist.spmd import I, P, R, S, V
-from tests.checking.user_programs.model_base import BATCH, HEADS, HIDDEN, INNER, SEQ, Model, model, sharded, whole
-from tests.checking.user_programs.support import normal
+from tests.checking.user_programs.model_base import BATCH, HEADS, HIDDEN, INNER, SEQ, Model, X, model, sharded, whole
 
-X = dict(x=normal(BATCH, SEQ, HIDDEN))
 TP, CP = {"tp": 2}, {"cp": 2}
 ON_CP = {"x": {"cp": S(1)}}
 SP = dict(sequence_parallel_enabled=True, sequence_dimension=1)

@@ -10,12 +10,10 @@ import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
 from neuronx_dist.parallel_layers import mappings
 from neuronx_dist.spmd import I, P, R, S, V
-from tests.checking.user_programs.model_base import BATCH, HIDDEN, SEQ, VOCAB, Model, model, sharded, whole
+from tests.checking.user_programs.model_base import BATCH, HIDDEN, SEQ, TOKENS, TP, VOCAB, Model, model, sharded, whole
 from tests.checking.user_programs.support import integers, normal
 
-TOKENS = dict(ids=integers(VOCAB, BATCH, SEQ), labels=integers(VOCAB, BATCH, SEQ))
 X = dict(x=normal(BATCH, SEQ, HIDDEN), labels=integers(VOCAB, BATCH, SEQ))
-TP = {"tp": 2}
 
 
 @model(

@@ -12,11 +12,9 @@ import neuronx_dist as nxd
 from neuronx_dist import comm, hf
 from neuronx_dist.parallel_layers import mappings
 from neuronx_dist.spmd import S
-from tests.checking.user_programs.model_base import BATCH, HIDDEN, INNER, SEQ, VOCAB, Model, model
+from tests.checking.user_programs.model_base import BATCH, HIDDEN, INNER, SEQ, TOKENS, VOCAB, Model, X, model
 from tests.checking.user_programs.support import integers, normal, programs
 
-X = dict(x=normal(BATCH, SEQ, HIDDEN))
-TOKENS = dict(ids=integers(VOCAB, BATCH, SEQ), labels=integers(VOCAB, BATCH, SEQ))
 HF_TOKENS = dict(input_ids=integers(VOCAB, BATCH, SEQ), labels=integers(VOCAB, BATCH, SEQ))
 UNEVEN = dict(input_ids=integers(VOCAB, BATCH, SEQ), labels=integers(VOCAB, BATCH, SEQ, ignored=0.3))
 BUILDING = threading.Lock()  # while a model is built transformers replaces functions of torch.nn.init, for the process

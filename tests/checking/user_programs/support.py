@@ -166,6 +166,14 @@ def _inputs(program: Program, step: int) -> dict[str, torch.Tensor]:
     return drawn
 
 
+def descend(loss: torch.Tensor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One step of training, with gradients averaged over the data."""
+    optimizer.zero_grad()
+    loss.backward()
+    reduce_gradients(model)
+    optimizer.step()
+
+
 # --- execution ---
 
 
@@ -375,6 +383,6 @@ def refused_as_its_original(program: Program) -> bool:
 def load() -> dict[str, Program]:
     """Registers the programs of all files beside this one."""
     for path in sorted(Path(__file__).parent.glob("*.py")):
-        if path.stem.startswith(("data_", "model_", "heldout_")):
+        if path.stem.startswith(("data_", "model_", "untuned_")):
             import_module(f"tests.checking.user_programs.{path.stem}")
     return PROGRAMS

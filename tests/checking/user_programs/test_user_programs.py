@@ -36,7 +36,7 @@ KNOWN = {
     "linear_attention": LOCAL,
     "greedy_feedback": LOCAL,
     "top_logits": LOCAL,
-    # Held out: of the programs of heldout_*.py, on which no rule was tuned.
+    # Of the programs of untuned_*.py, on which no rule was tuned.
     "rotary_grouped_query.scaled_by_local_width": "math.sqrt of a local size is a plain number",
     "rotary_grouped_query.width_over_all_heads": "a local size as the inner part of a sharded dim is not judged",
     "labels_shifted_over_the_border": LOCAL,

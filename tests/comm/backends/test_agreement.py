@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from neuronx_dist import comm
-from neuronx_dist.comm.backends import agreement as debug
+from neuronx_dist.comm.backends import call_agreement as debug
 from neuronx_dist.comm.backends.c10d import C10dCommunicator
 from neuronx_dist.parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tests.comm.verb_cases import on_every_rank

@@ -9,14 +9,15 @@ from torch.overrides import BaseTorchFunctionMode
 
 from neuronx_dist import Mesh, comm, spmd
 from neuronx_dist.comm.backends.observed import CheckBackend
-from neuronx_dist.comm.rank_numbers import concrete
-from neuronx_dist.comm.rank_values import RankValue, value_on
+from neuronx_dist.comm.ranks.rank_numbers import concrete
+from neuronx_dist.comm.ranks.rank_values import RankValue, value_on
 from neuronx_dist.gradients import norm as grad_norm
-from neuronx_dist.parallel_layers import autograd_linear, loss_functions
+from neuronx_dist.parallel_layers import autograd_linear
 from neuronx_dist.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from neuronx_dist.parallel_layers.loss_functions import parallel_cross_entropy
 from neuronx_dist.parallel_layers.random import model_parallel_manual_seed
 from neuronx_dist.pipeline import NxDPPModel
+from neuronx_dist.sharded_functions import cross_entropy
 from neuronx_dist.spmd import rows
 from tests.comm.observed_run import MESH, ObservedRun, SeesRankValues, axes_of
 from tests.support.paths import file_name
@@ -57,7 +58,7 @@ def test_layers_loss_and_seeds_look_at_nothing():
             assert event.where.startswith(__file__) and event.axis == "tp" and event.ranks == (0, 1, 2, 3)
             assert event.awaited is not None and event.awaited > event.number
         inside = [event.inside.rsplit("/", 1)[1].split(":")[0] for event in seen.backend.events]
-        assert inside[:4] == [file_name(module) for module in (rows, autograd_linear, loss_functions, loss_functions)]
+        assert inside[:4] == [file_name(module) for module in (rows, autograd_linear, cross_entropy, cross_entropy)]
 
 
 def test_the_norm_of_the_gradients_reads_tp_once():

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline.cut.balance import Weight, balanced_cuts, weights_by_recording, weights_by_registration
-from neuronx_dist.pipeline.record.recorder import record
+from neuronx_dist.program.recorder import record
 from tests.pipeline.test_parity import WeightOutside
 from tests.support.pipeline_models import BATCH, HIDDEN, SEQ, VOCAB, Block, Model, batch, make, on_ranks
 

@@ -23,9 +23,9 @@ from neuronx_dist.parallel_layers import mappings
 from neuronx_dist.pipeline.cut.balance import weights_by_recording, weights_by_registration
 from neuronx_dist.pipeline.cut.placement import place_by_recording, place_by_registration
 from neuronx_dist.pipeline.cut.splitting import split
-from neuronx_dist.pipeline.cut.stage import Stage
-from neuronx_dist.pipeline.record.recorder import record
-from neuronx_dist.pipeline.record.recording import Recording, info_of
+from neuronx_dist.pipeline.cut.stage import StageFunction
+from neuronx_dist.program.recorder import record
+from neuronx_dist.program.recording import Recording, info_of
 from neuronx_dist.spmd import random
 from tests.pipeline.test_parity import (
     Attributes,
@@ -137,8 +137,8 @@ def _stages(recording: Recording, cuts: list[str]) -> Iterator[str]:
     for number, plan in enumerate(split(recording, cuts)):
         yield f"  stage {number} of {cuts}: {' '.join(node.name for node in plan.nodes)}"
         yield f"    received {_text(plan.received)}, of them copied {sorted(node.name for node in plan.copied)}"
-        yield f"    sent {_text(plan.sent)}, outputs {_text(plan.outputs)}, inputs {Stage(plan).input_leaves}"
-        stage = Stage(plan)
+        yield f"    sent {_text(plan.sent)}, outputs {_text(plan.outputs)}, inputs {StageFunction(plan).input_leaves}"
+        stage = StageFunction(plan)
         for item in vars(stage)["_sequence"]:
             steps = getattr(item, "steps", [item])
             if steps != [item]:

@@ -9,7 +9,7 @@ import torch
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline.cut.splitting import split
-from neuronx_dist.pipeline.record.recorder import record
+from neuronx_dist.program.recorder import record
 from tests.pipeline.test_parity import Skip
 from tests.support.pipeline_models import SEQ, Block, Model, batch, make
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from neuronx_dist import comm
-from neuronx_dist.comm.board import Board
 from neuronx_dist.comm.errors import RemoteRankError
+from neuronx_dist.comm.health.board import Board
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline import NxDPPModel
 from neuronx_dist.pipeline.run.comparison import _Passes, compared_later

@@ -21,7 +21,7 @@ from neuronx_dist.gradients.reduce import reduce_gradients
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import NeuronZero1Optimizer
 from neuronx_dist.pipeline import Interleaved, Kind, NxDPPModel, OneFOneB, Schedule, Task, ZeroBubbleH1, ZeroBubbleV
-from neuronx_dist.pipeline.cut.stage import Stage
+from neuronx_dist.pipeline.cut.stage import StageFunction
 from neuronx_dist.pipeline.run.executor import Executor
 from tests.hf.models import batch as llama_batch
 from tests.hf.models import llama_config, reference_model
@@ -318,9 +318,9 @@ def kept_bytes(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> list[dict
     """
     storages = [Storages() for _ in range(schedule.num_stages)]
     after: list[dict[Task, int]] = [{} for _ in storages]
-    run, compute = Stage.run, Executor._compute
+    run, compute = StageFunction.run, Executor._compute
 
-    def noted_run(chunk: Stage, module: Any, leaves: Any, received: Any, *first: Any) -> Any:
+    def noted_run(chunk: StageFunction, module: Any, leaves: Any, received: Any, *first: Any) -> Any:
         mine = storages[comm.rank("pp")]
         with mine:
             sent, outputs = run(chunk, module, leaves, received, *first)
@@ -339,7 +339,7 @@ def kept_bytes(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> list[dict
         assert pipeline.peak_in_flight == schedule.peak_in_flight(pipeline.stage)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Stage, "run", noted_run)
+        patch.setattr(StageFunction, "run", noted_run)
         patch.setattr(Executor, "_compute", noted_compute)
         options = {**OPTIONS, "num_microbatches": schedule.num_microbatches, "schedule": schedule}
         on_ranks(Mesh(schedule.num_stages, pp=schedule.num_stages), make(WideModel), use, **options)

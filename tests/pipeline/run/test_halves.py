@@ -32,6 +32,8 @@ from tests.pipeline.run.halved_models import (
 )
 from tests.support.counting import Flops, Storages
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("checkpointed", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
 @pytest.mark.parametrize("name", FORWARDS)

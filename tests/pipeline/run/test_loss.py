@@ -13,9 +13,9 @@ from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.pipeline.record.recorder import record
-from neuronx_dist.pipeline.record.recording import describe
-from neuronx_dist.pipeline.run.loss import find_loss
+from neuronx_dist.pipeline.run.step_loss import find_loss
+from neuronx_dist.program.recorder import record
+from neuronx_dist.program.recording import describe
 
 
 class Named(NamedTuple):

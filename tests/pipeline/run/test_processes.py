@@ -34,8 +34,17 @@ def step(model: Any, inputs: dict[str, Any], microbatches: int) -> Any:
     return loss, {name: param.grad for name, param in pipeline.local_named_parameters()}
 
 
-@pytest.mark.parametrize("kind", ["tied", "skip"])
-@pytest.mark.parametrize("pp,world,microbatches", [(2, 2, 1), (4, 4, 4), (2, 4, 2)])
+@pytest.mark.parametrize(
+    "pp,world,microbatches,kind",
+    [
+        (2, 2, 1, "skip"),
+        (4, 4, 4, "tied"),
+        (2, 4, 2, "tied"),
+        pytest.param(2, 2, 1, "tied", marks=pytest.mark.full),
+        pytest.param(4, 4, 4, "skip", marks=pytest.mark.full),
+        pytest.param(2, 4, 2, "skip", marks=pytest.mark.full),
+    ],
+)
 def test_parity(pp: int, world: int, microbatches: int, kind: str) -> None:
     model = make(tied=True) if kind == "tied" else make(Skip)
     results = processes(world).run(step, copy.deepcopy(model), batch(), microbatches, mesh={"pp": pp})

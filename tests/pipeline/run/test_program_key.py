@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from neuronx_dist.pipeline.record.recording import TracingError
 from neuronx_dist.pipeline.run.microbatches import Batch
-from neuronx_dist.pipeline.run.program import program_key, recorded
+from neuronx_dist.pipeline.run.stage_program import program_key, recorded
 from neuronx_dist.pipeline.run.transport import Channels, located
 from neuronx_dist.pipeline.schedule import Kind, Task
+from neuronx_dist.program.recording import TracingError
 from neuronx_dist.weights.module_tree import ModuleTree
 
 CPU = torch.device("cpu")

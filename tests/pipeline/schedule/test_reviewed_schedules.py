@@ -25,12 +25,10 @@ from neuronx_dist.pipeline.schedule import (
     simulate,
     training_schedule,
 )
-from neuronx_dist.pipeline.schedule.completeness import fault_of
-from neuronx_dist.pipeline.schedule.holdings import most_held
+from neuronx_dist.pipeline.schedule.analysis import fault_of, most_held
+from neuronx_dist.pipeline.schedule.derived import OneMicrobatch
 from neuronx_dist.pipeline.schedule.lockstep import rounds
-from neuronx_dist.pipeline.schedule.one_microbatch import OneMicrobatch
-from neuronx_dist.pipeline.schedule.tasks import format_schedule
-from neuronx_dist.pipeline.schedule.words import counted
+from neuronx_dist.pipeline.schedule.tasks import counted, format_schedule
 
 FOLDER = Path(__file__).parent
 SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)

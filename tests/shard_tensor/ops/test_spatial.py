@@ -41,3 +41,14 @@ def test_a_reflection_past_the_tensor_is_refused_on_all_ranks() -> None:
             F.pad(x, (4, 0), mode="reflect")
 
     on_ranks(3, rank)
+
+
+def test_padding_gives_memory_of_its_own() -> None:
+    """On the second rank nothing is added to the shard."""
+
+    def rank(mesh):
+        x = distribute_tensor(torch.zeros(1, 1, 4, 2), mesh, [Shard(2)], src=None)
+        F.pad(x, (0, 0, 1, 0)).add_(1)
+        assert not x.full_tensor().any()
+
+    on_ranks(2, rank)

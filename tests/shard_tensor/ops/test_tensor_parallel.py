@@ -20,10 +20,12 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import layers, mappings
 from neuronx_dist.parallel_layers.layer_norm import LayerNorm, RMSNorm
 from neuronx_dist.parallel_layers.loss_functions import parallel_cross_entropy
-from neuronx_dist.parallel_layers.vocabulary import hide_padding
 from neuronx_dist.shard_tensor import DeviceMesh, Partial, Replicate, Shard, ShardTensor, distribute_tensor
+from neuronx_dist.sharded_functions.vocabulary import hide_padding
 from neuronx_dist.spmd import I, P, R, S, V
 from tests.shard_tensor.support.cases import assert_close
+
+pytestmark = pytest.mark.slow
 
 BATCH, LENGTH, HIDDEN, VOCABULARY = 3, 16, 8, 12
 

@@ -11,7 +11,7 @@ from neuronx_dist.shard_tensor import DeviceMesh, Partial, ShardTensor, spmd_typ
 from tests.shard_tensor.support.cases import distributed, operands, tensors
 from tests.shard_tensor.support.table import LOSSES, NORMALISE, SOFTMAX
 
-CASES = [case for case in (*NORMALISE, *SOFTMAX, *LOSSES) if case.name != "local_response_norm"]  # windows: exchange.py
+CASES = [case for case in (*NORMALISE, *SOFTMAX, *LOSSES) if case.name != "local_response_norm"]  # it exchanges
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

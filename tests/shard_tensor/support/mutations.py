@@ -15,11 +15,11 @@ from neuronx_dist.shard_tensor import (
     Shard,
     ShardTensor,
     distribute_tensor,
-    exchange,
     scatter_tensor,
     sync_module_over_mesh,
 )
 from neuronx_dist.shard_tensor.attention_method import attention_method
+from neuronx_dist.shard_tensor.moves import exchange
 from tests.shard_tensor.support.cases import assert_close, on_ranks
 
 __all__ = [
@@ -37,12 +37,9 @@ __all__ = [
     "local_part",
     "not_finite",
     "moved_to_another_mesh",
-    "normalised",
-    "normalised_by_squares",
     "one_ranks_tensor",
     "replicated_points",
     "running_totals",
-    "softmax",
     "summand",
     "summed",
     "synchronised",
@@ -237,18 +234,6 @@ def _like_one_process(function, x, sizes=_UNEVEN):
         assert_close(given.grad.full_tensor(), expected.grad, "gradient")
 
     on_ranks(2, step)
-
-
-def normalised() -> None:
-    _like_one_process(lambda x: F.layer_norm(x, (4, 2)), whole(4, 2).square())
-
-
-def normalised_by_squares() -> None:
-    _like_one_process(lambda x: F.rms_norm(x, (4, 2)), whole(4, 2).square())
-
-
-def softmax() -> None:
-    _like_one_process(lambda x: x.softmax(0), whole(4, 2).square())
 
 
 def running_totals() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from neuronx_dist.comm import CommError
 from neuronx_dist.parallel_layers.autograd_linear import RowLinear, call
 from neuronx_dist.parallel_layers.embedding import ParallelEmbedding
 from neuronx_dist.parallel_layers.loss_functions import parallel_cross_entropy
-from neuronx_dist.parallel_layers.vocabulary import hide_padding
 from neuronx_dist.shard_tensor import (
     DeviceMesh,
     DistributedManager,
@@ -33,25 +33,28 @@ from neuronx_dist.shard_tensor import (
     fallback,
     init_device_mesh,
     one_exchange,
-    one_program,
     promotion_mode,
     scatter_tensor,
     spmd_type,
     sync_module_over_mesh,
 )
 from neuronx_dist.shard_tensor.attention_method import attention_method, zigzag
-from neuronx_dist.shard_tensor.chains import plan_chain
-from neuronx_dist.shard_tensor.exchange import exchange
 from neuronx_dist.shard_tensor.halo import HaloConfig, halo_padding, unhalo_padding
-from neuronx_dist.shard_tensor.intervals import Run, cut, repartition, virtual_runs
+from neuronx_dist.shard_tensor.moves import one_program
+from neuronx_dist.shard_tensor.moves.exchange import exchange
+from neuronx_dist.shard_tensor.moves.intervals import Run, cut, repartition, virtual_runs
+from neuronx_dist.shard_tensor.moves.redistribute import redistributed, steps
+from neuronx_dist.shard_tensor.ops.one_exchange import Chain, InTurn
 from neuronx_dist.shard_tensor.points import knn, radius_search
-from neuronx_dist.shard_tensor.redistribute import redistributed, steps
 from neuronx_dist.shard_tensor.ring import RingPassingConfig, perform_ring_iteration
 from neuronx_dist.shard_tensor.spec import make_spec
 from neuronx_dist.shard_tensor.typed import laid_out
-from neuronx_dist.shard_tensor.windows import Sliding, plan_windows
+from neuronx_dist.shard_tensor.windows.chains import plan_chain
+from neuronx_dist.shard_tensor.windows.index_maps import Sliding, plan_windows
 from neuronx_dist.shard_tensor.xla import partition_spec, placements_of
+from neuronx_dist.sharded_functions.vocabulary import hide_padding
 from neuronx_dist.spmd import I, P, S, SpmdTypeError, V
+from tests.shard_tensor.sharding import Doubled
 
 __all__ = ["REFUSALS"]
 
@@ -273,14 +276,6 @@ def _multihead(mesh: DeviceMesh, causal: bool = False, **options: Any) -> None:
     nn.MultiheadAttention(6, 2, batch_first=True, **options)(q, q, q, is_causal=causal, need_weights=False)
 
 
-def _modified_in_one_exchange(mesh: DeviceMesh) -> None:
-    weight = torch.ones(1, 1, 3)
-    with one_exchange():
-        y = F.conv1d(x(mesh, shape=(1, 1, 16), dim=2), weight)
-        weight.mul_(2)
-    y.full_tensor()
-
-
 def _partial_written(mesh: DeviceMesh) -> None:
     summand(mesh, 4)[0] = 1.0
 
@@ -339,12 +334,8 @@ def _exchange(mesh: DeviceMesh, y: torch.Tensor) -> None:
     exchange(y, repartition((0, 3, 6), (0, 1, 6)), mesh.communicator(), 0)
 
 
-def _modified(mesh: DeviceMesh) -> None:
-    image = x(mesh, shape=(1, 1, 8), dim=2)
-    with one_exchange():
-        y = F.conv1d(image, torch.ones(1, 1, 3))
-        image.mul_(2)
-        y.sum()
+def _layer(mesh: DeviceMesh, layer: Callable[[Any], Any]) -> None:
+    one_exchange(x(mesh, shape=(1, 1, 16, 5), dim=2), [nn.Conv2d(1, 2, 3), layer])
 
 
 def _uneven_program(mesh: DeviceMesh) -> None:
@@ -378,7 +369,7 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         ValueError,
         "^shards of 6 positions in all, and windows over 8",
     ),
-    (_modified, RuntimeError, "one_exchange: conv1d: an input or a weight was modified in place"),
+    (lambda mesh: Chain(x(mesh), x(mesh)._spec, ()).window_dim(1), InTurn, "where one spatial dim alone must be"),
     (_uneven_program, CommError, r"shards of sizes \[3, 5\]: on XLA all ranks run one program"),
     (lambda mesh: plan_chain((_OF_3,), (0, 4, 9)), ValueError, "^shards of 9 positions in all, and windows over 8"),
     (
@@ -421,6 +412,8 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
     ),
     (lambda mesh: x(mesh).to_local(grad_placements=[Partial()]), ValueError, "a gradient of Partial"),
     (lambda mesh: ShardTensor.register_function_handler(torch.dot, None), TypeError, "must be functions"),
+    (lambda mesh: torch.matmul(x(mesh), torch.ones(5, 2)), RuntimeError, r"\[\(7, 6\), \(5, 2\)\] do not fit together"),
+    (lambda mesh: x(mesh) + torch.ones(6, 6), RuntimeError, r"\[\(7, 6\), \(6, 6\)\] do not fit together"),
     (lambda mesh: _twice(lambda *_: None), ValueError, "dot has two handlers"),
     (lambda mesh: ShardTensor.register_dispatch_handler(torch.dot, print), TypeError, "is no overload"),
     (lambda mesh: ShardTensor.register_named_function_handler("dot", print), ValueError, "is not of the form"),
@@ -622,16 +615,41 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
     (lambda mesh: x(mesh) + _dtensor(), ValueError, r"aligned: a DTensor of .* ShardTensor.from_dtensor\(x\) has the"),
     (lambda mesh: torch.cat([_dtensor(), x(mesh)]), ValueError, r"cat: a DTensor of shape \(7, 6\), \(Replicate"),
     (lambda mesh: torch.isin(x(mesh), _dtensor()), ValueError, r"isin: a DTensor of shape \(7, 6\)"),
-    (_modified_in_one_exchange, RuntimeError, "modified in place before the result was computed"),
-    (lambda mesh: (_leaf(mesh) * 2)[5].mul_(2), RuntimeError, r"it is a copy, .* Write x\[i\] = value or x\[i:i\+1\]"),
     (
-        lambda mesh: x(mesh)[5].copy_(torch.ones(6, requires_grad=True)),
+        lambda mesh: x(mesh)[5].mul_(2),
         RuntimeError,
-        r"^in place on x\[i\], or another",
+        r"^mul_ in place on x\[i\], or another view .*: the view is a copy",
     ),
     (_tied_in_two_layouts, ValueError, r"0.weight, 1.weight were one tensor, .* \(0.weight .*, 1.weight .*\): give"),
     (lambda mesh: partition_spec(summand(mesh, 4)._spec), ValueError, "partition_spec: Partial"),
     (lambda mesh: partition_spec(x(mesh)._spec), ValueError, r"dim 0 has shards of \[4, 3\], and XLA's are equal"),
     (lambda mesh: placements_of((0, 0), 1), ValueError, "each for one dim of the tensor"),
 ]
+_LAYERS: list[tuple[Callable[[Any], Any], str]] = [
+    (nn.GroupNorm(1, 2), "group_norm has"),
+    (nn.BatchNorm2d(2), "batch_norm has"),
+    (nn.Upsample(scale_factor=2), "interpolate has"),
+    (nn.ConvTranspose2d(2, 2, 3), "conv_transpose2d has"),
+    (nn.MaxPool2d(2, return_indices=True), "max_pool2d.* with indices has"),
+    (nn.AvgPool2d(3, 2, 1, count_include_pad=False), "avg_pool2d with divisors that differ has"),
+    (nn.PReLU(), "prelu has"),
+    (lambda h: h + h, "__add__ has"),
+    (lambda h: h - torch.ones(1), "__sub__ has"),
+    (lambda h: torch.ones(1) * h, "(__r)?mul(__)? has"),
+    (lambda h: h[:, :1], "__getitem__ has"),
+    (lambda h: h if h.mean() > 0 else -h, "mean has"),
+    (lambda h: h if h else -h, "__bool__ has"),
+    (lambda h: torch.relu_(h), "relu_ has"),
+    (lambda h: Doubled.apply(h), "__mul__ is called under another grad mode"),
+    (lambda h: (h, h), r"layers\[1\] returns a tuple"),
+]
+_MORE += [(partial(_layer, layer=layer), NotImplementedError, f"^one_exchange: {words}") for layer, words in _LAYERS]
+_MORE.append(
+    (
+        lambda mesh: one_exchange(x(mesh), [nn.ReLU(inplace=True)]),
+        NotImplementedError,
+        r"one_exchange: relu\(inplace=True\) of x",
+    )
+)
+_MORE.append((lambda mesh: _layer(mesh, lambda h: h.grad_fn), AttributeError, "one_exchange: grad_fn has"))
 REFUSALS |= {words: (function, kind, words) for function, kind, words in _MORE}

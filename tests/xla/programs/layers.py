@@ -9,7 +9,7 @@ from torch import nn
 
 import neuronx_dist as nxd
 from neuronx_dist import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, comm, parallel_cross_entropy, spmd
-from neuronx_dist.comm import select
+from neuronx_dist.comm import rank_selection
 from neuronx_dist.parallel_layers import mappings
 from neuronx_dist.parallel_layers.layer_norm import LayerNorm, RMSNorm
 from neuronx_dist.parallel_layers.linear import fuse_columns
@@ -174,4 +174,4 @@ def counting(x: torch.Tensor) -> Any:
 
 def pieces(x: torch.Tensor, dim: int) -> Any:
     group = comm.communicator("tp")
-    return select.own_piece(x, group, dim), select.in_own_piece(x, group, dim)
+    return rank_selection.own_piece(x, group, dim), rank_selection.in_own_piece(x, group, dim)

@@ -21,7 +21,7 @@ import torch
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
-from neuronx_dist.checkpoint import files
+from neuronx_dist.checkpoint.dcp import writing
 from neuronx_dist.checkpoint.storage import open_storage
 from neuronx_dist.checkpoint.tags import CheckpointFolder
 from neuronx_dist.xla_replay import training_state
@@ -122,13 +122,13 @@ def _of(step: Callable[..., Any]) -> tuple[Any, Any]:
 def _alone() -> Iterator[None]:
     size = comm.size("world")
     everyone = mock.patch.object(comm, "gather_objects", lambda obj, axis="world": [obj] * size)
-    with everyone, mock.patch.object(files, "_shares", _whole_shares):
+    with everyone, mock.patch.object(writing, "_shares", _whole_shares):
         yield
 
 
 def _whole_shares(everyone: Any, tensors: Any) -> list[Any]:
     """Each rank writes all that it has: what the others have is not known."""
-    return [files._Share([*holdings.objects.items()], holdings.claims) for holdings in everyone]
+    return [writing._Share([*holdings.objects.items()], holdings.claims) for holdings in everyone]
 
 
 if __name__ == "__main__":

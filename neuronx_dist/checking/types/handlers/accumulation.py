@@ -1,4 +1,4 @@
-"""The type that backward adds to a leaf's gradient: the dual of the leaf's, or what its hooks made of that."""
+"""The type that backward adds to a leaf's gradient: the dual of the leaf's type, or the result of its hooks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["accumulated_error", "accumulating", "fits", "gradient_type", "incomi
 def set_incoming(
     mode: Session, leaf: Tensor, type_: TensorType | None, origins: dict[str, Origin] | None = None
 ) -> None:
-    """The hooks of a leaf have returned a gradient of a type; None: of the type that it has without hooks."""
+    """Stores the type of the gradient that a leaf's hooks returned; None: the type without hooks."""
     mode.incoming[id(leaf)] = (leaf, type_, origins)
 
 
 @contextmanager
 def accumulating(mode: Session) -> Iterator[None]:
-    """Around a backward pass: what the hooks of leaves made of their gradients is in the gradients after it."""
+    """Forgets the results of leaves' hooks after a backward pass: the gradients have them then."""
     try:
         yield
         for leaf, _, _ in [*mode.incoming.values()]:
@@ -36,19 +36,19 @@ def accumulating(mode: Session) -> Iterator[None]:
 
 
 def incoming_origins(mode: Session, leaf: Tensor) -> dict[str, Origin] | None:
-    """Where the type of what backward adds to a leaf's gradient began, if the leaf's hooks made it."""
+    """Origins of the type that backward adds to a leaf's gradient, if the leaf's hooks made it."""
     known = mode.incoming.get(id(leaf))
     return known[2] if known is not None else None
 
 
 def gradient_type(mode: Session, leaf: Tensor, note: Note) -> TensorType:
-    """The type of what backward adds to a leaf's gradient."""
+    """The type that backward adds to a leaf's gradient."""
     known = mode.incoming.get(id(leaf))
     return (known[1] if known is not None else None) or mode.gradient_type(note.type)
 
 
 def accumulated_error(leaf: Tensor, type_: TensorType, before: TensorType, added: TensorType) -> SpmdTypeError:
-    """What a leaf's gradient was, and what backward adds to it, do not go together."""
+    """The error for a leaf's gradient whose type does not fit the type that backward adds."""
     return SpmdTypeError(
         f"the gradient of {shown(leaf, type_)}",
         f"it was {before} when backward added to it, which gives {added}: the sum is neither",
@@ -58,9 +58,9 @@ def accumulated_error(leaf: Tensor, type_: TensorType, before: TensorType, added
 
 
 def adds_up(before: TensorType, added: TensorType) -> bool:
-    """Whether what a gradient was, and what backward adds to it, together have the type of the latter.
+    """Whether a gradient of type `before`, with `added` added to it, has the type `added`.
 
-    What is the same everywhere is its own mean: a gradient that was averaged goes on with P("avg").
+    An averaged gradient is equal on all ranks, and so its own mean: it may go on with P("avg").
     """
     if before is added:
         return True
@@ -78,14 +78,14 @@ def fits(actual: SpmdType, expected: SpmdType) -> bool:
     """Whether a gradient of type `actual` may stand where one of type `expected` belongs."""
     if actual.letter == "0":
         return True
-    if expected.letter == "P" and actual.letter == "R":  # what is the same everywhere is its own mean
+    if expected.letter == "P" and actual.letter == "R":  # a value that is equal on all ranks is their mean
         return actual.scale + 1 == expected.scale
     if actual.scale != expected.scale:
         return False
     if expected.letter in SAME:
         return actual.letter in SAME
-    if expected.letter == "P":  # what varies is each rank's own part, where nothing is known of dims
+    if expected.letter == "P":  # V is each rank's own part, where dims are not known
         return actual.base is P or actual.base is V
     if isinstance(expected, Shard) and isinstance(actual, Shard):
         return expected.dim == actual.dim and expected.stride == actual.stride
-    return actual.letter in VARYING | SAME  # V; what is equal everywhere may be each rank's own
+    return actual.letter in VARYING | SAME  # V; an equal value may stand for each rank's own

@@ -1,12 +1,12 @@
 """Types through backward: losses, gradients, and the bodies of custom autograd functions.
 
-Native derivatives are right by construction: the gradient of a tensor has the dual of its type. What people write is
-not: the forward of a custom `autograd.Function` runs under the checker like other code, its outputs' gradients get the
-duals of the outputs' types, its backward runs under the checker too, and what it returns must have the duals of its
-inputs' types. So a collective that is missing, or one too many, in a fused function's backward is found.
+Native derivatives are right by construction: the gradient of a tensor has the dual of its type. Custom functions are
+checked: the forward of an `autograd.Function` runs under the checker like other code, its outputs' gradients get the
+duals of the outputs' types, its backward runs under the checker too, and must return gradients with the duals of its
+inputs' types. So a missing or an additional collective in a fused function's backward is found.
 
-Whether an output that is equal on all ranks is I or R cannot be told from forward. Where a collective made it so, it is
-what its backward is right for: both are tried, I first, on gradients that hold nothing.
+Forward does not show whether an output that is equal on all ranks is I or R. Where a collective made it equal, it is
+the one for which its backward is right: both are tried, I first, on gradients without values.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ....call_site import call_site
 from ....comm import context
+from ....rules import RULES
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import READONLY, TensorType, note_of, origins_of, tensors_in, write
 from ....spmd.types import SAME, I, R, SpmdType, V
+from ....torch_internals.autograd import backward_class, function_class, saved_tensors_of, top_saved_tensors_hooks
+from ....torch_internals.tensors import DisableTorchFunction, version_of
 from ..messages.explain import gradient_error, shown
-from ..messages.losses import loss_error, scale_error
-from ..rules import RULES
+from ..messages.loss_errors import loss_error, scale_error
 from ..session import Session
 from .accumulation import accumulated_error, accumulating, adds_up, fits, gradient_type, incoming_origins
-from .composition import Comparison, run_node
+from .composition import CompositionCheck, run_node
 from .inplace import check_write, last_write
 from .vmapped import hidden_gradient, seen_losses
 
@@ -36,7 +38,7 @@ __all__ = ["adopt", "apply_function", "check_loss", "handlers"]
 
 
 class _Signature:
-    """Types of the inputs and outputs of one call of a function; None for what is no tensor."""
+    """Types of the inputs and outputs of one call of a function; None for arguments that are no tensors."""
 
     __slots__ = ("inputs", "mode", "name", "outputs", "where")
 
@@ -58,15 +60,15 @@ def apply_function(
     kwargs: dict[str, Any],
     rehearsal: bool = False,
 ) -> Any:
-    """`cls.apply(*args)` with its forward and its backward under the checker."""
-    quiet = torch._C.DisableTorchFunction
+    """Runs `cls.apply(*args)` with its forward and its backward under the checker."""
+    quiet = DisableTorchFunction
     with quiet():
         notes = [mode.note(x, cls.__name__) if isinstance(x, Tensor) else None for x in args]
     signature = _Signature(mode, cls.__name__, [None if note is None else note.type for note in notes])
-    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    hooked = top_saved_tensors_hooks(True) is not None
     if hooked and not rehearsal and torch.is_grad_enabled():
         _rehearse(mode, original, cls, args, kwargs, signature.inputs)
-    comparison = Comparison(mode, cls, args, signature.inputs)
+    comparison = CompositionCheck(mode, cls, args, signature.inputs)
     result = original.__func__(_subclass(cls), *args, **kwargs)  # type: ignore[attr-defined]
     outputs = list(result) if isinstance(result, (tuple, list)) else [result]
     with quiet():
@@ -75,7 +77,7 @@ def apply_function(
         for x in outputs:
             note = note_of(x) if isinstance(x, Tensor) else None
             signature.outputs.append(None if note is None else note.type)
-        if node is not None and hasattr(type(node), "_forward_cls"):
+        if node is not None and function_class(node) is not None:
             node._spmd = signature
     if node is not None and hasattr(node, "_spmd"):
         _choose(signature, cls, args, outputs)
@@ -96,7 +98,7 @@ def _rehearse(
     kwargs: dict[str, Any],
     inputs: Sequence[TensorType | None],
 ) -> None:
-    """A first call on copies, so that what is found out by trial is known in the call itself.
+    """Calls the function on copies first, so that the results of trials are known in the call itself.
 
     Inside of a checkpoint a trial would unpack saved tensors, which recomputes, and pack some of its own.
     """
@@ -104,12 +106,12 @@ def _rehearse(
     if key in mode.compared:
         return
     mode.compared.add(key)
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         copies = []
         for x, type_ in zip(args, inputs):
             if isinstance(x, Tensor):
                 note = note_of(x)
-                x = x.detach().requires_grad_(x.requires_grad).clone()  # no leaf: those nobody may write
+                x = x.detach().requires_grad_(x.requires_grad).clone()  # no leaf, which may not be written
                 if type_ is not None:
                     mode.stamp(x, type_, note.origins if note is not None else None)
             copies.append(x)
@@ -122,7 +124,7 @@ def _rehearse(
 
 
 def _hashable(x: Any) -> Any:
-    """Arguments as a part of a key: of tensors what a trial depends on."""
+    """An argument as a part of a key; for a tensor the properties on which a trial depends."""
     if isinstance(x, Tensor):
         return tuple(x.shape), x.dtype, x.requires_grad
     return tuple(map(_hashable, x)) if isinstance(x, (list, tuple)) else x
@@ -151,7 +153,7 @@ def _subclass(cls: Any) -> Any:
             return result
 
         def remembering(function: Callable[..., Any]) -> Any:
-            """Wraps forward, or setup_context, so that it notes the types of what it saves."""
+            """Wraps forward, or setup_context, so that it stores the types of the tensors that it saves."""
 
             def saving(ctx: Any, *args: Any, **kwargs: Any) -> Any:
                 result = function(ctx, *args, **kwargs)
@@ -165,14 +167,14 @@ def _subclass(cls: Any) -> Any:
         name = "setup_context" if split else "forward"
         members = {"backward": staticmethod(backward), name: remembering(getattr(cls, name))}
         subclass = type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
-        subclass._backward_cls.saved_tensors = property(_saved)  # type: ignore[attr-defined]
+        backward_class(subclass).saved_tensors = property(_saved)
         _checked[cls] = subclass
     return subclass
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
-    """Gives `ctx.saved_tensors` their types back, which hooks on saved tensors (a checkpoint's) lose."""
-    saved: tuple[Any, ...] = torch._C._FunctionBase.saved_tensors.__get__(ctx)  # type: ignore[attr-defined]
+    """Restores the types of `ctx.saved_tensors`, which hooks on saved tensors (a checkpoint's) lose."""
+    saved: tuple[Any, ...] = saved_tensors_of(ctx)
     for x, note in zip(saved, getattr(ctx, "_spmd_saved", ())):
         if note is not None and isinstance(x, Tensor) and note_of(x) is None:
             write(x, note.type, note.origins, note.session, note.extra)
@@ -180,7 +182,7 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
 
 
 def _verify(signature: _Signature, cls: Any, grads: Sequence[Any]) -> None:
-    """Checks that the gradients which a backward returned have the duals of the inputs' types."""
+    """Checks that the gradients returned by a backward have the duals of the inputs' types."""
     for index, (grad, input_type) in enumerate(zip(grads, signature.inputs)):
         note = note_of(grad) if isinstance(grad, Tensor) else None
         if input_type is None or not isinstance(grad, Tensor):
@@ -235,7 +237,7 @@ def _choose(signature: _Signature, cls: Any, args: Sequence[Any], outputs: Seque
                 if _probe(signature, flavours, outputs_before, outputs):
                     break
             else:
-                flavours[axis] = tried[0]  # wrong either way: backward says why
+                flavours[axis] = tried[0]  # wrong either way: the error of backward has the reason
         if known is None:
             _flavours[key] = {axis: flavours[axis] for axis in undecided}
     signature.outputs = _with(outputs_before, flavours)
@@ -302,7 +304,7 @@ def _grad(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _check_start(mode: Session, tensors: Any, grads: Any) -> None:
-    """Checks the losses, or gradients, at which backward starts, and notes the scale of the gradients that it makes."""
+    """Checks the losses, or gradients, at which backward starts, and stores the scale of its gradients."""
     outputs = tensors if isinstance(tensors, (list, tuple)) else (tensors,)
     seeds = grads if isinstance(grads, (list, tuple)) else (grads,) * len(outputs)
     scale_and_loss: dict[str, tuple[int, Tensor]] = {}
@@ -326,7 +328,7 @@ def check_loss(mode: Session, loss: Tensor, gradient: Tensor | None = None) -> d
     """Checks that backward may start at a loss; returns the scale that gradients have by it, by axis.
 
     Raises:
-        SpmdTypeError: a loss that is R would be counted once for each rank; of one that varies nobody knows.
+        SpmdTypeError: a loss that is R would be counted once for each rank; a loss that varies has no known sum.
     """
     note = mode.note(loss, "backward")
     if note is None:
@@ -374,7 +376,7 @@ def _get_grad(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def adopt(mode: Session, param: Tensor, grad: Tensor) -> Tensor:
-    """A gradient that backward made or added to gets the dual of the parameter's type.
+    """Writes the dual of the parameter's type on a gradient that backward made or added to.
 
     Raises:
         SpmdTypeError: it was something else, a sum over ranks for instance, when backward added to it.
@@ -388,7 +390,7 @@ def adopt(mode: Session, param: Tensor, grad: Tensor) -> Tensor:
     known = last_write(mode, grad) if grad_note is not None else None
     if grad_note is None or grad_note.session != mode.session:
         mode.stamp(grad, added, incoming_origins(mode, param))
-    elif grad_note.version != grad._version and (known is None or known.version != grad._version):
+    elif grad_note.version != version_of(grad) and (known is None or known.version != version_of(grad)):
         if not adds_up(grad_note.type, added):
             raise accumulated_error(param, note.type, grad_note.type, added)
         mode.stamp(grad, added, grad_note.origins)

@@ -1,10 +1,10 @@
-"""Numbers that are a power of the size of an axis (`axis_sizes.py`), in calls of torch functions.
+"""Numbers that are a power of the size of an axis (`axis_powers.py`), in calls of torch functions.
 
-factors     x * n, x / n, n / x, full(size, n), tensor(n): the result has the scale of the number;
-            add(x, y, alpha=n): the operand y has
-sizes       x.shape[d] of a dim sharded over tp has the exponent -1 on tp; a view that says by a plain number how
-            much of such a dim there is assumes that this is the local size. At level L nobody knows what is sharded:
-            the exponent of a size of what varies is unclear
+factors     x * n, x / n, n / x, full(size, n), tensor(n): the scale of the number goes to the result;
+            add(x, y, alpha=n): it goes to the operand y
+sizes       x.shape[d] of a dim sharded over tp has the exponent -1 on tp; a view with a plain number as the
+            size of such a dim assumes that this is the local size. At level L shards are not known: the exponent of a
+            size of a tensor that varies is UNCLEAR
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from ....comm.rank_values import RankValue
+from ....comm.ranks.rank_values import RankValue
+from ....rules import Rule
+from ....rules.names import getter
 from ....spmd.axes import atoms_of
 from ....spmd.tensor_type import NOTE, TensorType, note_of
 from ....spmd.types import SAME, Shard, V, scaled
-from ..axis_sizes import UNCLEAR, AxisNumber, AxisSize, exponents_of
+from ....torch_internals.fake_tensors import FakeTensor
+from ..axis_powers import UNCLEAR, AxisNumber, AxisSize, exponents_of
 from ..declared import parameter_type
 from ..judge import Judgement, Operand
-from ..rules import Rule
-from ..rules.names import getter
 from ..session import Session
 
 __all__ = ["Powers", "factor", "handlers", "install", "remove", "scaled_by", "with_factors", "with_numbers"]
 
-# Where the number is that is a factor of the result, by position and by name, and whether it multiplies or divides.
+# The number that is a factor of the result: its position, its name, and whether it multiplies or divides.
 _FACTORS: dict[str, tuple[int, str, int]] = {
     **dict.fromkeys(("mul", "multiply"), (1, "other", 1)),
     **dict.fromkeys(("div", "divide", "true_divide", "floor_divide"), (1, "other", -1)),
@@ -59,7 +59,7 @@ _TENSORS = frozenset((Tensor, nn.Parameter, FakeTensor))
 def with_numbers(
     mode: Session, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any], judgement: Judgement
 ) -> Judgement:
-    """The judgement of a call's tensors, completed by what its numbers mean."""
+    """The judgement of a call's tensors, completed by the meaning of its numbers."""
     powers = factor(mode, rule, args, kwargs)
     if powers is None:
         text = f"{rule.name}: numbers that grow in different ways with the sizes of axes are taken for constants"
@@ -70,9 +70,9 @@ def with_numbers(
 
 
 def factor(mode: Session, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Powers | None:
-    """The powers of the sizes of axes that the result of a call has as a factor: none, for most calls.
+    """The powers of the sizes of axes by which a call multiplies its result; an empty dict for most calls.
 
-    None if its elements have different ones.
+    None if the elements of the result have different factors.
     """
     where = _FACTORS.get(rule.name.rstrip("_") if not rule.name.endswith("__") else rule.name)
     if where is None:
@@ -81,7 +81,7 @@ def factor(mode: Session, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, 
     number = args[index] if len(args) > index else kwargs.get(name)
     if isinstance(number, (list, tuple)):
         numbers = list(_leaves(number))
-        if len({tuple(exponents_of(each).items()) for each in numbers}) > 1:
+        if len({tuple(exponents_of(number).items()) for number in numbers}) > 1:
             return None
         number = numbers[0] if numbers else None
     if not isinstance(number, AxisNumber):
@@ -118,7 +118,7 @@ def _atoms(mode: Session, axis: str) -> tuple[str, ...]:
 
 
 def scaled_by(type_: TensorType, powers: Powers) -> TensorType:
-    """The type of a tensor of `type_` times powers of the sizes of axes; it stays unknown where it is not known."""
+    """The type of a tensor of `type_` times powers of the sizes of axes; unknown types stay unknown."""
     if not powers:
         return type_
     types = dict(type_.types)
@@ -149,9 +149,9 @@ _known: dict[tuple[TensorType, torch.Size], tuple[torch.Size, int]] = {}
 
 
 def _sizes(type_: TensorType, shape: torch.Size) -> tuple[torch.Size, int]:
-    """The shape of a tensor of a sharded type, and its number of elements, as numbers that know that they are local.
+    """The shape of a sharded tensor, and its number of elements, as AxisSizes.
 
-    Of a type without shards, of level L, as numbers of which it is unclear.
+    For a type without shards, at level L, the exponents are UNCLEAR.
     """
     known = _known.get((type_, shape))
     if known is None:
@@ -161,8 +161,8 @@ def _sizes(type_: TensorType, shape: torch.Size) -> tuple[torch.Size, int]:
             if isinstance(spmd_type, Shard) and -len(shape) <= spmd_type.dim < len(shape):
                 exponents[spmd_type.dim][axis] = everything[axis] = -1
             elif spmd_type.base is V and not type_.sharded:
-                for each in (*exponents, everything):
-                    each[axis] = UNCLEAR
+                for powers in (*exponents, everything):
+                    powers[axis] = UNCLEAR
         sizes = torch.Size([AxisSize(size, of) for size, of in zip(shape, exponents)])
         if len(_known) > 10_000:
             _known.clear()
@@ -171,7 +171,7 @@ def _sizes(type_: TensorType, shape: torch.Size) -> tuple[torch.Size, int]:
 
 
 def _sharded_type(mode: Session, x: Tensor) -> TensorType | None:
-    """The type of a tensor that is known to be sharded, at level L of any that has one; else None."""
+    """The type of a tensor that is known to be sharded (at level L the type of any tensor); else None."""
     fields = x.__dict__.get(NOTE)
     type_: Any = fields[0] if fields is not None else None
     if fields is None and isinstance(x, nn.Parameter) and mode.mesh is not None:
@@ -209,7 +209,7 @@ _len = builtins.len
 
 
 def _sized_len(x: Any, /) -> int:
-    """`len` that gives the size of dim 0 of a tensor as `x.shape[0]` does: Python makes a plain int of `__len__`."""
+    """A `len` that returns `x.shape[0]` of a tensor; Python's own makes a plain int of it."""
     return x.shape[0] if x.__class__ in _TENSORS and x.dim() else _len(x)
 
 
@@ -219,7 +219,7 @@ def install() -> None:
 
 
 def remove() -> None:
-    """Puts `len` back."""
+    """Restores `len`."""
     builtins.len = _len
 
 
@@ -229,7 +229,7 @@ def remove() -> None:
 def _literal_sizes(
     mode: Session, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[TensorType]
 ) -> list[str]:
-    """What a call assumes that says by a plain number how much of a sharded dim this rank has."""
+    """Assumptions of a call that states the local size of a sharded dim by a plain number."""
     stated = _STATED.get(rule.name)
     if stated is None:
         return []
@@ -251,7 +251,7 @@ def _literal_sizes(
 
 
 def _listed(values: Sequence[Any], named: Any) -> Sequence[Any]:
-    """Sizes that are given one by one, as a sequence, or by name."""
+    """The sizes that a call passes one by one, as a sequence, or by name."""
     if not values:
         values = (named,)
     return values[0] if len(values) == 1 and isinstance(values[0], (tuple, list)) else values
@@ -285,28 +285,28 @@ def _narrowed(index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
 
 def _indexed(index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Any]:
     """The bounds of slices, by dim of the result; none where tensors or lists are among the indices."""
-    x, given = args
-    indices = given if isinstance(given, tuple) else (given,)
-    if not all(each is None or each is ... or isinstance(each, (int, slice)) for each in indices):
+    x, key = args
+    indices = key if isinstance(key, tuple) else (key,)
+    if not all(item is None or item is ... or isinstance(item, (int, slice)) for item in indices):
         return {}
-    taken = sum(each is not None and each is not ... for each in indices)
+    num_indexed = sum(item is not None and item is not ... for item in indices)
     sizes: dict[int, Any] = {}
     dim = 0
-    for each in indices:
-        if isinstance(each, slice):
-            bounds = [bound for bound in (each.start, each.stop) if isinstance(bound, int) and int.__bool__(bound)]
+    for item in indices:
+        if isinstance(item, slice):
+            bounds = [bound for bound in (item.start, item.stop) if isinstance(bound, int) and int.__bool__(bound)]
             if bounds:
                 sizes[dim] = bounds[-1]
-        dim += x.dim() - taken if each is ... else not isinstance(each, int) or isinstance(each, bool)
+        dim += x.dim() - num_indexed if item is ... else not isinstance(item, int) or isinstance(item, bool)
     return sizes
 
 
 def _shares(mode: Session, rule: Rule, args: Sequence[Any]) -> list[str]:
-    """What is assumed of `x[:n]` where n is one rank's share of a dim, and the rank does not say which one is taken."""
+    """Assumptions of `x[:n]`, where n is one rank's share of a dim and no rank number selects the share."""
     indices = args[1] if isinstance(args[1], tuple) else (args[1],)
     assumed = []
-    for each in indices:
-        bounds = (each.start, each.stop) if isinstance(each, slice) else ()
+    for item in indices:
+        bounds = (item.start, item.stop) if isinstance(item, slice) else ()
         if any(isinstance(bound, RankValue) for bound in bounds):
             continue
         axes = {axis for bound in bounds for axis, power in _powers(mode, bound).items() if power < 0}

@@ -1,9 +1,9 @@
-"""Fused autograd functions against what they fuse.
+"""Comparison of fused autograd functions with the operators that they fuse.
 
-A function that overlaps or fuses collectives may say in plain typed operators what it computes: a static method
-`composition(*args)` with the arguments of `forward` and its results. `check` then runs both, once for each combination
-of types and shapes, and compares the types of the results and the collectives, forward and backward: the same ones, in
-whatever order. The body itself is typed too; so nothing about it is taken on trust.
+A function that overlaps or fuses collectives may have a static method `composition(*args)`, with the arguments of
+`forward` and its results, which computes the same in plain typed operators. `check` then runs both, once for each
+combination of types and shapes, and compares the types of the results and the collectives of forward and backward, in
+any order. The body itself is typed too, so that nothing about it is assumed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from ....comm import context
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import TensorType, note_of
 from ....spmd.types import SAME
+from ....torch_internals.tensors import DisableTorchFunction
 from ..session import Session
 
-__all__ = ["Comparison", "run_node"]
+__all__ = ["CompositionCheck", "run_node"]
 
 
-class Comparison:
-    """One fused call under a check, from before its forward on; inactive without a composition or outside of checks."""
+class CompositionCheck:
+    """Compares one fused call with its composition; inactive without a composition or outside of checks."""
 
     def __init__(self, mode: Session, cls: Any, args: Sequence[Any], inputs: Sequence[TensorType | None]) -> None:
         self.mode, self.cls, self.args, self.inputs = mode, cls, args, inputs
@@ -49,7 +50,7 @@ class Comparison:
         """
         mode, name = self.mode, self.cls.__name__
         body = self._taken(self.begin, keep=True)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             copies = []
             for x, type_ in zip(self.args, self.inputs):
                 if isinstance(x, Tensor):
@@ -85,14 +86,14 @@ class Comparison:
             self._same("backward", self._body_backward(outputs), self._backward(copies, results))
 
     def _body_backward(self, outputs: Sequence[Any]) -> Counter[Any]:
-        """The collectives of the body's backward, on gradients that hold nothing."""
+        """The collectives of the body's backward, on gradients without values."""
         begin = len(self.events)
         with self.mode.trial():
             run_node(outputs)
         return self._taken(begin)
 
     def _backward(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Counter[Any]:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             sources = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
             results = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
             seeds = [torch.zeros_like(x) for x in results]
@@ -126,8 +127,8 @@ class Comparison:
 
 
 def run_node(outputs: Sequence[Any]) -> None:
-    """Runs the backward of the one function that made `outputs`, on zeros, and nothing before it."""
-    with torch._C.DisableTorchFunction():
+    """Runs the backward, on zeros, of the function that made `outputs` and of no earlier one."""
+    with DisableTorchFunction():
         node = next((x.grad_fn for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None), None)
         seeds = [torch.zeros_like(x) if isinstance(x, Tensor) else None for x in outputs]
     if node is not None:
@@ -136,7 +137,7 @@ def run_node(outputs: Sequence[Any]) -> None:
 
 
 def _key(event: Any) -> Any:
-    """Equal for collectives that do the same."""
+    """A key that is equal for equal collectives."""
     return event.verb, event.axis, event.op, event.shape, event.dtype
 
 

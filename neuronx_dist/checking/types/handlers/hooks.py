@@ -1,16 +1,16 @@
-"""Hooks on gradients: their bodies run under the checker, and what they return must have the type that was due.
+"""Hooks on gradients: their bodies run under the checker, and their results must have the expected type.
 
-The gradient that a hook is given has the dual of its tensor's type; so must what the hook returns, or leaves in place
-of it. A leaf is the exception: nothing follows its hooks but the accumulation, so that what the last of them returns is
-the type of the leaf's gradient from then on (a hook that reduces over dp makes R of P), and the optimizer gate judges.
+The gradient that a hook receives has the dual of its tensor's type; so must the gradient that the hook returns or
+writes. A leaf is the exception: only the accumulation follows its hooks, so that the leaf's gradient has the type of
+the last hook's result from then on (a hook that reduces over dp makes R of P), and the optimizer gate judges.
 
     tensors, parameters     `register_hook`; by it `torch.autograd.graph.register_multi_grad_hook`
     accumulated gradients   `register_post_accumulate_grad_hook`
     nodes of the graph      `grad_fn.register_hook`, `.register_prehook`; by them the backward hooks of modules
     saved tensors           `torch.autograd.graph.saved_tensors_hooks`: an assumption
 
-Hooks that are there before the mode sees their tensor are found on the tensor. What a node gives its inputs may belong
-to no tensor that the checker has seen; then what a hook does to it is an assumption, with the hook's line.
+Hooks that exist before the mode sees their tensor are found on the tensor. The gradients that a node passes to its
+inputs may belong to no tensor that the checker has seen; then a hook's effect is an assumption, with the hook's line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import _HookMixin
 from torch.autograd.graph import saved_tensors_hooks
 
 from ....call_site import USER, call_site, owner_of
@@ -31,6 +30,8 @@ from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import Note, TensorType, note_of
 from ....spmd.types import SAME, UNIFORM, I, R, Shard, V
 from ....spmd.watching import active
+from ....torch_internals.autograd import REGISTER_HOOK, HookMixin, current_node
+from ....torch_internals.tensors import DisableTorchFunction, backward_hooks, post_accumulate_hooks, version_of
 from ..session import Session
 from .accumulation import accumulated_error, fits, gradient_type, set_incoming
 from .autograd import adopt
@@ -46,11 +47,10 @@ Hook = Callable[..., Any]
 
 
 def watch_hooks(mode: Session, x: Tensor) -> None:
-    """Has the hooks that a tensor has already run under the checker."""
-    for name, watched in (("_backward_hooks", _watched), ("_post_accumulate_grad_hooks", _watched_after)):
-        table = getattr(x, name)
+    """Makes the hooks that a tensor has already run under the checker."""
+    for table, watched in ((backward_hooks(x), _watched), (post_accumulate_hooks(x), _watched_after)):
         for key, hook in (table or {}).items():
-            table[key] = watched(mode, x, hook)
+            table[key] = watched(mode, x, hook)  # type: ignore[index]
 
 
 def _run(mode: Session, hook: Hook, args: Sequence[Any]) -> Any:
@@ -63,7 +63,7 @@ def _run(mode: Session, hook: Hook, args: Sequence[Any]) -> Any:
 
 
 def _mode_for(mode: Session) -> Session | None:
-    """The checker that a hook is to run under: this thread's, or, in a thread of the engine, that which watched it."""
+    """The checker under which a hook runs: this thread's, or, in a thread of the engine, the one that watched it."""
     here = cast("Session | None", active())
     if here is None and mode.entered and not mode.paused:
         return mode
@@ -81,7 +81,7 @@ def _marked(watched: Hook, hook: Hook) -> Hook:
 
 
 def _named(hook: Hook, registered: str) -> str:
-    """A hook by its name and line; one of torch's own, which calls a module's hooks, by the line that calls it."""
+    """The name and line of a hook; for torch's own, which calls a module's hooks, the line of the registration."""
     function = hook.func if isinstance(hook, functools.partial) else hook
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
@@ -95,13 +95,13 @@ def _named(hook: Hook, registered: str) -> str:
 
 
 def _watched(mode: Session, x: Tensor, hook: Hook) -> Hook:
-    """A hook of `x` that is judged: `hook(grad)` returns another gradient, or None."""
+    """Wraps a hook of `x` so that it is judged: `hook(grad)` returns another gradient, or None."""
     if _is_watched(hook):
         return hook
     leaf = ref(x) if x.is_leaf else None
     note, table, registered = note_of(x), ref(x), call_site()
     due_type = given_type = note.type if note is not None else None
-    if note is not None and next(iter((x._backward_hooks or {}).values()), hook) is hook:  # the first one
+    if note is not None and next(iter((backward_hooks(x) or {}).values()), hook) is hook:  # the first one
         given_type = _choose(mode, x, note, hook)
     if due_type is not None:
         due_type = x.__dict__.setdefault(_DUE, due_type)
@@ -110,20 +110,20 @@ def _watched(mode: Session, x: Tensor, hook: Hook) -> Hook:
         here, tensor = _mode_for(mode), table()
         if here is None or not isinstance(grad, Tensor):
             return hook(grad)
-        hooks = [*((tensor._backward_hooks or {}).values() if tensor is not None else ())]
+        hooks = [*((backward_hooks(tensor) or {}).values() if tensor is not None else ())]
         param = leaf() if leaf is not None else None
         if given_type is not None and (note_of(grad) is None or hooks[:1] == [watched]):
             here.stamp(grad, here.gradient_type(given_type))
-        before = grad._version
+        before = version_of(grad)
         result = _run(here, hook, (grad,))
         if hooks and hooks[-1] is not watched:
-            return result  # the next one is given it
+            return result  # passed to the next hook
         given = grad if result is None else result
         if param is not None:
             _accumulates(here, param, given, hook, registered)
         elif due_type is not None:
             _verify(here, hook, registered, [given], [here.gradient_type(due_type)])
-        elif result is not None or grad._version != before:
+        elif result is not None or version_of(grad) != before:
             here.assume(f"{_named(hook, registered)}: the gradient that it returns is of the type that is due")
         return result
 
@@ -131,10 +131,10 @@ def _watched(mode: Session, x: Tensor, hook: Hook) -> Hook:
 
 
 def _choose(mode: Session, x: Tensor, note: Note, hook: Hook) -> TensorType:
-    """The type of the gradients that the first hook of a tensor is given, as that of their tensor from now on.
+    """Chooses the type of a tensor with hooks, whose dual the first hook receives.
 
-    A tensor that is I may be used as R, if its hook sums the gradients that these uses give: I of P. Whether it does is
-    tried, on gradients that hold nothing.
+    A tensor that is I may be used as R, if its hook sums the gradients of these uses (I of P). That is tried, on
+    gradients without values.
     """
     axes = [axis for axis in mode.axes_of(note.type) if note.type.get(axis) is I]
     as_replicated = note.type
@@ -147,8 +147,8 @@ def _choose(mode: Session, x: Tensor, note: Note, hook: Hook) -> TensorType:
 
 
 def _probe(mode: Session, x: Tensor, hook: Hook, given: TensorType, due: TensorType) -> bool:
-    """Whether a hook makes gradients of a tensor of type `due` of those of one of type `given`."""
-    with torch._C.DisableTorchFunction():
+    """Whether a hook turns gradients of a tensor of type `given` into those of a tensor of type `due`."""
+    with DisableTorchFunction():
         grad = torch.zeros_like(x, requires_grad=False)
     mode.stamp(grad, mode.named(given).of_gradient())
     try:
@@ -161,25 +161,25 @@ def _probe(mode: Session, x: Tensor, hook: Hook, given: TensorType, due: TensorT
 
 
 def _accumulates(mode: Session, param: Tensor, grad: Tensor, hook: Hook, registered: str) -> None:
-    """The last hook of a leaf has returned what is added to its gradient.
+    """Stores the type that the last hook of a leaf returned, which is added to the leaf's gradient.
 
     Raises:
-        SpmdTypeError: what was accumulated before is of another type.
+        SpmdTypeError: the gradient that was accumulated before has another type.
     """
     note = note_of(grad)
     if note is None:
         mode.assume(f"{_named(hook, registered)}: the gradient that it returns is of the type that is due")
         set_incoming(mode, param, None)
         return
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         total = param.grad
         old = None if total is None else note_of(adopt(mode, param, total))
     set_incoming(mode, param, note.type, note.origins)
-    own = note_of(param)
-    if old is not None and own is not None:
+    leaf_note = note_of(param)
+    if old is not None and leaf_note is not None:
         for axis in mode.axes_of(note.type):
             if not _alike(old.type, note.type, axis):
-                raise accumulated_error(param, own.type, old.type, note.type)
+                raise accumulated_error(param, leaf_note.type, old.type, note.type)
 
 
 def _alike(one: TensorType, other: TensorType, axis: str) -> bool:
@@ -190,7 +190,7 @@ def _alike(one: TensorType, other: TensorType, axis: str) -> bool:
 def _verify(
     mode: Session, hook: Hook, registered: str, grads: Sequence[Any], types: Sequence[TensorType | None]
 ) -> None:
-    """Checks that the gradients which a hook returned, or wrote in place, have the types that were due.
+    """Checks that the gradients which a hook returned, or wrote in place, have the expected types.
 
     Raises:
         SpmdTypeError: one has not.
@@ -222,7 +222,7 @@ def _verify(
 
 
 def _watched_after(mode: Session, x: Tensor, hook: Hook) -> Hook:
-    """A hook that runs when the gradient was accumulated: `hook(param)`, which may do anything to `param.grad`."""
+    """Wraps a hook that runs after the accumulation: `hook(param)`, which may change `param.grad` in any way."""
     if _is_watched(hook):
         return hook
 
@@ -234,7 +234,7 @@ def _watched_after(mode: Session, x: Tensor, hook: Hook) -> Hook:
 
 
 def _register(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`x.register_hook(hook)`, `x.register_post_accumulate_grad_hook(hook)`."""
+    """Handles `x.register_hook(hook)` and `x.register_post_accumulate_grad_hook(hook)`."""
     x, hook = (*args, *kwargs.values())
     if note_of(x) is not None or isinstance(x, nn.Parameter):
         mode.note(x, func.__name__)  # before it is watched: a write may have changed its type
@@ -245,7 +245,7 @@ def _register(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _node_of(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`x.grad_fn`: notes the type of x with the node, for hooks that are registered there."""
+    """Handles `x.grad_fn`: stores the type of x with the node, for hooks that are registered there."""
     node, note = func(*args, **kwargs), note_of(args[0])
     if node is not None and note is not None:
         node.metadata.setdefault(_KEY, {})[args[0].output_nr] = note.type
@@ -253,7 +253,7 @@ def _node_of(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _output_type(mode: Session, node: Any, number: int) -> TensorType | None:
-    """The type of the gradient that a node is given for its output `number`; None: it is not known."""
+    """The type of the gradient that a node receives for its output `number`; None: it is not known."""
     if node is None:
         return None
     variable = getattr(node, "variable", None)
@@ -270,13 +270,13 @@ def _output_type(mode: Session, node: Any, number: int) -> TensorType | None:
 
 
 def _types_of(node: Any) -> tuple[Sequence[TensorType | None], Sequence[TensorType | None]] | None:
-    """Types of the inputs and the outputs of a custom function's call; None of another node."""
+    """Types of the inputs and the outputs of a custom function's call; None for another node."""
     signature = getattr(node, "_spmd", None)
     return None if signature is None else (signature.inputs, signature.outputs)
 
 
 def _input_types(mode: Session, node: Any, count: int) -> list[TensorType | None]:
-    """Types of the gradients that a node gives to its inputs."""
+    """Types of the gradients that a node passes to its inputs."""
     types = _types_of(node)
     if types is not None and len(types[0]) == count:
         return [None if type_ is None else mode.gradient_type(type_) for type_ in types[0]]
@@ -284,7 +284,7 @@ def _input_types(mode: Session, node: Any, count: int) -> list[TensorType | None
 
 
 def _watched_node(mode: Session, hook: Hook) -> Hook:
-    """A hook of a node: `hook(grad_outputs)` runs before it, `hook(grad_inputs, grad_outputs)` after it."""
+    """Wraps a hook of a node: `hook(grad_outputs)` runs before it, `hook(grad_inputs, grad_outputs)` after it."""
     if _is_watched(hook):
         return hook
     registered = call_site()
@@ -293,7 +293,7 @@ def _watched_node(mode: Session, hook: Hook) -> Hook:
         here = _mode_for(mode)
         if here is None:
             return hook(*args)
-        node = torch._C._current_autograd_node()
+        node = current_node()
         grads, before = args[-1], len(args) == 1
         above = [_output_type(here, node, number) for number in range(len(grads))]
         types = above if before else _input_types(here, node, len(args[0]))
@@ -301,7 +301,7 @@ def _watched_node(mode: Session, hook: Hook) -> Hook:
             for grad, type_ in zip(values, known):
                 if isinstance(grad, Tensor) and type_ is not None:
                     here.stamp(grad, type_)
-        versions = [grad._version if isinstance(grad, Tensor) else 0 for grad in args[0]]
+        versions = [version_of(grad) if isinstance(grad, Tensor) else 0 for grad in args[0]]
         result = _run(here, hook, args)
         changed = args[0] if result is None else result if isinstance(result, (tuple, list)) else (result,)
         variable = getattr(node, "variable", None)
@@ -310,7 +310,7 @@ def _watched_node(mode: Session, hook: Hook) -> Hook:
             return result
         _verify(here, hook, registered, changed, types)
         for old, new, type_, version in zip(args[0], changed, types, versions):
-            touched = isinstance(new, Tensor) and (new is not old or new._version != version)
+            touched = isinstance(new, Tensor) and (new is not old or version_of(new) != version)
             if touched and type_ is None:
                 here.assume(f"{_named(hook, registered)}: what it makes of a gradient of {node.name()} is of its type")
         return result
@@ -319,7 +319,7 @@ def _watched_node(mode: Session, hook: Hook) -> Hook:
 
 
 class _Types:
-    """Types of the inputs and outputs of a function that returns what it is given."""
+    """Types of the inputs and outputs of a function that returns its arguments."""
 
     __slots__ = ("inputs", "outputs")
 
@@ -328,10 +328,10 @@ class _Types:
 
 
 def pass_through(mode: Session, original: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """`BackwardHookFunction.apply(*tensors)`, by which torch finds the gradients at the borders of a module."""
+    """Handles `BackwardHookFunction.apply(*tensors)`, with which torch finds the gradients at a module's borders."""
     notes = [mode.note(x, "a module with backward hooks") for x in args]
     result = original(*args)
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         for x, note in zip(result, notes):
             if note is not None:
                 mode.stamp(x, note.type, note.origins, note.extra)
@@ -343,7 +343,7 @@ def pass_through(mode: Session, original: Callable[..., Any], args: tuple[Any, .
 
 # --- what is changed in torch while a mode is entered -----------------------------------------------------------------
 
-_register_hook = _HookMixin.__dict__["_register_hook"]
+_register_hook = vars(HookMixin)[REGISTER_HOOK]
 _enter = saved_tensors_hooks.__enter__
 
 
@@ -366,14 +366,14 @@ def _entering(self: Any) -> None:
 
 
 def install() -> None:
-    """From now on, in threads that check types, hooks of nodes are judged, and those of saved tensors listed."""
-    _HookMixin._register_hook = staticmethod(_registering)  # type: ignore[method-assign]
+    """Makes threads that check types judge hooks of nodes, and list hooks of saved tensors."""
+    setattr(HookMixin, REGISTER_HOOK, staticmethod(_registering))
     saved_tensors_hooks.__enter__ = _entering  # type: ignore[method-assign]
 
 
 def remove() -> None:
-    """Gives torch its own functions back."""
-    _HookMixin._register_hook = _register_hook  # type: ignore[method-assign]
+    """Restores torch's own functions."""
+    setattr(HookMixin, REGISTER_HOOK, _register_hook)
     saved_tensors_hooks.__enter__ = _enter  # type: ignore[method-assign]
 
 

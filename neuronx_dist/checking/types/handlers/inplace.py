@@ -1,7 +1,7 @@
-"""Writes in place: what a tensor may become, and what that means for all others over its memory.
+"""Writes in place: the types that a tensor may get, and those of other tensors over the same memory.
 
-A write through the checker is remembered by memory and version; a tensor that is used later and whose version counter
-moved either finds that write, or somebody wrote behind the checker's back, which is an error.
+A write through the checker is stored by memory and version. A tensor that is used later with another version counter
+either finds that write, or was written where the checker does not see it, which is an error.
 """
 
 from __future__ import annotations
@@ -14,23 +14,26 @@ import torch
 from torch import Tensor, nn
 
 from ....call_site import call_site
+from ....rules import Rule
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import NAME, NOTE, READONLY, ZERO_TYPE, Foreign, Note, TensorType, note_of, type_of, version
 from ....spmd.types import SAME, UNIFORM, VARYING, ZERO, R, Shard, SpmdType, V, scaled
+from ....torch_internals.autograd import in_backward
+from ....torch_internals.tensors import is_view, storage_key
+from ....torch_internals.transforms import is_functorch_wrapped_tensor
 from ..messages.explain import data_error, shown, write_error
-from ..rules import Rule
-from ..session import Session, in_backward
+from ..session import Session
 
 __all__ = ["OVERWRITES", "check_write", "last_write", "note_write", "overwritten", "stale"]
 
 _MOST = 10_000
 
-# Every element is written, so that what was there before does not matter.
+# Functions that write every element, so that the former values do not matter.
 OVERWRITES = {Tensor.copy_, Tensor.zero_, Tensor.fill_, torch.fill_, torch.zero_}
 
 
 def overwritten(type_: TensorType) -> TensorType:
-    """What the old values of a tensor that is written all over count for: nothing, but that its dims stay sharded."""
+    """An operand that is fully overwritten contributes its sharding, not its values."""
     if not type_.sharded:
         return ZERO_TYPE
     return TensorType.of({axis: spmd_type for axis, spmd_type in type_ if isinstance(spmd_type, Shard)}, ZERO)
@@ -56,7 +59,7 @@ def check_write(
     declared = isinstance(target, nn.Parameter)
     if not differentiable and not declared:
         return
-    view = differentiable and target._is_view()
+    view = differentiable and is_view(target)
     for axis in sorted({*old.types, *type_.types}):
         before, after = old.get(axis), type_.get(axis)
         if _keeps(before, after) and not (view and f"{before}{after}" in ("RI", "IR")):
@@ -64,18 +67,18 @@ def check_write(
         raise write_error(mode, rule.name, target, tensors, [note.type for note in notes], axis, after)
 
 
-# What may be written to a tensor that keeps its type: its letter -> those of what the write would make of it.
+# Writes after which a tensor keeps its type: its letter -> letters of the type that the write would give it.
 _TAKES = {
     "R": frozenset("RI0"),  # one value on all ranks
     "I": frozenset("RI0"),
-    "V": frozenset("SRI0"),  # what is the same everywhere may be each rank's own
+    "V": frozenset("SRI0"),  # an equal value may stand for each rank's own
     "S": frozenset("VRI0"),
     "P": frozenset("P0"),  # a summand, or nothing
 }
 
 
 def _keeps(before: SpmdType | None, after: SpmdType | None) -> bool:
-    """Whether a tensor that would become `after` by a write may go on as `before`."""
+    """Whether a tensor of type `before` may keep it after a write that would make it `after`."""
     if before is after or before is None or after is None:
         return True
     if after.letter in _TAKES.get(before.letter, ()):
@@ -84,7 +87,7 @@ def _keeps(before: SpmdType | None, after: SpmdType | None) -> bool:
 
 
 def _one(before: SpmdType | None, after: SpmdType | None) -> bool:
-    """Whether two types are the same but for the dims that a shard was merged of."""
+    """Whether two types are equal apart from the dims of which a shard was merged."""
     if isinstance(before, Shard) and isinstance(after, Shard):
         return (before.dim, before.stride, before.scale) == (after.dim, after.stride, after.scale)
     return before == after
@@ -100,7 +103,7 @@ def _is_leaf(x: Tensor) -> bool:
 def note_write(mode: Session, target: Tensor, type_: TensorType, origins: Any, extra: Any = None) -> None:
     """Records the type that a write in place gave `target`, for other tensors over its memory too."""
     old = type_of(target)
-    # What autograd did not see leaves the gradient as it was.
+    # A write that autograd did not see leaves the gradient as it was.
     unseen = target.requires_grad and not torch.is_grad_enabled()
     if unseen and old is not None and _is_leaf(target):  # of zeros it is not known yet
         unseen = old.rest not in (ZERO, UNIFORM) and not any(
@@ -115,7 +118,7 @@ def note_write(mode: Session, target: Tensor, type_: TensorType, origins: Any, e
         storage = target.untyped_storage()
         if len(mode.writes) > _MOST:
             mode.writes = {key: write for key, write in mode.writes.items() if write.memory() is not None}
-        known = mode.writes[storage._cdata] = Writes(ref(storage))
+        known = mode.writes[storage_key(storage)] = Writes(ref(storage))
     known.version = version(target)
     if old is not None:
         full = target.numel() * target.itemsize == target.untyped_storage().nbytes() and target.is_contiguous()
@@ -125,7 +128,7 @@ def note_write(mode: Session, target: Tensor, type_: TensorType, origins: Any, e
 
 def _has_no_memory(x: Tensor) -> bool:
     """Whether a tensor is no strided view of some memory: a sparse one, or one that torch.func wraps."""
-    return x.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return x.layout is not torch.strided or is_functorch_wrapped_tensor(x)
 
 
 class Writes:
@@ -133,9 +136,9 @@ class Writes:
 
     Attributes:
         version: torch's counter after the last one.
-        memory: refers to the storage; nothing is known of what took its place when that was freed.
-        kinds: `(type of what was written to before, after, whether that is all of the memory, whether it has a
-            gradient that this gave it)` -> version after the last write of that kind.
+        memory: weak reference to the storage, so that another one at its address is not taken for it.
+        kinds: `(type of the target before, after, whether the target is all of the memory, whether the write gave it
+            a gradient)` -> version after the last write of that kind.
     """
 
     __slots__ = ("kinds", "memory", "version")
@@ -150,15 +153,15 @@ def last_write(mode: Session, x: Tensor) -> Writes | None:
     if _has_no_memory(x):
         return None
     storage = x.untyped_storage()
-    known: Writes | None = mode.writes.get(storage._cdata)
+    known: Writes | None = mode.writes.get(storage_key(storage))
     return known if known is not None and known.memory() is storage else None
 
 
 def stale(mode: Session, x: Tensor, note: Note) -> Note:
-    """What is known of a tensor whose memory was written since.
+    """The note of a tensor whose memory was written after the note.
 
     Raises:
-        SpmdTypeError: not by what the checker saw; or by something that cannot stand beside what it holds.
+        SpmdTypeError: the checker saw no such write; or the type that was written does not fit the tensor's.
     """
     known = last_write(mode, x)
     kinds: list[tuple[TensorType, TensorType, bool, bool]] = []
@@ -181,7 +184,7 @@ def stale(mode: Session, x: Tensor, note: Note) -> Note:
             if before is None or after is None:
                 kind = before
             elif isinstance(x, nn.Parameter) or (x.requires_grad and not differentiable):
-                # It keeps its type, whichever view of it was written.
+                # The tensor keeps its type, whichever view of it was written.
                 kind = before if after == old.get(axis) or _keeps(before, after) else None
             else:
                 kind = _joined(before, old.get(axis), after, full, differentiable)
@@ -207,31 +210,33 @@ def stale(mode: Session, x: Tensor, note: Note) -> Note:
     return fresh
 
 
-def _joined(own: SpmdType, old: SpmdType | None, new: SpmdType, full: bool, differentiable: bool) -> SpmdType | None:
-    """The type of a tensor that was `own`, after a view of its memory went from `old` to `new`; None: it has none now.
+def _joined(
+    current: SpmdType, old: SpmdType | None, new: SpmdType, full: bool, differentiable: bool
+) -> SpmdType | None:
+    """The type of a tensor of type `current`, after a view of its memory went from `old` to `new`; None: it has none.
 
     `full`: the view is all of the memory, so that nothing else is left in it.
     """
-    if new is not ZERO and own is not ZERO and own.scale != new.scale:
+    if new is not ZERO and current is not ZERO and current.scale != new.scale:
         return new if full else None
     if getattr(new, "along", None):  # dims of the view
         new = scaled(R, new.scale)
-    if own.letter == "R" and own.base is not R and not full and new.letter in "R0":
-        return scaled(R, own.scale)  # constants, and now others in between
-    if _one(own, new) and (_one(old, new) or own.letter != "S"):
-        return own
-    if new.letter == "P" or own.letter == "P":
-        if new is ZERO or own is ZERO or (full and new.letter != "S"):
-            return own if new is ZERO else new
+    if current.letter == "R" and current.base is not R and not full and new.letter in "R0":
+        return scaled(R, current.scale)  # constants, and now others in between
+    if _one(current, new) and (_one(old, new) or current.letter != "S"):
+        return current
+    if new.letter == "P" or current.letter == "P":
+        if new is ZERO or current is ZERO or (full and new.letter != "S"):
+            return current if new is ZERO else new
         return None
     if new.letter in VARYING:
-        return own if own.base is V or (_one(old, new) and own.letter == "S") else scaled(V, own.scale)
+        return current if current.base is V or (_one(old, new) and current.letter == "S") else scaled(V, current.scale)
     if full:
-        kept = (own.base is R or own.letter == "I") and new.letter in SAME and not differentiable
-        return own if kept else new
-    if own.letter in VARYING:  # constants are as sharded as what they were put into
+        stays = (current.base is R or current.letter == "I") and new.letter in SAME and not differentiable
+        return current if stays else new
+    if current.letter in VARYING:  # constants are as sharded as the tensor that they were written to
         constant = new is ZERO or new is UNIFORM
-        return own if constant and old is not None and old.letter == own.letter else scaled(V, own.scale)
+        return current if constant and old is not None and old.letter == current.letter else scaled(V, current.scale)
     if new is ZERO or new is UNIFORM:
-        return own if own.letter in SAME and own is not UNIFORM else R
-    return new if differentiable or own is ZERO or own is UNIFORM else own
+        return current if current.letter in SAME and current is not UNIFORM else R
+    return new if differentiable or current is ZERO or current is UNIFORM else current

@@ -1,13 +1,13 @@
-"""Lookups in a table of which each rank holds a piece: whether what other ranks hold is masked before ranks are summed.
+"""Lookups in a table of which each rank holds a piece: foreign rows must be masked before the sum over ranks.
 
     local = ids - first                          offset positions: equal numbers, less this rank's own first position
     outside = (ids < first) | (ids >= end)       the same, as a mask
     out = table[local.masked_fill(outside, 0)]   foreign rows: right where this rank holds the position, else anything
     out = out.masked_fill(outside[..., None], 0) masked: summands
 
-Types do not tell the third from the fourth, both vary: `Offset` and `Foreign` on the note of a tensor do. They go from
-operands to results. A sum over the ranks of what is `Foreign` is refused, and so is a mask that is known to keep other
-positions than the rank holds (`rank_ranges.py`). That the mask is one of the same `ids` is assumed.
+Types do not tell the third from the fourth, both vary: `Offset` and `Foreign` on the note of a tensor do. They pass
+from operands to results. A sum over the ranks of a `Foreign` tensor is refused, and so is a mask that is known to keep
+other positions than the rank holds (`rank_ranges.py`). It is assumed that the mask belongs to the same `ids`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from ....call_site import call_site
-from ....comm.rank_values import rank_values_in
+from ....comm.ranks.rank_values import rank_values_in
+from ....rules import Rule
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import Foreign, Note, Offset, TensorType
 from ....spmd.types import DIFFERING, Shard, V
 from ..judge import LOOKUPS, Judgement
 from ..messages.explain import shown
-from ..rules import Rule
 from ..session import Session
 from .rank_ranges import PerRank, complement, misses, shift_of, where_true
 
@@ -50,7 +50,7 @@ def _of(note: Note, kind: type[Offset] | type[Foreign], axis: str) -> bool:
 
 
 def assumed_masked(rule: Rule, notes: Sequence[Note], judgement: Judgement) -> Judgement:
-    """The judgement of a call, whose assumption is another one if it looks offset positions up."""
+    """The judgement of a call, with another assumption if it looks up offset positions."""
     tables = _tables(rule, notes)
     if not tables or not judgement.assumed:
         return judgement
@@ -60,7 +60,7 @@ def assumed_masked(rule: Rule, notes: Sequence[Note], judgement: Judgement) -> J
 
 
 def _tables(rule: Rule, notes: Sequence[Note]) -> frozenset[str]:
-    """The axes over which a call looks offset positions up in a shard."""
+    """The axes over which a call looks up offset positions in a shard."""
     if rule.name not in _LOOKUPS:
         return frozenset()
     return frozenset(
@@ -78,7 +78,7 @@ def lookup_note(
     result: Any,
     type_: TensorType,
 ) -> Offset | Foreign | None:
-    """`Note.extra` of the result of a call, which is of `type_`, as far as lookups go."""
+    """`Note.extra` for lookups, of a call's result of type `type_`."""
     axes: set[str] = set()
     if mode.symbolic:
         axes = {atom for value in rank_values_in((args, kwargs)) for atom in mode.atoms(tuple(value.names))}
@@ -96,7 +96,7 @@ def lookup_note(
         return Foreign(frozenset(left), first, count)
     is_mask = isinstance(result, Tensor) and (result.dtype is torch.bool or _made_of_masks(notes))
     if not isinstance(result, Tensor) or (result.dtype.is_floating_point and not is_mask):
-        return None  # as a position or a mask it counts no more
+        return None  # it is a position or a mask no more
     shifted = {
         axis
         for axis in offset | axes
@@ -112,7 +112,7 @@ def lookup_note(
 
 
 def _rows(tensors: Sequence[Tensor], notes: Sequence[Note], tables: frozenset[str]) -> tuple[PerRank | None, int]:
-    """The position on each rank that the first row of its piece is taken for, and how many rows that has."""
+    """The position on each rank of the first row of its piece, and the number of rows."""
     shift = next((note.extra.shift for note in notes if isinstance(note.extra, Offset)), None)
     for x, note in zip(tensors, notes):
         for axis in tables:
@@ -128,7 +128,7 @@ def _made_of_masks(notes: Sequence[Note]) -> bool:
 
 
 def _masks(rule: Rule, tensors: Sequence[Tensor], notes: Sequence[Note], axis: str) -> bool:
-    """Whether a call keeps of what is foreign only what a mask says, that varies over the axis."""
+    """Whether this call multiplies or selects by a mask that varies over the axis."""
     name = rule.name.strip("_")
     if name in _PRODUCTS:
         return any(_of(note, Offset, axis) for note in notes)
@@ -141,16 +141,16 @@ def _check_mask(mode: Session, rule: Rule, tensors: Sequence[Tensor], notes: Seq
     """Checks that a mask keeps the positions that each rank holds, if both are known.
 
     Raises:
-        SpmdTypeError: it keeps other ones.
+        SpmdTypeError: the mask keeps other positions.
     """
     rows = [(index, note.extra) for index, note in enumerate(notes) if isinstance(note.extra, Foreign)]
     masks = [note.extra for note in notes if isinstance(note.extra, Offset)]
     if len(rows) != 1 or len(masks) != 1 or rows[0][1].first is None or masks[0].true is None:
         return
-    (index, foreign), kept, name = rows[0], masks[0].true, rule.name.strip("_")
+    (index, foreign), positions, name = rows[0], masks[0].true, rule.name.strip("_")
     if name in ("masked_fill", "index_put", "setitem") or (name == "where" and index == len(notes) - 1 and index > 1):
-        kept = tuple(map(complement, kept))
-    wrong = misses(kept, foreign.first, foreign.count)
+        positions = tuple(map(complement, positions))
+    wrong = misses(positions, foreign.first, foreign.count)
     if wrong:
         raise SpmdTypeError(
             f"{rule.name}({shown(tensors[index], notes[index].type)}) at {call_site()}",

@@ -1,7 +1,7 @@
-"""The plain verbs have no derivative: what they make of a tensor that needs a gradient gives none back.
+"""Gradients that end at plain verbs, which have no derivative.
 
-That may be meant: a loss is summed to be printed, the maximum of scores is only subtracted. So a call is no error.
-A gradient that arrives at its result is one: it is lost there.
+The result of a verb passes no gradient back to its argument. That may be meant, where a loss is summed to be printed or
+the maximum of scores is only subtracted: so the call is no error. A gradient that arrives at the result is one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TYPED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 class _Lost(torch.autograd.Function):
-    """What a verb made, `result`, of `x`: a gradient that arrives at it is an error."""
+    """Raises for a gradient that arrives at `result`, which a verb made of `x`."""
 
     @staticmethod
     def forward(ctx: Any, result: Tensor, x: Tensor, error: SpmdTypeError) -> Tensor:
@@ -48,9 +48,9 @@ def lost_gradients(
     axes: Sequence[str],
     kwargs: Mapping[str, Any],
 ) -> list[SpmdTypeError | None]:
-    """For each tensor that a verb is given, the error for a gradient that arrives at its result; None: it needs none.
+    """The error for a gradient that arrives at a verb's result, for each operand; None: it needs no gradient.
 
-    Of a maximum the gradient is assumed to be 0. What is written to `out=` is left as it is: no expression has it.
+    The gradient of a maximum is assumed to be 0. A result in `out=` is not changed: no expression has it.
     """
     errors: list[SpmdTypeError | None] = []
     grads = bool(axes) and torch.is_grad_enabled() and kwargs.get("out") is None
@@ -65,7 +65,7 @@ def lost_gradients(
 
 
 def refuse_gradient(mode: Session, x: Tensor, result: Tensor, error: SpmdTypeError) -> None:
-    """From now on a gradient that arrives at `result`, which a verb made of `x`, raises `error`."""
+    """Makes a gradient that arrives at `result`, which a verb made of `x`, raise `error`."""
     if not result.requires_grad:
         with mode.pause(), torch.enable_grad():
             _Lost.apply(result, x, error)

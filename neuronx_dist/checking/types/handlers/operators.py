@@ -1,6 +1,6 @@
 """Types of the typed operators: the handler that the checker calls for them.
 
-An operator is judged by its row: what `src` says is what the tensor must be, what `dst` says is what it becomes.
+An operator is judged by its row: the tensor must have the type `src`, and the result has the type `dst`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _operator(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kw
 def _stacked(
     mode: Session, x: Tensor, note: Note, axes: Sequence[str], name: str, src: SpmdType, stack: int | None
 ) -> Stacked | None:
-    """What is known of the result of a gather that stacks shards."""
+    """`Note.extra` of the result of a gather that stacks shards."""
     shards = [note.type.get(axis) for axis in axes]
     if name != "all_gather" or src is not V or mode.level != "G" or not shards:
         return None
@@ -110,7 +110,7 @@ def _operated(
     dims: tuple[int, int],
     count: int,
 ) -> TensorType:
-    """What an operator over `axes`, which are of `count` ranks, makes of a tensor."""
+    """The type that an operator over `axes`, of `count` ranks, gives a tensor."""
     if not axes:
         return type_
     src_dim, dst_dim = dims
@@ -132,7 +132,7 @@ def _operated(
         old = type_.get(axis) or R
         scale = old.scale - (0 if old.base is UNIFORM else src.scale)  # the mean of ones is 1, their sum a count
         if old.base is V and name not in (*_REDUCTIONS, "reinterpret"):
-            scale = 0  # a guess, of what is taken for a summand
+            scale = 0  # a guess for a value that is taken for a summand
         if name == "reinterpret" and src.letter in SAME and new.letter == "P":
             scale += 1 - new.scale  # it is its own mean
         types[axis] = scaled(new, scale)
@@ -140,7 +140,7 @@ def _operated(
 
 
 def _check_source(mode: Session, x: Tensor, note: Note, atom: str, name: str, src: SpmdType, dst: SpmdType) -> None:
-    """Checks that the type of `x` on one axis is what `src` says."""
+    """Checks that the type of `x` on one axis is `src`."""
     actual = note.type.get(atom)
     if actual is None:
         raise operator_error(mode, name, x, note, atom, src, dst, f"it has no type on {atom}", "no_type")
@@ -193,7 +193,7 @@ def _check_source(mode: Session, x: Tensor, note: Note, atom: str, name: str, sr
 
 
 def check_masked(mode: Session, name: str, x: Tensor, note: Note, atom: str, src: Any, dst: Any) -> None:
-    """Refuses to take what was looked up in a shard for summands, unless it was masked."""
+    """Refuses to take rows that were looked up in a shard for summands, unless they were masked."""
     if isinstance(note.extra, Foreign) and atom in note.extra.axes:
         why = "it was looked up in a shard by positions of which other ranks hold some, and nobody masked these: each "
         why += "rank would add something of its own for them"
@@ -203,7 +203,7 @@ def check_masked(mode: Session, name: str, x: Tensor, note: Note, atom: str, src
 def _renumbered(
     types: Mapping[str, SpmdType], src: SpmdType, dst: SpmdType, name: str, stack: int, ndim: int
 ) -> dict[str, SpmdType]:
-    """The types with their dims counted anew, where V is stacked on a new dim or unbound from one."""
+    """The types with their dims renumbered, where V is stacked on a new dim or unbound from one."""
     step = 0
     if src is V and name in ("all_gather", "convert"):
         step = 1
@@ -215,7 +215,7 @@ def _renumbered(
     )
     for axis, spmd_type in types.items():
         along = getattr(spmd_type, "along", None)
-        if along and not isinstance(spmd_type, Shard):  # what other ranks hold there is another number
+        if along and not isinstance(spmd_type, Shard):  # other ranks hold another number there
             left = (dim for dim in along if step > 0 or dim not in touched)
             repeats = repeated(frozenset(dim + step if dim >= stack and step else dim for dim in left))
             renumbered[axis] = scaled(repeats, spmd_type.scale)
@@ -237,7 +237,7 @@ def _inside(axis: str, axes: Sequence[str]) -> bool | None:
 
 
 def joined(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int, copies: bool = False) -> None:
-    """What the types of the other axes become when `dim` is put together over `axes`; `copies`: of no shards."""
+    """Updates, in place, the types on other axes after `dim` is concatenated over `axes`."""
     for axis, spmd_type in types.items():
         if dim in getattr(spmd_type, "along", ()):
             types[axis] = scaled(repeated(spmd_type.along - {dim}), spmd_type.scale)  # type: ignore[union-attr]
@@ -252,8 +252,8 @@ def joined(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int
 def cut(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int) -> SpmdType:
     """The type on `axes` when `dim` is cut into `count` pieces over them; those of other axes are changed with it.
 
-    V where the pieces are no shard of the whole: against the convention, another axis of the same dim has the outer
-    factor then.
+    V where the pieces are no shard of the global tensor: another axis of the same dim then has the outer factor,
+    against the convention.
     """
     result: SpmdType = Shard(dim)
     for axis, spmd_type in types.items():

@@ -1,9 +1,8 @@
 """Flat buffers and lists: many tensors of different types in one call.
 
-Gradients and weights travel in flat buffers. A buffer that `cat` makes of tensors of different types has no type of its
-own; it remembers those of its parts, as `Segments`, through what is done to buffers (scaling, views as one row, casts,
-collectives), and gives them back when it is split where it was put together. `torch._foreach_*` functions are judged
-element by element.
+Gradients and weights travel in flat buffers. A buffer that `cat` makes of tensors of different types has no single
+type: it has the types of its parts, as `Segments`, which stay through scaling, views as one row, casts and collectives,
+and return when the buffer is split at the same positions. `torch._foreach_*` functions are judged element by element.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ import torch
 from torch import Tensor
 
 from ....call_site import call_site
+from ....rules import RULES, Rule
+from ....rules.names import CATS
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import Note, Segments, TensorType, note_of
 from ....spmd.watching import see_through
+from ....torch_internals.tensors import native_nn
 from ..messages.explain import shown
-from ..rules import RULES, Rule
-from ..rules.names import CATS
 from ..session import Session
 from .axis_numbers import Powers, factor, scaled_by
 from .inplace import check_write, note_write
@@ -40,7 +40,7 @@ def call(
     tensors: Sequence[Tensor],
     notes: Sequence[Note],
 ) -> Any | None:
-    """The result of a call that puts a buffer together or has one as operand; None if it is a call like others."""
+    """The result of a call that makes a buffer or has one as operand; None for other calls."""
     if rule.name in CATS:
         for part, note in zip(tensors, notes):
             if isinstance(note.extra, Segments):
@@ -89,7 +89,7 @@ def _pack(
     tensors: Sequence[Tensor],
     notes: Sequence[Note],
 ) -> Tensor | None:
-    """The buffer that `cat` makes of tensors of different types; None if it makes a tensor like others."""
+    """The buffer that `cat` makes of tensors of different types; None if its result has one type."""
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))) % max(1, tensors[0].dim())
     types = {note.type for note in notes}
     flat = tensors[0].dim() == 1 or (tensors[0].dim() == 2 and dim == 1)
@@ -97,7 +97,7 @@ def _pack(
         return None
     if len(types) == 1 and not next(iter(types)).sharded:
         return None
-    # Of tensors sharded alike along another dim the usual rule says more.
+    # For tensors sharded along the same other dim the usual rule is more precise.
     if tensors[0].dim() == 2 and len(types) == 1:
         return None
     result = func(*args, **kwargs)
@@ -108,7 +108,7 @@ def _pack(
 
 
 def _viewed(mode: Session, name: str, x: Tensor, note: Note, segments: Segments, result: Tensor) -> Tensor:
-    """A buffer `[1, n]` as `[n]`, or what was gathered, `[blocks * n]`, as `[blocks, n]`."""
+    """Handles views of a buffer: `[1, n]` as `[n]`, or a gathered `[blocks * n]` as `[blocks, n]`."""
     width = sum(size for size, _, _ in segments.parts)
     blocks = x.numel() // width
     if result.dim() == 1 and blocks == 1:
@@ -142,9 +142,9 @@ def _unflattened(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(piece.view(x.shape) for piece, x in zip(pieces, tensors))
 
 
-# What torch._utils and all who take gradients together call, in the words that have rules.
-see_through(torch._C._nn.flatten_dense_tensors, _flattened)
-see_through(torch._C._nn.unflatten_dense_tensors, _unflattened)
+# Functions of torch._utils that flatten and unflatten gradients, as functions that have rules.
+see_through(native_nn.flatten_dense_tensors, _flattened)
+see_through(native_nn.unflatten_dense_tensors, _unflattened)
 
 # --- lists ---
 
@@ -172,7 +172,7 @@ FOREACH = _bases()
 
 
 def for_each(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function of lists, judged element by element as the function of tensors that it is; each tensor has a note."""
+    """Judges a function of lists element by element, as the function of tensors; each tensor has a note."""
     base, inplace = FOREACH[func]
     rule = RULES.get(base) or Rule(base.__name__, None)
     lists = [x for x in args if isinstance(x, (list, tuple)) and x and isinstance(x[0], Tensor)]

@@ -1,4 +1,4 @@
-"""Types of what is made rather than computed: constants, counts, and random numbers, by the stream they come from."""
+"""Types of tensors that are made and not computed: constants, counts, and random numbers, by their stream."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from ....rules import Rule
 from ....spmd.tensor_type import EQUAL, UNIFORM_TYPE, ZERO_TYPE, TensorType
 from ....spmd.types import DIFFERING, VARYING, R, SpmdType, V
-from ..axis_sizes import exponents_of
+from ..axis_powers import exponents_of
 from ..judge import Operand
-from ..rules import Rule
 from ..session import Session
 from .seeds import Stream, generator_in, stream
 
@@ -24,22 +24,22 @@ def draws(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def drawing(mode: Session) -> tuple[Stream, tuple[str, ...]]:
-    """All that decides about the type of numbers from the default generator: how it is seeded, the axes of the mesh."""
+    """A key of the type of numbers from the default generator: its seed and the axes of the mesh."""
     return stream(mode, None), mode.atoms(("pp", "dp", "cp", "tp"))
 
 
 def stream_type(
     mode: Session, generator: torch.Generator | None, like: TensorType | None = None
 ) -> tuple[TensorType, tuple[str, ...]]:
-    """The type of random numbers that are drawn now: equal where the seed is.
+    """The type of random numbers that are drawn now: equal on axes on which the seed is equal.
 
     Args:
-        generator: that they come from; None: the default one.
-        like: of the tensor that they meet element by element; along its shards, numbers that differ by rank are as
-            sharded as it is.
+        generator: the source; None: the default one.
+        like: type of the tensor that they meet element by element; numbers that differ by rank are sharded along
+            its shards.
 
     Returns:
-        The type, and what had to be assumed.
+        The type, and the assumptions.
     """
     source, atoms = stream(mode, generator), mode.atoms(("pp", "dp", "cp", "tp"))
     types: dict[str, SpmdType] = {}
@@ -66,11 +66,11 @@ def made_type(
     operands: Sequence[Operand],
     numbers: Sequence[Operand],
 ) -> tuple[TensorType, tuple[str, ...]]:
-    """The type of what a factory makes, and what had to be assumed.
+    """The type of a factory's result, and the assumptions.
 
     Args:
-        operands: its tensors.
-        numbers: those that differ by rank.
+        operands: tensors among the arguments.
+        numbers: numbers among them that differ by rank.
     """
     if rule.kind == "random":
         type_, assumed = stream_type(mode, generator_in(args, kwargs))
@@ -96,7 +96,7 @@ def made_type(
 
 
 def _sharded_data(mode: Session, sizes: Any, operands: Sequence[Operand]) -> Iterator[str]:
-    """Data axes along which numbers are drawn for each rank's part: in sizes of a shard, or in the place of one."""
+    """Data axes along which each rank draws numbers for its part: with sizes of a shard, or in place of one."""
     exponents = [exponents_of(size) for size in _numbers_in(sizes)]
     for axis in mode.data_axes():
         local = any(of.get(axis, 0) < 0 for of in exponents)

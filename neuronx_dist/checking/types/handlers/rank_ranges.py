@@ -1,7 +1,7 @@
-"""Which positions of a table a mask keeps on each rank, as far as comparisons with a rank's own bounds say.
+"""The positions of a table that a mask keeps on each rank, from comparisons with the rank's bounds.
 
 `local = ids - first` are positions less a shift, `(ids < first) | (local >= count)` a mask: on each rank a set of
-positions, which is a tuple of intervals [from, to). What is made otherwise is not known (None), and not judged.
+positions, which is a tuple of intervals [from, to). Other positions and masks are not known (None), and not judged.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ....comm.rank_values import RankValue
+from ....comm.ranks.rank_values import RankValue
+from ....rules import Rule
 from ....spmd.tensor_type import Note, Offset
-from ..rules import Rule
 
 __all__ = ["PerRank", "Set", "complement", "misses", "shift_of", "where_true"]
 
@@ -43,32 +43,32 @@ def _name(rule: Rule) -> str:
 
 
 def _number(value: Any, count: int | None) -> PerRank | None:
-    """A number of a call on each rank of the axis; None if it differs over other axes, or is none."""
+    """The value of a number on each rank of the axis; None if it differs over other axes, or is no number."""
     if isinstance(value, RankValue):
         return value.table.values if len(value.names) == 1 and count in (None, value.table.count) else None
     return (value,) * count if isinstance(value, int) and not isinstance(value, bool) and count else None
 
 
 def shift_of(rule: Rule, args: tuple[Any, ...], notes: Sequence[Note]) -> PerRank | None:
-    """By how much less than the positions of the whole table the numbers of the result are, on each rank."""
+    """The shift on each rank: positions of the full table minus the numbers of the result."""
     shifts = [note.extra.shift for note in notes if isinstance(note.extra, Offset) and note.extra.shift is not None]
     name = _name(rule)
     if name in ("sub", "subtract", "isub", "add", "iadd") and len(notes) == 1 and len(args) == 2:
-        own = shifts[0] if shifts else None
-        number = _number(args[1], len(own) if own is not None else None)
-        if number is None or (own is None and isinstance(notes[0].extra, Offset)):
+        shift = shifts[0] if shifts else None
+        number = _number(args[1], len(shift) if shift is not None else None)
+        if number is None or (shift is None and isinstance(notes[0].extra, Offset)):
             return None
         sign = -1 if "add" in name else 1
-        return tuple(a + sign * b for a, b in zip(own or (0,) * len(number), number))
+        return tuple(a + sign * b for a, b in zip(shift or (0,) * len(number), number))
     if len(shifts) != 1:
         return None
     masks = [note for note in notes if isinstance(note.extra, Offset) and note.extra.is_mask]
-    kept = rule.aliases or name in _KEEPING or (name in ("mul", "multiply", "imul") and len(masks) == 1)
-    return shifts[0] if kept else None
+    keeps_shift = rule.aliases or name in _KEEPING or (name in ("mul", "multiply", "imul") and len(masks) == 1)
+    return shifts[0] if keeps_shift else None
 
 
 def where_true(rule: Rule, args: tuple[Any, ...], notes: Sequence[Note]) -> tuple[Set, ...] | None:
-    """On each rank, the positions at which a mask is True."""
+    """The positions at which a mask is True, on each rank."""
     name = _name(rule)
     known = [note.extra.true for note in notes if isinstance(note.extra, Offset) and note.extra.true is not None]
     if name in _COMPARISONS and len(notes) == 1 and len(args) == 2 and isinstance(args[0], Tensor):
@@ -98,20 +98,20 @@ def _section(one: Set, other: Set) -> Set:
     return tuple((max(a, c), min(b, d)) for a, b in one for c, d in other if max(a, c) < min(b, d))
 
 
-def misses(kept: Sequence[Set], first: PerRank, count: int) -> str:
-    """How what a mask keeps differs from what the ranks hold, `count` positions from `first`, in words; "" if not.
+def misses(masks: Sequence[Set], first: PerRank, count: int) -> str:
+    """The difference between the positions that a mask keeps and those that ranks hold, in words; "" if none.
 
-    At the end of the table positions that nobody keeps are padding.
+    A rank holds `count` positions from its `first`. Positions at the end of the table that no rank keeps are padding.
     """
     whole: Set = ((0, max(first) + count),)
     ends = []
-    for rank, (positions, start) in enumerate(zip(kept, first)):
-        own = _section(positions, whole)
-        ranges = " and ".join(f"{a} to {b - 1}" for a, b in own) or "none"
+    for rank, (positions, start) in enumerate(zip(masks, first)):
+        inside = _section(positions, whole)
+        ranges = " and ".join(f"{a} to {b - 1}" for a, b in inside) or "none"
         wrong = f"on rank {rank} it keeps positions {ranges}, and the rank holds {start} to {start + count - 1}"
-        if own and (len(own) > 1 or own[0][0] != start or own[0][1] > start + count):
+        if inside and (len(inside) > 1 or inside[0][0] != start or inside[0][1] > start + count):
             return wrong
-        ends.append((start, own[0][1] if own else start, wrong))
+        ends.append((start, inside[0][1] if inside else start, wrong))
     ends.sort()
     for (_, end, wrong), (start, next_end, _) in zip(ends, ends[1:]):
         if end < start and next_end > start:

@@ -1,8 +1,8 @@
-"""Seeds of random generators: which one a draw comes from, and whether it is a number that differs by rank.
+"""Seeds of random generators: the seed of each draw, and whether it differs by rank.
 
 While a program is played in place of many ranks, `torch.Generator` keeps a seed that is a RankValue: C code would take
-the number of the rank that is played. A seed that the program made a plain number of is compared between the ranks
-afterwards (`programs/seeds.py`); what that showed is in `mode.seeds` when the program is played again.
+the number of the played rank. A seed that the program turned into a plain number is compared between the ranks later
+(`programs/differing_seeds.py`); `mode.seeds` has the result when the program is played again.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 from ....call_site import call_site
 from ....comm import context
-from ....comm.rank_numbers import concrete
-from ....comm.rank_values import RankValue
+from ....comm.ranks.rank_numbers import concrete
+from ....comm.ranks.rank_values import RankValue
 from ....mesh import part_of
 from ....shared_context import Replacement
 from ....spmd.random import TENSOR_PARALLEL, streams
@@ -27,7 +27,7 @@ _Plain = torch.Generator
 
 
 class _IsGenerator(type(_Plain)):  # type: ignore[misc]
-    """`isinstance(x, torch.Generator)` holds of all generators, those too that were made before."""
+    """Makes `isinstance(x, torch.Generator)` true of all generators, also of those made before."""
 
     def __instancecheck__(cls, x: Any) -> bool:
         return isinstance(x, _Plain)
@@ -53,11 +53,11 @@ kept_seeds = Replacement(torch, Generator=_Generator)
 
 
 class Stream(NamedTuple):
-    """Where random numbers come from.
+    """A source of random numbers.
 
     Attributes:
-        unseeded: the default generator, as the program found it: seeded alike on the ranks of tp, and nobody knows of
-            the other axes.
+        unseeded: the default generator in its first state: equally seeded on the ranks of tp, unknown on the other
+            axes.
         differing: axes on which its seed differs.
     """
 
@@ -74,17 +74,19 @@ def generator_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generat
 
 
 def seed_of(generator: torch.Generator | None) -> int:
-    """The number that a generator was seeded with, last; None: the default one."""
+    """The last seed of a generator; None: that of the default one."""
     seed: int | None = getattr(generator, "rank_seed", None)
     return (generator or torch.default_generator).initial_seed() if seed is None else seed
 
 
 def stream(mode: Session, generator: torch.Generator | None) -> Stream:
-    """The stream that random numbers come from now."""
+    """The stream of the random numbers that are drawn now."""
     drawing = streams().drawing if context.is_initialized() else ""
     if generator is None and drawing.startswith(TENSOR_PARALLEL):
-        alike = drawing.removeprefix(TENSOR_PARALLEL).strip()  # a part of tp along which ranks draw the same numbers
-        return Stream(True, frozenset({"tp", *mode.atoms("tp")} - {alike}))
+        equal_part = drawing.removeprefix(
+            TENSOR_PARALLEL
+        ).strip()  # a part of tp along which ranks draw the same numbers
+        return Stream(True, frozenset({"tp", *mode.atoms("tp")} - {equal_part}))
     seed = seed_of(generator)
     differing = {*mode.atoms("pp")}
     if isinstance(seed, RankValue):

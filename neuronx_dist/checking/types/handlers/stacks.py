@@ -1,8 +1,8 @@
-"""Shards that `all_gather(src=V)` stacked: where the dim of ranks must go, for the pieces to be the whole.
+"""Shards that `all_gather(src=V)` stacked: the place of the dim of ranks for a global tensor.
 
-The pieces of dim d are put together in their order where the dim of ranks is merged with d, outside of it. Until then
-both dims are followed, on the note of the tensor (`Stacked`), by the label specs of the calls. Merged with another dim
-the pieces are in another order, which is refused; what no label says (a loop over the ranks) stays an assumption.
+The pieces of dim d are in the right order where the dim of ranks is merged with d, outside of it. Until then both dims
+are followed, on the note of the tensor (`Stacked`), by the label specs of the calls. Merged with another dim the pieces
+are in another order, which is refused; a merge without labels (a loop over the ranks) stays an assumption.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from ....call_site import call_site
+from ....rules import Rule
+from ....rules.spec import Spec
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import Note, Stacked
 from ..messages.explain import shown
 from ..messages.provenance import name_operands
-from ..rules import Rule
-from ..rules.spec import Spec
 
 __all__ = ["stacked_note"]
 
@@ -26,10 +26,10 @@ __all__ = ["stacked_note"]
 def stacked_note(
     rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor], notes: Sequence[Note]
 ) -> Stacked | None:
-    """`Note.extra` of the result of a call, as far as stacked pieces go.
+    """`Note.extra` for stacked pieces, of a call's result.
 
     Raises:
-        SpmdTypeError: the call puts the pieces together in another order than that of the sharding.
+        SpmdTypeError: the call merges the pieces in another order than that of the sharding.
     """
     for index, note in enumerate(notes):
         if isinstance(note.extra, Stacked) and rule.spec is not None:

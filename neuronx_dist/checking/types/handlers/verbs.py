@@ -1,7 +1,7 @@
 """Types of the plain verbs of `comm`: the handlers that the checker calls for them.
 
-They have no types of their own: they are read off the tensor (a partial sum is reduced, shards are gathered), and what
-makes no sense of them is an error: the sum of what is equal on all ranks, the gather of a sum.
+Verbs state no types: the type of the tensor decides (a partial sum is reduced, shards are gathered), and a call without
+meaning is an error: the sum of equal values, the gather of a partial sum.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .... import comm
@@ -20,6 +19,7 @@ from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import Note, Segments, TensorType
 from ....spmd.types import SAME, UNIFORM, ZERO, I, P, R, Shard, SpmdType, V, scaled
 from ....spmd.watching import HANDLERS
+from ....torch_internals.tensors import DisableTorchFunction
 from ..messages.explain import operator_error
 from ..session import Session
 from .inplace import note_write
@@ -58,7 +58,7 @@ def _verb(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs
         result = func(*args, **kwargs)
 
     def finish(result: Any) -> Any:
-        with torch._C.DisableTorchFunction():  # a wait is no call that the mode sees
+        with DisableTorchFunction():  # a wait is no call that the mode sees
             for y, (type_, origins, extra), x, error in zip(result if listed else [result], types, xs, lost):
                 if error is not None:
                     refuse_gradient(mode, x, y, error)
@@ -81,7 +81,7 @@ def verb_type(
     kwargs: Mapping[str, Any],
     count: int,
 ) -> TensorType:
-    """What a plain collective among `count` ranks makes of a tensor."""
+    """The type that a plain collective among `count` ranks gives a tensor."""
     types = _on_its_axes(mode, name, x, type_, note, axes, kwargs)
     if type_.shaped and axes and name in ("all_gather", "reduce_scatter", "all_to_all"):
         _beside(name, x, type_, types, axes, kwargs, count)
@@ -99,7 +99,7 @@ def _on_its_axes(
     axes: Sequence[str],
     kwargs: Mapping[str, Any],
 ) -> dict[str, SpmdType]:
-    """The types of a tensor with those that a plain collective makes of it on its axes."""
+    """The types of a tensor after a plain collective, which changes those on its axes."""
     types = dict(type_.types)
     for atom in axes:
         actual = type_.get(atom)
@@ -117,7 +117,7 @@ def _on_its_axes(
 def _packed(
     mode: Session, name: str, x: Tensor, note: Note, axes: Sequence[str], kwargs: Mapping[str, Any]
 ) -> tuple[TensorType, Segments]:
-    """What a plain collective makes of a buffer: the type of each part, on its own."""
+    """The `Segments` after a plain collective on a buffer, each part judged alone."""
     segments: Segments = note.extra
     reduction = {key: value for key, value in kwargs.items() if key == "op"}
     parts = []
@@ -141,7 +141,7 @@ def _beside(
     kwargs: Mapping[str, Any],
     count: int,
 ) -> None:
-    """Changes the types on the other axes that shard a dim which a plain collective puts together or cuts."""
+    """Retypes shards on other axes that use the dim which a plain collective concatenates or splits."""
     dim = kwargs.get("dim", 0) % max(1, x.dim())
     into = kwargs.get("split_dim", 0) % max(1, x.dim()) if name == "all_to_all" else dim
     if name == "all_to_all":
@@ -156,7 +156,7 @@ def _beside(
 
 
 class _VerbOperand(NamedTuple):
-    """What a verb is called with: a tensor, and its type on one axis."""
+    """An operand of a verb: a tensor, and its type on one axis."""
 
     mode: Session
     verb: str
@@ -252,7 +252,7 @@ HANDLERS.update(dict.fromkeys([getattr(comm, _name) for _name in _VERBS if _name
 
 
 def _exchange_verb(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As `_verb`: what comes from each rank has the type of what goes to it, but that it varies over the axis."""
+    """Handles `exchange` as `_verb` does: received tensors have the types of the sent ones, but vary over the axis."""
     sends, recvs, axis = args
 
     @functools.wraps(func)

@@ -1,4 +1,4 @@
-"""`torch.vmap` and `torch.func`: types inside of a function that is given tensors with dims that it does not see.
+"""`torch.vmap` and `torch.func`: types inside of a function whose tensors have hidden dims.
 
 A tensor inside of vmap has its hidden dims before its own ones, in the order in which they were hidden: `S(0)` of a
 tensor with one hidden dim means that the batch is sharded. Every function keeps hidden dims, each with a label of its
@@ -15,18 +15,24 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch import Tensor
-from torch._functorch import eager_transforms
-from torch._functorch import vmap as vmap_module
 
 from ....call_site import call_site
+from ....rules import Rule
+from ....rules.spec import Spec
 from ....spmd.errors import SpmdTypeError, Violation
 from ....spmd.tensor_type import Note, TensorType, note_of
 from ....spmd.types import P, Shard, SpmdType, repeated, scaled
 from ....spmd.watching import active
-from ..rules import Rule
-from ..rules.spec import Spec
+from ....torch_internals.tensors import DisableTorchFunction
+from ....torch_internals.transforms import (
+    ADD_BATCH_DIM,
+    REMOVE_BATCH_DIM,
+    UNWRAP_FOR_GRAD,
+    WRAP_FOR_GRAD,
+    eager_transforms,
+    vmap_module,
+)
 from ..session import Session
 
 __all__ = [
@@ -72,8 +78,8 @@ def with_hidden_dims(spec: Spec, notes: Sequence[Note]) -> Spec:
         None if dims is None else (*((labels[level],) for level in _levels(note)), *dims)
         for dims, note in zip(spec.ins, notes)
     )
-    kept = {level for dims, note in zip(spec.ins, notes) if dims is not None for level in _levels(note)}
-    hidden = tuple((labels[level],) if level in kept else () for level in whole.levels)
+    hidden_levels = {level for dims, note in zip(spec.ins, notes) if dims is not None for level in _levels(note)}
+    hidden = tuple((labels[level],) if level in hidden_levels else () for level in whole.levels)
     sizes = {**spec.sizes, **{label: size for (_, size), label in labels.items()}}
     outs = tuple((*hidden, *dims) for dims in spec.outs)
     return spec._replace(ins=(*ins, *spec.ins[len(notes) :]), outs=outs, sizes=sizes)
@@ -125,12 +131,12 @@ def _moved(type_: TensorType, move: Callable[[int], int]) -> TensorType:
 def _add_batch_dim(x: Tensor, in_dim: int, level: int) -> Tensor:
     result: Tensor = _add(x, in_dim, level)
     mode = cast("Session | None", active())
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         note = mode.note(x, "vmap") if mode is not None else None
         if mode is not None and note is not None:
             levels = _levels(note)
-            first, taken = len(levels), len(levels) + in_dim
-            type_ = _moved(note.type, lambda dim: first if dim == taken else dim + (first <= dim < taken))
+            first, source = len(levels), len(levels) + in_dim
+            type_ = _moved(note.type, lambda dim: first if dim == source else dim + (first <= dim < source))
             mode.stamp(result, type_, note.origins, Batched((*levels, (level, x.shape[in_dim]))))
     return result
 
@@ -138,19 +144,19 @@ def _add_batch_dim(x: Tensor, in_dim: int, level: int) -> Tensor:
 def _remove_batch_dim(x: Tensor, level: int, batch_size: int, out_dim: int) -> Tensor:
     result: Tensor = _remove(x, level, batch_size, out_dim)
     mode = cast("Session | None", active())
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         note = note_of(x) if isinstance(x, Tensor) else None
         if mode is None or note is None:
             return result
         levels = _levels(note)
         left = tuple(item for item in levels if item[0] != level)
         to = len(left) + out_dim % result.dim()
-        taken = next((number for number, item in enumerate(levels) if item[0] == level), None)
+        source = next((number for number, item in enumerate(levels) if item[0] == level), None)
 
         def move(dim: int) -> int:
-            if dim == taken:
+            if dim == source:
                 return to
-            dim -= taken is not None and dim > taken
+            dim -= source is not None and dim > source
             return dim + (dim >= to)
 
         mode.stamp(result, _moved(note.type, move), note.origins, Batched(left) if left else None)
@@ -161,12 +167,12 @@ def _remove_batch_dim(x: Tensor, level: int, batch_size: int, out_dim: int) -> T
 
 
 def _same_note(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function(x, level)`, which wraps a tensor or takes the wrapper off."""
+    """Wraps a `torch.func` wrapping function so that its result carries the type of its input."""
 
     def call(x: Tensor, level: int) -> Any:
         result = function(x, level)
         mode = cast("Session | None", active())
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             note = mode.note(x, "torch.func") if mode is not None and isinstance(x, Tensor) else None
             if mode is not None and note is not None and result is not x:
                 mode.stamp(result, note.type, note.origins, note.extra)
@@ -183,7 +189,7 @@ def _hidden_shards(note: Note) -> dict[str, Shard]:
 
 @contextmanager
 def seen_losses(mode: Session, losses: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, losses of one sample are the summands that they are on the axes that shard the batch."""
+    """Types losses of one sample, inside the context, as summands on the axes that shard the batch."""
     before = [(x, note) for x in losses if (note := note_of(x)) is not None and isinstance(note.extra, Batched)]
     for x, note in before:
         type_ = note.type
@@ -198,13 +204,13 @@ def seen_losses(mode: Session, losses: Sequence[Tensor]) -> Iterator[None]:
 
 
 def hidden_gradient(losses: Sequence[Note], note: Note, type_: TensorType) -> tuple[TensorType, Batched | None]:
-    """The type of the gradient of an operand, `type_` without hidden dims of the loss, and what is hidden in it."""
+    """The type of an operand's gradient (`type_` without hidden dims of the loss), and its hidden dims."""
     whole = batched([*losses, note])
     if whole is None:
         return type_, None
-    own, order = _levels(note), {level: number for number, level in enumerate(whole.levels)}
-    shift = len(whole.levels) - len(own)
-    type_ = _moved(type_, lambda dim: order[own[dim]] if dim < len(own) else dim + shift)
+    levels, order = _levels(note), {level: number for number, level in enumerate(whole.levels)}
+    shift = len(whole.levels) - len(levels)
+    type_ = _moved(type_, lambda dim: order[levels[dim]] if dim < len(levels) else dim + shift)
     for loss in losses:
         for axis, kind in _hidden_shards(loss).items():
             type_ = type_.with_axis(axis, replace(kind, dim=order[_levels(loss)[kind.dim]]))
@@ -213,19 +219,23 @@ def hidden_gradient(losses: Sequence[Note], note: Note, type_: TensorType) -> tu
 
 # --- what is changed in torch while a mode is entered -----------------------------------------------------------------
 
-_vmap: Any = vmap_module
-_func: Any = eager_transforms
-_add, _remove = _vmap._add_batch_dim, _vmap._remove_batch_dim
-_wrap, _unwrap = _func._wrap_for_grad, _func._unwrap_for_grad
+_add, _remove = getattr(vmap_module, ADD_BATCH_DIM), getattr(vmap_module, REMOVE_BATCH_DIM)
+_WRAPPERS = [(eager_transforms, WRAP_FOR_GRAD), (eager_transforms, UNWRAP_FOR_GRAD)]
+_OURS = [
+    (vmap_module, ADD_BATCH_DIM, _add_batch_dim),
+    (vmap_module, REMOVE_BATCH_DIM, _remove_batch_dim),
+    *((owner, name, _same_note(getattr(owner, name))) for owner, name in _WRAPPERS),
+]
+_ORIGINALS = [(owner, name, getattr(owner, name)) for owner, name, _ in _OURS]
 
 
 def install() -> None:
-    """From now on, in threads that check types, they pass through vmap and torch.func."""
-    _vmap._add_batch_dim, _vmap._remove_batch_dim = _add_batch_dim, _remove_batch_dim
-    _func._wrap_for_grad, _func._unwrap_for_grad = _same_note(_wrap), _same_note(_unwrap)
+    """Makes types pass through vmap and torch.func, in threads that check types."""
+    for owner, name, function in _OURS:
+        setattr(owner, name, function)
 
 
 def remove() -> None:
-    """Gives torch its own functions back."""
-    _vmap._add_batch_dim, _vmap._remove_batch_dim = _add, _remove
-    _func._wrap_for_grad, _func._unwrap_for_grad = _wrap, _unwrap
+    """Restores torch's own functions."""
+    for owner, name, function in _ORIGINALS:
+        setattr(owner, name, function)

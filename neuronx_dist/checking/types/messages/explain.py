@@ -1,4 +1,4 @@
-"""Violations in the user's words: what, why, since where, and what to write instead (`repairs.py`)."""
+"""Errors in the user's words, from violations: the call, the reason, the origin, and repairs (`repairs.py`)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ....call_site import call_site
+from ....rules import RULES
 from ....spmd.errors import SpmdTypeError, Violation
 from ....spmd.tensor_type import Note, TensorType, note_of, type_of
 from ....spmd.types import DIFFERING, SAME, VARYING, I, P, R, Shard, SpmdType, V
 from ..judge import Operand, judge
-from ..rules import RULES
 from ..session import Session
-from .imports import importing
 from .provenance import Named, leaf_of, module_path, name_of, name_operands, site
 from .repairs import Operation, find_repairs, operator_repairs
 from .rewrites import fitting_sizes
@@ -52,7 +51,7 @@ __all__ = [
 
 
 def shown(x: Tensor, type_: TensorType | None, name: str | None = None) -> str:
-    """`weight [64, 16] {tp: S(0)}`."""
+    """A tensor as text: `weight [64, 16] {tp: S(0)}`."""
     name = name_of(x) if name is None else name
     types = "" if type_ is None else " " + "{" + ", ".join(f"{axis}: {spmd_type}" for axis, spmd_type in type_) + "}"
     return f"{name + ' ' if name else ''}{list(x.shape)}{types}"
@@ -64,7 +63,7 @@ def location(mode: Session) -> str:
 
 
 def since(x: Tensor, name: str, axis: str, note: Note | None = None) -> list[str]:
-    """Where the type of a tensor on an axis began: one line, or none if nobody knows."""
+    """The origin of a tensor's type on an axis, as one line; no line if it is unknown."""
     note = note or note_of(x)
     spmd_type = note.type.get(axis) if note is not None else None
     if note is None or spmd_type is None:
@@ -95,7 +94,7 @@ def since(x: Tensor, name: str, axis: str, note: Note | None = None) -> list[str
 
 def explain(mode: Session, violation: Violation, call: JudgedCall) -> SpmdTypeError:
     """The error for a violation."""
-    if mode.probing:  # nobody reads it
+    if mode.probing:  # its text is not read
         return SpmdTypeError(call.rule.name, violation.why, axis=violation.axis, rule=violation.rule)
     here = site()
     names = name_operands(call.tensors, here)
@@ -103,7 +102,7 @@ def explain(mode: Session, violation: Violation, call: JudgedCall) -> SpmdTypeEr
         shape_error = explain_shapes(mode, call)
         if shape_error is not None:
             return shape_error
-    if violation.rule == "invariant":  # what is wrong whether or not there are gradients says more
+    if violation.rule == "invariant":  # a violation that does not depend on gradients is more precise
         violation = _beneath(violation, call)
     axis = violation.axis
     types = [operand.type for operand in call.operands]
@@ -135,7 +134,7 @@ def explain(mode: Session, violation: Violation, call: JudgedCall) -> SpmdTypeEr
         f"{call.rule.name}({listed}) at {location(mode)}",
         f"on {axis}{subject_text}: {why}" if subject_text else f"on {axis}: {why}",
         where_from=lines,
-        repairs=importing(find_repairs(mode, violation, call, names, here), here),
+        repairs=find_repairs(mode, violation, call, names, here),
         axis=axis,
         rule=violation.rule,
         operands=violation.operands,
@@ -143,7 +142,7 @@ def explain(mode: Session, violation: Violation, call: JudgedCall) -> SpmdTypeEr
     )
 
 
-_MANY = 6  # operands: of more (a stack of all norms) some stand for the others
+_MANY = 6  # operands to list at most (a stack of all norms has more)
 
 
 def _listed(call: JudgedCall, names: Sequence[Named]) -> str:
@@ -153,7 +152,7 @@ def _listed(call: JudgedCall, names: Sequence[Named]) -> str:
 
 
 def _of_each_type(violation: Violation, call: JudgedCall) -> Sequence[int]:
-    """The operands that a violation is about; of many the first of each type."""
+    """The operands of a violation; if they are many, the first of each type."""
     if len(violation.operands) <= _MANY:
         return violation.operands
     types = {index: call.operands[index].type.get(violation.axis) for index in reversed(violation.operands)}
@@ -161,7 +160,7 @@ def _of_each_type(violation: Violation, call: JudgedCall) -> Sequence[int]:
 
 
 def _beneath(violation: Violation, call: JudgedCall) -> Violation:
-    """The violation that the call would be if nothing received a gradient; the given one, if it would be none."""
+    """The violation of the call without gradients, if there is one; else `violation`."""
     axis = violation.axis
     operands = [
         Operand(TensorType.of({axis: R if spmd_type.letter == "I" else spmd_type}), False)
@@ -176,7 +175,7 @@ def _beneath(violation: Violation, call: JudgedCall) -> Violation:
 
 
 def explain_shapes(mode: Session, call: JudgedCall, error: Exception | None = None) -> SpmdTypeError | None:
-    """The error for shapes that do not fit, if they would, were an operand gathered or cut; else None."""
+    """The error for shapes that do not fit, if a gather or a cut of an operand makes them fit; else None."""
     here = site()
     names = name_operands(call.tensors, here)
     of_torch = f" ({str(error).splitlines()[0]})" if error is not None else ""
@@ -197,7 +196,7 @@ def explain_shapes(mode: Session, call: JudgedCall, error: Exception | None = No
                 f"{call.rule.name}({listed}) at {location(mode)}",
                 f"on {axis}, the shapes do not fit, and would if all operands were whole, or all were pieces{of_torch}",
                 where_from=sharded,
-                repairs=importing((repair for _, repair in repairs[:4]), here),
+                repairs=[repair for _, repair in repairs[:4]],
                 axis=axis,
                 rule="shapes",
             )
@@ -205,7 +204,7 @@ def explain_shapes(mode: Session, call: JudgedCall, error: Exception | None = No
 
 
 def missing_type(mode: Session, x: Tensor, function: str) -> SpmdTypeError:
-    """The error for a tensor that nobody declared."""
+    """The error for a tensor without a declaration."""
     axes = ", ".join(f'"{axis}": spmd.R' for axis in (mode.atoms(("pp", "dp", "cp", "tp")) or ("tp",)))
     here = site()
     name = name_operands([x], here)[0]
@@ -214,7 +213,7 @@ def missing_type(mode: Session, x: Tensor, function: str) -> SpmdTypeError:
     return SpmdTypeError(
         f"{function} at {location(mode)} is given {shown(x, None, name.label)}, which has no type",
         "it was made outside of the check, and nobody said whether it is equal on all ranks",
-        repairs=importing([declared, "make it inside of the check"], here),
+        repairs=[declared, "make it inside of the check"],
         rule="no_type",
     )
 
@@ -242,7 +241,8 @@ def operator_error(
     """The error for a collective on a tensor that is not what it takes.
 
     Args:
-        src, dst: as they are written; None for a plain verb, which `takes` something all the same.
+        src, dst: as the call states them; None for a plain verb.
+        takes: the type that a plain verb needs; None: unknown.
     """
     if mode.probing:
         return SpmdTypeError(name, why, axis=axis, rule=rule)
@@ -265,7 +265,7 @@ def operator_error(
         f"{name}({shown(x, note.type, named.label)}, {axis!r}{arrow}) at {location(mode)}",
         f"on {axis}, {why}",
         where_from=since(x, named.label, axis, note),
-        repairs=importing(repairs, here),
+        repairs=repairs,
         axis=axis,
         rule=rule,
         src=src,
@@ -275,22 +275,22 @@ def operator_error(
 
 
 def _counted(spmd_type: Any, x: Tensor) -> Any:
-    """A shard of a dim that is counted from the end, by its number from the front."""
+    """`S(-1)` as the same shard with its dim counted from the front; other types unchanged."""
     negative = isinstance(spmd_type, Shard) and spmd_type.dim < 0
     return Shard(spmd_type.dim + x.dim(), spmd_type.stride) if negative else spmd_type
 
 
 def _same_shard(one: SpmdType, other: Any, x: Tensor) -> bool:
-    """Whether two types are shards of one dim, so that it is something else that is wrong."""
+    """Whether two types are shards of one dim, so that the dim is not the problem."""
     return isinstance(one, Shard) and isinstance(other, Shard) and (one.dim - other.dim) % max(1, x.dim()) == 0
 
 
 def gradient_error(
     function: Any, called: str, input_type: SpmdType | None, index: int, grad: Tensor, axis: str, expected: SpmdType
 ) -> SpmdTypeError:
-    """The error for a gradient, returned by a custom function's backward, that has another type than its input's dual.
+    """The error for a gradient of a custom function's backward whose type is not the dual of its input's.
 
-    `called`: where the function was; `index`: of the input that the gradient belongs to.
+    `called`: the line of the call; `index`: number of the input of the gradient.
     """
     names = list(inspect.signature(function.forward).parameters)
     names = names[1:] if names[:1] == ["ctx"] else names
@@ -339,7 +339,7 @@ def write_error(
     axis: str,
     after: SpmdType | None,
 ) -> SpmdTypeError:
-    """The error for a write in place after which a tensor that keeps its type would have another."""
+    """The error for a write in place that would change a type that has to stay."""
     here = site()
     names = name_operands(tensors, here)
     at = next((i for i, x in enumerate(tensors) if x is target), None)
@@ -367,7 +367,7 @@ def write_error(
         f"{name}({', '.join(shown(x, t, n.label) for x, t, n in zip(tensors, types, names))}) at {location(mode)}",
         f"on {axis} {label or 'what is written to'} is {before} and would become {after}: {keeps} its type",
         where_from=lines,
-        repairs=importing(repairs, here),
+        repairs=repairs,
         axis=axis,
         rule="inplace",
     )

@@ -1,10 +1,10 @@
-"""Loops over parameters of which some are sharded: what repairs the line for one of them is wrong for another.
+"""Loops over parameters of which some are sharded: a repair for one of them is wrong for another.
 
-So a repair of what such a loop computes of its parameter asks for the layout of that one:
+So the repair of a term that such a loop computes depends on the layout of the parameter:
 
     total = total + (spmd.all_reduce(p.sum(), "tp", dst=spmd.I) if spmd.spec_of(p).axis == "tp" else p.sum())
 
-and what the loop accumulates in is left alone: at the next turn it has another type.
+and the variable in which the loop accumulates is not changed: at the next turn it has another type.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ....spmd.axes import DATA_ATOMS
-from ....spmd.tensor_type import Origin, origins_of
 from ....spmd.types import SAME, I, P, R, Shard, SpmdType
 from .provenance import Named, Site, value_of
 from .syntax import syntax_tree
@@ -31,8 +30,8 @@ class ParameterLoop(NamedTuple):
     """A loop, or a comprehension, over parameters.
 
     Attributes:
-        parameter: the name that it gives to each.
-        assigned: names that its body assigns.
+        parameter: name of the loop variable.
+        assigned: names that the body assigns.
     """
 
     parameter: str
@@ -43,12 +42,12 @@ class ParameterLoop(NamedTuple):
         return f'({code} if spmd.spec_of({self.parameter}).axis == "{axis}" else {otherwise})'
 
     def varies(self, node: ast.AST | None) -> bool:
-        """Whether an expression is another one for each parameter."""
+        """Whether the value of an expression depends on the parameter."""
         names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)} if node is not None else set()
         return self.parameter in names or bool(names & self.assigned)
 
     def general(self, code: str, node: ast.AST | None, spmd_type: SpmdType | None) -> str:
-        """`code` with the sharded dim of the parameter at hand, where it is about the parameter itself."""
+        """`code` with the sharded dim of the loop's parameter in place of a number, where `node` is the parameter."""
         if not isinstance(spmd_type, Shard) or not isinstance(node, ast.Name) or node.id != self.parameter:
             return code
         return code.replace(f"src={written(spmd_type)}", f"src=spmd.S(spmd.spec_of({self.parameter}).dim)")
@@ -57,7 +56,7 @@ class ParameterLoop(NamedTuple):
 def parameter_loop(here: Site | None, axis: str, node: ast.AST | None = None) -> ParameterLoop | None:
     """The innermost loop over parameters around the expression here, or around another `node` of its function.
 
-    None on an axis of the data, over which layers do not shard: all parameters are alike there.
+    None on an axis of the data, over which no layer is sharded.
     """
     if axis in DATA_ATOMS:
         return None
@@ -65,7 +64,7 @@ def parameter_loop(here: Site | None, axis: str, node: ast.AST | None = None) ->
     tree = syntax_tree(here.source) if here is not None else None
     if here is None or node is None or tree is None:
         return None
-    around = [each for each in ast.walk(tree) if isinstance(each, _LOOPS) and node in ast.walk(each)]
+    around = [outer for outer in ast.walk(tree) if isinstance(outer, _LOOPS) and node in ast.walk(outer)]
     for loop in reversed(around):  # the innermost comes last
         parameter = _parameter_of(loop, here)
         if parameter:
@@ -76,12 +75,12 @@ def parameter_loop(here: Site | None, axis: str, node: ast.AST | None = None) ->
 
 
 def changes_with_the_turn(here: Site | None, node: ast.AST | None) -> bool:
-    """Whether an expression is about what a loop around it goes over: another layer, say, at the next turn."""
+    """Returns whether an expression uses the variable of an enclosing loop, so that it changes per iteration."""
     tree = syntax_tree(here.source) if here is not None else None
     if here is None or node is None or tree is None:
         return False
     names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-    for loop in (each for each in ast.walk(tree) if isinstance(each, _LOOPS) and node in ast.walk(each)):
+    for loop in (outer for outer in ast.walk(tree) if isinstance(outer, _LOOPS) and node in ast.walk(outer)):
         target = loop.target if isinstance(loop, ast.For) else loop.generators[0].target
         if names & {part.id for part in ast.walk(target) if isinstance(part, ast.Name)}:
             return True
@@ -89,7 +88,7 @@ def changes_with_the_turn(here: Site | None, node: ast.AST | None) -> bool:
 
 
 def _parameter_of(loop: Any, here: Site) -> str:
-    """The name that a loop gives to parameters; "" if it goes over something else."""
+    """The variable of a loop over parameters; "" for other loops."""
     generator = loop if isinstance(loop, ast.For) else loop.generators[0]
     names = [name.id for name in ast.walk(generator.target) if isinstance(name, ast.Name)]
     for name in names:
@@ -110,7 +109,7 @@ def loop_repairs(axis: str, call: JudgedCall, names: Sequence[Named], here: Site
     if here is None or P not in types or not whole:
         return
     dst = R if whole[0] is R else I
-    for term in _terms(axis, call, names, here):
+    for term in _terms(here):
         loop = parameter_loop(here, axis, term)
         if loop is None:
             continue
@@ -123,8 +122,8 @@ def loop_repairs(axis: str, call: JudgedCall, names: Sequence[Named], here: Site
         return
 
 
-def _terms(axis: str, call: JudgedCall, names: Sequence[Named], here: Site) -> Iterator[ast.AST]:
-    """The expressions that may be what a loop computes of each parameter."""
+def _terms(here: Site) -> Iterator[ast.AST]:
+    """The expressions that may be the term that a loop computes for each parameter."""
     node = here.node
     statement = here.statement()
     if isinstance(node, ast.Call):  # sum(f(p) for p in ...), torch.stack([f(p) for p in ...])
@@ -133,23 +132,6 @@ def _terms(axis: str, call: JudgedCall, names: Sequence[Named], here: Site) -> I
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
         accumulated = {target.id for target in targets if isinstance(target, ast.Name)}
         parts = [node.left, node.right] if isinstance(node, ast.BinOp) else [getattr(node, "value", None)]
-        own = [part for part in parts if part is not None and getattr(part, "id", "") not in accumulated]
-        if accumulated and len(own) == 1:
-            yield own[0]
-    for x, operand, name in zip(call.tensors, call.operands, names):  # what was appended to a list, where it was made
-        origin = origins_of(x).get(axis) if operand.type.get(axis) is P and name.node is None else None
-        if origin is not None:
-            yield from _expressions_at(origin, here)
-
-
-def _expressions_at(origin: Origin, here: Site) -> Iterator[ast.AST]:
-    """The one expression of the user's function in which a type began, by the name of the function it called."""
-    file, _, line = origin.where.rpartition(":")
-    function = origin.what.rpartition(" in ")[2]
-    tree = syntax_tree(here.source) if file == here.file else None
-    calls = [
-        node
-        for node in ast.walk(tree or ast.Module([], []))
-        if isinstance(node, ast.Call) and str(node.lineno) == line and getattr(node.func, "attr", "") == function
-    ]
-    yield from calls[:1] if len(calls) == 1 else ()
+        terms = [part for part in parts if part is not None and getattr(part, "id", "") not in accumulated]
+        if accumulated and len(terms) == 1:
+            yield terms[0]

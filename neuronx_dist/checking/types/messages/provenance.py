@@ -1,7 +1,7 @@
-"""Where something was called and what the user calls it: line, module path, names and source text. For messages only.
+"""The line, module path, names and source text of a call, for messages only.
 
-The expression that is being evaluated is found in the source by the position of the running instruction; its arguments
-are the words that a user reads and edits.
+The expression that is being evaluated is found in the source by the position of the running instruction; the source
+texts of its arguments are the names in messages.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ....call_site import MACHINERY, TRANSPORT, USER, call_site, owner_of
 from ....spmd.tensor_type import NAME
+from ....torch_internals.autograd import saved_value
 from .syntax import syntax_tree
 
 __all__ = ["Named", "Site", "editable", "leaf_of", "module_path", "name_of", "name_operands", "site",
@@ -44,13 +45,13 @@ def module_path(names: Mapping[int, str]) -> str:
 
 
 class Site(NamedTuple):
-    """The expression of the user's that is being evaluated.
+    """The expression in the user's code that is being evaluated.
 
     Attributes:
-        frame, file, source: where it stands.
+        frame, file, source: the place of the expression.
         node: the expression; None: not found.
-        called: what the function was given that it calls, if that is not torch itself but a module or a function of
-            somebody else's, which makes the call that is judged; None: the expression makes it.
+        called: tensors among the arguments of the module or function that the expression calls, if that one makes the
+            call that is judged; None: the expression makes it.
     """
 
     frame: FrameType
@@ -61,26 +62,24 @@ class Site(NamedTuple):
 
     @property
     def editable(self) -> bool:
-        """Whether it stands in the user's own code, and not in an installed package or in this one."""
+        """Whether the expression stands in the user's own code, not in an installed package or in this one."""
         return editable(self.file)
 
     def statement(self) -> ast.stmt | None:
-        """The statement that it is in."""
+        """The statement around the expression; None: not found."""
         node, tree = self.node, syntax_tree(self.source) or ast.Module([], [])
         inside = [s for s in ast.walk(tree) if isinstance(s, ast.stmt) and _holds(s, node)]
         return inside[-1] if inside else None
 
-    def following(self) -> list[ast.Call]:
-        """The calls of the function that it is in that are made after it, those around it first."""
-        node, tree = self.node, syntax_tree(self.source) or ast.Module([], [])
-        inside = [f for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.Module)) and _holds(f, node)]
-        calls = [c for c in ast.walk(inside[-1]) if isinstance(c, ast.Call)] if inside else []
-        around = [c for c in calls if c is not node and _holds(c, node)]
-        line = getattr(node, "lineno", 0)
-        return [*reversed(around), *sorted((c for c in calls if c.lineno > line), key=lambda c: c.lineno)]
+    def enclosing_call(self) -> ast.Call | None:
+        """The call whose first argument is the expression; None: there is none."""
+        calls = (
+            node for node in ast.walk(syntax_tree(self.source) or ast.Module([], [])) if isinstance(node, ast.Call)
+        )
+        return next((call for call in calls if call.args and call.args[0] is self.node), None)
 
     def text(self, node: ast.AST | None) -> str:
-        """The source of a part of it."""
+        """The source text of a part of the expression."""
         return "" if node is None else " ".join((ast.get_source_segment(self.source, node) or "").split())
 
 
@@ -89,13 +88,13 @@ def _holds(outer: ast.AST, inner: ast.AST | None) -> bool:
 
 
 class Named(NamedTuple):
-    """What the user calls an operand.
+    """The name of an operand in the user's code.
 
     Attributes:
         label: for reading: "layers.3.mlp.down_proj.weight".
         code: for writing: "self.weight", or the expression that made it; "<mlp.weight>" or "<operand 1>" where the
             user's frame has none.
-        node: that expression in the line under evaluation, None if it is not there.
+        node: that expression in the line under evaluation; None: it is not in the line.
     """
 
     label: str
@@ -104,7 +103,7 @@ class Named(NamedTuple):
 
 
 def site() -> Site | None:
-    """The user's expression that is being evaluated; None if no line is the user's, or its frame is not found."""
+    """The expression in the user's code that is being evaluated; None if it is not found."""
     file, _, line = call_site().rpartition(":")
     if owner_of(file) != USER:
         return None
@@ -119,7 +118,7 @@ def site() -> Site | None:
 
 
 def editable(file: str) -> bool:
-    """Whether a file is the user's own: neither torch's, nor this package's, nor installed."""
+    """Whether a file is the user's own: not of torch, of this package, or of an installed one."""
     return owner_of(file) == USER and not any(folder in file for folder in _INSTALLED)
 
 
@@ -157,7 +156,7 @@ def _node(source: str, frame: FrameType) -> ast.AST | None:
     line, end_line, column, end_column = list(positions())[frame.f_lasti // 2]
     ending = [node for node in expressions if (node.end_lineno, node.end_col_offset) == (end_line, end_column)]
     exact = [node for node in ending if (node.lineno, node.col_offset) == (line, column)]
-    # Of a method in a chain over several lines the instruction begins at its name.
+    # The instruction of a method in a chain over several lines begins at the method's name.
     return next(iter(exact or [node for node in ending if isinstance(node, ast.Call)]), None)
 
 
@@ -185,7 +184,11 @@ def arguments(here: Site) -> list[ast.expr]:
         parts = [node.value, *_items(node.slice)]
         if isinstance(node.ctx, ast.Store):
             nodes = ast.walk(syntax_tree(here.source) or node)
-            parts += [each.value for each in nodes if isinstance(each, ast.Assign) and node in each.targets]
+            parts += [
+                statement.value
+                for statement in nodes
+                if isinstance(statement, ast.Assign) and node in statement.targets
+            ]
     return [
         part for argument in parts for part in (_items(argument) if isinstance(argument, ast.List) else (argument,))
     ]
@@ -199,7 +202,7 @@ _UNKNOWN: Any = object()
 
 
 def value_of(node: ast.AST, frame: FrameType) -> Any:
-    """The value of a name, attribute or item, read without running any code; `_UNKNOWN` of everything else."""
+    """The value of a name, attribute or item, read without running any code; `_UNKNOWN` for other expressions."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name):
@@ -224,23 +227,23 @@ def value_of(node: ast.AST, frame: FrameType) -> Any:
 
 
 def name_operands(tensors: Sequence[Tensor], here: Site | None = None) -> list[Named]:
-    """What the user calls the operands of the call under evaluation."""
+    """The names of the operands of the call under evaluation."""
     here = here or site()
     if here is None:
         return [Named(_given(x), _placeholder(_given(x), index), None) for index, x in enumerate(tensors)]
     parts = [(part, value_of(part, here.frame)) for part in arguments(here)]
-    taken: set[int] = set()
+    matched: set[int] = set()
     nodes: list[ast.expr | None] = []
     for x in tensors:
-        match = next((i for i, (_, value) in enumerate(parts) if value is x and i not in taken), None)
+        match = next((i for i, (_, value) in enumerate(parts) if value is x and i not in matched), None)
         match = next((i for i, (_, value) in enumerate(parts) if value is x), None) if match is None else match
-        taken.update(() if match is None else (match,))
+        matched.update(() if match is None else (match,))
         nodes.append(None if match is None else parts[match][0])
     names = [_given(x) or _variable(x, here.frame) for x in tensors]
     unknown = [part for part, value in parts if value is _UNKNOWN and not isinstance(part, _COMPREHENSIONS)]
     for index, (x, node) in enumerate(zip(tensors, nodes)):
-        own = here.called is None or any(x is tensor for tensor in here.called)
-        if node is None and not names[index] and unknown and own:
+        is_argument = here.called is None or any(x is tensor for tensor in here.called)
+        if node is None and not names[index] and unknown and is_argument:
             nodes[index] = unknown.pop(0)
     result = []
     for index, (x, name, node) in enumerate(zip(tensors, names, nodes)):
@@ -254,7 +257,7 @@ _COMPREHENSIONS = (ast.GeneratorExp, ast.ListComp, ast.DictComp, ast.SetComp)
 
 
 def name_of(x: Tensor) -> str:
-    """What the user calls a tensor: its name if it was given one, else a variable or an expression of the user's."""
+    """The name of a tensor: its own if it has one, else a variable or an expression in the user's code."""
     return name_operands([x])[0].label
 
 
@@ -312,7 +315,7 @@ def _node_of(x: Tensor) -> Any:
 
 
 def leaf_of(x: Tensor, matches: Callable[[Tensor], bool]) -> Tensor | None:
-    """The nearest leaf or saved operand on the way back from `x` of which `matches` is true; None if there is none.
+    """The nearest leaf or saved operand in the graph of `x` for which `matches` is true; None if there is none.
 
     The search ends at collectives, and finds nothing for a tensor without a gradient.
     """
@@ -333,9 +336,9 @@ def _leaves(start: Any, matches: Callable[[Tensor], bool], limit: int = 300) -> 
 
 
 def contracts(x: Tensor, varies: Callable[[Tensor], bool]) -> bool:
-    """Whether `x` comes, but for views and sums, from a product of two operands that both vary.
+    """Whether `x` comes, apart from views and sums, from a product of two operands that both vary.
 
-    `varies` has to be true of the operand, or of something that it was made from.
+    `varies` has to be true for the operand, or for a tensor in its graph.
     """
     queue: list[Any] = [_node_of(x)]
     seen: set[Any] = set()
@@ -362,10 +365,9 @@ def _leads(node: Any, saved: Sequence[Tensor], varies: Any) -> bool:
 def _saved(node: Any) -> list[Tensor]:
     operands = []
     if node.name() in _CONTRACTIONS:
-        for name in ("_saved_self", "_saved_input", "_saved_mat1", "_saved_batch1", "_saved_mat2", "_saved_batch2",
-                     "_saved_weight"):  # fmt: skip
+        for name in ("self", "input", "mat1", "batch1", "mat2", "batch2", "weight"):
             try:
-                value = getattr(node, name, None)
+                value = saved_value(node, name)
             except RuntimeError:  # freed
                 value = None
             if isinstance(value, torch.Tensor):

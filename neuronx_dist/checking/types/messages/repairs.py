@@ -1,9 +1,9 @@
-"""What to write instead: repairs of a call that the types forbid, found by trying.
+"""Repairs of a call that the types forbid, found by trying.
 
-For each operand that a violation is about, every operator that takes it elsewhere is tried: the call is judged again
-with the type and the shape that the operator would give, and what is then legal is offered. All of these keep the
-global value, so that a repair is right wherever the declared types are; the order is by what people most often forgot:
-a reduction before everything else, and nothing that would hide that it is missing.
+For each operand of a violation, every operator that changes its type is tried: the call is judged again with the type
+and the shape that the operator would give, and operators that make it legal are offered. All of these keep the global
+value, so that a repair is right if the declared types are. The most frequent mistakes come first: a reduction before
+all others, and no repair that would hide a missing one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ GATHERED = 17  # the order behind gathers, and before exchanges
 class _Expression(NamedTuple):
     """The call that is to be repaired, as it stands in the user's source.
 
-    `loop`: the loop over parameters that it is in, whose repairs must be right for each of them.
+    `loop`: the loop over parameters around the call; its repairs must be right for each parameter.
     """
 
     call: JudgedCall
@@ -54,12 +54,12 @@ class _Expression(NamedTuple):
     loop: ParameterLoop | None
 
     def accumulates(self, index: int) -> bool:
-        """Whether an operand is what a loop accumulates in, which has another type at its next turn."""
+        """Whether a loop accumulates in an operand, which then has another type at the next turn."""
         node = self.names[index].node
         return self.loop is not None and isinstance(node, ast.Name) and node.id in self.loop.assigned
 
     def repair(self, index: int, change: Change) -> Repair:
-        """The repair that makes a change of an operand. One that changes the meaning is for people to make: no edit."""
+        """The repair that makes a change of an operand; a change of the meaning has no edit."""
         name, code = self.names[index], change.code
         repeated = sum(x is self.call.tensors[index] for x in self.call.tensors) > 1 and name.code.isidentifier()
         statement = self.here.statement() if self.here is not None and repeated else None
@@ -104,14 +104,14 @@ def find_repairs(
         for one, two in ((a, b) for a in singles for b in singles if a < b):
             for first in singles[one]:
                 for second in singles[two]:
-                    alike = first.type.letter == second.type.letter and first.order + second.order < 2 * LAST
-                    if alike and legal(call, axis, {one: first, two: second}):
+                    same_letter = first.type.letter == second.type.letter and first.order + second.order < 2 * LAST
+                    if same_letter and legal(call, axis, {one: first, two: second}):
                         both = expression.repair(one, first), expression.repair(two, second)
                         edits = [*both[0].edits, *both[1].edits] if both[0].edits and both[1].edits else []
                         order = first.order + second.order
                         order -= 4 * (first.type is second.type is I)  # nothing is left beside them that varies
                         tried.append((order, Repair(" and ".join(both), *edits)))
-    if not tried and not repairs:  # as it is nothing fits: it is not the only thing that is missing
+    if not tried and not repairs:  # no single change is legal: something else is missing too
         for index, changes in singles.items():
             for change in changes:
                 if change.shape != tuple(call.tensors[index].shape) and "_gather" in change.code:
@@ -127,7 +127,7 @@ def find_repairs(
 
 
 def _involved(call: JudgedCall, violation: Violation, names: Sequence[Named], here: Site | None) -> list[int]:
-    """Operands to change: those that it is about, then the others; each tensor once."""
+    """Indices of operands to change: those of the violation, then the others; each tensor once."""
     order = [*violation.operands, *range(len(call.tensors))]
     indices: list[int] = []
     for index in order:
@@ -146,8 +146,8 @@ class Operation(NamedTuple):
     Attributes:
         name: "all_reduce", "comm.all_gather".
         actual: what the tensor is on the axis.
-        takes, gives: types that it would have to be, and become; None: the verb does not say.
-        differentiable: whether the tensor receives a gradient, of which plain verbs know nothing.
+        takes, gives: types that it must have, and that the result has; None: the verb states none.
+        differentiable: whether the tensor receives a gradient, which plain verbs do not pass back.
     """
 
     name: str
@@ -159,10 +159,10 @@ class Operation(NamedTuple):
 
 
 def operator_repairs(operation: Operation, operand: Named, here: Site | None, rule: str) -> list[Repair]:
-    """Repairs of an operator, or of a plain verb: what to write in its place, or to give it."""
+    """Repairs of an operator or a plain verb: another one in its place, or another argument."""
     code, actual, axis = operand.code, operation.actual, operation.axis
     node, loop = here.node if here is not None else None, parameter_loop(here, axis)
-    own = isinstance(node, ast.Call) and operand.node is not None and operand.node in node.args
+    direct = isinstance(node, ast.Call) and operand.node is not None and operand.node in node.args
     inside = here is not None and here.called is not None and operation.name.startswith("comm.")
     repairs: list[Repair] = []
 
@@ -173,16 +173,16 @@ def operator_repairs(operation: Operation, operand: Named, here: Site | None, ru
             text = loop.chosen(here.text(node), text, axis) if whole else loop.chosen(text, code, axis)
             words = f": it is {actual} for this parameter, and another type for others"
         elif text == code and changes_with_the_turn(here, operand.node):
-            # At another turn it may be needed: with it dropped that one would be refused, and so on without end.
+            # Another turn may need it: without it that turn would be refused, and the repairs would alternate.
             repairs.append(Repair(f"{text}{words}, if it is at every turn of the loop; else make what differs alike"))
             return
-        replaced = operand.node if inside else node if own else None
+        replaced = operand.node if inside else node if direct else None
         repairs.append(Repair(text + words, edit_of(here, replaced, text)))
 
     base = operation.name.removeprefix("comm.")
     if actual.scale and actual is not P("avg"):
         offer(f'{atom_of(code)} {"/" if actual.scale > 0 else "*"} comm.size("{axis}")')
-    if inside:  # a layer's own verb: what matters is what the layer is given
+    if inside:  # a layer's own verb: the repair is a change of the layer's argument
         path = route(actual, operation.takes) if operation.takes is not None else None
         if path is not None:
             src = None if actual is P else actual
@@ -200,7 +200,7 @@ def operator_repairs(operation: Operation, operand: Named, here: Site | None, ru
         return [Repair(f"{code}.masked_fill({mask}.unsqueeze(-1), 0) before it{words}")]
     if base == "convert" and here is not None and here.called is not None and operation.gives == actual:
         function = isinstance(node, ast.Call) and inspect.isfunction(value_of(node.func, here.frame))
-        if not function:  # it is a layer that takes its own part of what it is given
+        if not function:  # a layer that takes its own part of its argument
             return [Repair("input_is_parallel=True on the layer, which is given its own part already")]
     if base != operation.name:
         _of_verb(operation, base, code, offer)
@@ -230,7 +230,7 @@ def operator_repairs(operation: Operation, operand: Named, here: Site | None, ru
 
 
 def _of_verb(operation: Operation, verb: str, code: str, offer: Callable[..., None]) -> None:
-    """Repairs of a plain verb; where a gradient goes through it, by the operators that have one."""
+    """Repairs of a plain verb; operators with a derivative, where a gradient goes through it."""
     actual, axis = operation.actual, operation.axis
     if actual.letter in SAME:
         offer(code, ": it is the same on all ranks already, drop this one")

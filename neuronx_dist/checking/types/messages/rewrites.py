@@ -1,6 +1,6 @@
 """Repairs that are not an operator on one operand: another order, another function, another line.
 
-Each takes a violation of one rule and gives what people write instead, as code where the call's own source allows it.
+Each function takes a violation of one rule and yields repairs, as code where the call's own source allows it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import clip_grad_norm_
 
+from ....rules import RULES
 from ....spmd.errors import Violation
 from ....spmd.tensor_type import Origin, origins_of, type_of
 from ....spmd.types import DIFFERING, SAME, I, P, R, Shard, SpmdType, V
-from ..rules import RULES
+from ....torch_internals.fake_tensors import FakeTensor
+from ....torch_internals.tensors import DisableTorchFunction
 from .provenance import Named, Site, editable, value_of
 from .syntax import syntax_tree
 from .trials import Change, Edit, JudgedCall, Repair, call_of, contracted, edit_of, legal, misfit, on_meta, written
@@ -32,7 +32,7 @@ _BLOCKS = ("chunk", "split", "unflatten", "tensor_split", "view", "reshape")
 def _bias(
     mode: Any, violation: Violation, call: JudgedCall, names: Sequence[Named], here: Site | None, size: Any
 ) -> Any:
-    """A bias that would be added to a sum which is not reduced yet: add it afterwards."""
+    """Yields the repair of a bias added to a sum that is not reduced yet: add the bias afterwards."""
     axis = violation.axis
     added = [index for index in violation.operands if index < len(call.tensors) and index >= 2]
     if not added or call.rule.name not in ("linear", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d"):
@@ -42,7 +42,7 @@ def _bias(
     if any(spmd_types[index] is None or spmd_types[index].letter not in DIFFERING for index in (0, 1)):  # type: ignore[union-attr]
         return
     without = JudgedCall(call.rule, call.function, call.args[:2], {}, call.tensors[:2], call.operands[:2], None)
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         spec = call.rule.spec(*call.args[:2]) if call.rule.spec is not None else None
     results = legal(without._replace(spec=spec), axis, {}, result=True)
     if not results or not (results[0] is P or results[0] is V):
@@ -50,54 +50,41 @@ def _bias(
     dst: SpmdType = I if spmd_types[bias] is not None and spmd_types[bias].letter == "I" else R  # type: ignore[union-attr]
     function = here.text(here.node.func) if here is not None and isinstance(here.node, ast.Call) else "F.linear"
     without_bias = f"{function}({names[0].code}, {names[1].code})"
-    own = here is not None and isinstance(here.node, ast.Call) and names[0].node in here.node.args
-    if here is not None and own:
-        moved = _moved(here, without_bias, names[bias].code, dst)
+    direct = here is not None and isinstance(here.node, ast.Call) and names[0].node in here.node.args
+    if here is not None and direct:
+        moved = _added_after(here, without_bias, names[bias].code, dst)
         if moved is not None:
             yield moved
             return
     code = f"{call_of('all_reduce', without_bias, axis, None, dst)} + {names[bias].code}"
-    yield Repair(code, edit_of(here, here.node, f"({code})") if here is not None and own else None)
+    yield Repair(code, edit_of(here, here.node, f"({code})") if here is not None and direct else None)
 
 
-def _moved(here: Site, remaining: str, added: str, dst: SpmdType) -> Repair | None:
-    """Takes `+ added` out of the expression here, which becomes `remaining`, and adds it after the reduction.
-
-    The reduction follows: around the expression, or later in the function, of the variable that it is assigned to.
-    """
-    node, statement = here.node, here.statement()
-    name = ""
-    if isinstance(statement, ast.Assign) and statement.value is node and isinstance(statement.targets[0], ast.Name):
-        name = statement.targets[0].id
-    for call in here.following():
-        words = here.text(call.func)
-        inner = call.args[0] if call.args else None
-        same = inner is node or (bool(name) and isinstance(inner, ast.Name) and inner.id == name)
-        declared_dst = next((here.text(k.value).rpartition(".")[2] for k in call.keywords if k.arg == "dst"), "")
-        letter = declared_dst or ("I" if "reduce_from" in words else "R" if words.startswith("comm.") else "")
-        if not same or "reduce" not in words or letter != str(dst):
-            continue
-        rest = [here.text(part) for part in call.args[1:]] + [f"{k.arg}={here.text(k.value)}" for k in call.keywords]
-        if inner is node:
-            code = f"{words}({', '.join([remaining, *rest])}) + {added}"
-            return Repair(code, edit_of(here, call, f"({code})"))
-        code = f"{here.text(call)} + {added}"
-        text = f"{code}, and {remaining} without it before"
-        return Repair(text, edit_of(here, node, remaining), edit_of(here, call, f"({code})"))
-    return None
+def _added_after(here: Site, remaining: str, added: str, dst: SpmdType) -> Repair | None:
+    """The repair `reduce(remaining) + added`, where a reduction to `dst` is around the expression here; else None."""
+    call = here.enclosing_call()
+    function = here.text(call.func) if call is not None else ""
+    if call is None or "reduce" not in function:
+        return None
+    stated = next((here.text(k.value).rpartition(".")[2] for k in call.keywords if k.arg == "dst"), "")
+    if (stated or ("I" if "reduce_from" in function else "R" if function.startswith("comm.") else "")) != str(dst):
+        return None
+    options = [here.text(part) for part in call.args[1:]] + [f"{k.arg}={here.text(k.value)}" for k in call.keywords]
+    code = f"{function}({', '.join([remaining, *options])}) + {added}"
+    return Repair(code, edit_of(here, call, f"({code})"))
 
 
 def _plus(
     mode: Any, violation: Violation, call: JudgedCall, names: Sequence[Named], here: Site | None, size: Any
 ) -> Any:
-    """What is added to a sum before its reduction: add it after."""
+    """Yields the repair of an addition to a sum before its reduction: add after the reduction."""
     if here is None or not isinstance(here.node, ast.BinOp) or not isinstance(here.node.op, ast.Add) or len(names) != 2:
         return
     spmd_types = [operand.type.get(violation.axis) for operand in call.operands]
     pending = next((i for i, spmd_type in enumerate(spmd_types) if spmd_type is P), None)
     other = spmd_types[1 - pending] if pending is not None else None
     if pending is not None and other is not None and other.letter in SAME:
-        moved = _moved(here, names[pending].code, names[1 - pending].code, other)
+        moved = _added_after(here, names[pending].code, names[1 - pending].code, other)
         if moved is not None:
             yield moved
 
@@ -121,7 +108,7 @@ def _invariant(mode: Any, violation: Violation, call: JudgedCall, names: Any, he
 
 
 def origin_repair(origin: Origin, dst: SpmdType) -> Repair | None:
-    """Another `dst` for the collective in which a type began."""
+    """The repair that changes `dst` of the collective in which a type began."""
     operator, _, _ = origin.what.partition("(")
     if operator not in ("all_reduce", "all_gather") or not origin.what.endswith((", R)", ", I)")):
         return None
@@ -156,11 +143,11 @@ def _fixed(
     words = call.rule.name
     if words in ("cross_entropy", "nll_loss") and len(names) > 1 and index == 0 and spmd_type.dim == x.dim() - 1:
         node, labels = here.node if here is not None else None, names[1].code
-        own = f"nxd.parallel_cross_entropy({name.code}, {labels})"
-        code = f"{own}.sum() / nxd.global_num_items({labels}, shift=False)"
+        loss = f"nxd.parallel_cross_entropy({name.code}, {labels})"
+        code = f"{loss}.sum() / nxd.global_num_items({labels}, shift=False)"
         replaceable = isinstance(node, ast.Call) and len(node.args) == 2 and not node.keywords
         yield Repair(code, edit_of(here, node, f"({code})") if replaceable else None)
-        yield Repair(f"{own}.mean(), if every label counts")
+        yield Repair(f"{loss}.mean(), if every label counts")
     elif words == "rms_norm" and spmd_type.dim == x.dim() - 1 and index == 0:
         squares = call_of("all_reduce", f"{name.code}.pow(2).sum(-1, keepdim=True)", axis, None, R)
         node = here.node if here is not None else None
@@ -175,7 +162,7 @@ def _fixed(
     elif words == "embedding" and spmd_type.dim == 0:
         yield Repair("ParallelEmbedding: each rank looks up the ids whose rows it holds, masks the others, and the sum "
                      "over the ranks is the row")  # fmt: skip
-    elif spmd_type.stride == 1 and words in _BLOCKS and x.requires_grad:  # no weight made it otherwise
+    elif spmd_type.stride == 1 and words in _BLOCKS and x.requires_grad:  # otherwise no weight made it
         for blocks in range(2, 9):
             change = Change("", Shard(spmd_type.dim, blocks), tuple(x.shape), 0)
             if x.shape[spmd_type.dim] % blocks == 0 and legal(call, axis, {index: change}):
@@ -189,7 +176,7 @@ _PICKING = frozenset("topk sort argsort msort kthvalue median argmax argmin cums
 
 
 def local_code(violation: Violation, call: JudgedCall) -> Iterator[Repair]:
-    """A scope for code that picks positions of a shard and means this rank's own."""
+    """Yields a `local_map` for code that picks positions of a shard and means this rank's own."""
     picks = call.spec is not None and bool(call.spec.selected or call.spec.looked_up)
     if violation.rule == "fixed" and (picks or call.rule.name in _PICKING):
         yield Repair(f'spmd.local_map(function, out_types={{"{violation.axis}": ...}}) around it, if this rank\'s own '
@@ -197,7 +184,7 @@ def local_code(violation: Violation, call: JudgedCall) -> Iterator[Repair]:
 
 
 def otherwise(mode: Any, violation: Violation, call: JudgedCall, names: Sequence[Named]) -> Iterator[Repair]:
-    """Repairs that are no operator: another rule, another layout, an exception from the check."""
+    """Yields repairs that are no operator: another rule, another layout, an exception from the check."""
     function = call.rule.name
     if call.rule.spec is None and call.rule.kind == "op" and call.function not in RULES:
         yield Repair(f"@spmd.register_rule({function}, linear=((0,),)) on a function that says what it does to dims, "
@@ -216,13 +203,13 @@ def otherwise(mode: Any, violation: Violation, call: JudgedCall, names: Sequence
         yield Repair(f"take this rank's piece of the whole: {code} instead of a slice that is the same on all")
     if violation.rule == "scalar":
         index = violation.operands[0]
-        own = names[index].label or "value"
-        if not isinstance(call.tensors[index], FakeTensor):  # which has no value to print
-            yield Repair(f"with spmd.no_typecheck(): around it, if this rank's own {own} is meant (to print it)")
+        label = names[index].label or "value"
+        if not isinstance(call.tensors[index], FakeTensor):  # a fake tensor has no value to print
+            yield Repair(f"with spmd.no_typecheck(): around it, if this rank's own {label} is meant (to print it)")
 
 
 def _undeclared_shard(call: JudgedCall, index: int, axis: str, name: Named) -> Iterator[Repair]:
-    """The declaration with which a parameter that is the same on all ranks would be a shard, and the call legal."""
+    """Yields the declaration that makes an undeclared parameter a shard, if the call is then legal."""
     for dim in range(call.tensors[index].dim()):
         if legal(call, axis, {index: Change("", Shard(dim), tuple(call.tensors[index].shape), 0)}):
             if axis == "tp":
@@ -234,13 +221,13 @@ def _undeclared_shard(call: JudgedCall, index: int, axis: str, name: Named) -> I
 
 
 def _scalar(mode: Any, violation: Violation, call: JudgedCall, names: Any, here: Site | None, size: Any) -> Any:
-    """A number made of a tensor that has no value: it is no part of what is checked."""
+    """Yields the repair of a number made of a tensor without values: leave it out of the checked step."""
     if isinstance(call.tensors[violation.operands[0]], FakeTensor):
         yield Repair("leave printing and logging out of the step that is checked: return the tensor instead")
 
 
 def clipping(here: Site | None) -> list[Repair]:
-    """torch's clipping, which knows no shards and no summands, replaced by that of the package."""
+    """The repair of torch's gradient clipping, which does not see shards: the clipping of this package."""
     node = here.node if here is not None else None
     if here is None or not isinstance(node, ast.Call) or value_of(node.func, here.frame) is not clip_grad_norm_:
         return []
@@ -251,7 +238,7 @@ def clipping(here: Site | None) -> list[Repair]:
 def declared(
     call: JudgedCall, axis: str, violation: Violation, names: Sequence[Named], here: Site | None
 ) -> list[Repair]:
-    """Types for an operand that has none on an axis, with which the call is legal."""
+    """Repairs that declare a type for an operand without one on an axis, with which the call is legal."""
     repairs = []
     for index in violation.operands:
         x = call.tensors[index]
@@ -269,7 +256,7 @@ def declared(
 def fitting_sizes(
     call: JudgedCall, axis: str, size: int | None, names: Sequence[Named], here: Site | None
 ) -> Iterator[Repair]:
-    """Repairs of a view or split of a shard that is given a size of the whole: divide it by the ranks."""
+    """Yields the repair of a view or split of a shard with a global size: divide the size by the ranks."""
     if not size or len(call.tensors) != 1 or not isinstance(call.operands[0].type.get(axis), Shard):
         return
     args, kwargs = on_meta(call)
@@ -291,7 +278,7 @@ def fitting_sizes(
         tried = call._replace(args=(args[0], type(args[1])(new)) if packed else (args[0], *new), kwargs=kwargs)
         if misfit(tried, tried.args, kwargs) is not None:
             continue
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             spec = call.rule.spec(*tried.args, **kwargs) if call.rule.spec is not None else None
         if legal(tried._replace(spec=spec, tensors=[args[0]]), axis, {}):
             node = nodes[index] if len(nodes) == len(sizes) else None

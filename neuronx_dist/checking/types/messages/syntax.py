@@ -17,7 +17,7 @@ _PARSING = threading.Lock()
 
 @lru_cache(maxsize=16)
 def syntax_tree(source: str) -> ast.Module | None:
-    """The source as a tree, always the same one; None: it is not Python."""
+    """The source as a tree, one object for equal sources; None: it is not Python."""
     try:
         with _PARSING:
             return ast.parse(source)

@@ -1,4 +1,4 @@
-"""Trying what may be done to the operands of a call: candidates, and whether the call is legal with them.
+"""Trials of changes of a call's operands: candidates, and whether the call is legal with them.
 
 A candidate is an operator on one operand: its code, and the type and the shape that it gives. The call is judged again
 with these; nothing is communicated, and shapes are tried on the meta device.
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from .... import comm
+from ....rules import Rule
+from ....rules.spec import Spec
 from ....spmd.errors import Violation
 from ....spmd.rows import ROWS
 from ....spmd.tensor_type import TensorType, type_of
 from ....spmd.types import DIFFERING, SAME, VARYING, I, P, R, Shard, SpmdType, V, scaled
+from ....torch_internals.tensors import DisableTorchFunction
 from ..judge import Operand, judge
-from ..rules import Rule
-from ..rules.spec import Spec
 from .provenance import Named, Site, contracts
 from .syntax import expression_of
 
@@ -46,11 +47,11 @@ __all__ = [
     "written",
 ]
 
-LAST = 40  # an order behind all that keeps the global value
+LAST = 40  # an order behind all repairs that keep the global value
 
 
 class Edit(NamedTuple):
-    """A change of the source: what stands between two positions (lines from 1, columns in bytes) becomes `text`."""
+    """A change of the source: the text between two positions (lines from 1, columns in bytes) becomes `text`."""
 
     file: str
     start: tuple[int, int]
@@ -59,7 +60,7 @@ class Edit(NamedTuple):
 
 
 class Repair(str):
-    """A repair as text; `edits` is the change of the source that it means, where that is known."""
+    """A repair as text, with the change of the source (`edits`) where it is known."""
 
     edits: tuple[Edit, ...]
 
@@ -70,7 +71,7 @@ class Repair(str):
 
 
 class JudgedCall(NamedTuple):
-    """A call that a violation forbids. `operands` are those of the judgement: also of the numbers that it draws."""
+    """A call that a violation forbids; `operands` are those of the judgement, also for numbers that it draws."""
 
     rule: Rule
     function: Callable[..., Any]
@@ -88,8 +89,8 @@ class Change(NamedTuple):
     code: str
     type: SpmdType
     shape: tuple[int, ...]
-    order: float  # how far down the list of repairs it stands
-    words: str = ""  # what is to be said with it: when it is meant
+    order: float  # place in the list of repairs
+    words: str = ""  # appended to the repair: the case in which it is meant
 
 
 def written(spmd_type: SpmdType | None) -> str:
@@ -107,12 +108,12 @@ def call_of(
 
 
 def out_of_reach(x: Tensor, name: Named, here: Site | None) -> bool:
-    """Whether an operand is a layer's own parameter, in the layer's own code, where no user changes it."""
+    """Whether an operand is a layer's own parameter in the layer's own code, which users do not change."""
     return isinstance(x, nn.Parameter) and name.node is None and here is not None and here.called is not None
 
 
 def size_of(mode: Any, axis: str) -> int | None:
-    """Ranks on an axis; None if nobody knows."""
+    """Number of ranks on an axis; None: unknown."""
     try:
         return int(mode.mesh.size(axis)) if mode.mesh is not None else int(comm.size(axis))
     except (ValueError, RuntimeError, KeyError):
@@ -120,11 +121,11 @@ def size_of(mode: Any, axis: str) -> int | None:
 
 
 def _companions(call: JudgedCall, index: int, axis: str) -> tuple[set[Shard], bool, tuple[SpmdType, SpmdType]]:
-    """What the other operands of a call say about what is meant by one of them.
+    """Facts about the other operands of a call, for the choice of a repair of one of them.
 
     Returns:
-        How they are sharded; whether a sum is pending that nobody reduced; which of I and R, for a value that is the
-        same on all ranks, is likelier, and the other.
+        Their shards; whether one of them is a sum that is not reduced; I and R in the order in which they are likely
+        for a value that is the same on all ranks.
     """
     x = call.tensors[index]
     others = [
@@ -145,7 +146,7 @@ def _companions(call: JudgedCall, index: int, axis: str) -> tuple[set[Shard], bo
 
 
 def changes_of(call: JudgedCall, index: int, axis: str, size: int | None, name: Named, level: str) -> Iterator[Change]:
-    """What may be done to an operand, and how likely it is what was forgotten (small: likely)."""
+    """Candidate repairs of an operand, each with its `order` (small: likely)."""
     x, spmd_type = call.tensors[index], call.operands[index].type.get(axis)
     if spmd_type is None or spmd_type.letter == "0":
         return
@@ -244,7 +245,7 @@ def contracted(call: JudgedCall, axis: str) -> bool:
 
 
 def unreduced(x: Tensor, axis: str) -> bool:
-    """Whether a tensor that varies is a sum over pieces that nobody reduced, as far as autograd remembers."""
+    """Whether a tensor that varies is an unreduced sum over pieces, as far as the autograd graph shows."""
 
     def varies(leaf: Tensor) -> bool:
         leaf_type = type_of(leaf)
@@ -257,10 +258,10 @@ def unreduced(x: Tensor, axis: str) -> bool:
 
 
 def legal(call: JudgedCall, axis: str, changes: Mapping[int, Change], result: bool = False) -> Any:
-    """Whether the call is allowed, on this axis, with some operands changed. With `result`: the types it gives."""
+    """Whether the call is legal, on this axis, with some operands changed; with `result` the types of its results."""
     changed = {id(call.tensors[index]): change for index, change in changes.items()}
     spec = call.spec
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         if any(tuple(x.shape) != changed[id(x)].shape for x in call.tensors if id(x) in changed):
             new = {id(x): x.new_empty(changed[id(x)].shape if id(x) in changed else x.shape, device="meta")
                    for x in call.tensors}  # fmt: skip
@@ -286,17 +287,17 @@ def legal(call: JudgedCall, axis: str, changes: Mapping[int, Change], result: bo
 def misfit(call: JudgedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception | None:
     """The error that torch raises for these arguments, on the meta device; None if they fit.
 
-    Functions of users' are not run.
+    Functions of the user's code are not run.
     """
     torch_own = (getattr(call.function, "__module__", None) or "torch").startswith("torch")
     try:
-        with torch._C.DisableTorchFunction(), torch.no_grad(), warnings.catch_warnings():
+        with DisableTorchFunction(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if call.rule.spec is not None:
                 call.rule.spec(*args, **kwargs)
             if torch_own:
                 call.function(*args, **kwargs)
-    except NotImplementedError:  # nothing runs it without values
+    except NotImplementedError:  # cannot run without values
         return None
     except Exception as error:
         return error
@@ -305,7 +306,7 @@ def misfit(call: JudgedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 def on_meta(call: JudgedCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call without their values."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         new = {id(x): x.new_empty(x.shape, device="meta") for x in call.tensors}
     return _with(call.args, new), _with(dict(call.kwargs), new)
 
@@ -321,7 +322,7 @@ def _with(value: Any, new: Mapping[int, Tensor]) -> Any:
 
 
 def edit_of(here: Site | None, node: ast.AST | None, text: str) -> Edit | None:
-    """The change that puts `text` where an expression is; None if that is not known, or not the user's own code."""
+    """The edit that replaces an expression by `text`; None if its place is not known, or not the user's own code."""
     if here is None or not here.editable or not isinstance(node, (ast.expr, ast.stmt)):
         return None
     if isinstance(getattr(node, "ctx", None), ast.Store):

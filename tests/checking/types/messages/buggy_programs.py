@@ -94,14 +94,6 @@ def penalty_by_stack(x, w1, w2, gain):
 
 
 @buggy(**MIXED)
-def penalty_by_append(x, w1, w2, gain):
-    squares = []
-    for w in (w1, gain, w2):
-        squares.append(w.pow(2).sum())
-    return (mlp(x, w1, w2) * gain).pow(2).mean() + torch.stack(squares).sum()
-
-
-@buggy(**MIXED)
 def penalty_with_every_term_reduced(x, w1, w2, gain):
     penalty = 0.0
     for w in [w1, gain, w2]:

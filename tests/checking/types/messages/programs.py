@@ -95,7 +95,7 @@ def bias_before_the_sum(x, w1, w2, b):
     return out.pow(2).mean()
 
 
-@program(**MLP, b=p(I, 8))
+@program(**MLP, b=p(I, 8), rounds=2)
 def bias_added_to_the_summands(x, w1, w2, b):
     h = F.gelu(F.linear(copy_to_tensor_model_parallel_region(x), w1))
     y = F.linear(h, w2)
@@ -158,7 +158,7 @@ def residual_plus_unreduced_locally(x, w1, w2):
     return (x + y).pow(2).mean()
 
 
-@program(**MLP, b=p(I, 8), level="L")
+@program(**MLP, b=p(I, 8), level="L", rounds=2)
 def bias_before_the_sum_locally(x, w1, w2, b):
     h = F.gelu(F.linear(copy_to_tensor_model_parallel_region(x), w1))
     y = F.linear(h, w2, b)

@@ -53,6 +53,7 @@ class Program(NamedTuple):
     repaired: Any  # the program, or the inputs, after a repair that the message describes in words
     same: bool  # the bug is only one for the checker: the values are right
     whole: Any  # what it computes on one rank: itself, if it runs there
+    rounds: int = 1  # how many first repairs, one after another, make it right
 
 
 def program(
@@ -64,13 +65,14 @@ def program(
     repaired: Any = None,
     same: bool = False,
     whole: Any = None,
+    rounds: int = 1,
     programs: dict[str, Program] = PROGRAMS,
     **inputs: Input,
 ) -> Callable[[Any], Any]:
     def register(body: Any) -> Any:
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", body.__name__).lower()
         given, layout = {**(parameters or {}), **inputs}, mesh or {"tp": 2}
-        programs[name] = Program(name, body, given, layout, level, numeric, repaired, same, whole or body)
+        programs[name] = Program(name, body, given, layout, level, numeric, repaired, same, whole or body, rounds)
         return body
 
     return register

@@ -1,4 +1,4 @@
-"""What messages read of the user's source: the parts of an expression, their values, where imports and edits go."""
+"""The reader of the user's source: the parts of an expression, their values, and where edits go."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from neuronx_dist.checking.types.messages import imports, provenance, syntax, trials
+from neuronx_dist.checking.types.messages import provenance, syntax, trials
 from neuronx_dist.checking.types.messages.provenance import Named, Site, editable, name_operands, value_of
 from neuronx_dist.checking.types.messages.trials import Edit, Repair, atom_of, blocks_gathered, call_of, edit_of, route
 from neuronx_dist.spmd import I, P, R, S, V
@@ -121,45 +121,19 @@ def test_a_long_expression_is_cut_in_labels_alone():
     assert provenance._access("layers.0.weight") == ".layers[0].weight"
 
 
-def test_statements_and_what_follows():
-    source = "def f(x):\n    g(1)\n    y = h(\n        x)\n    k(y)\n    return g(h(2))\nh(3)\n"
+def test_statements_and_the_call_around():
+    source = "def f(x):\n    g(1)\n    y = h(\n        x)\n    return g(h(2), h(3))\n"
     tree = syntax.syntax_tree(source)
     assign = tree.body[0].body[1]
     here = Site(sys._getframe(), __file__, source, assign.value)
     assert here.statement() is assign and here.text(here.node) == "h( x)" and here.text(None) == ""
-    assert [here.text(call) for call in here.following()] == ["k(y)", "g(h(2))", "h(2)"]
-    inner = tree.body[0].body[3].value.args[0]
-    assert [here.text(call) for call in here._replace(node=inner).following()] == ["g(h(2))"]
+    assert here.enclosing_call() is None
+    outer = tree.body[0].body[2].value
+    first, second = (here._replace(node=argument).enclosing_call() for argument in outer.args)
+    assert first is outer and second is None, "only of the first argument"
     nowhere = here._replace(node=None)
-    assert nowhere.statement() is None and nowhere.following() == []
+    assert nowhere.statement() is None and nowhere.enclosing_call() is None
     assert not editable(torch.__file__) and not editable(trials.__file__) and editable("/home/user/train.py")
-
-
-@pytest.mark.parametrize(
-    ("source", "line"),
-    [
-        ("import os\n", 1),
-        ('"""Words."""\nimport os\n', 2),
-        ('"""Words."""\nfrom __future__ import annotations\n\nx = 1\n', 4),
-        ("# words\n\n@decorated\n@twice\ndef f(): ...\n", 3),
-        ('"""Words."""\n', 1),
-        ("", 1),
-    ],
-)
-def test_where_imports_go(source, line):
-    assert imports._first_line(ast.parse(source)) == line
-
-
-def test_what_an_edit_names_is_imported():
-    here = site("x + y")
-    here = here._replace(source='"""Words."""\nx + y\n')
-    named = Repair("text", Edit(here.file, (2, 0), (2, 1), 'nxd.f(comm.size("tp")) + mycomm.size + torch.ones(2)'))
-    elsewhere = Repair("text", Edit("other.py", (2, 0), (2, 1), "comm.size()"))
-    bare, words, unknown = Repair("text"), "no repair", imports.importing([named], None)
-    one, two, three, four = imports.importing([named, elsewhere, bare, words], here)
-    text = "from neuronx_dist import comm\nimport neuronx_dist as nxd\n"
-    assert one == named and one.edits == (Edit(here.file, (2, 0), (2, 0), text), *named.edits)
-    assert (two, three, four) == (elsewhere, bare, words) and two is elsewhere and unknown == [named]
 
 
 def test_words_of_repairs():

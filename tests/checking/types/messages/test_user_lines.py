@@ -11,9 +11,8 @@ import transformers
 from torch import nn
 
 import neuronx_dist as nxd
-from neuronx_dist import comm, hf, spmd
+from neuronx_dist import hf, spmd
 from neuronx_dist.checking.types.messages import provenance
-from neuronx_dist.mesh import Mesh
 from neuronx_dist.spmd import I, S
 from tests.checking.types.messages.test_messages import POSITIONS
 
@@ -107,35 +106,6 @@ def test_repairs_are_at_the_users_line(case):
         assert "layers.0" not in repair.replace("<layers.0", ""), repair  # a path is no expression
     assert f"{__file__}:" in str(error)
     assert error.repairs and error.repairs[0] == FIRST.get(case, error.repairs[0])
-
-
-SCRIPT = """
-import torch
-
-def program(x, w):
-    return torch.linalg.norm(x @ w)
-"""
-
-
-@POSITIONS
-def test_an_edit_imports_what_it_names(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    names = {}
-    exec(compile(SCRIPT, str(path), "exec"), names)
-    with comm.as_rank(Mesh(2, tp=2), 0), spmd.SpmdTypeMode(Mesh(2, tp=2)):
-        x = spmd.assert_type(torch.randn(4, 3), {"tp": S(1)})
-        w = spmd.assert_type(torch.randn(3, 4), {"tp": S(0)})
-        with pytest.raises(spmd.SpmdTypeError) as caught:
-            names["program"](x, w)
-        importing, reduced = caught.value.repairs[0].edits
-        assert importing.text == "from neuronx_dist import spmd\n" and importing.start == importing.end == (2, 0)
-        lines = SCRIPT.splitlines()
-        line, (start, end) = reduced.start[0] - 1, (reduced.start[1], reduced.end[1])
-        lines[line] = lines[line][:start] + reduced.text + lines[line][end:]
-        lines.insert(importing.start[0] - 1, importing.text)
-        exec("\n".join(lines), names)
-        assert spmd.get_local_type(names["program"](x, w)) == {"tp": I}
 
 
 @POSITIONS

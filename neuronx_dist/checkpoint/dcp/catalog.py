@@ -1,0 +1,209 @@
+"""Catalog of a checkpoint's tensors and their places: `.metadata`, a pickle of torch.distributed.checkpoint's classes.
+
+A pickle can name any function and have it called. Reading allows the names of these classes alone, and replaces each by
+an empty record: no code of a checkpoint runs, and none of torch.distributed.checkpoint.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+
+from ...torch_internals.distributed import storage_info
+from ..errors import CheckpointCorrupted
+
+__all__ = ["METADATA", "Catalog", "StoredChunk", "Extent", "SavedTensor", "pickled", "unpickled"]
+
+METADATA = ".metadata"
+
+# In `storage_meta.modules` of what is written here: the files end with checksums.
+_CHECKSUMS = "neuronx_dist.checkpoint: files end with checksums"
+_DCP_VERSION = "1.0.0"
+
+
+class Extent(NamedTuple):
+    """Place of an item: `length` bytes of a file, from `start` on."""
+
+    file: str
+    start: int
+    length: int
+
+
+class StoredChunk(NamedTuple):
+    """A rectangle of a whole tensor, with its place."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    extent: Extent
+
+
+@dataclass
+class SavedTensor:
+    """A tensor in a checkpoint: the shape and dtype of the whole, and its rectangles."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: list[StoredChunk] = field(default_factory=list)
+
+
+@dataclass
+class Catalog:
+    """Content of a checkpoint.
+
+    Attributes:
+        tensors, objects: by key.
+        paths: path of each key in a nested state dict, for readers of torch.distributed.checkpoint.
+        checksums: whether the files end with checksums; files that torch.distributed.checkpoint wrote do not.
+    """
+
+    tensors: dict[str, SavedTensor] = field(default_factory=dict)
+    objects: dict[str, Extent] = field(default_factory=dict)
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    checksums: bool = True
+
+    def has(self, key: str) -> bool:
+        return key in self.tensors or key in self.objects
+
+    def files(self) -> list[str]:
+        """Names of the files of the checkpoint, without `.metadata`."""
+        of_tensors = (chunk.extent.file for tensor in self.tensors.values() for chunk in tensor.chunks)
+        return sorted({*of_tensors, *(extent.file for extent in self.objects.values())})
+
+
+def pickled(catalog: Catalog) -> bytes:
+    """The catalog as the bytes of `.metadata`."""
+    entries: dict[str, Any] = {}
+    extents: dict[Any, Any] = {}
+    for key, tensor in catalog.tensors.items():
+        chunks = []
+        for index, chunk in enumerate(tensor.chunks):
+            offset = torch.Size(chunk.offset)
+            chunks.append(metadata.ChunkStorageMetadata(offset, torch.Size(chunk.shape)))
+            extents[metadata.MetadataIndex(key, offset, index)] = storage_info(filesystem, *chunk.extent)
+        properties = metadata.TensorProperties(dtype=tensor.dtype)
+        entries[key] = metadata.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+    for key, extent in catalog.objects.items():
+        entries[key] = metadata.BytesStorageMetadata()
+        extents[metadata.MetadataIndex(key)] = storage_info(filesystem, *extent)
+    return pickle.dumps(
+        metadata.Metadata(
+            state_dict_metadata=entries,
+            planner_data=dict(catalog.paths),
+            storage_data=extents,
+            storage_meta=metadata.StorageMeta(modules=[_CHECKSUMS] if catalog.checksums else []),
+            version=_DCP_VERSION,
+        )
+    )
+
+
+def unpickled(content: bytes | memoryview, name: str) -> Catalog:
+    """Reads the bytes of `.metadata`, ours or torch.distributed.checkpoint's.
+
+    Args:
+        name: of the file, for error messages.
+
+    Raises:
+        CheckpointCorrupted: no metadata of a checkpoint, or it names code that could run, or a file elsewhere.
+    """
+    try:
+        return _catalog(_Unpickler(io.BytesIO(content)).load())
+    except CheckpointCorrupted as error:
+        raise CheckpointCorrupted(f"{name}: {error}") from None
+    except Exception as error:  # whatever damaged bytes make of a pickle
+        raise CheckpointCorrupted(f"{name} is no metadata of a checkpoint: {type(error).__name__}: {error}") from error
+
+
+class _Record:
+    """Record of an object in a pickle: its arguments, or its state."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.args = (state,)
+
+    def get(self, name: str) -> Any:
+        """An attribute of the recorded object."""
+        return self.args[0].get(name)
+
+
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_CLASSES = {
+    *(f"torch.distributed.checkpoint.metadata.{name}" for name in metadata.__all__),
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.Size",
+    "torch.serialization._get_layout",
+    # the folder that torch.distributed.checkpoint wrote to
+    *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes only records; `find_class` imports nothing."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._classes = {name: type(name, (_Record,), {}) for name in _CLASSES}
+
+    def find_class(self, module: str, name: str) -> Any:
+        path = f"{module}.{name}"
+        if path in self._classes:
+            return self._classes[path]
+        if path in _DTYPES:
+            return _DTYPES[path]
+        raise CheckpointCorrupted(f"it names {path}, which no metadata does. Nothing was run; do not trust this folder")
+
+
+def _catalog(root: _Record) -> Catalog:
+    """Converts the records of a pickle to a catalog, and checks them."""
+    extents: dict[tuple[str, tuple[int, ...] | None], Extent] = {}
+    for index, info in root.get("storage_data").items():
+        offset = index.get("offset")
+        extents[index.get("fqn"), None if offset is None else _sizes(offset)] = _extent(info)
+    storage = root.get("storage_meta")
+    modules = (storage.get("modules") if storage is not None else None) or []
+    paths = root.get("planner_data") or {}
+    catalog = Catalog(paths={key: tuple(path) for key, path in paths.items()}, checksums=_CHECKSUMS in modules)
+    for key, entry in root.get("state_dict_metadata").items():
+        if type(entry).__name__.endswith(".BytesStorageMetadata"):
+            catalog.objects[key] = extents[key, None]
+            continue
+        properties, shape = entry.get("properties").args[0], _sizes(entry.get("size"))
+        dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointCorrupted(f"{key} has dtype {dtype!r}")
+        tensor = SavedTensor(shape, dtype)
+        for chunk in entry.get("chunks"):
+            offset, size = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
+            if len(offset) != len(shape) or any(at + n > full_size for at, n, full_size in zip(offset, size, shape)):
+                raise CheckpointCorrupted(f"{key}, of shape {shape}, has a piece {size} at {offset}")
+            tensor.chunks.append(StoredChunk(offset, size, extents[key, offset]))
+        if sum(math.prod(chunk.shape) for chunk in tensor.chunks) != math.prod(shape):
+            raise CheckpointCorrupted(f"the pieces of {key} are not all of its {math.prod(shape)} elements")
+        catalog.tensors[key] = tensor
+    return catalog
+
+
+def _extent(info: _Record) -> Extent:
+    name, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
+        raise CheckpointCorrupted(f"it names the file {name!r}, which is not one of this folder")
+    if info.get("transform_descriptors"):
+        raise CheckpointCorrupted(f"{name} is compressed ({info.get('transform_descriptors')}), which is not supported")
+    return Extent(name, *_sizes(_Record((start, length))))
+
+
+def _sizes(record: Any) -> tuple[int, ...]:
+    """A `torch.Size`."""
+    values = tuple(record.args[0])
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise CheckpointCorrupted(f"{values!r} are no sizes")
+    return values

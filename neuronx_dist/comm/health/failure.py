@@ -1,0 +1,216 @@
+"""Watch for failures: a rank that fails ends the job on all ranks, and each shows the first failure and its rank.
+
+The first rank with an uncaught exception writes it to the job's store and waits a moment until the others have read it;
+a watching thread on every rank reads the store twice a second, and in jobs of more than 100 ranks less often
+(`interval`). A rank that is in a collective at that time gets the message as a `RemoteRankError`; every rank prints it,
+and one that is stuck, or computes for long, is ended after a grace period.
+
+The same thread prints where this rank waits long for others (`slow_waits.py`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from ..errors import RemoteRankError
+from . import gloo_aborts
+from .slow_waits import SlowWaits
+
+__all__ = ["Failure", "FailureMonitor", "interval"]
+
+_SHORTEST, _LONGEST = 0.5, 8.0  # seconds between looks at the store
+_REQUESTS = 200  # looks per second of all ranks together, as long as each looks at least every _LONGEST seconds
+_GRACE = 5.0  # seconds in which a rank may end by itself once all know of a failure
+_ACKNOWLEDGE = 2.5  # seconds that the failed rank waits for the last reader, after that reader's turn to look
+_NOBODY = -1  # the rank of a failure that no rank has reported: all ranks that are alive report being alive
+_LOST = "lost without a message: it was killed (out of memory?), its host is down, or it ended its script early"
+
+
+def interval(world_size: int) -> float:
+    """Returns the seconds between two looks of a rank at the store, which one host serves to all ranks."""
+    return min(max(_SHORTEST, world_size / _REQUESTS), _LONGEST)
+
+
+class Failure(NamedTuple):
+    rank: int
+    message: str
+
+
+class FailureMonitor:
+    """Reports this rank's uncaught exception to all other ranks, and theirs to this one.
+
+    Args:
+        store: the job's store (each call uses a prefix of its own).
+        rank, world_size: this rank and the number of ranks.
+        number: counts the initialisations in this process, so that an old failure is not read again.
+
+    Attributes:
+        duties: functions that the watching thread calls each time it looks at the store.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, number: int = 0) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._store = dist.PrefixStore(f"neuronx_dist/failure/{number}", store)  # type: ignore[attr-defined]
+        self.duties: list[Callable[[], None]] = []
+        self._interval = interval(world_size)
+        self._slow_waits = SlowWaits(rank)
+        self._stop = threading.Event()
+        self._seen: Failure | None = None
+        self._acknowledged = False
+        self._thread: threading.Thread | None = None
+        self._previous_hook: Any = None
+
+    def start(self) -> None:
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._excepthook
+        self._thread = threading.Thread(target=self._watch, name="neuronx_dist-failure-monitor", daemon=True)
+        self._thread.start()
+        # A thread that comes back from C++ when Python is taken down aborts the process: "terminate called".
+        atexit.register(self._end_watch)
+        gloo_aborts.install(self.rank, self.report)
+
+    def stop(self) -> None:
+        """Ends the watch (at destroy_model_parallel)."""
+        if sys.excepthook == self._excepthook:
+            sys.excepthook = self._previous_hook
+        self._end_watch()
+        atexit.unregister(self._end_watch)
+        gloo_aborts.uninstall()
+
+    def _end_watch(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=2 * _SHORTEST)
+
+    def first_failure(self, wait: float = 2.0) -> Failure | None:
+        """Returns the first failure of the job, or None if no rank reports one within `wait` seconds."""
+        deadline = time.monotonic() + wait
+        while True:
+            failure = self._read()
+            if failure is not None or time.monotonic() >= deadline:
+                return failure
+            time.sleep(0.1 * self._interval)
+
+    def find_lost(self) -> Failure | None:
+        """Returns the first failure of the job; if no rank reports one, the first rank that no longer answers.
+
+        The watching thread of every other rank answers that it is alive. None: all are alive, and none has failed.
+        """
+        try:
+            self._store.compare_set("first", "", json.dumps({"rank": _NOBODY, "message": ""}))
+            self._acknowledge()
+            deadline = time.monotonic() + self._interval + _ACKNOWLEDGE
+            while (failure := self.first_failure(0.0)) is None and time.monotonic() < deadline:
+                time.sleep(0.1 * self._interval)
+            missing = self.world_size - self._store.add("acknowledged", 0)
+            if failure is None and missing:
+                more = f" (and {missing - 1} more)" if missing > 1 else ""
+                text = json.dumps({"rank": self._first_missing(), "message": _LOST + more})
+                self._store.compare_set("lost", "", text)
+            return failure or self._read()
+        except RuntimeError:
+            return self._seen or Failure(0, f"{_LOST}. The job's store is lost with it")
+
+    def _first_missing(self) -> int:
+        """Returns the lowest rank that has not answered."""
+        there, missing = 0, self.world_size  # all ranks below the one have answered, not all below the other
+        while there + 1 < missing:
+            middle = (there + missing) // 2
+            is_there = self._store.check([f"acknowledged/{rank}" for rank in range(there, middle)])
+            there, missing = (middle, missing) if is_there else (there, middle)
+        return there
+
+    def report(self, error: BaseException) -> None:
+        """Publishes `error` as the first failure, unless there is one already, and lets the others read it."""
+        if not isinstance(error, RemoteRankError):
+            text = json.dumps({"rank": self.rank, "message": f"{type(error).__name__}: {error}"})
+            try:
+                first = self._store.compare_set("first", "", text)
+                if json.loads(first)["rank"] == _NOBODY:
+                    self._store.compare_set("lost", "", text)
+            except RuntimeError:
+                return  # the store is gone: nobody is left to read it
+        self._acknowledge()
+        deadline = time.monotonic() + self._interval + _ACKNOWLEDGE
+        while time.monotonic() < deadline:
+            try:
+                if self._store.add("acknowledged", 0) >= self.world_size:
+                    return
+            except RuntimeError:
+                return
+            time.sleep(0.1 * self._interval)  # after a failure all ranks reach this line
+
+    def _excepthook(self, kind: Any, error: BaseException, traceback: Any) -> None:
+        if isinstance(error, RemoteRankError):  # the fault is not in this rank's line
+            self._say(f"RemoteRankError: {error}")
+        else:
+            self._previous_hook(kind, error, traceback)
+            sys.stderr.flush()
+        self._stop.set()
+        self.report(error)
+
+    def _read(self) -> Failure | None:
+        if self._seen is None:
+            try:
+                if self._store.check(["first"]):
+                    first = Failure(**json.loads(self._store.get("first")))
+                    if first.rank == _NOBODY:
+                        self._acknowledge()
+                        if not self._store.check(["lost"]):
+                            return None
+                        first = Failure(**json.loads(self._store.get("lost")))
+                    self._seen = first
+            except RuntimeError:  # the store's host has gone; collectives will report it
+                return None
+        return self._seen
+
+    def _acknowledge(self) -> None:
+        if self._acknowledged:
+            return
+        self._acknowledged = True
+        with suppress(RuntimeError):
+            self._store.set(f"acknowledged/{self.rank}", "")
+            self._store.add("acknowledged", 1)
+
+    def _watch(self) -> None:
+        # Each rank looks at another time, so that the requests do not arrive at once.
+        next_look = time.monotonic() + self._interval * (self.rank + 1) / self.world_size
+        while not self._stop.wait(min(_SHORTEST, self._slow_waits.seconds or _SHORTEST)):
+            self._slow_waits.look()
+            if time.monotonic() < next_look:
+                continue
+            next_look += self._interval
+            failure = self._read()
+            if failure is None:
+                with suppress(RuntimeError):  # the store's host has gone
+                    for duty in self.duties:
+                        duty()
+                continue
+            if failure.rank == self.rank:
+                return
+            # Printed before it is acknowledged: a launcher ends the others as soon as the failed rank has gone.
+            said = f"rank {failure.rank} failed first: {failure.message}"
+            if not failure.message.startswith(_LOST):  # for lost ranks a collective prints one line
+                self._say(said)
+            self._acknowledge()
+            grace = self._interval + _GRACE
+            if self._stop.wait(grace):
+                return
+            if failure.message.startswith(_LOST):
+                self._say(said)
+            self._say(f"this rank did not end by itself within {grace:g} s and is ended now")
+            os._exit(1)
+
+    def _say(self, text: str) -> None:
+        print(f"[rank {self.rank}] {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,330 @@
+"""The choice of a program's strategies as cost tables over variables, whose sum `planning.choice` minimizes.
+
+The variables are the strategy of each call, the type of each parameter, and, for each value with several consumers, the
+set of *forms* (types) that the value is converted to, so that a form that several consumers want is paid for once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations
+from math import inf, prod
+from typing import NamedTuple
+
+import torch
+
+from ...planning.choice import Scope
+from ...planning.costs import Costs
+from ...program.program import Call, Program, Strategy, Value, operands_of
+from ...rules.spec import ALL, RULES
+from ...spmd.types import I, R, Shard, SpmdType
+from .conversions import OPERATORS, conversion
+
+__all__ = ["Constraints", "CostTables", "HeldBytes", "saves"]
+
+Wants = tuple[frozenset[int], ...]  # by option of a consumer, the numbers of the types that it wants a value in
+GRAIN = 2.0**-40  # seconds: sums of multiples of it are exact in float64 up to 8192 s
+FEW = 4  # consumers whose forms are always chosen exactly
+CONVERSIONS = frozenset(OPERATORS.values())  # conversions of the first axis, as calls of its local program
+MAX_FORMS = 6  # types in one variable of forms
+
+
+@dataclass
+class Constraints:
+    """Constraints on the choice: the strategies that a call may have, the types that a parameter may have.
+
+    Attributes:
+        strategies: by call, tests that its strategy must all pass.
+        types: by parameter, the types that it may have.
+    """
+
+    strategies: dict[Call, list[Callable[[Strategy], bool]]] = field(default_factory=dict)
+    types: dict[Value, tuple[SpmdType, ...]] = field(default_factory=dict)
+
+    def allows(self, call: Call, strategy: Strategy) -> bool:
+        return all(allowed(strategy) for allowed in self.strategies.get(call, ()))
+
+
+class HeldBytes(NamedTuple):
+    """Bytes that a rank holds: parameters with gradients and optimizer state, and tensors saved for backward."""
+
+    parameters: float
+    activations: float
+
+    def total(self, stages: int = 1) -> float:
+        """Bytes on each of `stages` pipeline stages, which holds the activations of up to `stages` microbatches."""
+        return self.parameters / stages + self.activations
+
+
+def saves(call: Call) -> bool:
+    """Returns whether a call's backward reads its operands, as in all functions not linear in all operands at once."""
+    if not call.grad or not any(result.requires_grad for result in call.results) or call.function in CONVERSIONS:
+        return False
+    rule = RULES.get(call.function)
+    if rule is None:
+        return True
+    return rule.linear != ALL and not any(set(range(len(operands_of(call)))) <= set(group) for group in rule.linear)
+
+
+class CostTables:
+    """The tables of one program, for one size of the axis.
+
+    Args:
+        options: the strategies that each call may have, none of them empty.
+        types: the types that each leaf of the program may have.
+        forms: number of types that a value of many consumers may be converted to; None: any number, which is exact.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        size: int,
+        costs: Costs,
+        options: Mapping[Call, Sequence[Strategy]],
+        types: Mapping[Value, Sequence[SpmdType]],
+        *,
+        backward: bool,
+        forms: int | None = None,
+    ) -> None:
+        self.program, self.size, self.costs, self.backward = program, size, costs, backward
+        self.options, self.types = options, types
+        self.forms = forms
+        self.sizes: list[int] = []
+        self.owner: list[Call | Value] = []  # the call or value of each variable, for messages
+        self.variable: dict[Call | Value, int] = {}  # the variable of each call and parameter
+        self._number: dict[SpmdType, int] = {}
+        self._types: list[SpmdType] = []
+        self._cache: dict[object, torch.Tensor] = {}
+        self._wants: dict[Value, list[tuple[Call, Wants]]] = {}
+        self._sources: dict[Value, tuple[int, ...]] = {}
+        self._saved: set[Value] = set()
+        self._describe()
+
+    # The variables.
+
+    def _describe(self) -> None:
+        for value in self.program.leaves:
+            self._sources[value] = tuple(map(self.number, self.types[value]))
+        for call in self.program.calls:
+            options = self.options[call]
+            operands = operands_of(call)
+            wanted = [[self.number(option.operands[i]) for option in options] for i in range(len(operands))]
+            for value in dict.fromkeys(operands):
+                if value not in self.variable and len(self._sources[value]) > 1 and value.producer is None:
+                    self._add(value, len(self._sources[value]))
+                reads = [wanted[i] for i, operand in enumerate(operands) if operand is value]
+                self._wants.setdefault(value, []).append((call, tuple(map(frozenset, zip(*reads, strict=True)))))
+            if saves(call):
+                self._saved.update(operands)
+            for index, result in enumerate(call.results):
+                self._sources[result] = tuple(self.number(option.results[index]) for option in options)
+            self._add(call, len(options))
+
+    def _add(self, owner: Call | Value, size: int) -> None:
+        self.variable[owner] = len(self.sizes)
+        self.sizes.append(size)
+        self.owner.append(owner)
+
+    def number(self, type_: SpmdType) -> int:
+        """Returns the number of a type: numbers hash faster than types."""
+        number = self._number.setdefault(type_, len(self._types))
+        if number == len(self._types):
+            self._types.append(type_)
+        return number
+
+    # The costs.
+
+    def all(self, price: float) -> list[tuple[torch.Tensor, Scope]]:
+        """Returns all tables at a price of memory, in seconds per byte. Adds the variables of forms to `sizes`."""
+        return list(self._all(price))
+
+    def _all(self, price: float) -> Iterator[tuple[torch.Tensor, Scope]]:
+        del self.sizes[len(self.variable) :], self.owner[len(self.variable) :]
+        for call in self.program.calls:
+            yield self._seconds(call), (self.variable[call],)
+        for value in self.program.parameters:
+            if value in self.variable and price:
+                held = tuple(price * self._parameter_bytes(value, self._types[t]) for t in self._sources[value])
+                yield self._once(("parameter", held), partial(_rounded_row, held)), (self.variable[value],)
+        for value, wants in self._wants.items():
+            yield from self._conversions(value, wants, price if value in self._saved else 0.0)
+        yield from self._outputs()
+
+    def only(self, call: Call, strategy: Strategy) -> tuple[torch.Tensor, Scope]:
+        """Returns a table that forbids all other strategies of a call."""
+        return _rounded_row([0.0 if option is strategy else inf for option in self.options[call]]), (
+            self.variable[call],
+        )
+
+    def times(self, chosen: Mapping[Call, Strategy], type_of: Callable[[Value], SpmdType]) -> list[float]:
+        """Seconds of each call in a division, including the conversions that it is the first to need."""
+        paid: set[tuple[Value, int]] = set()
+        times = []
+        for call in self.program.calls:
+            seconds = float(self._seconds(call)[self.options[call].index(chosen[call])])
+            for value, want in zip(operands_of(call), map(self.number, chosen[call].operands), strict=True):
+                if (value, want) not in paid:
+                    seconds += self.conversion(value, self.number(type_of(value)), want)
+                    paid.add((value, want))
+            times.append(seconds)
+        return times
+
+    def _once(self, key: object, build: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Returns the same tensor for equal tables, which `planning.choice` recognizes by identity."""
+        table = self._cache.get(key)
+        if table is None:
+            table = self._cache[key] = build()
+        return table
+
+    def _seconds(self, call: Call) -> torch.Tensor:
+        """Seconds of a call under each of its strategies, forward and backward."""
+        options = self.options[call]
+        operands, results = operands_of(call), call.results
+        rule = RULES.get(call.function)
+        view = rule is not None and rule.aliases
+        moved = () if view else tuple(value.nbytes for value in (*operands, *results))
+        backward = self.backward and call.grad and any(result.requires_grad for result in results)
+        types = tuple(
+            (option.share, option.bytes_moved, *map(self.number, (*option.operands, *option.results)))
+            for option in options
+        )
+
+        def build() -> torch.Tensor:
+            seconds = []
+            for option in options:
+                local = sum(self._local(b, t) for b, t in zip(moved, (*option.operands, *option.results), strict=False))
+                sent = [number for number in option.bytes_moved[: 1 + backward] if number]
+                compute = self.costs.compute(call.flops * option.share, local, backward=backward)
+                compute = 0.0 if call.function in CONVERSIONS else compute
+                seconds.append(compute + self.costs.communicate(sum(sent), len(sent)))
+            return _rounded_row(seconds)
+
+        return self._once(("call", types, moved, call.flops, backward, call.function in CONVERSIONS), build)
+
+    def _local(self, nbytes: float, type_: SpmdType) -> float:
+        """Bytes of a tensor on one rank."""
+        return nbytes / self.size if isinstance(type_, Shard) else nbytes
+
+    def _parameter_bytes(self, value: Value, type_: SpmdType) -> float:
+        nbytes = value.nbytes
+        if value.requires_grad and self.backward:
+            nbytes += value.nbytes + self.costs.optimizer_bytes * prod(value.shape)
+        return self._local(nbytes, type_)
+
+    def conversion(self, value: Value, src: int, dst: int) -> float:
+        """Seconds of converting a value from one type to another, types by number; infinite if that is impossible.
+
+        A conversion that sends nothing costs `GRAIN`, so that none is made without need.
+        """
+        if src == dst:
+            return 0.0
+        converted = conversion(value, self._types[src], self._types[dst], self.size)
+        if converted is None:
+            return inf
+        seconds = self.costs.communicate(converted.forward, converted.collectives[0])
+        if self.backward:
+            seconds += self.costs.communicate(converted.backward, converted.collectives[1])
+        return max(seconds, GRAIN) if value.requires_grad else seconds
+
+    def _conversions(
+        self, value: Value, wants: Sequence[tuple[Call, Wants]], price: float
+    ) -> Iterator[tuple[torch.Tensor, Scope]]:
+        """Yields the tables of one value: from the types that it may be made in to those that its consumers want."""
+        sources = self._sources[value]
+        maker = self.variable.get(value.producer or value)
+        backward = self.backward and value.requires_grad
+        facts = (sources, value.shape, value.dtype, backward, value.producer is None, price)
+        if len(wants) == 1:
+            call, wanted = wants[0]
+            table = self._once(("one", facts, wanted), partial(self._matrix, value, wanted, price))
+            yield _between(table, maker, self.variable[call])
+            return
+        every = sorted(set().union(*(forms for _, wanted in wants for forms in wanted)))
+        paid = [form for form in every if price or any(self.conversion(value, t, form) > 0 for t in sources)]
+        for start in range(0, len(paid), MAX_FORMS):
+            group = paid[start : start + MAX_FORMS]
+            most = max(len(forms) for _, wanted in wants for forms in wanted) * len(wants)
+            sets = _subsets(group, self.forms if self.forms and len(wants) > FEW else most)
+            forms = len(self.sizes)
+            self.sizes.append(len(sets))
+            self.owner.append(value)
+            table = self._once(("forms", facts, sets), partial(self._matrix, value, sets, price))
+            yield _between(table, maker, forms)
+            for call, wanted in wants:
+                table = self._once(("in", sets, wanted), partial(_contained, sets, wanted, frozenset(group)))
+                yield table, (forms, self.variable[call])
+
+    def _matrix(self, value: Value, sets: Iterable[frozenset[int]], price: float) -> torch.Tensor:
+        """Cost of converting a value from each type (row) to each set of types (column), memory price included."""
+        leaf = value.producer is None  # a leaf is in memory already, in the type that it is stored in
+
+        def seconds(src: int, form: int) -> float:
+            held = 0.0 if leaf and src == form else self._local(value.nbytes, self._types[form])
+            return self.conversion(value, src, form) + price * held
+
+        sets = list(sets)
+        rows = {src: [sum(seconds(src, form) for form in forms) for forms in sets] for src in set(self._sources[value])}
+        return _rounded([rows[src] for src in self._sources[value]])
+
+    def _outputs(self) -> Iterator[tuple[torch.Tensor, Scope]]:
+        """Yields the tables of outputs, which are R, or I with a gradient: all ranks receive the same gradient."""
+        for value in self.program.outputs:
+            if isinstance(value, Value) and value.producer is not None:
+                seconds = [self.output_conversion(value, src)[0] for src in self._sources[value]]
+                yield _rounded_row(seconds), (self.variable[value.producer],)
+
+    def output_conversion(self, value: Value, src: int) -> tuple[float, SpmdType]:
+        """Returns the seconds of converting an output to R or I, and that type."""
+        ends = (I,) if value.requires_grad else (R, I)
+        return min(((self.conversion(value, src, self.number(end)), end) for end in ends), key=lambda pair: pair[0])
+
+    # The memory of a choice.
+
+    def held(self, chosen: Mapping[Call, Strategy], types: Mapping[Value, SpmdType]) -> HeldBytes:
+        """Returns the bytes that a rank holds at the end of forward."""
+        parameters = sum(self._parameter_bytes(value, types[value]) for value in self.program.parameters)
+        activations = 0.0
+        if self.backward:
+            for value in self._saved:
+                forms = {
+                    want
+                    for call, _ in self._wants[value]
+                    for operand, want in zip(operands_of(call), chosen[call].operands, strict=True)
+                    if operand is value
+                }
+                stored = types.get(value)
+                activations += sum(self._local(value.nbytes, form) for form in forms if form != stored)
+        return HeldBytes(parameters, activations)
+
+
+def reachable(value: Value, sources: Iterable[SpmdType], want: SpmdType, size: int) -> bool:
+    """Returns whether a conversion exists from one of these types to the wanted one."""
+    return want in sources or any(conversion(value, src, want, size) is not None for src in sources)
+
+
+def _between(table: torch.Tensor, maker: int | None, consumer: int) -> tuple[torch.Tensor, Scope]:
+    """Returns a table over maker and consumer, or over the consumer only if the maker is no variable."""
+    return (table[0], (consumer,)) if maker is None else (table, (maker, consumer))
+
+
+def _subsets(items: Sequence[int], largest: int) -> tuple[frozenset[int], ...]:
+    return tuple(
+        frozenset(chosen) for count in range(min(largest, len(items)) + 1) for chosen in combinations(items, count)
+    )
+
+
+def _contained(sets: Sequence[frozenset[int]], wanted: Wants, among: frozenset[int]) -> torch.Tensor:
+    """Returns 0 where the set of forms (row) contains the forms that an option (column) wants, else infinity."""
+    return torch.tensor(
+        [[0.0 if forms & among <= available else inf for forms in wanted] for available in sets]
+    ).double()
+
+
+def _rounded(seconds: Sequence[Sequence[float]]) -> torch.Tensor:
+    return (torch.tensor(seconds, dtype=torch.float64) / GRAIN).round() * GRAIN
+
+
+def _rounded_row(seconds: Sequence[float]) -> torch.Tensor:
+    return _rounded([seconds])[0]

@@ -1,0 +1,352 @@
+"""Derivation of a call's strategies from typing rules: the types that its operands may have, and why not others.
+
+Candidates follow from the label spec of the global call: everything R; everything I; each label that is not fixed, cut
+on every operand that has it; and P through each group of operands in which the call is linear. A candidate is a
+strategy if the checker's `judge` accepts it without an assumption and it has a local call (`rules/local_call.py`).
+
+Correct gradients follow from the types: the gradient of R is P, of P is R, of I is I, of S is S. So an I value (a
+parameter) that a call takes as R is converted, and the backward of that conversion sums over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from ...checking.types.judge import Judgement, Operand, judge
+from ...mesh import part_of
+from ...program.program import OuterCall, local_shape
+from ...rules import Rule, Spec
+from ...rules.containers import substituted
+from ...rules.local_call import Arguments, TensorSlot, local_arguments, spec_of
+from ...spmd.errors import Violation
+from ...spmd.tensor_type import TensorType
+from ...spmd.types import I, P, R, Shard, SpmdType
+from .composite_strategies import DRAWING, composite_of
+
+__all__ = [
+    "Derivation",
+    "Facts",
+    "Refusal",
+    "Template",
+    "assignments",
+    "cut_types",
+    "described",
+    "derive",
+    "results_of",
+    "types_without_rule",
+    "rejection_reason",
+]
+
+
+class Refusal(NamedTuple):
+    """A rejected candidate, and the reason in words."""
+
+    name: str
+    why: str
+
+
+class Template(NamedTuple):
+    """A strategy of all calls with the same facts.
+
+    `arguments`: with slots; None: the arguments of the call. `function`: a composite; None: the call's function.
+    """
+
+    name: str
+    operands: tuple[SpmdType, ...]
+    results: tuple[SpmdType, ...]
+    arguments: Arguments | None
+    function: Callable[..., Any] | None = None
+    bytes_moved: tuple[int, int] = (0, 0)
+
+
+class Derivation(NamedTuple):
+    """All strategies of a call, "R" first, and the rejected candidates."""
+
+    templates: list[Template]
+    refusals: list[Refusal]
+
+
+class Facts(NamedTuple):
+    """Properties of a call that determine its strategies; calls with equal facts have equal strategies."""
+
+    function: Callable[..., Any]
+    rule: Rule | None
+    arguments: Arguments  # with slots
+    slots: tuple[TensorSlot, ...]  # the operands, in the order of the rules
+    results: tuple[tuple[int, ...], ...]  # shapes
+    written: tuple[int, ...]
+    varies: bool
+    random: bool
+    axis: str
+    size: int
+    strides: tuple[int, ...]
+    outer: OuterCall | None = None  # its types on the first of two axes
+    original: tuple[Callable[..., Any], Arguments] | None = None  # the global call that a composite replaces
+
+
+def derive(facts: Facts) -> Derivation:
+    """Derives all strategies of a call, "R" first."""
+    derivation = Derivation([], [])
+    spec, affine, why = described(facts)
+    judged = _with_dims_of_one(facts) if spec is not None and facts.outer is not None else spec
+    for name, types, label in assignments(facts, spec):
+        if why and name not in ("R", "I"):
+            continue
+        results = results_of(facts, judged, affine, types) if judged is not None else types_without_rule(facts, types)
+        reason = results if isinstance(results, str) else rejection_reason(facts, types, results)
+        arguments = None
+        if not reason and label is not None:
+            assert spec is not None and not isinstance(results, str)
+            arguments = _local(facts, spec, label, types)
+            if arguments is None:
+                reason = "no change of its integers makes the local call that of a shard"
+            elif not _checker_agrees(facts, arguments, affine, types, results):
+                reason = "of dims of size 1 the checker cannot tell which one the rank's part is of"
+        if reason:
+            derivation.refusals.append(Refusal(name, reason))
+        else:
+            assert not isinstance(results, str)
+            derivation.templates.append(with_rank_mask(facts, Template(name, types, results, arguments)))
+    if facts.varies:
+        derivation.templates.extend(
+            _composites(facts, spec) if spec is not None else _strategies_of_like_constructors(facts)
+        )
+    if why:
+        derivation.refusals.append(Refusal("S", why))
+    return derivation
+
+
+def described(facts: Facts) -> tuple[Spec | None, bool, str]:
+    """Returns `(spec, affine, reason why there is no spec)`."""
+    rule = facts.rule
+    if rule is None:
+        return None, False, "the function has no rule: describe it by register_op(annotation)"
+    if rule.kind != "op" or rule.spec is None:
+        return None, False, f"its rule says nothing of the dims of its results ({rule.kind})"
+    if any(0 in shape for shape in (*(slot.shape for slot in facts.slots), *facts.results)):
+        return None, False, "it has an empty tensor"
+    args, kwargs = substituted(facts.arguments, TensorSlot, whole_tensor)
+    try:
+        spec = spec_of(rule, (args, kwargs))
+        affine = rule.affine is not None and bool(rule.affine(*args, **kwargs))
+    except Exception as error:  # the rule reads values, which are not known before the program runs
+        return None, False, f"its rule asks for the values of its arguments ({type(error).__name__}: {error})"
+    if len(spec.ins) != len(facts.slots) or len(spec.outs) != len(facts.results):
+        return None, False, (
+            f"its rule speaks of {len(spec.ins)} operands and {len(spec.outs)} results, and there are "
+            f"{len(facts.slots)} and {len(facts.results)}"
+        )  # fmt: skip
+    return spec, affine, ""
+
+
+def _with_dims_of_one(facts: Facts) -> Spec:
+    """Returns the spec with factors of size 1: the first axis may leave one position of a dim that it cuts."""
+    assert facts.rule is not None and facts.rule.spec is not None
+    args, kwargs = substituted(facts.arguments, TensorSlot, whole_tensor)
+    spec: Spec = facts.rule.spec(*args, **kwargs)
+    return spec
+
+
+@lru_cache(4096)
+def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def whole_tensor(slot: TensorSlot) -> torch.Tensor:
+    return _meta(slot.shape, slot.dtype)
+
+
+def assignments(facts: Facts, spec: Spec | None) -> Iterator[tuple[str, tuple[SpmdType, ...], int | None]]:
+    """Yields candidates for a strategy: `(name, types of the operands, label that is cut)`."""
+    count = len(facts.slots)
+    yield "R", (R,) * count, None
+    if any(slot.differentiable for slot in facts.slots):
+        yield "I", tuple(I if slot.differentiable else R for slot in facts.slots), None
+    if spec is None or not facts.varies:
+        return
+    assert facts.rule is not None
+    for group in _groups(facts.rule, count):
+        if group and not any(facts.slots[index].dtype is torch.bool for index in group):
+            name = f"P of {', '.join(map(str, group))}"
+            yield name, tuple(P if index in group else R for index in range(count)), None
+    for label, length in spec.sizes.items():
+        if label in spec.fixed:
+            continue
+        for stride in dict.fromkeys((1, *facts.strides)):
+            if length % (stride * facts.size) == 0 and length:
+                yield from cut_types(facts, spec, label, stride)
+
+
+def _any_type(slot: TensorSlot, size: int) -> Iterator[SpmdType]:
+    """Yields the types except R that an operand may have if only its shape or dtype is read."""
+    if slot.differentiable:
+        yield I
+    yield P
+    yield from (Shard(dim) for dim, length in enumerate(slot.shape) if length and length % size == 0)
+
+
+def _strategies_of_like_constructors(facts: Facts) -> Iterator[Template]:
+    """Yields the strategies of functions that read only an operand's shape (`zeros_like`) or dtype.
+
+    Their results are equal on all ranks, so that a rank may compute the positions of its shard only.
+    """
+    rule = facts.rule
+    if rule is None or rule.kind not in ("zero", "uniform") or len(facts.slots) != 1 or len(facts.results) != 1:
+        return
+    for spmd_type in _any_type(facts.slots[0], facts.size):
+        like = rule.spec is not None and isinstance(spmd_type, Shard)
+        yield Template(f"{spmd_type} of operand 0", (spmd_type,), (spmd_type if like else R,), None)
+
+
+def _groups(rule: Rule, count: int) -> list[tuple[int, ...]]:
+    """Returns the groups of operands in which the call is jointly linear."""
+    groups = [range(count) if group == (-1,) else group for group in rule.linear]
+    return list(dict.fromkeys(tuple(index for index in group if index < count) for group in groups))
+
+
+def cut_types(
+    facts: Facts, spec: Spec, label: int, stride: int
+) -> Iterator[tuple[str, tuple[SpmdType, ...], int | None]]:
+    """Yields candidates that cut a label on every operand that has it; other operands are R, or P if added to a sum."""
+    shards = {index: cuts(dims, spec, label, stride) for index, dims in enumerate(spec.ins) if dims is not None}
+    shards = {index: shard for index, shard in shards.items() if shard is not None}
+    if not shards:
+        return
+    first = min(shards)
+    base: list[SpmdType] = [shards.get(index) or R for index in range(len(facts.slots))]
+    name = f"{base[first]} of operand {first}"
+    for index, dims in enumerate(spec.ins):
+        if dims is None:  # only its shape or dtype is read: any type with the right local shape
+            for spmd_type in _any_type(facts.slots[index], facts.size):
+                types = (*base[:index], spmd_type, *base[index + 1 :])
+                yield f"{name}, {spmd_type} of operand {index}", types, label
+    yield name, tuple(base), label
+    if label not in spec.reduced:
+        return
+    assert facts.rule is not None
+    added = set()
+    for group in _groups(facts.rule, len(facts.slots)):
+        if shards.keys() & set(group):
+            added.add(tuple(index for index in group if index not in shards))
+    for group in sorted(filter(None, added)):
+        types = tuple(P if index in group else spmd_type for index, spmd_type in enumerate(base))
+        yield f"{name}, P of {', '.join(map(str, group))}", types, label
+
+
+def cuts(dims: Any, spec: Spec, label: int, stride: int = 1) -> Shard | None:
+    """Returns the type of a tensor of `dims` whose label is cut in `stride` blocks; None if it lacks the label."""
+    for dim, factors in enumerate(dims):
+        if label in factors:
+            outer = prod(spec.sizes[factor] for factor in factors[: factors.index(label)])
+            return Shard(dim, outer * stride)
+    return None
+
+
+def results_of(facts: Facts, spec: Spec, affine: bool, types: Sequence[SpmdType]) -> tuple[SpmdType, ...] | str:
+    """Returns the types of the results, or the reason why the operands' types are not allowed."""
+    outer = facts.outer
+    known = [{outer.axis: spmd_type} for spmd_type in outer.operands] if outer else [{}] * len(types)
+    judged = [
+        Operand(TensorType.of({**first, facts.axis: spmd_type}, R), slot.differentiable)
+        for first, spmd_type, slot in zip(known, types, facts.slots, strict=True)
+    ]
+    assert facts.rule is not None
+    try:
+        judgement: Judgement = judge(facts.rule, spec, judged, affine, len(spec.outs))
+    except Violation as violation:
+        return violation.why
+    if judgement.assumed:
+        return f"it would rest on an assumption: {judgement.assumed[0]}"
+    if outer is not None:
+        for spmd_type, type_ in zip(outer.results, judgement.types, strict=True):
+            if _plain(type_.get(outer.axis) or R) != spmd_type:
+                return f"on {outer.axis} its result would be {type_.get(outer.axis)}, and is {spmd_type}"
+    return tuple(_plain(type_.get(facts.axis) or R) for type_ in judgement.types)
+
+
+def _plain(spmd_type: SpmdType) -> SpmdType:
+    """Returns a type as programs have it: R for constants, shards without the history of their merges."""
+    if isinstance(spmd_type, Shard):
+        return Shard(spmd_type.dim, spmd_type.stride, part=spmd_type.part, scale=spmd_type.scale)
+    return R if spmd_type.letter in "R0" and not spmd_type.scale else spmd_type
+
+
+def types_without_rule(facts: Facts, types: Sequence[SpmdType]) -> tuple[SpmdType, ...]:
+    """Result types of a function without a rule: equal on all ranks, since its operands are."""
+    return (I if I in types else R,) * len(facts.results)
+
+
+def rejection_reason(facts: Facts, types: Sequence[SpmdType], results: Sequence[SpmdType]) -> str:
+    """Returns the reason why a legal call is no strategy; "" if it is one."""
+    for spmd_type in results:
+        if isinstance(spmd_type, Shard):
+            if spmd_type.part is not None or spmd_type.scale:
+                return f"its result is {spmd_type}, which no conversion makes whole"
+        elif spmd_type not in (R, I, P, P("avg")):
+            return f"its result is {spmd_type}, which no conversion makes whole"
+    shapes = [*(slot.shape for slot in facts.slots), *facts.results]
+    for spmd_type, shape in zip((*types, *results), shapes):
+        if isinstance(spmd_type, Shard) and shape[spmd_type.dim] % (spmd_type.stride * facts.size):
+            return f"{spmd_type} of {list(shape)} does not divide by {facts.size} ranks"
+    for index in facts.written:
+        if types[index] is not R:
+            return f"operand {index} is written in place, and stays whole on every rank"
+    cut = any(isinstance(spmd_type, Shard) for spmd_type in types)
+    if facts.random and cut and facts.function not in DRAWING:
+        return "it would draw the same random numbers on every rank"
+    return ""
+
+
+def _local_tensor(facts: Facts, types: Sequence[SpmdType]) -> Callable[[TensorSlot], torch.Tensor]:
+    types_of = dict(zip(facts.slots, types))
+    return lambda slot: _meta(local_shape(slot.shape, types_of.get(slot, R), facts.size), slot.dtype)
+
+
+def _checker_agrees(
+    facts: Facts, arguments: Arguments, affine: bool, types: Sequence[SpmdType], results: Sequence[SpmdType]
+) -> bool:
+    """Returns whether the checker, which sees local sizes only, infers the same types."""
+    assert facts.rule is not None and facts.rule.spec is not None
+    args, kwargs = substituted(arguments, TensorSlot, _local_tensor(facts, types))
+    return results_of(facts, facts.rule.spec(*args, **kwargs), affine, types) == tuple(results)
+
+
+def with_rank_mask(facts: Facts, template: Template) -> Template:
+    """Returns the template with a function that draws different random numbers on each rank of the axis only."""
+    if not facts.random or template.arguments is None:
+        return template
+    args, kwargs = template.arguments
+    whole, sign, count = part_of(facts.axis)
+    if sign:
+        kwargs = {**kwargs, "alike": f"{whole}{'%' if sign == '/' else '/'}{count}"}
+    return template._replace(function=DRAWING[facts.function], arguments=(args, kwargs))
+
+
+def _composites(facts: Facts, spec: Spec) -> Iterator[Template]:
+    """Yields the strategies by composites: labels are cut of which the function needs all positions."""
+    for label, length in spec.sizes.items():
+        composite = composite_of(facts.function, facts.arguments, spec, label, facts.axis)
+        if composite is None or length % facts.size or length == facts.size:  # a dim of size 1 looks like a new dim
+            continue
+        shards = [cuts(dims or (), spec, label) for dims in spec.ins]
+        types = tuple(shard if shard and i not in composite.whole else R for i, shard in enumerate(shards))
+        results = tuple(cuts(dims, spec, label) or composite.ended for dims in spec.outs)
+        if not rejection_reason(facts, types, results):
+            itemsize = max(4, facts.slots[0].dtype.itemsize)
+            forward, backward = (2 * n * itemsize * (facts.size - 1) // facts.size for n in composite.reduced)
+            forward += composite.gathered * itemsize * (facts.size - 1)
+            first = next(index for index, spmd_type in enumerate(types) if spmd_type is not R)
+            name = f"{composite.function.__name__} of {types[first]} of operand {first}"
+            yield Template(name, types, results, composite.arguments, composite.function, (forward, backward))
+
+
+def _local(facts: Facts, spec: Spec, label: int, types: Sequence[SpmdType]) -> Arguments | None:
+    """Returns the arguments of the local call, with slots; None if no change of its integers is right."""
+    assert facts.rule is not None
+    sizes = {label: spec.sizes[label] // facts.size}
+    return local_arguments(facts.function, facts.rule, spec, sizes, facts.arguments, _local_tensor(facts, types))

@@ -1,0 +1,311 @@
+"""The strategies of a program at the exact minimum of a documented cost.
+
+    division = choose(program, "tp", 8, costs=H100)
+
+The cost is the seconds of all calls and conversions, forward and backward (`planning.costs`), where a conversion for
+several consumers counts once, plus a price of the memory: parameters, gradients, optimizer state and tensors saved for
+backward. The price is raised from 0 until the predicted memory fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from ...planning.choice import Impossible, TooLarge, minimize
+from ...planning.costs import Costs
+from ...planning.plan import PlanError
+from ...program.program import Call, Division, Program, Strategy, Value, operands_of
+from ...spmd.types import I, R, S, Shard, SpmdType
+from .cost_tables import Constraints, CostTables, HeldBytes, reachable
+from .strategies import candidates, strides_of
+
+__all__ = ["Constraints", "Solution", "StrategyChoice", "balanced", "choose", "is_whole", "stage_starts"]
+
+Candidates = Callable[[Call, int], Sequence[Strategy]]
+NEGLIGIBLE = 0.01  # of all seconds
+LARGEST = 4_000_000  # entries of a table
+
+
+def choose(
+    program: Program,
+    axis: str,
+    size: int,
+    *,
+    costs: Costs,
+    constraints: Constraints | None = None,
+    memory: float | None = None,
+) -> Division:
+    """Divides a program over the `size` ranks of an axis, at the least cost.
+
+    Inputs are R, or I with a gradient; buffers and constants R; parameters I or sharded; outputs R or I.
+
+    Args:
+        constraints: constraints on strategies and types.
+        memory: maximum bytes on a rank: parameters, gradients, optimizer state, tensors saved for backward.
+
+    Raises:
+        PlanError: the constraints contradict one another, or nothing fits the memory; names the calls or the bytes.
+    """
+    strides = strides_of(program)
+
+    def strategies(call: Call, size: int) -> list[Strategy]:
+        return candidates(call, axis, size, strides=strides)
+
+    return StrategyChoice(program, axis, size, costs, constraints or Constraints(), strategies).fitting(memory)
+
+
+class Solution(NamedTuple):
+    """A division, the memory of a rank under it, and its cost: seconds, and the price of memory."""
+
+    division: Division
+    held: HeldBytes
+    cost: float
+
+
+class StrategyChoice:
+    """The choice to be made in a program: the strategies of each call, the types of each leaf, and their costs."""
+
+    def __init__(
+        self, program: Program, axis: str, size: int, costs: Costs, constraints: Constraints, candidates: Candidates
+    ) -> None:
+        self.program, self.axis, self.size, self.costs, self.constraints = program, axis, size, costs, constraints
+        self.candidates = {call: list(candidates(call, size)) for call in program.calls}
+        self.types = self._leaf_types(self.candidates)
+        independent, negligible = self._independent()
+        # From exact to simpler; the next attempt is made if a table would be too large, as where all layers read the
+        # same value, which couples their variables.
+        whole = independent if negligible else set()
+        self._attempts = [(whole, None), (independent, None), (independent, 2), (independent, 1)]
+        self._build(*self._attempts.pop(0))
+
+    def _build(self, left_whole: set[Call], forms: int | None) -> None:
+        """Computes the options of each call, and their tables.
+
+        Args:
+            left_whole: calls that every rank makes in full.
+            forms: number of types that a value of many consumers may be converted to; None: any number.
+        """
+        self.options = self._possible(self.candidates, left_whole)
+        backward = self.program.training
+        self.tables = CostTables(
+            self.program, self.size, self.costs, self.options, self.types, backward=backward, forms=forms
+        )
+
+    def _leaf_types(self, candidates: Mapping[Call, Sequence[Strategy]]) -> dict[Value, list[SpmdType]]:
+        """Returns the types that each leaf may have: a parameter I, or the shards that its consumers want."""
+        types: dict[Value, list[SpmdType]] = {value: [R] for value in self.program.leaves}
+        types |= {value: [I] for value in self.program.inputs if value.requires_grad}
+        types |= {value: [I] for value in self.program.parameters}
+        parameters = set(self.program.parameters)
+        for call, options in candidates.items():
+            for index, value in enumerate(operands_of(call)):
+                if value in parameters:
+                    wanted = dict.fromkeys(option.operands[index] for option in options)
+                    types[value] += [t for t in wanted if _is_layout(t, value) and t not in types[value]]
+        for value, allowed in self.constraints.types.items():
+            left = [t for t in types[value] if t in allowed]
+            if not left:
+                name = f"{value.path or value.name} {list(value.shape)}"
+                raise PlanError(
+                    f"{name} cannot be {_listed(allowed)} over {self.size} ranks; it can be {_listed(types[value])}"
+                )
+            types[value] = left
+        return types
+
+    def _possible(
+        self, candidates: Mapping[Call, Sequence[Strategy]], left_whole: set[Call]
+    ) -> dict[Call, list[Strategy]]:
+        """Returns the strategies whose operand types are reachable, the fastest for each combination of types."""
+        reachable_types: dict[Value, set[SpmdType]] = {value: set(types) for value, types in self.types.items()}
+        options: dict[Call, list[Strategy]] = {}
+        for call in self.program.calls:
+            operands = operands_of(call)
+            best: dict[tuple[tuple[SpmdType, ...], tuple[SpmdType, ...]], Strategy] = {}
+            for strategy in candidates[call]:
+                if not self.constraints.allows(call, strategy):
+                    continue
+                if (call in left_whole or self.size == 1) and not is_whole(strategy):
+                    continue
+                wants = zip(operands, strategy.operands, strict=True)
+                if all(reachable(value, reachable_types[value], want, self.size) for value, want in wants):
+                    known = best.setdefault((strategy.operands, strategy.results), strategy)
+                    if (strategy.share, strategy.bytes_moved) < (known.share, known.bytes_moved):
+                        best[strategy.operands, strategy.results] = strategy
+            if not best:
+                raise self._none_left(call, candidates[call])
+            options[call] = list(best.values())
+            for index, result in enumerate(call.results):
+                reachable_types[result] = {strategy.results[index] for strategy in options[call]}
+        return options
+
+    def _independent(self) -> tuple[set[Call], bool]:
+        """Returns the calls that depend on no parameter (masks, positions), and whether their time is negligible.
+
+        Dividing them could save at most their time.
+        """
+        dependent = set(self.program.parameters)
+        independent: set[Call] = set()
+        seconds = {True: 0.0, False: 0.0}
+        for call in self.program.calls:
+            operands = operands_of(call)
+            depends = any(value in dependent for value in operands) or any(r.requires_grad for r in call.results)
+            if depends:
+                dependent.update(call.results)
+            elif not self.constraints.strategies.get(call):
+                independent.add(call)
+            moved = sum(value.nbytes for value in (*operands, *call.results))
+            seconds[depends] += max(call.flops / self.costs.flops, moved / self.costs.bandwidth)
+        return independent, seconds[False] * self.size < NEGLIGIBLE * seconds[True]
+
+    def _none_left(self, call: Call, strategies: Sequence[Strategy]) -> PlanError:
+        names = [strategy.name for strategy in strategies]
+        if call not in self.constraints.strategies:
+            return PlanError(f"{call!r} has no strategy whose operands can be had; its strategies: {_listed(names)}")
+        return PlanError(
+            f"{call!r} has no strategy over {self.size} ranks that the plan allows; its strategies: {_listed(names)}"
+        )
+
+    def solve(self, price: float, forced: Mapping[Call, Strategy] | None = None) -> Solution:
+        """Returns the cheapest division at a price of memory, in seconds per byte.
+
+        Args:
+            forced: required strategies of some calls.
+
+        Raises:
+            PlanError: no strategies fit together.
+        """
+        tables = self.tables.all(price)
+        tables += [self.tables.only(call, strategy) for call, strategy in (forced or {}).items()]
+        try:
+            choice = minimize(self.tables.sizes, tables, limit=LARGEST)
+        except TooLarge:
+            if not self._attempts:
+                raise
+            self._build(*self._attempts.pop(0))
+            return self.solve(price, forced)
+        except Impossible as impossible:
+            owners = [self.tables.owner[variable] for variable in impossible.variables]
+            raise PlanError(f"the plan contradicts itself: no strategies fit together at {_listed(owners)}") from None
+        values, variable = choice.values, self.tables.variable
+        strategies = {call: self.options[call][values[variable[call]]] for call in self.program.calls}
+        types = {
+            value: options[values[variable[value]] if value in variable else 0] for value, options in self.types.items()
+        }
+        division = Division(self.program, self.axis, self.size, strategies, types)
+        return Solution(division, self.tables.held(strategies, types), choice.cost)
+
+    def fitting(self, memory: float | None, *, stages: int = 1) -> Division:
+        """Returns the division at the lowest price of memory, within 10 %, at which it fits the memory."""
+        division, held, _ = self.solve(0.0)
+        if memory is None or held.total(stages) <= memory:
+            return division
+        price = 1e-3 / max(held.total(stages), 1.0)  # a millisecond for all bytes
+        least = held
+        for _ in range(24):  # up to a price at which seconds no longer matter
+            division, held, _ = self.solve(price)
+            least = min(least, held, key=lambda h: h.total(stages))
+            if held.total(stages) <= memory:
+                return self._cheaper(division, price / 4, price, memory, stages)
+            price *= 4
+        raise PlanError(
+            f"no division over {self.size} ranks holds less than {least.total(stages):.3g} bytes on a rank "
+            f"({least.parameters:.3g} of parameters, gradients and optimizer state, {least.activations:.3g} kept for "
+            f"backward), more than the {memory:.3g} that are allowed: more ranks, smaller microbatches or recomputing "
+            "would need less"
+        )
+
+    def _cheaper(self, division: Division, low: float, high: float, memory: float, stages: int) -> Division:
+        """Bisects the price between `low`, which does not fit, and `high`, which does, to within 10 %."""
+        while high > 1.1 * low:
+            middle = (low * high) ** 0.5
+            candidate, held, _ = self.solve(middle)
+            if held.total(stages) <= memory:
+                division, high = candidate, middle
+            else:
+                low = middle
+        return division
+
+
+def stage_starts(problem: StrategyChoice, division: Division, count: int) -> list[int]:
+    """Returns the index of each pipeline stage's first call such that the slowest stage is as fast as possible.
+
+    Values that depend on inputs only are computed on every stage that reads them, and not sent.
+
+    Raises:
+        PlanError: there are fewer calls than stages.
+    """
+    program, costs = problem.program, problem.costs
+    dependent = set(program.parameters)
+    last: dict[Value, int] = {}
+    for number, call in enumerate(program.calls):
+        last.update(dict.fromkeys(operands_of(call), number))
+        if not dependent.isdisjoint(operands_of(call)):
+            dependent.update(call.results)
+    change = [0.0] * (len(program.calls) + 1)  # difference of the sending seconds between a cut and the cut before
+    for number, call in enumerate(program.calls):
+        for value in call.results:
+            if value in dependent and last.get(value, number) > number:
+                share = problem.size if isinstance(division.type_of(value), Shard) else 1
+                seconds = costs.communicate(value.nbytes / share, 1)
+                change[number + 1] += seconds
+                change[last[value] + 1] -= seconds
+    times = problem.tables.times(division.strategies, division.type_of)
+    try:
+        return balanced(times, list(accumulate(change))[: len(times)], count)
+    except ValueError as error:
+        raise PlanError(f"pipeline: {error}") from None
+
+
+def _is_layout(type_: SpmdType, value: Value) -> bool:
+    """Returns whether a parameter can be stored in this type: shards, of blocks or not, equal blocks on two axes."""
+    if not isinstance(type_, Shard) or type_ != S(type_.dim, stride=type_.stride):
+        return False
+    return not isinstance(value.outer, Shard) or value.outer == type_
+
+
+def is_whole(strategy: Strategy) -> bool:
+    """Returns whether every rank computes the global call."""
+    return all(type_ in (R, I) for type_ in (*strategy.operands, *strategy.results))
+
+
+def _listed(items: Sequence[object]) -> str:
+    return ", ".join(map(str, items)) or "nothing"
+
+
+def balanced(times: Sequence[float], crossing: Sequence[float], count: int) -> list[int]:
+    """Returns the index of each stage's first call such that the slowest stage is as fast as possible.
+
+    Method: dynamic programming of the linear partition problem.
+
+    Args:
+        times: seconds of each call.
+        crossing: by call, seconds of receiving the values of earlier stages if a stage begins at this call.
+        count: number of stages.
+
+    Raises:
+        ValueError: there are fewer calls than stages.
+    """
+    if not 1 <= count <= len(times):
+        raise ValueError(f"{len(times)} calls cannot be cut into {count} stages: at most {len(times)}")
+    until = torch.tensor([0.0, *accumulate(times)], dtype=torch.float64)
+    waits = torch.tensor([0.0, *crossing[1:]], dtype=torch.float64)
+    slowest = until.clone()  # by number of calls: seconds of the slowest stage if these are cut into `stage` stages
+    starts: list[torch.Tensor] = []
+    for stage in range(1, count):
+        least, first = torch.full_like(slowest, torch.inf), torch.zeros(len(until), dtype=torch.int64)
+        for end in range(stage + 1, len(until)):
+            seconds = until[end] - until[stage:end] + waits[stage:end]
+            worst = torch.maximum(seconds, slowest[stage:end])
+            best = int(worst.argmin())
+            least[end], first[end] = worst[best], best + stage
+        slowest = least
+        starts.append(first)
+    cuts, end = [], len(times)
+    for first in reversed(starts):
+        end = int(first[end])
+        cuts.append(end)
+    return [0, *reversed(cuts)]

@@ -1,0 +1,109 @@
+"""Strategies over a second axis for the calls that only a local program of the first axis has.
+
+Most calls of a local program are functions of torch with local integers, whose strategies are derived as for any call
+(`derivation.py`). This module has those of the other calls: conversions of the first axis, and its composites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ...rules import RULES, Spec, operands
+from ...rules.local_call import TensorSlot
+from ...spmd.types import I, P, R, Shard, SpmdType
+from ..composites import group_norm
+from .composite_strategies import DRAWING
+from .conversions import OPERATORS
+from .derivation import (
+    Derivation,
+    Facts,
+    Template,
+    assignments,
+    cut_types,
+    cuts,
+    derive,
+    described,
+    rejection_reason,
+    results_of,
+    types_without_rule,
+)
+
+__all__ = ["derive_second"]
+
+
+def derive_second(facts: Facts) -> Derivation:
+    """Derives all strategies of a call of a local program, "R" first."""
+    if facts.function in OPERATORS.values():
+        return Derivation(list(_passed_on(facts)), [])
+    if facts.original is not None:
+        return Derivation(list(_of_composite(facts)), [])
+    return derive(facts)
+
+
+def _passed_on(facts: Facts) -> Iterator[Template]:
+    """Yields the strategies of a conversion on the first axis, which does not change the type on the second axis.
+
+    A dim that it cuts, gathers or exchanges cannot be cut on the second axis: the first axis has its outer part.
+    """
+    (slot,) = facts.slots
+    options = facts.arguments[1]
+    touched = {spmd_type.dim for spmd_type in (options["src"], options["dst"]) if isinstance(spmd_type, Shard)}
+    types: list[SpmdType] = [R]
+    if facts.varies:
+        types += [I] if slot.differentiable else []
+        types += [P] if slot.dtype.is_floating_point or slot.dtype.is_complex else []
+        for dim, length in enumerate(slot.shape):
+            if dim not in touched and length:
+                strides = (stride for stride in (1, *facts.strides) if length % (stride * facts.size) == 0)
+                types += [Shard(dim, stride) for stride in dict.fromkeys(strides)]
+    for spmd_type in types:
+        name = str(spmd_type) if spmd_type in (R, I) else f"{spmd_type} of operand 0"
+        yield Template(name, (spmd_type,), (spmd_type,), None)
+
+
+def _of_composite(facts: Facts) -> Iterator[Template]:
+    """Yields the strategies of a composite: not cut, or a label cut that the first axis does not cut.
+
+    Labels are those of the global call of its function; the label that the first axis cuts has its local length.
+    """
+    assert facts.original is not None and facts.outer is not None
+    for name, types, _ in assignments(facts, None):
+        yield Template(name, types, types_without_rule(facts, types), None)
+    function, arguments = facts.original
+    slots = tuple(operands(*arguments, TensorSlot))
+    rule = RULES.get(function)
+    spec, affine, _ = described(facts._replace(function=function, rule=rule, arguments=arguments, slots=slots))
+    # The number of groups is an argument of group_norm, which would have to be divided.
+    if spec is None or not facts.varies or facts.function is group_norm or len(slots) != len(facts.slots):
+        return
+    first_label = _label_of(spec, facts.outer.operands)
+    lengths = [(a, b) for slot, local in zip(slots, facts.slots) for a, b in zip(slot.shape, local.shape) if a != b]
+    if first_label is None or not lengths:
+        return
+    spec = spec._replace(sizes={**spec.sizes, first_label: spec.sizes[first_label] * lengths[0][1] // lengths[0][0]})
+    draws = facts.function in DRAWING.values()
+    for label, length in spec.sizes.items():
+        if label in spec.fixed or not length or (label == first_label and not draws):
+            continue
+        for stride in dict.fromkeys((1, *facts.strides)):
+            if length % (stride * facts.size) == 0:
+                original = facts._replace(function=function, rule=rule, outer=None)
+                yield from _with_label_cut(original, spec, affine, label, stride)
+
+
+def _with_label_cut(facts: Facts, spec: Spec, affine: bool, label: int, stride: int) -> Iterator[Template]:
+    args, kwargs = facts.arguments
+    without_shared_axis = args, {name: value for name, value in kwargs.items() if name != "alike"}
+    for name, types, _ in cut_types(facts, spec, label, stride):
+        results = results_of(facts, spec, affine, types)
+        if not isinstance(results, str) and not rejection_reason(facts, types, results):
+            yield Template(name, types, results, without_shared_axis if "alike" in kwargs else None)
+
+
+def _label_of(spec: Spec, types: Sequence[SpmdType]) -> int | None:
+    """Returns the label that an axis cuts, from the operands' types on it; None if it cuts none."""
+    for dims, spmd_type in zip(spec.ins, types):
+        for label in spec.sizes if isinstance(spmd_type, Shard) else ():
+            if cuts(dims or (), spec, label, 1) == spmd_type:
+                return label
+    return None

@@ -1,0 +1,6 @@
+"""Policies, the user's control over a division: policies by name, constraints on operations, plans.
+
+policies.py     the named policies, and the division of a program by any policy
+graph.py        `IRGraph`, the program that a policy works on; operations.py: its operations, under nnScaler's names
+plans.py        a division as a `Plan`, and a plan as constraints; two_axes.py: decisions about a second axis
+"""

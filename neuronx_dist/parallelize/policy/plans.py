@@ -1,0 +1,142 @@
+"""A division as a `Plan`, which is a file, and a plan as constraints on the choice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from ...planning.plan import CallPlan, Plan, PlanError, TensorPlan
+from ...program.program import Call, Division, Strategy, Value
+from ...spmd.types import I, R, S, SpmdType
+from ..choose.local_program import LocalProgram, local_program
+from .graph import IRGraph
+
+__all__ = ["apply_plan", "plan_of"]
+
+
+def plan_of(division: Division, *, units: int = 1) -> Plan:
+    """Returns the plan of a division; `units`: number of units of ranks that train together."""
+    first, program = division.outer or division, division.whole
+    position = {start: number for number, start in enumerate(_starts(division))}
+    return Plan(
+        tp=division.ranks,
+        pp=division.pipeline_ranks,
+        dp=units,
+        second=division.size if division.outer else 1,
+        schedule=division.schedule,
+        microbatches=division.microbatches,
+        stages=tuple(position[start] for start in division.stages),
+        recompute=tuple((position[start], position[stop]) for start, stop in division.recompute),
+        calls=_calls(first),
+        second_calls=_calls(division) if division.outer else (),
+        parameters=_tensors(division, program.parameters, division.program.parameters),
+        inputs=_tensors(division, program.inputs, division.program.inputs),
+    )
+
+
+def _starts(division: Division) -> list[int]:
+    """Returns, for each global call, the index in the emitted program of the first call that it needs."""
+    if division.outer is None:
+        return list(range(len(division.program.calls) + 1))
+    return local_program(division.outer).starts
+
+
+def _calls(division: Division) -> tuple[CallPlan, ...]:
+    return tuple(CallPlan(*_name_and_module(call), division.strategies[call].name) for call in division.program.calls)
+
+
+def _name_and_module(call: Call) -> tuple[str, str]:
+    return call.name, call.module
+
+
+def _tensors(
+    division: Division, global_values: Sequence[Value], local_values: Sequence[Value]
+) -> dict[str, TensorPlan]:
+    """Returns the types of leaves of the global program; `values`: the same leaves in the emitted program."""
+    plans = {}
+    for value, local in zip(global_values, local_values, strict=True):
+        types = (
+            (division.types[local],) if division.outer is None else (division.outer.types[value], division.types[local])
+        )
+        plans[value.path] = TensorPlan(tuple(value.shape), _dtype(value), *map(str, types))
+    return plans
+
+
+def _dtype(value: Value) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def apply_plan(plan: Plan, graph: IRGraph) -> IRGraph:
+    """Constrains a graph to the decisions of a plan.
+
+    Raises:
+        PlanError: the plan was made for another model, other shapes or another cluster; names the difference.
+    """
+    program, config = graph.program, graph.config
+    plan.check(
+        unit=config.plan_ngpus,
+        units=config.units,
+        calls=[(call.name, call.module) for call in program.calls],
+        parameters={value.path: (value.shape, _dtype(value)) for value in program.parameters},
+        inputs={value.path: (value.shape, _dtype(value)) for value in program.inputs},
+    )
+    operations = graph.operations
+    graph.second.size = plan.second
+    graph.second.decide.append(partial(_decide_second, plan))
+    if plan.pp > 1:
+        config.apply_pipeline_scheduler(graph, len(plan.stages), plan.microbatches, plan.schedule)
+        graph.pipeline_ranks = plan.pp
+    if len(plan.stages) > 1:
+        graph.staging([operations[start] for start in plan.stages])
+    for first, last in plan.recompute:
+        graph.recompute(operations[first:last])
+    _decide(graph, plan.calls)
+    for value in program.parameters:
+        graph.constraints.types[value] = (_type((plan.parameters or {})[value.path].type, value.path),)
+    return graph
+
+
+def _decide(graph: IRGraph, calls: Sequence[CallPlan]) -> None:
+    for node, call in zip(graph.operations, calls, strict=True):
+        names = [strategy.name for strategy in graph.strategies(node)]
+        if call.strategy not in names:
+            raise PlanError(f"{node!r} has no strategy {call.strategy!r} as in the plan; it has {', '.join(names)}")
+        graph.constraints.strategies.setdefault(node.call, []).append(_is_called(call.strategy))
+
+
+def _decide_second(plan: Plan, graph: IRGraph, local: LocalProgram) -> None:
+    """Constrains the graph of a first-axis rank's local program to the decisions of a plan.
+
+    Raises:
+        PlanError: the local program differs from that of the plan.
+    """
+    here = [_name_and_module(call) for call in local.program.calls]
+    if here != [(call.function, call.module) for call in plan.second_calls]:
+        raise PlanError(
+            f"the plan has {len(plan.second_calls)} calls over the second axis, and its first axis leaves "
+            f"{len(here)} here, or others: it was changed, or made by another version"
+        )
+    _decide(graph, plan.second_calls)
+    for value in graph.program.parameters:
+        graph.constraints.types[value] = (_type((plan.parameters or {})[value.path].second, value.path),)
+
+
+def _is_called(name: str) -> Callable[[Strategy], bool]:
+    return lambda strategy: strategy.name == name
+
+
+def _type(text: str, path: str) -> SpmdType:
+    """Parses a parameter's type.
+
+    Raises:
+        PlanError: the text is no type that a parameter can have.
+    """
+    shard = re.fullmatch(r"S\((\d+)(?:, stride=(\d+))?\)", text)
+    if shard:
+        return S(int(shard[1]), stride=int(shard[2] or 1))
+    if text not in ("I", "R"):
+        raise PlanError(
+            f"{path} has the unknown type {text!r} in the plan; parameters are I, S(dim) or S(dim, stride=k)"
+        )
+    return I if text == "I" else R

@@ -1,0 +1,305 @@
+"""The named policies, and the division of a program by any policy.
+
+    dp          a unit is one rank: nothing is cut
+    tp          cuts every weight that can be cut, and other calls where that is faster
+    data        cuts the batch (dim 0 of the first input) inside a unit
+    pp          as many pipeline stages as ranks
+    hybrid      pipeline stages, with weights cut over the ranks of each stage
+    autodist    the fastest division that fits the memory
+
+A policy may also be a `planning.Plan`, the path of one, or a function `(IRGraph, ComputeConfig) -> IRGraph`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from ...nearest import nearest
+from ...planning.costs import CPU, H100, Costs
+from ...planning.plan import Plan, PlanError
+from ...program.program import Division, Program, Strategy, Value
+from ...spmd.types import I, R, S, Shard, SpmdType
+from ..choose.stages import starts_like
+from ..config import ComputeConfig, divisors_near
+from .graph import IRGraph
+from .operations import IRFwOperation
+from .plans import apply_plan
+
+__all__ = ["POLICIES", "Policy", "costs_of", "divide", "divide_like"]
+
+Policy = str | Plan | PathLike[str] | Callable[[IRGraph, ComputeConfig], IRGraph]
+COSTS = {"h100": H100, "cpu": CPU}
+GB = 10**9
+
+
+def divide(program: Program, policy: Policy, config: ComputeConfig) -> Division:
+    """Divides a program over the ranks of a unit, by a policy.
+
+    Raises:
+        PlanError: the policy or an option is unknown, or the policy does not fit the configuration or the program.
+        ValueError: the policy makes a pipeline of a module that is not end2end.
+    """
+    graph = IRGraph(program, config, costs=costs_of(config))
+    if isinstance(policy, str) and policy in POLICIES:
+        function, options = POLICIES[policy]
+        _check_options(policy, config, options)
+        if policy == "autodist":
+            return _autodist(graph, config)
+    elif isinstance(policy, Plan):
+        function = _planned(policy)
+    elif isinstance(policy, PathLike) or isinstance(policy, str) and Path(policy).is_file():
+        function = _planned(Plan.load(policy))
+    elif callable(policy):
+        function = policy
+    else:
+        raise PlanError(
+            f"unknown policy {policy!r}, and no file has this name; nearest: "
+            f"{nearest(str(policy), POLICIES)}. A policy is one of {', '.join(POLICIES)}, a Plan, the path of a plan's "
+            "file, or a function of (IRGraph, ComputeConfig)"
+        )
+    decided = function(graph, config)
+    if not isinstance(decided, IRGraph):
+        raise PlanError(f"the policy {getattr(policy, '__name__', policy)} must return the graph, got {decided!r}")
+    return decided.divide()
+
+
+def divide_like(division: Division, program: Program, config: ComputeConfig) -> Division:
+    """Divides the same module's program in another mode (evaluation), with parameters stored as in `division`."""
+    graph = IRGraph(program, config, costs=costs_of(config))
+    graph.pipeline_ranks = division.pipeline_ranks
+    _store_as(division.outer or division, graph)
+    if division.outer:
+        graph.second.size = division.size
+        graph.second.decide.append(lambda inner, local: _store_as(division, inner))
+    divided = graph.divide()
+    divided.stages = starts_like(division, program)
+    for name in ("schedule", "microbatches", "pipeline_ranks"):
+        setattr(divided, name, getattr(division, name))
+    return divided
+
+
+def _store_as(division: Division, graph: IRGraph) -> None:
+    """Constrains the parameters of a graph to the types that they have in a division over the same axis."""
+    types = {value.path: division.types[value] for value in division.program.parameters}
+    graph.constraints.types |= {
+        value: (types[value.path],) for value in graph.program.parameters if value.path in types
+    }
+
+
+def _planned(plan: Plan) -> Callable[[IRGraph, ComputeConfig], IRGraph]:
+    return lambda graph, config: apply_plan(plan, graph)
+
+
+def costs_of(config: ComputeConfig) -> Costs:
+    costs = config.pas_config.get("costs", "h100")
+    if isinstance(costs, Costs):
+        return costs
+    if costs not in COSTS:
+        raise PlanError(f"pas_config['costs']={costs!r} is unknown; there are {', '.join(COSTS)}, or a planning Costs")
+    return COSTS[costs]
+
+
+def _check_options(policy: str, config: ComputeConfig, options: set[str]) -> None:
+    for name in config.pas_config:
+        if name not in options:
+            raise PlanError(
+                f"pas_config[{name!r}] is no option of the policy {policy!r}; nearest: {nearest(name, sorted(options))}"
+            )
+
+
+# The policies.
+
+
+def _dp(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    if config.plan_ngpus != 1:
+        raise PlanError(
+            f"policy 'dp' needs plan_ngpus=1, got {config.plan_ngpus}: units are data parallel to one another; "
+            "policy 'data' cuts the batch inside a unit"
+        )
+    return graph
+
+
+def _tp(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    """Cuts the weights over all ranks of a stage; with `tp_size`, over so many, and the batch over the others."""
+    return _over_two_axes(graph, config) or _weights_cut(graph)
+
+
+def _over_two_axes(graph: IRGraph, config: ComputeConfig) -> IRGraph | None:
+    """Cuts the batch over a first axis and weights over a second one of `tp_size` ranks; None if there is one axis."""
+    size = config.pas_config.get("tp_size")
+    if size is not None and graph.ranks % size:
+        raise PlanError(
+            f"pas_config['tp_size']={size} does not divide the {graph.ranks} ranks of a stage; the nearest that work "
+            f"are {divisors_near(graph.ranks, size)}"
+        )
+    if size in (None, 1, graph.ranks):
+        return None
+    graph.second.size = size
+    graph.second.decide.append(lambda inner, local: _weights_cut(inner))
+    return _batch_cut(graph)
+
+
+def _weights_cut(graph: IRGraph) -> IRGraph:
+    """Stores weights of two and more dims in shards, if any of their consumers accepts a shard."""
+    if graph.size == 1:
+        return graph
+    for value, types in graph.problem().types.items():
+        shards = tuple(type_ for type_ in types if isinstance(type_, Shard))
+        if value.kind == "parameter" and len(value.shape) > 1 and shards:
+            graph.constraints.types[value] = shards
+    return graph
+
+
+def _pp(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    stages = config.pas_config.get("pipeline_nstages", "auto")
+    return _pipelined(graph, config, config.plan_ngpus if stages in ("auto", None) else stages, config.plan_ngpus)
+
+
+def _hybrid(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    options = config.pas_config
+    ranks = options.get("pp_size")
+    stages = options.get("pipeline_nstages", "auto")
+    stages = (ranks or config.plan_ngpus) if stages in ("auto", None) else stages
+    return _tp(_pipelined(graph, config, stages, ranks or min(stages, config.plan_ngpus)), config)
+
+
+def _pipelined(graph: IRGraph, config: ComputeConfig, stages: int, ranks: int) -> IRGraph:
+    if stages == 1:
+        return graph
+    microbatches = config.pas_config.get("pipeline_nmicros")
+    if microbatches is None:
+        raise PlanError("a pipeline needs pas_config['pipeline_nmicros']: how many samples a train_step gets")
+    if config.plan_ngpus % ranks:
+        raise PlanError(f"pp_size={ranks} does not divide plan_ngpus={config.plan_ngpus}")
+    if stages % ranks:
+        raise PlanError(
+            f"pipeline_nstages={stages} is not a multiple of pp_size={ranks}: ranks have equally many stages"
+        )
+    schedule = config.pas_config.get("pipeline_scheduler", "1f1b")
+    config.apply_pipeline_scheduler(graph, stages, microbatches, schedule)
+    graph.pipeline_ranks = ranks
+    return graph
+
+
+def _data(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    """Cuts the batch over all ranks of a stage; with `tp_size`, the weights over so many, the batch over the others."""
+    return _over_two_axes(graph, config) or _batch_cut(graph)
+
+
+def _batch_cut(graph: IRGraph) -> IRGraph:
+    """Runs every call on a shard of the batch, if its strategies allow that; weights are not sharded."""
+    if graph.size == 1:
+        return graph
+    if not graph.program.inputs:
+        raise PlanError("policy 'data' cuts the batch, and forward has no tensor among its arguments: use 'tp' or 'dp'")
+    batch: dict[Value, SpmdType] = {value: S(0) for value in graph.program.inputs[:1]}
+    for value in graph.program.inputs[1:]:  # inputs with equally many samples, such as targets
+        if value.shape[:1] == graph.program.inputs[0].shape[:1]:
+            batch[value] = S(0)
+    for value in graph.program.parameters:
+        graph.constraints.types[value] = (I,)
+    for node in graph.operations:
+        wanted = [batch.get(value, R) for value in node.inputs()]
+        options = [strategy for strategy in graph.strategies(node) if list(strategy.operands) == wanted]
+        if options and any(isinstance(type_, Shard) for type_ in wanted):
+            graph.constraints.strategies.setdefault(node.call, []).append(_takes(tuple(wanted)))
+            for result, type_ in zip(node.outputs(), options[0].results, strict=True):
+                if isinstance(type_, Shard):
+                    batch[result] = type_
+    if not graph.constraints.strategies:
+        first = graph.program.inputs[0]
+        raise PlanError(
+            f"policy 'data' cannot cut the batch: dim 0 of {first.path} {list(first.shape)} over {graph.size} ranks"
+        )
+    return graph
+
+
+def _takes(types: tuple[SpmdType, ...]) -> Callable[[Strategy], bool]:
+    return lambda strategy: strategy.operands == types
+
+
+def _autodist(graph: IRGraph, config: ComputeConfig) -> Division:
+    """Returns the fastest division that fits the memory, among all numbers of stages."""
+    options = config.pas_config
+    if options.get("load_plan_path"):
+        return apply_plan(Plan.load(options["load_plan_path"]), graph).divide()
+    best: tuple[float, Division] | None = None
+    refused: list[str] = []
+    for attempt, what in _attempts(graph, config):
+        if options.get("mem_constraint"):
+            attempt.memory = options["mem_constraint"] * GB
+        for module in filter(None, str(options.get("recompute_modules") or "").split(",")):
+            attempt.recompute(_inside(attempt, module.strip()))
+        try:
+            division = attempt.divide()
+        except PlanError as error:
+            refused.append(f"{what}: {error}")
+            continue
+        seconds = _step_time(attempt, division)
+        if best is None or seconds < best[0]:
+            best = (seconds, division)
+    if best is None:
+        raise PlanError("\n  - ".join(["autodist found no plan:", *refused]))
+    return best[1]
+
+
+def _attempts(graph: IRGraph, config: ComputeConfig) -> Iterator[tuple[IRGraph, str]]:
+    """Yields the graphs that autodist compares: numbers of stages and, with `explore_axes`, stages over two axes.
+
+    With two axes, calls get the best strategies over the first one, or the batch is cut over it.
+    """
+    options, units = config.pas_config, config.plan_ngpus
+    explore = options.get("explore_pipeline", "pipeline_nmicros" in options)
+    for ranks in [d for d in range(1, units + 1) if units % d == 0] if explore else [1]:
+        sizes = [d for d in range(2, units // ranks) if units // ranks % d == 0] if options.get("explore_axes") else []
+        for size, batch in [(1, False), *((size, batch) for size in sizes for batch in (False, True))]:
+            attempt = _pipelined(IRGraph(graph.program, config, costs=graph.costs), config, ranks, ranks)
+            attempt.second.size = size
+            what = f"{ranks} stages" + (f" of {units // ranks // size} x {size} ranks" if size > 1 else "")
+            try:
+                yield (_batch_cut(attempt) if batch else attempt), what
+            except PlanError:  # the batch cannot be cut into so many parts
+                continue
+
+
+def _inside(graph: IRGraph, module: str) -> list[IRFwOperation]:
+    """Returns the operations of a module.
+
+    Raises:
+        PlanError: there are none.
+    """
+    operations = graph.select(ntype=IRFwOperation, module=None if module == "ROOT" else module)
+    if not operations:
+        names = dict.fromkeys(node.module for node in graph.operations)
+        raise PlanError(f"recompute_modules: no operation is in {module!r}; nearest: {nearest(module, names)}")
+    return operations
+
+
+def _step_time(graph: IRGraph, division: Division) -> float:
+    """Seconds of a step per microbatch: all stages once, and the slowest stage for each further microbatch."""
+    stages = graph.stage_seconds
+    return (sum(stages) + (division.microbatches - 1) * max(stages)) / division.microbatches
+
+
+_COMMON = {"costs"}
+_PIPELINE = {"pipeline_nmicros", "pipeline_scheduler"}
+_AUTODIST = {
+    "mem_constraint",
+    "recompute_modules",
+    "load_plan_path",
+    "save_plan_path",
+    "explore_pipeline",
+    "explore_axes",
+}
+POLICIES: dict[str, tuple[Callable[[IRGraph, ComputeConfig], Any], set[str]]] = {
+    "dp": (_dp, _COMMON),
+    "tp": (_tp, _COMMON | {"seed", "tp_size"}),
+    "pp": (_pp, _COMMON | _PIPELINE | {"pipeline_nstages"}),
+    "data": (_data, _COMMON | {"tp_size"}),
+    "hybrid": (_hybrid, _COMMON | _PIPELINE | {"pipeline_nstages", "pp_size", "tp_size"}),
+    "autodist": (_autodist, _COMMON | _PIPELINE | _AUTODIST),
+}
+"""Each policy's function, and the options in `pas_config` that it reads (`seed`, unused: nnScaler's tp is random)."""

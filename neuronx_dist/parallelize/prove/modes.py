@@ -1,0 +1,91 @@
+"""Modes in which an emitted program and its original are compared: without random numbers, and in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from ...spmd.checkpoint_hooks import treated_checkpoints
+from ...spmd.random import checkpoint
+from ...torch_internals.tensors import pytree
+
+__all__ = ["Deterministic", "InDouble", "checkpoint_in", "in_double", "wide_dtype", "without_checkpoints"]
+
+
+class Deterministic(TorchFunctionMode):
+    """Replaces random numbers: dropout passes everything, and each drawn number is 0.5."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if func in _DROPOUT:
+            return args[0] if args else (kwargs or {})["input"]
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = (*args[:4], *([0.0] if len(args) > 4 else ()), *args[5:]), dict(kwargs or {})
+            kwargs.pop("dropout_p", None)
+        result = func(*args, **(kwargs or {}))
+        if name.rstrip("_") in _DRAWN and isinstance(result, torch.Tensor):
+            return torch.full_like(result, 0.5) if result.is_floating_point() else torch.zeros_like(result)
+        return result
+
+
+class InDouble(TorchFunctionMode):
+    """Makes all floating point numbers float64, whatever dtype a call asks for. (Autocast leaves float64 alone.)"""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
+            func = torch.Tensor.double
+        args, kwargs = pytree.tree_map_only(torch.dtype, wide_dtype, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, in_double, result)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the widest dtype of the same class: complex128, float64, or an integer dtype as it is."""
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def in_double(x: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor in the dtype that `InDouble` gives it."""
+    return x.to(wide_dtype(x.dtype)) if wide_dtype(x.dtype) != x.dtype else x
+
+
+def checkpoint_in(mode: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any], *args: Any) -> Any:
+    """Checkpoints a function that enters these modes itself, because torch leaves them in backward."""
+
+    def in_modes(*args: Any) -> Any:
+        with mode(), Deterministic():
+            return function(*args)
+
+    return checkpoint(in_modes, *args)
+
+
+@contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Makes activation checkpoints of this thread keep everything: backward would recompute outside of these modes."""
+
+    def keeping(_: Any) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
+
+    with treated_checkpoints(keeping, lambda function, preserve_rng_state, *inputs: function(*inputs)):
+        yield
+
+
+def _unchanged(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+_DROPOUT = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
+}  # fmt: skip
+_DRAWN = {"rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "bernoulli", "normal", "uniform"}

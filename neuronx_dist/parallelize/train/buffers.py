@@ -1,0 +1,30 @@
+"""Protects the buffers of a module from the forward of a dummy batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+__all__ = ["buffers_kept"]
+
+
+@contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Replaces the buffers of a module by copies for a while: writes of forward to the copies are lost.
+
+    The buffers themselves are not written, because autograd may have saved them for other microbatches.
+    """
+    tables = [(child._buffers, dict(child._buffers)) for child in module.modules()]
+    copies: dict[int, torch.Tensor] = {}  # by id of the buffer, which may have several names
+    for table, before in tables:
+        for name, x in before.items():
+            if x is not None:
+                table[name] = copies.setdefault(id(x), x.detach().clone())
+    try:
+        yield
+    finally:
+        for table, before in tables:
+            table.update(before)

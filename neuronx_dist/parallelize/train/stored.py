@@ -1,0 +1,155 @@
+"""The tensors of a divided module: parameters, buffers and constants, and the part of each that a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ...mesh import part_of
+from ...program.program import Division, Program, Value
+from ...spmd.types import I, R, Shard, SpmdType
+from ...torch_internals.modules import non_persistent_buffers
+from ...weights.shard_spec import ShardSpec
+from ..choose.stages import kept_by
+
+__all__ = ["Stored", "constants_of", "stored_of"]
+
+
+class Stored(NamedTuple):
+    """A tensor of a divided module, described as in the original module.
+
+    Attributes:
+        kind: "parameter", "buffer", "constant", or "tied" (another name of `same_as`).
+        shape: of the whole tensor.
+        type: on the axis of the division: I, S(dim, stride), or R of buffers and constants.
+        axis: the part of the axis that it is cut over, "tp/2" or "tp%2"; "": all of it.
+        trained: it requires a gradient.
+        persistent: a buffer that is in state dicts.
+        stages: the pipeline stages that hold it; (): all.
+    """
+
+    kind: str
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    type: SpmdType = I
+    trained: bool = True
+    persistent: bool = True
+    same_as: str = ""
+    stages: tuple[int, ...] = ()
+    axis: str = ""
+
+    def spec(self, axis: str, size: int) -> ShardSpec:
+        """Returns the layout of the tensor over the `size` ranks of `axis`."""
+        if not isinstance(self.type, Shard) or size == 1:
+            return ShardSpec(full_shape=self.shape)
+        _, sign, count = part_of(self.axis)
+        shards = size // count if sign == "/" else count if sign else size
+        return ShardSpec(self.axis or axis, self.type.dim, self.type.stride, shards, self.shape)
+
+
+def stored_of(module: nn.Module | None, *divisions: Division) -> dict[str, Stored]:
+    """Returns all tensors that a divided module keeps, by the original's names; unread tensors are whole on every rank.
+
+    Args:
+        module: the original, whose unread tensors are on the first stage; None: only tensors that the programs read.
+        divisions: the divisions of the programs that the module runs, training first.
+
+    Raises:
+        ValueError: two programs divide one parameter differently.
+    """
+    layouts: dict[str, Layout] = {}
+    values: dict[str, Value] = {}
+    for division in divisions:
+        for value, whole in zip(_kept(division.program), _kept(division.whole), strict=True):
+            layout = _layout(value, division)
+            before = layouts.setdefault(value.path, layout)
+            if before != layout:
+                raise ValueError(
+                    f"{value.path} is {_said(before)} in the training program and {_said(layout)} in the other: one "
+                    "module has one division of its parameters"
+                )
+            values[value.path] = whole
+    if module is None:
+        stored = {path: _of_value(value, layouts[path]) for path, value in values.items()}
+    else:
+        stored = _of_module(module, layouts)
+    if len(divisions[0].stages) > 1:
+        stages = kept_by(divisions)
+        stored = {
+            path: tensor._replace(stages=stages.get(tensor.same_as or path, (0,))) for path, tensor in stored.items()
+        }
+    for value, name in constants_of(*divisions).items():
+        stored.setdefault(name, Stored("constant", value.shape, value.dtype, R, False, False))
+    return stored
+
+
+def constants_of(*divisions: Division) -> dict[Value, str]:
+    """Returns the names under which the module keeps the constants of its programs; equal constants share a name."""
+    names: dict[Value, str] = {}
+    first: dict[str, torch.Tensor] = {}
+    for division in divisions:
+        for value in division.program.constants:
+            assert value.constant is not None
+            name = f"constants.{value.name}"
+            while name in first and not _equal(first[name], value.constant):
+                name += "_eval"
+            first.setdefault(name, value.constant)
+            names[value] = name
+    return names
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+
+
+Layout = tuple[SpmdType, str]  # type, and the part of the axis over which the tensor is cut
+
+
+def _kept(program: Program) -> list[Value]:
+    return [*program.parameters, *program.buffers]
+
+
+def _layout(value: Value, division: Division) -> Layout:
+    """Returns the layout of a leaf; one that two axes cut along the same dim is cut over all ranks of a stage."""
+    spmd_type, outer = division.types[value], division.outer
+    if outer is None or value.outer == spmd_type:
+        return spmd_type, ""
+    return (spmd_type, division.axis) if isinstance(spmd_type, Shard) else (value.outer or R, outer.axis)
+
+
+def _said(layout: Layout) -> str:
+    return f"{layout[0]} on {layout[1]}" if layout[1] else str(layout[0])
+
+
+def _of_value(value: Value, layout: Layout) -> Stored:
+    return Stored(value.kind, value.shape, value.dtype, layout[0], value.requires_grad, axis=layout[1])
+
+
+def _of_module(module: nn.Module, types: Mapping[str, Layout]) -> dict[str, Stored]:
+    stored: dict[str, Stored] = {}
+    first: dict[int, str] = {}  # by id of the tensor: the name that the programs call it by, else its first
+    named: list[tuple[str, torch.Tensor, str]] = []
+    for path, owner in module.named_modules(remove_duplicate=False):  # in the order of state dicts
+        for kind, table in (("parameter", owner._parameters), ("buffer", owner._buffers)):
+            named += [(f"{path}.{key}" if path else key, x, kind) for key, x in table.items() if x is not None]
+    for name, tensor, _ in named:
+        if id(tensor) not in first or (name in types and first[id(tensor)] not in types):
+            first[id(tensor)] = name
+    for name, tensor, kind in named:
+        if first[id(tensor)] != name:
+            stored[name] = Stored("tied", same_as=first[id(tensor)])
+            continue
+        spmd_type, axis = types.get(name, (I if kind == "parameter" else R, ""))
+        persistent = kind == "parameter" or _is_persistent(module, name)
+        stored[name] = Stored(
+            kind, tuple(tensor.shape), tensor.dtype, spmd_type, tensor.requires_grad, persistent, axis=axis
+        )
+    return stored
+
+
+def _is_persistent(module: nn.Module, name: str) -> bool:
+    owner, _, attribute = name.rpartition(".")
+    return attribute not in non_persistent_buffers(module.get_submodule(owner))

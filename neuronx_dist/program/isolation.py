@@ -1,0 +1,110 @@
+"""Temporary changes around a recorded module: its state is restored, its cache is off, nothing is communicated."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from ..comm.backends.shapes import ShapesBackend
+from ..comm.base import Communicator
+from ..comm.errors import CommError
+from ..mesh import Mesh
+
+__all__ = ["ShapesOfStage", "restored", "without_cache"]
+
+
+class ShapesOfStage(ShapesBackend):
+    """Computes shapes only, for collectives within a pipeline stage, and refuses collectives between stages.
+
+    Each stage runs a part of the forward, so ranks of other stages would not take part in a collective.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def communicator(
+        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
+    ) -> Communicator:
+        return self._checked(super().communicator(label, groups, global_rank, own))
+
+    def wrap(self, group: Any, global_rank: int) -> Communicator:
+        return self._checked(super().wrap(group, global_rank))
+
+    def _checked(self, communicator: Communicator) -> Communicator:
+        if len({self._mesh.coordinate("pp", rank) for rank in communicator.ranks}) == 1:
+            return communicator
+        return _BetweenStages(communicator.axis, communicator.ranks, communicator.global_rank)
+
+
+class _BetweenStages(Communicator):
+    """A communicator between stages, which knows its ranks and refuses to communicate."""
+
+    def _unsupported(self, verb: str) -> CommError:
+        return CommError(
+            f"{self.describe(verb)} is between pipeline stages, in the forward of a pipeline model: only the stage "
+            f"that has this call would take part, and wait for ever. Use an axis within a stage (tp, dp, cp), or call "
+            f"it outside of the model."
+        )
+
+
+@contextmanager
+def restored(module: nn.Module) -> Iterator[None]:
+    """Restores, on exit, the attributes of all modules (caches, counters, buffers, hooks) and of objects they hold.
+
+    Models of transformers, for example, write the chosen loss to their config, and register forward hooks when they are
+    first asked for hidden states.
+    """
+    saved = [
+        (m, dict(m.__dict__), {name: dict(x) for name, x in vars(m).items() if type(x) in (dict, OrderedDict)})
+        for m in module.modules()
+    ]
+    held = {id(value): value for m in module.modules() for value in vars(m).values()}
+    objects = [value for value in held.values() if hasattr(value, "__dict__") and not isinstance(value, _NOT_STATE)]
+    saved_objects = [(vars(value), dict(vars(value))) for value in objects]
+    try:
+        yield
+    finally:
+        for written, before in saved_objects:
+            for name in written.keys() - before.keys():
+                del written[name]
+            written.update(before)
+        for m, attributes, contents in saved:
+            m.__dict__.clear()
+            m.__dict__.update(attributes)
+            for table, content in contents.items():
+                m.__dict__[table].clear()
+                m.__dict__[table].update(content)
+
+
+_NOT_STATE = (type, ModuleType, FunctionType, nn.Module)
+_recordings: Counter[int] = Counter()  # id of a config -> number of running recordings that switched its cache off
+_lock = threading.Lock()
+
+
+@contextmanager
+def without_cache(module: nn.Module) -> Iterator[None]:
+    """Switches off `config.use_cache`, the key/value cache of Hugging Face models, which a pipeline cannot use.
+
+    Ranks that are threads may share one config: the last rank to leave switches the cache on again.
+    """
+    configs = {id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None}
+    with _lock:
+        changed = {key: c for key, c in configs.items() if key in _recordings or getattr(c, "use_cache", False) is True}
+        for key, config in changed.items():
+            _recordings[key] += 1
+            config.use_cache = False
+    try:
+        yield
+    finally:
+        with _lock:
+            for key, config in changed.items():
+                _recordings[key] -= 1
+                if not _recordings[key]:
+                    del _recordings[key]
+                    config.use_cache = True

@@ -1,0 +1,293 @@
+"""A recorded forward as a line of calls on values, and its division over ranks: the data of all steps of `parallelize`.
+
+    record      module, dummy arguments     -> Program
+    strategies  Call, size of the axis      -> the Strategies that typing rules allow
+    choose      Program, constraints, cost  -> Division: one strategy per call, one type per parameter
+    emit        Division                    -> Python source, one file per pipeline stage
+
+Pure data: nothing here records, judges or chooses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ..rules.spec import operands
+from ..spmd.types import Shard, SpmdType
+from ..torch_internals.tensors import pytree
+from .recording import CallFacts
+
+__all__ = [
+    "FILE_NAMES",
+    "Call",
+    "Division",
+    "LocalCall",
+    "Program",
+    "Strategy",
+    "Value",
+    "argument_name",
+    "dotted",
+    "fresh",
+    "local_shape",
+    "operands_of",
+    "values_in",
+]
+
+
+@dataclass(eq=False, repr=False)
+class Value:
+    """A tensor of the program with its global shape, independent of ranks and shards.
+
+    Attributes:
+        name: a Python identifier, unique in the program; the name of the emitted variable.
+        kind: "input", "parameter", "buffer", "constant" or "result" (of a call).
+        path: the path of an input among forward's arguments (`x`, `data.target`), or the qualified name of a parameter
+            or buffer in the module.
+        producer: the call that returns it.
+        varies: it depends on an input, a parameter or a buffer. Other values stay R.
+        constant: the tensor itself, if it is a constant.
+        outer: its type on the first axis; None in a program of one axis.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    path: str = ""
+    producer: Call | None = None
+    varies: bool = True
+    constant: torch.Tensor | None = None
+    outer: SpmdType | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"{self.name}: {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(eq=False, repr=False)
+class Call(CallFacts):
+    """A call of one torch function on global values.
+
+    Attributes:
+        function: the object that the rules are keyed by (`RULES`).
+        args, kwargs: as in the source, with `Value`s in the place of tensors, in tuples, lists, dicts and slices too.
+        results: the tensors that it returns, in order.
+        several: it returns a tuple or list of its results, not one tensor.
+        source: the text of the user's line.
+        writes: indices of the operands that it writes in place (buffers only: other writes become values in recording).
+        outer: how this call is sharded on the first axis; None in a program of one axis.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[Value] = field(default_factory=list)
+    several: bool = False
+    source: str = ""
+    writes: tuple[int, ...] = ()
+    outer: OuterCall | None = None
+
+    @property
+    def name(self) -> str:
+        """The function's name, for messages and for `select(name=)`."""
+        return str(getattr(self.function, "__name__", self.function))
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(value.name for value in values_in((self.args, self.kwargs)))}) at {self.where}"
+
+
+@dataclass
+class Program:
+    """A forward, recorded once for one set of shapes.
+
+    Attributes:
+        inputs: the tensors among forward's arguments, in order.
+        arguments: the leaves of forward's arguments, values and constants; `structure`: their pytree structure.
+        parameters, buffers, constants: the other values that calls read; a tied parameter is listed once.
+        outputs: the leaves of the result, values and constants; `output_structure`: their pytree structure.
+        training: `module.training` when the forward was recorded.
+    """
+
+    inputs: list[Value]
+    structure: pytree.TreeSpec
+    parameters: list[Value]
+    buffers: list[Value]
+    constants: list[Value]
+    calls: list[Call]
+    outputs: list[Any]
+    output_structure: pytree.TreeSpec
+    training: bool = True
+    arguments: list[Any] = field(default_factory=list)
+
+    @property
+    def leaves(self) -> Iterator[Value]:
+        """Yields every value that no call returns."""
+        yield from (*self.inputs, *self.parameters, *self.buffers, *self.constants)
+
+    def consumers(self) -> dict[Value, list[tuple[Call, int]]]:
+        """Returns, by value, the calls that read it, with the index of the operand."""
+        table: dict[Value, list[tuple[Call, int]]] = {value: [] for value in self.leaves}
+        for call in self.calls:
+            for index, value in enumerate(operands_of(call)):
+                table.setdefault(value, []).append((call, index))
+        return table
+
+
+class OuterCall(NamedTuple):
+    """Sharding of a call on the first axis, in a program that is divided over the second one.
+
+    Attributes:
+        operands, results: types on the first axis.
+        bytes_moved: bytes that a rank sends along the first axis in the call itself, forward and backward.
+        whole: the call of the global program; None if the call is a conversion.
+    """
+
+    axis: str
+    operands: tuple[SpmdType, ...]
+    results: tuple[SpmdType, ...]
+    bytes_moved: tuple[int, int]
+    whole: Call | None
+
+
+class LocalCall(NamedTuple):
+    """The call that a rank makes: the function with the integers of a shard (views, groups, splits), or a composite."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Strategy(NamedTuple):
+    """A way to run a call on the ranks of one axis.
+
+    Attributes:
+        name: "R", "I", "S(1) of operand 0", "P of 0", or a composite's name; unique among a call's strategies.
+        operands: type of each tensor operand, in the order of the rules' operands.
+        results: type of each result.
+        local: the call that a rank makes.
+        share: the fraction of the call's computation that a rank does: 1 or 1 / size.
+        bytes_moved: bytes that a rank sends in the call itself, forward and backward (composites).
+    """
+
+    name: str
+    operands: tuple[SpmdType, ...]
+    results: tuple[SpmdType, ...]
+    local: LocalCall
+    share: float = 1.0
+    bytes_moved: tuple[int, int] = (0, 0)
+
+
+@dataclass
+class Division:
+    """A program divided over the ranks of a unit: `stages` pipeline stages of `size` ranks along `axis`.
+
+    With two axes, `program` is the local program of a rank of the first axis, as the division `outer` of the global
+    program makes it.
+
+    Attributes:
+        strategies: the strategy of each call.
+        types: types of inputs, parameters, buffers and constants. The types of results follow from their calls
+            (`type_of`). Where an operand's type differs from its value's type, a conversion stands between, once for
+            all calls that need the same type.
+        stages: index of the first call of each stage; `[0]`: one stage.
+        recompute: (first, end) spans of calls whose values are computed again in backward; spans may be nested.
+        schedule, microbatches: the pipeline schedule, a name of `pipeline.schedule`, and its number of microbatches.
+        pipeline_ranks: stage s is on group s % pipeline_ranks of a stage's ranks.
+        outer: the division of the global program over the first of two axes; None if there is one axis.
+    """
+
+    program: Program
+    axis: str
+    size: int
+    strategies: dict[Call, Strategy]
+    types: dict[Value, SpmdType]
+    stages: list[int] = field(default_factory=lambda: [0])
+    recompute: list[tuple[int, int]] = field(default_factory=list)
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    pipeline_ranks: int = 1
+    outer: Division | None = None
+
+    @property
+    def whole(self) -> Program:
+        """The recorded, global program."""
+        return self.program if self.outer is None else self.outer.program
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Number of ranks along each axis that the program is divided over."""
+        return {**({} if self.outer is None else self.outer.axes), self.axis: self.size}
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of a stage."""
+        return math.prod(self.axes.values())
+
+    def type_of(self, value: Value) -> SpmdType:
+        if value.producer is None:
+            return self.types[value]
+        return self.strategies[value.producer].results[value.producer.results.index(value)]
+
+    def types_of(self, value: Value) -> dict[str, SpmdType]:
+        """Returns the type of a value on each divided axis."""
+        outer = {} if self.outer is None or value.outer is None else {self.outer.axis: value.outer}
+        return {**outer, self.axis: self.type_of(value)} if self.size > 1 else outer
+
+
+def operands_of(call: Call) -> list[Value]:
+    """Returns the tensor operands of a call, in the order of the rules' operands."""
+    return operands(call.args, call.kwargs, Value)
+
+
+def values_in(x: Any) -> Iterator[Value]:
+    """Yields all values in containers, slices included."""
+    if isinstance(x, Value):
+        yield x
+    elif isinstance(x, (tuple, list)):
+        for item in x:
+            yield from values_in(item)
+    elif isinstance(x, dict):
+        yield from values_in(list(x.values()))
+    elif isinstance(x, slice):
+        yield from values_in((x.start, x.stop, x.step))
+
+
+def dotted(path: Sequence[Any]) -> str:
+    """Returns a pytree path as programs write it: `data.target`, `layers.0`."""
+    return ".".join(str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", "")))) for entry in path)
+
+
+def local_shape(shape: tuple[int, ...], spmd_type: SpmdType, size: int) -> tuple[int, ...]:
+    """Returns the shape that one of `size` ranks holds of a tensor of global `shape`."""
+    if not isinstance(spmd_type, Shard):
+        return shape
+    return *shape[: spmd_type.dim], shape[spmd_type.dim] // size, *shape[spmd_type.dim + 1 :]
+
+
+# Names that an emitted file uses itself.
+FILE_NAMES = frozenset(
+    ("torch", "F", "spmd", "composites", "checkpoint", "ParallelModule", "Stored", "I", "P", "R", "S", "self")
+)
+
+
+def argument_name(name: str) -> str:
+    """Returns the emitted forward's name for an argument: with "_" added if the file uses the name itself."""
+    return f"{name}_" if name in FILE_NAMES else name
+
+
+def fresh(name: str, taken: set[str]) -> str:
+    """Returns an unused name, and adds it to `taken`."""
+    new, number = name, 2
+    while new in taken:
+        new, number = f"{name}_{number}", number + 1
+    taken.add(new)
+    return new

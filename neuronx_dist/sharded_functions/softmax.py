@@ -1,0 +1,77 @@
+"""Softmax, log-softmax and log-sum-exp over a dim of which each rank has a shard, of any size.
+
+    m_r = max x_r;  s_r = Σ exp(x_r - m_r)                    on rank r
+    m = max m_r;    s = Σ_r s_r exp(m_r - m)                  from (m_r, s_r) of all ranks: one all-gather
+    softmax(x_r) = exp(x_r - m_r) exp(m_r - m) / s            backward: one all-reduce of the gradient of s
+
+An all-reduce of the maximum and another of the sum would wait twice; over n ranks the gather has n/2 times their bytes,
+of two numbers a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import torch
+
+from .. import spmd
+from ..comm.context import AxisLike
+from ..spmd import I, R, S, V
+from ..spmd.local_code import on_own_shard
+
+__all__ = ["log_softmax", "log_sum_exp", "softmax", "wide"]
+
+Dims = int | tuple[int, ...]
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """Returns half precision as float32, in which torch's kernels sum; other dtypes as they are."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _exponentials(x: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns `(x - m, exp(x - m), m, Σ exp(x - m))` of this rank's shard; m is a constant, -inf of an empty shard."""
+    with torch.no_grad():
+        largest = x.amax(dims, keepdim=True) if x.numel() else x.sum(dims, keepdim=True) - inf
+        shift = torch.where(largest == -inf, torch.zeros_like(largest), largest)
+    shifted = x - shift
+    powers = shifted.exp()
+    return shifted, powers, largest, powers.sum(dims, keepdim=True)
+
+
+def _merged(largest: torch.Tensor, total: torch.Tensor, axis: AxisLike) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges `(m, Σ exp(x - m))` of the ranks: I, the first of them without a gradient."""
+    pairs = spmd.all_gather(torch.stack((largest, total)), axis, src=V, dst=I)
+    each_largest = pairs[:, 0].detach()
+    largest = each_largest.amax(0)
+    return largest, (pairs[:, 1] * (each_largest - largest).exp()).sum(0)
+
+
+def _with_total(x: torch.Tensor, dim: int, axis: AxisLike) -> tuple[torch.Tensor, ...]:
+    """Returns `(x - m_r, exp(x - m_r), m_r - m, Σ exp(x - m) of all ranks)`, the last of them R."""
+    shifted, powers, own_largest, total = on_own_shard(_exponentials, {axis: V})(x, dim)
+    largest, total = _merged(own_largest, total, axis)
+    return shifted, powers, own_largest - largest, spmd.convert(total, axis, src=I, dst=R)
+
+
+def softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, axis: AxisLike) -> torch.Tensor:
+    """Returns this rank's shard of the softmax over a dim of which `input` is a shard: S(dim)."""
+    x = input if dtype is None else input.to(dtype)
+    _, powers, difference, total = _with_total(wide(x), dim, axis)
+    return on_own_shard(lambda: powers * (difference.exp() / total), {axis: S(dim)})().to(x.dtype)
+
+
+def log_softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, axis: AxisLike) -> torch.Tensor:
+    """Returns this rank's shard of the log-softmax over a dim of which `input` is a shard: S(dim)."""
+    x = input if dtype is None else input.to(dtype)
+    shifted, _, difference, total = _with_total(wide(x), dim, axis)
+    return on_own_shard(lambda: shifted + (difference - total.log()), {axis: S(dim)})().to(x.dtype)
+
+
+def log_sum_exp(x: torch.Tensor, dims: Dims, axes: Sequence[AxisLike]) -> torch.Tensor:
+    """Returns the log-sum-exp over dims that are sharded over `axes`, one gather for each; dims keep size 1: I."""
+    _, _, largest, total = on_own_shard(_exponentials, dict.fromkeys(axes, V))(x, dims)
+    for axis in axes:
+        largest, total = _merged(largest, total, axis)
+    return torch.where(largest.isinf(), largest, total.log() + largest)  # of nothing but -inf: -inf

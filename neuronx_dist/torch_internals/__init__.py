@@ -1,0 +1,16 @@
+"""The private names of torch that this package uses, each once, under a public name.
+
+Adapting a new release of torch begins here: `tests/test_torch_internals.py` shows that every name exists in the
+installed torch, and that no other file of the package names a private of torch. Each comment says what breaks without
+the name. All of them were seen in torch 2.9.0 and 2.13.0.
+
+    tensors.py      attributes and functions of tensors and storages; containers of tensors
+    modules.py      members of `nn.Module`, and methods of torch's classes that ours extend
+    autograd.py     the running backward, nodes of the graph, hooks on saved tensors, custom functions
+    operators.py    operators of the dispatcher, of compiled code and of TorchScript
+    fake_tensors.py tensors without values
+    transforms.py   `torch.func`, `torch.vmap` and forward-mode AD
+    distributed.py  process groups; files of `torch.distributed.checkpoint`
+
+`torch_xla` has private names of its own, which `comm/host.py`, `comm/backends/` and `xla_replay/` use.
+"""

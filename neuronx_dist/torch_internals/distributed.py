@@ -1,0 +1,59 @@
+"""Process groups, and files of `torch.distributed.checkpoint`."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def default_store() -> Any:
+    """Returns the store of the job's processes: failures and agreements are told through it."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def default_group() -> dist.ProcessGroup:
+    """Returns the group of all processes, which knows the devices and options of `init_process_group`."""
+    return dist.distributed_c10d._get_default_group()
+
+
+def device_types(group: dist.ProcessGroup) -> list[torch.device]:
+    """Devices whose tensors a group communicates; without it the device of a job cannot be chosen."""
+    return group._device_types
+
+
+def backend_timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    """Returns the timeout that a group was made with; None if torch does not say."""
+    options = getattr(group._get_backend(device_types(group)[-1]), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether a group has not been destroyed, alone or with all others: else a cached one would be used again."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def set_ranks(group: dist.ProcessGroup, indices: dict[int, int]) -> None:
+    """Registers the index of each rank in a group: without it torch refuses global ranks as peers."""
+    dist.distributed_c10d._world.pg_group_ranks[group] = indices
+
+
+def make_group(ranks: Sequence[int], name: Any, device: torch.device | None, **options: Any) -> dist.ProcessGroup:
+    """Makes a group among its members alone, under `name`: members of `new_group` count differently."""
+    position = list(ranks).index(dist.get_rank()) if dist.get_rank() in ranks else None
+    group, _ = dist.distributed_c10d._new_process_group_helper(
+        len(ranks), position, list(ranks), dist.get_backend(), default_store(), name, device_id=device, **options
+    )
+    return group
+
+
+def storage_info(filesystem: Any, *extent: Any) -> Any:
+    """Makes the entry of a file in `.metadata`: path, offset and length.
+
+    Args:
+        filesystem: the module `torch.distributed.checkpoint.filesystem`, which takes a second to import.
+    """
+    return filesystem._StorageInfo(*extent)

@@ -1,0 +1,87 @@
+"""Attributes and functions of tensors and storages that torch does not make public; containers of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+# Walks over nested containers. Without it nothing is recorded, divided or cut into microbatches.
+pytree = _pytree
+
+# Context managers inside which no mode and no subclass sees calls of torch. Without them the checker checks itself, and
+# ShardTensor's handlers call themselves.
+DisableTorchFunction = torch._C.DisableTorchFunction
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass  # subclasses only
+
+# Constructors of tensor subclasses: without memory; with the memory of a tensor. Without them there is no ShardTensor,
+# and making fake tensors takes twice the time.
+make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
+
+# Functions over lists of tensors, which take one kernel on CUDA. Without them: a loop.
+foreach_mul, foreach_mul_, foreach_norm = torch._foreach_mul, torch._foreach_mul_, torch._foreach_norm
+foreach_max = torch._foreach_max
+foreach_functions: list[Any] = [getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_")]
+
+# One step of an optimizer over lists of tensors, and the unscaling of their gradients, as `torch.optim` and
+# `torch.amp.GradScaler` call them. Without them fused optimizers and gradient scaling refuse ShardTensors.
+fused_updates: list[Any] = [torch._fused_sgd_, torch._fused_adam_, torch._fused_adamw_, torch._fused_adagrad_]
+amp_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+
+# Functions that modes receive where users call public ones. Without a rule for each the checker refuses the call.
+native_nn: Any = torch._C._nn  # `torch.nn.functional` calls gelu, pad, glu, ... of it
+conj_copy, neg_view_copy = torch._conj_copy, torch._neg_view_copy
+set_grad_enabled: Callable[..., Any] = torch._C._set_grad_enabled
+
+assert_async: Callable[..., None] = torch._assert_async  # fails without a wait for the device; else: a synchronisation
+functional_assert_async: Callable[..., Any] = torch._functional_assert_async
+has_compatible_type = torch._has_compatible_shallow_copy_type  # may `param.data = value`? Else modules cannot be moved
+rebuild_tensor = torch._utils._rebuild_tensor_v3  # what `torch.save` names in a file; without it DCP's format is lost
+
+
+def version_of(x: Any) -> int:
+    """Number of writes into a tensor's memory, by which stale types, gradients and copies are noticed."""
+    return x._version
+
+
+def is_view(x: torch.Tensor) -> bool:
+    """Whether autograd knows the tensor as a view: a write into it has to be seen by its base."""
+    return x._is_view()
+
+
+def base_of_view(x: torch.Tensor) -> torch.Tensor | None:
+    """Returns the tensor that `x` is a view of, if autograd knows of one; without it views are copied."""
+    return x._base
+
+
+def backward_hooks(x: Any) -> dict[int, Any] | None:
+    """Returns the table of `register_hook`, if there is one; without it hooks of earlier registration go unchecked."""
+    return x._backward_hooks
+
+
+def post_accumulate_hooks(x: Any) -> dict[int, Any] | None:
+    """Returns the table of `register_post_accumulate_grad_hook`, if there is one; without it ours stay for ever."""
+    return x._post_accumulate_grad_hooks
+
+
+def storage_key(storage: Any) -> int:
+    """Address of a storage's C++ object, the same for all Python objects of it; fake tensors have no data pointer."""
+    return storage._cdata
+
+
+def has_storage(x: torch.Tensor) -> bool:
+    """Whether a tensor has memory at all: sparse ones and wrappers raise where they are asked for it."""
+    return torch._C._has_storage(x)
+
+
+def is_alias_of(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors share a storage; without it masters that are rows of a parameter are copied."""
+    return torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]
+
+
+def dispatch_keys(x: torch.Tensor) -> Any:
+    """Keys by which the dispatcher chooses kernels: tensors that differ in them do not share a recorded call."""
+    return torch._C._dispatch_key_set(x)

@@ -1,0 +1,449 @@
+"""A unit over two axes: the second one divides what a rank of the first one runs."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from neuronx_dist.parallelize import ComputeConfig, IRGraph, parallelize
+from neuronx_dist.parallelize.choose.local_program import local_program
+from neuronx_dist.parallelize.emit.emitted_class import emit
+from neuronx_dist.parallelize.policy.operations import IRFwOperation
+from neuronx_dist.parallelize.policy.plans import plan_of
+from neuronx_dist.parallelize.policy.policies import divide
+from neuronx_dist.parallelize.train.stored import constants_of, stored_of
+from neuronx_dist.planning.plan import PlanError
+from neuronx_dist.program.decompose import decomposed
+from neuronx_dist.program.program import Call, Division, Strategy
+from neuronx_dist.program.record import record_program
+from neuronx_dist.spmd import S
+from neuronx_dist.spmd.random import streams
+from tests.parallelize.support.hf_models import HF_MODELS, hf_model
+from tests.parallelize.support.models import MODELS, model
+from tests.parallelize.support.mutants import EAGER, Emitted, mutants, noticed
+from tests.parallelize.support.parity import assert_equal, own_statistics, trained, trained_parallel
+from tests.support.pool import processes
+
+pytestmark = pytest.mark.slow
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+Policy = Callable[[IRGraph, ComputeConfig], IRGraph]
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.down(torch.relu(self.up(x)))).square().mean()
+
+
+def mlp() -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    return Mlp().double(), {"x": torch.randn(8, 8).double()}
+
+
+def config(plan: int = 4, **options: Any) -> ComputeConfig:
+    return ComputeConfig(plan, plan, pas_config=options)
+
+
+def divided(module: nn.Module, arguments: dict[str, Any], policy: Any, given: ComputeConfig) -> Division:
+    return divide(decomposed(record_program(module, arguments, training=True)), policy, given)
+
+
+def types_of(division: Division) -> dict[str, str]:
+    return {value.path: f"{value.outer} {division.types[value]}" for value in division.program.parameters}
+
+
+# --- parity -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, units",
+    [
+        *((name, 1) for name in MODELS),
+        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("mlp", "conv", "gpt")),
+        *(pytest.param(name, 2, marks=pytest.mark.full) for name in MODELS if name not in ("mlp", "conv", "gpt")),
+    ],
+)
+def test_parity(name: str, units: int, tmp_path: Path) -> None:
+    """The batch over the first axis, the weights over the second."""
+    module, arguments = model(name)
+    given = ComputeConfig(4, 4 * units, use_end2end=name == "mlp", pas_config={"tp_size": 2})
+    wanted = trained(module, arguments, SGD, 3, units)
+    has = trained_parallel(module, arguments, SGD, 3, given, "tp", tmp_path)
+    assert_equal(has, own_statistics(wanted, has, units), 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [each if each == "llama" else pytest.param(each, marks=pytest.mark.full) for each in HF_MODELS]
+)
+def test_hugging_face(name: str, tmp_path: Path) -> None:
+    module, arguments = hf_model(name)
+    wanted = trained(module, arguments, SGD, 3, 1)
+    has = trained_parallel(module, arguments, SGD, 3, config(tp_size=2), "data", tmp_path)
+    assert_equal(has, own_statistics(wanted, has, 1), 1e-5)
+
+
+# --- what a policy says -----------------------------------------------------------------------------------------------
+
+
+def by_batch_and_features(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    """nnScaler's verbs: a part of an operation is partitioned again."""
+    for node in graph.select(name="linear"):
+        dim = 0 if node.module == "up" else 1
+        for i, half in enumerate(graph.partition(node, node.algorithm("dim"), idx=0, dim=0, num=2)):
+            for j, part in enumerate(graph.partition(half, half.algorithm("dim"), idx=1, dim=dim, num=2)):
+                graph.assign(part, 2 * i + j)
+    return graph
+
+
+def weights_first(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    """Weights over the first axis, by composites where there are some; the batch over the second."""
+    graph.second.size = 2
+    for node in graph.select(ntype=IRFwOperation):
+        if node.name in ("embedding", "layer_norm", "cross_entropy"):
+            composites = [s for s in graph.strategies(node) if s.name.startswith(node.name)]
+            if composites and node.module in ("wte", "blocks.0.norm_1", "blocks.1.norm_2", ""):
+                graph.constraints.strategies[node.call] = [composites[0].__eq__]
+
+    def batch(inner: IRGraph, local: Any) -> None:
+        for node in inner.operations:
+            cut = [s for s in inner.strategies(node) if s.operands and s.operands[0] == S(0)]
+            if node.name in ("embedding", "layer_norm", "cross_entropy", "scaled_dot_product_attention") and cut:
+                inner.constraints.strategies[node.call] = [lambda s: bool(s.operands) and s.operands[0] == S(0)]
+
+    graph.second.decide.append(batch)
+    return graph
+
+
+def test_a_part_is_partitioned_again(tmp_path: Path) -> None:
+    module, arguments = mlp()
+    division = divided(module, arguments, by_batch_and_features, config())
+    assert division.axes == {"tp/2": 2, "tp%2": 2}
+    types = types_of(division)
+    assert types == {"up.weight": "I S(0)", "up.bias": "I S(0)", "down.weight": "I S(1)", "down.bias": "I I"}
+    wanted = trained(module, arguments, SGD, 3, 1)
+    assert_equal(trained_parallel(module, arguments, SGD, 3, config(), by_batch_and_features, tmp_path), wanted, 1e-10)
+
+
+def test_composites_of_the_first_axis_are_cut_over_the_second(tmp_path: Path) -> None:
+    module, arguments = model("gpt")
+    source = emit(divided(module, arguments, weights_first, config()))
+    for text in ("composites.embedding(tokens_S0", "composites.layer_norm(", "composites.cross_entropy("):
+        assert text in source, source
+    assert "[2, 8, 16] P, S(0)" in source and "[2, 8, 8] S(2), S(0)" in source and "[] I, P" in source
+    wanted = trained(module, arguments, SGD, 3, 1)
+    assert_equal(trained_parallel(module, arguments, SGD, 3, config(), weights_first, tmp_path), wanted, 1e-10)
+
+
+def test_one_dim_is_cut_over_both_axes(tmp_path: Path) -> None:
+    """In as many parts as there are ranks, beside operations in parts of parts; a weight is then in four shards."""
+
+    def policy(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+        up, down = graph.select(name="linear")
+        for device, part in enumerate(graph.partition(up, up.algorithm("dim"), idx=1, dim=0, num=4)):
+            graph.assign(part, device)
+        for i, half in enumerate(graph.replicate(down, 2)):
+            for j, part in enumerate(graph.replicate(half, 2)):
+                graph.assign(part, 2 * i + j)
+        graph.constraints.types[graph.program.parameters[0]] = (S(0),)
+        graph.shard("up", weight=0)
+        return graph
+
+    module, arguments = mlp()
+    division = divided(module, arguments, policy, config())
+    assert types_of(division)["up.weight"] == "S(0) S(0)"
+    assert '"up.weight": Stored("parameter", (16, 8), torch.float64, S(0)),' in emit(division)
+    wanted = trained(module, arguments, SGD, 3, 1)
+    assert_equal(trained_parallel(module, arguments, SGD, 3, config(), policy, tmp_path), wanted, 1e-10)
+
+
+def in_parts(graph: IRGraph, module: str, *sizes: int) -> None:
+    """Replicates the linear of a module over so many ranks, then each part again."""
+    (node,) = [node for node in graph.select(name="linear") if node.module == module]
+    ends: list[Any] = [node]
+    for size in sizes:
+        ends = [part for end in ends for part in graph.replicate(end, size)]
+    for device, end in enumerate(ends):
+        graph.assign(end, device)
+
+
+def other_axes(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    in_parts(graph, "up", 2, 4)
+    in_parts(graph, "down", 4, 2)
+    return graph
+
+
+def three_axes(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    in_parts(graph, "up", 2, 2, 2)
+    return graph
+
+
+def too_few(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    in_parts(graph, "up", 2, 2)
+    return graph
+
+
+def unlike(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    (up, _) = graph.select(name="linear")
+    first, second = graph.replicate(up, 2)
+    ends = [*graph.replicate(first, 2), *graph.partition(second, second.algorithm("dim"), idx=1, dim=0, num=2)]
+    for device, part in enumerate(ends):
+        graph.assign(part, device)
+    return graph
+
+
+def assigned_too_early(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    (up, _) = graph.select(name="linear")
+    half = graph.replicate(up, 2)[0]
+    graph.replicate(half, 2)
+    graph.assign(half, 0)
+    return graph
+
+
+@pytest.mark.parametrize(
+    "policy, plan, message",
+    [
+        (other_axes, 8, r"is in 2 \+ 2 \+ 2 \+ 2 parts, and a stage has 8 ranks, 2 x 4 on two axes"),
+        (too_few, 8, r"is in 2 \+ 2 parts, and a stage has 8 ranks: all operations"),
+        (three_axes, 8, "a part of a part: a unit has two axes"),
+        (unlike, 4, "the parts of linear.* are divided differently"),
+        (assigned_too_early, 4, "is in 2 parts: assign these"),
+    ],
+)
+def test_what_cannot_be(policy: Policy, plan: int, message: str) -> None:
+    module, arguments = mlp()
+    with pytest.raises(PlanError, match=message):
+        divided(module, arguments, policy, config(plan))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"tp_size": 3}, r"pas_config\['tp_size'\]=3 does not divide the 4 ranks of a stage; .* 2 and 4"),
+        ({"tp_sise": 2}, "nearest: .*tp_size"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    module, arguments = mlp()
+    with pytest.raises(PlanError, match=message):
+        divided(module, arguments, "tp", config(**options))
+
+
+def test_both_axes_are_explained() -> None:
+    module, arguments = mlp()
+    graph = IRGraph(decomposed(record_program(module, arguments, training=True)), config())
+    graph.second.size = 2
+    up, _ = graph.select(name="linear")
+    first, second = graph.explain(up).split("linear(")[1:]
+    assert "over 2 ranks of tp/2:" in first and "over 2 ranks of tp%2:" in second
+    assert "S(0) of operand 0" in first and "S(0) of operand 0" in second
+
+
+# --- choice and plans -------------------------------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    """Two samples, six features: no dim is divided by four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x))).square().mean()
+
+
+def test_autodist_finds_two_axes_and_a_plan_has_both(tmp_path: Path) -> None:
+    module, arguments = Small().double(), {"x": torch.randn(2, 6).double()}
+    file = tmp_path / "small.plan.json"
+    division = divided(module, arguments, "autodist", config(explore_axes=True, costs=EAGER))
+    plan_of(division).save(file)
+    assert division.axes == {"tp/2": 2, "tp%2": 2}
+    assert divided(module, arguments, "autodist", config(costs=EAGER)).axes == {"tp": 4}
+    cut = [str(division.strategies[call].results) for call in division.program.calls if call.name == "linear"]
+    assert any("S" in types for types in cut) and any(
+        call.outer and "S" in str(call.outer.results) for call in division.program.calls if call.name == "linear"
+    )
+    again = divided(module, arguments, file, config())
+    assert emit(again) == emit(division)
+    plan = json.loads(file.read_text())
+    assert (plan["tp"], plan["second"]) == (4, 2)
+    plan["second_calls"].pop()
+    file.write_text(json.dumps(plan))
+    with pytest.raises(PlanError, match=r"calls over the second axis, and its first axis leaves"):
+        divided(module, arguments, file, config())
+    plan["second"] = 3
+    file.write_text(json.dumps(plan))
+    with pytest.raises(PlanError, match="second=3 does not divide tp=4"):
+        divided(module, arguments, file, config())
+
+
+def test_a_limit_of_memory_holds_over_both_axes() -> None:
+    """Weights, gradients and AdamW's state of one rank are a fourth of the whole only if both axes cut them."""
+    module, arguments = mlp()
+    whole = sum(p.numel() for p in module.parameters()) * (8 + 8 + 8)
+
+    def policy(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+        graph.second.size, graph.memory = 2, whole / 3 + 4 * 8 * 16 * 8
+        return graph
+
+    division = divided(module, arguments, policy, config())
+    assert sum("S" in types for types in types_of(division).values()) >= 2
+
+    def impossible(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+        graph.second.size, graph.memory = 2, whole / 50
+        return graph
+
+    with pytest.raises(PlanError, match="holds less than"):
+        divided(module, arguments, impossible, config())
+
+
+def test_a_ranks_program_computes_what_the_file_says() -> None:
+    """Its calls have local shapes; conversions of the first axis are calls, once for all who want one."""
+    module, arguments = mlp()
+    division = divided(module, arguments, "tp", config(tp_size=2))
+    assert division.outer is not None
+    local = local_program(division.outer)
+    names = [call.name for call in local.program.calls]
+    assert names.count("convert") == 5 and names.count("all_reduce") == 1  # x and 4 parameters; the loss
+    assert [local.program.calls[start].name for start in local.starts[:2]] == ["convert", "relu"]
+    for call, own in local.calls.items():
+        types = division.outer.strategies[call].results
+        for whole, value, spmd_type in zip(call.results, own.results, types, strict=True):
+            assert value.outer is spmd_type
+            assert (value.shape == whole.shape) == (spmd_type.letter != "S")
+
+
+def with_any(graph: IRGraph, random: Random) -> None:
+    """Decides for strategies of some calls at random, as far as they go together."""
+    problem = graph.problem()
+    calls = [call for call in problem.program.calls if len(problem.options[call]) > 1]
+    forced: dict[Call, Strategy] = {}
+    for call in random.sample(calls, min(6, len(calls))):
+        try:
+            problem.solve(0.0, {**forced, call: (strategy := random.choice(problem.options[call]))})
+        except PlanError:
+            continue
+        forced[call] = strategy
+        graph.constraints.strategies.setdefault(call, []).append(strategy.__eq__)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3))])
+@pytest.mark.parametrize("name", MODELS)
+def test_any_division_is_right(name: str, seed: int) -> None:
+    """Whatever is chosen on both axes: types, results, gradients."""
+    random = Random(seed)
+
+    def policy(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+        graph.second.size = 2
+        with_any(graph, random)
+        graph.second.decide.append(lambda inner, local: with_any(inner, random))
+        return graph
+
+    program = emitted(name, policy, {"costs": "cpu"})
+    assert noticed(program, program.source) == "", program.source
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [F.dropout(x * self.scale, training=True) for _ in range(4)]
+
+
+def cut_on_some(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    """On no axis, on the first, on the second, on both."""
+    for number, node in enumerate(graph.select(name="dropout")):
+        parts: list[Any] = [node]
+        for dim, is_cut in enumerate((number % 2, number // 2)):
+            parts = [
+                piece
+                for part in parts
+                for piece in (
+                    graph.partition(part, part.algorithm("dim"), idx=0, dim=dim, num=2)
+                    if is_cut
+                    else graph.replicate(part, 2)
+                )
+            ]
+        for device, part in enumerate(parts):
+            graph.assign(part, device)
+    return graph
+
+
+def masks(folder: str) -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    streams().reset()
+    parallel: Any = parallelize(Dropped(), {"x": torch.ones(16, 16)}, cut_on_some, config(), gen_savedir=folder)
+    torch.manual_seed(5)
+    return [x.detach() != 0 for x in parallel(torch.ones(16, 16))]
+
+
+@pytest.mark.process
+def test_masks_are_alike_where_values_are_whole(tmp_path: Path) -> None:
+    """As many different masks as there are shards."""
+    ranks = processes(4).run(masks, str(tmp_path), mesh={"tp": 4})
+    for each in zip(*ranks, strict=True):
+        assert all(torch.equal(mask, each[0]) for mask in each)  # results are whole
+    whole, first, second, both = ranks[0]
+    pieces = [*first.chunk(2, 0), *second.chunk(2, 1), *(x for half in both.chunk(2, 0) for x in half.chunk(2, 1))]
+    for a, b in combinations([whole, *pieces], 2):
+        rows, columns = min(len(a), len(b)), min(a.shape[1], b.shape[1])
+        assert abs((a[:rows, :columns] == b[:rows, :columns]).float().mean() - 0.5) < 0.25  # independent
+
+
+# --- broken on purpose ------------------------------------------------------------------------------------------------
+
+
+def emitted(name: str, policy: Any, options: dict[str, Any]) -> Emitted:
+    module, arguments = mlp() if name == "mlp" else model(name)
+    division = divided(module, arguments, policy, config(**options))
+    stored = stored_of(module, division)
+    source = emit(division, stored=stored, signature=inspect.signature(module.forward))
+    constants = {key: value.constant for value, key in constants_of(division).items() if value.constant is not None}
+    return Emitted(source, division, module, constants, arguments)
+
+
+def over_the_other_axis(source: str) -> list[str]:
+    """The source with one conversion over the other axis, for each."""
+    lines = source.splitlines()
+    found = []
+    for number, line in enumerate(lines):
+        for a, b in (('"tp/2"', '"tp%2"'), ('"tp%2"', '"tp/2"')):
+            if "= spmd." in line and a in line:
+                found.append("\n".join([*lines[:number], line.replace(a, b), *lines[number + 1 :]]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "name, policy, options",
+    [("mlp", "tp", {"tp_size": 2}), pytest.param("gpt", weights_first, {}, marks=[pytest.mark.slow, pytest.mark.full])],
+)
+def test_every_mutant_is_refused(name: str, policy: Any, options: dict[str, Any]) -> None:
+    program = emitted(name, policy, options)
+    assert noticed(program, program.source) == ""
+    wrong = [mutant.edited for mutant in mutants(program.source)] + over_the_other_axis(program.source)
+    assert len(wrong) > 30
+    missed = [source for source in wrong if not noticed(program, source)]
+    changed = ["\n".join(set(source.splitlines()) - set(program.source.splitlines())) for source in missed]
+    assert not missed, changed

@@ -1,0 +1,299 @@
+"""Private names of torch: only `neuronx_dist.torch_internals` uses them, and each of them exists in this torch."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import operator
+import pydoc
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import nn
+from torch.distributed.checkpoint import filesystem
+
+import neuronx_dist
+from neuronx_dist.torch_internals import autograd, distributed, fake_tensors, modules, operators, tensors, transforms
+
+PACKAGE = Path(neuronx_dist.__file__).parent
+ROOM = Path(tensors.__file__).parent
+MODULES = [autograd, distributed, fake_tensors, modules, operators, tensors, transforms]
+EXTENDED = {name for names in modules.EXTENDED.values() for name in names}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def wrapped_names() -> set[str]:
+    """Private names that the room uses, as attributes and in strings."""
+    names = set()
+    for path in ROOM.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                names.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+                names.add(node.value)
+    return {name for name in names if is_private(name)} - EXTENDED
+
+
+def owned_names() -> set[str]:
+    """Private attributes of tensors, storages, nodes, operators and groups: those that torch's classes have."""
+    x = torch.zeros(2, requires_grad=True)
+    holders = [x, x.untyped_storage(), x.exp().grad_fn, nn.Linear(1, 1), torch.ops.aten.add, torch.ops.aten.add.Tensor]
+    holders += [torch.optim.SGD([x]), dist.ProcessGroup]
+    return {name for holder in holders for name in dir(holder) if is_private(name)} - EXTENDED
+
+
+def private_uses(source: str, attributes: set[str]) -> Iterator[tuple[int, str]]:
+    """Private names of torch in a file, with their lines: by import, below torch's modules, or by an attribute's name.
+
+    Attributes of `self` and `cls` are the file's own, and so are those that it sets there and reads elsewhere.
+    """
+    tree = ast.parse(source)
+    roots, own = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    roots.add((alias.asname or alias.name).split(".")[0])
+                    if any(map(is_private, alias.name.split("."))):
+                        yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch" and not node.level:
+            for alias in node.names:
+                roots.add(alias.asname or alias.name)
+                if any(map(is_private, [*(node.module or "").split("."), alias.name])):
+                    yield node.lineno, f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            own.add(node.attr)
+        elif isinstance(node, (ast.FunctionDef, ast.AnnAssign)):
+            own.add(node.name if isinstance(node, ast.FunctionDef) else ast.unparse(node.target))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            of_torch = False
+        elif isinstance(node, ast.Attribute):
+            base: ast.expr = node.value
+            while isinstance(base, ast.Attribute):
+                base = base.value
+            name, of_torch = node.attr, isinstance(base, ast.Name) and base.id in roots
+        elif isinstance(node, ast.keyword) and node.arg:
+            name, of_torch = node.arg, False  # `Replacement(module, _name=...)`
+        else:
+            continue
+        if is_private(name) and (of_torch or (name in attributes and name not in own)):
+            yield node.lineno, ast.unparse(node)
+
+
+def test_only_this_room_names_what_is_private_to_torch():
+    attributes = wrapped_names() | owned_names()
+    assert {"_version", "_base", "_backward_hooks", "_call_impl", "_schema", "_input_metadata"} < attributes
+    found = [
+        f"{path.relative_to(PACKAGE.parent)}:{line}: {name}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if ROOM not in path.parents
+        for line, name in private_uses(path.read_text(), attributes)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch.utils._pytree as pytree",
+        "from torch._subclasses.fake_tensor import FakeTensor",
+        "from torch.autograd.function import _HookMixin",
+        "import torch\ntorch._C.DisableTorchFunction()",
+        "import torch.distributed as dist\ndist.distributed_c10d._world.pg_map",
+        "def f(x):\n    return x._version",
+        "def f(x):\n    return getattr(x, '_backward_hooks', None)",
+        "Replacement(checkpoint, _checkpoint_hook=None)",
+    ],
+)
+def test_a_private_name_elsewhere_is_seen(line):
+    assert len([*private_uses(line, wrapped_names())]) >= 1
+
+
+@pytest.mark.parametrize("owner", modules.EXTENDED)
+def test_what_our_classes_extend_exists(owner):
+    cls: Any = pydoc.locate(owner)
+    members = {*dir(cls), *(vars(cls()) if cls is nn.Module else ())}
+    assert set(modules.EXTENDED[owner]) <= members
+
+
+class Double(torch.autograd.Function):
+    splits_backward = True
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad
+
+
+def leaf() -> torch.Tensor:
+    return torch.ones(2, requires_grad=True)
+
+
+def tensors_case() -> None:
+    x, hooked = torch.zeros(4), leaf()
+    assert tensors.version_of(x) + 1 == tensors.version_of(x.add_(1))
+    assert tensors.is_view(x[1:]) and not tensors.is_view(x) and tensors.base_of_view(x[1:]) is x
+    assert not tensors.backward_hooks(hooked) and not tensors.post_accumulate_hooks(hooked)
+    hooked.register_hook(lambda grad: grad)
+    hooked.register_post_accumulate_grad_hook(lambda param: None)
+    assert len(tensors.backward_hooks(hooked) or ()) == len(tensors.post_accumulate_hooks(hooked) or ()) == 1
+    assert tensors.storage_key(x.untyped_storage()) == tensors.storage_key(x[1:].untyped_storage())
+    assert tensors.has_storage(x) and tensors.is_alias_of(x, x[1:]) and not tensors.is_alias_of(x, x.clone())
+    assert tensors.dispatch_keys(x) == tensors.dispatch_keys(x.clone())
+
+
+def modules_case() -> None:
+    layer = nn.BatchNorm1d(2)
+    layer.register_buffer("passing", torch.zeros(1), persistent=False)
+    assert modules.non_persistent_buffers(layer) == {"passing"}
+    assert modules.call_with_hooks(nn.Identity())(3) == 3
+    assert modules.state_dict_metadata(layer.state_dict())[""]["version"] == 2
+    assert modules.state_dict_metadata({}) == {}
+
+
+def autograd_case() -> None:
+    x = leaf()
+    y = Double.apply(x)
+    node: Any = y.grad_fn
+    assert isinstance(node, autograd.FunctionNode) and not isinstance(x.exp().grad_fn, autograd.FunctionNode)
+    assert autograd.function_class(node) is Double and autograd.function_class(x.exp().grad_fn) is None
+    assert issubclass(autograd.backward_class(Double), autograd.FunctionNode)
+    assert autograd.saved_tensors_of(node)[0] is x
+    autograd.set_needs_input_grad(node, (False,))
+    assert node.needs_input_grad == (False,)
+    assert [*autograd.input_metadata(node)[0].shape] == [2]
+    product: Any = (x * y).grad_fn
+    assert set(autograd.raw_saved_names(type(product))) == {"_raw_saved_self", "_raw_saved_other"}
+    assert autograd.saved_value(product, "self") is x and autograd.saved_value(product, "mat1") is None
+    assert isinstance(product.next_functions[0][0], autograd.AccumulateGrad)
+    assert autograd.apply_without_transforms(Double)(x).grad_fn is not None
+    seen = []
+    x.register_hook(lambda grad: seen.append((autograd.in_backward(), autograd.current_node() is not None)))
+    (2 * x).sum().backward()
+    assert seen == [(True, True)] and not autograd.in_backward()
+    assert callable(getattr(autograd.HookMixin, autograd.REGISTER_HOOK))
+    assert callable(getattr(torch.utils.checkpoint, autograd.CHECKPOINT_HOOK))
+
+
+def checkpoint_case() -> None:
+    """The hook of a checkpoint, seen from inside; and the stack, unwound and put back."""
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        pack, unpack = autograd.top_saved_tensors_hooks(False)
+        assert autograd.is_checkpoint_hook(pack) and not autograd.is_checkpoint_hook(leaf)
+        contexts.append(autograd.checkpoint_context(pack))
+        autograd.pop_saved_tensors_hooks()
+        assert autograd.top_saved_tensors_hooks(False) is None
+        autograd.push_saved_tensors_hooks(pack, unpack)
+        return x.exp()
+
+    contexts: list[Any] = []
+    torch.utils.checkpoint.checkpoint(inside, leaf(), use_reentrant=False)
+    assert len(contexts) == 1 and hasattr(contexts[0], "__enter__")
+
+
+def operators_case() -> None:
+    add = torch.ops.aten.add
+    assert isinstance(add.Tensor, operators.OpOverload) and isinstance(add, operators.OpOverloadPacket)
+    assert [argument.name for argument in operators.schema_of(add.Tensor).arguments] == ["self", "other", "alpha"]
+    assert operators.name_of(add) == "aten::add"
+    with operators.disable_current_modes():
+        pass
+
+    def compiled(x: int) -> int:
+        return x
+
+    operators.skip_in_compiler(compiled)
+    assert compiled(3) == 3
+    # `neuronx_dist.comm` orders an operator of its own when it is imported.
+    assert operators.keep_order is not None and len(torch.ops.neuronx_dist.all_reduce.overloads()) == 1
+    scripted: Any = torch.jit.script(nn.Linear(2, 2))
+    assert len([*operators.wrap_script_module(scripted._c).parameters()]) == 2
+    assert operators.parse_schema("f(Tensor x) -> Tensor").name == "f"
+
+
+def fake_tensors_case() -> None:
+    mode = fake_tensors.FakeTensorMode()
+    with mode:
+        x = torch.zeros(3)
+        with fake_tensors.unset_fake_temporarily():
+            assert not isinstance(torch.zeros(1), fake_tensors.FakeTensor)
+    fake_tensors.guard_data_pointer(x, mode)
+    with mode, pytest.raises(fake_tensors.DataDependentOutputException):
+        x.sum().item()
+
+
+def transforms_case() -> None:
+    seen = []
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        wrapped, level = transforms.is_functorch_wrapped_tensor(x), transforms.level_of(x)
+        seen.append((wrapped, level, transforms.is_batchedtensor(x), transforms.jvp_levels()))
+        assert transforms.transforms_active() and transforms.get_unwrapped(x) is not x
+        return x.exp()
+
+    torch.vmap(inside)(torch.ones(2))
+    torch.func.jvp(inside, (torch.ones(2),), (torch.ones(2),))
+    assert seen == [(True, 1, True, set()), (True, 1, False, {1})] and not transforms.transforms_active()
+    assert transforms.forward_mode_level() == -1 and transforms.is_forward_mode_enabled()
+    assert callable(getattr(transforms.vmap_module, transforms.ADD_BATCH_DIM))
+    assert callable(getattr(transforms.vmap_module, transforms.REMOVE_BATCH_DIM))
+    assert callable(getattr(transforms.eager_transforms, transforms.WRAP_FOR_GRAD))
+    assert callable(getattr(transforms.eager_transforms, transforms.UNWRAP_FOR_GRAD))
+
+
+def distributed_case() -> None:
+    """All that needs a job is used on one of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        world = distributed.default_group()
+        assert distributed.is_registered(world) and torch.device("cpu") in distributed.device_types(world)
+        assert distributed.default_store() is not None
+        assert distributed.backend_timeout(world) is not None
+        group = distributed.make_group([0], "one", None, timeout=distributed.backend_timeout(world), group_desc="one")
+        distributed.set_ranks(group, {0: 0})
+        assert dist.get_process_group_ranks(group) == [0]
+    finally:
+        dist.destroy_process_group()
+    assert operator.attrgetter("relative_path", "offset", "length")(
+        distributed.storage_info(filesystem, "file", 0, 8)
+    ) == ("file", 0, 8)
+
+
+CASES = {
+    tensors: [tensors_case],
+    modules: [modules_case],
+    autograd: [autograd_case, checkpoint_case],
+    operators: [operators_case],
+    fake_tensors: [fake_tensors_case],
+    transforms: [transforms_case],
+    distributed: [distributed_case],
+}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_every_name_is_there_and_does_what_its_comment_says(module: ModuleType) -> None:
+    """Importing the module resolves its constants; the cases call its functions, all of them."""
+    for case in CASES[module]:
+        case()
+    functions = {name for name, value in vars(module).items() if inspect.isfunction(value)}
+    own = {name for name in functions if vars(module)[name].__module__ == module.__name__ and name[0] != "_"}
+    used = {name for case in CASES[module] for name in case.__code__.co_names} | {
+        name for case in CASES[module] for code in case.__code__.co_consts for name in getattr(code, "co_names", ())
+    }
+    assert own <= used
