@@ -228,7 +228,7 @@ class SpmdTypeMode(Session):
             return hooks.pass_through(self, original, args)
         if self.paused or (cls.__module__.startswith("torch.") and cls is not CheckpointFunction):
             return original(*args, **kwargs)
-        return autograd.apply_function(self, original, cls, args, kwargs)
+        return autograd.apply_function(self, cls, args, kwargs)
 
     # --- types of tensors
 

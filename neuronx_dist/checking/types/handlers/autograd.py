@@ -22,6 +22,7 @@ from ....call_site import call_site
 from ....comm import context
 from ....rules import RULES
 from ....spmd.errors import SpmdTypeError
+from ....spmd.intercept import apply_of
 from ....spmd.tensor_type import READONLY, TensorType, note_of, origins_of, tensors_in, write
 from ....spmd.types import SAME, I, R, SpmdType, V
 from ....torch_internals.autograd import backward_class, function_class, saved_tensors_of, top_saved_tensors_hooks
@@ -54,7 +55,6 @@ _flavours: dict[Any, Any] = {}  # which of I and R the outputs are, by function 
 
 def apply_function(
     mode: Session,
-    original: Callable[..., Any],
     cls: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -67,9 +67,9 @@ def apply_function(
     signature = _Signature(mode, cls.__name__, [None if note is None else note.type for note in notes])
     hooked = top_saved_tensors_hooks(True) is not None
     if hooked and not rehearsal and torch.is_grad_enabled():
-        _rehearse(mode, original, cls, args, kwargs, signature.inputs)
+        _rehearse(mode, cls, args, kwargs, signature.inputs)
     comparison = CompositionCheck(mode, cls, args, signature.inputs)
-    result = original.__func__(_subclass(cls), *args, **kwargs)  # type: ignore[attr-defined]
+    result = apply_of(_subclass(cls))(*args, **kwargs)
     outputs = list(result) if isinstance(result, (tuple, list)) else [result]
     with quiet():
         differentiable = [x for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None]
@@ -92,7 +92,6 @@ def apply_function(
 
 def _rehearse(
     mode: Session,
-    original: Callable[..., Any],
     cls: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -118,7 +117,7 @@ def _rehearse(
     events: list[Any] = getattr(context.current().backend if context.is_initialized() else None, "events", [])
     begin, counts = len(events), (mode.operators, mode.collectives)
     with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
-        apply_function(mode, original, cls, tuple(copies), kwargs, rehearsal=True)
+        apply_function(mode, cls, tuple(copies), kwargs, rehearsal=True)
     del events[begin:]
     mode.operators, mode.collectives = counts
 
