@@ -46,8 +46,8 @@ class Context:
             return axis
         if is_dynamo_compiling():
             raise RuntimeError(
-                f"compiled code cannot make the group over {axis!r}, for which its ranks meet: call "
-                f"neuronx_dist.comm.communicator({axis!r}) before it runs"
+                f"compiled code cannot create the group over {axis!r}, because all its ranks must take part: call "
+                f"neuronx_dist.comm.communicator({axis!r}) before the compiled code runs"
             )
         if isinstance(axis, (str, tuple)):
             label = axis if isinstance(axis, str) else ",".join(axis)

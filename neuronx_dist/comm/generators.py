@@ -55,10 +55,10 @@ def set_state(state: State) -> None:
     """
     generator, of_xla = _device_generator(), len(state) > 1 and state[1].dtype == torch.int64
     if (generator is not None) != of_xla:
-        kinds = {True: "an XLA device", False: "another device than XLA"}
+        kinds = {True: "an XLA device", False: "a device other than XLA"}
         raise ValueError(
-            f"a random state of {kinds[of_xla]} on {kinds[not of_xla]}: their random numbers differ anyway, so seed "
-            "anew by model_parallel_manual_seed(seed)"
+            f"a random state of {kinds[of_xla]} cannot be set on {kinds[not of_xla]}, which draws other numbers: "
+            "call model_parallel_manual_seed(seed) instead"
         )
     torch.set_rng_state(state[0])
     if generator is not None:

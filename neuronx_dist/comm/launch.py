@@ -37,13 +37,13 @@ def init_distributed(device: str = "auto", timeout: float | None = None) -> torc
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda", "xla"):
-        raise ValueError(f"device {device!r} is not one that this version runs on: use auto, cpu, cuda or xla")
+        raise ValueError(f"device {device!r} is not supported: use auto, cpu, cuda or xla")
     if device == "xla":
         if importlib.util.find_spec("torch_xla") is None:
             raise ValueError("device 'xla' needs torch_xla, which is not installed: pip install 'neuronx_dist[xla]'")
         return backends.xla.join(timeout)
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, but torch.cuda.is_available() is False; use device cpu")
+        raise ValueError("device cuda was requested, but torch.cuda.is_available() is False; use device cpu")
     own_device = torch.device(device)
     if device == "cuda":
         own_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -57,7 +57,7 @@ class _Agent(LocalElasticAgent):
         if self._remaining_restarts > 0:
             most = worker_group.spec.max_restarts
             count = f"restart {most - self._remaining_restarts + 1} of {most}"
-            _say(f"{_end_of(rank, failure.exitcode)}; all ranks are started again ({count})")
+            _say(f"{_end_of(rank, failure.exitcode)}; restarting all ranks ({count})")
         return result
 
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
             _say(_end_of(rank, failure.exitcode))
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except (RendezvousError, run_network.NetworkError) as error:
-        _say(f"the hosts did not come together: {error}")
+        _say(f"the hosts could not connect: {error}")
         return 1
     except SignalException as ended:
         return 128 + ended.sigval

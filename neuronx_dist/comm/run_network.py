@@ -40,12 +40,14 @@ def complete(args: argparse.Namespace) -> None:
     elif args.rdzv_endpoint:
         host, port = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=29400)
     else:
-        raise NetworkError("several hosts take --rdzv-backend c10d --rdzv-endpoint HOST:PORT, the same on all of them")
+        raise NetworkError(
+            "several hosts need --rdzv-backend c10d --rdzv-endpoint HOST:PORT, with the same values on all hosts"
+        )
     local_address, other = address_towards(host, port)
     if local_address.startswith("127.") and host != "localhost" and not host.startswith("127."):
         raise NetworkError(
-            f"{host} is {other} on this host, which no other host can reach: give the address that it has in the "
-            f"network of the hosts as --rdzv-endpoint, on all of them"
+            f"{host} resolves to {other} on this host, which no other host can reach: pass this host's network "
+            "address in --rdzv-endpoint on all hosts"
         )
     if args.local_addr is None:
         args.local_addr = local_address

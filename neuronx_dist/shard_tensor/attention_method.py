@@ -64,7 +64,7 @@ class Choice(NamedTuple):
 
 def _checked(method: str) -> str:
     if method not in METHODS:
-        raise ValueError(f"attention_method {method!r} is none of {', '.join(METHODS)}")
+        raise ValueError(f"attention_method {method!r} is not one of {', '.join(METHODS)}")
     return method
 
 
@@ -98,7 +98,7 @@ def zigzag(ranks: int) -> Iterator[None]:
         ValueError: `ranks` is below 1.
     """
     if ranks < 1:
-        raise ValueError(f"zigzag({ranks}): it is a number of ranks, at least 1")
+        raise ValueError(f"zigzag({ranks}): the number of ranks must be at least 1")
     token = _order.set(ranks)
     try:
         yield

@@ -133,7 +133,9 @@ def _labelled(
     if call.gqa and min(map(len, shapes)) > 2:
         heads = [shape[-3] for shape in shapes]
         if heads[1] != heads[2] or heads[1] == 0 or heads[0] % heads[1]:
-            raise ValueError(f"{text}: with enable_gqa k and v have equally many heads, and q a multiple of them")
+            raise ValueError(
+                f"{text}: enable_gqa=True needs k and v with the same number of heads, and a multiple of it for q"
+            )
         groups = heads[0] // heads[1]
         before[1][-1] = before[2][-1] = heads[0]
     try:

@@ -65,7 +65,8 @@ def start_redistribute(x: ShardTensor, target: ShardTensorSpec) -> ShardTensor:
     for placement in (*x._spec.placements, *target.placements):
         if isinstance(placement, Partial) and placement.reduce_op != "sum":
             raise NotImplementedError(
-                f"redistribute(async_op=True) of {placement!r}: only sums travel so; leave async_op out"
+                f'redistribute(async_op=True) of {placement!r}: only Partial("sum") can be reduced '
+                "asynchronously; use async_op=False"
             )
     if active() is not None or in_one_program(x._local):  # the checker judges the moves; XLA's compiler orders them
         return wrap(moved(local_of(x), x._spec, target), target)
@@ -75,7 +76,10 @@ def start_redistribute(x: ShardTensor, target: ShardTensorSpec) -> ShardTensor:
 
     def finish() -> torch.Tensor:
         if version_of(source) != version:
-            raise RuntimeError("redistribute(async_op=True): the tensor was modified in place while it was travelling")
+            raise RuntimeError(
+                "redistribute(async_op=True): the input was modified in place before the transfer finished: read "
+                "the result first, or clone() the input"
+            )
         with torch.set_grad_enabled(grad_enabled):
             return moved_to_mesh(source, spec, target, move)
 

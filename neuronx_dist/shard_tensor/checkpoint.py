@@ -51,7 +51,8 @@ def get_tensor_shard(self: ShardTensor, index: MetadataIndex) -> torch.Tensor:
     """Returns the memory of this rank's block, to be saved or loaded into."""
     if index.offset is not None and tuple(index.offset) != self._spec.offsets:
         raise ValueError(
-            f"{index.fqn}: a block at {tuple(index.offset)} was asked for, and this rank's is at {self._spec.offsets}"
+            f"{index.fqn}: the block at {tuple(index.offset)} was requested, but this rank holds the block at "
+            f"{self._spec.offsets}"
         )
     return self._local.detach()
 
@@ -59,7 +60,7 @@ def get_tensor_shard(self: ShardTensor, index: MetadataIndex) -> torch.Tensor:
 def _check(x: ShardTensor, fqn: str) -> None:
     if x._spec.partial:
         raise ValueError(
-            f"checkpoint: {fqn} is {x._spec.placements}, and a rank's summand is no part of it: redistribute() it first"
+            f"checkpoint: {fqn} is {x._spec.placements}: a Partial tensor cannot be saved; redistribute() it first"
         )
 
 

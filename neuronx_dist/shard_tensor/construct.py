@@ -67,15 +67,20 @@ def distribute_tensor(
         return tensor.redistribute(device_mesh, placements, sizes=sizes)
     if not tensor.is_leaf:
         raise RuntimeError(
-            "distribute_tensor takes a leaf, whose values it distributes; a tensor with a graph keeps it by "
-            "ShardTensor.from_local(x, mesh).redistribute(mesh, placements)"
+            "distribute_tensor takes a leaf tensor; to preserve the autograd graph, use ShardTensor.from_local(x, "
+            "mesh).redistribute(mesh, placements)"
         )
     mesh = device_mesh or current_mesh(tensor.device.type)
     spec = make_spec(mesh, placements, tensor.shape, sizes)
     if spec.partial:
-        raise ValueError(f"distribute_tensor: {list(spec.placements)}: a Partial is made by redistribute()")
+        raise ValueError(
+            f"distribute_tensor: {list(spec.placements)} has a Partial: distribute with Replicate() instead, then "
+            "redistribute() to Partial"
+        )
     if src is not None and not 0 <= src < mesh.size():
-        raise ValueError(f"distribute_tensor: src={src} is none of the {mesh.size()} ranks of {mesh}; count from 0")
+        raise ValueError(
+            f"distribute_tensor: src={src} is not one of the {mesh.size()} ranks of {mesh}, which count from 0"
+        )
     if tensor.is_meta:
         local = torch.empty(spec.local_shape, dtype=tensor.dtype, device="meta")
     elif src is None:
@@ -111,14 +116,17 @@ def scatter_tensor(
     """
     ranks = mesh.mesh.flatten().tolist()
     if global_src not in ranks:
-        raise ValueError(f"scatter_tensor: global_src={global_src} is none of the ranks {ranks} of {mesh}")
+        raise ValueError(f"scatter_tensor: global_src={global_src} is not one of the ranks {ranks} of {mesh}")
     src = ranks.index(global_src)
     is_source = mesh.get_rank() == global_src
     if global_shape is None or dtype is None:
         shape_and_dtype: Any = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
         shape_and_dtype = _broadcast_object(shape_and_dtype, mesh, src)
         if shape_and_dtype is None:
-            raise ValueError(f"scatter_tensor: rank {global_src}, global_src, has no tensor (None): give it there")
+            raise ValueError(
+                f"scatter_tensor: tensor is None on rank {global_src}, which is global_src: pass the tensor on this "
+                "rank"
+            )
         global_shape, dtype = shape_and_dtype
     spec = make_spec(mesh, placements, global_shape, sizes)
     device = tensor.device if tensor is not None else torch.device(mesh.device_type)

@@ -119,7 +119,7 @@ class DeviceMesh:
     def communicator(self, mesh_dim: int | str | None = None) -> Communicator:
         """Returns this rank's group along a dim, for every function of this package that communicates."""
         if self.communicators is None:
-            raise RuntimeError(f"rank {_context().rank} is no part of {self}")
+            raise RuntimeError(f"rank {_context().rank} is not in {self}")
         return self.communicators[self._index(mesh_dim)]
 
     def groups_over(self, mesh_dims: tuple[int, ...]) -> tuple[tuple[Communicator, tuple[int, ...]], ...]:
@@ -157,8 +157,8 @@ class DeviceMesh:
         group = backend.process_group(self.communicator(mesh_dim))
         if isinstance(group, Communicator):
             raise RuntimeError(
-                f"{self} has no process group on the backend {backend.name}: give mesh.communicator({mesh_dim!r}) to a "
-                "verb of neuronx_dist.comm or to an operator of neuronx_dist.spmd, which is differentiable too"
+                f"{self} has no process group on the backend {backend.name}: pass mesh.communicator({mesh_dim!r}) to a "
+                "verb of neuronx_dist.comm, or to a differentiable operator of neuronx_dist.spmd"
             )
         return group
 
@@ -168,7 +168,7 @@ class DeviceMesh:
         dims = [self._index(name) for name in chosen]
         coordinate = self.get_coordinate()
         if coordinate is None:
-            raise RuntimeError(f"rank {_context().rank} is no part of {self}")
+            raise RuntimeError(f"rank {_context().rank} is not in {self}")
         index = tuple(slice(None) if dim in dims else coordinate[dim] for dim in range(self.ndim))
         sorted_dims = sorted(dims)
         ranks = self.mesh[index].permute([sorted_dims.index(dim) for dim in dims])
@@ -177,7 +177,7 @@ class DeviceMesh:
     def _index(self, mesh_dim: int | str | None) -> int:
         if mesh_dim is None:
             if self.ndim != 1:
-                raise ValueError(f"{self} has {self.ndim} dims: say which one is meant, by index or name")
+                raise ValueError(f"{self} has {self.ndim} dims: pass mesh_dim, an index or a name")
             return 0
         if isinstance(mesh_dim, str):
             if mesh_dim not in (self.mesh_dim_names or ()):
@@ -221,7 +221,8 @@ def init_device_mesh(
     if prod(shape) != world or min(shape, default=0) < 1:
         raise ValueError(
             f"init_device_mesh: a mesh of shape {tuple(mesh_shape)} does not fit {world} ranks: the product of the "
-            "sizes is to be the number of ranks; one size may be -1, and the product of the others divides it"
+            "sizes must equal the number of ranks; one size may be -1 if the product of the others divides that "
+            "number"
         )
     return DeviceMesh(device_type, torch.arange(world).view(shape), mesh_dim_names=mesh_dim_names)
 
@@ -301,10 +302,10 @@ def _known(
     numbers = tuple(ranks.flatten().tolist())
     if len(set(numbers)) != len(numbers) or not set(numbers) <= set(range(context.mesh.world_size)):
         raise ValueError(
-            f"DeviceMesh: ranks {ranks.tolist()} must be different ones of the job's {context.mesh.world_size}"
+            f"DeviceMesh: ranks {ranks.tolist()} must be distinct and below the world size {context.mesh.world_size}"
         )
     if names is not None and (len(names) != ranks.ndim or len(set(names)) != len(names)):
-        raise ValueError(f"DeviceMesh: mesh_dim_names {names} must be {ranks.ndim} different names, one for each dim")
+        raise ValueError(f"DeviceMesh: mesh_dim_names {names} must be {ranks.ndim} distinct names, one for each dim")
     table = context.extras.setdefault(_TABLE, {})
     key = (device_type, numbers, tuple(ranks.shape), names)
     mesh: DeviceMesh | None = table.get(key)

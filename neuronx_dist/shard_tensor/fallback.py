@@ -37,7 +37,7 @@ _warned: set[tuple[str, str]] = set()
 
 def _checked(mode: str) -> str:
     if mode not in _MODES:
-        raise ValueError(f"fallback {mode!r} is none of {', '.join(_MODES)}")
+        raise ValueError(f"fallback {mode!r} is not one of {', '.join(_MODES)}")
     return mode
 
 
@@ -88,9 +88,7 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", str(func))
     mode = _mode.get() or _default[0]
     if (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None:
-        raise NotImplementedError(
-            f"{name} has no handler and writes in place: use the form of it that returns a tensor"
-        )
+        raise NotImplementedError(f"{name} has no handler and writes in place: use its out-of-place form")
     flat, tree = pytree.tree_flatten((args, kwargs))
     operands = [x for x in flat if isinstance(x, ShardTensor)]
     one_mesh([x for x in flat if isinstance(x, torch.Tensor)], name)
@@ -103,8 +101,8 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
         moved = sum(x.numel() * x.element_size() for x in split)
         text = (
             f"{name} has no handler: {len(split)} ShardTensors would be gathered ({moved} bytes on every rank, of "
-            f"{[tuple(x.shape) for x in split]}). Write one (neuronx_dist.shard_tensor.sharded), or call full_tensor() "
-            "to gather on purpose"
+            f"shapes {[tuple(x.shape) for x in split]}). Register a handler (neuronx_dist.shard_tensor.sharded), or "
+            "call full_tensor() to gather explicitly"
         )
         if mode == "error":
             raise NotImplementedError(text)
@@ -127,7 +125,8 @@ def _split_again(whole: torch.Tensor, like: ShardTensorSpec, operands: Sequence[
     """Splits a global result: in the layout of the first operand if it has its shape, else replicated."""
     if whole.layout is not torch.strided:
         raise NotImplementedError(
-            f"a result is {whole.layout}, and shards are strided: full_tensor() the operands first"
+            f"the result has layout {whole.layout}, and a ShardTensor must be strided: call full_tensor() on the "
+            "operands first"
         )
     spec = make_spec(like.mesh, None, whole.shape)
     target = like if whole.shape == like.shape and not like.partial else spec

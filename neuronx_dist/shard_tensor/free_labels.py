@@ -129,7 +129,9 @@ def _called(call: _Call, plan: _Plan, tensors: Sequence[torch.Tensor]) -> Any:
         if not has_values:
             nothing = torch.zeros(spec.local_shape, dtype=y.dtype, device=local_tensors[0].device)
             y = linked(nothing, *local_tensors) if y.requires_grad else nothing
-        assert y.shape == spec.local_shape, f"the rule of {call.func} tells {spec.local_shape}, it gave {y.shape}"
+        assert y.shape == spec.local_shape, (
+            f"the rule of {call.func} predicts the local shape {spec.local_shape}, but the result has {y.shape}"
+        )
         y = y * plan.share if plan.share != 1 else y
         results[i] = wrap_result(redistributed(y, spec, gradient_spec(spec)), gradient_spec(spec), tensors)
     return pytree.tree_unflatten(results, tree)

@@ -59,7 +59,9 @@ def halo_padding(tensor: torch.Tensor, mesh: DeviceMesh, halo_config: HaloConfig
         return exchange(tensor, plan, communicator, halo_config.tensor_dim)
     except comm.CommError as error:
         if halo_config.sizes is None:
-            error.add_note("HaloConfig(sizes=None): shards shorter than the halo count as equal; give the sizes")
+            error.add_note(
+                "HaloConfig(sizes=None) assumes shards of equal size; if a shard is shorter than the halo, pass sizes"
+            )
         raise
 
 
@@ -78,8 +80,8 @@ def unhalo_padding(tensor: torch.Tensor, mesh: DeviceMesh, halo_config: HaloConf
         if high - low == length:
             return tensor.narrow(dim, bounds[rank] - low, bounds[rank + 1] - bounds[rank])
     raise ValueError(
-        f"unhalo_padding: dim {dim} of shape {tuple(tensor.shape)} is not that of a shard with the halo of "
-        f"{halo_config} on index {rank} of {communicator.size} ranks"
+        f"unhalo_padding: dim {dim} of shape {tuple(tensor.shape)} is not the length of a shard with the halo of "
+        f"{halo_config}, at index {rank} of {communicator.size} ranks"
     )
 
 
@@ -87,7 +89,7 @@ def _sizes(config: HaloConfig, count: int, local_size: int) -> Sequence[int]:
     if config.sizes is None:
         return [local_size] * count
     if len(config.sizes) != count:
-        raise ValueError(f"HaloConfig: sizes {list(config.sizes)}: give one for each of the {count} ranks")
+        raise ValueError(f"HaloConfig: sizes {list(config.sizes)}: pass one size for each of the {count} ranks")
     return config.sizes
 
 

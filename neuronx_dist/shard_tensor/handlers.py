@@ -93,7 +93,8 @@ def register_function_handler(target: Callable[..., Any], handler: Handler, **ru
     earlier = FUNCTIONS.get(target)
     if earlier is not None and earlier is not handler and _is_ours(earlier) and _is_ours(handler):
         raise ValueError(
-            f"{getattr(target, '__name__', target)} has two handlers, {_name(earlier)} and {_name(handler)}: keep one"
+            f"{getattr(target, '__name__', target)} has two handlers, {_name(earlier)} and {_name(handler)}: "
+            "register only one"
         )
     register_operator(target, handler=handler, **rule)
 
@@ -113,7 +114,8 @@ def register_dispatch_handler(aten_overload: Any, handler: Callable[..., Any]) -
     """
     if not isinstance(aten_overload, OpOverload):
         raise TypeError(
-            f"register_dispatch_handler: {aten_overload!r} is no overload, as torch.ops.aten.dot.default is"
+            f"register_dispatch_handler: {aten_overload!r} is not an operator overload, such as "
+            "torch.ops.aten.dot.default"
         )
     DISPATCH[aten_overload] = handler
 
@@ -165,7 +167,7 @@ def promotion_mode(mode: TensorPromotionMode | str) -> Iterator[None]:
     """Sets the promotion mode for this thread: `with promotion_mode("disabled"):`."""
     modes = {member.value: member for member in TensorPromotionMode}
     if not isinstance(mode, TensorPromotionMode) and mode not in modes:
-        raise ValueError(f"promotion_mode {mode!r} is none of {', '.join(modes)}")
+        raise ValueError(f"promotion_mode {mode!r} is not one of {', '.join(modes)}")
     token = _mode.set(TensorPromotionMode(mode))
     try:
         yield
@@ -181,16 +183,16 @@ def check_promotion(x: torch.Tensor, function: str) -> None:
     """
     if type(x) is DTensor:
         raise ValueError(
-            f"{function}: a DTensor of shape {tuple(x.shape)}, {x.placements}, meets a ShardTensor: "
-            "ShardTensor.from_dtensor(x) has the same layout and graph"
+            f"{function}: a DTensor of shape {tuple(x.shape)}, {x.placements}, is mixed with a ShardTensor: convert "
+            "it by ShardTensor.from_dtensor(x), which preserves layout and graph"
         )
     mode = _mode.get()
     if mode is TensorPromotionMode.SILENT:
         return
     text = (
-        f"{function}: a plain tensor of shape {tuple(x.shape)} meets a ShardTensor, and its layout is unknown: "
-        "distribute_tensor(x, mesh, placements) says it"
+        f"{function}: a plain tensor of shape {tuple(x.shape)} is mixed with a ShardTensor, and its layout is "
+        "unknown: use distribute_tensor(x, mesh, placements)"
     )
     if mode is TensorPromotionMode.DISABLED:
-        raise ValueError(f"{text}, or promotion_mode('silent') takes it as equal on all ranks")
-    warnings.warn(f"{text}; it is taken as equal on all ranks, at {call_site()}", stacklevel=2)
+        raise ValueError(f"{text}; promotion_mode('silent') assumes that it is equal on all ranks")
+    warnings.warn(f"{text}; it is assumed to be equal on all ranks, at {call_site()}", stacklevel=2)

@@ -222,9 +222,7 @@ def _labels(
     at = [i for i, shape in enumerate(shapes) if shape is not None]  # places of the spec's operands
     for i, dims in zip(at, spec.ins, strict=True):
         if dims is not None and shapes[i] != tuple(prod(spec.sizes[label] for label in dim) for dim in dims):
-            raise RuntimeError(
-                f"{name}: operands of shapes {[tuple(shape or ()) for shape in shapes]} do not fit together"
-            )
+            raise RuntimeError(f"{name}: operands of shapes {[tuple(shape or ()) for shape in shapes]} do not match")
     whole = {label for dims in (*spec.ins, *spec.outs) for dim in dims or () if len(dim) > 1 for label in dim}
     whole |= spec.fixed.keys() | spec.ranges.keys() | spec.weak
     added: frozenset[int] = frozenset()

@@ -22,8 +22,8 @@ def check_plain(x: torch.Tensor) -> None:
     """Raises a ValueError for a ShardTensor or DTensor, which has a layout already."""
     if hasattr(x, "placements"):
         raise ValueError(
-            f"from_local: local_tensor is a {type(x).__name__}, {x.placements}, and no part of one: call "
-            "redistribute() for another layout, ShardTensor.from_dtensor(x) for a DTensor of torch"
+            f"from_local: local_tensor is a {type(x).__name__}, {x.placements}, and must be a plain tensor: call "
+            "redistribute() to change a layout, ShardTensor.from_dtensor(x) to convert a DTensor"
         )
 
 
@@ -41,8 +41,8 @@ def local_spec(
         raise ValueError(f'from_local: sharding_shapes={sharding_shapes!r} is not "infer", "chunk" or a dict of shapes')
     if mesh.communicators is None and (global_shape is None or sharding_shapes == "infer"):
         raise ValueError(
-            f"from_local: rank {mesh.get_rank()} is no part of {mesh}: it cannot infer the layout of its empty part; "
-            "give global_shape, and sharding_shapes as chunk or a dict"
+            f"from_local: rank {mesh.get_rank()} is not in {mesh}, so it cannot infer the layout from its empty "
+            'local tensor: pass global_shape, and sharding_shapes as "chunk" or a dict'
         )
     if sharding_shapes == "infer":
         spec = _inferred(local, mesh, checked)
@@ -59,12 +59,12 @@ def local_spec(
         spec = _stated(local, mesh, checked, sharding_shapes, global_shape)
     if spec.local_shape != local:
         raise ValueError(
-            f"from_local: this rank's tensor has shape {tuple(local)}, and by its layout it must have "
+            f"from_local: the local tensor has shape {tuple(local)}, but its layout requires "
             f"{tuple(spec.local_shape)}: {spec}"
         )
     if global_shape is not None and spec.shape != torch.Size(global_shape):
         raise ValueError(
-            f"from_local: the shards make up {tuple(spec.shape)}, and global_shape is {tuple(global_shape)}"
+            f"from_local: the shards add up to shape {tuple(spec.shape)}, but global_shape is {tuple(global_shape)}"
         )
     return spec
 
@@ -81,8 +81,8 @@ def _inferred(local: torch.Size, mesh: DeviceMesh, placements: Sequence[Placemen
         if len(others) > 1 or len({local_shape for _, local_shape in shapes}) > 1:
             found = [local_shape for local_shape, _ in shapes]
             raise ValueError(
-                f"from_local: shapes along mesh dim {m} ({placement!r}) must be equal"
-                f"{'' if dim is None else f' but for dim {dim}'}, and the ranks have {found}"
+                f"from_local: shapes along mesh dim {m} ({placement!r}) must be "
+                f"equal{('' if dim is None else f' but for dim {dim}')}, but the ranks have {found}"
             )
         sizes.append(None if dim is None else tuple(local_shape[dim] for local_shape, _ in shapes))
         if dim is not None:
@@ -132,8 +132,8 @@ def weighed(
         counts = [prod(shape) for shape in sharding_shapes[m]]
         if len(counts) != mesh.shape[m]:
             raise ValueError(
-                f"from_local: sharding_shapes has {len(counts)} shapes for mesh dim {m}, which is {placement!r} over "
-                f"{mesh.shape[m]} ranks: give that of each shard whose mean a rank has"
+                f"from_local: sharding_shapes has {len(counts)} shapes for mesh dim {m}, which is {placement!r} "
+                f"over {mesh.shape[m]} ranks: pass one for each rank, the shape of the shard whose mean it holds"
             )
         if len(set(counts)) == 1:
             continue

@@ -54,8 +54,8 @@ def local_view(local: torch.Tensor, spec: ShardTensorSpec, grad_placements: Sequ
             local = spmd.convert(local, spec.mesh.communicator(m), src=I, dst=R)
         elif placement != grad and not (isinstance(placement, Partial) and isinstance(grad, Replicate)):
             raise ValueError(
-                f"to_local: a gradient of {grad!r} for a tensor that is {placement!r} on mesh dim {m}: redistribute() "
-                "the tensor first, so that its own placement is that of the gradient"
+                f"to_local: grad_placements has {grad!r} on mesh dim {m}, where the tensor is {placement!r}: "
+                "redistribute() the tensor to the gradient's placement first"
             )
     return local
 

@@ -88,8 +88,8 @@ class DistributedManager:
         """
         if len(mesh_shape) != len(mesh_dim_names):
             raise ValueError(
-                f"initialize_mesh: mesh_shape {tuple(mesh_shape)} has {len(mesh_shape)} dims, and mesh_dim_names "
-                f"{tuple(mesh_dim_names)} {len(mesh_dim_names)} names: give one for each"
+                f"initialize_mesh: mesh_shape {tuple(mesh_shape)} has {len(mesh_shape)} dims, but mesh_dim_names "
+                f"{tuple(mesh_dim_names)} has {len(mesh_dim_names)} names: pass one name for each dim"
             )
         mesh = init_device_mesh(self.device.type, mesh_shape, mesh_dim_names=mesh_dim_names)
         self._state["mesh"] = mesh

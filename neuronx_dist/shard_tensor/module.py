@@ -80,7 +80,9 @@ def _call(function: Callable[..., Any], arguments: dict[int, tuple[Any, ...]], n
     if any(p.kind == p.VAR_POSITIONAL for p in parameters):
         return function(*arguments[max(arguments)])
     if len(needed) not in arguments:
-        raise TypeError(f"{name} takes {len(needed)} arguments; it is called with {' or '.join(map(str, arguments))}")
+        raise TypeError(
+            f"{name} takes {len(needed)} arguments, but it is called with {' or '.join(map(str, arguments))}"
+        )
     return function(*arguments[len(needed)])
 
 
@@ -111,8 +113,8 @@ def _tie_again(old: torch.Tensor, places: list[_Place]) -> None:
             f"{full_name} {getattr(x, 'placements', 'plain')}" for full_name, x in replaced.items()
         )
         raise ValueError(
-            f"distribute_module: {', '.join(new)} were one tensor, and partition_fn gave them several layouts "
-            f"({layouts_text}): give them one, or untie them before"
+            f"distribute_module: {', '.join(new)} are tied, but partition_fn returned different layouts for them "
+            f"({layouts_text}): use one layout, or untie them first"
         )
     first = next(iter(replaced.values()))
     for table, name, full_name in places:
@@ -166,7 +168,7 @@ def _differs_over(x: torch.Tensor, group: Communicator) -> bool:
         if ranks == group.ranks:
             return True
         raise ValueError(
-            f"sync_module_over_mesh: over ranks {[*group.ranks]}, of a parameter of shape {tuple(x.shape)} that is "
-            f"{placement!r} over ranks {[*ranks]}: give a mesh that has these ranks along a dim of their own"
+            f"sync_module_over_mesh over ranks {[*group.ranks]}: a parameter of shape {tuple(x.shape)} is "
+            f"{placement!r} over ranks {[*ranks]}: pass a mesh in which ranks {[*ranks]} form one dim"
         )
     return False

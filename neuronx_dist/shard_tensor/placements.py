@@ -55,8 +55,8 @@ def checked_placements(
     placements = tuple(placements)
     if len(placements) != mesh_ndim:
         raise ValueError(
-            f"placements {list(placements)}: there are {len(placements)} for a mesh of {mesh_ndim} dims; give one for "
-            "each mesh dim"
+            f"placements {list(placements)} has {len(placements)} entries for a mesh of {mesh_ndim} dims; pass one "
+            "for each mesh dim"
         )
     seen: dict[int, int] = {}
     result: list[Placement] = []
@@ -65,11 +65,13 @@ def checked_placements(
         if isinstance(placement, Shard):
             dim = placement.dim + tensor_ndim if placement.dim < 0 else placement.dim
             if not 0 <= dim < tensor_ndim:
-                raise ValueError(f"{placement!r} on mesh dim {mesh_dim}: the tensor has {tensor_ndim} dims")
+                raise ValueError(
+                    f"{placement!r} on mesh dim {mesh_dim} is out of range: the tensor has {tensor_ndim} dims"
+                )
             if dim in seen:
                 raise ValueError(
                     f"placements {list(placements)}: tensor dim {dim} is sharded on mesh dims {seen[dim]} and "
-                    f"{mesh_dim}; shard it on one of them, or over a mesh in which both are one dim"
+                    f"{mesh_dim}; shard it on only one of them, or on a mesh that merges them into one dim"
                 )
             seen[dim] = mesh_dim
             placement = Shard(dim)

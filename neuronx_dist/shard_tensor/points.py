@@ -63,7 +63,7 @@ def radius_search(x: Any, y: Any, radius: float, max_points: int) -> Neighbours:
         ValueError: a negative radius or number of points, and those of `knn`.
     """
     if radius < 0 or max_points < 1:
-        raise ValueError(f"radius_search: radius={radius}, max_points={max_points}: 0 or more, and 1 or more")
+        raise ValueError(f"radius_search: radius={radius} must be at least 0, and max_points={max_points} at least 1")
     indices, distances, points = knn(x, y, min(max_points, x.shape[0]))
     within = distances.detach() <= radius
     return Neighbours(

@@ -110,7 +110,7 @@ class Report:
             plan = f"; predicted {total.predicted:,} of {total.planned:,}" if total.predicted else ""
             lines.append(f"  {op:24} {verbs:32} {total.bytes:>14,} bytes{plan}")
         for entry in self.gathers:
-            lines.append(f"  {entry.op} has no handler: it gathers {entry.bytes:,} bytes, at {entry.site}")
+            lines.append(f"  {entry.op} has no handler: gathers {entry.bytes:,} bytes, at {entry.site}")
         lines += [f"  {op}: {text}" for op, text in self.notes]
         return "\n".join(lines)
 

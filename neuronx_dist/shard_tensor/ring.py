@@ -80,7 +80,7 @@ def perform_ring_iteration_async(
     communicator = mesh.communicator(ring_config.mesh_dim)
     if ring_config.mesh_size is not None and ring_config.mesh_size != communicator.size:
         raise ValueError(
-            f"RingPassingConfig: mesh_size={ring_config.mesh_size}, and mesh dim {ring_config.mesh_dim!r} of {mesh} "
+            f"RingPassingConfig: mesh_size={ring_config.mesh_size}, but mesh dim {ring_config.mesh_dim!r} of {mesh} "
             f"has {communicator.size} ranks"
         )
     step = 1 if ring_config.ring_direction == "forward" else -1

@@ -88,11 +88,12 @@ class ShardTensorSpec:
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(
-            f"{name} of a layout cannot be set: tensors share it; redistribute(mesh, placements, sizes=) gives another"
+            f"{name} of a layout cannot be set, because tensors share the layout; use redistribute(mesh, "
+            "placements, sizes=)"
         )
 
     def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"{name} of a layout cannot be deleted: tensors share it")
+        raise AttributeError(f"{name} of a layout cannot be deleted, because tensors share the layout")
 
     def sharding_shapes(self, mesh_dim: int | None = None) -> Any:
         """Returns the shapes of all shards along a mesh dim; without one, a dict with every sharded mesh dim."""
@@ -161,7 +162,7 @@ def make_spec(
     checked = checked_placements(placements, mesh.ndim, len(shape))
     if sizes is not None and len(sizes) != mesh.ndim:
         raise ValueError(
-            f"sizes {list(sizes)}: there are {len(sizes)} entries for a mesh of {mesh.ndim} dims; give one each"
+            f"sizes {list(sizes)} has {len(sizes)} entries for a mesh of {mesh.ndim} dims; pass one for each mesh dim"
         )
     complete: list[tuple[int, ...] | None] = []
     for m, placement in enumerate(checked):
@@ -172,8 +173,8 @@ def make_spec(
         along = chunk_sizes(shape[placement.dim], mesh.shape[m]) if own is None else tuple(map(int, own))
         if len(along) != mesh.shape[m] or sum(along) != shape[placement.dim] or min(along) < 0:
             raise ValueError(
-                f"sizes {list(along)} on mesh dim {m}: they must be {mesh.shape[m]}, none below 0, and add up to "
-                f"{shape[placement.dim]}, which is dim {placement.dim} of shape {tuple(shape)}"
+                f"sizes {list(along)} on mesh dim {m} must be {mesh.shape[m]} numbers of at least 0 with sum "
+                f"{shape[placement.dim]}, the size of dim {placement.dim} of shape {tuple(shape)}"
             )
         complete.append(along)
     full_key = (checked, shape, tuple(complete))

@@ -256,7 +256,7 @@ class ShardTensor(torch.Tensor):
             copied: ShardTensor = memo[id(self)]
             return copied
         if not self.is_leaf:
-            raise RuntimeError("only leaf ShardTensors can be copied by deepcopy, as is so of torch.Tensor")
+            raise RuntimeError("only leaf ShardTensors support deepcopy, as with torch.Tensor")
         local = self._local.detach().clone()
         result = memo[id(self)] = as_leaf(local, self._spec, self._local.requires_grad)
         if self._local.grad is not None:

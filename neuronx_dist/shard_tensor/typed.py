@@ -82,7 +82,7 @@ def exchanged(run: Callable[[], torch.Tensor], x: torch.Tensor, communicator: Co
         if known is not None and known.letter not in "VS0" or (known is not None and getattr(known, "dim", dim) != dim):
             raise SpmdTypeError(
                 f"exchange of dim {dim} of a tensor {list(x.shape)}",
-                f"it is {known} on {axis}, and what is exchanged are shards of that dim, S({dim})",
+                f"it is {known} on {axis}, but an exchange takes shards of that dim, S({dim})",
                 repairs=[f'spmd.redistribute(x, "{axis}", src=spmd.{known}, dst=spmd.S({dim}))'],
                 axis=axis,
                 rule="source",
@@ -148,7 +148,7 @@ def laid_out(local: torch.Tensor, spec: ShardTensorSpec) -> None:
             if known is not None and _contradicts(known, wanted):
                 raise SpmdTypeError(
                     f"the result of a handler, {list(spec.placements)}",
-                    f"by its layout it is {wanted} on {axis}, and the local tensor {list(local.shape)} is {known}",
+                    f"its layout requires {wanted} on {axis}, but the local tensor {list(local.shape)} is {known}",
                     repairs=[f'spmd.redistribute(x, "{axis}", src=spmd.{known}, dst=spmd.{wanted}) before wrap()'],
                     axis=axis,
                     rule="layout",

@@ -23,12 +23,14 @@ def partition_spec(spec: ShardTensorSpec) -> tuple[int | None, ...]:
         ValueError: shards of different sizes, or a Partial.
     """
     for m in spec.partial:
-        raise ValueError(f"partition_spec: {spec.placements[m]!r} on mesh dim {m} has none: redistribute() it first")
+        raise ValueError(
+            f"partition_spec: {spec.placements[m]!r} on mesh dim {m} has no partition spec: redistribute() it first"
+        )
     for m, dim in spec.sharded:
         if len(set(spec.sizes[m] or ())) > 1:
             raise ValueError(
-                f"partition_spec: dim {dim} has shards of {list(spec.sizes[m] or ())}, and XLA's are equal: pad the "
-                f"dim to a multiple of {spec.mesh.shape[m]}, or redistribute() it"
+                f"partition_spec: dim {dim} has shards of sizes {list(spec.sizes[m] or ())}, but XLA needs equal "
+                f"shards: pad the dim to a multiple of {spec.mesh.shape[m]}, or redistribute() it"
             )
     return tuple(spec.mesh_dim_of.get(dim) for dim in range(len(spec.shape)))
 
@@ -45,8 +47,8 @@ def placements_of(partition: Sequence[int | None], mesh_ndim: int) -> tuple[Plac
             continue
         if not 0 <= mesh_dim < mesh_ndim or isinstance(placements[mesh_dim], Shard):
             raise ValueError(
-                f"partition spec {tuple(partition)}: {mesh_dim} for dim {dim} must be one of {mesh_ndim} mesh dims, "
-                "each for one dim of the tensor"
+                f"partition spec {tuple(partition)}: entry {mesh_dim} for dim {dim} must be one of {mesh_ndim} mesh "
+                "dims, and shard no other dim"
             )
         placements[mesh_dim] = Shard(dim)
     return checked_placements(placements, mesh_ndim, len(partition))

@@ -73,8 +73,8 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         if ctx.written or grad_logits is not None or grad is None:
             what = "a second backward" if ctx.written else "the logits are used after the loss"
             raise RuntimeError(
-                f"parallel_cross_entropy: {what}, with inplace_logits=True, which writes over the logits; leave "
-                "inplace_logits out"
+                f"parallel_cross_entropy: {what}, but inplace_logits=True has overwritten the logits: use "
+                "inplace_logits=False"
             )
         logits, highest, stacked, local, elsewhere, ignored = ctx.saved_tensors
         nothing = (None,) * 6

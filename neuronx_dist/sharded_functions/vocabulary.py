@@ -40,8 +40,8 @@ def hide_padding(logits: torch.Tensor, vocabulary: int, axis: AxisLike = "tp") -
     columns = padded_vocabulary(vocabulary, size) // size
     if logits.shape[-1] != columns:
         raise ValueError(
-            f"logits {list(logits.shape)} are no shard of a vocabulary of {vocabulary} over {size} ranks, which has "
-            f"{columns} columns, padding included"
+            f"logits {list(logits.shape)} must have {columns} columns: the shard of a vocabulary of {vocabulary} "
+            f"over {size} ranks, padding included"
         )
     if has_torch_function_unary(logits):
         result: torch.Tensor = handle_torch_function(hide_padding, (logits,), logits, vocabulary, axis)

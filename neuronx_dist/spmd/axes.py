@@ -35,8 +35,8 @@ class PartOfAxisError(ValueError):
     def __init__(self, axis: str, mesh: Mesh) -> None:
         whole, _, self.replicas = part_of(axis)
         super().__init__(
-            f"types are written on {whole} as a whole, or in parts of {mesh.tp_replicas}, not on the part {axis!r}: "
-            f"give a Mesh(..., tp_replicas={self.replicas}); one number serves all layers"
+            f"types are checked on all of {whole}, or on parts of {mesh.tp_replicas}, not on the part {axis!r}: "
+            f"pass Mesh(..., tp_replicas={self.replicas}), which must be the same for all layers"
         )
 
 
@@ -98,7 +98,7 @@ def mesh_atoms(mesh: Mesh) -> dict[str, tuple[str, ...]]:
         table = {"dp": ("edp", "ep/cp"), "cp": ("cp",), "ep": ("ep/cp", "cp"), "edp": ("edp",)}
         sizes["ep/cp"] = ep // cp
     else:
-        raise ValueError(f"types need axes that divide: cp={cp} and ep={ep} have no common pieces")
+        raise ValueError(f"cannot check types with cp={cp} and ep={ep}: one must divide the other")
     replicas = mesh.tp_replicas
     parts = {f"tp/{replicas}": mesh.tp // replicas, f"tp%{replicas}": replicas} if replicas > 1 else {}
     sizes.update(parts)

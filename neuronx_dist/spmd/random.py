@@ -47,7 +47,7 @@ class RNGStreams:
             ValueError: a stream of that name exists.
         """
         if name in self._states:
-            raise ValueError(f"random stream {name!r} exists already; reset() forgets all streams")
+            raise ValueError(f"random stream {name!r} already exists; reset() removes all streams")
         before = get_state()
         set_seed(seed)
         self._states[name] = get_state()
@@ -61,8 +61,8 @@ class RNGStreams:
         """
         if name not in self._states:
             raise ValueError(
-                f"no random stream {name!r}: call model_parallel_manual_seed(seed) first; there are "
-                f"{sorted(self._states)}"
+                f"random stream {name!r} does not exist: call model_parallel_manual_seed(seed) first; existing "
+                f"streams: {sorted(self._states)}"
             )
         before, outside = get_state(), self.drawing
         set_state(self._states[name])

@@ -55,7 +55,7 @@ class Verified:
         )
         text = f"verified: {counts}"
         if self.skipped:
-            text += f"; not looked at: {len(self.skipped)} without values ({', '.join(self.skipped[:3])}...)"
+            text += f"; not compared: {len(self.skipped)} without values ({', '.join(self.skipped[:3])}...)"
         return "\n".join([text, *(f"hint: {hint}" for hint in self.hints)])
 
 
@@ -139,7 +139,7 @@ def _tied(model: nn.Module, digests: dict[str, _Digest], compared: dict[str, int
         for param, holders in part.tied_groups():
             value = _Value("a tied weight", param.detach(), frozenset() if later else pp, pp)
             if later:
-                value = value._replace(hint="the pipeline makes them equal at its first step")
+                value = value._replace(hint="the pipeline makes the copies equal in its first step")
             digest = digests.get(names.get(id(param), ""))
             known = {value.name: digest} if digest is not None else {}
             compared["pp"] = compared.get("pp", 0) + len(known)
@@ -168,7 +168,7 @@ def _parameters(model: nn.Module | None) -> Iterator[_Value]:
             param.detach(),
             equal - {spec.axis},
             usually_different=frozenset([spec.axis] if shards and spec.axis else []),
-            hint="perhaps one shard was loaded, or drawn, on all of them",
+            hint="perhaps all ranks loaded, or initialised, the same shard",
         )
 
 
@@ -176,7 +176,7 @@ def _inputs(inputs: Any) -> Iterator[_Value]:
     for path, leaf in pytree.tree_flatten_with_path(inputs)[0]:
         if leaf is not None:
             value = leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-            hint = "the first stage takes the inputs and the last the labels, of one batch"
+            hint = "the first stage takes the inputs and the last stage the labels of the same batch"
             yield _Value(f"input{pytree.keystr(path)}", value, frozenset(["tp"]), frozenset(["pp"]), hint=hint)
 
 
@@ -191,7 +191,10 @@ _BATCH = _Value(
 
 def _random_states() -> Iterator[_Value]:
     for state, device in zip(get_state(), ("cpu", "cuda")):
-        hint = "what tp ranks hold alike, as activations before dropout, would not stay alike: seed them alike"
+        hint = (
+            "tp ranks with different random states would drop different elements of equal activations: use one seed "
+            "for all tp ranks"
+        )
         yield _Value(f"the default random stream ({device})", _short(state), frozenset(), frozenset(["tp"]), hint=hint)
 
 
@@ -309,11 +312,12 @@ def _error(findings: Sequence[_Finding]) -> SpmdTypeError:
     if len(findings) > _SHOWN:
         lines.append(f"... and {len(findings) - _SHOWN} more")
     return SpmdTypeError(
-        f"verify: values differ between ranks which the layout says are equal over {axes}",
+        f"verify: values that the layout declares equal over {axes} differ between ranks",
         where_from=lines,
         repairs=[
-            "load or draw them alike on all ranks: one checkpoint, materialize(model, seed), equal seeds and batches",
-            "if they are meant to differ, say how they are sharded: spmd.set_spec(module, name, ShardSpec(...))",
+            "load or initialise them equally on all ranks: one checkpoint, materialize(model, seed), equal seeds "
+            "and batches",
+            "if they should differ, declare how they are sharded: spmd.set_spec(module, name, ShardSpec(...))",
         ],
         axis=findings[0].axis,
         rule="unequal_values",

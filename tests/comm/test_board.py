@@ -62,7 +62,7 @@ def test_another_number_or_topic_is_not_read() -> None:
     _, ranks = boards(2, timeout=0.2)
     ranks[1]._post("topic", 2, "of another number")
     ranks[1]._post("another topic", 1, "of another topic")
-    with pytest.raises(comm.CommTimeout, match=r"what: ranks \[1\] did not come to it within 0.2 s"):
+    with pytest.raises(comm.CommTimeout, match=r"what: ranks \[1\] did not reach it within 0.2 s"):
         ranks[0].exchange("topic", 1, "text", [0, 1], "what")
 
 

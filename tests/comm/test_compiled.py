@@ -85,7 +85,9 @@ def meshes():
     third = compiled(x)
     assert torch.equal(first, third) and first.tolist() == [0.0, 0.0, 1.0, 1.0]
     assert torch.equal(second, x), "tp is 1 now"
-    with pytest.raises(comm.CommError, match=r"all_gather over tp: .* a mesh that is no more.*torch.compiler.reset"):
+    with pytest.raises(
+        comm.CommError, match=r"all_gather over tp: .* a mesh that no longer exists.*torch.compiler.reset"
+    ):
         torch.ops.neuronx_dist.all_gather(x, stale, 0)
     with pytest.raises(ValueError, match="3.*not divisible by 2|unable to create 2 partitions"):
         comm.reduce_scatter(torch.ones(3), "tp")

@@ -174,7 +174,7 @@ def test_a_job_of_one_or_of_torchrun(calls, monkeypatch, timeout, limit) -> None
 def test_the_local_ranks_gpu(calls, monkeypatch) -> None:
     with pytest.raises(ValueError) as error:
         launch.init_distributed("cuda")
-    assert str(error.value) == "device cuda was asked for, but torch.cuda.is_available() is False; use device cpu"
+    assert str(error.value) == "device cuda was requested, but torch.cuda.is_available() is False; use device cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("RANK", "6")
     for local, device in ((None, "cuda:0"), ("2", "cuda:2")):

@@ -103,10 +103,10 @@ def test_the_shapes_backend_gives_zeros() -> None:
 
 X = torch.zeros(2)
 REFUSED = {
-    "entries": ([X], [X, X], "1 tensors to send and 2 to receive, for 2 ranks"),
-    "dtype": ([X, X.double()], [X, X], r"sends\[1\] is torch.float64 on cpu, sends\[0\] torch.float32"),
+    "entries": ([X], [X, X], "1 tensors to send and 2 to receive, but 2 ranks"),
+    "dtype": ([X, X.double()], [X, X], r"sends\[1\] is torch.float64 on cpu, but sends\[0\] is torch.float32"),
     "contiguous": ([X, X], [X, torch.zeros(2, 2)[:, 0]], r"recvs\[1\] must be contiguous, got strides \(2,\)"),
-    "own": ([X, X], [X[:1], X], r"this rank keeps 2 elements \(sends\[0\]\), and recvs\[0\] has 1"),
+    "own": ([X, X], [X[:1], X], r"sends\[0\] has 2 elements, but recvs\[0\] has 1"),
 }
 
 
@@ -144,7 +144,7 @@ def unequal_on_processes() -> None:
 
 def test_debugging_names_both_sides() -> None:
     message = told(unequal_on_processes, mesh={"tensor_model_parallel_size": 2})
-    assert "send and recv do not fit each other" in message and "of [3] float32" in message, message
+    assert "send and recv do not match" in message and "of [3] float32" in message, message
 
 
 def test_debugging_leaves_values_alone() -> None:
@@ -191,5 +191,7 @@ def test_on_xla_equal_shards_are_the_same_permutes_on_every_rank(monkeypatch: py
 
 
 def test_on_xla_shards_that_are_not_equal_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CommError, match="4 elements go 1 ranks up, and 3 come.*redistribute the tensor to shards"):
+    with pytest.raises(
+        CommError, match="sends 4 elements to the rank 1 above, and receives 3.*redistribute the tensor to shards"
+    ):
         permuted(monkeypatch, 1, [0, 0, 4], [3, 0, 0])

@@ -133,7 +133,7 @@ def described() -> dict[str, str]:
         observed = {"repr of an observed group": repr(group), "an observed group": group.describe("all_reduce", "here")}
         observed["an observed line"] = group.describe("recv")
     assert waiting.waits == {}
-    with waiting.noted("making the group"):
+    with waiting.noted("creating the group"):
         (waits,) = slow_waits.descriptions()
     bare = Bare()
     long = RankTable.of_values(("dp", "tp"), (3, 3), tuple(range(8, -1, -1)))

@@ -69,8 +69,8 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     time.sleep(60)
 raise SystemExit(3)
 """
-    again = "neuronx-dist run: rank 1 was ended by SIGKILL; all ranks are started again (restart 1 of 2)"
-    third = r"neuronx-dist run: rank [01] failed with exit code 3; all ranks are started again \(restart 2 of 2\)"
+    again = "neuronx-dist run: rank 1 was ended by SIGKILL; restarting all ranks (restart 1 of 2)"
+    third = r"neuronx-dist run: rank [01] failed with exit code 3; restarting all ranks \(restart 2 of 2\)"
     code, out, err = run(script, "--max-restarts", "2")
     assert code == 3 and out == "" and err.splitlines()[0] == again
     assert re.fullmatch(third, err.splitlines()[1]) and len(err.splitlines()) == 2
@@ -142,7 +142,7 @@ def failed(exitcode, rank=3):
         (SignalException("", signal.SIGINT), 130, ""),
         (SignalException("", signal.SIGTERM), 128 + 15, ""),
         (KeyboardInterrupt(), 130, ""),
-        (RendezvousError("late"), 1, "neuronx-dist run: the hosts did not come together: late\n"),
+        (RendezvousError("late"), 1, "neuronx-dist run: the hosts could not connect: late\n"),
     ],
 )
 def test_exit_codes(torchrun, capsys, error, code, words):

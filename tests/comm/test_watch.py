@@ -214,12 +214,12 @@ def test_a_wait_that_follows_another_begins_anew(capsys, monkeypatch):
             watch.look()
             now += 3
             watch.look()
-    with noted("making the group tp"):
+    with noted("creating the group tp"):
         watch.look()
         now += 6
         watch.look()
     text = capsys.readouterr().err
-    assert "something else" not in text and "in making the group tp at " in text
+    assert "something else" not in text and "in creating the group tp at " in text
 
 
 def test_nothing_is_told_with_0_and_no_number_is_refused(capsys, monkeypatch):
@@ -321,14 +321,14 @@ def test_a_rank_that_does_not_end_by_itself_is_ended(monkeypatch, capsys):
     assert ended[0] == 1 and store.add("neuronx_dist/failure/0/acknowledged", 0) == 1
     first, second, *_ = capsys.readouterr().err.splitlines()
     assert first == "[rank 1] rank 0 failed first: ValueError: lost"
-    assert second == "[rank 1] this rank did not end by itself within 0.02 s and is ended now"
+    assert second == "[rank 1] this rank did not exit within 0.02 s and is terminated now"
 
 
 def test_what_is_said_of_a_long_wait(capsys, monkeypatch):
     now = 100.0
     monkeypatch.setattr(slow_waits, "time", SimpleNamespace(monotonic=lambda: now))
     watch = SlowWaits(3, 5)
-    with noted("making the group tp"):
+    with noted("creating the group tp"):
         watch.look()
         now += 4.999
         watch.look()
@@ -337,7 +337,7 @@ def test_what_is_said_of_a_long_wait(capsys, monkeypatch):
         watch.look()
         watch.look()
     line = capsys.readouterr().err
-    assert line.startswith("[rank 3] has been waiting for 5 s in making the group tp at ")
+    assert line.startswith("[rank 3] has been waiting for 5 s in creating the group tp at ")
     assert line.endswith(
         ". Some rank of the group has not come there: it is slow, or it has called another collective. With "
         "NEURONX_DIST_DEBUG=collectives in the environment of all ranks an error names the other side\n"

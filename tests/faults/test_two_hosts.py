@@ -72,7 +72,7 @@ def test_the_ranks_of_one_host_are_killed(hosts: list[Host], tmp_path: Path) -> 
     (undisturbed,) = results(tmp_path / "alone", 4, [[]], timeout=120)
     codes, texts = end_of(started, tmp_path, 120)
     assert codes == [0, 0], texts
-    assert texts[1].count("was ended by SIGKILL; all ranks are started again (restart 1 of 1)") == 1, texts[1]
+    assert texts[1].count("was ended by SIGKILL; restarting all ranks (restart 1 of 1)") == 1, texts[1]
     assert (tmp_path / "killed").exists() and "Traceback" not in texts[0] + texts[1], texts
     assert [(tmp_path / f"digest_{rank}").read_text() for rank in range(4)] == undisturbed["digests"]
 

@@ -240,7 +240,9 @@ def test_a_random_state_is_of_one_kind_of_device():
     numbers = torch.rand(3)
     random.set_rng_state(before)
     assert torch.equal(torch.rand(3), numbers)
-    with pytest.raises(ValueError, match="of an XLA device on another device than XLA.*seed anew"):
+    with pytest.raises(
+        ValueError, match="of an XLA device cannot be set on a device other than XLA.*model_parallel_manual_seed"
+    ):
         random.set_rng_state([*before[:1], torch.tensor([5])])
 
 

@@ -215,7 +215,9 @@ def test_layers_without_parameters_belong_to_whoever_calls_them(pp: int, traced:
         return loss
 
     losses = on_ranks(Mesh(pp, pp=pp), make(Dropping, rate=0.5), use, **OPTIONS)
-    assert torch.isfinite(losses[-1]) and error(losses[-1], reference(model, batch())[0]) > 1e-8  # parity is below 1e-10
+    assert (
+        torch.isfinite(losses[-1]) and error(losses[-1], reference(model, batch())[0]) > 1e-8
+    )  # parity is below 1e-10
 
 
 class Between(nn.Module):

@@ -78,7 +78,7 @@ def waits(mesh):
         plain = distribute_tensor(whole(), mesh, [Shard(0)], src=None)
         c = plain.redistribute(placements=[Replicate()], async_op=True)
         plain.add_(1)
-        with pytest.raises(RuntimeError, match="modified in place while it was travelling"):
+        with pytest.raises(RuntimeError, match="modified in place before the transfer finished"):
             c.to_local()
 
 

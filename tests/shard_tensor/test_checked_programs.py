@@ -70,7 +70,7 @@ def test_what_is_wrong_in_such_a_program_is_reported():
         return x
 
     with mutate(find_sites()["total:spmd.all_reduce#1"], left_out):
-        assert "by its layout it is I on dp, and the local tensor [] is" in str(checked("halo", True, 3))
+        assert "its layout requires I on dp, but the local tensor [] is" in str(checked("halo", True, 3))
 
 
 class Unlike(nn.Module):

@@ -244,7 +244,7 @@ def test_what_is_exchanged_must_be_shards_of_that_dim():
         x = leaf(mesh, (8, 5), Shard(1), (4, 1)).to_local()
         return halo_padding(x, mesh, HaloConfig(0, 0, 1, sizes=(8, 8)))
 
-    with pytest.raises(SpmdTypeError, match=r"it is S\(1\) on dp, and .* are shards of that dim, S\(0\)"):
+    with pytest.raises(SpmdTypeError, match=r"it is S\(1\) on dp, but .* shards of that dim, S\(0\)"):
         on_dp(rank)
 
 
@@ -325,4 +325,4 @@ def test_a_step_is_checked_before_it_is_started():
     assert report(False).ok, str(report(False))
     assert "it is P on dp, not I" in str(report(True))
     with mutate(SITES["total:spmd.all_reduce#1"], left_out):
-        assert "by its layout it is I on dp, and the local tensor [] is P" in str(report(False))
+        assert "its layout requires I on dp, but the local tensor [] is P" in str(report(False))

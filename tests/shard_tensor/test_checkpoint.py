@@ -69,7 +69,7 @@ def test_an_empty_shard_writes_nothing_and_a_summand_is_refused():
         chunks = x.__create_chunk_list__()
         assert len(x.__create_write_items__("x", x)) == len(chunks) == mesh.get_rank()
         y = distribute_tensor(whole(), mesh, [Shard(0)], src=None)
-        with pytest.raises(ValueError, match="a block at \\(2, 0\\) was asked for"):
+        with pytest.raises(ValueError, match="the block at \\(2, 0\\) was requested"):
             y.__get_tensor_shard__(MetadataIndex("y", torch.Size((2, 0))))
         partial = torch.dot(y.redistribute(placements=[Shard(0)])[:, 0], y[:, 0])
         with pytest.raises(ValueError, match="checkpoint: loss is .*redistribute"):

@@ -57,9 +57,9 @@ def test_scatter_sends_every_rank_its_slice_only():
 
 def test_scatter_without_a_tensor_is_refused_on_all_ranks():
     def scatter(mesh):
-        with pytest.raises(ValueError, match="rank 0, global_src, has no tensor"):
+        with pytest.raises(ValueError, match="tensor is None on rank 0, which is global_src"):
             scatter_tensor(None, 0, mesh, [Shard(0)])
-        with pytest.raises(ValueError, match="global_src=5 is none of the ranks"):
+        with pytest.raises(ValueError, match="global_src=5 is not one of the ranks"):
             scatter_tensor(None, 5, mesh, [Shard(0)])
 
     on_ranks(2, scatter)
@@ -135,7 +135,7 @@ def test_from_local_by_chunks_and_by_what_is_told():
             told = {0: [(4, 2), (3, 2)]}
             assert ShardTensor.from_local(local, mesh, [Shard(0)], sharding_shapes=told).shape == (7, 2)
             assert ShardTensor.from_local(torch.ones(4), mesh).placements == (Replicate(),)
-            with pytest.raises(ValueError, match="by its layout it must have"):
+            with pytest.raises(ValueError, match="but its layout requires"):
                 ShardTensor.from_local(torch.ones(6, 2), mesh, [Shard(0)], sharding_shapes=told)
             with pytest.raises(ValueError, match="no entry for mesh dim 0"):
                 ShardTensor.from_local(local, mesh, [Shard(0)], sharding_shapes={})
@@ -167,7 +167,7 @@ def test_only_infer_compares_between_ranks():
 
 def test_shapes_that_do_not_fit_are_refused_on_all_ranks():
     def infer(mesh):
-        with pytest.raises(ValueError, match=r"must be equal but for dim 0, and the ranks have \[\(2, 3\), \(2, 4\)\]"):
+        with pytest.raises(ValueError, match=r"must be equal but for dim 0, but the ranks have \[\(2, 3\), \(2, 4\)\]"):
             ShardTensor.from_local(torch.ones(2, 3 + mesh.get_rank()), mesh, [Shard(0)])
         with pytest.raises(ValueError, match=r"along mesh dim 0 \(Replicate\(\)\) must be equal"):
             ShardTensor.from_local(torch.ones(2 + mesh.get_rank()), mesh, [Replicate()])
@@ -331,12 +331,12 @@ def test_meshes():
         with pytest.raises(RuntimeError, match="has no process group on the backend threads"):
             mesh.get_group("dp")
         for bad, words in [
-            (lambda: DeviceMesh("cpu", [0, 0]), "must be different ones of the job's 4"),
-            (lambda: DeviceMesh("cpu", [0, 9]), "must be different ones of the job's 4"),
-            (lambda: DeviceMesh("cpu", [0, 1], mesh_dim_names=("a", "b")), "1 different names"),
+            (lambda: DeviceMesh("cpu", [0, 0]), "must be distinct and below the world size 4"),
+            (lambda: DeviceMesh("cpu", [0, 9]), "must be distinct and below the world size 4"),
+            (lambda: DeviceMesh("cpu", [0, 1], mesh_dim_names=("a", "b")), "1 distinct names"),
             (lambda: distributed.init_device_mesh("cpu", (3, -1)), "does not fit 4 ranks"),
             (lambda: mesh["tp"], "has no dim 'tp'"),
-            (lambda: mesh.communicator(), "say which one is meant"),
+            (lambda: mesh.communicator(), "pass mesh_dim, an index or a name"),
         ]:
             with pytest.raises(ValueError, match=words):
                 bad()
@@ -350,7 +350,7 @@ def test_meshes():
 
 def test_a_source_that_is_no_rank_of_the_mesh_is_refused():
     def refused(mesh):
-        with pytest.raises(ValueError, match="src=7 is none of the 2 ranks"):
+        with pytest.raises(ValueError, match="src=7 is not one of the 2 ranks"):
             distribute_tensor(torch.ones(4), mesh, [Shard(0)], src=7)
 
     on_ranks(2, refused)

@@ -47,11 +47,11 @@ def test_refusals() -> None:
         HaloConfig(0, 1, 1, 2)
 
     def rank(mesh):
-        with pytest.raises(ValueError, match="sizes .2, 2, 2.: give one for each of the 2 ranks"):
+        with pytest.raises(ValueError, match="sizes .2, 2, 2.: pass one size for each of the 2 ranks"):
             halo_padding(torch.zeros(2), mesh, HaloConfig(0, 0, 1, sizes=(2, 2, 2)))
-        with pytest.raises(ValueError, match="does not fit the plan, which has 2 positions"):
+        with pytest.raises(ValueError, match="does not match the plan, which has 2 positions"):
             halo_padding(torch.zeros(3), mesh, HaloConfig(0, 0, 1, sizes=(2, 2)))
-        with pytest.raises(ValueError, match=r"dim 0 of shape \(5,\) is not that of a shard with the halo"):
+        with pytest.raises(ValueError, match=r"dim 0 of shape \(5,\) is not the length of a shard with the halo"):
             unhalo_padding(torch.zeros(5), mesh, HaloConfig(0, 0, 1, sizes=(2, 2)))
 
     on_ranks(2, rank)
@@ -76,4 +76,4 @@ def test_without_sizes_shards_may_differ_where_none_is_shorter_than_the_halo() -
             halo_padding(whole[bounds[r] : bounds[r + 1]], mesh, HaloConfig(0, 0, 4))
         return "".join(getattr(caught.value, "__notes__", ()))
 
-    assert any("give the sizes" in notes for notes in on_ranks(3, refused))
+    assert any("pass sizes" in notes for notes in on_ranks(3, refused))

@@ -41,7 +41,7 @@ def test_refusals():
         DistributedManager()
     with comm.as_rank(Mesh(4), 0):
         DistributedManager.initialize()
-        with pytest.raises(ValueError, match=r"mesh_shape \(2, 2\) has 2 dims, and mesh_dim_names \('domain',\) 1"):
+        with pytest.raises(ValueError, match=r"mesh_shape \(2, 2\) has 2 dims, but mesh_dim_names \('domain',\) has 1"):
             DistributedManager().initialize_mesh((2, 2), ("domain",))
         with pytest.raises(ValueError, match="does not fit 4 ranks"):
             DistributedManager().initialize_mesh((3,), ("domain",))

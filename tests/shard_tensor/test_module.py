@@ -103,7 +103,7 @@ def test_functions_of_every_number_of_arguments():
             output_fn=lambda y: y.redistribute(),
         )
         assert module(inputs()).placements == (Replicate(),)
-        with pytest.raises(TypeError, match="partition_fn takes 5 arguments; it is called with 2 or 3"):
+        with pytest.raises(TypeError, match="partition_fn takes 5 arguments, but it is called with 2 or 3"):
             distribute_module(model(), mesh, partition_fn=lambda a, b, c, d, e: None)
 
     on_ranks(2, run)

@@ -20,9 +20,9 @@ from tests.shard_tensor.test_operator_samples import FULL, OTHERS, REFUSED, all_
 PARTS = 1 if FULL else 6
 # Of their second operand only the shape, the dtype, or the positions of cuts are read.
 ALLOWED = {"expand_as", "reshape_as", "view_as", "to", "tensor_split"}
-EARLIER = {**REFUSED, "nn.functional.embedding": "has no max_norm, scale_grad_by_freq or sparse: leave them out"}
-TWO_MESHES = "operands are on DeviceMesh"
-PLAIN = "its layout is unknown: distribute_tensor"
+EARLIER = {**REFUSED, "nn.functional.embedding": "does not support max_norm, scale_grad_by_freq and sparse"}
+TWO_MESHES = "operands are on two meshes"
+PLAIN = "its layout is unknown: use distribute_tensor"
 
 
 def plain_mesh() -> DeviceMesh:

@@ -33,9 +33,9 @@ def index_select(mesh, wrong):
 
 
 CASES = {
-    "targets": (targets, "targets from 2 to 9 for dim 1, which has 5 elements"),
-    "embedding": (embedding, "indices from 2 to 9 for dim 0, which has 7 elements"),
-    "index_select": (index_select, "indices from 0 to 9 for dim 0, which has 5 elements"),
+    "targets": (targets, "targets range from 2 to 9, but dim 1 has 5 elements"),
+    "embedding": (embedding, "indices range from 2 to 9, but dim 0 has 7 elements"),
+    "index_select": (index_select, "indices range from 0 to 9, but dim 0 has 5 elements"),
 }
 
 

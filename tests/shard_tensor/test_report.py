@@ -71,7 +71,7 @@ def test_gathers_are_listed_with_their_lines_also_silent_ones():
         (gather,) = r.gathers
         assert (gather.op, gather.bytes) == ("histc", 2 * 16 * 8 * 4)
         assert gather.site == f"{__file__}:{line}"
-        assert f"histc has no handler: it gathers {gather.bytes:,} bytes, at {__file__}" in str(r)
+        assert f"histc has no handler: gathers {gather.bytes:,} bytes, at {__file__}" in str(r)
 
 
 def test_what_handlers_tell():

@@ -62,7 +62,7 @@ def test_refusals() -> None:
         RingPassingConfig(communication_method="smoke")
 
     def another_size(mesh):
-        with pytest.raises(ValueError, match="mesh_size=3, and mesh dim 0 of .* has 2 ranks"):
+        with pytest.raises(ValueError, match="mesh_size=3, but mesh dim 0 of .* has 2 ranks"):
             perform_ring_iteration(torch.ones(1), mesh, RingPassingConfig(0, 3))
 
     on_ranks(2, another_size)

@@ -18,7 +18,9 @@ def test_no_attribute_can_be_set():
     def function(mesh):
         spec = make_spec(mesh, [Shard(0)], (7, 2), [(5, 2)])
         for name in (*ShardTensorSpec.__annotations__, "other"):
-            with pytest.raises(AttributeError, match=f"{name} of a layout cannot be set: tensors share it"):
+            with pytest.raises(
+                AttributeError, match=f"{name} of a layout cannot be set, because tensors share the layout"
+            ):
                 setattr(spec, name, None)
         with pytest.raises(AttributeError, match="shape of a layout cannot be deleted"):
             del spec.shape

@@ -33,10 +33,10 @@ def test_there_and_back():
 def test_what_xla_does_not_have_is_refused():
     def refuse(mesh):
         with pytest.raises(
-            ValueError, match=r"dim 0 has shards of \[4, 3\], and XLA's are equal: pad .* multiple of 2"
+            ValueError, match=r"dim 0 has shards of sizes \[4, 3\], but XLA needs equal shards: pad .* multiple of 2"
         ):
             partition_spec(make_spec(mesh, [Shard(0)], (7, 3)))
-        with pytest.raises(ValueError, match="mesh dim 0 has none: redistribute"):
+        with pytest.raises(ValueError, match="mesh dim 0 has no partition spec: redistribute"):
             partition_spec(make_spec(mesh, [Partial()], (7, 3)))
         for partition in [(1, None), (0, 0), (-1,)]:
             with pytest.raises(ValueError, match="must be one of 1 mesh dims"):

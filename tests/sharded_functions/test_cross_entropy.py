@@ -249,9 +249,9 @@ def test_logits_that_are_needed_afterwards_are_missed(name, smoothing):
                     leaf * 1, lambda z, o=options: parallel_cross_entropy(z, labels, smoothing, **o).sum()
                 )
             except RuntimeError as error:
-                words = ["used after the loss, with inplace_logits", "modified by an inplace operation"]
+                words = ["used after the loss, but inplace_logits", "modified by an inplace operation"]
                 if name == "a second backward":
-                    words = ["a second backward, with inplace_logits"]
+                    words = ["a second backward, but inplace_logits"]
                 assert options and any(word in str(error) for word in words), error
                 return
             gradients.append(leaf.grad)

@@ -42,7 +42,7 @@ def test_logits_of_another_size(columns: int) -> None:
     with comm.as_rank(Mesh(2, tp=2), 1), pytest.raises(ValueError) as error:
         hide_padding(torch.ones(3, columns), 5)
     assert str(error.value) == (
-        f"logits [3, {columns}] are no shard of a vocabulary of 5 over 2 ranks, which has 3 columns, padding included"
+        f"logits [3, {columns}] must have 3 columns: the shard of a vocabulary of 5 over 2 ranks, padding included"
     )
     with comm.as_rank(Mesh(2, tp=2), 1):  # of a vocabulary that needs no padding nothing is asked
         assert hide_padding(torch.ones(3, columns), 6).eq(1).all()

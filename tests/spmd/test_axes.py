@@ -46,7 +46,7 @@ def test_every_axis_is_a_product_of_atoms(mesh: Mesh) -> None:
 
 
 def test_without_common_pieces_there_are_no_types() -> None:
-    with pytest.raises(ValueError, match="^types need axes that divide: cp=3 and ep=2 have no common pieces$"):
+    with pytest.raises(ValueError, match="^cannot check types with cp=3 and ep=2: one must divide the other$"):
         mesh_atoms(Mesh(12, cp=3, ep=2))
 
 
@@ -93,8 +93,8 @@ def test_a_part_of_an_axis_that_types_do_not_have() -> None:
         atoms_of("tp%2", Mesh(8, tp=8, tp_replicas=4))
     assert error.value.replicas == 2
     assert str(error.value) == (
-        "types are written on tp as a whole, or in parts of 4, not on the part 'tp%2': give a Mesh(..., "
-        "tp_replicas=2); one number serves all layers"
+        "types are checked on all of tp, or on parts of 4, not on the part 'tp%2': pass Mesh(..., "
+        "tp_replicas=2), which must be the same for all layers"
     )
     with pytest.raises(ValueError, match="'xp'"):
         atoms_of("xp", Mesh(8, tp=8))

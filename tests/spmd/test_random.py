@@ -86,7 +86,7 @@ def test_streams_by_name():
         before = torch.get_rng_state()
         tracker.add("mine", 3)
         assert torch.equal(before, torch.get_rng_state())
-        with pytest.raises(ValueError, match="'mine' exists"):
+        with pytest.raises(ValueError, match="'mine' already exists"):
             tracker.add("mine", 4)
         states = tracker.get_states()
         with tracker.fork("mine"):

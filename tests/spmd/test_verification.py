@@ -162,7 +162,9 @@ def test_one_shard_on_all_ranks_is_a_hint():
     for text in of_every_rank(Mesh(4, tp=2), same_shard):
         hints = [line for line in text.splitlines() if line.startswith("hint")]
         assert len(hints) == 2, text  # one for each tp group
-        assert hints[0].startswith("hint: layers.0.up.weight is the same on ranks [0, 1] of tp: perhaps one shard")
+        assert hints[0].startswith(
+            "hint: layers.0.up.weight is the same on ranks [0, 1] of tp: perhaps all ranks loaded"
+        )
 
 
 def test_a_loader_that_does_not_know_its_rank_is_a_hint():
@@ -233,7 +235,7 @@ def test_pipelines_and_tied_weights():
         assert line.startswith("a tied weight over pp: ranks [0]: embed.weight float32 [8, 8] (")
         assert "; ranks [1]: head.weight float32 [8, 8] (" in line
     for text in threads.run(Mesh(2, pp=2), pipeline, "later"):
-        assert "hint: a tied weight over pp: ranks [0]: embed" in text and "equal at its first step" in text
+        assert "hint: a tied weight over pp: ranks [0]: embed" in text and "equal in its first step" in text
     for lines in threads.run(Mesh(4, pp=2, tp=2), pipeline, "norm"):
         (line,) = lines
         assert line.startswith("layers.1.norm.weight over tp: ranks [2]: ")
@@ -278,7 +280,7 @@ def test_without_values_and_without_a_group():
             model = Model()
         found = verify(copy.deepcopy(model), {"x": torch.ones(2), "none": None}, axes=["tp"])
         assert found.compared == {"tp": 1} and len(found.skipped) == 10
-        assert "not looked at: 10 without values (layers.0.norm.weight" in str(found)
+        assert "not compared: 10 without values (layers.0.norm.weight" in str(found)
         with pytest.raises(ValueError, match="'tq' is not one of the axes tp, dp, cp, edp, pp"):
             verify(model, axes=["tq"])
 
@@ -346,9 +348,9 @@ def test_a_value_in_words(value, words):
 def test_what_was_verified_in_words():
     assert str(Verified({})) == "verified: nothing to compare" == str(Verified({"tp": 0}))
     assert str(Verified({"tp": 2, "dp": 0, "cp": 3}, ["a", "b"], ["x"])) == (
-        "verified: 2 over tp, 3 over cp; not looked at: 1 without values (x...)\nhint: a\nhint: b"
+        "verified: 2 over tp, 3 over cp; not compared: 1 without values (x...)\nhint: a\nhint: b"
     )
-    assert str(Verified({"tp": 1}, [], [*"abcd"])).endswith("not looked at: 4 without values (a, b, c...)")
+    assert str(Verified({"tp": 1}, [], [*"abcd"])).endswith("not compared: 4 without values (a, b, c...)")
 
 
 @pytest.mark.parametrize("count", [1, 10, 11])
@@ -356,12 +358,13 @@ def test_values_that_differ_in_words(count):
     findings = [verification._Finding("tp" if n else "dp", f"value {n}", True) for n in range(count)]
     error = verification._error(findings)
     axes = "dp, tp" if count > 1 else "dp"
-    assert error.what == f"verify: values differ between ranks which the layout says are equal over {axes}"
+    assert error.what == f"verify: values that the layout declares equal over {axes} differ between ranks"
     shown = [f"value {n}" for n in range(min(count, 10))]
     assert error.where_from == shown + ["... and 1 more"] * (count > 10)
     assert error.repairs == [
-        "load or draw them alike on all ranks: one checkpoint, materialize(model, seed), equal seeds and batches",
-        "if they are meant to differ, say how they are sharded: spmd.set_spec(module, name, ShardSpec(...))",
+        "load or initialise them equally on all ranks: one checkpoint, materialize(model, seed), equal seeds and "
+        "batches",
+        "if they should differ, declare how they are sharded: spmd.set_spec(module, name, ShardSpec(...))",
     ]
     assert (error.axis, error.rule) == ("dp", "unequal_values")
 

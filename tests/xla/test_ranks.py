@@ -113,7 +113,10 @@ def test_layers_over_a_process_group_have_one_program(processes):
 
 def test_groups_and_worlds_that_cannot_be_are_refused():
     found = on_device(programs.refused, 4, 1)
-    assert "xla_pg_options" in found["own ranks only"] and "only its own ranks [0, 1] of 4" in found["own ranks only"]
+    assert (
+        "xla_pg_options" in found["own ranks only"]
+        and "the group of this rank, [0, 1], of 4 ranks" in found["own ranks only"]
+    )
     assert "xla_pg_options" in found["not a member"] and "got -100" in found["not a member"]
     assert "xla_pg_options" in found["not of XLA"]
     assert "torchrun started 4 processes (WORLD_SIZE), torch_xla sees a world of 1" in found["alone"]

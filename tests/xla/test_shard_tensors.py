@@ -44,5 +44,5 @@ def test_roll_and_flip():
 
 
 def test_results_that_differ_in_size_are_refused():
-    with pytest.raises(Exception, match=r"what ranks need of sizes \[5, 4\]: on XLA all ranks run one program"):
+    with pytest.raises(Exception, match=r"results have sizes \[5, 4\], but on XLA all ranks run one program"):
         replay(programs.uneven, Mesh(2, tp=2), [(draw(1, 1, 4),) for _ in range(2)])

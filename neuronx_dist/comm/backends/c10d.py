@@ -186,8 +186,8 @@ class C10dCommunicator(Communicator):
             ) from None
         if timed_out:
             raise CommTimeout(
-                f"{what} timed out: some rank of the group did not take part. It is stuck, much slower, or went "
-                f"another way through the program. ({text.splitlines()[0][:200]})"
+                f"{what} timed out: a rank of the group did not join this collective. It hangs, is much slower, or "
+                f"took a different path through the program. ({text.splitlines()[0][:200]})"
             ) from error
         raise CommError(
             f"{what} failed: the connection to another rank of the group was lost. ({text.splitlines()[0][:200]})"
@@ -311,14 +311,14 @@ class C10dBackend(Backend):
         digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
         indices = {rank: index for index, rank in enumerate(ranks)}
         name: Any = f"neuronx_dist.{self._number}.{digest}.{count}"
-        what = f"making the group {label} (ranks {list(ranks)}, seen from rank {dist.get_rank()})"
+        what = f"creating the group {label} (ranks {list(ranks)}, seen from rank {dist.get_rank()})"
         with noted(what):
             try:
                 group = make_group(ranks, name, _device_of_world(), timeout=self.timeout, group_desc=label)
             except RuntimeError as error:
                 raise CommError(
-                    f"{what} failed at {call_site()}: not all of these ranks came to make it, or they make their "
-                    f"groups in different orders. ({str(error).splitlines()[0][:200]})"
+                    f"{what} failed at {call_site()}: not all of these ranks create it, or they create their groups "
+                    f"in different orders. ({str(error).splitlines()[0][:200]})"
                 ) from error
         if dist.get_rank() in indices:
             set_ranks(group, indices)

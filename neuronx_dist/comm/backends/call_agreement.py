@@ -53,7 +53,7 @@ def agreement_store(monitor: FailureMonitor | None = None) -> AgreementStore | N
     words = [word.strip() for word in os.environ.get(VARIABLE, "").split(",") if word.strip()]
     unknown = [word for word in words if word not in _KNOWN]
     if unknown:
-        raise ValueError(f"{VARIABLE}={','.join(words)}: there is no {', '.join(unknown)}; use {', '.join(_KNOWN)}")
+        raise ValueError(f"{VARIABLE}={','.join(words)}: unknown value {', '.join(unknown)}; use {', '.join(_KNOWN)}")
     if "collectives" not in words or dist.get_world_size() == 1:
         return None
     timeout = seconds_of(TIMEOUT_VARIABLE, _TIMEOUT)
@@ -100,7 +100,7 @@ class AgreementStore:
         deadline, pause = time.monotonic() + self.timeout, 0.0
         while not self.store.check([key]):
             if time.monotonic() >= deadline:
-                raise_timeout(f"rank {rank} did not come within {self.timeout:g} s; {self._latest(rank)}")
+                raise_timeout(f"rank {rank} did not reach this call within {self.timeout:g} s; {self._latest(rank)}")
             failure = self.monitor.first_failure(0.0) if self.monitor is not None and pause == _LONGEST_PAUSE else None
             if failure is not None and failure.rank != self.rank:
                 raise RemoteRankError(f"rank {failure.rank} failed first: {failure.message}", rank=failure.rank)
@@ -116,9 +116,9 @@ class AgreementStore:
     def _latest(self, rank: int) -> str:
         """Returns the last announcement of a rank, in words."""
         if not self.store.check([f"latest/{rank}"]):
-            return "it has begun no collective so far"
+            return "it has started no collective yet"
         operation, site = json.loads(self.store.get(f"latest/{rank}"))
-        return f"the last that it began: {operation} at {site}"
+        return f"its last collective was {operation} at {site}"
 
 
 class Watched(C10dCommunicator):
@@ -167,14 +167,14 @@ class Watched(C10dCommunicator):
         content = in_words("", x)
 
         def raise_timeout(text: str) -> NoReturn:
-            raise CommTimeout(f"there is no {other_verb} for this {verb}: {text}\n  {mine}")
+            raise CommTimeout(f"no {other_verb} matches this {verb}: {text}\n  {mine}")
 
         def compare() -> None:
             other, site = self.store.wait_for(f"{key}/{other_verb}", self.ranks[peer], raise_timeout)
             self.store.delete(f"{key}/{other_verb}")
             if content not in other:
                 theirs = f"rank {self.ranks[peer]}: {other} at {site}"
-                raise CommError(f"send and recv do not fit each other:\n  {mine}\n  {theirs}")
+                raise CommError(f"send and recv do not match:\n  {mine}\n  {theirs}")
 
         return _Compared(start(), compare)
 

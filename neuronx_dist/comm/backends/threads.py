@@ -53,9 +53,7 @@ class _World:
                     and time.monotonic() >= deadline
                 ):
                     missing = [index for index in indices if index not in slots]
-                    raise CommTimeout(
-                        f"{what()} timed out after {self.timeout:g} s; not there: group indices {missing}"
-                    )
+                    raise CommTimeout(f"{what()} timed out after {self.timeout:g} s; missing: group indices {missing}")
             values = [slots[index] for index in indices]
             self.reads[key] = self.reads.get(key, 0) + 1
             if self.reads[key] == readers:

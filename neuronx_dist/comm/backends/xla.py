@@ -182,9 +182,9 @@ class XlaCommunicator(Communicator):
             x, out = sent[dst], received[src]
             if x.numel() and out.numel() and x.numel() != out.numel():
                 raise CommError(
-                    f"{self.describe('exchange')}: {x.numel()} elements go {distance} ranks up, and {out.numel()} come "
-                    "from as far below; on XLA all ranks run one program, so that shards have to be equal: redistribute"
-                    " the tensor to shards of one size"
+                    f"{self.describe('exchange')}: this rank sends {x.numel()} elements to the rank {distance} "
+                    f"above, and receives {out.numel()} from the rank {distance} below; on XLA all ranks run one "
+                    "program, so shards must be equal: redistribute the tensor to shards of one size"
                 )
             if x.numel() or out.numel():
                 wire = x if x.numel() else torch.zeros_like(out)
@@ -207,8 +207,8 @@ class XlaCommunicator(Communicator):
 
     def _no_messages(self, verb: str) -> CommError:
         return CommError(
-            f"{self.describe(verb)}: on XLA all ranks run one program, in which a message between two of them is a "
-            "collective: use comm.permute with the pairs of the whole axis"
+            f"{self.describe(verb)}: on XLA all ranks run one program, so a message between two of them is not "
+            "possible: use comm.permute with the pairs of all ranks of the axis"
         )
 
     def gather_objects(self, obj: Any) -> list[Any]:

@@ -50,7 +50,9 @@ def replica_groups(group: Any) -> list[list[int]]:
         return [list(range(group.size()))]
     if len(mesh) == 1 and dist.is_initialized() and len(mesh[0]) < dist.get_world_size():
         # The result of torch_xla's new_group(ranks) alone: ranks in other groups would have other programs.
-        raise TypeError(f"{how}; this one knows only its own ranks {mesh[0]} of {dist.get_world_size()}")
+        raise TypeError(
+            f"{how}; this ProcessGroup lists only the group of this rank, {mesh[0]}, of {dist.get_world_size()} ranks"
+        )
     return [list(ranks) for ranks in mesh]
 
 

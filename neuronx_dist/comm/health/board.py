@@ -65,7 +65,7 @@ class Board(ABC):
                     break
                 now = time.monotonic()
                 if now - begin >= self.timeout:
-                    raise CommTimeout(f"{what}: ranks {missing} did not come to it within {self.timeout:g} s")
+                    raise CommTimeout(f"{what}: ranks {missing} did not reach it within {self.timeout:g} s")
                 if now - asked >= _PATIENCE:
                     asked = now
                     self._ask(topic, number, what)

@@ -209,7 +209,7 @@ class FailureMonitor:
                 return
             if failure.message.startswith(_LOST):
                 self._say(said)
-            self._say(f"this rank did not end by itself within {grace:g} s and is ended now")
+            self._say(f"this rank did not exit within {grace:g} s and is terminated now")
             os._exit(1)
 
     def _say(self, text: str) -> None:

@@ -40,8 +40,9 @@ def install(rank: int, report: Callable[[BaseException], None]) -> None:
             _Handler(before)()
         calls = " and ".join(descriptions()) or "no collective"
         error = CommError(
-            f"{calls}: data of another size arrived. The ranks called this with different shapes or dtypes, or "
-            "called different collectives: NEURONX_DIST_DEBUG=collectives in the environment of all ranks shows both"
+            f"{calls}: received data of another size. The ranks called this with different shapes or dtypes, or "
+            "called different collectives: NEURONX_DIST_DEBUG=collectives in the environment of all ranks shows "
+            "both calls"
         )
         print(f"[rank {rank}] CommError: {error}", file=sys.stderr, flush=True)
         report(error)

@@ -242,7 +242,8 @@ def permute(
         indices = [pair[side] for pair in pairs]
         if len(set(indices)) != len(indices) or not set(indices) <= set(range(comm.size)):
             raise ValueError(
-                f"permute over {comm.axis}: pairs {pairs} must use each index in 0..{comm.size - 1} at most once a side"
+                f"permute over {comm.axis}: pairs {pairs} must use each index in 0..{comm.size - 1} at most once as "
+                "source and once as destination"
             )
     check_out(out, x.shape, comm, "permute")
     if comm.size == 1:

@@ -81,7 +81,7 @@ def _communicator(key: str, verb: str) -> Communicator:
     communicator = communicators.get(key)
     if communicator is None:
         raise CommError(
-            f"{verb} over {key.partition('#')[0]}: this code was compiled for a mesh that is no more; call "
-            "torch.compiler.reset() and compile it again"
+            f"{verb} over {key.partition('#')[0]}: this code was compiled for a mesh that no longer exists; call "
+            "torch.compiler.reset() and compile again"
         )
     return communicator

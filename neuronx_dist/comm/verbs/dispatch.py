@@ -85,7 +85,7 @@ def coalesced(
     if transforming():
         xs = [untransformed(x, name) for x in xs]
     if out is not None and len(out) != len(xs):
-        raise ValueError(f"{name} over {comm.axis}: out has {len(out)} tensors, for {len(xs)} to communicate")
+        raise ValueError(f"{name} over {comm.axis}: out has {len(out)} tensors, but the input has {len(xs)}")
     if comm.size == 1 or not xs:
         inputs = [alone(comm, x, None if out is None else out[index], False) for index, x in enumerate(xs)]
         return Handle(comm, "", None, lambda: inputs) if async_op else inputs

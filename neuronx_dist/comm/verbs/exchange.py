@@ -64,16 +64,16 @@ def _check(sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor], comm: C
     size = len(comm.ranks)
     if not len(sends) == len(recvs) == size:
         raise ValueError(
-            f"exchange over {comm.axis}: {len(sends)} tensors to send and {len(recvs)} to receive, for {size} ranks; "
-            "give one for each rank, empty ones where nothing travels"
+            f"exchange over {comm.axis}: {len(sends)} tensors to send and {len(recvs)} to receive, but {size} "
+            "ranks; pass one of each for each rank, empty if there is nothing to transfer"
         )
     first = sends[0]
     for name, xs in (("sends", sends), ("recvs", recvs)):
         for index, x in enumerate(xs):
             if x.dtype != first.dtype or x.device != first.device:
                 raise ValueError(
-                    f"exchange over {comm.axis}: {name}[{index}] is {x.dtype} on {x.device}, sends[0] {first.dtype} "
-                    f"on {first.device}; all have to be alike"
+                    f"exchange over {comm.axis}: {name}[{index}] is {x.dtype} on {x.device}, but sends[0] is "
+                    f"{first.dtype} on {first.device}; all tensors must have the same dtype and device"
                 )
     for index, x in enumerate(recvs):
         if not x.is_contiguous():
@@ -83,6 +83,6 @@ def _check(sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor], comm: C
             )
     if sends[rank].numel() != recvs[rank].numel():
         raise ValueError(
-            f"exchange over {comm.axis}: this rank keeps {sends[rank].numel()} elements (sends[{rank}]), and "
-            f"recvs[{rank}] has {recvs[rank].numel()}"
+            f"exchange over {comm.axis}: sends[{rank}] has {sends[rank].numel()} elements, but recvs[{rank}] has "
+            f"{recvs[rank].numel()}; both belong to this rank and must have the same size"
         )

@@ -16,7 +16,9 @@ _OPS = ("sum", "max", "min")
 
 def check_out(out: torch.Tensor | None, shape: Sequence[int], comm: Communicator, verb: str) -> None:
     if out is not None and tuple(out.shape) != tuple(shape):  # `copy_` would broadcast
-        raise ValueError(f"{verb} over {comm.axis}: out has shape {tuple(out.shape)}, the result {tuple(shape)}")
+        raise ValueError(
+            f"{verb} over {comm.axis}: out has shape {tuple(out.shape)}, but the result has {tuple(shape)}"
+        )
 
 
 def deliver(value: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

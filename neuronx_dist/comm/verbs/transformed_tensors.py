@@ -56,6 +56,6 @@ def whole_batch(x: torch.Tensor) -> torch.Tensor:
 
 def _refusal(verb: str, what: str) -> CommError:
     return CommError(
-        f"comm.{verb} of a tensor that {what}: verbs communicate values only, and nothing of a transform. Use the "
-        f"operator of neuronx_dist.spmd that does the same (spmd.all_reduce, spmd.all_gather, ...), which follows it"
+        f"comm.{verb} of a tensor that {what}: verbs communicate values only, and no transforms. Use the "
+        "matching operator of neuronx_dist.spmd (spmd.all_reduce, spmd.all_gather, ...), which supports them"
     )

@@ -227,7 +227,8 @@ def _return(
 def _checked(x: torch.Tensor, plan: ExchangePlan, rank_plan: RankPlan, communicator: Communicator, dim: int) -> int:
     if not -x.dim() <= dim < x.dim() or x.shape[dim] != rank_plan.size or len(plan.pieces) != communicator.size:
         raise ValueError(
-            f"exchange over {communicator.axis}: a shard of shape {tuple(x.shape)} does not fit the plan, which has "
-            f"{rank_plan.size} positions along dim {dim} for index {communicator.rank} of {len(plan.pieces)} ranks"
+            f"exchange over {communicator.axis}: a shard of shape {tuple(x.shape)} does not match the plan, which "
+            f"has {rank_plan.size} positions along dim {dim} for index {communicator.rank} of {len(plan.pieces)} "
+            "ranks"
         )
     return dim % x.dim()

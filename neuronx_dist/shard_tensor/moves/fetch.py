@@ -62,7 +62,9 @@ def ask(index: torch.Tensor, sizes: Sequence[int], communicator: Communicator) -
     table = comm.all_gather(counted.view(1, -1), communicator, dim=0).tolist()
     if any(row[-1] for row in table):
         bad = {rank: row[-1] for rank, row in enumerate(table) if row[-1]}
-        raise IndexError(f"indices outside of a dim of {bounds[-1]} elements: {bad} of them by rank")
+        raise IndexError(
+            f"indices are out of range for a dim of {bounds[-1]} elements; number of such indices by rank: {bad}"
+        )
     order = torch.argsort(owner, stable=True)
     counts = table[communicator.rank][:count]
     questions = list((index - starts[owner])[order].to(position_type(max(sizes))).split(counts))

@@ -164,7 +164,7 @@ Piece(owner=1, start=0, step=1, length=2, offset=4)]
         while length:
             owner = bisect_right(bounds, start) - 1  # of equal bounds the last: empty shards own nothing
             if not 0 <= owner < len(bounds) - 1:
-                raise ValueError(f"position {start} is outside of the {bounds[-1]} that are owned by bounds {bounds}")
+                raise ValueError(f"position {start} is out of range: bounds {bounds} cover {bounds[-1]} positions")
             low, high = bounds[owner], bounds[owner + 1]
             count = length
             if step > 0:
@@ -190,11 +190,11 @@ def virtual_runs(begin: int, end: int, size: int, mode: str = "zeros") -> tuple[
     if begin >= end:
         return ()
     if mode != "zeros" and (begin < 0 or end > size) and size == 0:
-        raise ValueError(f"padding mode {mode!r} has nothing to repeat: the dim is empty")
+        raise ValueError(f"padding mode {mode!r} needs values to repeat, but the dim is empty")
     if mode == "reflect" and (begin <= -size or end > 2 * size - 1) and (begin < 0 or end > size):
         raise ValueError(
-            f"padding mode 'reflect' of a dim of {size}: positions {begin} to {end - 1} reach past its reflections, "
-            f"which end at {1 - size} and {2 * size - 2}; pad less"
+            f"padding mode 'reflect' of a dim of {size}: positions {begin} to {end - 1} are beyond the reflections, "
+            f"which cover {1 - size} to {2 * size - 2}: use less padding"
         )
     if mode == "circular":
         runs, position = [], begin
@@ -239,7 +239,7 @@ def repartition(bounds: Bounds, out_bounds: Bounds) -> ExchangePlan:
         ValueError: the bounds are not those of one size.
     """
     if bounds[-1] != out_bounds[-1]:
-        raise ValueError(f"shards of {out_bounds[-1]} positions in all cannot hold a dim of {bounds[-1]}")
+        raise ValueError(f"shards with a total of {out_bounds[-1]} positions cannot hold a dim of {bounds[-1]}")
     return divided(bounds, (Run(0, 1, bounds[-1]),), out_bounds)
 
 

@@ -48,12 +48,12 @@ def _segments(plan: ExchangePlan) -> tuple[tuple[Source, ...], ...]:
     ranks = [plan.of(rank) for rank in range(size)]
     for what, sizes in (
         ("shards", [rank_plan.size for rank_plan in ranks]),
-        ("what ranks need", [rank_plan.length for rank_plan in ranks]),
+        ("results", [rank_plan.length for rank_plan in ranks]),
     ):
         if len(set(sizes)) > 1:
             raise CommError(
-                f"exchange: {what} of sizes {sizes}: on XLA all ranks run one program, so that they have to be equal: "
-                "redistribute() the tensor to shards of one size, which strides divide"
+                f"exchange: {what} have sizes {sizes}, but on XLA all ranks run one program, so sizes must be "
+                "equal: redistribute() the tensor to equal shards, of a size that strides divide"
             )
     offsets = sorted({piece.offset for rank_plan in ranks for piece in rank_plan.pieces} | {ranks[0].length})
     segments = []

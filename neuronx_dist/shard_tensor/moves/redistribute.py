@@ -87,14 +87,15 @@ def check_is_no_copy(name: str, local: torch.Tensor) -> None:
     """Raises a RuntimeError if the function of this name would write into a copy that stands for a view."""
     if not transforming() and local.untyped_storage() in _copied:
         raise RuntimeError(
-            f"{name} in place on x[i], or another view that takes a sharded dim apart: the view is a copy, and x would "
-            "not change. Write into x: x[i] = x[i] + 1, or x[i:i+1].add_(1), for x[i].add_(1); or clone() the view"
+            f"{name} in place on x[i], or on another view that splits a sharded dim: this view is a copy, so x "
+            "would not change. Write to x (x[i] = x[i] + 1 or x[i:i+1].add_(1) instead of x[i].add_(1)), or clone() "
+            "the view"
         )
 
 
 def other_mesh(one: DeviceMesh, other: DeviceMesh) -> ValueError:
     """Returns the error for operands on two meshes."""
-    return ValueError(f"operands are on {one} and {other}: redistribute(mesh, placements) one of them")
+    return ValueError(f"operands are on two meshes, {one} and {other}: redistribute(mesh, placements) one of them")
 
 
 def run(local: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
@@ -111,7 +112,7 @@ def steps(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int] = 
     """
     if spec.shape != target.shape:
         raise ValueError(
-            f"redistribute: a tensor of shape {tuple(spec.shape)} cannot have a layout of {tuple(target.shape)}"
+            f"redistribute: a tensor of shape {tuple(spec.shape)} cannot have a layout of shape {tuple(target.shape)}"
         )
     if spec.mesh is not target.mesh:
         return _to_another_mesh(spec, target, used)
@@ -315,7 +316,9 @@ def _scaled(x: torch.Tensor, group: Communicator, divide: bool) -> torch.Tensor:
 def _to_another_mesh(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int]) -> tuple[Step, ...]:
     """Returns the steps to another mesh: one exchange; a Partial maximum is reduced before it, on its mesh."""
     if used:
-        raise ValueError(f"an operand on {spec.mesh} cannot be used on {target.mesh}: redistribute() it first")
+        raise ValueError(
+            f"an operand on {spec.mesh} cannot be combined with operands on {target.mesh}: redistribute() it first"
+        )
     source, sent = (layout if _only_sums(layout) else gradient_spec(layout) for layout in (spec, target))
     return (*steps(spec, source), partial(moved_to_mesh, spec=source, target=sent), *steps(sent, target))
 

@@ -37,7 +37,7 @@ def scaled_dot_product_attention(func: Callable[..., Any], types: Any, args: Any
         enable_gqa: bool = False,
     ) -> Any:
         if is_causal and attn_mask is not None:
-            raise ValueError("scaled_dot_product_attention: is_causal and attn_mask: give one of both")
+            raise ValueError("scaled_dot_product_attention: is_causal=True and attn_mask are both set: pass only one")
         operands = [query, key, value, *([] if attn_mask is None else [attn_mask])]
         specs = _specs(operands)
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in operands)

@@ -95,7 +95,7 @@ def _cosine_embedding_loss(func: Callable[..., Any], types: Any, args: Any, kwar
 def _glu(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: Any, dim: int = -1) -> Any:
         if input.shape[dim] % 2:
-            raise RuntimeError(f"glu halves dim {dim}, which has {input.shape[dim]} elements: an even number is needed")
+            raise RuntimeError(f"glu: dim {dim} has {input.shape[dim]} elements, and must have an even number")
         values, gates = input.chunk(2, dim)
         return values * gates.sigmoid()
 
@@ -123,7 +123,7 @@ def _tensordot(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> 
         left = [left] if isinstance(left, int) else [each % a.dim() for each in left]
         right = [right] if isinstance(right, int) else [each % b.dim() for each in right]
         if out is not None:
-            raise ValueError("tensordot: out= is not written to; use the result: out.copy_(torch.tensordot(..))")
+            raise ValueError("tensordot: out= is not supported; use out.copy_(torch.tensordot(..))")
         first = list(range(a.dim()))
         second = [first[left[right.index(d)]] if d in right else a.dim() + d for d in range(b.dim())]
         kept = [d for d in first if d not in left] + [a.dim() + d for d in range(b.dim()) if d not in right]

@@ -77,7 +77,9 @@ _DRAWS = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_
 def _drawn(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     x, *others = args or (kwargs.pop("tensor"),)
     if any(isinstance(each, torch.Tensor) for each in others):
-        raise NotImplementedError(f"{func.__name__} with a tensor of probabilities: full_tensor() first")
+        raise NotImplementedError(
+            f"{func.__name__} with a tensor of probabilities is not supported: call full_tensor() first"
+        )
     check_writable(func.__name__, x)
     whole = func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *others, **kwargs)
     with torch.set_grad_enabled(torch.is_grad_enabled() and func not in _INITS):

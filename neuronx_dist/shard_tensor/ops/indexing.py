@@ -47,7 +47,7 @@ def check_positions(index: torch.Tensor, size: int, dim: int, what: str = "indic
         return
     low, high = index.aminmax()
     if low < 0 or high >= size:
-        raise IndexError(f"{what} from {int(low)} to {int(high)} for dim {dim}, which has {size} elements")
+        raise IndexError(f"{what} range from {int(low)} to {int(high)}, but dim {dim} has {size} elements")
 
 
 def own_positions(index: torch.Tensor, start: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,7 +165,7 @@ def embedding(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
     def call(input: Any, weight: Any, padding_idx: int | None = None, *options: Any, **named: Any) -> Any:
         if any(options) or any(value for name, value in named.items() if name != "norm_type"):
             raise NotImplementedError(
-                "embedding of ShardTensors has no max_norm, scale_grad_by_freq or sparse: leave them out"
+                "embedding of ShardTensors does not support max_norm, scale_grad_by_freq and sparse"
             )
         rows = take(weight, 0, input)
         if padding_idx is None or padding_idx == -1 and func is torch.embedding or not rows.requires_grad:
@@ -215,7 +215,9 @@ def gather(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         if not (input.dim() and index.dim()) and max(input.dim(), index.dim()) == 1:  # a scalar is a vector of one
             return torch.gather(input.reshape(-1), 0, index.reshape(-1)).reshape(index.shape)
         if input.dim() != index.dim():
-            raise ValueError(f"gather: a tensor of {input.dim()} dims, an index of {index.dim()}: give them as many")
+            raise ValueError(
+                f"gather: the tensor has {input.dim()} dims and the index {index.dim()}: both must have the same number"
+            )
         x = shortened(input, index.shape, dim)
         (local, positions), spec = inside(gathered_labels, (x, index), dim)
         check_positions(positions, x.shape[dim], dim)
@@ -321,7 +323,7 @@ def _at_positions(x: Any, dim: int, indices: Sequence[Any]) -> Any:
 
 def _aligned(x: torch.Size, mask: torch.Size) -> Labels:
     if tuple(mask) != tuple(x[: len(mask)]):
-        raise IndexError(f"a mask of shape {tuple(mask)} for a tensor of shape {tuple(x)}: the first dims differ")
+        raise IndexError(f"a mask of shape {tuple(mask)} does not match the first dims of a tensor of shape {tuple(x)}")
     names = tuple(range(len(x)))
     return Labels([names, names[: len(mask)]], names)
 
@@ -332,8 +334,8 @@ def _masked(x: Any, mask: Any) -> ShardTensor:
     for m, dim in spec.sharded:
         if 0 < dim < mask.dim():
             raise ValueError(
-                f"x[mask] with shards of dim {dim} (mesh dim {m}): the elements of the ranks would be interleaved; "
-                "redistribute() tensor and mask first, to shards of dim 0 or none"
+                f"x[mask] with dim {dim} sharded (mesh dim {m}) would interleave the elements of the ranks: "
+                "redistribute() tensor and mask to Shard(0) or Replicate() first"
             )
     placements = [Shard(p.dim - mask.dim() + 1) if isinstance(p, Shard) and p.dim else p for p in spec.placements]
     types = {spec.mesh.communicator(m): S(p.dim) for m, p in enumerate(placements) if isinstance(p, Shard)}

@@ -41,7 +41,7 @@ def reduction_name(reduction: str | int, size_average: bool | None, reduce: bool
     if size_average is not None or reduce is not None:
         return "none" if reduce is False else "sum" if size_average is False else "mean"
     if reduction not in (*_REDUCTIONS, *more):
-        raise ValueError(f"reduction {reduction!r} is none of {', '.join((*_REDUCTIONS, *more))}")
+        raise ValueError(f"reduction {reduction!r} is not one of {', '.join((*_REDUCTIONS, *more))}")
     return reduction
 
 
@@ -77,7 +77,7 @@ class _Elementwise:
         reduction, size_average = options.pop("reduction", "mean"), options.pop("size_average", None)
         reduction = reduction_name(reduction, size_average, options.pop("reduce", None), "batchmean")
         if reduction == "batchmean" and func is not F.kl_div:
-            raise ValueError(f"reduction {reduction!r} is none of {', '.join(_REDUCTIONS)}")
+            raise ValueError(f"reduction {reduction!r} is not one of {', '.join(_REDUCTIONS)}")
         operands = [options.pop(name, None) for name in self.tensors]
         if func in _EQUAL and operands[0].shape != operands[1].shape:
             raise ValueError(
@@ -151,7 +151,8 @@ def class_losses(x: torch.Size, target: torch.Size, weight: torch.Size | None) -
     expected = tuple(size for name, size in zip(names, x) if name != 0)
     if not same and tuple(target) != expected:
         raise ValueError(
-            f"input has shape {tuple(x)}, and target {tuple(target)}: it must be {expected} or as the input"
+            f"input has shape {tuple(x)}, but target has {tuple(target)}: the target must have shape {expected} or "
+            "that of the input"
         )
     return Labels([names, names if same else without, (0,)], names)
 

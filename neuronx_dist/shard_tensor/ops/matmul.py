@@ -31,7 +31,7 @@ def matmul(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     ) -> Any:
         if out is not None:
             name = func.__name__
-            raise ValueError(f"{name}: out= is not written to; use the result: out.copy_(torch.{name}(..))")
+            raise ValueError(f"{name}: out= is not supported; use out.copy_(torch.{name}(..))")
         second = next((operand for operand in (other, mat2, vec, tensor) if operand is not None), None)
         locals_, spec = inside(_MATMUL, (input, second))
         return wrap(func(*locals_), spec)

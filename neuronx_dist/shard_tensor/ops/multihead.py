@@ -58,11 +58,11 @@ def _forward(
     """
     if add_zero_attn or any(x is not None for x in (bias_k, bias_v, static_k, static_v)):
         raise NotImplementedError(
-            "MultiheadAttention on ShardTensors: add_bias_kv, add_zero_attn, static_k and static_v have no rule; "
-            "leave them out, or call it with full_tensor()"
+            "MultiheadAttention on ShardTensors does not support add_bias_kv, add_zero_attn, static_k and static_v: "
+            "remove them, or call it on full_tensor()"
         )
     if is_causal and attn_mask is None:
-        raise ValueError("MultiheadAttention: is_causal=True is a hint about attn_mask, which is None: give both")
+        raise ValueError("MultiheadAttention: is_causal=True describes attn_mask, which is None: pass both")
     batched = query.dim() == 3
     if not batched:
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))

@@ -41,7 +41,9 @@ def channels(x: torch.Size, *parameters: torch.Size | None) -> Labels:
 def _last_dims(x: torch.Tensor, normalized_shape: Any) -> tuple[int, ...]:
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     if not shape or tuple(x.shape[-len(shape) :]) != shape:
-        raise RuntimeError(f"a normalisation over {list(shape)} of a tensor of {list(x.shape)}: they are its last dims")
+        raise RuntimeError(
+            f"normalized_shape {list(shape)} does not match the last dims of a tensor of shape {list(x.shape)}"
+        )
     return tuple(range(x.dim() - len(shape), x.dim()))
 
 
@@ -93,7 +95,10 @@ def _group_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) ->
     ) -> ShardTensor:
         shape = input.shape
         if len(shape) < 2 or shape[1] % num_groups:
-            raise RuntimeError(f"group_norm: {num_groups} groups of the channels (dim 1) of a tensor of {list(shape)}")
+            raise RuntimeError(
+                f"group_norm: num_groups={num_groups} must divide the channels (dim 1) of the input, which has "
+                f"shape {list(shape)}"
+            )
         _check_several(prod(shape) // num_groups, shape)
         (x, weight, bias), spec = inside(group_norm, (input, weight, bias))
         width = shape[1] // num_groups
@@ -276,8 +281,8 @@ def _by_positions(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) 
 @sharded(torch.batch_norm_stats)
 def _batch_norm_stats(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     raise NotImplementedError(
-        "SyncBatchNorm of a ShardTensor: the statistics of nn.BatchNorm1d to 3d are over all ranks of its mesh; use "
-        "these, and shard the batch over a second mesh dim for statistics over more ranks"
+        "SyncBatchNorm does not take ShardTensors: use nn.BatchNorm1d to 3d, whose statistics are over all ranks of "
+        "the mesh; shard the batch over a second mesh dim for statistics over more ranks"
     )
 
 

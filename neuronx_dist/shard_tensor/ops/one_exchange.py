@@ -96,7 +96,7 @@ def _recorded(x: ShardTensor, layers: Iterable[Callable[[Any], Any]]) -> Chain:
         chain = layer(chain)
         if not isinstance(chain, Chain):
             raise NotImplementedError(
-                f"one_exchange: layers[{i}] returns a {type(chain).__name__}: a layer takes one tensor and returns one"
+                f"one_exchange: layers[{i}] returns a {type(chain).__name__}: a layer must take and return one tensor"
             )
     result: Chain = chain
     return result
@@ -160,8 +160,9 @@ class Chain:
             raise refusal(name)
         if _modes(chain.device) != chain.modes:
             raise NotImplementedError(
-                f"one_exchange: {name} is called under another grad mode or autocast than one_exchange, as in an "
-                "autograd function: call one_exchange under it, or end the list before"
+                f"one_exchange: {name} is called under a grad mode or autocast that differs from that of "
+                "one_exchange, for example in an autograd function: call one_exchange in the same mode, or end the "
+                f"list before {name}"
             )
         handler = FUNCTIONS.get(func)
         if handler in _TAKE_CHAINS:
@@ -171,7 +172,8 @@ class Chain:
         if not chain.stages:
             if kwargs.get("inplace"):
                 raise NotImplementedError(
-                    f"one_exchange: {name}(inplace=True) of x itself: call it before, or leave inplace out"
+                    f"one_exchange: {name}(inplace=True) would write to x: call it before one_exchange, or remove "
+                    "inplace"
                 )
             x = func(chain.x, *others, **kwargs)
             return replace(chain, x=x, spec=x._spec)
@@ -192,9 +194,9 @@ class Chain:
         if in_one_program(self.x):
             reason = "XLA runs one program on all ranks"
         elif spec.partial or spec.mesh.communicators is None or 0 in spec.shape or not self.dtype.is_floating_point:
-            reason = f"a {self.dtype} tensor of shape {tuple(spec.shape)}, {list(spec.placements)}"
+            reason = f"x is a {self.dtype} tensor of shape {tuple(spec.shape)}, {list(spec.placements)}"
         elif len(dims) != 1 or dims[0] < first:
-            reason = f"{list(spec.placements)}, where one spatial dim alone must be sharded"
+            reason = f"x is {list(spec.placements)}, and must be sharded on exactly one spatial dim"
         elif any(isinstance(x, ShardTensor) and x._spec is not x._spec.replicated() for x in weights):
             reason = "a weight is sharded"
         if reason:
@@ -240,8 +242,8 @@ __pow__ __radd__ __rmul__ __rpow__ __rsub__ __rtruediv__ __setitem__ __sub__ __t
 
 def refusal(name: str) -> NotImplementedError:
     return NotImplementedError(
-        f"one_exchange: {name} has no window rule here. Convolutions, max_pool, avg_pool with one divisor, pad and "
-        "functions of each element with numbers have one: end the list before, and call it on the result"
+        f"one_exchange: {name} has no window rule; convolutions, max_pool, avg_pool with one divisor, pad and "
+        f"elementwise functions with numbers have one: end the list before {name}, and call it on the result"
     )
 
 
@@ -281,6 +283,6 @@ def _report(chain: Chain, x: torch.Tensor, sharded: ShardedDim) -> None:
     names = ", ".join(stage.name for stage in chain.stages)
     note(
         "one_exchange",
-        f"{names} after {int(not plan.exchange.is_local)} exchange of {once:,} bytes, apart {exchanges} of {apart:,}: "
-        f"saves {apart - once:,} bytes, computes {plan.redundant} positions of dim {dim} twice",
+        f"{names} after {int(not plan.exchange.is_local)} exchange of {once:,} bytes, separately {exchanges} of "
+        f"{apart:,}: saves {apart - once:,} bytes, computes {plan.redundant} positions of dim {dim} twice",
     )

@@ -44,8 +44,8 @@ def _like(x: Any, param: torch.Tensor) -> Any:
         return x.full_tensor()
     if x._spec is not param._spec and x.shape == param.shape:
         raise ValueError(
-            f"a fused optimizer step: a parameter is {param._spec.placements} and its gradient or state is "
-            f"{x._spec.placements}: make the optimizer after the parameters are distributed"
+            f"fused optimizer step: a parameter is {param._spec.placements}, but its gradient or state is "
+            f"{x._spec.placements}: create the optimizer after distributing the parameters"
         )
     return x._local
 

@@ -40,8 +40,8 @@ def check_writable(name: str, x: torch.Tensor) -> None:
     """
     if not isinstance(x, ShardTensor):
         raise ValueError(
-            f"{name} would write a ShardTensor's values into a plain tensor of shape {tuple(x.shape)}: "
-            "distribute it first, or use the form that returns a tensor"
+            f"{name} would write a ShardTensor's values to a plain tensor of shape {tuple(x.shape)}: distribute the "
+            "plain tensor first, or use the out-of-place form"
         )
     if x._spec.partial:
         raise ValueError(f"{name} in place on {x._spec.placements}: redistribute() the tensor to Replicate first")
@@ -147,8 +147,8 @@ def _prelu(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: Any, weight: Any) -> Any:
         if weight.numel() != 1 and (input.dim() < 2 or weight.shape != input.shape[1:2]):
             raise ValueError(
-                f"prelu: weight has shape {tuple(weight.shape)}, and the input {tuple(input.shape)}: it must have one "
-                "value, or one for each channel (dim 1)"
+                f"prelu: weight has shape {tuple(weight.shape)} and the input {tuple(input.shape)}: weight must "
+                "have one value, or one for each channel (dim 1)"
             )
         (x, weight), spec = inside(rule_of(torch.prelu), (input, weight))
         return wrap(torch.prelu(x, weight), spec)

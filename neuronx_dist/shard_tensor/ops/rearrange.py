@@ -110,7 +110,7 @@ def roll(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
             return torch.roll(input.reshape(-1), shifts, 0).reshape(input.shape)
         shifts, dims = ((value,) if isinstance(value, int) else tuple(value) for value in (shifts, dims))
         if len(shifts) != len(dims):
-            raise ValueError(f"roll: {len(shifts)} shifts for {len(dims)} dims: give one each")
+            raise ValueError(f"roll: {len(shifts)} shifts for {len(dims)} dims: pass one shift for each dim")
         x = input
         for shift, dim in zip(shifts, dims):
             dim = dim_of(x, dim)
@@ -152,7 +152,9 @@ def repeat(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         if func.__name__ == "tile":
             counts = (1,) * (x.dim() - len(counts)) + counts
         if len(counts) < x.dim():
-            raise ValueError(f"repeat: {len(counts)} counts for a tensor of {x.dim()} dims: give one each, or more")
+            raise ValueError(
+                f"repeat: {len(counts)} counts for a tensor of {x.dim()} dims: pass one count for each dim, or more"
+            )
         for _ in range(len(counts) - x.dim()):
             x = x.unsqueeze(0)
         for dim, count in enumerate(counts):
@@ -225,7 +227,10 @@ def unfold(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(x: ShardTensor, dimension: int, size: int, step: int) -> Any:
         dim = dim_of(x, dimension)
         if not 0 < size <= x.shape[dim] or step < 1:
-            raise ValueError(f"unfold: windows of {size}, {step} apart, of dim {dim}, which has {x.shape[dim]}")
+            raise ValueError(
+                f"unfold: size={size}, step={step} do not fit dim {dim}, which has {x.shape[dim]} elements: size "
+                "must be from 1 to that number, step at least 1"
+            )
         local, spec = operand(x)
         if dim not in spec.mesh_dim_of:
             count = (x.shape[dim] - size) // step + 1

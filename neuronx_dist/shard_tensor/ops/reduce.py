@@ -62,7 +62,7 @@ def reduced(spec: ShardTensorSpec, dim: Any, keepdim: bool, with_sums: bool = Fa
     chosen = range(ndim) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
     for d in chosen:
         if not -max(ndim, 1) <= d < max(ndim, 1):
-            raise IndexError(f"dim {d} is none of a tensor of {ndim} dims")
+            raise IndexError(f"dim {d} is out of range for a tensor of {ndim} dims")
     dims = tuple(sorted({d % ndim for d in chosen})) if ndim else ()
     placements: list[Placement] = []
     mesh_dims = []
@@ -103,7 +103,7 @@ def _narrow(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _refuse_out(func: Callable[..., Any], out: Any) -> None:
     if out is not None:
-        raise ValueError(f"{func.__name__}: out= is not written to; use the result: out.copy_(x.{func.__name__}(...))")
+        raise ValueError(f"{func.__name__}: out= is not supported; use out.copy_(x.{func.__name__}(...))")
 
 
 def _only_sums(spec: ShardTensorSpec) -> bool:
@@ -136,7 +136,7 @@ def sums(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         y = total(y, plan.groups)
         if is_mean:
             if not y.is_floating_point() and not y.is_complex():
-                raise RuntimeError(f"mean: a tensor of {y.dtype} has no mean; give dtype=")
+                raise RuntimeError(f"mean: a tensor of {y.dtype} has no mean; pass dtype=")
             y = y / plan.elements if plan.elements else y / torch.zeros_like(y)
         return wrap(_narrow(y, local.dtype), plan.spec)
 
@@ -262,7 +262,9 @@ def _norm(x: ShardTensor, ord_: Any, dim: Any, keepdim: bool, dtype: torch.dtype
     ord_ = 2 if ord_ is None else ord_
     if isinstance(ord_, str):
         if ord_ != "fro":
-            raise NotImplementedError(f"norm of order {ord_!r}, of matrices: x.full_tensor() first, or a number")
+            raise NotImplementedError(
+                f"norm of order {ord_!r} is not supported: call full_tensor() first, or use a numeric order"
+            )
         ord_ = 2
     dim = tuple(dim) if isinstance(dim, list) else dim
     local, spec = operand(x)

@@ -56,8 +56,8 @@ def _write(
         for d in x._spec.mesh_dim_of:
             if d != dim and index.shape[d] != x.shape[d]:
                 raise ValueError(
-                    f"{func.__name__}: an index of {index.shape[d]} along dim {d} for a tensor of {x.shape[d]}, which "
-                    "is sharded there: x.narrow() the part that is written first, or redistribute() x"
+                    f"{func.__name__}: the index has {index.shape[d]} elements along dim {d}, where the tensor has "
+                    f"{x.shape[d]} and is sharded: x.narrow() to the indexed part, or redistribute() x first"
                 )
     tensor = values if isinstance(values, torch.Tensor) else None
     (local, positions, written_values), spec = inside(_written, (x, index, tensor), dim, rows, is_sum)
@@ -123,7 +123,9 @@ for _make, _names in (
 def index_put(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
         if len(indices) != 1 or is_mask(indices[0]):
-            raise NotImplementedError("index_put of ShardTensors takes one index of positions: use masks with where()")
+            raise NotImplementedError(
+                "index_put of ShardTensors takes one tensor of positions; for a mask use torch.where()"
+            )
         (index,) = indices
         index = torch.where(index < 0, index + input.shape[0], index)
         values = torch.broadcast_to(values, (*index.shape, *input.shape[1:]))
@@ -140,14 +142,15 @@ def setitem(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Non
     x, index, value = args
     if not isinstance(x, ShardTensor):
         raise ValueError(
-            f"x[..] = y of a ShardTensor in a plain x of shape {tuple(x.shape)}: distribute x, or take y.full_tensor()"
+            f"x[..] = y with y a ShardTensor and x a plain tensor of shape {tuple(x.shape)}: distribute x, or use "
+            "y.full_tensor()"
         )
     entries = expanded(index, x.dim())
     if len(entries) == 1 and isinstance(entries[0], torch.Tensor):
         (only,) = entries
         if is_mask(only):
             if isinstance(value, torch.Tensor) and value.dim():
-                raise NotImplementedError("x[mask] = y: which elements of y go where is data; use torch.where()")
+                raise NotImplementedError("x[mask] = y with a tensor y depends on the mask's values: use torch.where()")
             mask = only[(..., *[None] * (x.dim() - only.dim()))]
             x.copy_(torch.where(mask.bool(), value, x))
         else:
@@ -156,11 +159,13 @@ def setitem(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Non
             index_put(_T.index_put_, types, (x, (only,), value), {})
         return
     if not is_basic(entries):
-        raise NotImplementedError("x[index, ..] = y: use one index at the first dim, index_copy or scatter")
+        raise NotImplementedError(
+            "x[index, ..] = y is not supported: index the first dim only, or use index_copy or scatter"
+        )
     if x._spec.partial:
-        raise ValueError(f"x[..] = y on {x._spec.placements}: redistribute() the tensor to Replicate first")
+        raise ValueError(f"x[..] = y on {x._spec.placements}: redistribute() x to Replicate first")
     if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
-        raise RuntimeError("x[..] = y on a leaf that requires gradients: x.clone() first, or torch.no_grad()")
+        raise RuntimeError("x[..] = y on a leaf that requires gradients: use x.clone(), or torch.no_grad()")
     _set_slices(x, [entry for entry in entries if entry is not None], value, index)
 
 

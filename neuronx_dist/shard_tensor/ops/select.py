@@ -39,7 +39,7 @@ def dim_of(x: torch.Tensor, dim: int) -> int:
     """
     ndim = max(1, x.dim())
     if not -ndim <= dim < ndim:
-        raise IndexError(f"dim {dim} is none of a tensor of {x.dim()} dims")
+        raise IndexError(f"dim {dim} is out of range for a tensor of {x.dim()} dims")
     return dim % ndim
 
 
@@ -105,7 +105,7 @@ def topk(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: ShardTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
         dim = dim_of(input, dim)
         if input.dim() and not 0 <= k <= input.shape[dim]:
-            raise ValueError(f"topk: k={k} of dim {dim}, which has {input.shape[dim]} elements")
+            raise ValueError(f"topk: k={k} is out of range for dim {dim}, which has {input.shape[dim]} elements")
         local, spec = operand(input)
         if dim not in spec.mesh_dim_of:
             values, indices = torch.topk(local, k, dim, largest, sorted)
@@ -131,7 +131,7 @@ def extreme_along(x: ShardTensor, dim: int, keepdim: bool, maximum: bool) -> tup
     """Returns the extreme along a dim and its first position."""
     dim = dim_of(x, dim)
     if x.dim() and not x.shape[dim]:
-        raise IndexError(f"a maximum or minimum of dim {dim}, which has no elements")
+        raise IndexError(f"max or min over dim {dim}, which has no elements")
     best = torch.max if maximum else torch.min
     local, spec = operand(x)
     out = reduced(spec, dim, keepdim).spec
@@ -180,7 +180,7 @@ def argmax(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
 def _position_of_all(x: ShardTensor, keepdim: bool, maximum: bool) -> torch.Tensor:
     """Returns the first position of the extreme in the flattened tensor, found dim by dim from the last."""
     if not x.numel():
-        raise IndexError(f"a maximum or minimum of a tensor of shape {tuple(x.shape)}, which has no elements")
+        raise IndexError(f"max or min of a tensor of shape {tuple(x.shape)}, which has no elements")
     values, position = x, None
     stride = 1
     for dim in reversed(range(x.dim())):

@@ -38,7 +38,7 @@ def _dim(dim: int | None, ndim: int, name: str) -> int:
     if dim is None:
         dim = 0 if ndim in (0, 1, 3) else 1
     if not -max(ndim, 1) <= dim < max(ndim, 1):
-        raise IndexError(f"{name}: dim {dim} is none of a tensor of {ndim} dims")
+        raise IndexError(f"{name}: dim {dim} is out of range for a tensor of {ndim} dims")
     return dim % max(ndim, 1)
 
 

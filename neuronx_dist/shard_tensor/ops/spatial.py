@@ -46,7 +46,7 @@ def _convolution(x: torch.Size, weight: torch.Size, bias: torch.Size | None, gro
 
 def _spatial(x: torch.Size, count: int) -> Labels:
     if len(x) < count:
-        raise ValueError(f"a tensor of shape {tuple(x)} has not {count} spatial dims")
+        raise ValueError(f"a tensor of shape {tuple(x)} has fewer than {count} spatial dims")
     return Labels([tuple(range(len(x)))], tuple(range(len(x))))
 
 
@@ -237,7 +237,7 @@ def pad(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
 def local_response_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Any:
         if input.dim() < 3:
-            raise ValueError(f"local_response_norm of shape {tuple(input.shape)}: it takes 3 or more dims")
+            raise ValueError(f"local_response_norm needs at least 3 dims, got shape {tuple(input.shape)}")
         squares = input.square()
         (x,), spec = inside(_spatial, (squares,), input.dim() - 1)
         means = _computed(x, spec, input.dim() - 1, lambda x, dims: pooling.mean_of_windows(x, 1, size, dims))[0]

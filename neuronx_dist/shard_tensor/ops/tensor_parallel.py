@@ -56,9 +56,9 @@ def _summable(spec: ShardTensorSpec, group: Communicator, name: str) -> ShardTen
         shared = set(group.ranks) & set(spec.mesh.mesh.flatten().tolist())
     if len(shared) > 1:
         raise ValueError(
-            f"{name} over {group.axis}, of a ShardTensor {list(spec.placements)} on {spec.mesh}: ranks "
-            f"{sorted(shared)} are in both. Operators and parallel layers take ShardTensors of other ranks; "
-            "over its own mesh redistribute() it, or give its to_local()"
+            f"{name} over {group.axis} of a ShardTensor {list(spec.placements)} on {spec.mesh}: ranks "
+            f"{sorted(shared)} belong to both. Operators and parallel layers take ShardTensors whose mesh shares no "
+            "ranks with their group: use redistribute() to communicate over the tensor's mesh, or pass to_local()"
         )
     placements = [Replicate() if p == Partial("max") else p for p in spec.placements]
     return make_spec(spec.mesh, placements, spec.shape, spec.sizes)
@@ -79,7 +79,10 @@ def _resharded(
         return _with_dims(spec, [*spec.shape[:src_dim], size, *spec.shape[src_dim:]], lambda d: d + (d >= src_dim))
     if dst.letter == "V":
         if dst_dim in spec.mesh_dim_of:
-            raise ValueError(f"{name} takes dim {dst_dim} apart, which is {spec}: redistribute() it to another dim")
+            raise ValueError(
+                f"{name} would unstack dim {dst_dim}, which is sharded in {spec}: redistribute() it to another dim "
+                "first"
+            )
         return _with_dims(spec, [*spec.shape[:dst_dim], *spec.shape[dst_dim + 1 :]], lambda d: d - (d > dst_dim))
     return spec
 
@@ -99,14 +102,14 @@ def _split(spec: ShardTensorSpec, dim: int, size: int, name: str, together: bool
     mesh_dim = spec.mesh_dim_of.get(dim)
     if mesh_dim is not None and dim == len(spec.shape) - 1:  # of pieces of each shard; a weight has those of the whole
         raise ValueError(
-            f"{name} over {size} ranks would split or join dim {dim}, the features, which are sharded on mesh dim "
-            f"{mesh_dim}: redistribute() to shards of another dim first"
+            f"{name} over {size} ranks would split or join dim {dim}, the features, which is sharded on mesh dim "
+            f"{mesh_dim}: redistribute() to another dim first"
         )
     lengths = [spec.shape[dim]] if mesh_dim is None else list(spec.sizes[mesh_dim] or ())
     if not together and any(length % size for length in lengths):
         raise ValueError(
-            f"{name} splits dim {dim} over {size} ranks, and its shards {lengths} on mesh dim {mesh_dim} are no "
-            f"multiples: redistribute(sizes=..) to multiples of {size}"
+            f"{name} splits dim {dim} over {size} ranks, but its shards {lengths} on mesh dim {mesh_dim} are not "
+            f"multiples of {size}: use redistribute(sizes=..) with multiples"
         )
     lengths = [length * size if together else length // size for length in lengths]
     sizes = [tuple(lengths) if m == mesh_dim else along for m, along in enumerate(spec.sizes)]
@@ -120,7 +123,10 @@ def _linears(x: torch.Size, *params: torch.Size | None) -> Labels:
     """Linear layers on one input: weights `[out, in]`, and biases `[out]`."""
     rows, count = tuple(range(len(x) - 1)), sum(each is not None and len(each) == 2 for each in params)
     if any(each is not None and len(each) == 2 and each[1] != x[-1] for each in params):
-        raise ValueError(f"an input {list(x)} for weights {[list(each) for each in params if each is not None]}")
+        raise ValueError(
+            f"an input of shape {list(x)} does not match weights and biases of shapes "
+            f"{[list(each) for each in params if each is not None]}"
+        )
     out = [f"out {i % count}" for i in range(len(params))]
     operands = [(*rows, "in"), *((out[i], "in") if i < count else (out[i],) for i in range(len(params)))]
     added = frozenset(range(1 + count, 1 + len(params)))
@@ -157,7 +163,7 @@ def _rows_of_table(ids: torch.Size, weight: torch.Size) -> Labels:
 def embedding(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     ids, weight, layer = args
     if layer.max_norm is not None or layer.sparse:
-        raise NotImplementedError("ParallelEmbedding of ShardTensors has no max_norm or sparse: leave them out")
+        raise NotImplementedError("ParallelEmbedding of ShardTensors does not support max_norm and sparse")
     locals_, spec = inside(_rows_of_table, (ids, weight))
     _summable(spec, comm.communicator(layer.axis), "ParallelEmbedding")
     return wrap(func(*locals_, layer), spec)
@@ -186,6 +192,9 @@ def padding(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Sha
     logits, vocabulary, axis = args
     _summable(logits._spec, comm.communicator(axis), "hide_padding")
     if logits._spec.partial or logits.dim() - 1 in logits._spec.mesh_dim_of:
-        raise ValueError(f"hide_padding of {logits._spec}: redistribute() it, so that rows are whole on each rank")
+        raise ValueError(
+            f"hide_padding of {logits._spec}: the vocabulary dim must be complete on each rank, and not Partial: "
+            "redistribute() it first"
+        )
     func(logits._local, vocabulary, axis)
     return logits

@@ -79,9 +79,9 @@ def _reshaped(spec: ShardTensorSpec, func: Callable[..., Any], args: Any, kwargs
         if first is None or not leading or any(count % outer for count in counts):
             whole = [Replicate() if placement is spec.placements[m] else placement for placement in spec.placements]
             raise ValueError(
-                f"{func.__name__}: {tuple(spec.shape)} -> {tuple(shape)} cannot be done on shards {list(along)} of dim "
-                f"{dim} (mesh dim {m}), which would be cut or interleaved: "
-                f"x.redistribute(placements={whole}) first, or shard another dim"
+                f"{func.__name__}: {tuple(spec.shape)} -> {tuple(shape)} would cut or interleave the shards "
+                f"{list(along)} of dim {dim} (mesh dim {m}): call x.redistribute(placements={whole}) first, or "
+                "shard another dim"
             )
         placements[m], sizes[m] = Shard(first), tuple(count // outer for count in counts)
     return source, make_spec(spec.mesh, placements, shape, sizes)
@@ -145,7 +145,7 @@ def reshaped(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
         return reshaped(_T.reshape, types, (x, tuple(others[0].shape)), {})
     if func is _T.view and isinstance(others[0], torch.dtype):
         if others[0].itemsize != x.dtype.itemsize:
-            raise ValueError("view: a dtype of another size would change the sharded sizes; use to(dtype)")
+            raise ValueError("view with a dtype of another size would change the sharded sizes; use to(dtype)")
         return wrap_view(local_of(x).view(others[0]), x._spec, x)
     source, spec = _reshaped(x._spec, func, hashable(others), hashable(list(kwargs.items())))
     local = redistributed_view(local_of(x), x._spec, source)
@@ -261,7 +261,7 @@ def narrow(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         start = start + input.shape[dim] if start < 0 else start
         if not 0 <= start <= start + length <= input.shape[dim]:
             raise IndexError(
-                f"narrow: {start} to {start + length} is outside of dim {dim} with size {input.shape[dim]}"
+                f"narrow: {start} to {start + length} is out of range for dim {dim} with size {input.shape[dim]}"
             )
         return sliced(input, dim, start, start + length)
 

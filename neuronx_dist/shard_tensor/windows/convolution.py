@@ -141,7 +141,7 @@ def conv_transpose(
     extra, dilations = as_tuple(output_padding, count, "output_padding"), as_tuple(dilation, count, "dilation")
     for out, step, spread in zip(extra, strides, dilations):
         if out >= max(step, spread):
-            raise ValueError(f"output_padding {out} has to be smaller than stride {step} or dilation {spread}")
+            raise ValueError(f"output_padding {out} must be smaller than stride {step} or dilation {spread}")
     shape = sizes_of(x, sharded)
     maps = {
         first + i: Transposed(shape[first + i], weight.shape[2 + i], strides[i], paddings[i], extra[i], dilations[i])

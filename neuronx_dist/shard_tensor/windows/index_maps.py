@@ -302,7 +302,7 @@ def out_bounds_of(windows: IndexMap, bounds: Bounds) -> Bounds:
         ValueError: the bounds are of another size than the map.
     """
     if bounds[-1] != windows.size:
-        raise ValueError(f"shards of {bounds[-1]} positions in all, and windows over {windows.size}")
+        raise ValueError(f"shards with a total of {bounds[-1]} positions do not match windows over {windows.size}")
     outputs = windows.outputs
 
     def owned(bound: int) -> int:

@@ -232,5 +232,5 @@ def as_tuple(value: int | Sequence[int], count: int, what: str) -> tuple[int, ..
     if len(values) == 1:
         return values * count
     if len(values) != count:
-        raise ValueError(f"{what} has {len(values)} entries, for {count} spatial dims: {values}")
+        raise ValueError(f"{what} has {len(values)} entries for {count} spatial dims: {values}")
     return values

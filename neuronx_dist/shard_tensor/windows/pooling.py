@@ -252,9 +252,7 @@ def _options(kernel: Sequence[int], stride: Ints | None, padding: Ints) -> tuple
     paddings = as_tuple(padding, count, "padding")
     for size, pad in zip(kernel, paddings):
         if not 0 <= pad <= size // 2:
-            raise ValueError(
-                f"padding {pad} of a pool should be at most half of its kernel size {size}, and not negative"
-            )
+            raise ValueError(f"padding {pad} of a pool must be from 0 to half of its kernel size {size}")
     return strides, paddings
 
 

@@ -105,7 +105,9 @@ def _outputs(shape: tuple[int, ...], size: Any, scale: Any, *options: Any) -> tu
         scales = scale if isinstance(scale, tuple) else (scale,) * count
         outputs = tuple(math.floor(float(n) * factor) for n, factor in zip(shape[2:], scales))
     if min(outputs) < 1:
-        raise ValueError(f"interpolate of shape {shape} by size={size}, scale_factor={scale} gives an empty {outputs}")
+        raise ValueError(
+            f"interpolate of shape {shape} by size={size}, scale_factor={scale} gives an empty result of size {outputs}"
+        )
     return outputs
 
 

@@ -128,8 +128,9 @@ def test_a_rank_that_misses_a_collective():
     assert "CommTimeout" in message
     there, here = line_of("missing: there"), line_of("missing: here")
     assert re.search(
-        r"rank 1 did not come within 0.5 s; the last that it began: all_reduce\(max\) of \[4, 6\] float32 over world "
-        rf"at \S+{THIS}:{there}\\n +rank 0: reduce_scatter\(sum\) of \[2, 2, 6\] float32 over tp at "
+        r"rank 1 did not reach this call within 0.5 s; its last collective was all_reduce\(max\) of "
+        rf"\[4, 6\] float32 over world at \S+{THIS}:{there}\\n +rank 0: "
+        rf"reduce_scatter\(sum\) of \[2, 2, 6\] float32 over tp at "
         rf"\S+{THIS}:{here}",
         message,
     ), message
@@ -153,9 +154,9 @@ def test_a_send_without_its_receive(how):
     message = told(message_without_its_other_side, how, mesh={"pipeline_model_parallel_size": 2})
     both_sites(message, "send: one", f"send: {how}")
     if how == "shape":
-        assert "send and recv do not fit each other" in message and "of [6, 4] float32 from rank 0" in message
+        assert "send and recv do not match" in message and "of [6, 4] float32 from rank 0" in message
     else:
-        assert "there is no recv for this send: rank 1 did not come within 0.5 s" in message
+        assert "no recv matches this send: rank 1 did not reach this call within 0.5 s" in message
         assert "rank 0: send(tag 1) of [4, 6] float32 to rank 1 over pp" in message
 
 
@@ -202,7 +203,7 @@ def test_off_nothing_is_watched():
 
 
 @pytest.mark.parametrize("value, seconds, match", [
-    ("collective", "1", "there is no collective; use collectives"),
+    ("collective", "1", "unknown value collective; use collectives"),
     ("collectives", "soon", "'soon' is not a number of seconds"),
 ])  # fmt: skip
 def test_words_that_mean_nothing_are_refused(monkeypatch, value, seconds, match):

@@ -136,7 +136,7 @@ def test_groups_that_know_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     with pytest.raises(TypeError) as error:
         xla_groups.replica_groups(group)
-    assert str(error.value) == f"{HOW}; this one knows only its own ranks [0, 1] of 4"
+    assert str(error.value) == f"{HOW}; this ProcessGroup lists only the group of this rank, [0, 1], of 4 ranks"
 
 
 def test_a_torch_group_is_made_once_with_all_replica_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,8 +172,8 @@ def test_communicators() -> None:
                 call()
             assert str(error.value).startswith(f"{verb} over tp (ranks [4, 5], seen from rank 5) at ")
             assert str(error.value).endswith(
-                ": on XLA all ranks run one program, in which a message between two of them is a collective: use "
-                "comm.permute with the pairs of the whole axis"
+                ": on XLA all ranks run one program, so a message between two of them is not possible: use "
+                "comm.permute with the pairs of all ranks of the axis"
             )
         wrapped = backend.wrap(SimpleNamespace(_mesh=[[4, 5], [0, 1]]), 5)
         assert (wrapped.axis, wrapped.ranks) == ("group", (4, 5))

@@ -155,7 +155,9 @@ def test_take_is_local() -> None:
 
 def test_a_shard_that_does_not_fit_is_refused_on_all_ranks() -> None:
     def rank_main() -> None:
-        with pytest.raises(ValueError, match=r"a shard of shape \(3, 2\) does not fit the plan, which has 8 positions"):
+        with pytest.raises(
+            ValueError, match=r"a shard of shape \(3, 2\) does not match the plan, which has 8 positions"
+        ):
             exchange(torch.zeros(3, 2), repartition((0, 8, 16), (0, 7, 16)), "tp", 0)
 
     threads.run(Mesh(2, tp=2), rank_main, timeout=60.0)

@@ -185,9 +185,9 @@ def test_refusals_are_alike():
     def refuse(mesh):
         x = distribute_tensor(whole(), mesh, [Shard(0)], src=None)
         for placements, along, words in [
-            ([Shard(0)], [(3, 5)], "add up to 16"),
-            ([Shard(0)], [(20, -4)], "none below 0"),
-            ([Shard(0), Shard(1)], None, "there are 2 for a mesh of 1 dims"),
+            ([Shard(0)], [(3, 5)], "with sum 16"),
+            ([Shard(0)], [(20, -4)], "2 numbers of at least 0"),
+            ([Shard(0), Shard(1)], None, "has 2 entries for a mesh of 1 dims"),
             ([Shard(2)], None, "the tensor has 2 dims"),
         ]:
             with pytest.raises(ValueError, match=words):

@@ -263,9 +263,9 @@ def test_half_precision_is_normalised_in_float32():
 def test_bad_shapes_are_refused():
     def step(mesh):
         x = on(mesh, randn(6, 4), Shard(0), (2, 4))
-        with pytest.raises(RuntimeError, match="its last dims|are its last"):
+        with pytest.raises(RuntimeError, match="does not match the last dims"):
             F.layer_norm(x, (3,))
-        with pytest.raises(RuntimeError, match="3 groups"):
+        with pytest.raises(RuntimeError, match="num_groups=3"):
             F.group_norm(x, 3)
         with pytest.raises(ValueError, match="more than 1 value per channel"):
             F.batch_norm(on(mesh, randn(1, 4), Shard(1), (2, 2)), None, None, training=True)

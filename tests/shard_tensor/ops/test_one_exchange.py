@@ -135,8 +135,8 @@ def test_the_report_says_what_is_saved_and_what_is_computed_twice() -> None:
         assert once.notes == [
             (
                 "one_exchange",
-                "conv2d, conv2d after 1 exchange of 128 bytes, apart 2 of 256: saves 128 bytes, computes 2 positions "
-                "of dim 2 twice",
+                "conv2d, conv2d after 1 exchange of 128 bytes, separately 2 of 256: saves 128 bytes, "
+                "computes 2 positions of dim 2 twice",
             )
         ]
 

@@ -119,7 +119,7 @@ def test_a_gradient_that_lies_elsewhere_is_refused():
         optimizer.step()
         state = optimizer.state[module[0].weight]
         state["momentum_buffer"] = state["momentum_buffer"].redistribute()
-        with pytest.raises(ValueError, match="make the optimizer after the parameters are distributed"):
+        with pytest.raises(ValueError, match="create the optimizer after distributing the parameters"):
             optimizer.step()
 
     on_ranks(2, step)

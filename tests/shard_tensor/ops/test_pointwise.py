@@ -58,7 +58,7 @@ def lists(mesh):
         with pytest.raises(ValueError, match=r"_foreach_..._ in place on .*Partial.*redistribute"):
             write(summands)
     plain = torch.ones(5, dtype=torch.float64)
-    with pytest.raises(ValueError, match="_foreach_mul_ would write a ShardTensor's values into a plain"):
+    with pytest.raises(ValueError, match="_foreach_mul_ would write a ShardTensor's values to a plain"):
         torch._foreach_mul_([plain, x.detach()], [x.detach(), x.detach()])
     assert torch.equal(plain, torch.ones(5, dtype=torch.float64)) and torch.equal(x.full_tensor(), whole)
 

@@ -37,7 +37,7 @@ def test_a_convolution_moves_its_halos_and_reduces_its_weight_gradient() -> None
 def test_a_reflection_past_the_tensor_is_refused_on_all_ranks() -> None:
     def rank(mesh):
         x = distribute_tensor(torch.randn(1, 2, 4), mesh, [Shard(2)], src=None)
-        with pytest.raises(ValueError, match="reflect' of a dim of 4: .*pad less"):
+        with pytest.raises(ValueError, match="reflect' of a dim of 4: .*use less padding"):
             F.pad(x, (4, 0), mode="reflect")
 
     on_ranks(3, rank)

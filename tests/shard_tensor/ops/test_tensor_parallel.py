@@ -343,13 +343,13 @@ REFUSALS = {
     ),
     "features": (
         lambda mesh: row()(sharded_input(mesh, 2, (4, 4))),
-        "ValueError: convert over 2 ranks would split or join dim 2, the features, which are sharded on mesh dim 0",
+        "ValueError: convert over 2 ranks would split or join dim 2, the features, which is sharded on mesh dim 0",
     ),
     "odd sequence": (
         lambda mesh: row(input_is_parallel=True, sequence_parallel_enabled=True, sequence_dimension=1)(
             sharded_input(mesh, 1, (9, 7))[..., :4]
         ),
-        "ValueError: RowParallelLinear splits dim 1 over 2 ranks, and its shards [9, 7] on mesh dim 0 are no multiples",
+        "ValueError: RowParallelLinear splits dim 1 over 2 ranks, but its shards [9, 7] on mesh dim 0 are not",
     ),
     "not its features": (
         lambda mesh: row(input_is_parallel=True)(sharded_input(mesh, 1, (10, 6))),
@@ -357,11 +357,11 @@ REFUSALS = {
     ),
     "taken apart": (
         lambda mesh: spmd.reduce_scatter(sharded_input(mesh, 1, (8, 8)), "tp", src=P, dst=V, scatter_dim=1),
-        "ValueError: reduce_scatter takes dim 1 apart, which is ShardTensorSpec(",
+        "ValueError: reduce_scatter would unstack dim 1, which is sharded in ShardTensorSpec(",
     ),
     "max_norm": (
         lambda mesh: table(max_norm=1.0)(distribute_tensor(given(LAYERS["embedding"]), mesh, [Shard(0)])),
-        "NotImplementedError: ParallelEmbedding of ShardTensors has no max_norm or sparse",
+        "NotImplementedError: ParallelEmbedding of ShardTensors does not support max_norm and sparse",
     ),
     "labels": (
         lambda mesh: parallel_cross_entropy(sharded_input(mesh, 1, (10, 6)), torch.zeros(3, 15, dtype=torch.int64)),
@@ -393,7 +393,7 @@ def test_padding_is_hidden_in_place():
         assert hide_padding(x, 15) is x
         hidden = x.full_tensor() == -math.inf
         assert hidden.sum() == (BATCH * LENGTH if comm.rank("tp") else 0)
-        with pytest.raises(ValueError, match="so that rows are whole on each rank"):
+        with pytest.raises(ValueError, match="the vocabulary dim must be complete on each rank"):
             hide_padding(sharded_input(DeviceMesh.from_axes("dp"), 2, (5, 3)), 15)
 
     threads.run(Mesh(4, tp=2), rank)

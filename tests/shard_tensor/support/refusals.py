@@ -97,7 +97,7 @@ REFUSALS = {
     "an operator over the tensor's own ranks": (
         lambda mesh: spmd.all_reduce(x(mesh), "dp", src=P, dst=I),
         ValueError,
-        r"ranks \[0, 1\] are in both",
+        r"ranks \[0, 1\] belong to both",
     ),
     "features in pieces": (
         lambda mesh: spmd.convert(alone(mesh, dim=1), "dp", src=I, dst=S(1)),
@@ -107,22 +107,22 @@ REFUSALS = {
     "shards in pieces": (
         lambda mesh: spmd.convert(alone(mesh), "dp", src=I, dst=S(0)),
         ValueError,
-        r"its shards \[7\] on mesh dim 0 are no multiples",
+        r"its shards \[7\] on mesh dim 0 are not multiples",
     ),
     "a sharded dim taken apart": (
         lambda mesh: spmd.reduce_scatter(alone(mesh, shape=(2, 6)), "dp", src=P, dst=V),
         ValueError,
-        "takes dim 0 apart",
+        "would unstack dim 0",
     ),
     "a parallel layer of other features": (
         lambda mesh: call(RowLinear, alone(mesh), torch.ones(3, 5), None, comm.communicator("dp"), None, None),
         ValueError,
-        r"an input \[7, 6\] for weights \[\[3, 5\]\]",
+        r"an input of shape \[7, 6\] does not match weights and biases of shapes \[\[3, 5\]\]",
     ),
     "max_norm of a parallel embedding": (
         lambda mesh: ParallelEmbedding(4, 3, max_norm=1.0, tensor_model_parallel_group="dp")(alone(mesh).long()),
         NotImplementedError,
-        "has no max_norm or sparse",
+        "does not support max_norm and sparse",
     ),
     "labels of another shape": (
         lambda mesh: parallel_cross_entropy(
@@ -134,31 +134,31 @@ REFUSALS = {
     "padding of a sharded vocabulary": (
         lambda mesh: hide_padding(alone(mesh, dim=1), 11, "dp"),
         ValueError,
-        "so that rows are whole",
+        "the vocabulary dim must be complete",
     ),
-    "a type that is not the layout's": (_another_layout, SpmdTypeError, r"by its layout it is I on dp, .* is S\(0\)"),
-    "sizes that do not add up": (lambda mesh: x(mesh, 3, 3), ValueError, r"sizes \[3, 3\] on mesh dim 0.*add up to 7"),
-    "a negative size": (lambda mesh: x(mesh, 9, -2), ValueError, r"none below 0"),
-    "a wrong number of sizes": (lambda mesh: x(mesh, 7), ValueError, r"they must be 2"),
+    "a type that is not the layout's": (_another_layout, SpmdTypeError, r"its layout requires I on dp, .* is S\(0\)"),
+    "sizes that do not add up": (lambda mesh: x(mesh, 3, 3), ValueError, r"sizes \[3, 3\] on mesh dim 0.*with sum 7"),
+    "a negative size": (lambda mesh: x(mesh, 9, -2), ValueError, r"2 numbers of at least 0"),
+    "a wrong number of sizes": (lambda mesh: x(mesh, 7), ValueError, r"must be 2 numbers"),
     "from_local of a tensor that has a layout": (
         lambda mesh: ShardTensor.from_local(x(mesh), mesh, [Shard(0)], sharding_shapes="chunk"),
         ValueError,
-        r"local_tensor is a ShardTensor, .*Shard\(dim=0\).*, and no part of one: call redistribute\(\)",
+        r"local_tensor is a ShardTensor, .*Shard\(dim=0\).*, and must be a plain tensor: call redistribute\(\)",
     ),
     "other dims that differ between ranks": (
         lambda mesh: ShardTensor.from_local(torch.ones(2, 3 + mesh.get_rank()), mesh, [Shard(0)]),
         ValueError,
-        "must be equal but for dim 0, and the ranks have",
+        "must be equal but for dim 0, but the ranks have",
     ),
     "a replicated tensor of which ranks have other shapes": (
         lambda mesh: ShardTensor.from_local(torch.ones(2 + mesh.get_rank()), mesh, [Replicate()]),
         ValueError,
-        "must be equal, and the ranks have",
+        "must be equal, but the ranks have",
     ),
     "a placement too many": (
         lambda mesh: distribute_tensor(torch.ones(4), mesh, [Shard(0), Replicate()], src=None),
         ValueError,
-        "there are 2 for a mesh of 1 dims",
+        "has 2 entries for a mesh of 1 dims",
     ),
     "a dim that is not there": (
         lambda mesh: distribute_tensor(torch.ones(4), mesh, [Shard(1)], src=None),
@@ -173,12 +173,12 @@ REFUSALS = {
     "a module synchronised over other ranks than shard it": (
         _synchronised_alone,
         ValueError,
-        r"over ranks \[0, 1\], of a parameter of shape \(7, 6\) that is Shard\(dim=0\) over ranks \[1, 0\]",
+        r"over ranks \[0, 1\]: a parameter of shape \(7, 6\) is Shard\(dim=0\) over ranks \[1, 0\]",
     ),
     "a layout that is changed": (
         lambda mesh: setattr(x(mesh)._spec, "shape", (7,)),
         AttributeError,
-        r"shape of a layout cannot be set: tensors share it; redistribute",
+        r"shape of a layout cannot be set, because tensors share the layout; use redistribute",
     ),
     "an attribute of a layout that is deleted": (
         lambda mesh: delattr(x(mesh)._spec, "sizes"),
@@ -188,7 +188,7 @@ REFUSALS = {
     "means of shards that are not told": (
         lambda mesh: ShardTensor.from_local(torch.ones(6), mesh, [Partial("avg")], sharding_shapes={0: [(7, 6)]}),
         ValueError,
-        r"1 shapes for mesh dim 0, which is Partial\(avg\) over 2 ranks: give that of each shard",
+        r"1 shapes for mesh dim 0, which is Partial\(avg\) over 2 ranks: pass one for each rank",
     ),
     "a gradient on another mesh": (
         lambda mesh: setattr(x(mesh), "grad", x(DeviceMesh("cpu", [1, 0]))),
@@ -198,7 +198,7 @@ REFUSALS = {
     "a plain tensor under DISABLED": (
         lambda mesh: _disabled(x(mesh)),
         ValueError,
-        "its layout is unknown: distribute_tensor",
+        "its layout is unknown: use distribute_tensor",
     ),
     "a view of a sharded dim": (
         lambda mesh: x(mesh, 4, 3, dim=0).t().reshape(-1),
@@ -208,7 +208,7 @@ REFUSALS = {
     "a halo that reflects past the tensor": (
         lambda mesh: F.pad(x(mesh, 2, 1, shape=(3, 6)).t(), (4, 0), mode="reflect"),
         ValueError,
-        "positions -4 to 1 reach past its reflections.*pad less",
+        "positions -4 to 1 are beyond the reflections.*use less padding",
     ),
     "in place on a Partial": (
         lambda mesh: torch.dot(x(mesh, shape=(6,)), x(mesh, shape=(6,))).mul_(2),
@@ -218,7 +218,7 @@ REFUSALS = {
     "distribute_tensor of a Partial": (
         lambda mesh: distribute_tensor(torch.ones(4), mesh, [Partial()], src=None),
         ValueError,
-        "a Partial is made by redistribute",
+        "has a Partial: distribute with Replicate",
     ),
     "distribute_tensor of a result": (
         lambda mesh: distribute_tensor(torch.ones(4, requires_grad=True) * 2, mesh, [Shard(0)], src=None),
@@ -243,7 +243,7 @@ def summand(mesh: DeviceMesh, *shape: int, op: str = "sum") -> ShardTensor:
 
 
 def _others(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh that this rank is no part of."""
+    """A mesh that this rank is not in."""
     meshes = [DeviceMesh("cpu", [rank], mesh_dim_names=("alone",)) for rank in range(2)]
     return meshes[1 - mesh.get_rank()]
 
@@ -344,14 +344,14 @@ def _uneven_program(mesh: DeviceMesh) -> None:
 
 _OF_3 = Sliding(8, 3)
 _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
-    (lambda mesh: _enter(attention_method("tree")), ValueError, "attention_method 'tree' is none of"),
-    (lambda mesh: _enter(zigzag(0)), ValueError, "it is a number of ranks, at least 1"),
+    (lambda mesh: _enter(attention_method("tree")), ValueError, "attention_method 'tree' is not one of"),
+    (lambda mesh: _enter(zigzag(0)), ValueError, "the number of ranks must be at least 1"),
     (_forced, ValueError, "cannot be divided among the ranks; use one of"),
     (lambda mesh: _attention(mesh, (4, 3), (5, 2), (5, 2)), ValueError, r"must be \[.., rows, e\]"),
     (
         lambda mesh: _attention(mesh, (1, 3, 4, 2), (1, 2, 4, 2), (1, 2, 4, 2), enable_gqa=True),
         ValueError,
-        "equally many heads, and q a multiple",
+        "the same number of heads, and a multiple",
     ),
     (lambda mesh: _attention(mesh, (2, 4, 3), (3, 4, 3), (3, 4, 3)), ValueError, "before the last two cannot be"),
     (
@@ -362,66 +362,86 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
     (
         lambda mesh: _attention(mesh, (4, 3), (4, 3), (4, 3), attn_mask=torch.ones(4, 4), is_causal=True),
         ValueError,
-        "give one of both",
+        "pass only one",
     ),
     (
         lambda mesh: plan_chain((_OF_3, _OF_3), (0, 4, 8)),
         ValueError,
-        "^shards of 6 positions in all, and windows over 8",
+        "^shards with a total of 6 positions do not match windows over 8",
     ),
-    (lambda mesh: Chain(x(mesh), x(mesh)._spec, ()).window_dim(1), InTurn, "where one spatial dim alone must be"),
-    (_uneven_program, CommError, r"shards of sizes \[3, 5\]: on XLA all ranks run one program"),
-    (lambda mesh: plan_chain((_OF_3,), (0, 4, 9)), ValueError, "^shards of 9 positions in all, and windows over 8"),
+    (
+        lambda mesh: Chain(x(mesh), x(mesh)._spec, ()).window_dim(1),
+        InTurn,
+        "must be sharded on exactly one spatial dim",
+    ),
+    (_uneven_program, CommError, r"shards have sizes \[3, 5\], but on XLA all ranks run one program"),
+    (
+        lambda mesh: plan_chain((_OF_3,), (0, 4, 9)),
+        ValueError,
+        "^shards with a total of 9 positions do not match windows over 8",
+    ),
     (
         lambda mesh: checkpoint.get_tensor_shard(x(mesh), MetadataIndex("w", (1, 1))),
         ValueError,
-        r"w: a block at \(1, 1\) was asked for",
+        r"w: the block at \(1, 1\) was requested",
     ),
-    (lambda mesh: checkpoint.create_chunk_list(summand(mesh, 4)), ValueError, "a rank's summand is no part of it"),
-    (lambda mesh: distribute_tensor(torch.ones(4), mesh, src=7), ValueError, "src=7 is none of the 2 ranks"),
-    (lambda mesh: scatter_tensor(None, 7, mesh, [Shard(0)]), ValueError, r"global_src=7 is none of the ranks \[0, 1\]"),
-    (lambda mesh: scatter_tensor(None, 0, mesh, [Shard(0)]), ValueError, "has no tensor"),
+    (lambda mesh: checkpoint.create_chunk_list(summand(mesh, 4)), ValueError, "a Partial tensor cannot be saved"),
+    (lambda mesh: distribute_tensor(torch.ones(4), mesh, src=7), ValueError, "src=7 is not one of the 2 ranks"),
+    (
+        lambda mesh: scatter_tensor(None, 7, mesh, [Shard(0)]),
+        ValueError,
+        r"global_src=7 is not one of the ranks \[0, 1\]",
+    ),
+    (lambda mesh: scatter_tensor(None, 0, mesh, [Shard(0)]), ValueError, "tensor is None on rank"),
     (lambda mesh: init_device_mesh("cpu", (3,)), ValueError, "does not fit 2 ranks"),
-    (lambda mesh: DeviceMesh("cpu", [0, 0]), ValueError, "must be different ones of the job's 2"),
-    (lambda mesh: DeviceMesh("cpu", [0, 1], mesh_dim_names=("a", "b")), ValueError, "must be 1 different names"),
-    (lambda mesh: _others(mesh).communicator(), RuntimeError, "is no part of"),
-    (lambda mesh: _others(mesh)["alone"], RuntimeError, "rank . is no part of"),
+    (lambda mesh: DeviceMesh("cpu", [0, 0]), ValueError, "must be distinct and below the world size 2"),
+    (lambda mesh: DeviceMesh("cpu", [0, 1], mesh_dim_names=("a", "b")), ValueError, "must be 1 distinct names"),
+    (lambda mesh: _others(mesh).communicator(), RuntimeError, "is not in"),
+    (lambda mesh: _others(mesh)["alone"], RuntimeError, "rank . is not in"),
     (lambda mesh: mesh["a"], ValueError, "has no dim 'a'"),
     (lambda mesh: mesh.communicator(1), ValueError, "has no dim 1"),
-    (lambda mesh: _two_dims().communicator(), ValueError, "has 2 dims: say which one"),
-    (lambda mesh: _exchange(mesh, torch.ones(9)), ValueError, "does not fit the plan, which has"),
-    (lambda mesh: _enter(fallback("ignore")), ValueError, "fallback 'ignore' is none of"),
+    (lambda mesh: _two_dims().communicator(), ValueError, "has 2 dims: pass mesh_dim"),
+    (lambda mesh: _exchange(mesh, torch.ones(9)), ValueError, "does not match the plan, which has"),
+    (lambda mesh: _enter(fallback("ignore")), ValueError, "fallback 'ignore' is not one of"),
     (lambda mesh: _fallback(mesh, lambda y: y.put_(torch.tensor([0]), torch.ones(1))), NotImplementedError, "in place"),
     (lambda mesh: _fallback(mesh, lambda y: torch.histc(y, 4)), NotImplementedError, "histc has no handler"),
-    (lambda mesh: _fallback(mesh, lambda y: y.to_sparse(), "gather"), NotImplementedError, "shards are strided"),
+    (lambda mesh: _fallback(mesh, lambda y: y.to_sparse(), "gather"), NotImplementedError, "must be strided"),
     (
         lambda mesh: x(mesh)[x(mesh, shape=(4,)).long() * 9],
         IndexError,
-        "indices outside of a dim of 7 elements: {0: 2, 1: 2} of them by rank",
+        "indices are out of range for a dim of 7 elements; number of such indices by rank: {0: 2, 1: 2}",
     ),
     (lambda mesh: HaloConfig(0, 0, 1, 2), ValueError, "must be from 0 to halo_size=1"),
     (
         lambda mesh: unhalo_padding(torch.ones(9), mesh, HaloConfig(0, 0, 1, sizes=(3, 3))),
         ValueError,
-        "is not that of a shard with the halo of",
+        "is not the length of a shard with the halo of",
     ),
     (
         lambda mesh: halo_padding(torch.ones(3), mesh, HaloConfig(0, 0, 1, sizes=(3,))),
         ValueError,
-        "one for each of the",
+        "one size for each of the",
     ),
-    (lambda mesh: x(mesh).to_local(grad_placements=[Partial()]), ValueError, "a gradient of Partial"),
+    (lambda mesh: x(mesh).to_local(grad_placements=[Partial()]), ValueError, "grad_placements has Partial"),
     (lambda mesh: ShardTensor.register_function_handler(torch.dot, None), TypeError, "must be functions"),
-    (lambda mesh: torch.matmul(x(mesh), torch.ones(5, 2)), RuntimeError, r"\[\(7, 6\), \(5, 2\)\] do not fit together"),
-    (lambda mesh: x(mesh) + torch.ones(6, 6), RuntimeError, r"\[\(7, 6\), \(6, 6\)\] do not fit together"),
+    (lambda mesh: torch.matmul(x(mesh), torch.ones(5, 2)), RuntimeError, r"\[\(7, 6\), \(5, 2\)\] do not match"),
+    (lambda mesh: x(mesh) + torch.ones(6, 6), RuntimeError, r"\[\(7, 6\), \(6, 6\)\] do not match"),
     (lambda mesh: _twice(lambda *_: None), ValueError, "dot has two handlers"),
-    (lambda mesh: ShardTensor.register_dispatch_handler(torch.dot, print), TypeError, "is no overload"),
+    (lambda mesh: ShardTensor.register_dispatch_handler(torch.dot, print), TypeError, "is not an operator overload"),
     (lambda mesh: ShardTensor.register_named_function_handler("dot", print), ValueError, "is not of the form"),
-    (lambda mesh: _enter(promotion_mode("loud")), ValueError, "promotion_mode 'loud' is none of"),
-    (lambda mesh: cut([Run(9, 1, 1)], (0, 3, 8)), ValueError, "position 9 is outside of the 8 that are owned"),
+    (lambda mesh: _enter(promotion_mode("loud")), ValueError, "promotion_mode 'loud' is not one of"),
+    (
+        lambda mesh: cut([Run(9, 1, 1)], (0, 3, 8)),
+        ValueError,
+        "position 9 is out of range: bounds .* cover 8 positions",
+    ),
     (lambda mesh: virtual_runs(-1, 4, 4, "mirror"), ValueError, "padding mode 'mirror': use one of"),
-    (lambda mesh: virtual_runs(-1, 4, 0, "circular"), ValueError, "nothing to repeat: the dim is empty"),
-    (lambda mesh: repartition((0, 3, 4), (0, 3, 5)), ValueError, "shards of 5 positions in all cannot hold a dim of 4"),
+    (lambda mesh: virtual_runs(-1, 4, 0, "circular"), ValueError, "needs values to repeat, but the dim is empty"),
+    (
+        lambda mesh: repartition((0, 3, 4), (0, 3, 5)),
+        ValueError,
+        "shards with a total of 5 positions cannot hold a dim of 4",
+    ),
     (
         lambda mesh: ShardTensor.from_local(torch.ones(4), mesh, [Shard(0)], sharding_shapes="guess"),
         ValueError,
@@ -435,12 +455,12 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
     (
         lambda mesh: ShardTensor.from_local(torch.ones(4), mesh, [Shard(0)], sharding_shapes={0: [(3,), (3,)]}),
         ValueError,
-        "by its layout it must have",
+        "but its layout requires",
     ),
     (
         lambda mesh: ShardTensor.from_local(torch.ones(4), mesh, [Shard(0)], global_shape=(9,)),
         ValueError,
-        r"make up \(8,\), and global_shape is \(9,\)",
+        r"add up to shape \(8,\), but global_shape is \(9,\)",
     ),
     (
         lambda mesh: ShardTensor.from_local(torch.ones(4), mesh, [Shard(0)], sharding_shapes={}),
@@ -448,31 +468,43 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         "has no entry for mesh dim 0",
     ),
     (lambda mesh: DistributedManager(), RuntimeError, r"call DistributedManager.initialize\(\) first"),
-    (lambda mesh: _manager().initialize_mesh((2,), ("a", "b")), ValueError, "give one for each"),
+    (lambda mesh: _manager().initialize_mesh((2,), ("a", "b")), ValueError, "pass one name for each"),
     (lambda mesh: distribute_module(nn.ReLU(), mesh, lambda a, b, c, d: None), TypeError, "takes 4 arguments"),
-    (lambda mesh: F.glu(x(mesh, shape=(4, 5))), RuntimeError, "glu halves dim -1, which has 5 elements"),
+    (lambda mesh: F.glu(x(mesh, shape=(4, 5))), RuntimeError, "glu: dim -1 has 5 elements"),
     (
         lambda mesh: torch.matmul(x(mesh), torch.ones(6, 2), out=torch.ones(7, 2)),
         ValueError,
-        "matmul: out= is not written to",
+        "matmul: out= is not supported",
     ),
-    (lambda mesh: torch.tensordot(x(mesh), x(mesh), out=x(mesh)), ValueError, "tensordot: out= is not written to"),
+    (lambda mesh: torch.tensordot(x(mesh), x(mesh), out=x(mesh)), ValueError, "tensordot: out= is not supported"),
     (lambda mesh: x(mesh).bernoulli_(torch.ones(7, 6)), NotImplementedError, "with a tensor of probabilities"),
     (lambda mesh: F.dropout(x(mesh), 1.5), ValueError, "between 0 and 1, but got 1.5"),
-    (lambda mesh: x(mesh).index_select(0, torch.tensor([9])), IndexError, "indices from 9 to 9 for dim 0"),
-    (lambda mesh: x(mesh)[torch.ones(5) > 0], IndexError, r"a mask of shape \(5,\) for a tensor of shape \(7, 6\)"),
+    (lambda mesh: x(mesh).index_select(0, torch.tensor([9])), IndexError, "indices range from 9 to 9, but dim 0"),
+    (
+        lambda mesh: x(mesh)[torch.ones(5) > 0],
+        IndexError,
+        r"a mask of shape \(5,\) does not match the first dims of a tensor of shape \(7, 6\)",
+    ),
     (
         lambda mesh: F.embedding(torch.tensor([1]), x(mesh), max_norm=1.0),
         NotImplementedError,
-        "has no max_norm, scale_grad_by_freq or sparse",
+        "does not support max_norm, scale_grad_by_freq and sparse",
     ),
-    (lambda mesh: x(mesh).gather(0, torch.tensor([0])), ValueError, "a tensor of 2 dims, an index of 1"),
-    (lambda mesh: x(mesh, dim=1)[x(mesh, dim=1) > 0], ValueError, "would be interleaved"),
+    (lambda mesh: x(mesh).gather(0, torch.tensor([0])), ValueError, "the tensor has 2 dims and the index 1"),
+    (lambda mesh: x(mesh, dim=1)[x(mesh, dim=1) > 0], ValueError, "would interleave the elements"),
     (lambda mesh: F.conv1d(x(mesh, shape=(2, 3, 8)), torch.ones(3, 3, 3), stride=(1, 2)), ValueError, "has 2 entries"),
     (lambda mesh: F.cross_entropy(x(mesh), torch.zeros(7).long(), reduction="all"), ValueError, "reduction 'all' is"),
-    (lambda mesh: F.mse_loss(x(mesh), x(mesh), reduction="batchmean"), ValueError, "reduction 'batchmean' is none of"),
+    (
+        lambda mesh: F.mse_loss(x(mesh), x(mesh), reduction="batchmean"),
+        ValueError,
+        "reduction 'batchmean' is not one of",
+    ),
     (lambda mesh: F.binary_cross_entropy(x(mesh), torch.ones(7, 1)), ValueError, "they must be equal"),
-    (lambda mesh: F.cross_entropy(x(mesh), torch.zeros(3).long()), ValueError, r"it must be \(7,\) or as the input"),
+    (
+        lambda mesh: F.cross_entropy(x(mesh), torch.zeros(3).long()),
+        ValueError,
+        r"must have shape \(7,\) or that of the input",
+    ),
     (lambda mesh: _multihead(mesh, add_zero_attn=True), NotImplementedError, "add_zero_attn, static_k"),
     (
         lambda mesh: F.multi_head_attention_forward(
@@ -481,15 +513,19 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
             is_causal=True,
         ),
         ValueError,
-        "is_causal=True is a hint about attn_mask",
+        "is_causal=True describes attn_mask",
     ),
-    (lambda mesh: torch.batch_norm_stats(x(mesh), 1e-5), NotImplementedError, "SyncBatchNorm of a ShardTensor"),
-    (lambda mesh: F.layer_norm(x(mesh), (5,)), RuntimeError, "they are its last dims"),
+    (
+        lambda mesh: torch.batch_norm_stats(x(mesh), 1e-5),
+        NotImplementedError,
+        "SyncBatchNorm does not take ShardTensors",
+    ),
+    (lambda mesh: F.layer_norm(x(mesh), (5,)), RuntimeError, "does not match the last dims"),
     (lambda mesh: F.batch_norm(x(mesh, shape=(1, 6), dim=1), None, None, training=True), ValueError, "1 value per"),
-    (lambda mesh: F.group_norm(x(mesh), 4), RuntimeError, "4 groups of the channels"),
+    (lambda mesh: F.group_norm(x(mesh), 4), RuntimeError, "num_groups=4 must divide the channels"),
     (lambda mesh: F.instance_norm(x(mesh, shape=(4, 3, 1))), ValueError, "more than 1 spatial element"),
-    (_fused_step, ValueError, "make the optimizer after the parameters are distributed"),
-    (lambda mesh: torch.ones(7, 6).add_(x(mesh)), ValueError, "add_ would write a ShardTensor's values into a plain"),
+    (_fused_step, ValueError, "create the optimizer after distributing the parameters"),
+    (lambda mesh: torch.ones(7, 6).add_(x(mesh)), ValueError, "add_ would write a ShardTensor's values to a plain"),
     (lambda mesh: torch.add(x(mesh), 1, out=torch.ones(7, 6)), ValueError, "out must be a ShardTensor of shape"),
     (lambda mesh: F.prelu(x(mesh), torch.ones(3)), ValueError, "or one for each channel"),
     (
@@ -500,23 +536,23 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
     (
         lambda mesh: F.max_pool1d(x(mesh, shape=(1, 1, 8), dim=2), 2, padding=2),
         ValueError,
-        "at most half of its kernel",
+        "to half of its kernel",
     ),
     (lambda mesh: x(mesh).roll((1, 2), (0,)), ValueError, "2 shifts for 1 dims"),
     (lambda mesh: x(mesh).repeat(2), ValueError, "1 counts for a tensor of 2 dims"),
-    (lambda mesh: x(mesh).unfold(0, 9, 1), ValueError, "windows of 9, 1 apart, of dim 0, which has 7"),
-    (lambda mesh: torch.sum(x(mesh), 0, out=x(mesh)), ValueError, "sum: out= is not written to"),
-    (lambda mesh: x(mesh).sum(2), IndexError, "dim 2 is none of a tensor of 2 dims"),
-    (lambda mesh: torch.norm(x(mesh), "nuc"), NotImplementedError, "norm of order 'nuc', of matrices"),
+    (lambda mesh: x(mesh).unfold(0, 9, 1), ValueError, "size=9, step=1 do not fit dim 0, which has 7"),
+    (lambda mesh: torch.sum(x(mesh), 0, out=x(mesh)), ValueError, "sum: out= is not supported"),
+    (lambda mesh: x(mesh).sum(2), IndexError, "dim 2 is out of range for a tensor of 2 dims"),
+    (lambda mesh: torch.norm(x(mesh), "nuc"), NotImplementedError, "norm of order 'nuc' is not supported"),
     (lambda mesh: x(mesh).long().mean(), RuntimeError, "a tensor of torch.int64 has no mean"),
     (lambda mesh: F.interpolate(x(mesh, shape=(2, 2, 4)), scale_factor=0.1), ValueError, "gives an empty"),
-    (lambda mesh: _assigned(torch.ones(7, 6), 0, x(mesh)[0]), ValueError, "of a ShardTensor in a plain x"),
+    (lambda mesh: _assigned(torch.ones(7, 6), 0, x(mesh)[0]), ValueError, "y a ShardTensor and x a plain"),
     (
         lambda mesh: _assigned(x(mesh), (torch.tensor([0]), torch.tensor([1])), 1.0),
         NotImplementedError,
-        "use one index at the first dim",
+        "index the first dim only",
     ),
-    (_partial_written, ValueError, r"redistribute\(\) the tensor to Replicate first"),
+    (_partial_written, ValueError, r"redistribute\(\) (the tensor|x) to Replicate first"),
     (lambda mesh: _assigned(_leaf(mesh), 0, 1.0), RuntimeError, "a leaf that requires gradients"),
     (
         lambda mesh: torch.ones(7, 6).index_add_(0, torch.tensor([0]), x(mesh)[:1]),
@@ -526,25 +562,25 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
     (
         lambda mesh: x(mesh).index_put((torch.tensor([0]), torch.tensor([1])), torch.ones(())),
         NotImplementedError,
-        "takes one index of positions",
+        "takes one tensor of positions",
     ),
     (
         lambda mesh: x(mesh).scatter(1, torch.zeros(3, 1).long(), 1.0),
         ValueError,
-        "an index of 3 along dim 0 for a tensor of 7",
+        "the index has 3 elements along dim 0, where the tensor has 7",
     ),
-    (lambda mesh: _assigned(x(mesh), x(mesh) > 0, torch.ones(42)), NotImplementedError, "which elements of y go where"),
+    (lambda mesh: _assigned(x(mesh), x(mesh) > 0, torch.ones(42)), NotImplementedError, "depends on the mask's values"),
     (lambda mesh: _assigned(x(mesh), 9, 1.0), IndexError, "^index 9 is out of bounds for dim 0 with size 7"),
-    (lambda mesh: x(mesh).sort(2), IndexError, "dim 2 is none"),
-    (lambda mesh: x(mesh, shape=(4, 0)).max(1), IndexError, "of dim 1, which has no elements"),
+    (lambda mesh: x(mesh).sort(2), IndexError, "dim 2 is out of range"),
+    (lambda mesh: x(mesh, shape=(4, 0)).max(1), IndexError, "over dim 1, which has no elements"),
     (lambda mesh: x(mesh, shape=(4, 0)).argmax(), IndexError, r"of shape \(4, 0\), which has no elements"),
-    (lambda mesh: x(mesh).topk(9, 0), ValueError, "topk: k=9 of dim 0, which has 7 elements"),
-    (lambda mesh: x(mesh).softmax(2), IndexError, "softmax: dim 2 is none"),
-    (lambda mesh: F.max_pool3d(x(mesh), 2), ValueError, "has not 3 spatial dims"),
-    (lambda mesh: F.local_response_norm(x(mesh), 2), ValueError, "it takes 3 or more dims"),
+    (lambda mesh: x(mesh).topk(9, 0), ValueError, "topk: k=9 is out of range for dim 0, which has 7 elements"),
+    (lambda mesh: x(mesh).softmax(2), IndexError, "softmax: dim 2 is out of range"),
+    (lambda mesh: F.max_pool3d(x(mesh), 2), ValueError, "has fewer than 3 spatial dims"),
+    (lambda mesh: F.local_response_norm(x(mesh), 2), ValueError, "needs at least 3 dims"),
     (lambda mesh: x(mesh)[9], IndexError, "index 9 is out of bounds for dim 0 with size 7"),
     (lambda mesh: x(mesh).view(torch.int8), ValueError, "a dtype of another size"),
-    (lambda mesh: x(mesh).narrow(0, 3, 9), IndexError, "3 to 12 is outside of dim 0 with size 7"),
+    (lambda mesh: x(mesh).narrow(0, 3, 9), IndexError, "3 to 12 is out of range for dim 0 with size 7"),
     (lambda mesh: x(mesh)[0, 0, 0], IndexError, "too many indices for a tensor of 2 dims"),
     (
         lambda mesh: F.conv1d(x(mesh, shape=(2, 3, 8)), torch.ones(3, 3, 3), stride=2, padding="same"),
@@ -559,13 +595,13 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
     (
         lambda mesh: F.conv_transpose1d(x(mesh, shape=(2, 3, 8)), torch.ones(3, 3, 3), output_padding=2),
         ValueError,
-        "output_padding 2 has to be smaller",
+        "output_padding 2 must be smaller",
     ),
     (lambda mesh: spmd_type(Partial("product")), ValueError, "has no SPMD type"),
     (
         lambda mesh: distribute_tensor(torch.ones(8), _two_dims(), [Shard(0), Shard(0)], src=None),
         ValueError,
-        "tensor dim 0 is sharded on mesh dims 0 and 1; shard it on one of them",
+        "tensor dim 0 is sharded on mesh dims 0 and 1; shard it on only one of them",
     ),
     (lambda mesh: knn(x(mesh), torch.ones(3, 5), 1), ValueError, r"must be \[n, d\] and \[m, d\]"),
     (lambda mesh: knn(x(mesh), torch.ones(3, 6), 8), ValueError, "k=8 of 7 points"),
@@ -574,34 +610,38 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
     (
         lambda mesh: redistributed(torch.ones(4), make_spec(mesh, None, (4,)), make_spec(mesh, None, (5,))),
         ValueError,
-        r"of shape \(4,\) cannot have a layout of \(5,\)",
+        r"of shape \(4,\) cannot have a layout of shape \(5,\)",
     ),
     (
         lambda mesh: steps(make_spec(mesh, None, (4,)), make_spec(DeviceMesh("cpu", [1, 0]), None, (4,)), (0,)),
         ValueError,
-        "cannot be used on",
+        "cannot be combined with operands on",
     ),
     (
         lambda mesh: perform_ring_iteration(torch.ones(2), mesh, RingPassingConfig(mesh_size=3)),
         ValueError,
-        "mesh_size=3, and mesh dim 0 of .* has 2 ranks",
+        "mesh_size=3, but mesh dim 0 of .* has 2 ranks",
     ),
     (lambda mesh: RingPassingConfig(ring_direction="up"), ValueError, "ring_direction='up': use one of"),
-    (lambda mesh: x(mesh).redistribute(sizes=[None, None]), ValueError, "there are 2 entries for a mesh of 1 dims"),
+    (lambda mesh: x(mesh).redistribute(sizes=[None, None]), ValueError, "has 2 entries for a mesh of 1 dims"),
     (
         lambda mesh: x(mesh).redistribute(placements=[Partial("max")], async_op=True),
         NotImplementedError,
-        "leave async_op out",
+        "use async_op=False",
     ),
-    (lambda mesh: _modified_on_its_way(x(mesh)), RuntimeError, "modified in place while it was travelling"),
-    (lambda mesh: copy.deepcopy(_leaf(mesh) * 2), RuntimeError, "only leaf ShardTensors can be copied"),
+    (lambda mesh: _modified_on_its_way(x(mesh)), RuntimeError, "modified in place before the transfer finished"),
+    (lambda mesh: copy.deepcopy(_leaf(mesh) * 2), RuntimeError, "only leaf ShardTensors support deepcopy"),
     (lambda mesh: _judged(mesh, lambda y: _exchange(mesh, y)), spmd.SpmdTypeError, "it is P on"),
     (
         lambda mesh: _judged(mesh, lambda y: ShardTensor.from_local(y, mesh, [Replicate()])),
         spmd.SpmdTypeError,
         "the local tensor of a ShardTensor with",
     ),
-    (lambda mesh: plan_windows(_OF_3, (0, 4, 9)), ValueError, "shards of 9 positions in all, and windows over 8"),
+    (
+        lambda mesh: plan_windows(_OF_3, (0, 4, 9)),
+        ValueError,
+        "shards with a total of 9 positions do not match windows over 8",
+    ),
     (
         lambda mesh: F.conv1d(x(mesh, shape=(1, 1, 2), dim=2), torch.ones(1, 1, 3)),
         ValueError,
@@ -612,18 +652,26 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         ValueError,
         "a window of 5 does not fit into 2 inputs",
     ),
-    (lambda mesh: x(mesh) + _dtensor(), ValueError, r"aligned: a DTensor of .* ShardTensor.from_dtensor\(x\) has the"),
+    (
+        lambda mesh: x(mesh) + _dtensor(),
+        ValueError,
+        r"aligned: a DTensor of .* ShardTensor.from_dtensor\(x\), which preserves",
+    ),
     (lambda mesh: torch.cat([_dtensor(), x(mesh)]), ValueError, r"cat: a DTensor of shape \(7, 6\), \(Replicate"),
     (lambda mesh: torch.isin(x(mesh), _dtensor()), ValueError, r"isin: a DTensor of shape \(7, 6\)"),
     (
         lambda mesh: x(mesh)[5].mul_(2),
         RuntimeError,
-        r"^mul_ in place on x\[i\], or another view .*: the view is a copy",
+        r"^mul_ in place on x\[i\], or on another view .*: this view is a copy",
     ),
-    (_tied_in_two_layouts, ValueError, r"0.weight, 1.weight were one tensor, .* \(0.weight .*, 1.weight .*\): give"),
+    (_tied_in_two_layouts, ValueError, r"0.weight, 1.weight are tied, .* \(0.weight .*, 1.weight .*\): use"),
     (lambda mesh: partition_spec(summand(mesh, 4)._spec), ValueError, "partition_spec: Partial"),
-    (lambda mesh: partition_spec(x(mesh)._spec), ValueError, r"dim 0 has shards of \[4, 3\], and XLA's are equal"),
-    (lambda mesh: placements_of((0, 0), 1), ValueError, "each for one dim of the tensor"),
+    (
+        lambda mesh: partition_spec(x(mesh)._spec),
+        ValueError,
+        r"dim 0 has shards of sizes \[4, 3\], but XLA needs equal shards",
+    ),
+    (lambda mesh: placements_of((0, 0), 1), ValueError, "and shard no other dim"),
 ]
 _LAYERS: list[tuple[Callable[[Any], Any], str]] = [
     (nn.GroupNorm(1, 2), "group_norm has"),
@@ -640,7 +688,7 @@ _LAYERS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda h: h if h.mean() > 0 else -h, "mean has"),
     (lambda h: h if h else -h, "__bool__ has"),
     (lambda h: torch.relu_(h), "relu_ has"),
-    (lambda h: Doubled.apply(h), "__mul__ is called under another grad mode"),
+    (lambda h: Doubled.apply(h), "__mul__ is called under a grad mode or autocast that differs"),
     (lambda h: (h, h), r"layers\[1\] returns a tuple"),
 ]
 _MORE += [(partial(_layer, layer=layer), NotImplementedError, f"^one_exchange: {words}") for layer, words in _LAYERS]
@@ -648,7 +696,7 @@ _MORE.append(
     (
         lambda mesh: one_exchange(x(mesh), [nn.ReLU(inplace=True)]),
         NotImplementedError,
-        r"one_exchange: relu\(inplace=True\) of x",
+        r"one_exchange: relu\(inplace=True\) would write to x",
     )
 )
 _MORE.append((lambda mesh: _layer(mesh, lambda h: h.grad_fn), AttributeError, "one_exchange: grad_fn has"))

@@ -92,5 +92,5 @@ def states() -> dict[str, bool]:
     try:
         random.set_rng_state([torch.get_rng_state()])
     except ValueError as error:
-        found["of a CPU"] = "another device than XLA on an XLA device" in str(error)
+        found["of a CPU"] = "a device other than XLA cannot be set on an XLA device" in str(error)
     return found
