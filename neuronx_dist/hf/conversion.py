@@ -36,7 +36,9 @@ def named_as_in(
     """
     if not hasattr(model, "base_model_prefix"):
         if key_mapping:
-            raise ValueError(f"load_pretrained: key_mapping is for models of transformers, not {type(model).__name__}")
+            raise ValueError(
+                f"load_pretrained: key_mapping needs a model of transformers, not a {type(model).__name__}"
+            )
         return weights
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key

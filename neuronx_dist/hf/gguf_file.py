@@ -28,7 +28,9 @@ def gguf_file(source: str | PathLike[str]) -> Path | None:
     path = Path(source)
     files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")) if path.is_dir() else []
     if len(files) > 1:
-        raise ValueError(f"{path} has {len(files)} GGUF files, {', '.join(file.name for file in files)}: name one")
+        raise ValueError(
+            f"{path} has {len(files)} GGUF files, {', '.join(file.name for file in files)}: pass the path of one"
+        )
     return files[0] if files else None
 
 
@@ -47,9 +49,7 @@ def open_gguf(file: Path, model: Any) -> WeightSource:
     from gguf import GGUFReader
 
     if not hasattr(getattr(model, "config", None), "model_type"):
-        raise ValueError(
-            f"{file} has names of its own: it is loaded into a model of transformers, not {type(model).__name__}"
-        )
+        raise ValueError(f"{file} has GGUF's tensor names: pass a model of transformers, not a {type(model).__name__}")
     try:
         reader = GGUFReader(file)
         architecture = reading.read_field(reader, "general.architecture")[0]

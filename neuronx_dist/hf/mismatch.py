@@ -60,7 +60,7 @@ def check_fit(
         [names[0] for names, _ in missing], getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     )
     if (new or unused) and (strict or not comm.is_initialized() or comm.rank("world") == 0):
-        parts = [f"newly initialised, since missing there: {_listed(new)}"] if new else []
+        parts = [f"missing there, so newly initialised: {_listed(new)}"] if new else []
         parts += [f"not used: {_listed(unused)}"] if unused else []
         what = f"load_pretrained: {weights.description} into {type(model).__name__}"
         if strict:

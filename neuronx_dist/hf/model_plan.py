@@ -162,7 +162,7 @@ def read_plan(model: nn.Module, words: Mapping[str, str] | None = None) -> Model
     if not styles:
         raise UnsupportedModelError(
             f"{what} has no tensor-parallel plan in transformers (its config's base_model_tp_plan); "
-            f"these layers would stay whole: {_listed(_uncovered(model, {}, ends))}"
+            f"these layers would stay unsharded: {_listed(_uncovered(model, {}, ends))}"
         )
     problems = [f"{name} (not in the plan)" for name in _uncovered(model, styles, ends)]
     for name, style in styles.items():
@@ -176,10 +176,10 @@ def read_plan(model: nn.Module, words: Mapping[str, str] | None = None) -> Model
         problems.append(f"{names[id(embedding)]} (a {type(embedding).__name__}, not a torch.nn.Embedding)")
     if type(head) is not nn.Linear or (_style(words, names[id(head)]) or "colwise") not in _HEAD_STYLES:
         problems.append(
-            f"{names[id(head)]} (the head is to be a torch.nn.Linear with one of the styles {', '.join(_HEAD_STYLES)})"
+            f"{names[id(head)]} (the head must be a torch.nn.Linear with one of the styles {', '.join(_HEAD_STYLES)})"
         )
     if problems:
-        raise UnsupportedModelError(f"{what} cannot be swapped, its plan does not cover: {_listed(problems)}")
+        raise UnsupportedModelError(f"{what} cannot be swapped: its plan does not cover {_listed(problems)}")
 
     shape = ModelShape.of(config)
     if shape.heads is None or shape.kv_heads is None:
@@ -209,7 +209,9 @@ def _words(model: nn.Module) -> Mapping[str, str]:
 def _check_words(words: Mapping[str, str], known: Collection[str]) -> None:
     for name in words:
         if name not in known:
-            raise ValueError(f"the plan names {name}, which the model has not; nearest: {nearest(name, sorted(known))}")
+            raise ValueError(
+                f"the plan names {name}, but the model has no such layer; nearest: {nearest(name, sorted(known))}"
+            )
 
 
 def _pattern(name: str) -> str:

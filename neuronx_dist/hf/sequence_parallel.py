@@ -49,7 +49,7 @@ def check_sequence_parallel(model: nn.Module, plan: ModelPlan) -> None:
             strange.append(name)
     if strange:
         raise UnsupportedModelError(
-            f"sequence_parallel=True is for models of an embedding, decoder layers and a final norm; "
+            f"sequence_parallel=True needs a model of an embedding, decoder layers and a final norm; "
             f"{type(model).__name__} also has {', '.join(strange)}"
         )
 
@@ -103,6 +103,6 @@ def _refuse_part_of_the_logits(model: nn.Module, args: Any, kwargs: Any) -> None
     keep = kwargs.get("logits_to_keep", 0)
     if not isinstance(keep, int) or keep != 0:
         raise ValueError(
-            "sequence parallelism: logits_to_keep would pick positions of this rank's shard; leave it at 0, or swap "
+            "sequence parallelism: logits_to_keep would select positions of this rank's shard; leave it at 0, or swap "
             "without sequence_parallel for generation"
         )

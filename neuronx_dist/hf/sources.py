@@ -97,8 +97,8 @@ def checkpoint_files(source: str | PathLike[str], *, subfolder: str = "", varian
     if first is None:
         entries = f"it has: {sorted(entry.name for entry in path.iterdir())}" if path.is_dir() else "no such folder"
         raise FileNotFoundError(
-            f"{path} has none of {', '.join(names)} ({entries}). A model of the Hub is downloaded first (hf download); "
-            f"other formats are loaded with transformers, and the state dict is passed"
+            f"{path} has none of {', '.join(names)} ({entries}). Download a model of the Hub first (hf download); "
+            f"load other formats with transformers, and pass the state dict"
         )
     if first.suffix != ".json":
         return [first]
@@ -112,7 +112,7 @@ def checkpoint_files(source: str | PathLike[str], *, subfolder: str = "", varian
     files = [path / name for name in listed]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise FileNotFoundError(f"{path}: {first.name} lists {', '.join(missing)}, which is missing in the folder")
+        raise FileNotFoundError(f"{path}: {first.name} lists {', '.join(missing)}, missing in the folder")
     return files
 
 

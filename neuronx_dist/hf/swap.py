@@ -76,7 +76,7 @@ def swap(
     """
     tp = comm.size("tp")
     if getattr(getattr(model, "loss_function", None), "func", None) is causal_lm_loss:
-        raise ValueError(f"swap: this {type(model).__name__} has been swapped already")
+        raise ValueError(f"swap: this {type(model).__name__} is already swapped")
     model_plan, layers = _planned(model, plan, tp, sequence_parallel)
     _check_sizes(model, model_plan, layers, tp, pad_heads, pad_vocab)
     _check_dropout(model, tp, sequence_parallel)
@@ -111,13 +111,13 @@ def _planned(
     layers = list(given if isinstance(given, Sequence) else given.layers)
     if not layers or not all(isinstance(layer, LayerPlan) for layer in layers):
         raise ValueError(
-            f"swap: plan={given!r:.200} has no layers to replace; it is a list of LayerPlans, a Plan that has some, or "
-            "a dict of transformers' words by layer name"
+            f"swap: plan={given!r:.200} has no layers to replace; pass a list of LayerPlans, a Plan with layers, or "
+            "a dict from layer names to transformers' styles"
         )
     plan = read_plan(model, words_of(layers))
     missing = {plan.embedding, plan.head} - {layer.name for layer in layers}
     if missing:
-        raise ValueError(f"swap: the plan has no layer {', '.join(sorted(missing))}: the loss takes sharded logits")
+        raise ValueError(f"swap: the plan must shard {', '.join(sorted(missing))}: the loss takes sharded logits")
     return plan, layers
 
 
@@ -186,7 +186,7 @@ def _check_dropout(model: Any, tp: int, sequence_parallel: bool) -> None:
     if tp > 1 and rates and (attention or sequence_parallel):
         listed = ", ".join(f"{name}={rate}" for name, rate in rates.items())
         raise UnsupportedModelError(
-            f"swap: {type(model).__name__} with {listed}: such dropout goes neither with sequence_parallel=True nor "
+            f"swap: {type(model).__name__} with {listed}: such dropout works neither with sequence_parallel=True nor "
             f"with attention_dropout ({attention}); set it to 0 in the config"
         )
 

@@ -79,7 +79,7 @@ def _header(weights: WeightSource, names: Sequence[str]) -> bytes:
     for name in names:
         dtype = weights.dtype(name)
         if dtype not in _DTYPE_NAMES:
-            raise ValueError(f"{name} is of {dtype}, which safetensors has not")
+            raise ValueError(f"{name} has dtype {dtype}, which safetensors does not support")
         end = start + _nbytes(weights, name)
         entries[name] = {
             "dtype": _DTYPE_NAMES[dtype],

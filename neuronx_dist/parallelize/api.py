@@ -113,7 +113,7 @@ def parallelize(
         return module_or_module_class  # type: ignore[return-value]
     if not isinstance(compute_config, ComputeConfig):
         raise TypeError(
-            f"compute_config is a ComputeConfig, such as ComputeConfig(plan_ngpus=2), got {compute_config!r}"
+            f"compute_config must be a ComputeConfig, such as ComputeConfig(plan_ngpus=2), got {compute_config!r}"
         )
     is_own_mesh = load_module and _join(compute_config)
     if verify_with is not None and not _is_of(verify_with, module_class, module_fn is not None):
@@ -121,7 +121,7 @@ def parallelize(
             f"the class {verify_with.__name__}" if isinstance(verify_with, type) else f"a {type(verify_with).__name__}"
         )
         raise TypeError(
-            f"verify_with is a smaller module of the class that is parallelized, {module_class.__name__}; got {what}"
+            f"verify_with must be a smaller module of the parallelized class {module_class.__name__}, got {what}"
         )
 
     @cache
@@ -262,10 +262,10 @@ def _proven(emitted: EmittedProgram, smaller: EmittedProgram | None, config: Com
         whose = f"This is a bug of neuronx_dist, not of {example.name}"
         if isinstance(error, RecordingError):
             whose = (
-                "If forward returns something else each time it is called, make it a function of its arguments, "
+                "If two calls of forward return different results, make forward a function of its arguments, "
                 "parameters and buffers; otherwise this is a bug of neuronx_dist"
             )
-        raise EmittedProgramError(f"{text}\n{whose}: please report it with {file}, which was not loaded") from error
+        raise EmittedProgramError(f"{text}\n{whose}: report it with the emitted file {file} (not loaded)") from error
     proof = [*map(str, verdicts), f"mesh: {mesh}"]
     not_run = next((verdict.not_run for verdict in verdicts if verdict.not_run), "")
     if not_run:

@@ -146,7 +146,7 @@ class ComputeConfig:
             near = _multiples_near(self.world_size, self.plan_ngpus)
             raise ValueError(
                 f"ComputeConfig: runtime_ngpus={self.runtime_ngpus} is not a multiple of plan_ngpus={self.plan_ngpus}: "
-                f"the job consists of whole units; the nearest runtime_ngpus that work are {near}, the nearest "
+                f"a job consists of whole units; the nearest runtime_ngpus that work are {near}, the nearest "
                 f"plan_ngpus {divisors_near(self.world_size, self.plan_ngpus)}"
             )
         self._check_options()
@@ -160,8 +160,8 @@ class ComputeConfig:
             )
         if self.use_async_reducer and not self.use_end2end:
             raise ValueError(
-                "ComputeConfig: use_async_reducer needs use_end2end: only train_step knows which backward is the last "
-                "one of a step"
+                "ComputeConfig: use_async_reducer needs use_end2end=True: only train_step knows the last backward of a "
+                "step"
             )
         cap = self.reducer_bucket_cap_mb
         if cap is not None and (isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap >= 0):
@@ -188,8 +188,8 @@ class ComputeConfig:
     def _check_zero(self) -> None:
         if self.use_zero not in (0, 1):
             raise ValueError(
-                f"ComputeConfig: use_zero={self.use_zero!r}: True is stage 1 of ZeRO, which shards the optimizer's "
-                "state; there is no other"
+                f"ComputeConfig: use_zero={self.use_zero!r} is not supported: pass True for ZeRO stage 1 (sharded "
+                "optimizer state), or False"
             )
         object.__setattr__(self, "use_zero", bool(self.use_zero))
         _positive("zero_ngroups", self.zero_ngroups)
@@ -241,8 +241,8 @@ class ComputeConfig:
         """Raises ValueError unless a job of this mesh consists of these units."""
         if mesh.dp != self.units or mesh.world_size != self.runtime_ngpus:
             raise ValueError(
-                f"the configuration is for {self.units} units of {self.plan_ngpus} ranks, and the job is {mesh}: "
-                "initialize it as ComputeConfig.mesh() has it"
+                f"the configuration is for {self.units} units of {self.plan_ngpus} ranks, but the job's mesh is "
+                f"{mesh}: initialize the job with ComputeConfig.mesh()"
             )
 
     def zero_groups(self, mesh: Mesh) -> list[list[int]] | None:

@@ -46,7 +46,7 @@ def example_of(
         ValueError: it has a parallel module inside, or positional-only arguments.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"module_dtype is a torch.dtype, such as torch.bfloat16, got {dtype!r}")
+        raise TypeError(f"module_dtype must be a torch.dtype, such as torch.bfloat16, got {dtype!r}")
     module = _instance(given, module_fn) if inspect.isclass(given) else given
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize takes a torch.nn.Module or a class of them, got {type(module).__name__}")
@@ -55,8 +55,8 @@ def example_of(
     for name, child in module.named_modules():
         if isinstance(child, ParallelModule):
             raise ValueError(
-                f"{type(module).__name__}: {name} is parallel already, and a parallel module has none inside: "
-                "parallelize the whole or the parts"
+                f"{type(module).__name__}: submodule {name} is already parallelized, and parallel modules cannot be "
+                "nested: parallelize either the outer module or its parts"
             )
     _check_arguments(module, arguments, config)
     arguments = dict(arguments)
@@ -88,7 +88,8 @@ def _instance(module_class: type, module_fn: Callable[[], nn.Module] | None) -> 
         if needed:
             name = module_class.__name__
             raise TypeError(
-                f"{name} is made with arguments ({', '.join(needed)}): pass module_fn, such as lambda: {name}(...)"
+                f"{name}'s constructor needs arguments ({', '.join(needed)}): pass module_fn, such as lambda: "
+                f"{name}(...)"
             )
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         return (module_fn or module_class)()
@@ -101,7 +102,9 @@ def _check_arguments(module: nn.Module, arguments: Mapping[str, Any], config: Co
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     alone = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY]
     if alone:
-        raise ValueError(f"{name} has positional-only arguments ({', '.join(alone)}): dummy_forward_args names them")
+        raise ValueError(
+            f"{name} has positional-only arguments ({', '.join(alone)}), which dummy_forward_args cannot pass by name"
+        )
     required = [p.name for p in parameters if p.default is p.empty and p.name in names]
     if config.use_end2end and len(required) > 1:
         raise TypeError(
@@ -112,7 +115,7 @@ def _check_arguments(module: nn.Module, arguments: Mapping[str, Any], config: Co
     for given in arguments if config.use_end2end else ():
         if given != names[0] and _differs(arguments[given], defaults.get(given)):
             raise TypeError(
-                f"use_end2end: dummy_forward_args has {given!r}, and train_step gives {name} its first argument alone "
+                f"use_end2end: dummy_forward_args sets {given!r}, but train_step passes {name} only its first argument "
                 f"({names[0]}): leave {given!r} at its default"
             )
 
@@ -135,9 +138,7 @@ def check_outputs(module: nn.Module, program: Program, config: ComputeConfig) ->
         ValueError: no result is a computed tensor, or the first result of an end2end module is no loss.
     """
     if not any(isinstance(output, Value) for output in program.outputs):
-        raise ValueError(
-            f"{type(module).__name__}.forward returns no tensor that it computes: nothing is to be divided"
-        )
+        raise ValueError(f"{type(module).__name__}.forward returns no computed tensor: there is nothing to parallelize")
     first = program.outputs[0]
     if config.use_end2end and not (isinstance(first, Value) and math.prod(first.shape) == 1):
         returns = f"a tensor of shape {list(first.shape)}" if isinstance(first, Value) else repr(first)

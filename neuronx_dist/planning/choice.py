@@ -41,7 +41,7 @@ class TooLarge(ValueError):
         self.variables = list(variables)
         super().__init__(
             f"the exact minimum needs a table of {entries:,} entries over variables {self.variables}, more than the "
-            f"{limit:,} allowed: give these fewer values, or raise the limit"
+            f"{limit:,} allowed: reduce their numbers of values, or raise the limit"
         )
 
 
@@ -129,7 +129,8 @@ def minimize(
     for table, scope in tables:
         if tuple(table.shape) != tuple(sizes[variable] for variable in scope) or len(set(scope)) != len(scope):
             raise ValueError(
-                f"a table over variables {scope} has shape {tuple(table.shape)}: not that of its variables"
+                f"the shape of a table over variables {scope}, {tuple(table.shape)}, does not match their numbers of "
+                "values"
             )
         search.add(known.number(table), tuple(scope))
     return search.run()

@@ -87,7 +87,7 @@ class Plan:
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
                 raise PlanError(f"Plan: {name} must be a positive integer, got {number!r}")
         if self.tp % self.second:
-            raise PlanError(f"Plan: second={self.second} does not divide tp={self.tp}: it is a part of it")
+            raise PlanError(f"Plan: second={self.second} must divide tp={self.tp}")
         for layer in self.layers:
             if layer.style not in STYLES:
                 raise PlanError(
@@ -172,7 +172,7 @@ class Plan:
         if differences:
             more = len(differences) - LISTED
             shown = differences[:LISTED] + ([f"and {more} more"] if more > 0 else [])
-            raise PlanError("\n  - ".join(["the plan was made for something else:", *shown]))
+            raise PlanError("\n  - ".join(["the plan was made for another job or model:", *shown]))
 
 
 def _decoded(content: dict[str, Any]) -> dict[str, Any]:

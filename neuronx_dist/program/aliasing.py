@@ -88,8 +88,9 @@ class AliasedTensor:
                 written = _write_view(builder, like, base_value, view, view.layout == base.layout)
             if written is None:
                 self.memory.lost = (
-                    f"{like.where} wrote a {view.call.name} of this tensor in place (of {view.call.where}), which is "
-                    f"read here. Write to it by an index (x[...] = y), or use the function that writes nothing."
+                    f"{like.where} wrote in place to a {view.call.name} view of this tensor (made at "
+                    f"{view.call.where}), and the tensor is read here. Write by an index (x[...] = y), or use a "
+                    "function that is not in place."
                 )
                 break
             base.value, base.version = written, self.memory.version
@@ -100,7 +101,10 @@ class AliasedTensor:
         base = self.base.read(builder, where)
         old = self.call.args[0] if self.call.args else None
         if not isinstance(old, Value) or old is base:
-            raise TracingError(f"{where}: {self.call.where} made a view of a tensor that was written in place since")
+            raise TracingError(
+                f"{where}: reads a view made at {self.call.where}, whose tensor was written in place since: make a new "
+                "view"
+            )
         call = replace(self.call, args=(base, *self.call.args[1:]), results=[])
         grad = base.requires_grad and call.grad
         results = [ResultSpec(v.shape, v.dtype, v.requires_grad or grad) for v in self.call.results]

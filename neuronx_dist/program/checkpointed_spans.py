@@ -52,8 +52,8 @@ class Checkpoints:
                 numbers.append(self._number(pack))
             elif self._strict:
                 raise TracingError(
-                    f"{where}: forward runs inside of torch.autograd.graph.saved_tensors_hooks ({pack.__qualname__}; "
-                    "save_on_cpu is one), which the program would not run. Put them around the call of the module."
+                    f"{where}: forward runs inside torch.autograd.graph.saved_tensors_hooks ({pack.__qualname__}, such "
+                    "as save_on_cpu), which the program would not run. Enter the hooks around the call of the module."
                 )
         return (*numbers, *(number for number, _ in waiting))
 
@@ -70,8 +70,8 @@ class Checkpoints:
             self._reentrant.pop()
         if self._strict and not _require_gradients(args) and _require_gradients(pytree.tree_leaves(result)):
             raise TracingError(
-                f"{where}: torch.utils.checkpoint(use_reentrant=True) gets no tensor that requires a gradient, so that "
-                "the parameters inside of it would get none. Pass use_reentrant=False."
+                f"{where}: torch.utils.checkpoint(use_reentrant=True) gets no tensor that requires a gradient, so the "
+                "parameters inside would get no gradients. Pass use_reentrant=False."
             )
         return result
 
@@ -98,9 +98,9 @@ def _refuse_context(pack: Callable[..., Any], where: str) -> None:
     if isinstance(context, nullcontext) or made_by == random.__name__:
         return
     raise TracingError(
-        f"{where}: torch.utils.checkpoint has a context_fn (or debug=True), whose recomputation runs inside of a "
-        f"{type(context).__name__}: the program recomputes all that is in a checkpoint. Leave context_fn out, or let a "
-        "policy choose what is recomputed: graph.recompute(nodes)."
+        f"{where}: torch.utils.checkpoint has a context_fn (or debug=True), which recomputes inside a "
+        f"{type(context).__name__}, but the program recomputes everything in a checkpoint. Leave context_fn out, or "
+        "let a policy choose what is recomputed: graph.recompute(nodes)."
     )
 
 

@@ -137,7 +137,7 @@ def _reads_values(target: Callable[..., Any] | str, where: str) -> TracingError:
         return TracingError(
             f"{where}: layer {target} needs the values of a tensor, and is recorded as one call, in which no values "
             f"are known. If leaf_module_cls names its class, leave it out: what does not depend on the model's inputs "
-            f"is then computed, and may be branched on. Else use torch.where or a mask."
+            f"is then computed, and the forward may branch on it. Otherwise use torch.where or a mask."
         )
     return TracingError(
         f"{where}: {name_of(target)} needs the values of a tensor that depends on the model's inputs. The forward is "

@@ -78,8 +78,8 @@ def _value(builder: Builder, call: Call, before: Value, is_fresh: Callable[[], b
         in_place_call = replace(call, results=[])
         return builder.add(in_place_call, [ResultSpec(before.shape, before.dtype, False)])[0]
     raise TracingError(
-        f"{call.where}: {name} writes a tensor in place, and torch has no function of the same value that writes "
-        f"nothing. Write to a tensor that is made for it: torch.empty_like(x).{name}(...)."
+        f"{call.where}: {name} writes a tensor in place, and torch has no out-of-place form of it. "
+        f"Write to a new tensor: torch.empty_like(x).{name}(...)."
     )
 
 

@@ -48,8 +48,8 @@ class _BetweenStages(Communicator):
     def _unsupported(self, verb: str) -> CommError:
         return CommError(
             f"{self.describe(verb)} is between pipeline stages, in the forward of a pipeline model: only the stage "
-            f"that has this call would take part, and wait for ever. Use an axis within a stage (tp, dp, cp), or call "
-            f"it outside of the model."
+            f"that has this call would join it, and would wait forever. Use an axis within a stage (tp, dp, cp), or "
+            f"make the call outside the model."
         )
 
 

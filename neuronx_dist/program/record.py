@@ -53,7 +53,7 @@ def check_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     what = f"forward of {type(module).__name__}"
     if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
         raise TypeError(
-            f"the dummy arguments of {what} are a dict of them by name, such as {{'x': tensor}}; got "
+            f"the dummy arguments of {what} must be a dict from names to values, such as {{'x': tensor}}; got "
             f"{describe(arguments)}"
         )
     parameters = inspect.signature(module.forward).parameters
@@ -65,25 +65,25 @@ def check_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
             continue
         if name in parameters and parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
             raise TypeError(
-                f"{what} takes *{name}, which has no names to give it by: give it arguments of its own names."
+                f"{what} takes *{name}, which dummy arguments cannot pass by name: replace it by named arguments."
             )
         if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
             near = f" Did you mean {nearest(name, named)}?" if named else ""
             raise TypeError(f"{what} takes no argument {name!r}.{near} {takes}")
     missing = [name for name in named if name not in arguments and parameters[name].default is inspect.Parameter.empty]
     if missing:
-        raise TypeError(f"{what} needs {', '.join(missing)}, which the dummy arguments lack. {takes}")
+        raise TypeError(f"{what} needs {', '.join(missing)}, missing in the dummy arguments. {takes}")
     for name, argument in arguments.items():
         annotation = parameters[name].annotation if name in named else None
         if annotation in (torch.Tensor, "torch.Tensor", "Tensor") and not isinstance(
             argument, (torch.Tensor, type(None))
         ):
-            raise TypeError(f"dummy argument {name} of {what} is {describe(argument)}, where forward takes a tensor.")
+            raise TypeError(f"dummy argument {name} of {what} is {describe(argument)}, but forward takes a tensor.")
         for path, leaf in pytree.tree_flatten_with_path(argument)[0]:
             if type(leaf).__module__ == "numpy":
                 raise TypeError(
                     f"dummy argument {name}{pytree.keystr(path)} of {what} is a {type(leaf).__name__}: "
-                    f"torch.from_numpy makes a tensor of it."
+                    f"convert it by torch.from_numpy."
                 )
 
 

@@ -97,8 +97,8 @@ _EFFECTS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 _AUTOCAST_DEVICES = tuple("cpu cuda xpu mps hpu xla mtia privateuseone".split())
 
 # The remedy for a tensor that comes from a call that the recorder did not see.
-_ADVICE = "If it is made by a module of yours, list its class in leaf_module_cls."
-_ADVICE_ON_FUNCTIONS = "If it is made by a function of yours, register that: register_op."
+_ADVICE = "If a module of yours makes the tensor, list its class in leaf_module_cls."
+_ADVICE_ON_FUNCTIONS = "If a function of yours makes the tensor, register the function: register_op."
 
 
 class _Recorder(TorchFunctionMode):
@@ -344,9 +344,9 @@ class _Recorder(TorchFunctionMode):
             device = min(device for device, _ in {*now} ^ {*self.ambient_elsewhere})
             target = self.device.type
             raise TracingError(
-                f'{where}: this runs in a block of torch.autocast("{device}"), and the forward is recorded on '
-                f"{target}, where the block does nothing: it would be lost. Write torch.autocast(x.device.type, ..) of "
-                f"a tensor x, or record on {device}"
+                f'{where}: torch.autocast("{device}") has no effect where the forward is recorded, on '
+                f"{target}, so the program would lose it. Write torch.autocast(x.device.type, ...) of a tensor x, or "
+                f"record on {device}"
             )
 
 

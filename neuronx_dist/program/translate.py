@@ -121,7 +121,7 @@ class _Translator:
                 return
         if node.target is setattr:
             raise TracingError(
-                f"{where}: forward sets .{node.args[1]} of a tensor, which cannot be followed. Compute a new tensor."
+                f"{where}: forward sets .{node.args[1]} of a tensor, which cannot be recorded. Compute a new tensor."
             )
         if info.function is torch.Tensor.retain_grad:
             return
@@ -149,7 +149,7 @@ class _Translator:
             complete = [_number(n) for n in nodes] == [*range(info.items)]
             if not complete or any(info_of(n).spec is None for n in nodes):
                 raise TracingError(
-                    f"{info.where}: {call.name} returns tensors in containers, or with other things between them. "
+                    f"{info.where}: {call.name} returns tensors in nested containers, or mixed with other objects. "
                     f"Return a tensor, or a tuple of tensors."
                 )
         specs = [info_of(n).spec for n in nodes]
@@ -177,7 +177,10 @@ class _Translator:
                 leaves, structure = x.args
                 return pack(self._resolve(leaves, where), structure)
             if x not in self.tensors:
-                raise TracingError(f"{where}: a container of tensors is handed on whole, which cannot be followed.")
+                raise TracingError(
+                    f"{where}: a container of tensors is passed to a call as one object, which cannot be recorded: "
+                    "pass its tensors."
+                )
             return self.tensors[x].read(self.builder, where)
         if isinstance(x, slice):
             return slice(*(self._resolve(bound, where) for bound in (x.start, x.stop, x.step)))
@@ -202,8 +205,8 @@ class _Translator:
             self._refuse_write(tensor.memory, call)
             if tensor.value.requires_grad and not call.grad:
                 raise TracingError(
-                    f"{call.where}: {call.name} writes a tensor that requires a gradient, inside no_grad: its gradient "
-                    f"would not know. Write to a detached copy, or outside of no_grad."
+                    f"{call.where}: {call.name} writes a tensor that requires a gradient inside no_grad, so the "
+                    f"gradient would ignore the write. Write to a detached copy, or outside no_grad."
                 )
             value = written_value(self.builder, call, tensor.value, functools.partial(self._is_fresh, tensor))
         if tensor is None or value is None:
@@ -229,8 +232,8 @@ class _Translator:
             self._refuse_write(tensor.memory, call)
             if tensor.value is not tensor.memory.leaf:
                 raise TracingError(
-                    f"{call.where}: {call.name} writes a tensor in place, and what it does is not known to be the "
-                    f"same as that of a function that writes nothing. Use such a function."
+                    f"{call.where}: {call.name} writes a tensor in place, and no equal out-of-place function is known. "
+                    f"Use an out-of-place function."
                 )
         values = [tensor.value for tensor in written]
         call.writes = tuple(index for index, value in enumerate(operands_of(call)) if value in values)
@@ -244,8 +247,8 @@ class _Translator:
             return
         what = {
             "input": f"argument {leaf.path} of forward in place. Write to a copy: {leaf.path}.clone()",
-            "parameter": f"parameter {leaf.path} in place. An optimizer changes parameters, forward cannot",
-            "constant": "a tensor in place that is no buffer of the module. Register it: module.register_buffer",
+            "parameter": f"parameter {leaf.path} in place. Change parameters in the optimizer, not in forward",
+            "constant": "in place to a tensor that is no buffer. Register the tensor: module.register_buffer",
         }
         raise TracingError(f"{call.where}: {call.name} writes {what[leaf.kind]}.")
 
@@ -257,13 +260,13 @@ class _Translator:
             raise TracingError(f"{call.where}: {call.name} writes a view of buffer {buffer.path}. {memory.lost}")
         if (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
             raise TracingError(
-                f"{call.where}: buffer {buffer.path} gets a tensor of another shape or dtype, {value!r}, in the place "
-                f"of {buffer!r}."
+                f"{call.where}: buffer {buffer.path}, {buffer!r}, is replaced by a tensor of another shape or dtype, "
+                f"{value!r}."
             )
         if value.requires_grad:
             raise TracingError(
-                f"{call.where}: {call.name} writes a value that requires a gradient to buffer {buffer.path}, so that "
-                f"the graph of this step would stay alive with it. Write a detached one: x.detach()."
+                f"{call.where}: {call.name} writes a value that requires a gradient to buffer {buffer.path}, which "
+                f"would keep the autograd graph of this step alive. Write x.detach()."
             )
         copy = another_call(call, torch.Tensor.copy_, buffer, value)
         copy.writes = (0,)

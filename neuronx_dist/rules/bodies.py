@@ -35,7 +35,10 @@ def body(function: Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(function, FunctionType):
         raise TypeError(f"body() takes torch functions that are written in python; {function} is not")
     if not set(_ASKS) & set(function.__code__.co_names):
-        raise TypeError(f"{function.__name__} does not hand its calls to modes: what it calls is received anyway")
+        raise TypeError(
+            f"{function.__name__} does not dispatch to modes: the functions that it calls are intercepted without "
+            "body()"
+        )
     globals_ = {**function.__globals__, **dict.fromkeys(_ASKS, _never)}
     twin = FunctionType(function.__code__, globals_, function.__name__, function.__defaults__, function.__closure__)
     twin.__kwdefaults__ = function.__kwdefaults__

@@ -152,7 +152,7 @@ def affine_grid(theta: Tensor, size: Any, align_corners: Any = None) -> Spec:
     ins = [samples, *((builder.new(n, why),) for n in theta.shape[1:])]
     count = as_int(size[0])
     if count != theta.shape[0]:
-        raise ValueError(f"affine_grid of {theta.shape[0]} matrices for {count} images")
+        raise ValueError(f"affine_grid: got {theta.shape[0]} matrices for {count} images; pass one matrix per image")
     return builder.spec([ins], [[samples, *builder.dims(map(as_int, size[2:])), (builder.new(len(size) - 2),)]])
 
 

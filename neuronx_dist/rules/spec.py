@@ -177,7 +177,7 @@ def derive(source: Callable[..., Any], *functions: Callable[..., Any], **fields:
 
 def _check(functions: Sequence[Any], fields: dict[str, Any]) -> None:
     if not functions:
-        raise TypeError("rule() takes the torch functions that the rule is for; got none")
+        raise TypeError("rule() got no torch functions; pass the functions that the rule is for")
     unknown = fields.keys() - set(Rule._fields)
     if unknown:
         raise TypeError(f"rule() got {sorted(unknown)}; a rule has the fields {list(Rule._fields)}")

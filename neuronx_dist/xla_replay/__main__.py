@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 def _load(name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.rpartition(":")
     if not module_name:
-        raise ValueError(f"{name!r} does not say which function: write file.py:function or package.module:function")
+        raise ValueError(f"{name!r} names no function: write file.py:function or package.module:function")
     if module_name.endswith(".py"):
         path = Path(module_name).resolve()
         if not path.is_file():

@@ -90,7 +90,7 @@ def _together(program: Program, rank: int, stages: Sequence[int]) -> tuple[int, 
 
 
 def _stuck(heads: Sequence[Program | None], at: Sequence[int], stages: Sequence[int], context: str) -> str:
-    lines = [f"the ranks would wait for each other for ever in {context}; each stands at"]
+    lines = [f"the ranks would wait for each other forever in {context}; each rank waits at"]
     for rank, program in enumerate(heads):
         if program is None:
             lines.append(f"  rank {rank}: the end, after {at[rank]} programs")

@@ -163,8 +163,8 @@ class Cutter:
                 continue
             if _is_pending(tensor) or torch_xla._XLAC._unsafe_buffer_pointer(tensor) in self.stand_ins:
                 raise RuntimeError(
-                    f"a tensor of shape {tuple(tensor.shape)} is alive after its rank is done, where the next rank "
-                    "would find it: is it kept in a module or a class? Keep it in the model, or in what the step holds"
+                    f"a tensor of shape {tuple(tensor.shape)} is still alive after its rank's replay, so the next rank "
+                    "would see it. Store it in the model or in the step's state, not in a Python module or a class"
                 )
 
     @torch.no_grad()
@@ -233,8 +233,8 @@ class _View:
             base, view = self._shapes
             raise RuntimeError(
                 f"a tensor of shape {base} or its view of shape {view} was changed in place after the end of a program "
-                "at which both were alive. On the device both would change; the replay cannot follow: take the view "
-                "anew after torch_xla.sync()"
+                "at which both were alive. On the device both would change, which the replay cannot model: make the "
+                "view again after torch_xla.sync()"
             )
 
 

@@ -89,5 +89,5 @@ def _unknown(tensor: torch.Tensor, state: Collection[int]) -> str:
         return f"it depends on the result of an {matched_kind}"
     _, data = torch_xla._XLAC._get_tensors_xla_device_data_node([tensor])
     if any(torch_xla._XLAC._unsafe_buffer_pointer(value) in state for value in data):
-        return "it depends on what a program before would leave"
+        return "it depends on a result of an earlier program"
     return ""

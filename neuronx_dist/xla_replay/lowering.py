@@ -89,7 +89,7 @@ def _lower_rank(request: LoweringRequest, rank: int, device: torch.device, cutte
     with _no_other_waits(cutter):
         functions = request.function(*arguments)
         if not (isinstance(functions, tuple) and len(functions) == 2 and all(map(callable, functions))):
-            raise TypeError(f"the set-up gave {functions!r}; it must give two functions, (step, state)")
+            raise TypeError(f"the set-up returned {functions!r}; it must return two functions, (step, state)")
         step, state = functions
         gc.collect()  # tensors that the set-up dropped are no results of it
         cutter.cut()
@@ -134,7 +134,7 @@ def _no_other_waits(cutter: Cutter) -> Iterator[list[int]]:
         yield reads
         if device_waits() - cutter.waits != before + sum(reads):
             raise RuntimeError(
-                "the device was waited for while a program was being lowered: a value was copied to the host "
+                "the host waited for the device while a program was being lowered: a value was copied to the host "
                 "(x.to('cpu'), print(x), NxDPPModel without return_loss_on_cpu=False), or something other than "
                 "torch_xla.sync() ended a program" + INSTEAD
             )

@@ -129,12 +129,12 @@ def check_one_program(programs: Sequence[Program], ranks: Sequence[int], context
         calls = [[(c.verb, c.axis, c.groups, c.shape, c.dtype) for c in p.issued] for p in (first, program)]
         at = next((i for i, (a, b) in enumerate(zip(*calls)) if a != b), min(map(len, calls)))
         if calls[0] != calls[1]:
-            parts.append(f"they part at collective {at}:")
+            parts.append(f"the first differing collective is number {at}:")
             parts += [_call(p.issued, number, at) for number, p in ((ranks[0], first), (rank, program))]
         else:
             parts.append(
-                f"their {len(calls[0])} collectives are the same; one rank computes what the other does not, or a "
-                "Python number that depends on the rank has become a constant: take it from "
+                f"their {len(calls[0])} collectives are the same; one rank computes something that the other does not, "
+                "or a Python number that depends on the rank became a constant: take the number from "
                 'communicator.coordinate(tensor), as in comm.communicator("tp").coordinate(x), or pass it as a tensor'
             )
         raise ProgramsDiffer("\n".join(parts))

@@ -261,7 +261,7 @@ def _numbered(steps: Sequence[Sequence[Joint]]) -> tuple[list[Program], list[lis
 
 def _only(programs: Sequence[Program]) -> Program:
     if len(programs) != 1:
-        raise RuntimeError(f"there are {len(programs)} programs, not one: look at the `programs` of `replay(...)`")
+        raise RuntimeError(f"there are {len(programs)} programs, not one: read `replay(...).programs`")
     return programs[0]
 
 
@@ -278,12 +278,14 @@ atexit.register(close)
 def _lower(request: LoweringRequest) -> list[RankTrace]:
     world_size = request.mesh.world_size
     if len(request.arguments) != world_size:
-        raise ValueError(f"{len(request.arguments)} lists of arguments for {world_size} ranks; give one for each")
+        raise ValueError(
+            f"{len(request.arguments)} lists of arguments for {world_size} ranks; pass one list for each rank"
+        )
     _check_batches(request)
     if request.function.__module__ == "__main__":
         raise ValueError(
-            f"{request.function.__qualname__} lives in the script that is running, where the lowering process cannot "
-            "import it: put it into a module"
+            f"{request.function.__qualname__} is defined in the running script, which the lowering process cannot "
+            "import: move it to a module"
         )
     _start(world_size)
     traces: list[RankTrace] = _workers["lowering"].ask(request)
@@ -293,22 +295,20 @@ def _lower(request: LoweringRequest) -> list[RankTrace]:
 def _check_batches(request: LoweringRequest) -> None:
     for rank, arguments in enumerate(request.arguments):
         if not isinstance(arguments, (tuple, list)):
-            raise TypeError(
-                f"arguments of rank {rank}: a tuple is needed, with what the function takes; got {arguments!r}"
-            )
+            raise TypeError(f"arguments of rank {rank}: must be a tuple of the function's arguments; got {arguments!r}")
     if request.batches is None:
         return
     steps = [len(batches) for batches in request.batches]
     if len(steps) != request.mesh.world_size or len(set(steps)) > 1:
         raise ValueError(
-            f"batches for {len(steps)} ranks, of {steps} steps: give one list for each of the "
-            f"{request.mesh.world_size} ranks, all with as many steps"
+            f"batches: got lists for {len(steps)} ranks, of {steps} steps; pass one list for each of the "
+            f"{request.mesh.world_size} ranks, all of equal length"
         )
     for rank, batches in enumerate(request.batches):
         for number, batch in enumerate(batches):
             if not isinstance(batch, (tuple, list)):
                 raise TypeError(
-                    f"batch {number} of rank {rank}: a tuple is needed, with what the step takes; got {batch!r}"
+                    f"batch {number} of rank {rank}: must be a tuple of the step's arguments; got {batch!r}"
                 )
 
 

@@ -52,7 +52,7 @@ class Worker:
             data = pickle.dumps(request)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(
-                f"{error}: what is replayed goes to another process, so functions must be those of importable modules, "
+                f"{error}: the replay runs in another process, so functions must be defined in importable modules, "
                 "and arguments must be picklable"
             ) from error
         try:

@@ -104,7 +104,7 @@ def test_a_checkpoint_of_the_base_model_alone(tmp_path: Path, tied: bool) -> Non
         _same_as_transformers(tmp_path, LlamaForCausalLM, (1, 2, 4), () if tied else ("lm_head.weight",))
     told = [str(warning.message) for warning in caught if "load_pretrained" in str(warning.message)]
     assert len(told) == (0 if tied else 3)  # by one rank of each job
-    assert all("newly initialised, since missing there: lm_head.weight" in message for message in told)
+    assert all("missing there, so newly initialised: lm_head.weight" in message for message in told)
 
 
 def test_a_new_head_is_the_same_on_the_last_stage_of_a_pipeline() -> None:
@@ -209,7 +209,7 @@ def test_names_that_the_user_maps(tmp_path: Path) -> None:
     reference_model(llama_config(), LlamaForCausalLM, FP32).save_pretrained(tmp_path)
     _rewrite(tmp_path, lambda tensors: {f"wrapped.{name}": tensor for name, tensor in tensors.items()})
     _same_as_transformers(tmp_path, LlamaForCausalLM, (1, 2), key_mapping={r"^wrapped\.": ""})
-    with pytest.raises(ValueError, match="key_mapping is for models of transformers, not Linear"):
+    with pytest.raises(ValueError, match="key_mapping needs a model of transformers, not a Linear"):
         load_pretrained(torch.nn.Linear(2, 2), {}, key_mapping={"a": "b"})
 
 
@@ -295,11 +295,11 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"none of model.fp16.safetensors, model.safetensors.index.fp16.json"):
         load_pretrained(torch.nn.Linear(2, 2), tmp_path, variant="fp16")
     assert not has_weights(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no such folder.* downloaded first"):
+    with pytest.raises(FileNotFoundError, match="no such folder.* Download a model of the Hub first"):
         load_pretrained(torch.nn.Linear(2, 2), tmp_path / "nowhere")
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         (tmp_path / index).write_text(json.dumps({"weight_map": {"a": "one-of-two.safetensors", "b": "two"}}))
-        with pytest.raises(FileNotFoundError, match=f"{index} lists one-of-two.safetensors, two, which is missing"):
+        with pytest.raises(FileNotFoundError, match=f"{index} lists one-of-two.safetensors, two, missing"):
             load_pretrained(torch.nn.Linear(2, 2), tmp_path)
         (tmp_path / index).unlink()
 

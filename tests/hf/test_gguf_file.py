@@ -127,8 +127,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"nothing")
     with pytest.raises(ValueError, match=r"a.gguf \(7 bytes\) cannot be read as GGUF"):
         hf.load_pretrained(model, tmp_path)
-    with pytest.raises(ValueError, match="loaded into a model of transformers, not Linear"):
+    with pytest.raises(ValueError, match="pass a model of transformers, not a Linear"):
         hf.load_pretrained(torch.nn.Linear(2, 2), tmp_path / "a.gguf")
     (tmp_path / "b.gguf").touch()
-    with pytest.raises(ValueError, match="has 2 GGUF files, a.gguf, b.gguf: name one"):
+    with pytest.raises(ValueError, match="has 2 GGUF files, a.gguf, b.gguf: pass the path of one"):
         hf.load_pretrained(model, tmp_path)

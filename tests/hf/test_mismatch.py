@@ -77,14 +77,14 @@ CASES: list[tuple[Sequence[str], Sequence[str], str]] = [
     (["bert.x.w:2"], ["w:2"], "error: missing (1): bert.x.w [2] (there is w); unexpected (1): w"),
     (["bert.x.w:2"], ["kkw:2"], "error: missing (1): bert.x.w [2]; unexpected (1): kkw"),  # no name of its own
     # a head outside of the base model, and a pooler anywhere, may be new
-    (["bert.a:1", "classifier.w:2"], ["bert.a:1"], "warning: newly initialised, since missing there: classifier.w"),
-    (["bert.pooler.w:2"], [], "warning: newly initialised, since missing there: bert.pooler.w"),
+    (["bert.a:1", "classifier.w:2"], ["bert.a:1"], "warning: missing there, so newly initialised: classifier.w"),
+    (["bert.pooler.w:2"], [], "warning: missing there, so newly initialised: bert.pooler.w"),
     (["bert.mypooler.w:2"], [], "error: missing (1): bert.mypooler.w [2]"),
     (["classifier.w|bert.w:2"], [], "error: missing (1): classifier.w or bert.w [2]"),
     (
         ["bert.a:1", "head.w|head.v:2"],
         ["bert.a:1", "old.w:3"],
-        "warning: newly initialised, since missing there: head.w; not used: old.w",
+        "warning: missing there, so newly initialised: head.w; not used: old.w",
     ),
     (
         ["bert.a:1", "bert.b:1", "head.w:1"],
@@ -106,7 +106,7 @@ def test_what_does_not_fit(expected: Sequence[str], present: Sequence[str], text
 def test_without_a_base_model_all_is_needed() -> None:
     for model in (SimpleNamespace(), SimpleNamespace(base_model_prefix=""), SimpleNamespace(base_model_prefix="bert")):
         assert verdict(model, ["head.w:1"], []) == "error: missing (1): head.w [1]"
-        assert verdict(model, ["pooler.w:1"], []).startswith("warning: newly initialised")
+        assert verdict(model, ["pooler.w:1"], []).startswith("warning: missing there, so newly initialised")
 
 
 def test_what_the_class_says_of_missing_and_unexpected_names() -> None:
@@ -142,7 +142,7 @@ def test_one_rank_warns_and_every_rank_refuses() -> None:
     "expected, present, text",
     [
         (["bert.a:2"], ["bert.a:2", "c:1"], "not used: c"),
-        (["bert.a:2", "classifier.w:1"], ["bert.a:2"], "newly initialised, since missing there: classifier.w"),
+        (["bert.a:2", "classifier.w:1"], ["bert.a:2"], "missing there, so newly initialised: classifier.w"),
     ],
 )
 def test_strict_refuses_what_is_warned_of(expected: list[str], present: list[str], text: str) -> None:

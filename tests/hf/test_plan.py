@@ -81,7 +81,7 @@ def _set(path: str, module: Any) -> Callable[[Any], Any]:
     return lambda model: setattr(model.get_submodule(parent), name, module())
 
 
-COVERED = "Toy (model type 'toy') cannot be swapped, its plan does not cover: "
+COVERED = "Toy (model type 'toy') cannot be swapped: its plan does not cover "
 REFUSALS: list[tuple[str, Callable[[Any], Any], str]] = [
     ("no config", lambda m: setattr(m, "config", None), "Toy (model type 'unknown') is not a Hugging Face causal LM: "),
     ("no head", lambda m: setattr(m, "get_output_embeddings", lambda: None), "Toy (model type 'toy') is not a Hugging"),
@@ -91,7 +91,7 @@ REFUSALS: list[tuple[str, Callable[[Any], Any], str]] = [
         "no plan",
         lambda m: setattr(m, "tp_plan", {}),
         "Toy (model type 'toy') has no tensor-parallel plan in transformers (its config's base_model_tp_plan); these "
-        "layers would stay whole: model.layers.*.self_attn.q_proj, model.layers.*.self_attn.k_proj, "
+        "layers would stay unsharded: model.layers.*.self_attn.q_proj, model.layers.*.self_attn.k_proj, "
         "model.layers.*.self_attn.v_proj, model.layers.*.self_attn.o_proj, model.layers.*.mlp.up_proj, "
         "model.layers.*.mlp.down_proj",
     ),
@@ -113,13 +113,13 @@ REFUSALS: list[tuple[str, Callable[[Any], Any], str]] = [
     (
         "a head of another class",
         _set("lm_head", lambda: OtherLinear(8, 20)),
-        COVERED + "lm_head (the head is to be a torch.nn.Linear with one of the styles colwise, colwise_rep, "
+        COVERED + "lm_head (the head must be a torch.nn.Linear with one of the styles colwise, colwise_rep, "
         "colwise_gather_output)",
     ),
     (
         "a head of another style",
         lambda m: m.tp_plan.update({"lm_head": "rowwise"}),
-        COVERED + "lm_head (the head is to be a torch.nn.Linear with one of the styles colwise, colwise_rep, "
+        COVERED + "lm_head (the head must be a torch.nn.Linear with one of the styles colwise, colwise_rep, "
         "colwise_gather_output)",
     ),
     (

@@ -139,7 +139,7 @@ def test_logits_that_come_with_a_loss_are_kept_unless_they_are_given_up(inplace_
         return error(output.logits.detach(), expected) < TOLERANCE
 
     assert threads.run(Mesh(1), rank) == [not inplace_logits]
-    with pytest.raises(ValueError, match="has been swapped already"):
+    with pytest.raises(ValueError, match="is already swapped"):
         threads.run(Mesh(1), lambda: swap(swap(meta_model(config), inplace_logits=inplace_logits)))
 
 

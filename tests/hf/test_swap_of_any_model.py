@@ -61,7 +61,7 @@ def test_sizes_that_are_refused_together() -> None:
     assert "k_proj" not in message and "which adds 4 zero rows; up_proj of size 12" in message
 
 
-DROPOUT = "such dropout goes neither with sequence_parallel=True nor with attention_dropout"
+DROPOUT = "such dropout works neither with sequence_parallel=True nor with attention_dropout"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_attention_reads_local_numbers_of_heads(tp: int, heads: int, kv_heads: i
         assert "num_local_heads" not in vars(layer.self_attn)
     assert model.loss_function.func is causal_lm_loss
     assert model.loss_function.keywords == {"inplace_logits": False}
-    with comm.as_rank(Mesh(tp, tp=tp), 0), pytest.raises(ValueError, match="this Toy has been swapped already"):
+    with comm.as_rank(Mesh(tp, tp=tp), 0), pytest.raises(ValueError, match="this Toy is already swapped"):
         swap(model)
 
 
@@ -213,5 +213,5 @@ def test_part_of_the_logits(hooks: Any, keep: Any, refused: bool) -> None:
     if not refused:
         assert hooks.whole((), {"logits_to_keep": keep}) is None
     else:
-        with pytest.raises(ValueError, match="logits_to_keep would pick positions"):
+        with pytest.raises(ValueError, match="logits_to_keep would select positions"):
             hooks.whole((), {"logits_to_keep": keep})

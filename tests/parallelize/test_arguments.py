@@ -166,18 +166,24 @@ BAD: dict[str, tuple[Any, str]] = {
         {"x": sample(), "batchs": []},
         r"forward of Named takes no argument 'batchs'. Did you mean batches\? It takes x, batches, \*args, scale=1.0\.",
     ),
-    "missing": ({"x": sample()}, "forward of Named needs batches, which the dummy arguments lack. It takes x, "),
+    "missing": ({"x": sample()}, "forward of Named needs batches, missing in the dummy arguments. It takes x, "),
     "of another type": (
         {"x": [1.0], "batches": 1},
-        r"dummy argument x of forward of Named is \(1.0\), where forward takes a tensor",
+        r"dummy argument x of forward of Named is \(1.0\), but forward takes a tensor",
     ),
     "of numpy": (
         {"x": sample(), "batches": {"a": [sample().numpy()]}},
-        r"argument batches\['a'\]\[0\] .* is a ndarray: torch\.from_numpy",
+        r"argument batches\['a'\]\[0\] .* is a ndarray: convert it by torch\.from_numpy",
     ),
-    "rest of the positions": ({"x": sample(), "batches": 1, "args": (1,)}, r"takes \*args, which has no names"),
-    "no dict": ([sample()], r"dummy arguments of forward of Named are a dict of them by name.*got \(Tensor\[6, 5\]\)"),
-    "no names": ({0: sample()}, "are a dict of them by name"),
+    "rest of the positions": (
+        {"x": sample(), "batches": 1, "args": (1,)},
+        r"takes \*args, which dummy arguments cannot pass by name",
+    ),
+    "no dict": (
+        [sample()],
+        r"dummy arguments of forward of Named must be a dict from names to values.*got \(Tensor\[6, 5\]\)",
+    ),
+    "no names": ({0: sample()}, "must be a dict from names to values"),
 }
 
 

@@ -277,7 +277,7 @@ REFUSED = {
         lambda function, x: checkpoint(function, x, use_reentrant=False, context_fn=_selective),
         r"test_checkpoints.py:\d+: torch.utils.checkpoint has a context_fn.*graph.recompute\(nodes\)",
     ),
-    "save_on_cpu": (_on_cpu, r"test_checkpoints.py:\d+: forward runs inside of .*save_on_cpu.*around the call"),
+    "save_on_cpu": (_on_cpu, r"test_checkpoints.py:\d+: forward runs inside .*save_on_cpu.*around the call"),
     "no gradient": (
         lambda function, x: checkpoint(function, x.detach(), use_reentrant=True),
         r"test_checkpoints.py:\d+: .*use_reentrant=True\) gets no tensor that requires a gradient",

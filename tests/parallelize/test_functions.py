@@ -59,7 +59,7 @@ class WithoutSecond(Scaled):
 
 
 def test_results_that_are_not_all_tensors() -> None:
-    with pytest.raises(TracingError, match=rf"{__file__}:\d+: apply returns tensors in containers, or with other"):
+    with pytest.raises(TracingError, match=rf"{__file__}:\d+: apply returns tensors in nested containers, or mixed"):
         record_program(Function(lambda self, x: WithoutSecond.apply(x, self.weight)[0]), {"x": sample()}, training=True)
 
 

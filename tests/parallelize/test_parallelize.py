@@ -269,14 +269,14 @@ def test_an_end2end_module_has_no_forward(tmp_path: Path) -> None:
     parallel = made(module, arguments, tmp_path, ComputeConfig(1, 1, use_end2end=True))
     with pytest.raises(RuntimeError, match="end2end: call train_step or infer_step"):
         parallel(arguments["data"])
-    with pytest.raises(ValueError, match="2 samples, and is_dummy_batch has 1"):
+    with pytest.raises(ValueError, match="2 samples, but is_dummy_batch has 1"):
         parallel.train_step([arguments["data"]] * 2, is_dummy_batch=[False])
 
 
 def test_steps_are_for_end2end_modules(tmp_path: Path) -> None:
     module, arguments = model("mlp")
     parallel = made(module, arguments, tmp_path)
-    with pytest.raises(RuntimeError, match="train_step is for end2end modules"):
+    with pytest.raises(RuntimeError, match="train_step needs an end2end module"):
         parallel.train_step([arguments["data"]])
 
 
@@ -289,10 +289,10 @@ class Refusal(NamedTuple):
 X = torch.zeros(8, WIDTH).double()
 REFUSALS = {
     "unknown argument": Refusal({"arguments": {"x": X, "y": X, "scal": 2.0}}, TypeError, "no argument 'scal'.*scale"),
-    "missing argument": Refusal({"arguments": {"x": X}}, TypeError, "needs y, which"),
+    "missing argument": Refusal({"arguments": {"x": X}}, TypeError, "needs y, missing"),
     "two samples": Refusal({"config": ComputeConfig(1, 1, use_end2end=True)}, TypeError, "end2end.*requires x, y"),
     "no module": Refusal({"module": object()}, TypeError, "takes a torch.nn.Module"),
-    "instance name": Refusal({"instance_name": "a-b"}, ValueError, "no Python identifier"),
+    "instance name": Refusal({"instance_name": "a-b"}, ValueError, "must be a Python identifier"),
     "policy": Refusal({"policy": "tq"}, ValueError, "unknown policy 'tq'"),
     "reuse": Refusal({"reuse": "moon"}, ValueError, "moo"),
     "broadcast": Refusal({"broadcast_strategy": "all"}, RuntimeError, "no process group"),
@@ -312,22 +312,22 @@ def test_refusals(case: str, tmp_path: Path) -> None:
 def test_arguments_of_other_shapes_and_values_are_refused(tmp_path: Path) -> None:
     module, arguments = model("pair")
     parallel = made(module, arguments, tmp_path)
-    with pytest.raises(ValueError, match=r"x is \[4, 16\] torch.float64, and the program was recorded with \[8, 16\]"):
+    with pytest.raises(ValueError, match=r"x is \[4, 16\] torch.float64, but the program was recorded with \[8, 16\]"):
         parallel(arguments["x"][:4], arguments["y"])
-    with pytest.raises(ValueError, match="scale=3.0, and the program was recorded with 2.0"):
+    with pytest.raises(ValueError, match="scale=3.0, but the program was recorded with 2.0"):
         parallel(arguments["x"], arguments["y"], scale=3.0)
 
 
 def test_a_parallel_module_inside_is_refused(tmp_path: Path) -> None:
     module, arguments = model("mlp")
     outer = nn.Sequential(made(module, arguments, tmp_path))
-    with pytest.raises(ValueError, match="Sequential: 0 is parallel already"):
+    with pytest.raises(ValueError, match="Sequential: submodule 0 is already parallelized"):
         made(outer, {"input": X}, tmp_path)
 
 
 def test_a_divided_module_needs_its_mesh(tmp_path: Path) -> None:
     module, arguments = model("mlp")
-    with pytest.raises(RuntimeError, match="divided over 2 ranks, and there is no mesh"):
+    with pytest.raises(RuntimeError, match="divided over 2 ranks, but there is no mesh"):
         parallelize(module, arguments, "tp", ComputeConfig(2, 2), gen_savedir=tmp_path)
 
 

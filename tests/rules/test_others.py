@@ -63,7 +63,7 @@ def test_affine_grid():
 
     spec = verify(F.affine_grid, x(4, 2, 3), (4, 1, 6, 8), False, _adapt=images)
     assert spec is not None and len(spec.fixed) == 2
-    with pytest.raises(ValueError, match="affine_grid of 2 matrices for 4 images"):
+    with pytest.raises(ValueError, match="affine_grid: got 2 matrices for 4 images"):
         RULES[F.affine_grid].spec(x(2, 2, 3), (4, 1, 6, 8))  # type: ignore[misc]
 
 

@@ -67,7 +67,7 @@ def test_a_wrong_program(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("script.py", "--world-size", "2"), "does not say which function"),
+        (("script.py", "--world-size", "2"), "names no function"),
         (("nothing.py:f", "--world-size", "2"), "there is no file nothing.py"),
         (("script.py:nothing", "--world-size", "2"), "no attribute 'nothing'"),
         (("script.py:block", "--world-size", "3", "--tp", "2"), "not divisible by tp=2"),

@@ -66,7 +66,7 @@ def test_ranks_of_a_stage_must_have_one_program():
 
 
 def test_ranks_that_wait_for_each_other_are_named():
-    with pytest.raises(ProgramsDiffer, match="wait for each other for ever") as found:
+    with pytest.raises(ProgramsDiffer, match="wait for each other forever") as found:
         lower(programs.one_transfer_too_many, STAGES, [(draw(4, 3),)] * 4)
     text = str(found.value)
     assert "rank 1: program 1, which ranks 0, 1, 2, 3 run together: collective-permute f32[4, 3] over pp" in text
@@ -99,7 +99,7 @@ X = draw(4, 8)
         (programs.copies_into_the_host, "a value was copied to the host"),
         (programs.changes_a_viewed_tensor, r"of shape \(4, 8\) or its view of shape \(8,\) was changed in place"),
         (programs.changes_what_was_saved, "was changed in place after it was saved"),
-        (programs.keeps_in_the_module, r"shape \(4, 8\) is alive after its rank is done"),
+        (programs.keeps_in_the_module, r"shape \(4, 8\) is still alive after its rank's replay"),
         (programs.fails_on_one_rank, "^rank 2: no such token: 17"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -112,7 +112,7 @@ def test_what_cannot_be_replayed_is_refused(function, message):
 def test_values_in_the_set_up():
     found = replay_loop(programs.set_up_reads, TP2, [(X,)] * 4, [[()]] * 4)
     assert torch.allclose(found.outputs[3][0], X * (2 * X).sum())
-    with pytest.raises(RuntimeError, match="rank 0: __float__.*program before would leave"):
+    with pytest.raises(RuntimeError, match="rank 0: __float__.*a result of an earlier program"):
         replay_loop(programs.set_up_reads_a_sum, TP2, [(X,)] * 4, [[()]] * 4)
 
 
@@ -149,11 +149,11 @@ def test_steps_of_torch_xla_cut():
     [
         ([[(X,)]], r"batches for 1 ranks, of \[1\] steps"),
         ([[(X,)], [(X,)], [(X,)], []], r"of \[1, 1, 1, 0\] steps"),
-        ([[X]] * 4, "batch 0 of rank 0: a tuple is needed"),
+        ([[X]] * 4, "batch 0 of rank 0: must be a tuple"),
     ],
 )
 def test_batches_must_fit(batches, message):
     with pytest.raises((ValueError, TypeError), match=message):
         replay_loop(programs.loop_with_syncs, TP2, [(X,)] * 4, batches)
-    with pytest.raises(TypeError, match="must give two functions"):
+    with pytest.raises(TypeError, match="must return two functions"):
         replay_loop(programs.sums_without_groups, Mesh(1), [(X,)], [[]])

@@ -36,7 +36,7 @@ def test_a_collective_that_one_rank_skips_is_found_with_its_line():
     with pytest.raises(ProgramsDiffer) as found:
         replay(programs.skips_a_collective, TP2, [(draw(4, 3),)] * 4)
     text = str(found.value)
-    assert "they part at collective 1" in text and "rank 1: has no more" in text
+    assert "the first differing collective is number 1" in text and "rank 1: has no more" in text
     assert "all_reduce float32[4, 3] over dp" in text
     assert line_of(programs.skips_a_collective, '"dp")') in text
 

@@ -240,7 +240,7 @@ def test_programs_and_their_runs() -> None:
     assert replayed.table() == f"{table(ALONE)}\n\n{table(WITHIN)}" and Replayed([], [ALONE], []).program is ALONE
     with pytest.raises(RuntimeError) as error:
         _ = replayed.program
-    assert str(error.value) == "there are 2 programs, not one: look at the `programs` of `replay(...)`"
+    assert str(error.value) == "there are 2 programs, not one: read `replay(...).programs`"
     loop = ReplayedLoop([], [], programs, [[runs[0]], [runs[0], runs[1]], [runs[1], runs[0]]], [], [])
     assert loop.compiled == [1, 1, 0]
 
@@ -288,15 +288,14 @@ def test_values_are_kept_until_their_last_use(monkeypatch: pytest.MonkeyPatch) -
 
 
 REQUESTS = {
-    "1 lists of arguments for 4 ranks; give one for each": dict(arguments=[()]),
-    "arguments of rank 1: a tuple is needed, with what the function takes; got 3": dict(arguments=[(), 3, (), ()]),
-    "batches for 1 ranks, of [1] steps: give one list for each of the 4 ranks, all with as many steps": dict(
+    "1 lists of arguments for 4 ranks; pass one list for each rank": dict(arguments=[()]),
+    "arguments of rank 1: must be a tuple of the function's arguments; got 3": dict(arguments=[(), 3, (), ()]),
+    "batches: got lists for 1 ranks, of [1] steps; pass one list for each of the 4 ranks, all of equal length": dict(
         batches=[[()]]
     ),
-    "batches for 4 ranks, of [1, 1, 0, 1] steps: give one list for each of the 4 ranks, all with as many steps": dict(
-        batches=[[()], [()], [], [()]]
-    ),
-    "batch 1 of rank 2: a tuple is needed, with what the step takes; got 'x'": dict(
+    "batches: got lists for 4 ranks, of [1, 1, 0, 1] steps; pass one list for each of the 4 ranks, all of equal "
+    "length": dict(batches=[[()], [()], [], [()]]),
+    "batch 1 of rank 2: must be a tuple of the step's arguments; got 'x'": dict(
         batches=[[(), ()], [(), ()], [(), "x"], [(), ()]]
     ),
 }
@@ -312,7 +311,7 @@ def test_requests_that_do_not_fit(message: str) -> None:
     def of_a_script() -> None: ...
 
     of_a_script.__module__ = "__main__"
-    with pytest.raises(ValueError, match="lives in the script that is running, where the lowering process cannot"):
+    with pytest.raises(ValueError, match="is defined in the running script, which the lowering process cannot"):
         replaying.lower(of_a_script, MESH, [()] * 4)
 
 

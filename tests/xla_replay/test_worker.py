@@ -62,7 +62,7 @@ def test_answers_and_errors(answering: Worker) -> None:
         with pytest.raises((WorkerError, AttributeError, TypeError)) as error:
             answering.ask(request)
         assert words in f"{error.value} {error.value.__cause__}"
-    with pytest.raises(TypeError, match="what is replayed goes to another process, so functions must be those of"):
+    with pytest.raises(TypeError, match="the replay runs in another process, so functions must be defined in"):
         answering.ask(lambda: None)
     assert answering.ask("again")[0] == "again"  # it goes on
     with pytest.raises(WorkerError) as died:

@@ -58,18 +58,18 @@ class Annotation:
         """
         left, arrow, right = text.partition("->")
         if not arrow or "->" in right:
-            raise AnnotationError(f"annotation {text!r} has to be 'inputs -> outputs', such as 'm k+, n k+ -> m n'")
+            raise AnnotationError(f"annotation {text!r}: must be 'inputs -> outputs', such as 'm k+, n k+ -> m n'")
         summed: set[str] = set()
         fixed: set[str] = set()
         inputs = tuple(_term(text, part, summed, fixed) for part in left.split(","))
         outputs = tuple(_term(text, part, summed, fixed) for part in right.split(","))
         if any(term is None for term in outputs):
-            raise AnnotationError(f"annotation {text!r}: `?` is for inputs; an output has dims")
+            raise AnnotationError(f"annotation {text!r}: `?` is for inputs only; write the dims of each output")
         read = cls(text, inputs, outputs, frozenset(summed), frozenset(fixed))
         in_outputs = _names(outputs)
         for name in _names(inputs):
             if name in summed and name in in_outputs:
-                raise AnnotationError(f"annotation {text!r}: {name}+ ends in a sum, and is in an output")
+                raise AnnotationError(f"annotation {text!r}: {name}+ is summed over, so it cannot be in an output")
             if not name.isdigit() and name not in in_outputs | summed | fixed:
                 raise AnnotationError(
                     f"annotation {text!r}: {name} is in no output: write {name}+ where the function sums over it, or "
@@ -95,13 +95,15 @@ class Annotation:
                 continue
             run = len(shape) - len(term) + 1 if ("*",) in term else 0
             if run < 0 or (("*",) not in term and len(shape) != len(term)):
-                raise AnnotationError(f"{self._at(position, shape)}: it has {len(shape)} dims, not {len(term)}")
+                raise AnnotationError(f"{self._at(position, shape)}: the input must have {len(term)} dims")
             dims = iter(shape)
             for factors in term:
                 if factors == ("*",):
                     run_sizes = tuple(next(dims) for _ in range(run))
                     if stars is not None and run_sizes != stars:
-                        raise AnnotationError(f"{self._at(position, shape)}: `*` is {run_sizes}, and {stars} before")
+                        raise AnnotationError(
+                            f"{self._at(position, shape)}: `*` is {run_sizes} here and {stars} in an earlier input"
+                        )
                     stars = run_sizes
                 else:
                     groups.append((factors, next(dims)))
@@ -111,7 +113,7 @@ class Annotation:
             if name != "*" and name not in sizes:
                 number = numbers.get(name, int(name) if name.isdigit() else None)
                 if not isinstance(number, int):
-                    raise AnnotationError(f"annotation {self.text!r}: the size of {name} is in no input or argument")
+                    raise AnnotationError(f"annotation {self.text!r}: no input or argument gives the size of {name}")
                 sizes[name] = number
         sizes.update({f"*{index}": size for index, size in enumerate(stars or ())})
         return sizes, len(stars or ())
@@ -127,14 +129,14 @@ class Annotation:
         known = math.prod(sizes[name] for name in factors if name in sizes)
         if len(open_names) > 1:
             raise AnnotationError(
-                f"annotation {self.text!r}: the sizes of {' and '.join(open_names)} in ({' '.join(factors)}) are in no "
-                "argument of these names"
+                f"annotation {self.text!r}: the sizes of {' and '.join(open_names)} in ({' '.join(factors)}) are "
+                "unknown: the function needs arguments of these names"
             )
         if open_names and known and size % known == 0:
             sizes[open_names[0]] = size // known
         elif open_names or known != size:
             raise AnnotationError(
-                f"annotation {self.text!r}: a dim of size {size} is not ({' '.join(factors)}) with "
+                f"annotation {self.text!r}: a dim of size {size} does not fit ({' '.join(factors)}) with "
                 + ", ".join(f"{name}={sizes[name]}" for name in factors if name in sizes)
             )
 
@@ -191,7 +193,7 @@ def _term(text: str, part: str, summed: set[str], fixed: set[str]) -> Term:
     if part == "?":
         return None
     if re.sub(r"\s", "", _TOKEN.sub("", part)):
-        raise AnnotationError(f"annotation {text!r}: {part!r} has a parenthesis too many")
+        raise AnnotationError(f"annotation {text!r}: {part!r} has an unmatched parenthesis")
     dims = []
     for inner, single in _TOKEN.findall(part):
         factors = []
@@ -199,12 +201,12 @@ def _term(text: str, part: str, summed: set[str], fixed: set[str]) -> Term:
             name = word.rstrip("+^")
             if word[len(name) :] not in ("", "+", "^") or not (_NAME.match(name) or name.isdigit() or word == "*"):
                 raise AnnotationError(
-                    f"annotation {text!r}: {word!r} is no dim: a name, name+ (summed), name^ (not split), *, ?, "
+                    f"annotation {text!r}: {word!r} is no dim; write a name, name+ (summed), name^ (not split), *, ?, "
                     "(outer inner) or a number"
                 )
             (summed if word.endswith("+") else fixed if word.endswith("^") else set()).add(name)
             factors.append(name)
         if not factors or ("*" in factors and len(factors) > 1):
-            raise AnnotationError(f"annotation {text!r}: ({inner}) has to be names of factors, outer to inner")
+            raise AnnotationError(f"annotation {text!r}: ({inner}) must be names of factors, outer to inner")
         dims.append(tuple(factors))
     return dims

@@ -48,7 +48,7 @@ def _example_arguments(op: Operator, annotation: Annotation) -> list[Any] | str:
     parameters = list(op.signature.parameters.values())
     if len(parameters) < len(annotation.inputs):
         raise AnnotationError(
-            f"register_op: {op.name} has {len(parameters)} parameters, and annotation {annotation.text!r} "
+            f"register_op: {op.name} has {len(parameters)} parameters, but annotation {annotation.text!r} has "
             f"{len(annotation.inputs)} inputs"
         )
     sizes = {name: int(name) if name.isdigit() else 4 + 2 * (index % 3) for index, name in enumerate(names)}
@@ -82,7 +82,7 @@ def verify(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None
         whole = tensors_of(op.function(*args, **kwargs))
         if [tuple(result.shape) for result in whole] != [_shape(dims, spec.sizes) for dims in spec.outs]:
             raise AnnotationError(
-                f"register_op: {op.name} gives {_shapes(whole)}, and annotation {annotation.text!r} says "
+                f"register_op: {op.name} returns shapes {_shapes(whole)}, but annotation {annotation.text!r} expects "
                 f"{[list(_shape(dims, spec.sizes)) for dims in spec.outs]}"
             )
     backward = _Backward(op, bound, dims_of, spec, whole)
@@ -112,8 +112,8 @@ def _call(op: Operator, arguments: dict[str, Any], label: str) -> list[torch.Ten
         return tensors_of(op.function(*bound.args, **bound.kwargs))
     except Exception as error:
         raise AnnotationError(
-            f"register_op: {op.name} raises {type(error).__name__} on a half of {label} ({error}): if it cannot be "
-            f"split there, write {label}^"
+            f"register_op: {op.name} raises {type(error).__name__} on a half of {label} ({error}): if the function "
+            f"cannot be split along {label}, write {label}^"
         ) from error
 
 
@@ -138,8 +138,8 @@ def _compare(
             if a.shape != b.shape or not torch.allclose(a, b.to(a.dtype), rtol=1e-5, atol=1e-6, equal_nan=True):
                 difference = "another shape" if a.shape != b.shape else f"off by {float((a - b).abs().max()):.2g}"
                 raise AnnotationError(
-                    f"register_op: {op.name} is annotated {annotation.text!r}, but split in two along {name} its "
-                    f"pieces do not make up result {index} ({difference}): write {name}^ if it cannot be split there"
+                    f"register_op: {op.name} is annotated {annotation.text!r}, but the results of two halves along "
+                    f"{name} do not combine to result {index} ({difference}): write {name}^ if it cannot be split there"
                     + (f", {name}+ if the pieces add up" if label not in spec.reduced else "")
                 )
 
@@ -184,7 +184,7 @@ class _Backward:
             except Exception as error:
                 raise AnnotationError(
                     f"register_op: backward of {self.op.name} raises {type(error).__name__} on a half of {name} "
-                    f"({error}): if it cannot be split there, write {name}^"
+                    f"({error}): if the function cannot be split along {name}, write {name}^"
                 ) from error
         for operand, whole in self.gradients.items():
             dims = self.dims_of.get(operand) or ()
@@ -195,9 +195,10 @@ class _Backward:
             for a, b in zip(computed, expected):
                 if not torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True):
                     raise AnnotationError(
-                        f"register_op: {self.op.name} is annotated {annotation.text!r}, but split in two along {name} "
-                        f"its pieces do not make up the gradient of {operand} (off by {float((a - b).abs().max()):.2g})"
-                        f": its backward is wrong, or write {name}^ if it cannot be split there"
+                        f"register_op: {self.op.name} is annotated {annotation.text!r}, but the gradients of two "
+                        f"halves along {name} do not combine to the gradient of {operand} (off by "
+                        f"{float((a - b).abs().max()):.2g}): correct its backward, or write {name}^ if it cannot be "
+                        "split there"
                     )
 
     def _part(self, gradient: torch.Tensor, dims: Any, label: int, half: int) -> torch.Tensor:

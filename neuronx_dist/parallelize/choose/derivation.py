@@ -104,9 +104,9 @@ def derive(facts: Facts) -> Derivation:
             assert spec is not None and not isinstance(results, str)
             arguments = _local(facts, spec, label, types)
             if arguments is None:
-                reason = "no change of its integers makes the local call that of a shard"
+                reason = "no choice of the call's integers makes it the call of a shard"
             elif not _checker_agrees(facts, arguments, affine, types, results):
-                reason = "of dims of size 1 the checker cannot tell which one the rank's part is of"
+                reason = "the checker cannot tell which of the dims of size 1 is sharded"
         if reason:
             derivation.refusals.append(Refusal(name, reason))
         else:
@@ -127,7 +127,7 @@ def described(facts: Facts) -> tuple[Spec | None, bool, str]:
     if rule is None:
         return None, False, "the function has no rule: describe it by register_op(annotation)"
     if rule.kind != "op" or rule.spec is None:
-        return None, False, f"its rule says nothing of the dims of its results ({rule.kind})"
+        return None, False, f"its rule says nothing about the dims of its results ({rule.kind})"
     if any(0 in shape for shape in (*(slot.shape for slot in facts.slots), *facts.results)):
         return None, False, "it has an empty tensor"
     args, kwargs = substituted(facts.arguments, TensorSlot, whole_tensor)
@@ -261,11 +261,11 @@ def results_of(facts: Facts, spec: Spec, affine: bool, types: Sequence[SpmdType]
     except Violation as violation:
         return violation.why
     if judgement.assumed:
-        return f"it would rest on an assumption: {judgement.assumed[0]}"
+        return f"its types would rest on an assumption: {judgement.assumed[0]}"
     if outer is not None:
         for spmd_type, type_ in zip(outer.results, judgement.types, strict=True):
             if _plain(type_.get(outer.axis) or R) != spmd_type:
-                return f"on {outer.axis} its result would be {type_.get(outer.axis)}, and is {spmd_type}"
+                return f"on {outer.axis} its result would become {type_.get(outer.axis)} instead of {spmd_type}"
     return tuple(_plain(type_.get(facts.axis) or R) for type_ in judgement.types)
 
 
@@ -295,7 +295,7 @@ def rejection_reason(facts: Facts, types: Sequence[SpmdType], results: Sequence[
             return f"{spmd_type} of {list(shape)} does not divide by {facts.size} ranks"
     for index in facts.written:
         if types[index] is not R:
-            return f"operand {index} is written in place, and stays whole on every rank"
+            return f"operand {index} is written in place, so it cannot be sharded"
     cut = any(isinstance(spmd_type, Shard) for spmd_type in types)
     if facts.random and cut and facts.function not in DRAWING:
         return "it would draw the same random numbers on every rank"

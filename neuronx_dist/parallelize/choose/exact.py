@@ -164,10 +164,8 @@ class StrategyChoice:
     def _none_left(self, call: Call, strategies: Sequence[Strategy]) -> PlanError:
         names = [strategy.name for strategy in strategies]
         if call not in self.constraints.strategies:
-            return PlanError(f"{call!r} has no strategy whose operands can be had; its strategies: {_listed(names)}")
-        return PlanError(
-            f"{call!r} has no strategy over {self.size} ranks that the plan allows; its strategies: {_listed(names)}"
-        )
+            return PlanError(f"{call!r}: no strategy's operand types are reachable; strategies: {_listed(names)}")
+        return PlanError(f"{call!r}: the plan allows none of its strategies over {self.size} ranks: {_listed(names)}")
 
     def solve(self, price: float, forced: Mapping[Call, Strategy] | None = None) -> Solution:
         """Returns the cheapest division at a price of memory, in seconds per byte.
@@ -189,7 +187,9 @@ class StrategyChoice:
             return self.solve(price, forced)
         except Impossible as impossible:
             owners = [self.tables.owner[variable] for variable in impossible.variables]
-            raise PlanError(f"the plan contradicts itself: no strategies fit together at {_listed(owners)}") from None
+            raise PlanError(
+                f"the plan contradicts itself: the strategies of {_listed(owners)} cannot be combined"
+            ) from None
         values, variable = choice.values, self.tables.variable
         strategies = {call: self.options[call][values[variable[call]]] for call in self.program.calls}
         types = {
@@ -212,10 +212,9 @@ class StrategyChoice:
                 return self._cheaper(division, price / 4, price, memory, stages)
             price *= 4
         raise PlanError(
-            f"no division over {self.size} ranks holds less than {least.total(stages):.3g} bytes on a rank "
-            f"({least.parameters:.3g} of parameters, gradients and optimizer state, {least.activations:.3g} kept for "
-            f"backward), more than the {memory:.3g} that are allowed: more ranks, smaller microbatches or recomputing "
-            "would need less"
+            f"every division over {self.size} ranks needs at least {least.total(stages):.3g} bytes on a rank "
+            f"({least.parameters:.3g} for parameters, gradients and optimizer state, {least.activations:.3g} saved for "
+            f"backward); the limit is {memory:.3g}: use more ranks, smaller microbatches or recomputation"
         )
 
     def _cheaper(self, division: Division, low: float, high: float, memory: float, stages: int) -> Division:

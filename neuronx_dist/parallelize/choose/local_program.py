@@ -123,7 +123,7 @@ class _LocalProgramBuilder:
             return self.converted[value, wanted]
         how = conversion(value, has, wanted, division.size)
         if how is None:
-            raise ValueError(f"{value!r}: no operator makes {wanted} of {has}, at {reader or 'the result'}")
+            raise ValueError(f"{value!r}: no operator converts {has} to {wanted}, needed by {reader or 'the result'}")
         function, args, kwargs = how.call(
             self.values[value], division.axis, inplace=read_once(value, self.program, self.consumers)
         )

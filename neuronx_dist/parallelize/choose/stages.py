@@ -70,8 +70,8 @@ def stages_of(division: Division) -> list[StageCalls]:
                 pending += _read(producer)
             elif home[producer] > stage:
                 raise PlanError(
-                    f"{value!r} is made of a buffer that stage {home[producer]} writes, and stage {stage} reads it: "
-                    "cut the pipeline elsewhere (graph.staging)"
+                    f"stage {stage} reads {value!r}, computed from a buffer that the later stage {home[producer]} "
+                    "writes: cut the pipeline elsewhere (graph.staging)"
                 )
             else:
                 for passed in range(home[producer] + 1, stage + 1):
@@ -120,8 +120,9 @@ def starts_like(division: Division, program: Program) -> list[int]:
     filled = _filled(wanted, allowed, len(starts))
     if filled is None:
         raise PlanError(
-            f"the module runs {len(calls)} calls in training and {len(others)} in evaluation, and cut as the first are "
-            f"({division.stages}) a stage of the others is empty ({starts}): cut elsewhere, or use fewer stages"
+            f"the module runs {len(calls)} calls in training and {len(others)} in evaluation: stages that begin at "
+            f"calls {division.stages} in training begin at {starts} in evaluation, so one is empty: cut elsewhere, or "
+            "use fewer stages"
         )
     return [filled.index(stage) for stage in range(len(starts))]
 

@@ -150,7 +150,7 @@ class _Body:
         division = self.division
         how = conversion(value, has, wanted, division.size)
         if how is None:
-            raise ValueError(f"{value!r}: no operator makes {wanted} of {has}, at {above or 'the result'}")
+            raise ValueError(f"{value!r}: no operator converts {has} to {wanted}, needed by {above or 'the result'}")
         inplace = read_once(value, self.program, self.consumers) and self._made_here(value, spans)
         call = how.call(_Text(source), division.axis, inplace=inplace)
         text = f"{name} = {call_text(*call, self.imports, _text)}"

@@ -263,8 +263,8 @@ def _fixed(program: Program, arguments: Mapping[str, Any], imports: Imports) -> 
             lines.append(f"{INDENT * 2}{json.dumps(name)}: {literal(value, imports, _device)},")
         except ValueError as error:
             raise ValueError(
-                f"forward's argument {name} is {value!r}, which the emitted file cannot compare with what it is called "
-                f"with ({error}): give a tensor, number, text or member of an Enum, or keep it in the module"
+                f"forward's argument {name} is {value!r}, which cannot be written into the emitted file ({error}): "
+                "pass a tensor, number, string or Enum member, or make it an attribute of the module"
             ) from error
     return [f"{INDENT}FIXED = {{", *lines, f"{INDENT}}}"] if lines else []
 

@@ -68,7 +68,7 @@ class Weights(Mapping[str, torch.Tensor]):
             raise KeyError(f"{self._folder} has no weight {name!r}")
         tensor = self._source.read(name)
         if _checksum(tensor) != self._checksums[name]:
-            raise _damaged(self._folder, f"the values of {name!r} are not those that were written")
+            raise _damaged(self._folder, f"the values of {name!r} differ from those that were written")
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -137,8 +137,8 @@ class Generated:
         """
         if not self.has_weights:
             raise GeneratedFilesError(
-                f"{self.path} has no initial weights: they were not sent here (broadcast_strategy), or the module was "
-                "made on meta. Pass init_module_params=False, and load weights or call broadcast_weights(module)"
+                f"{self.path} has no initial weights: broadcast_strategy did not send them to this rank, or the module "
+                "was built on meta. Pass init_module_params=False, and load weights or call broadcast_weights(module)"
             )
         try:
             source = open_source(self.path / WEIGHTS)
@@ -168,8 +168,8 @@ class GeneratedFolder:
         name = "_" if instance_name is None else instance_name
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(
-                f"instance_name {instance_name!r} is no Python identifier, and is a part of a module's name: use "
-                f"letters, digits and _, such as {re.sub(r'[^0-9a-zA-Z_]', '_', f'_{name}')!r}"
+                f"instance_name {instance_name!r} becomes part of a module's name, so it must be a Python identifier: "
+                f"use letters, digits and _, such as {re.sub(r'[^0-9a-zA-Z_]', '_', f'_{name}')!r}"
             )
         parts = [*module_class.__module__.split("."), *module_class.__qualname__.split("."), name]
         self.path = Path(gen_savedir, "_parallel_modules", *(re.sub(r"[^\w]", "_", part) for part in parts)).resolve()
@@ -214,9 +214,9 @@ class GeneratedFolder:
         if lines:
             more = f"\n  and {len(lines) - 8} more" if len(lines) > 8 else ""
             raise GeneratedFilesError(
-                f"{self.path} was generated from something else (there -> now):\n  "
+                f"{self.path} was generated from other inputs (generated from -> now):\n  "
                 + "\n  ".join(lines[:8])
-                + f"{more}\nPass reuse='override' (or 'moo', which keeps what matches), another instance_name or "
+                + f"{more}\nPass reuse='override' (or 'moo', which reuses what matches), another instance_name or "
                 "gen_savedir"
             )
 
@@ -337,15 +337,15 @@ class GeneratedFolder:
                 raise _damaged(self.path, f"{name} is missing")
             files[name] = path.read_bytes()
             if digest(files[name]) != entry["sha256"]:
-                raise _damaged(self.path, f"{name} is not what was written")
+                raise _damaged(self.path, f"{name} differs from what was written")
         return Generated(self.path, manifest, files)
 
 
 def _manifest(path: Path) -> dict[str, Any]:
     names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else ["a file"]
     foreign = ForeignFilesError(
-        f"{path} holds {', '.join(names[:4])}, which parallelize did not write, and it removes nothing of others: "
-        "choose another gen_savedir or instance_name, or remove it"
+        f"{path} holds {', '.join(names[:4])}, which parallelize did not write and will not remove: "
+        "choose another gen_savedir or instance_name, or remove the folder"
     )
     if MANIFEST not in names:
         raise foreign

@@ -161,13 +161,13 @@ def _read_on_all(folder: GeneratedFolder, outcome: _Outcome) -> Generated:
     generated: Generated | None = None
     try:
         generated = folder.read()
-        other = "files of something else" if generated.key.digest != outcome.key_digest else ""
+        other = "files generated from other inputs" if generated.key.digest != outcome.key_digest else ""
         if not other and outcome.values_digest and generated.values_digest != outcome.values_digest:
             other = "other initial weights"
         if other:
             raise GeneratedFilesError(
-                f"{folder.path} has {other} than what rank 0 has: copy its folder, or pass broadcast_strategy='all' "
-                "and reuse='override'"
+                f"{folder.path} on this rank has {other} than on rank 0: copy rank 0's folder, or pass "
+                "broadcast_strategy='all' and reuse='override'"
             )
     except GeneratedFilesError as failure:
         error = failure
@@ -176,7 +176,7 @@ def _read_on_all(folder: GeneratedFolder, outcome: _Outcome) -> Generated:
         raise error
     if failures:
         rank, text = next(iter(failures.items()))
-        raise GeneratedFilesError(f"rank {rank} (of {len(failures)} such ranks): {text}")
+        raise GeneratedFilesError(f"rank {rank} (of {len(failures)} failing ranks): {text}")
     assert generated is not None
     return generated
 

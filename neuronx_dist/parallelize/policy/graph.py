@@ -159,14 +159,14 @@ class IRGraph:
         operation = node.node if isinstance(node, SubNode) else node
         if not isinstance(operation, IRFwOperation):
             raise PlanError(
-                f"{node!r} cannot be partitioned: inputs are whole on every rank of a unit; partition the operations "
-                "that read them, or replicate"
+                f"{node!r} cannot be partitioned: every rank of a unit gets the whole inputs; partition or replicate "
+                "the operations that read them"
             )
         if not algo.satisfy(idx=idx, dim=dim, num=num):
             names = [f"(idx={i}, dim={d})" for i, d in operation.transform_space()]
             raise PlanError(
-                f"{node!r} cannot be cut along dim {dim} of operand {idx} over {num} ranks; along these it can over "
-                f"{self.size}: {', '.join(names) or 'none'}"
+                f"{node!r} cannot be cut along dim {dim} of operand {idx} over {num} ranks; over {self.size} ranks it "
+                f"can be cut along: {', '.join(names) or 'no dim'}"
                 + ("" if names else "; a function without a rule gets one by register_op")
             )
         return self._divided(node, num, cuts_operand(idx, dim))
@@ -202,12 +202,12 @@ class IRGraph:
             return
         if isinstance(node, Node):
             if node.parts and node.ends[0].device is None:
-                raise PlanError(f"{node!r} is in {len(node.ends)} parts: assign these")
+                raise PlanError(f"{node!r} is divided into {len(node.ends)} parts: assign the parts")
             part = node.ends[0] if node.parts else self.replicate(node, 1)[0]
         else:
             part = node
         if part.parts:
-            raise PlanError(f"{part!r} is in {len(part.parts)} parts: assign these")
+            raise PlanError(f"{part!r} is divided into {len(part.parts)} parts: assign the parts")
         if part.device is not None:
             raise PlanError(f"{part.node!r} is assigned twice: to device {part.device}, and to {device}")
         part.device = device
@@ -310,12 +310,12 @@ class IRGraph:
         cut = len(self._segments)
         if cut > 1 and self.pipeline is None:
             raise PlanError(
-                f"graph.staging made {cut} stages, and nothing says how they take turns: call "
+                f"graph.staging made {cut} stages, but they have no schedule: call "
                 f'config.apply_pipeline_scheduler(graph, {cut}, nmicros, "1f1b")'
             )
         if cut and self.pipeline and self.pipeline.nstages != cut:
             raise PlanError(
-                f"graph.staging made {cut} stages, and apply_pipeline_scheduler was told {self.pipeline.nstages}"
+                f"graph.staging made {cut} stages, but apply_pipeline_scheduler got {self.pipeline.nstages}"
             )
 
     def problem(self) -> StrategyChoice:
@@ -337,14 +337,16 @@ class IRGraph:
         devices = [part.device for part in node.ends]
         missing = [number for number, part in enumerate(node.ends) if part.device is None]
         if missing:
-            raise PlanError(f"{node!r} has no device for parts {missing} of {len(devices)}: graph.assign(part, device)")
+            raise PlanError(
+                f"{node!r}: parts {missing} of {len(devices)} have no device: call graph.assign(part, device)"
+            )
         if isinstance(node, IRDataOperation):
             return
         first = self._stage_of(node) % self.groups * self.ranks
         expected = list(range(first, first + self.ranks))
         if devices != expected:
             raise PlanError(
-                f"{node!r} is on devices {devices}, and its stage consists of {expected}: one program runs on all "
+                f"{node!r} is on devices {devices}, but its stage has devices {expected}: one program runs on all "
                 f"ranks of a stage, so it needs {self.ranks} part(s), part i on device {first} + i"
                 + (f"; replicate(node, times={self.ranks}) computes it on each" if len(devices) != self.ranks else "")
                 + ("; graph.staging makes pipeline stages" if not self._segments and len(devices) == 1 else "")
@@ -403,5 +405,5 @@ def _before(starts: Sequence[int], chosen: Sequence[int]) -> list[int]:
     """
     moved = [starts[bisect_right(starts, start) - 1] for start in chosen]
     if len(set(moved)) < len(moved):
-        raise PlanError(f"{len(moved)} stages of a program of {len(starts) - 1} calls begin at the same: use fewer")
+        raise PlanError(f"two of {len(moved)} stages begin at the same of {len(starts) - 1} calls: use fewer stages")
     return moved

@@ -46,7 +46,7 @@ class SubNode:
     def algorithm(self, name: str) -> Algorithm:
         """Returns the partitioning algorithm of this name, over a second axis; "dim" is the only one."""
         if not isinstance(self.node, IRFwOperation):
-            raise PlanError(f"{self!r} cannot be partitioned: inputs are whole on every rank of a unit")
+            raise PlanError(f"{self!r} cannot be partitioned: every rank of a unit gets the whole inputs")
         return self.node.algorithm(name)
 
     algorithms = algorithm

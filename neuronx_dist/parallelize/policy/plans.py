@@ -101,7 +101,9 @@ def _decide(graph: IRGraph, calls: Sequence[CallPlan]) -> None:
     for node, call in zip(graph.operations, calls, strict=True):
         names = [strategy.name for strategy in graph.strategies(node)]
         if call.strategy not in names:
-            raise PlanError(f"{node!r} has no strategy {call.strategy!r} as in the plan; it has {', '.join(names)}")
+            raise PlanError(
+                f"the plan's strategy {call.strategy!r} of {node!r} does not exist; there are {', '.join(names)}"
+            )
         graph.constraints.strategies.setdefault(node.call, []).append(_is_called(call.strategy))
 
 
@@ -114,8 +116,8 @@ def _decide_second(plan: Plan, graph: IRGraph, local: LocalProgram) -> None:
     here = [_name_and_module(call) for call in local.program.calls]
     if here != [(call.function, call.module) for call in plan.second_calls]:
         raise PlanError(
-            f"the plan has {len(plan.second_calls)} calls over the second axis, and its first axis leaves "
-            f"{len(here)} here, or others: it was changed, or made by another version"
+            f"the plan lists {len(plan.second_calls)} calls over the second axis, but dividing by its first axis gives "
+            f"{len(here)} calls, or different ones: the plan was edited, or made by another version"
         )
     _decide(graph, plan.second_calls)
     for value in graph.program.parameters:

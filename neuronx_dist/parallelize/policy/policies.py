@@ -116,8 +116,8 @@ def _check_options(policy: str, config: ComputeConfig, options: set[str]) -> Non
 def _dp(graph: IRGraph, config: ComputeConfig) -> IRGraph:
     if config.plan_ngpus != 1:
         raise PlanError(
-            f"policy 'dp' needs plan_ngpus=1, got {config.plan_ngpus}: units are data parallel to one another; "
-            "policy 'data' cuts the batch inside a unit"
+            f"policy 'dp' needs plan_ngpus=1, got {config.plan_ngpus}: it makes every rank a data-parallel unit; use "
+            "policy 'data' to cut the batch inside a unit"
         )
     return graph
 
@@ -171,12 +171,12 @@ def _pipelined(graph: IRGraph, config: ComputeConfig, stages: int, ranks: int) -
         return graph
     microbatches = config.pas_config.get("pipeline_nmicros")
     if microbatches is None:
-        raise PlanError("a pipeline needs pas_config['pipeline_nmicros']: how many samples a train_step gets")
+        raise PlanError("a pipeline needs pas_config['pipeline_nmicros'], the number of samples of a train_step")
     if config.plan_ngpus % ranks:
         raise PlanError(f"pp_size={ranks} does not divide plan_ngpus={config.plan_ngpus}")
     if stages % ranks:
         raise PlanError(
-            f"pipeline_nstages={stages} is not a multiple of pp_size={ranks}: ranks have equally many stages"
+            f"pipeline_nstages={stages} is not a multiple of pp_size={ranks}: all ranks must have equally many stages"
         )
     schedule = config.pas_config.get("pipeline_scheduler", "1f1b")
     config.apply_pipeline_scheduler(graph, stages, microbatches, schedule)
@@ -194,7 +194,7 @@ def _batch_cut(graph: IRGraph) -> IRGraph:
     if graph.size == 1:
         return graph
     if not graph.program.inputs:
-        raise PlanError("policy 'data' cuts the batch, and forward has no tensor among its arguments: use 'tp' or 'dp'")
+        raise PlanError("policy 'data' cuts the batch, but forward has no tensor argument: use 'tp' or 'dp'")
     batch: dict[Value, SpmdType] = {value: S(0) for value in graph.program.inputs[:1]}
     for value in graph.program.inputs[1:]:  # inputs with equally many samples, such as targets
         if value.shape[:1] == graph.program.inputs[0].shape[:1]:
@@ -274,7 +274,7 @@ def _inside(graph: IRGraph, module: str) -> list[IRFwOperation]:
     operations = graph.select(ntype=IRFwOperation, module=None if module == "ROOT" else module)
     if not operations:
         names = dict.fromkeys(node.module for node in graph.operations)
-        raise PlanError(f"recompute_modules: no operation is in {module!r}; nearest: {nearest(module, names)}")
+        raise PlanError(f"recompute_modules: module {module!r} has no operation; nearest: {nearest(module, names)}")
     return operations
 
 

@@ -52,9 +52,9 @@ class SecondAxis:
             if sizes != wanted or any(len(part.parts) != sizes[1] for part in node.parts):
                 has = " + ".join(str(len(part.ends)) for part in node.parts)
                 raise PlanError(
-                    f"{node!r} is in {has} parts, and a stage has {ranks} ranks"
+                    f"{node!r} is divided into {has} parts, but a stage has {ranks} ranks"
                     + (f", {wanted[0]} x {wanted[1]} on two axes" if self.size > 1 else "")
-                    + ": all operations of a stage are over the same axes"
+                    + ": all operations of a stage must use the same axes"
                 )
             if isinstance(node, IRFwOperation) and len(set(self.strategies[node.call])) > 1:
                 raise PlanError(f"the parts of {node!r} are divided differently: one program runs on all ranks")

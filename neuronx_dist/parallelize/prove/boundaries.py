@@ -55,14 +55,14 @@ def _comparing(
             found = f"{list(x.shape)} {x.dtype}{', which requires a gradient' if grad else ''}"
             if found != expected:
                 raise SpmdTypeError(
-                    f"{value}, which {name} receives", f"it is {found}, and the table of messages has {expected}"
+                    f"{value}, which {name} receives", f"it is {found}, but the table of messages has {expected}"
                 )
             for axis, expected_type in expected_types.items():
                 spmd_type = _pieces(get_local_type(x).get(axis, R))
                 are_equal_data = not x.requires_grad and {spmd_type, expected_type} <= {I, R}
                 if spmd_type != expected_type and not are_equal_data:
                     raise SpmdTypeError(
-                        f"{value}, which {name} receives", f"it is {spmd_type} on {axis}, and not {expected_type}"
+                        f"{value}, which {name} receives", f"it is {spmd_type} on {axis}, not {expected_type}"
                     )
         return stage(self, *args)
 

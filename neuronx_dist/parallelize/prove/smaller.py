@@ -43,14 +43,14 @@ def smaller_program(divisions: Sequence[Division], example: Example, config: Com
         reason = too_large(program)
         if reason:
             raise ValueError(
-                f"verify_with, with the arguments of {example.origin}, is too large to be compared: {reason}"
+                f"verify_with, called with the arguments of {example.origin}, is too large to compare values: {reason}"
             )
         try:
             smaller.append(_divided_like(division, program, config))
         except PlanError as error:
             raise PlanError(
-                f"verify_with cannot be divided as the large {example.name} is: {error}. Choose sizes that the ranks "
-                "divide as they divide those of the large module"
+                f"verify_with cannot be divided in the same way as the large {example.name}: {error}. Choose sizes "
+                "with the same divisibility by the number of ranks"
             ) from error
     return emitted_program(example, smaller)
 

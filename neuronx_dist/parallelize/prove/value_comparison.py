@@ -80,7 +80,9 @@ def check_values(
             wrong = _wrong(_errors(_run_program(program, tensors), wanted, tolerance))
             if not wrong:
                 raise
-            raise RecordingError(f"the recording of {example.name}.forward is not what it computes: {wrong}") from error
+            raise RecordingError(
+                f"the recording of {example.name}.forward computes other values than forward: {wrong}"
+            ) from error
         if tolerance <= TOLERANCES[torch.float64]:
             return largest, note
         largest_in_double, coarse = _in_double(emitted, division, constants, tensors)
@@ -105,7 +107,9 @@ def _reference(
         reason = _first_line(error)
     if not reason:
         return wanted, ""
-    return _run_program(program, tensors), f"compared with its recording, as the module on meta does not run: {reason}"
+    return _run_program(
+        program, tensors
+    ), f"compared with the recording, because the module on meta does not run: {reason}"
 
 
 def _in_double(
@@ -170,7 +174,7 @@ def _compared(
     }
     wrong = _wrong(errors)
     if wrong:
-        raise EmittedProgramError(f"an emitted program computes something else than one process; {wrong}")
+        raise EmittedProgramError(f"an emitted program computes other values than one process; {wrong}")
     return max(errors.values(), default=0.0)
 
 
@@ -178,7 +182,7 @@ def _wrong(errors: Mapping[str, float]) -> str:
     """Lists the tensors whose errors rounding does not explain; "": there are none."""
     wrong = [f"{name}: {error:.2g}" for name, error in errors.items() if not error <= 1]
     more = f", and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-    return f"errors over what rounding explains: {', '.join(wrong[:8])}{more}" if wrong else ""
+    return f"errors larger than rounding explains: {', '.join(wrong[:8])}{more}" if wrong else ""
 
 
 def _first_line(error: Exception) -> str:

@@ -94,7 +94,9 @@ def _check_weights(source: str, division: Division) -> None:
     paths = sorted(value.path for value in read if value.kind in ("parameter", "buffer"))
     missing = [path for path in paths if not re.search(rf"{re.escape(attribute(path))}(?!\w)", source)]
     if missing:
-        raise EmittedProgramError(f"an emitted program does not read {', '.join(missing)}, which its module does")
+        raise EmittedProgramError(
+            f"an emitted program does not read {', '.join(missing)}, but the module's forward does"
+        )
 
 
 def too_large(program: Program) -> str:
@@ -104,7 +106,7 @@ def too_large(program: Program) -> str:
     if flops <= MOST_FLOPS and elements <= MOST_ELEMENTS:
         return ""
     return (
-        f"forward has {flops:.2g} operations on {elements:.2g} elements of parameters, and programs of up to "
+        f"forward has {flops:.2g} operations on {elements:.2g} elements of parameters; values are compared up to "
         f"{MOST_FLOPS:.0g} and {MOST_ELEMENTS:.0g} are run for that"
     )
 
@@ -150,4 +152,4 @@ def _check_whole(x: torch.Tensor, name: str, axis: str) -> None:
     spmd_type = get_local_type(x).get(axis, R)
     if spmd_type.letter != "I" and (spmd_type.letter != "R" or x.requires_grad):
         wanted = "I" if x.requires_grad else "R or I"
-        raise SpmdTypeError(f"{name} {list(x.shape)}", f"it is {spmd_type} on {axis}, and results are {wanted}")
+        raise SpmdTypeError(f"{name} {list(x.shape)}", f"it is {spmd_type} on {axis}, but results must be {wanted}")

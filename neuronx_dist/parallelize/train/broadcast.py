@@ -30,7 +30,9 @@ def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None
     sizes = {child.compute_config.plan_ngpus for child in parallel_modules(module).values()}
     if stride_size is None:
         if len(sizes) > 1:
-            raise ValueError(f"broadcast_weights: parallel modules of {sorted(sizes)} ranks: give stride_size")
+            raise ValueError(
+                f"broadcast_weights: the parallel modules have different sizes, {sorted(sizes)} ranks: pass stride_size"
+            )
         stride_size = next(iter(sizes), 1)
     if not comm.is_initialized():
         return
@@ -38,8 +40,8 @@ def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None
     wrong = [size for size in sizes if stride_size % size]
     if stride_size < 1 or world % stride_size or wrong:
         raise ValueError(
-            f"broadcast_weights: stride_size={stride_size} must divide the {world} ranks of the job into ranks that "
-            f"hold the same: a multiple of plan_ngpus {sorted(sizes)}" + (f", such as {max(sizes)}" if sizes else "")
+            f"broadcast_weights: stride_size={stride_size} must divide the {world} ranks of the job and be a multiple "
+            f"of plan_ngpus {sorted(sizes)}" + (f", such as {max(sizes)}" if sizes else "")
         )
     lists = [list(range(first, world, stride_size)) for first in range(stride_size)]
     group = comm.communicator("dp")

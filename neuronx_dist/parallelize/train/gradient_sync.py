@@ -76,7 +76,9 @@ class GradientSync:
     def clip(self, max_norm: float | None) -> torch.Tensor:
         """Clips the summed gradients of the whole model to `max_norm`, and returns their norm before that."""
         if self._suspensions:
-            raise RuntimeError("clip_gnorm: inside of sync_grad_when(False) gradients are not summed over the units")
+            raise RuntimeError(
+                "clip_gnorm: gradients are not summed over the units inside sync_grad_when(False): call it outside"
+            )
         self.synchronise()
         with _some_mesh():
             norm = self._norm()
@@ -170,8 +172,8 @@ def _refuse_summed(param: torch.Tensor) -> None:
     grad = ParameterGradient(param).tensor
     if grad is not None and getattr(grad, _MARK, False):
         raise RuntimeError(
-            f"backward has added to the gradient of a parameter of shape {tuple(param.shape)} that was summed over the "
-            "units already: call optimizer.zero_grad() before the next step, and accumulate inside of "
+            f"backward added to a gradient that was already summed over the units (parameter of shape "
+            f"{tuple(param.shape)}): call optimizer.zero_grad() before the next step, and accumulate inside "
             "`with sync_grad_when(False):`"
         )
 

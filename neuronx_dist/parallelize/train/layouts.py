@@ -84,8 +84,8 @@ def layout_of(state_dict: Mapping[str, Any]) -> StateLayout:
     entries = {prefix: entry[LAYOUT] for prefix, entry in metadata.items() if LAYOUT in entry}
     if not entries:
         raise ValueError(
-            "a state dict of a parallel module has its layout in `state_dict._metadata`, and this one has none: save "
-            "and pass what module.state_dict() or deduped_state_dict() gives as it is, not a dict made of its items"
+            "the state dict has no `_metadata`, where the layout of a parallel module is stored: save and pass the "
+            "dict that module.state_dict() or deduped_state_dict() returned, not a copy of its items"
         )
     specs = {
         f"{prefix}.{name}" if prefix else name: spec_from_data(data)

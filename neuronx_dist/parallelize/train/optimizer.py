@@ -94,11 +94,11 @@ def build_optimizer(
         raise TypeError(f"build_optimizer takes the module, not its parameters: got {type(module).__name__}")
     if isinstance(optimizer_fn, torch.optim.Optimizer) or not callable(optimizer_fn):
         raise TypeError(
-            "optimizer_fn is a class of optimizers, such as torch.optim.AdamW, or a function that makes one of "
-            f"parameters; got a {type(optimizer_fn).__name__}"
+            "optimizer_fn must be an optimizer class, such as torch.optim.AdamW, or a function that makes an optimizer "
+            f"of parameters; got a {type(optimizer_fn).__name__}"
         )
     if not isinstance(compute_config, (ComputeConfig, type(None))):
-        raise TypeError(f"compute_config is a ComputeConfig or None, got {compute_config!r}")
+        raise TypeError(f"compute_config must be a ComputeConfig or None, got {compute_config!r}")
     modules = parallel_modules(module)
     config = _config(module, modules, compute_config)
     _check_mesh(config)
@@ -136,13 +136,13 @@ def parallel_modules(module: nn.Module) -> dict[str, ParallelModule]:
         inner = next((other for other in found if other != name and other.startswith(f"{name}." if name else "")), None)
         if inner is not None:
             raise ValueError(
-                f"parallel module {inner!r} is inside of parallel module {name or '(the whole)'!r}: parallelize either "
-                "the outer one, whose forward is recorded with all that is inside, or the inner one"
+                f"parallel module {inner!r} is inside parallel module {name or '(the whole)'!r}: parallelize either "
+                "the outer module, whose recording includes the inner one, or the inner module"
             )
         if name and child.compute_config.use_end2end:
             raise ValueError(
-                f"{name!r} is an end2end module inside of another module: its train_step makes whole steps. "
-                "Parallelize it with use_end2end=False, or make it the whole"
+                f"{name!r} is an end2end module inside another module, but its train_step makes whole training steps: "
+                "parallelize it with use_end2end=False, or pass it alone"
             )
     return found
 
@@ -208,8 +208,9 @@ class _Synchronized(torch.optim.Optimizer):
         for what in ("specs", "shapes", "rows", "index"):
             if layout[what] != own[what]:
                 raise ValueError(
-                    f"the optimizer's state was saved in another layout ({what}: {layout[what]} there, {own[what]} "
-                    "here): merge the states of all ranks by merge_state_dicts, and load them by load_merged_state_dict"
+                    f"the optimizer's state was saved in another layout ({what}: saved with {layout[what]}, now "
+                    f"{own[what]}): merge the states of all ranks by merge_state_dicts, and load the result by "
+                    "load_merged_state_dict"
                 )
         super().load_state_dict({key: value for key, value in state_dict.items() if key != LAYOUT})
 
@@ -294,13 +295,14 @@ def _config(module: nn.Module, modules: dict[str, ParallelModule], given: Comput
     for name, config in configs.items():
         if (config.plan_ngpus, config.runtime_ngpus) != (reference.plan_ngpus, reference.runtime_ngpus):
             raise ValueError(
-                f"{first!r} is for plan_ngpus={reference.plan_ngpus}, runtime_ngpus={reference.runtime_ngpus}, "
-                f"{name!r} for {config.plan_ngpus} and {config.runtime_ngpus}: one optimizer has one number of units"
+                f"{first!r} is compiled for plan_ngpus={reference.plan_ngpus}, "
+                f"runtime_ngpus={reference.runtime_ngpus}, {name!r} for {config.plan_ngpus}, {config.runtime_ngpus}: "
+                "modules of one optimizer need equal numbers of units"
             )
         if given is None and (config.use_zero, config.zero_ngroups) != (reference.use_zero, reference.zero_ngroups):
             raise ValueError(
                 f"{first!r} has use_zero={reference.use_zero}, zero_ngroups={reference.zero_ngroups}, {name!r} "
-                f"{config.use_zero} and {config.zero_ngroups}: pass compute_config, which decides for all of them"
+                f"{config.use_zero} and {config.zero_ngroups}: pass compute_config, whose values apply to all modules"
             )
     return reference if given is None else given
 

@@ -107,8 +107,8 @@ class OwnState:
         layout = state_dict.get(LAYOUT)
         if layout is None:
             raise ValueError(
-                "an optimizer's state dict has no layout: it is not of an optimizer that build_optimizer made; one of "
-                "the original module's is loaded by load_merged_state_dict as it is"
+                "the optimizer's state dict has no layout, so build_optimizer did not make its optimizer; load a state "
+                "dict of the original module's optimizer by load_merged_state_dict"
             )
         names: list[str] = layout["names"]
         if "base_state" in state_dict:

@@ -134,14 +134,14 @@ class ParallelModule(Container):
             return 0
         if not comm.is_initialized():
             raise RuntimeError(
-                f"{type(self).__name__} is divided over {self.SIZE} ranks, and there is no mesh: load it under "
-                "torchrun, or inside `neuronx_dist.comm.threads.run`; to compile alone, load_module=False"
+                f"{type(self).__name__} is divided over {self.SIZE} ranks, but there is no mesh: load it under "
+                "torchrun, or inside `neuronx_dist.comm.threads.run`; pass load_module=False to compile only"
             )
         size = comm.size(self.AXIS)
         if size != self.SIZE:
             raise RuntimeError(
-                f"{type(self).__name__} is divided over {self.SIZE} ranks of axis {self.AXIS!r}, and the mesh has "
-                f"{size}: it is {comm.current().mesh}"
+                f"{type(self).__name__} is divided over {self.SIZE} ranks of axis {self.AXIS!r}, but the mesh has "
+                f"{size}: {comm.current().mesh}"
             )
         for part in self.PARTS:  # while all ranks are here: a stage of a pipeline uses them alone
             comm.communicator(part)
@@ -154,8 +154,8 @@ class ParallelModule(Container):
         ranks = comm.size("pp") if comm.is_initialized() else 1
         if ranks != self.RANKS:
             raise RuntimeError(
-                f"{type(self).__name__} has pipeline stages on {self.RANKS} groups of ranks, and the mesh has {ranks} "
-                f"along pp: initialize it as compute_config.mesh({self.RANKS}) has it"
+                f"{type(self).__name__} has pipeline stages on {self.RANKS} groups of ranks, but the mesh has {ranks} "
+                f"along pp: initialize the mesh as compute_config.mesh({self.RANKS})"
             )
         group = comm.rank("pp")
         return {
@@ -177,8 +177,8 @@ class ParallelModule(Container):
             whole = source[name].detach()
             if tuple(whole.shape) != stored.shape:
                 raise ValueError(
-                    f"{type(self).__name__}: the initial {name} has shape {list(whole.shape)}, and the program was "
-                    f"emitted for {list(stored.shape)}: these are weights of another model"
+                    f"{type(self).__name__}: the initial {name} has shape {list(whole.shape)}, but the program was "
+                    f"emitted for {list(stored.shape)}: pass the weights of the same model"
                 )
             tensor = (
                 spec.local_slice(whole, spec.index_of(self._index))
@@ -235,7 +235,7 @@ class ParallelModule(Container):
                     f"{list(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else "missing" if x is None else repr(x)
                 )
                 raise ValueError(
-                    f"{type(self).__name__}: {path} is {has}, and the program was recorded with {shape} {dtype}: "
+                    f"{type(self).__name__}: {path} is {has}, but the program was recorded with {shape} {dtype}: "
                     "call parallelize with dummy_forward_args of these shapes, or pad the input"
                 )
         for name, value in self.FIXED.items():
@@ -243,7 +243,7 @@ class ParallelModule(Container):
             if x is not value and (isinstance(x, torch.Tensor) or x != value):
                 has = repr(x) if isinstance(x, Enum) else describe(x)
                 raise ValueError(
-                    f"{type(self).__name__}: {name}={has}, and the program was recorded with {value!r}: "
+                    f"{type(self).__name__}: {name}={has}, but the program was recorded with {value!r}: "
                     "call parallelize with this value among dummy_forward_args"
                 )
         for path, names in _containers((*self.INPUTS, *self.FIXED)).items():
@@ -252,8 +252,8 @@ class ParallelModule(Container):
             more = [key for key, item in items.items() if str(key) not in names and pytree.tree_leaves(item)]
             if more:
                 raise ValueError(
-                    f"{type(self).__name__}: {path} has {', '.join(map(repr, more))}, and the program was recorded "
-                    f"with {', '.join(sorted(names))} alone: call parallelize with dummy_forward_args of this structure"
+                    f"{type(self).__name__}: {path} has {', '.join(map(repr, more))}, but the program was recorded "
+                    f"with only {', '.join(sorted(names))}: call parallelize with dummy_forward_args of this structure"
                 )
 
     def train_step(
@@ -281,11 +281,11 @@ class ParallelModule(Container):
         samples = self._samples(samples)
         if not samples:
             raise ValueError(
-                "train_step got no samples: a unit without data gives one sample, and is_dummy_batch=[True]"
+                "train_step got no samples: on a unit without data, pass one sample and is_dummy_batch=[True]"
             )
         dummies = [False] * len(samples) if is_dummy_batch is None else list(is_dummy_batch)
         if len(dummies) != len(samples):
-            raise ValueError(f"train_step: {len(samples)} samples, and is_dummy_batch has {len(dummies)} entries")
+            raise ValueError(f"train_step: got {len(samples)} samples, but is_dummy_batch has {len(dummies)} entries")
         self.zero_grad()
         if self._pipeline is not None:
             numbers = {number for number, dummy in enumerate(dummies) if dummy}
@@ -336,7 +336,7 @@ class ParallelModule(Container):
     def _need_end2end(self, what: str) -> None:
         if not self.compute_config.use_end2end:
             raise RuntimeError(
-                f"{what} is for end2end modules: compile with ComputeConfig(use_end2end=True), or call the module"
+                f"{what} needs an end2end module: compile with ComputeConfig(use_end2end=True), or call the module"
             )
 
     def _samples(self, samples: Any) -> Sequence[Any]:
@@ -347,8 +347,8 @@ class ParallelModule(Container):
         """
         if self._pipeline is not None and (not isinstance(samples, (list, tuple)) or self._is_sample(samples)):
             raise TypeError(
-                f"{type(self).__name__} is a pipeline of {self.MICROBATCHES} microbatches: give it a list of as many "
-                f"samples, not {type(samples).__name__}"
+                f"{type(self).__name__} is a pipeline of {self.MICROBATCHES} microbatches: pass a list of "
+                f"{self.MICROBATCHES} samples, not {type(samples).__name__}"
             )
         if self._pipeline is not None:  # a stage that fails alone would leave the others waiting
             argument = next(iter(self.INPUTS), "").partition(".")[0]
@@ -396,8 +396,9 @@ class ParallelModule(Container):
         if config.units > 1 or config.use_zero:
             has = "use_zero=True" if config.use_zero else f"{config.units} units"
             raise RuntimeError(
-                f"{type(self).__name__}.clip_gnorm: with {has} these are one unit's own gradients, and the optimizer "
-                "steps by their sum over the units: call optimizer.clip_gnorm() of the one that build_optimizer made"
+                f"{type(self).__name__}.clip_gnorm: with {has} the module has the gradients of one unit, but the "
+                "optimizer uses their sum over the units: call clip_gnorm() of the optimizer that build_optimizer "
+                "returned"
             )
         return clip_grad_norm(self.parameters(), float("inf") if max_norm is None else max_norm)
 
@@ -429,7 +430,7 @@ def parallel_class(
             if compute_config.use_end2end:
                 cls.forward = _refused
             return cls
-    raise ImportError(f"{module.__file__} defines no ParallelModule: it is not a file that parallelize wrote")
+    raise ImportError(f"{module.__file__} defines no ParallelModule: parallelize did not write this file")
 
 
 def _holders(stored: Stored, ranks: int) -> list[int]:
@@ -501,7 +502,7 @@ def _loss_of(result: Any) -> torch.Tensor:
     first: Any = next(iter(pytree.tree_leaves(result)), None)
     if not isinstance(first, torch.Tensor) or first.numel() != 1:
         has = f"a tensor of shape {list(first.shape)}" if isinstance(first, torch.Tensor) else repr(first)
-        raise ValueError(f"the first result of an end2end module is its loss, a scalar tensor, and this one is {has}")
+        raise ValueError(f"the first result of an end2end module must be its loss, a scalar tensor, not {has}")
     return first
 
 

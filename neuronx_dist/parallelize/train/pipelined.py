@@ -60,9 +60,9 @@ class Pipelined:
     ) -> None:
         if not comm.current().backend.has_messages:
             raise RuntimeError(
-                f"{type(module).__name__} is a pipeline of {stages} stages, which send each other messages, and the "
-                f"ranks here ({comm.current().backend.name}) have none: all that they run is one program. "
-                "Compile it with a policy without stages (pipeline_nstages=1, or 'tp'), or run it on gloo or NCCL"
+                f"{type(module).__name__} is a pipeline of {stages} stages, which needs point-to-point messages, but "
+                f"the backend {comm.current().backend.name} has none: all its ranks run one program. "
+                "Compile with a policy without stages (pipeline_nstages=1, or 'tp'), or run on gloo or NCCL"
             )
         self.microbatches = microbatches
         self._training = schedule_of(ranks, stages, microbatches, schedule)
@@ -128,7 +128,7 @@ class Pipelined:
         if len(samples) != self.microbatches:
             raise ValueError(
                 f"{type(module).__name__} is a pipeline of {self.microbatches} microbatches "
-                f"(pas_config['pipeline_nmicros']), and got {len(samples)} samples: give it a list of as many samples"
+                f"(pas_config['pipeline_nmicros']), but got {len(samples)} samples: pass a list of {self.microbatches}"
             )
         schedule = self._training if trains else self._inference
         stages = [*table.items()]

@@ -49,7 +49,7 @@ def merge_state_dicts(
         ValueError: a part of a tensor is in none of the state dicts; or a state dict has no layout.
     """
     if not module_state_dicts:
-        raise ValueError("merge_state_dicts got no state dicts: pass those of all ranks, or of one unit")
+        raise ValueError("merge_state_dicts got no state dicts: pass the state dicts of all ranks, or of one unit")
     layouts = [layout_of(state) for state in module_state_dicts]
     names = list(dict.fromkeys(name for state in module_state_dicts for name in state))
     merged: dict[str, Any] = OrderedDict()
@@ -178,8 +178,8 @@ def _assembled(name: str, pieces: Mapping[int, Any], spec: ShardSpec) -> Any:
     missing = [index for index in range(spec.num_partitions) if index not in pieces]
     if missing:
         raise ValueError(
-            f"shard {missing[0]} of {spec.num_partitions} of {name!r} is in none of the state dicts: pass those of all "
-            "ranks, or of one unit at least"
+            f"shard {missing[0]} of {spec.num_partitions} of {name!r} is in none of the state dicts: pass the state "
+            "dicts of all ranks, or at least of one unit"
         )
     device = pieces[0].device
     return spec.assemble([pieces[index].to(device) for index in range(spec.num_partitions)])
@@ -188,8 +188,8 @@ def _assembled(name: str, pieces: Mapping[int, Any], spec: ShardSpec) -> Any:
 def _own_part(name: str, value: torch.Tensor, spec: ShardSpec, index: int) -> torch.Tensor:
     if tuple(value.shape) != spec.unpadded_shape:
         raise ValueError(
-            f"{name!r} has shape {list(value.shape)} in the state dict and {list(spec.unpadded_shape)} in this module: "
-            "it is of another model"
+            f"{name!r} has shape {list(value.shape)} in the state dict but {list(spec.unpadded_shape)} in this module: "
+            "load the state dict of the same model"
         )
     return spec.local_slice(value, spec.index_of(index))
 
@@ -198,9 +198,9 @@ def _check_same_layout(here: StateLayout, saved: StateLayout) -> None:
     for what in ("plan_ngpus", "runtime_ngpus", "rank", "specs"):
         if getattr(here, what) != getattr(saved, what):
             raise ValueError(
-                f"a deduped state dict is loaded where it was saved: it has {what} {getattr(saved, what)}, and this is "
-                f"{getattr(here, what)}. Merge those of all ranks (merge_state_dicts), and load them by "
-                "load_merged_state_dict"
+                f"a deduped state dict can only be loaded where it was saved: it has {what} {getattr(saved, what)}, "
+                f"here {what} is {getattr(here, what)}. Merge the state dicts of all ranks (merge_state_dicts), and "
+                "load the result by load_merged_state_dict"
             )
 
 
@@ -261,7 +261,7 @@ def _merged_value(ranks: Sequence[OwnState], name: str, key: str) -> Any:
     if absent is not None and (spec.is_sharded or not shards):
         raise ValueError(
             f"part {absent} of {first.rows.degree} of {what!r}, which ZeRO divides, is in none of the state dicts: "
-            "pass those of all ranks"
+            "pass the state dicts of all ranks"
         )
     return _assembled(what, shards, spec)
 
@@ -273,8 +273,8 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, merged: Mapping[str, Any])
     given = [index for group in merged["param_groups"] for index in group["params"]]
     if len(names) != len(given) or len(own.groups) != len(merged["param_groups"]):
         raise ValueError(
-            f"the optimizer's state is of {len(given)} parameters in {len(merged['param_groups'])} groups, and this "
-            f"optimizer has {len(names)} in {len(own.groups)}: it is of another model or optimizer"
+            f"the loaded optimizer state has {len(given)} parameters in {len(merged['param_groups'])} groups, but this "
+            f"optimizer has {len(names)} in {len(own.groups)}: load the state of the same model and optimizer"
         )
     whole = {index: dict(state) for index, state in merged["state"].items()}
     for index, master in merged.get("master_weights", {}).items():
@@ -312,8 +312,9 @@ def _load_deduped_optimizer(
     own, saved = OwnState.of(optimizer.state_dict()), OwnState.of(state_dict)
     if (own.rank, own.rows, own.specs) != (saved.rank, saved.rows, saved.specs):
         raise ValueError(
-            f"the optimizer's deduped state is of rank {saved.rank} with {saved.rows}, and this is rank "
-            f"{own.rank} with {own.rows}: merge those of all ranks, and load them by load_merged_state_dict"
+            f"the optimizer's deduped state was saved by rank {saved.rank} with {saved.rows}, but this is rank "
+            f"{own.rank} with {own.rows}: merge the state dicts of all ranks (merge_state_dicts), and load the result "
+            "by load_merged_state_dict"
         )
     described = {
         name: {key: _description(saved, name, value) for key, value in values.items()}

@@ -68,8 +68,8 @@ def stored_of(module: nn.Module | None, *divisions: Division) -> dict[str, Store
             before = layouts.setdefault(value.path, layout)
             if before != layout:
                 raise ValueError(
-                    f"{value.path} is {_said(before)} in the training program and {_said(layout)} in the other: one "
-                    "module has one division of its parameters"
+                    f"{value.path} is {_said(before)} in the training program but {_said(layout)} in the evaluation "
+                    "program: both must divide the parameters in the same way"
                 )
             values[value.path] = whole
     if module is None:

@@ -91,16 +91,16 @@ def test_stars_questions_numbers_and_functions_of_the_inputs():
     "annotation, function, message",
     [
         ("m k, k -> m", lambda x, w: x @ w, "k is in no output: write k\\+"),
-        ("m k+ -> m k", lambda x: x, "k\\+ ends in a sum, and is in an output"),
-        ("m k", lambda x: x, "has to be 'inputs -> outputs'"),
-        ("m -> ?", lambda x: x, "an output has dims"),
+        ("m k+ -> m k", lambda x: x, "k\\+ is summed over, so it cannot be in an output"),
+        ("m k", lambda x: x, "must be 'inputs -> outputs'"),
+        ("m -> ?", lambda x: x, "for inputs only; write the dims"),
         ("m* -> m", lambda x: x, "'m\\*' is no dim"),
-        ("(m -> m", lambda x: x, "a parenthesis too many"),
-        ("m k -> m k", lambda x: x.softmax(1), "split in two along k .* do not make up result 0.*write k\\^"),
-        ("m k+ -> m", lambda x: x.amax(1), "split in two along k .*write k\\^"),
-        ("m k^ -> m", lambda x: x.sum(), "gives \\[\\[\\]\\], and annotation .* says \\[\\[6\\]\\]"),
-        ("m, n^ -> m", lambda x: x, "has 1 parameters, and annotation .* 2 inputs"),
-        ("m k -> (m k)", lambda x: x.t().reshape(-1), "split in two along"),
+        ("(m -> m", lambda x: x, "an unmatched parenthesis"),
+        ("m k -> m k", lambda x: x.softmax(1), "halves along k do not combine to result 0.*write k\\^"),
+        ("m k+ -> m", lambda x: x.amax(1), "halves along k .*write k\\^"),
+        ("m k^ -> m", lambda x: x.sum(), "returns shapes \\[\\[\\]\\], but annotation .* expects \\[\\[6\\]\\]"),
+        ("m, n^ -> m", lambda x: x, "has 1 parameters, but annotation .* has 2 inputs"),
+        ("m k -> (m k)", lambda x: x.t().reshape(-1), "two halves along"),
     ],
 )
 def test_what_is_wrong_is_refused(annotation, function, message):
@@ -113,14 +113,14 @@ def test_what_is_wrong_is_refused(annotation, function, message):
 @pytest.mark.parametrize(
     "shapes, message",
     [
-        ([(3, 4), (5, 6)], "a dim of size 6 is not \\(k\\) with k=4"),
-        ([(3, 4, 1), (5, 4)], "input 0 of shape \\[3, 4, 1\\]: it has 3 dims, not 2"),
+        ([(3, 4), (5, 6)], "a dim of size 6 does not fit \\(k\\) with k=4"),
+        ([(3, 4, 1), (5, 4)], "input 0 of shape \\[3, 4, 1\\]: the input must have 2 dims"),
     ],
 )
 def test_calls_that_do_not_fit_are_refused(shapes, message):
     with pytest.raises(AnnotationError, match=message):
         Annotation.read("m k+, n k+ -> m n").spec(shapes, {}, "f")
-    with pytest.raises(AnnotationError, match="the sizes of a and b in \\(a b\\) are in no argument"):
+    with pytest.raises(AnnotationError, match="the sizes of a and b in \\(a b\\) are unknown"):
         Annotation.read("(a b) -> a b").spec([(6,)], {}, "f")
 
 
@@ -169,7 +169,8 @@ def test_a_backward_whose_pieces_do_not_make_up_the_whole_is_refused(mistake, op
         return Scaled.apply(x, w, mistake)
 
     with pytest.raises(
-        AnnotationError, match=f"split in two along m its pieces do not make up the gradient of {operand} .*write m\\^"
+        AnnotationError,
+        match=f"the gradients of two halves along m do not combine to the gradient of {operand} .*write m\\^",
     ):
         register_op("m k, k -> m k")(scaled)
     assert not [rule for rule in RULES.values() if rule.name == "scaled"]

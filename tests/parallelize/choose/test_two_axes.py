@@ -218,11 +218,11 @@ def assigned_too_early(graph: IRGraph, config: ComputeConfig) -> IRGraph:
 @pytest.mark.parametrize(
     "policy, plan, message",
     [
-        (other_axes, 8, r"is in 2 \+ 2 \+ 2 \+ 2 parts, and a stage has 8 ranks, 2 x 4 on two axes"),
-        (too_few, 8, r"is in 2 \+ 2 parts, and a stage has 8 ranks: all operations"),
+        (other_axes, 8, r"is divided into 2 \+ 2 \+ 2 \+ 2 parts, but a stage has 8 ranks, 2 x 4 on two axes"),
+        (too_few, 8, r"is divided into 2 \+ 2 parts, but a stage has 8 ranks: all operations"),
         (three_axes, 8, "a part of a part: a unit has two axes"),
         (unlike, 4, "the parts of linear.* are divided differently"),
-        (assigned_too_early, 4, "is in 2 parts: assign these"),
+        (assigned_too_early, 4, "is divided into 2 parts: assign the parts"),
     ],
 )
 def test_what_cannot_be(policy: Policy, plan: int, message: str) -> None:
@@ -285,7 +285,7 @@ def test_autodist_finds_two_axes_and_a_plan_has_both(tmp_path: Path) -> None:
     assert (plan["tp"], plan["second"]) == (4, 2)
     plan["second_calls"].pop()
     file.write_text(json.dumps(plan))
-    with pytest.raises(PlanError, match=r"calls over the second axis, and its first axis leaves"):
+    with pytest.raises(PlanError, match=r"calls over the second axis, but dividing by its first axis"):
         divided(module, arguments, file, config())
     plan["second"] = 3
     file.write_text(json.dumps(plan))
@@ -309,7 +309,7 @@ def test_a_limit_of_memory_holds_over_both_axes() -> None:
         graph.second.size, graph.memory = 2, whole / 50
         return graph
 
-    with pytest.raises(PlanError, match="holds less than"):
+    with pytest.raises(PlanError, match="every division .* needs at least"):
         divided(module, arguments, impossible, config())
 
 

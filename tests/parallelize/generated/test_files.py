@@ -264,7 +264,10 @@ def test_match_does_not_replace_what_came_meanwhile(tmp_path):
 @pytest.mark.parametrize(
     "damage, text",
     [
-        (lambda path: (path / "gencode0.py").write_text("import os; x = 2"), "gencode0.py is not what was written"),
+        (
+            lambda path: (path / "gencode0.py").write_text("import os; x = 2"),
+            "gencode0.py differs from what was written",
+        ),
         (lambda path: (path / "gencode0.py").unlink(), "gencode0.py is missing"),
         (lambda path: (path / "manifest.json").write_text("{"), "manifest.json cannot be read"),
         (lambda path: _edit_manifest(path, format=99), "is of format 99, this package reads 1"),
@@ -300,7 +303,7 @@ def test_a_flipped_bit_in_a_weight_is_found(tmp_path):
     path.write_bytes(content)
     weights = folder.read().weights()
     assert torch.equal(weights["a"], torch.ones(3))
-    with pytest.raises(GeneratedFilesError, match="values of 'b' are not those that were written"):
+    with pytest.raises(GeneratedFilesError, match="values of 'b' differ from those that were written"):
         weights["b"]
 
 
@@ -318,7 +321,7 @@ def test_files_of_others_are_never_removed(tmp_path, content):
 
 @pytest.mark.parametrize("name", ["my module", "3d", "", "a-b", "../x"])
 def test_an_instance_name_is_an_identifier(tmp_path, name):
-    with pytest.raises(ValueError, match="is no Python identifier"):
+    with pytest.raises(ValueError, match="must be a Python identifier"):
         GeneratedFolder(tmp_path, Net, name)
 
 

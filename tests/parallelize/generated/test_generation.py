@@ -71,7 +71,7 @@ def test_the_table_of_reuse(tmp_path, reuse, now, result):
         reuse=reuse,
     )
     if isinstance(result, str):
-        with pytest.raises(GeneratedFilesError, match=f"(?s)was generated from something else.*{result}"):
+        with pytest.raises(GeneratedFilesError, match=f"(?s)was generated from other inputs.*{result}"):
             call()
         assert number_in(folder) == 0
         return
@@ -222,7 +222,7 @@ def test_values_reach_the_other_hosts_or_are_refused(tmp_path, strategy):
     if strategy == "all":
         assert all(torch.equal(x, torch.full((4,), 7.0)) for x in comm.threads.run(Mesh(2), program))
         return
-    with pytest.raises(GeneratedFilesError, match="host1.*has other initial weights than what rank 0 has"):
+    with pytest.raises(GeneratedFilesError, match="host1.*has other initial weights than on rank 0"):
         comm.threads.run(Mesh(2), program)
 
 
@@ -241,7 +241,7 @@ def test_files_of_another_key_on_another_host_are_refused(tmp_path):
     def program():
         generate(GeneratedFolder(tmp_path / f"host{comm.current().rank}", Net), make_key, emitted(0))
 
-    with pytest.raises(GeneratedFilesError, match="something else than what rank 0 has"):
+    with pytest.raises(GeneratedFilesError, match="files generated from other inputs than on rank 0"):
         comm.threads.run(Mesh(2), program)
 
 

@@ -177,7 +177,7 @@ def test_faults_of_the_emitter_are_refused(edit: str, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(source_module, "emit", wrong)
     config = ComputeConfig(2, 2, pas_config={"costs": EAGER})
-    with pytest.raises(EmittedProgramError, match="computes something else than one process; errors over"):
+    with pytest.raises(EmittedProgramError, match="computes other values than one process; errors larger"):
         parallelize(*large(), "autodist", config, gen_savedir=tmp_path, load_module=False, **small())
     assert edited == [True, True]
     assert (tmp_path / "refused_Net.py").exists()
@@ -229,7 +229,7 @@ def test_a_line_that_only_the_large_program_has_is_listed(tmp_path: Path, monkey
 def test_the_weight_of_another_layer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the right types, and so has the line: with a smaller module or without."""
     with_fault(monkeypatch, r"self\.layers\[2\]\.up\.weight", "self.layers[1].up.weight")
-    with pytest.raises(EmittedProgramError, match="does not read layers.2.up.weight, which its module does"):
+    with pytest.raises(EmittedProgramError, match="does not read layers.2.up.weight, but the module's forward does"):
         parallelize(*large(), "tp", ComputeConfig(2, 2), gen_savedir=tmp_path, load_module=False)
 
 
@@ -250,7 +250,7 @@ def test_a_large_program_whose_recording_is_wrong_is_refused(tmp_path: Path) -> 
     options = {"verify_with": Forgetful(4), "verify_args": {"input": torch.rand(4, 4)}}
     with torch.device("meta"):
         module, arguments = Forgetful(2**14), {"input": torch.empty(4, 2**14)}
-    with pytest.raises(EmittedProgramError, match="the recording of Forgetful.forward is not what it computes"):
+    with pytest.raises(EmittedProgramError, match="the recording of Forgetful.forward computes other values"):
         parallelize(module, arguments, "tp", ComputeConfig(2, 2), gen_savedir=tmp_path, load_module=False, **options)
 
 
@@ -302,7 +302,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "another class": (
         {"verify_with": nn.Linear(2, 2)},
         TypeError,
-        "verify_with is a smaller module of the class that is parallelized, Net; got a Linear",
+        "verify_with must be a smaller module of the parallelized class Net, got a Linear",
     ),
     "a class": ({"verify_with": Net}, TypeError, "parallelized, Net; got the class Net"),
     "no module": ({"verify_with": {"width": 8}}, TypeError, "parallelized, Net; got a dict"),
@@ -314,7 +314,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no arguments by name": (
         {**small(), "verify_args": TOKENS},
         TypeError,
-        "verify_with, with the arguments of verify_args: the dummy arguments of forward of Net are a dict of them",
+        "verify_with, with the arguments of verify_args: the dummy arguments of forward of Net must be a dict from",
     ),
     "arguments on which forward fails": (
         {**small(), "verify_args": {"data": {"tokens": TOKENS}}},
@@ -329,7 +329,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "too large": (
         {"verify_with": small()["verify_with"]},
         ValueError,
-        "verify_with, with the arguments of dummy_forward_args, is too large to be compared: forward has .* operations",
+        "verify_with, called with the arguments of dummy_forward_args, is too large to compare values: forward has .* "
+        "operations",
     ),
     "an operation that cannot be divided so": (
         small(width=9),

@@ -87,7 +87,7 @@ def test_a_small_wrong_factor_is_found_in_every_dtype(
     factor: float, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scaled(monkeypatch, factor)
-    with pytest.raises(EmittedProgramError, match="computes something else than one process"):
+    with pytest.raises(EmittedProgramError, match="computes other values than one process"):
         generated(tmp_path, dtype)
 
 
@@ -105,7 +105,7 @@ def test_functions_that_are_not_for_float64_are_compared_as_they_are(
     proof = generated(tmp_path, torch.float32)
     assert "equal to one process" in proof and "; not compared in float64: RuntimeError: not for float64" in proof
     scaled(monkeypatch, 1.05)
-    with pytest.raises(EmittedProgramError, match="computes something else than one process"):
+    with pytest.raises(EmittedProgramError, match="computes other values than one process"):
         generated(tmp_path / "wrong", torch.float32)
 
 
@@ -147,7 +147,9 @@ def test_the_module_itself_is_what_an_emitted_program_is_compared_with(
     with torch.device(device):
         module = Forgetful(*counts)
     config = ComputeConfig(2, 2, inference_only=True)
-    with pytest.raises(EmittedProgramError, match="the recording of Forgetful.forward is not what it computes: "):
+    with pytest.raises(
+        EmittedProgramError, match="the recording of Forgetful.forward computes other values than forward: "
+    ):
         parallelize(module, {"input": torch.zeros(4, 4)}, "tp", config, gen_savedir=tmp_path, load_module=False)
     assert (tmp_path / "refused_Forgetful.py").exists()
 

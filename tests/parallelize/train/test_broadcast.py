@@ -61,7 +61,9 @@ def test_modules_of_several_sizes_need_a_stride():
 
         def program():
             module = Parent(two(), one())
-            with pytest.raises(ValueError, match="parallel modules of \\[1, 2\\] ranks: give stride_size"):
+            with pytest.raises(
+                ValueError, match="parallel modules have different sizes, \\[1, 2\\] ranks: pass stride_size"
+            ):
                 broadcast_weights(module)
             broadcast_weights(module, 2)
 

@@ -123,7 +123,7 @@ def test_wrong_samples_are_refused_on_every_rank(step: str, tmp_path: Path) -> N
         run = getattr(parallel, step)
         with pytest.raises(ValueError, match=r"pipeline of 4 microbatches .* got 3 samples"):
             run(samples("mlp", 3))
-        with pytest.raises(TypeError, match=r"pipeline of 4 microbatches: give it a list of as many samples, not dict"):
+        with pytest.raises(TypeError, match=r"pipeline of 4 microbatches: pass a list of 4 samples, not dict"):
             run(samples("mlp", 1)[0])
         short = samples("mlp", 4)
         short[2]["data"] = short[2]["data"][:1]
@@ -161,7 +161,7 @@ def test_ranks_without_messages_are_refused(tmp_path: Path, monkeypatch: pytest.
 
 def test_another_mesh_is_refused(tmp_path: Path) -> None:
     def rank() -> None:
-        with pytest.raises(RuntimeError, match=r"stages on 2 groups of ranks, and the mesh has 1 along pp.*mesh\(2\)"):
+        with pytest.raises(RuntimeError, match=r"stages on 2 groups of ranks, but the mesh has 1 along pp.*mesh\(2\)"):
             parallelize(module("mlp"), {"data": samples("mlp", 1)[0]}, "pp", config(2), gen_savedir=tmp_path)
 
     threads.run(config(2).mesh(), rank)

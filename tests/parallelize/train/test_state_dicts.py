@@ -278,9 +278,9 @@ def test_parts_that_are_missing_are_named():
         merge_state_dicts([models[0], models[2]])
     with pytest.raises(ValueError, match="part 1 of 2 of .*, which ZeRO divides, is in none"):
         merge_state_dicts(models, optimizers[:2])
-    with pytest.raises(ValueError, match="not a dict made of its items"):
+    with pytest.raises(ValueError, match="not a copy of its items"):
         merge_state_dicts([OrderedDict(models[0])])
-    with pytest.raises(ValueError, match="not of an optimizer that build_optimizer made"):
+    with pytest.raises(ValueError, match="build_optimizer did not make its optimizer"):
         merge_state_dicts(models, [torch.optim.SGD([torch.zeros(2)]).state_dict()])
 
 
@@ -295,11 +295,11 @@ def test_states_of_another_model_or_layout_are_refused():
         ):
             load_merged_state_dict(module, {**merged, "layers.0.weight": torch.zeros(3, 8)})
         few = {"state": {}, "param_groups": [{**merged_optimizer["param_groups"][0], "params": [0, 1]}]}
-        with pytest.raises(ValueError, match="is of 2 parameters in 1 groups, and this optimizer has 5 in 1"):
+        with pytest.raises(ValueError, match="has 2 parameters in 1 groups, but this optimizer has 5 in 1"):
             load_merged_state_dict(module, merged, optimizer, few)
         with pytest.raises(ValueError, match="it has plan_ngpus 1, and this is 2.*merge_state_dicts"):
             load_deduped_state_dict(module, saved[0][0][0])
-        with pytest.raises(ValueError, match="of rank 0 with Rows\\(degree=2.*merge those of all ranks"):
+        with pytest.raises(ValueError, match="by rank 0 with Rows\\(degree=2.*merge the state dicts of all ranks"):
             load_deduped_state_dict(module, module.state_dict(), optimizer, saved[0][0][1])
         with pytest.raises(ValueError, match="saved in another layout .*merge_state_dicts"):
             optimizer.load_state_dict(own[0][0][1])
