@@ -44,7 +44,7 @@ def test_a_given_plan_that_does_not_fit_is_refused() -> None:
         in refusal({"model.layer.*.mlp.up_proj": "colwise"})
     )
     layers = read_plan(meta_model(llama_config())).layers(meta_model(llama_config()), 2)
-    assert "the plan has no layer lm_head" in refusal(layers[:-1])
+    assert "the plan must shard lm_head" in refusal(layers[:-1])
     assert "has no layers to replace" in refusal(Plan())
     assert "has no layers to replace" in refusal(["model.layers.0"])
 

@@ -304,8 +304,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         "verify_with must be a smaller module of the parallelized class Net, got a Linear",
     ),
-    "a class": ({"verify_with": Net}, TypeError, "parallelized, Net; got the class Net"),
-    "no module": ({"verify_with": {"width": 8}}, TypeError, "parallelized, Net; got a dict"),
+    "a class": ({"verify_with": Net}, TypeError, "parallelized class Net, got the class Net"),
+    "no module": ({"verify_with": {"width": 8}}, TypeError, "parallelized class Net, got a dict"),
     "other arguments": (
         {**small(), "verify_args": {"tokens": TOKENS}},
         TypeError,
@@ -335,7 +335,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "an operation that cannot be divided so": (
         small(width=9),
         ValueError,
-        r"verify_with cannot be divided as the large Net is: embedding\(.*",
+        r"verify_with cannot be divided in the same way as the large Net: embedding\(.*",
     ),
 }
 

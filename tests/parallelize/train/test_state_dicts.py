@@ -291,13 +291,13 @@ def test_states_of_another_model_or_layout_are_refused():
 
     def load(module, optimizer):
         with pytest.raises(
-            ValueError, match="'layers.0.weight' has shape \\[3, 8\\] .* and \\[16, 8\\] in this module"
+            ValueError, match="'layers.0.weight' has shape \\[3, 8\\] .* but \\[16, 8\\] in this module"
         ):
             load_merged_state_dict(module, {**merged, "layers.0.weight": torch.zeros(3, 8)})
         few = {"state": {}, "param_groups": [{**merged_optimizer["param_groups"][0], "params": [0, 1]}]}
         with pytest.raises(ValueError, match="has 2 parameters in 1 groups, but this optimizer has 5 in 1"):
             load_merged_state_dict(module, merged, optimizer, few)
-        with pytest.raises(ValueError, match="it has plan_ngpus 1, and this is 2.*merge_state_dicts"):
+        with pytest.raises(ValueError, match="it has plan_ngpus 1, here plan_ngpus is 2.*merge_state_dicts"):
             load_deduped_state_dict(module, saved[0][0][0])
         with pytest.raises(ValueError, match="by rank 0 with Rows\\(degree=2.*merge the state dicts of all ranks"):
             load_deduped_state_dict(module, module.state_dict(), optimizer, saved[0][0][1])
