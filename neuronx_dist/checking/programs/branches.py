@@ -60,7 +60,7 @@ def _unlike(one: RankProgram, other: RankProgram, op: Op, axis: str, here: str, 
     message = (
         f"{op.name} at {op.line} {here} on rank {one.rank} and {there} on rank {other.rank}, and its result is "
         f"{spmd_type} on {axis}: equal on all ranks\n"
-        f"    Do it on all ranks alike, or convert(x, {axis!r}, src={spmd_type}, dst=V) what is meant to differ before."
+        f"    Do the same on all ranks, or first convert(x, {axis!r}, src={spmd_type}, dst=V) what is meant to differ."
     )
     return Problem("types", message, (one.rank, other.rank), (op.line,))
 

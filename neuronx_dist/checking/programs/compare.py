@@ -284,7 +284,7 @@ class _Meeting:
             what = f"call {a.verb} over {a.axis} with different dtypes, {a.dtype} and {b.dtype}"
         else:
             what = f"call {a.verb} over {a.axis} with different sources or pairs"
-        repair = "All ranks of a group have to call the same."
+        repair = "All ranks of a group must make the same call."
         return _unlike([one, other], f"ranks {one.rank} and {other.rank} {what}", repair)
 
     def _stuck(self, heads: Sequence[_Seen]) -> Problem:
@@ -336,7 +336,7 @@ def _unequal_exchange(members: Sequence[_Seen]) -> Problem | None:
             goes, comes = sent[ranks.index(target.rank)], expected[ranks.index(source.rank)]
             if goes != comes:
                 what = f"rank {source.rank} sends {goes} elements to rank {target.rank}, which expects {comes}"
-                repair = "Both sides of an exchange have to know its sizes."
+                repair = "Both sides of an exchange must pass the same sizes."
                 return _unlike([source, target] if source is not target else [source], what, repair)
     return None
 

@@ -128,7 +128,7 @@ def _scale_refused(
     size = f'comm.size("{axis}")'
     by_optimizer = f", and {type(optimizer).__name__} divides by the size of {axis} itself" if expected else ""
     if spmd_type.scale > expected:
-        why = f"it is too large by the size of {axis}: of a mean over each rank's part, the ranks' sum is taken"
+        why = f"it is too large by the size of {axis}: each rank takes the mean over its part, and the means are summed"
         repairs = [
             "reduce_gradients(model), which averages, in place of a sum",
             f"divide the loss, or the gradients, by {size}",
@@ -160,9 +160,9 @@ def _refused(
     origin = origins.get(axis)
     data = axis in atoms_of(DATA_AXES, mode.mesh)
     if kind.letter == "P":
-        why = f"on {axis} it is {kind}: each rank has its part of the gradient, and nobody has added them up"
+        why = f"on {axis} it is {kind}: each rank has its part of the gradient, and the parts are not added up"
     else:
-        why = f"on {axis} it is {kind}: the parameter is the same on all ranks, and would not stay so"
+        why = f"on {axis} it is {kind}: the parameter is equal on all ranks, and would differ after the step"
     if data:
         repairs = ["reduce_gradients(model) after the last backward", "NeuronZero1Optimizer, which reduces it itself"]
         if isinstance(optimizer, NeuronZero1Optimizer):
@@ -178,7 +178,7 @@ def _refused(
         repairs = ["reduce_gradients(model) after the last backward: it sums those of sequence-parallel parameters"]
     else:
         repairs = [
-            f"convert(x, {axis!r}, src=I, dst=R) on what the parameter's module is given",
+            f"convert(x, {axis!r}, src=I, dst=R) on the input of the parameter's module",
             "param.sequence_parallel_enabled = True, if it sees a part of the sequence, and reduce_gradients(model)",
         ]
     return SpmdTypeError(
@@ -205,14 +205,14 @@ def check_buffers(mode: SpmdTypeMode, model: nn.Module) -> None:
                 origin = (note.origins or {}).get(axis) if note is not None else None
                 raise SpmdTypeError(
                     f"buffer {name} {list(buffer.shape)} after the step",
-                    f"on {axis} it is {spmd_type}: each rank goes on with its own part",
+                    f"on {axis} it is {spmd_type}: the next step would read another value than in one process",
                     where_from=[f"{spmd_type} on {axis} since {origin}"] if origin is not None else [],
                     repairs=[_repair_of_buffer(spmd_type, axis)],
                     axis=axis,
                     rule="buffer",
                 )
             if spmd_type is V and axis != "pp":
-                mode.assume(f"buffer {name} is as good on one rank of {axis} as on another")
+                mode.assume(f"buffer {name}: that the value of any rank of {axis} may be used")
 
 
 def _repair_of_buffer(spmd_type: SpmdType, axis: str) -> str:

@@ -152,7 +152,7 @@ class Played:
             self.model, self.optimizer = built if isinstance(built, tuple) else (built, None)
             if not isinstance(self.model, nn.Module):
                 raise TypeError(
-                    f"{_name(self.subject.model_fn)} returned a {type(self.model).__name__}; it is to return a module, "
+                    f"{_name(self.subject.model_fn)} returned a {type(self.model).__name__}; it must return a module, "
                     f"an NxDPPModel, or (model, optimizer)"
                 )
             if isinstance(self.model, NxDPPModel):
@@ -248,8 +248,8 @@ class Played:
             except Exception as error:
                 if any(frame.filename == distributed.__file__ for frame in traceback.extract_tb(error.__traceback__)):
                     raise TypeError(
-                        "DistributedDataParallel is not followed: leave it out, and call reduce_gradients(model) after "
-                        "the last backward"
+                        "DistributedDataParallel cannot be checked: leave it out, and call reduce_gradients(model) "
+                        "after the last backward"
                     ).with_traceback(error.__traceback__) from None
                 raise
             finally:
@@ -354,7 +354,7 @@ def _check_signature(step: Callable[..., Any], *arguments: Any) -> None:
         inputs = arguments[-1]
         what = f"a {type(inputs).__name__} of {len(inputs)}" if isinstance(inputs, (tuple, list, dict)) else "a tensor"
         raise TypeError(
-            f"{_name(step)}: {error}: step is called as step(model, optimizer, inputs), and inputs, all of the "
+            f"{_name(step)}: {error}: step is called as step(model, optimizer, inputs), where inputs, all of the "
             f"example inputs, is {what}"
         ) from None
     except ValueError:  # its signature is not known
@@ -389,8 +389,8 @@ def find_loss(output: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         actual = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(output).__name__
         raise ValueError(
-            f"the model's result holds no loss but {actual}: let it return a scalar (give it labels, or wrap it), or "
-            f"pass step=, a function step(model, optimizer, inputs) that makes the whole training step"
+            f"the model's result holds no loss but {actual}: let it return a scalar (pass it labels, or wrap it), or "
+            f"pass step=, a function step(model, optimizer, inputs) that does the whole training step"
         )
     return loss
 

@@ -163,8 +163,8 @@ def _unscaled(call: _CallFacts, axis: str, known: list[SpmdType]) -> list[SpmdTy
         raise Violation(
             "invariant",
             axis,
-            f"an I operand that receives a gradient mixes with no other type, here with {known[other]}: its gradient "
-            f"would be a different one on every rank",
+            f"an I operand that receives a gradient cannot be combined with another type, here {known[other]}: its "
+            f"gradient would differ between ranks",
             [invariant[0], other],
         )
     if not varying:
@@ -172,7 +172,7 @@ def _unscaled(call: _CallFacts, axis: str, known: list[SpmdType]) -> list[SpmdTy
     sharded = [index for index in varying if letters[index] == "S"]
     if not sharded or spec is None:
         if partial:
-            raise Violation("partial_varying", axis, "a partial sum times, or plus, a varying value is neither",
+            raise Violation("partial_varying", axis, "a partial sum times, or plus, a varying value has no type",
                             [partial[0], varying[0]])  # fmt: skip
         if spec is None:
             call.assumed.append(f"{call.rule.name}: nothing is known about its dims")
@@ -245,7 +245,7 @@ def _equal(call: _CallFacts, axis: str, spmd_types: Sequence[SpmdType]) -> SpmdT
         other = next(
             i for i, spmd_type in enumerate(spmd_types) if spmd_type.letter == "R" and call.operands[i].differentiable
         )
-        raise Violation("invariant", axis, "I and R do not mix: of one the gradient is one value, of the other a sum",
+        raise Violation("invariant", axis, "I and R do not mix: the gradient of I is a value, that of R a partial sum",
                         [index, other])  # fmt: skip
     if "I" in receiving:
         return I
@@ -290,14 +290,14 @@ def _partial(call: _CallFacts, axis: str, spmd_types: Sequence[SpmdType], partia
         if members <= group and all(index in members or index in zeros for index in group):
             return P
     if not call.groups:
-        raise Violation("partial_nonlinear", axis, f"{name} is not linear: of a partial sum it is not the partial sum "
-                        "of the results", partial)  # fmt: skip
+        raise Violation("partial_nonlinear", axis, f"{name} is not linear: applied to partial sums it does not give "
+                        "partial sums of the result", partial)  # fmt: skip
     holders = [group for group in call.groups if members <= group]
     if not holders:
         raise Violation("partial_product", axis, "the product of partial sums is not the partial sum of the products",
                         partial)  # fmt: skip
     others = [index for index in sorted(holders[0]) if index not in members and index not in zeros]
-    raise Violation("partial_plus", axis, "adding to a partial sum what every rank has adds it once for each rank",
+    raise Violation("partial_plus", axis, "a value that every rank adds to a partial sum is added once for each rank",
                     [partial[0], *others])  # fmt: skip
 
 
@@ -353,7 +353,7 @@ def _sharded(
             )
             return [V] * call.results
         if alone_in_call and (axis in SAMPLE_ATOMS or of_weight) and label in spec.ranges:
-            text = f"{name}: each rank takes its own part of sharded dim {dim}: that all parts together are used alike"
+            text = f"{name}: each rank takes its own part of sharded dim {dim}: that all parts are used in the same way"
             call.assumed.append(text)
             del call.positions[axis]  # it is along no label of the results
             return [
@@ -372,14 +372,14 @@ def _sharded(
         raise Violation(
             "whole",
             axis,
-            f"a dim of {spec.sizes[label]} is this rank's piece (dim {dim}) of the one, and all of the other, which is "
-            "the same on all ranks",
+            f"a dim of {spec.sizes[label]} is this rank's piece of one operand (dim {dim}), but the whole dim of the "
+            "other, which is equal on all ranks",
             [replicated[0], first],
         )
     if label in spec.reduced:
         return [_reduced(call, spec, axis, spmd_types, position, having, unknown, partial, dim)] * call.results
     if partial:
-        raise Violation("partial_varying", axis, "a partial sum times, or plus, a varying value is neither",
+        raise Violation("partial_varying", axis, "a partial sum times, or plus, a varying value has no type",
                         [partial[0], first])  # fmt: skip
     if unknown:
         return [V] * call.results
@@ -416,7 +416,7 @@ def _reduced(
         advice = {
             "weighted_mean": 'the mean is divided by the weights of this rank\'s own targets: take reduction="sum" '
             "and divide by the sum of the weights on all ranks",
-            "min": "a minimum is not carried as a partial value: take -amax(-x)",
+            "min": "there is no partial minimum: take -amax(-x)",
         }
         raise Violation("reduced", axis, f"dim {dim} is sharded: " + advice.get(how, f"{name} needs all of it"), having)
     if any(index not in having for index in unknown):
@@ -429,14 +429,14 @@ def _reduced(
             raise Violation(
                 "bias",
                 axis,
-                f"the sum over sharded dim {dim} is partial, and what is added to it is the same on every rank: it "
+                f"the sum over sharded dim {dim} is partial, and the added operand is equal on every rank: it "
                 "would be added once for each rank",
                 [index, having[0]],
             )
     strange = [index for index in partial if index not in rest]
     if strange:
         raise Violation(
-            "partial_varying", axis, "a partial sum times a varying value is neither", [strange[0], having[0]]
+            "partial_varying", axis, "a partial sum times a varying value has no type", [strange[0], having[0]]
         )
     if unknown:
         call.assumed.append(f"{name}: that the varying operand is sharded on the dim which is summed over")

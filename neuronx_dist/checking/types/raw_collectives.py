@@ -91,8 +91,8 @@ def refuse(name: str, arguments: Any, verb: str = "", group: Any = None) -> None
             repairs.append(f"spmd.{verb}({code}, {axis}, src=..., dst=...), where a gradient goes through it")
         repairs.append("with spmd.no_typecheck(): around it; what it writes then has no type")
         raise SpmdTypeError(
-            f"torch.distributed's {name} at {call_site()} is given {shown(x, note.type, label)}",
-            "types do not follow what torch.distributed writes, and it has no derivative",
+            f"torch.distributed's {name} at {call_site()} got {shown(x, note.type, label)}",
+            "the checker does not see what torch.distributed writes, and the call has no derivative",
             repairs=repairs,
             axis=atom or next(iter(note.type.types), "tp"),
             rule="raw",

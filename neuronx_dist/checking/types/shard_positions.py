@@ -42,13 +42,13 @@ def difference(one: ShardPosition, other: ShardPosition, one_type: Any, other_ty
     """The difference between the positions of two shards that meet in a call of `name`, in words."""
     if one.label != other.label:
         why = f"dim {other_type.dim} of the one and dim {one_type.dim} of the other are sharded, which {name} does not "
-        return why + "put beside each other: every rank has but one pair of pieces"
+        return why + "align: every rank has only one pair of pieces"
     if one.stride != other.stride:
         why = f"both are sharded on the same dim, one {_blocks(one)}, the other {_blocks(other)}"
-        return f"{why}: the ranks have other parts of it"
+        return f"{why}: the ranks hold different parts of it"
     first, second = (f"{p[0]} to {p[1]}" if p is not None else "all" for p in (one.part, other.part))
     why = f"they are parts of each rank's piece, {first} and {second} of it"
-    return f"{why}: what is side by side here is not in the whole"
+    return f"{why}: neighbours here are not neighbours in the whole tensor"
 
 
 def _blocks(position: ShardPosition) -> str:
@@ -76,8 +76,8 @@ def locate(dims: Dims, shard: Shard, spec: Spec, axis: str, index: int, name: st
 def _located(dims: Dims, shard: Shard, spec: Spec, axis: str, index: int, name: str) -> ShardPosition:
     factors = dims[shard.dim] if shard.dim < len(dims) else ()
     if not factors:
-        raise Violation("broadcast", axis, f"dim {shard.dim} is sharded, and here of size 1, broadcast or dropped: it "
-                        "would be another size in one process", [index])  # fmt: skip
+        raise Violation("broadcast", axis, f"dim {shard.dim} is sharded and has size 1 here, so it is broadcast or "
+                        "dropped; in one process it has another size", [index])  # fmt: skip
     sizes = spec.sizes
     if len(factors) == 1:
         label = factors[0]

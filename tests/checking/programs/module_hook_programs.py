@@ -280,12 +280,12 @@ def summed_by_a_hook_of_an_activation(model, optimizer, x):
     plain(model, optimizer, x)
 
 
-@program(with_hooks(lambda grad: grad * 1.0, TENSOR, ScaledInParameterHook), TP, refused="mixes")
+@program(with_hooks(lambda grad: grad * 1.0, TENSOR, ScaledInParameterHook), TP, refused="cannot be combined")
 def not_summed_by_a_hook(model, optimizer, x):
     plain(model, optimizer, x)
 
 
-@program(Scaled, TP, refused="hook|same on all ranks")
+@program(Scaled, TP, refused="hook|equal on all ranks")
 def summed_by_two_hooks(model, optimizer, x):
     y = x * model.scale
     for _ in range(2):
@@ -310,6 +310,6 @@ def summed_by_a_hook_of_a_parameter(model, optimizer, x):
     plain(model, optimizer, x)
 
 
-@program(summed_over_tp(Scaled), TP, refused="same on all ranks|hook|I and R|mixes")
+@program(summed_over_tp(Scaled), TP, refused="equal on all ranks|hook|I and R|cannot be combined")
 def summed_by_hooks_of_both(model, optimizer, x):
     plain(model, optimizer, x)

@@ -81,4 +81,4 @@ def test_the_last_of_several_reduces(build: Callable[[], Any], mesh: Any, step: 
     report = spmd.check(build, batch(), mesh=mesh, optimizer=sgd, step=step)
     assert report.ok != refused, str(report)
     if refused:
-        assert "nobody has added them up" in str(report) and "repair: reduce_gradients(model)" in str(report)
+        assert "the parts are not added up" in str(report) and "repair: reduce_gradients(model)" in str(report)

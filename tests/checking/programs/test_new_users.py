@@ -82,7 +82,7 @@ def test_distributed_data_parallel_is_left_out():
         backward(nn.parallel.DistributedDataParallel(model, process_group=ps.get_data_parallel_group()), x)
 
     for text in (problem(step=step), problem(lambda: nn.parallel.DistributedDataParallel(model()))):
-        assert "DistributedDataParallel is not followed: leave it out, and call reduce_gradients(model)" in text
+        assert "DistributedDataParallel cannot be checked: leave it out, and call reduce_gradients(model)" in text
         assert "incompatible function arguments" not in text and "test_new_users.py" in text
 
 
@@ -185,7 +185,7 @@ def test_step_is_given_all_inputs_as_one():
         backward(model, x)
 
     text = problem(inputs=(torch.zeros(4, 8), torch.zeros(4, 8)), step=step)
-    assert "step is called as step(model, optimizer, inputs), and inputs" in text and "is a tuple of 2" in text
+    assert "step is called as step(model, optimizer, inputs), where inputs" in text and "is a tuple of 2" in text
     report = spmd.check(model, torch.zeros(4, 8), MESH, step=lambda *arguments: backward(arguments[0], arguments[2]))
     assert report.ok
 

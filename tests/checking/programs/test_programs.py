@@ -268,7 +268,7 @@ def test_a_model_without_a_loss_is_told_what_to_do():
 
 def test_a_model_function_that_returns_something_else():
     (problem,) = spmd.check(lambda: 3, models.example_inputs(), MESH, level=None).problems
-    assert "returned a int; it is to return a module, an NxDPPModel, or (model, optimizer)" in problem.message
+    assert "returned a int; it must return a module, an NxDPPModel, or (model, optimizer)" in problem.message
 
 
 def test_an_optimizer_may_be_made_of_the_parameters():

@@ -48,7 +48,7 @@ def test_what_ranks_do_differently_is_not_equal(defect, text):
     (problem,) = report.problems
     assert problem.kind == "types" and text in problem.message, problem.message
     assert problem.lines[0].startswith(models.__file__)
-    assert "dst=V) what is meant to differ before" in problem.message
+    assert "dst=V) what is meant to differ" in problem.message
 
 
 def test_inputs_are_sharded_over_dp_unless_in_types_says_otherwise():
@@ -78,7 +78,7 @@ def test_gradients_that_are_not_reduced_over_dp_are_refused():
     refused(
         report,
         "SGD.step: the gradient of up.weight [8, 8]: on dp it is P",
-        "nobody has added them up",
+        "the parts are not added up",
         "repair: reduce_gradients(model) after the last backward",
         "in the step of rank 0 (dp 0, tp 0)",
     )

@@ -59,8 +59,8 @@ def test_results_without_a_loss(what: str) -> None:
     with pytest.raises(ValueError) as error:
         played.find_loss(NO_LOSSES[what])
     assert str(error.value) == (
-        f"the model's result holds no loss but {what}: let it return a scalar (give it labels, or wrap it), or pass "
-        "step=, a function step(model, optimizer, inputs) that makes the whole training step"
+        f"the model's result holds no loss but {what}: let it return a scalar (pass it labels, or wrap it), or pass "
+        "step=, a function step(model, optimizer, inputs) that does the whole training step"
     )
 
 
@@ -82,8 +82,8 @@ def test_a_step_that_is_called_otherwise(inputs: Any, words: str) -> None:
         played._check_signature(step, None, None, inputs)
     name = "test_a_step_that_is_called_otherwise.<locals>.step"
     assert str(error.value) == (
-        f"{name}: too many positional arguments: step is called as step(model, optimizer, inputs), and inputs, all of "
-        f"the example inputs, is {words}"
+        f"{name}: too many positional arguments: step is called as step(model, optimizer, inputs), where inputs, all "
+        f"of the example inputs, is {words}"
     )
     played._check_signature(lambda model, optimizer, inputs: None, None, None, inputs)
     played._check_signature(dict, None, None, inputs)  # whose signature nobody knows

@@ -51,7 +51,7 @@ def case(
 
 TABLE = dict(tokens=ids(R, 8, 3, 5), weight=p(S(0), 8, 4))
 MASKED = ("is masked",)
-UNMASKED = "nobody masked"
+UNMASKED = "these are not masked"
 
 
 def bounds(weight):
@@ -117,7 +117,7 @@ def lookup_masked_beyond_the_end(tokens, weight):
     return spmd.all_reduce(out, "tp", dst=I).pow(2).sum()
 
 
-@case(**TABLE, refused="the mask is not that of what each rank holds", right=False)
+@case(**TABLE, refused="the mask does not match the positions that each rank holds", right=False)
 def lookup_that_keeps_what_is_foreign(tokens, weight):
     first, end = bounds(weight)
     foreign = ~((tokens >= first) & (tokens < end))
@@ -126,7 +126,7 @@ def lookup_that_keeps_what_is_foreign(tokens, weight):
     return spmd.all_reduce(out, "tp", dst=I).pow(2).sum()
 
 
-@case(**TABLE, refused="the mask is not that of what each rank holds", right=False)
+@case(**TABLE, refused="the mask does not match the positions that each rank holds", right=False)
 def lookup_that_loses_the_first_row(tokens, weight):
     first, _ = bounds(weight)
     local = tokens - first
@@ -135,7 +135,7 @@ def lookup_that_loses_the_first_row(tokens, weight):
     return spmd.all_reduce(out, "tp", dst=I).pow(2).sum()
 
 
-@case(**TABLE, refused="the mask is not that of what each rank holds", right=False)
+@case(**TABLE, refused="the mask does not match the positions that each rank holds", right=False)
 def lookup_by_positions_that_are_not_shifted(tokens, weight):
     first, end = bounds(weight)
     own = (tokens >= first) & (tokens < end)
@@ -346,7 +346,7 @@ def local_code_whose_input_is_not_what_it_says(x, up, down, router):
 MLP = dict(x=t(R, 5, 4), w1=p(S(1), 4, 8), w2=p(S(0), 8, 4))
 
 
-@case(**MLP, listed=("each rank takes its own part of sharded dim 0: that all parts together are used alike",))
+@case(**MLP, listed=("each rank takes its own part of sharded dim 0: that all parts are used in the same way",))
 def blocks_of_a_sharded_mlp(x, w1, w2):
     y = 0
     for i in range(0, w1.shape[1], 2):
@@ -389,7 +389,7 @@ def top_k_of_the_top_k_of_shards(x):
 
 BATCH = dict(x=t({"dp": S(0)}, 8, 4), y=t({"dp": S(0)}, 8, 3), w=p({"dp": R}, 4, 3))
 DP = {"dp": 2}
-PIECES = ("all parts together are used alike",)
+PIECES = ("all parts are used in the same way",)
 
 
 def squares(x, y, w):
@@ -453,13 +453,13 @@ def chunks_of_tokens_and_of_their_chunks(x, ids, w):
     return loss
 
 
-@case(**BATCH, mesh=DP, refused="is not in the whole", right=False)
+@case(**BATCH, mesh=DP, refused="are not neighbours in the whole", right=False)
 def chunks_put_together_in_another_order(x, y, w):
     first, second = x.chunk(2)
     return (torch.cat([second, first]) @ w - y).pow(2).sum()
 
 
-@case(**BATCH, mesh=DP, refused="is not in the whole", right=False)
+@case(**BATCH, mesh=DP, refused="are not neighbours in the whole", right=False)
 def a_half_of_the_samples_against_the_other(x, y, w):
     first, second = (x @ w).chunk(2)
     return (first * second).sum()

@@ -94,7 +94,7 @@ RETURNED = {
         I,
         I,
         lambda grad: spmd.convert(grad, "tp", src=I, dst=P, expert_mode=True),
-        "each rank returns its part of it, and nobody adds them up",
+        "each rank returns its part of it, and the parts are not added up",
         ['comm.all_reduce(grad_x, "tp") in ', 'spmd.convert(x, "tp", src=spmd.I, dst=spmd.R'],
     ),
     "another shard": (
@@ -147,7 +147,7 @@ def test_a_gradient_that_is_given_is_of_the_dual_type(loss, seed, fitting):
         if fitting:
             (x * 1).backward(gradient)
         else:
-            with pytest.raises(SpmdTypeError, match="the gradient that is given must be"):
+            with pytest.raises(SpmdTypeError, match="the gradient passed to backward must be"):
                 (x * 1).backward(gradient)
 
 
@@ -163,7 +163,9 @@ def test_the_gradient_of_a_loss_that_is_r_on_every_axis_is_p(mesh, seed, fitting
             if fitting:
                 loss.backward(gradient)
             else:
-                with pytest.raises(SpmdTypeError, match=f"on tp the gradient that is given must be P, it is {seed}"):
+                with pytest.raises(
+                    SpmdTypeError, match=f"on tp the gradient passed to backward must be P, but is {seed}"
+                ):
                     loss.backward(gradient)
 
 

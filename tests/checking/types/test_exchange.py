@@ -67,4 +67,4 @@ def test_sizes_are_compared_across_ranks() -> None:
     assert problems(0) == []
     (problem,) = problems(1)
     assert "rank 0 sends 6 elements to rank 1, which expects 8" in problem
-    assert "Both sides of an exchange have to know its sizes" in problem
+    assert "Both sides of an exchange must pass the same sizes" in problem

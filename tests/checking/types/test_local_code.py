@@ -178,7 +178,7 @@ def test_parts_of_a_batch_over_experts_too():
 
     report = spmd.check(model_fn, torch.zeros(8, 4), {"dp": 4, "ep": 2}, step=step)
     assert report.ok, str(report)
-    assert any("used alike" in line and "test_local_code.py" in line for line in report.assumed)
+    assert any("used in the same way" in line and "test_local_code.py" in line for line in report.assumed)
 
 
 # --- masks that are put on in other ways
@@ -211,7 +211,7 @@ def test_masks_that_are_put_on_in_other_ways(name, mode):
 @pytest.mark.parametrize("function", [lambda x: x, lambda x: x.exp(), lambda x: x.t(), lambda x: x + 1.0, torch.clone])
 def test_what_nobody_masked_is_not_summed(function, mode):
     out, _ = lookup(typed(S(0), 2, 4))
-    with pytest.raises(SpmdTypeError, match="nobody masked") as error:
+    with pytest.raises(SpmdTypeError, match="these are not masked") as error:
         comm.all_reduce(function(out), "tp")
     assert "masked_fill" in error.value.repairs[0]
 
@@ -230,6 +230,6 @@ def test_positions_that_are_trusted_to_vary_are_offsets_too():
         local = spmd.trust(ids - 2, "tp", V)
         outside = (local < 0) | (local >= 2)
         out = weight[local.masked_fill(outside, 0)]
-        with pytest.raises(SpmdTypeError, match="nobody masked"):
+        with pytest.raises(SpmdTypeError, match="these are not masked"):
             spmd.all_reduce(out, "tp", dst=I)
         spmd.all_reduce(out.masked_fill(outside[:, None], 0.0), "tp", dst=I)

@@ -99,7 +99,7 @@ def test_no_typecheck_leaves_results_without_types(mode):
 # --- losses and gradients
 
 
-@pytest.mark.parametrize(("kind", "says"), [(R, "each of which counts it"), (V, "summands")])
+@pytest.mark.parametrize(("kind", "says"), [(R, "every rank counts it"), (V, "summands")])
 def test_backward_begins_at_i_or_p_only(mode, kind, says):
     loss = typed(1, grad=True, tp=kind, dp=P)
     with pytest.raises(SpmdTypeError, match=says):
@@ -183,7 +183,7 @@ def test_a_write_that_the_checker_did_not_see_is_an_error_at_the_next_use(mode):
     x = typed(4)
     with spmd.no_typecheck():
         x.add_(1)
-    with pytest.raises(SpmdTypeError, match="where types do not see it"):
+    with pytest.raises(SpmdTypeError, match="where the checker does not see it"):
         x * 2
 
 

@@ -155,7 +155,7 @@ STEPS = {
     "sum, averaged": (SUM, nxd.reduce_gradients, "too small by the size of dp"),
     "sum, summed": (SUM, summed, ""),
     "share of a mean, summed": (lambda y: MEAN(y) / comm.size("dp"), summed, ""),
-    "mean, not reduced": (MEAN, lambda model: None, "nobody has added them up"),
+    "mean, not reduced": (MEAN, lambda model: None, "the parts are not added up"),
     "equal mean, averaged": (lambda y: spmd.all_reduce(MEAN(y), "dp", src=P("avg"), dst=R), nxd.reduce_gradients, ""),
     "one mean, averaged": (
         lambda y: spmd.all_reduce(MEAN(y), "dp", src=P("avg"), dst=I),
@@ -245,7 +245,7 @@ def test_an_optimizer_that_a_module_holds():
 
     inputs = {"x": torch.zeros(4, 8)}
     assert spmd.check(model_fn, inputs, {"dp": 2}, step=step(True)).ok
-    assert "nobody has added them up" in str(spmd.check(model_fn, inputs, {"dp": 2}, step=step(False)))
+    assert "the parts are not added up" in str(spmd.check(model_fn, inputs, {"dp": 2}, step=step(False)))
 
 
 def test_a_count_from_this_rank_on_is_a_shard():

@@ -109,7 +109,7 @@ def test_parts_by_rank_of_permutations_that_differ_overlap():
         drawn(int(comm.rank("dp")))[comm.rank("dp") :: comm.size("dp")]
 
     report = spmd.check(lambda: nn.Linear(2, 1), {"x": torch.zeros(4, 2)}, mesh={"dp": 2}, step=step)
-    assert "parts overlap" in str(report) and "one seed on all ranks of dp" in str(report)
+    assert "do not make up one tensor" in str(report) and "one seed on all ranks of dp" in str(report)
 
 
 def test_a_refusal_names_the_draw():
@@ -124,7 +124,7 @@ def test_a_refusal_names_the_draw():
 def test_without_a_check_one_rank_cannot_compare_seeds():
     with comm.as_rank(Mesh(4, tp=2), 0, CheckBackend()), typecheck() as mode:
         assert type_of(drawn(3)).get("dp") is R
-        assert any("seeded alike" in text for text, _ in mode.assumed)
+        assert any("has the same seed" in text for text, _ in mode.assumed)
 
 
 def test_torchs_generator_is_put_back():

@@ -346,7 +346,7 @@ def check_loss(mode: Session, loss: Tensor, gradient: Tensor | None = None) -> d
             if not (own_mean or given_whole or fits(actual.base, expected.base)):
                 raise SpmdTypeError(
                     f"backward of {shown(loss, loss_type)} at {call_site()}",
-                    f"on {axis} the gradient that is given must be {expected}, it is {actual}",
+                    f"on {axis} the gradient passed to backward must be {expected}, but is {actual}",
                     axis=axis,
                     rule="loss",
                 )

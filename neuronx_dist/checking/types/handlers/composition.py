@@ -76,7 +76,7 @@ class CompositionCheck:
                 if pair[0] != pair[1]:
                     raise SpmdTypeError(
                         f"{name} at {call_site()}",
-                        f"result {index} of its body is {type_.get(axis)} on {axis}, of its composition "
+                        f"result {index} is {type_.get(axis)} on {axis} by its body, but by its composition "
                         f"{note.type.get(axis)}",
                         axis=axis,
                         rule="composition",

@@ -214,7 +214,7 @@ def _verify(
             which = f"gradient {index}" if len(types) > 1 else "the gradient"
             raise SpmdTypeError(
                 f"{_named(hook, registered)} returns a gradient {list(grad.shape)} {note.type}",
-                f"on {axis} {which} is {due} there, as its tensor's type says, and what it returns is {actual}",
+                f"on {axis} {which} must be {due} for the type of its tensor, but the hook returns {actual}",
                 repairs=[f"return a gradient that is {due} on {axis}", "change it in a hook of the parameter"],
                 axis=axis,
                 rule="hook",
@@ -358,7 +358,7 @@ def _entering(self: Any) -> None:
         code = getattr(hook, "__code__", None)
         if mode is not None and code is not None and owner_of(code.co_filename) == USER:
             mode.assume(
-                f"saved_tensors_hooks: backward is given by {_named(self.unpack_hook, '')} what was saved by "
+                f"saved_tensors_hooks: {_named(self.unpack_hook, '')} returns to backward what was saved by "
                 f"{_named(self.pack_hook, '')}"
             )
             break

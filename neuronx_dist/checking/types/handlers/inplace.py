@@ -171,8 +171,8 @@ def stale(mode: Session, x: Tensor, note: Note) -> Note:
     else:
         if not in_backward() and not (x.grad_fn is None and isinstance(x, nn.Parameter)):
             raise SpmdTypeError(
-                f"{shown(x, note.type)} was written in place where types do not see it, before {call_site()}",
-                "what it holds now is not known to have its type",
+                f"{shown(x, note.type)} was written in place where the checker does not see it, before {call_site()}",
+                "its new value may have another type",
                 repairs=["write to it by torch functions, inside of the check", "make a new tensor"],
                 rule="stale",
             )  # autograd and optimizers write what they made
@@ -193,7 +193,7 @@ def stale(mode: Session, x: Tensor, note: Note) -> Note:
                 raise SpmdTypeError(
                     f"{name + ' ' if name else ''}{shown(x, type_)} was written through another view of its memory, "
                     f"before {call_site()}",
-                    f"on {axis} it is {before}, and what was written there is {after}: together they are neither"
+                    f"on {axis} it is {before}, but the written part is {after}: the whole has neither type"
                     + (", and what has a gradient keeps its type" if x.requires_grad else ""),
                     axis=axis,
                     rule="inplace",

@@ -154,7 +154,7 @@ def _check_mask(mode: Session, rule: Rule, tensors: Sequence[Tensor], notes: Seq
     if wrong:
         raise SpmdTypeError(
             f"{rule.name}({shown(tensors[index], notes[index].type)}) at {call_site()}",
-            f"the mask is not that of what each rank holds: {wrong}",
+            f"the mask does not match the positions that each rank holds: {wrong}",
             repairs=["(ids >= first) & (ids < first + count), with first = rank * count, is what a rank holds"],
             axis=min(foreign.axes),
             rule="mask",

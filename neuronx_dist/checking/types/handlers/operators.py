@@ -195,8 +195,8 @@ def _check_source(mode: Session, x: Tensor, note: Note, atom: str, name: str, sr
 def check_masked(mode: Session, name: str, x: Tensor, note: Note, atom: str, src: Any, dst: Any) -> None:
     """Refuses to take rows that were looked up in a shard for summands, unless they were masked."""
     if isinstance(note.extra, Foreign) and atom in note.extra.axes:
-        why = "it was looked up in a shard by positions of which other ranks hold some, and nobody masked these: each "
-        why += "rank would add something of its own for them"
+        why = "it was looked up in a shard by positions of which other ranks hold some, and these are not masked: each "
+        why += "rank would add a wrong value for them"
         raise operator_error(mode, name, x, note, atom, src, dst, why, "foreign")
 
 

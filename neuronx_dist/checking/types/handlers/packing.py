@@ -125,8 +125,7 @@ def _viewed(mode: Session, name: str, x: Tensor, note: Note, segments: Segments,
 def _refuse(name: str, x: Tensor, note: Note) -> SpmdTypeError:
     sizes = [size for size, _, _ in note.extra.parts]
     return SpmdTypeError(
-        f"{name} at {call_site()} is given {shown(x, None)}, a buffer packed of tensors of different types "
-        f"(sizes {sizes})",
+        f"{name} at {call_site()} got {shown(x, None)}, a buffer packed of tensors of different types (sizes {sizes})",
         "it can be scaled, cast, communicated, and split into these sizes",
         repairs=[f"split({sizes[:4]}{' ...' if len(sizes) > 4 else ''}) first"],
         rule="packed",

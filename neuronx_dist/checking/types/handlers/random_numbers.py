@@ -45,7 +45,7 @@ def stream_type(
     types: dict[str, SpmdType] = {}
     assumed = []
     if generator is not None and mode.outside_seed is None:
-        assumed.append("the generator is seeded alike on all ranks")
+        assumed.append("the generator has the same seed on all ranks")
     for axis in dict.fromkeys((*(like.types if like is not None else ()), *atoms)):
         spmd_type = like.get(axis) if like is not None else None
         differs = source.differs(axis)

@@ -221,7 +221,8 @@ def _is_whole(mode: Session, x: Tensor, type_: TensorType, start: RankValue) -> 
         if spmd_type is V and origin is not None and origin.letter == "V":
             raise SpmdTypeError(
                 f"a part of {shown(x, type_)} by rank at {call_site()}",
-                f"on {atom} each rank takes its part of other numbers: the parts overlap, and make up no whole",
+                f"on {atom} each rank takes its part of different random numbers, so the parts do not make up one "
+                "tensor",
                 where_from=[f"it is V on {atom} since {origin}"],
                 repairs=[f"one seed on all ranks of {atom}"],
                 axis=atom,

@@ -31,10 +31,10 @@ def _run(function: Any, original: Callable[..., Any], args: tuple[Any, ...], kwa
         name = function.name if owner is None else wrap_script_module(owner).original_name
         raise SpmdTypeError(
             f"{name} at {call_site()} was compiled by torch.jit",
-            "the checker sees the functions that Python calls, and none of those that TorchScript calls",
+            "the checker sees the functions that Python calls, but not those that TorchScript calls",
             repairs=[
                 f"call {name} as it was before torch.jit, which deprecates TorchScript",
-                "with spmd.no_typecheck(): around the call, and spmd.assert_type(result, {...}) behind it",
+                "with spmd.no_typecheck(): around the call, and spmd.assert_type(result, {...}) after it",
             ],
             rule="scripted",
         )

@@ -58,8 +58,8 @@ def _after(rule: Rule, spec: Spec, index: int, x: Tensor, note: Note, stacked: S
     moved = f"{name}.movedim({stacked.ranks}, {before})" if stacked.ranks != before else name
     raise SpmdTypeError(
         f"{rule.name}({shown(x, note.type)}) at {call_site()}",
-        f"dim {stacked.ranks} is the ranks of {axes}, whose pieces of dim {stacked.dim} are stacked; merged with other "
-        "dims before it stands right outside of that one, it puts them in another order than that of the sharding",
+        f"dim {stacked.ranks} is the ranks of {axes}, whose pieces of dim {stacked.dim} are stacked; merging it with "
+        "another dim puts the pieces in another order than the sharding: first move it directly before that dim",
         repairs=[
             f"{moved}.flatten({before}, {before + 1})",
             f'spmd.all_gather(piece, "{axes}", src=spmd.S({before}), dst=...), which puts them together in order',

@@ -82,7 +82,7 @@ def since(x: Tensor, name: str, axis: str, note: Note | None = None) -> list[str
 
     if spmd_type.letter == "V" and unreduced(x, axis):
         product = "comes from a product of two tensors that vary: if these are pieces of the dim that is summed over"
-        return [f"{label} is V on {axis}, and {product}, it is a sum that nobody reduced"]
+        return [f"{label} is V on {axis}, and {product}, it is an unreduced sum"]
     leaf = leaf_of(x, varies)
     if leaf is None:
         return []
@@ -211,9 +211,9 @@ def missing_type(mode: Session, x: Tensor, function: str) -> SpmdTypeError:
     code = f"spmd.assert_type({name.code}, {{{axes}}})"
     declared = Repair(f"{code} where it is made", edit_of(here, name.node, code))
     return SpmdTypeError(
-        f"{function} at {location(mode)} is given {shown(x, None, name.label)}, which has no type",
-        "it was made outside of the check, and nobody said whether it is equal on all ranks",
-        repairs=[declared, "make it inside of the check"],
+        f"{function} at {location(mode)} got {shown(x, None, name.label)}, which has no type",
+        "it was made outside the check, so whether it is equal on all ranks is unknown",
+        repairs=[declared, "make it inside the check"],
         rule="no_type",
     )
 
@@ -302,7 +302,7 @@ def gradient_error(
     code = f"grad_{name}"
     scatter = f'comm.reduce_scatter({code}, "{axis}", dim={getattr(expected, "dim", 0)})'
     if actual is P and expected.letter in SAME:
-        words = "each rank returns its part of it, and nobody adds them up"
+        words = "each rank returns its part of it, and the parts are not added up"
         repairs = [f'comm.all_reduce({code}, "{axis}") in {function}.backward',
                    f"{call_of('convert', name, axis, I, R)} before the call, whose backward adds them up"]  # fmt: skip
     elif expected is P and actual is not None and actual.letter in SAME:
@@ -310,10 +310,10 @@ def gradient_error(
         repairs = [f"drop the reduction over {axis} in {function}.backward",
                    f"{call_of('convert', name, axis, R, I, True)} before the call"]  # fmt: skip
     elif actual is P:
-        words = "each rank returns its part of it, and nobody adds them up"
+        words = "each rank returns its part of it, and the parts are not added up"
         repairs = [f"{scatter} in {function}.backward"]
     else:
-        words = "that is not the gradient of what it is given"
+        words = "that is not the gradient of its input"
         gather = f'comm.all_gather({code}, "{axis}", dim={getattr(actual, "dim", 0)})'
         repairs = [f"{scatter} in {function}.backward", f"{gather} in {function}.backward"]
     origin = (note.origins or {}).get(axis)
@@ -357,7 +357,7 @@ def write_error(
         path = route(spmd_type, before)
         if spmd_type is V and before.letter in SAME:
             code = f'comm.broadcast({operand.code}, "{axis}", src=0)'
-            repairs.append(f"{code}: if that of the first rank is meant")
+            repairs.append(f"{code}: if the value of the first rank is meant")
         elif path is not None:
             code = call_of(path[0], operand.code, axis, None if spmd_type is P else spmd_type, before, path[1])
             repairs.append(Repair(code, edit_of(here, operand.node, code)))

@@ -26,7 +26,7 @@ def logits_error(mode: Session, name: str, logits: Tensor, type_: TensorType, ax
     assert actual is not None
     repairs: list[Repair] = []
     if actual.letter in SAME:
-        why = f"are {actual}: the whole vocabulary on every rank, of which each is to give its own part, {due}"
+        why = f"are {actual}: every rank passes the whole vocabulary, but must pass its part, {due}"
         repairs.append(Repair("gather_output=False on the layer that makes them, or no gather behind it"))
     else:
         why = f"are {actual}, not {due}, this rank's part of the vocabulary"
@@ -55,12 +55,12 @@ def loss_error(mode: Session, loss: Tensor, type_: TensorType, axis: str, spmd_t
         repairs.append(Repair(code + words, edit_of(here, name.node, code)))
 
     if spmd_type.letter == "R":
-        why = "is R: the same on every rank, each of which counts it, so that gradients are multiplied by their number"
+        why = "is R: equal on every rank, and every rank counts it, so gradients are multiplied by the number of ranks"
         repairs += [r for r in [origin_repair(origin, I) if origin is not None and origin.letter == "R" else None] if r]
         offer(call_of("convert", name.code, axis, R, P))
     else:
         src = V if isinstance(spmd_type, Shard) else spmd_type
-        why = f"is {spmd_type}: another one on every rank, and nothing says that they are summands"
+        why = f"is {spmd_type}: a different value on every rank, not known to be summands"
         offer(call_of("reinterpret", name.code, axis, src, P), f": if the sum over {axis} is meant")
         offer(call_of("all_reduce", name.code, axis, None, I), ": the same, and every rank sees the sum")
     return SpmdTypeError(

@@ -174,7 +174,7 @@ def operator_repairs(operation: Operation, operand: Named, here: Site | None, ru
             words = f": it is {actual} for this parameter, and another type for others"
         elif text == code and changes_with_the_turn(here, operand.node):
             # Another turn may need it: without it that turn would be refused, and the repairs would alternate.
-            repairs.append(Repair(f"{text}{words}, if it is at every turn of the loop; else make what differs alike"))
+            repairs.append(Repair(f"{text}{words}, if it is in every iteration; otherwise make the types equal first"))
             return
         replaced = operand.node if inside else node if direct else None
         repairs.append(Repair(text + words, edit_of(here, replaced, text)))
@@ -201,7 +201,7 @@ def operator_repairs(operation: Operation, operand: Named, here: Site | None, ru
     if base == "convert" and here is not None and here.called is not None and operation.gives == actual:
         function = isinstance(node, ast.Call) and inspect.isfunction(value_of(node.func, here.frame))
         if not function:  # a layer that takes its own part of its argument
-            return [Repair("input_is_parallel=True on the layer, which is given its own part already")]
+            return [Repair("input_is_parallel=True on the layer, whose input is already its part")]
     if base != operation.name:
         _of_verb(operation, base, code, offer)
         return repairs

@@ -187,7 +187,7 @@ def otherwise(mode: Any, violation: Violation, call: JudgedCall, names: Sequence
     """Yields repairs that are no operator: another rule, another layout, an exception from the check."""
     function = call.rule.name
     if call.rule.spec is None and call.rule.kind == "op" and call.function not in RULES:
-        yield Repair(f"@spmd.register_rule({function}, linear=((0,),)) on a function that says what it does to dims, "
+        yield Repair(f"@spmd.register_rule({function}, linear=((0,),)) on a function that returns its effect on dims, "
                      "if it is linear")  # fmt: skip
     for index in violation.operands:
         if index < len(call.tensors) and isinstance(call.tensors[index], nn.Parameter):
@@ -216,7 +216,7 @@ def _undeclared_shard(call: JudgedCall, index: int, axis: str, name: Named) -> I
                 code = f"nxd.parallel_layers.utils.set_tensor_model_parallel_attributes({name.code}, True, {dim}, 1)"
             else:
                 code = f'spmd.assert_type({name.code}, {{"{axis}": spmd.S({dim})}})'
-            yield Repair(f"{code} where it is made, if it is a shard that nobody declared")
+            yield Repair(f"{code} where it is made, if it is an undeclared shard")
             return
 
 

@@ -59,7 +59,7 @@ def test_a_loop_over_layers_that_differ_does_not_flip(tmp_path):
     """One of two layers is not reduced: where the sum is added to both it is one too many for the other."""
     end = converge(layers_of_which_one_is_reduced, tmp_path, ROUNDS)
     assert end.loss_type is None and len(end.applied) == 1
-    assert "if it is at every turn of the loop; else make what differs alike" in str(end.errors[-1])
+    assert "if it is in every iteration; otherwise make the types equal first" in str(end.errors[-1])
 
 
 def test_two_shards_of_one_name_are_told_apart():
