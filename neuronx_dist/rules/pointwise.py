@@ -1,4 +1,4 @@
-"""Rules of elementwise functions: arithmetic, comparisons, activations, casts, copies, and the `_foreach_` forms.
+"""Rules of elementwise functions: arithmetic, comparisons, activations, casts, copies, and their forms for lists.
 
 They are tables of names: operands broadcast in all of them, and they differ in where they are linear.
 """
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..torch_internals.tensors import native_nn
+from ..torch_internals.tensors import foreach_functions, native_nn
 from .names import getter, register
 from .spec import ALL, RULES, Rule, Spec, along, elementwise, labels, nonzero, operands, rule, same
 
@@ -278,13 +278,12 @@ _FOREACH = {
 
 def _register_foreach() -> None:
     """Registers list forms: they decompose into calls for each item; in-place ones into the values that they write."""
-    for name in dir(torch):
-        if name.startswith("_foreach_"):
-            base = name.removeprefix("_foreach_").rstrip("_")
-            function: Any = _FOREACH.get(base) or getattr(torch, base)
-            RULES[getattr(torch, name)] = Rule(
-                name, None, kind="decompose", decompose=_foreach(function), inplace=0 if name.endswith("_") else None
-            )
+    for form, name in foreach_functions.items():
+        base = name.rstrip("_")
+        function: Any = _FOREACH.get(base) or getattr(torch, base)
+        inplace = 0 if name.endswith("_") else None
+        shown = form.__name__ if form.__name__ != name else f"foreach.{name}"
+        RULES[form] = Rule(shown, None, kind="decompose", decompose=_foreach(function), inplace=inplace)
 
 
 _register_foreach()

@@ -23,8 +23,14 @@ make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
 
 # Functions over lists of tensors, which take one kernel on CUDA. Without them: a loop.
 foreach_mul, foreach_mul_, foreach_norm = torch._foreach_mul, torch._foreach_mul_, torch._foreach_norm
-foreach_max = torch._foreach_max
-foreach_functions: list[Any] = [getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_")]
+
+# All of them, with the name of the function of one tensor: `torch._foreach_add_`, and torch 2.15's public
+# `torch.foreach.add_`. Without them lists of typed or sharded tensors are refused.
+foreach_functions: dict[Any, str] = {
+    getattr(torch, name): name.removeprefix("_foreach_") for name in dir(torch) if name.startswith("_foreach_")
+}
+_foreach: Any = getattr(torch, "foreach", None)
+foreach_functions |= {getattr(_foreach, name): name for name in getattr(_foreach, "__all__", ())}
 
 # One step of an optimizer over lists of tensors, and the unscaling of their gradients, as `torch.optim` and
 # `torch.amp.GradScaler` call them. Without them fused optimizers and gradient scaling refuse ShardTensors.

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ...rules import RULES, Spec
 from ...rules.pointwise import ELEMENTWISE
 from ...rules.spec import elementwise
-from ...torch_internals.tensors import foreach_max, foreach_norm
+from ...torch_internals.tensors import foreach_functions
 from ..handlers import FUNCTIONS, UNHANDLED, sharded
 from ..labels import inside, rule_of
 from ..moves.redistribute import check_is_no_copy, redistributed
@@ -168,18 +168,23 @@ def detach(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     return wrap(args[0]._local.detach(), args[0]._spec)
 
 
-_REDUCING: dict[Any, Callable[..., Any]] = {
-    foreach_norm: torch.linalg.vector_norm,
-    foreach_max: torch.max,
+# The functions of lists that are not elementwise, as functions of the items.
+_BY_ITEM: dict[str, Callable[..., Any]] = {
+    "norm": torch.linalg.vector_norm,
+    "max": torch.max,
+    "mm": torch.mm,
+    "powsum": lambda x, ord=2, dtype=None: torch.sum(torch.pow(torch.abs(x), ord), dtype=dtype),
 }
-_FOREACH = [getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_")]
 
 
-@sharded(*_FOREACH)
+@sharded(*foreach_functions)
 def foreach(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     """Computes functions of lists item by item, each with the items at its place in the other lists."""
-    if func in _REDUCING:
-        return tuple(_REDUCING[func](x, *args[1:], **kwargs) for x in args[0])
+    by_item = _BY_ITEM.get(foreach_functions[func])
+    if by_item is not None:
+        other_lists = [x for x in args[1:] if isinstance(x, (list, tuple))]
+        scalars = [x for x in args[1:] if not isinstance(x, (list, tuple))]
+        return tuple(by_item(*items, *scalars, **kwargs) for items in zip(args[0], *other_lists, strict=True))
     lists = [x for x in args if isinstance(x, (list, tuple)) and x and isinstance(x[0], torch.Tensor)]
     columns = list(zip(*lists))
     specs: list[ShardTensorSpec | None] = []
@@ -206,7 +211,7 @@ def foreach(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
         for column in columns:
             if isinstance(column[0], ShardTensor):
                 written(column[0])
-        return results
+        return args[0] if results is not None else None
     return tuple(value if spec is None else wrap(value, spec) for value, spec in zip(results, specs))
 
 

@@ -118,15 +118,25 @@ def test_what_is_no_buffer(mode: spmd.SpmdTypeMode) -> None:
         assert not isinstance(note_of(x).extra, Segments)  # type: ignore[union-attr]
 
 
-def test_lists_are_judged_element_by_element(mode: spmd.SpmdTypeMode) -> None:
+def private_form(name: str) -> Any:
+    return getattr(torch, f"_foreach_{name}")
+
+
+def public_form(name: str) -> Any:
+    """A function of `torch.foreach`, which torch 2.15 has."""
+    return getattr(pytest.importorskip("torch.foreach"), name)
+
+
+@pytest.mark.parametrize("form", [private_form, public_form])
+def test_lists_are_judged_element_by_element(mode: spmd.SpmdTypeMode, form: Callable[[str], Any]) -> None:
     xs = [declared(S(0), 2), declared(R, 3)]
-    assert [get_local_type(y)["dp"] for y in torch._foreach_mul(xs, 2.0)] == [S(0), R]
-    assert [get_local_type(y)["dp"] for y in torch._foreach_add(xs, xs)] == [S(0), R]
-    assert [get_local_type(y)["dp"] for y in torch._foreach_norm([xs[1]])] == [R]
-    torch._foreach_mul_(xs, [1.0, 2.0])
+    assert [get_local_type(y)["dp"] for y in form("mul")(xs, 2.0)] == [S(0), R]
+    assert [get_local_type(y)["dp"] for y in form("add")(xs, xs)] == [S(0), R]
+    assert [get_local_type(y)["dp"] for y in form("norm")([xs[1]])] == [R]
+    form("mul_")(xs, [1.0, 2.0])
     assert [get_local_type(x)["dp"] for x in xs] == [S(0), R]
-    torch._foreach_copy_(xs, [declared(S(0), 2), declared(R, 3)])
-    torch._foreach_zero_(xs)
+    form("copy_")(xs, [declared(S(0), 2), declared(R, 3)])
+    form("zero_")(xs)
     with pytest.raises(SpmdTypeError):
-        torch._foreach_sqrt([declared(P, 2)])
-    assert torch._foreach_norm in FOREACH and torch._foreach_zero_ in FOREACH and torch._foreach_copy_ in FOREACH
+        form("sqrt")([declared(P, 2)])
+    assert {form(name) for name in ("norm", "zero_", "copy_")} <= FOREACH.keys()

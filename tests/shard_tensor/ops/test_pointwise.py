@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -65,3 +67,31 @@ def lists(mesh):
 
 def test_lists_in_place():
     on_ranks(2, lists)
+
+
+def lists_by_item(mesh, form):
+    """Functions of lists that are not elementwise; what a function in place returns."""
+    left, right = torch.linspace(1, 2, 20).view(5, 4), torch.linspace(-1, 1, 12).view(4, 3)
+    x = distribute_tensor(left, mesh, [Shard(0)], sizes=[(4, 1)], src=None)
+    y = distribute_tensor(right, mesh, [Shard(0)], src=None)
+    (product,) = form("mm")([x], [y])
+    torch.testing.assert_close(product.full_tensor(), left @ right)
+    (norm,) = form("norm")([x])
+    torch.testing.assert_close(norm.full_tensor(), left.norm())
+    (largest,) = form("max")([y])
+    torch.testing.assert_close(largest.full_tensor(), right.max())
+    (total,) = torch._foreach_powsum([y], 3)
+    torch.testing.assert_close(total.full_tensor(), right.abs().pow(3).sum())
+    values = [x]
+    result = form("mul_")(values, 2.0)
+    assert result[0] is x
+    torch.testing.assert_close(x.full_tensor(), 2 * left)
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_lists_by_item(public):
+    if public:
+        functions = pytest.importorskip("torch.foreach")
+        on_ranks(2, lambda mesh: lists_by_item(mesh, functools.partial(getattr, functions)))
+    else:
+        on_ranks(2, lambda mesh: lists_by_item(mesh, lambda name: getattr(torch, f"_foreach_{name}")))

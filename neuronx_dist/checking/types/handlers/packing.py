@@ -2,7 +2,8 @@
 
 Gradients and weights travel in flat buffers. A buffer that `cat` makes of tensors of different types has no single
 type: it has the types of its parts, as `Segments`, which stay through scaling, views as one row, casts and collectives,
-and return when the buffer is split at the same positions. `torch._foreach_*` functions are judged element by element.
+and return when the buffer is split at the same positions. Functions of lists (`torch._foreach_add`, torch 2.15's
+`torch.foreach.add`) are judged element by element.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ....rules.names import CATS
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import Note, Segments, TensorType, note_of
 from ....spmd.watching import see_through
-from ....torch_internals.tensors import native_nn
+from ....torch_internals.tensors import foreach_functions, native_nn
 from ..messages.explain import shown
 from ..session import Session
 from .axis_numbers import Powers, factor, scaled_by
@@ -150,20 +151,17 @@ see_through(native_nn.unflatten_dense_tensors, _unflattened)
 
 def _bases() -> dict[Callable[..., Any], tuple[Callable[..., Any], bool]]:
     bases = {}
-    for name in dir(torch):
-        if name.startswith("_foreach_"):
-            base = name.removeprefix("_foreach_")
-            name_of_base = base.removesuffix("_")
-            inplace = base.endswith("_")
-            function = getattr(torch, name_of_base, None) or getattr(Tensor, name_of_base, None)
-            if name_of_base == "norm":
-                function = torch.linalg.vector_norm
-            elif name_of_base == "zero":
-                function = torch.zeros_like
-            elif name_of_base == "copy":
-                function = torch.clone
-            if function is not None:
-                bases[getattr(torch, name)] = (function, inplace)
+    for form, name in foreach_functions.items():
+        base = name.removesuffix("_")
+        function = getattr(torch, base, None) or getattr(Tensor, base, None)
+        if base == "norm":
+            function = torch.linalg.vector_norm
+        elif base == "zero":
+            function = torch.zeros_like
+        elif base == "copy":
+            function = torch.clone
+        if function is not None:
+            bases[form] = (function, name.endswith("_"))
     return bases
 
 
