@@ -38,6 +38,8 @@ _VERBS = {
     "allgather_coalesced": "all_gather",
     "allgather_into_tensor_coalesced": "all_gather",
     "gather": "all_gather",
+    "gather_single": "all_gather",
+    "gather_into_tensor": "all_gather",
     "reduce_scatter": "reduce_scatter",
     "_reduce_scatter_base": "reduce_scatter",
     "reduce_scatter_single": "reduce_scatter",
@@ -51,6 +53,7 @@ _VERBS = {
     "send": "send",
     "recv": "recv",
     "recv_anysource": "recv",
+    "new_window": "send",  # other ranks read and write the tensor, one-sided
 }
 _NAMESPACES = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem", "_dtensor")
 

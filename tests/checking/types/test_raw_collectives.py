@@ -10,10 +10,14 @@ from neuronx_dist import comm, spmd
 from neuronx_dist.checking.types.raw_collectives import refuse
 from neuronx_dist.mesh import Mesh
 
-MOVES_NO_TENSORS = """abort barrier bound_device_id boxed get_group_store group_desc group_name merge_remote_group
-monitored_barrier name rank set_timeout shutdown size split_group unbox use_pg_for_symm_mem_rendezvous""".split()
+MOVES_NO_TENSORS = """abort barrier bound_device_id boxed get_backend get_group_store get_reconfigure_handle group_desc
+group_name merge_remote_group monitored_barrier name rank reconfigure register_abort_hook register_post_hook
+register_pre_hook set_timeout shutdown size split_group supports_abort_hooks supports_completion_hooks
+supports_reconfigure supports_window unbox unregister_abort_hook unregister_post_hook unregister_pre_hook
+use_pg_for_symm_mem_rendezvous""".split()
 # The verb that is advised in place of a method's, where its name does not say it.
-VERBS = {"reduce": "all_reduce", "gather": "all_gather", "scatter": "broadcast", "recv_anysource": "recv"}
+VERBS = {"reduce": "all_reduce", "scatter": "broadcast", "recv_anysource": "recv", "new_window": "send"}
+VERBS |= dict.fromkeys(("gather", "gather_single", "gather_into_tensor"), "all_gather")
 
 
 def collectives() -> dict[str, object]:
