@@ -41,7 +41,7 @@ _PROPERTIES = (
     "shape ndim dtype device layout itemsize nbytes requires_grad is_leaf grad grad_fn grad_dtype _grad _grad_fn "
     "retains_grad output_nr _version _base _cdata _backward_hooks _post_accumulate_grad_hooks name names volatile "
     "is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr "
-    "is_vulkan is_xla is_xpu __cuda_array_interface__"
+    "is_vulkan is_xla is_xpu _has_grad_dtype_override __cuda_array_interface__"
 )
 
 _LEAVING = (

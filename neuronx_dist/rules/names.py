@@ -20,7 +20,11 @@ __all__ = ["CATS", "getter", "in_place", "out_of_place", "register"]
 
 CATS = ("cat", "concat", "concatenate")
 
-_PLACES = (torch, Tensor, torch.special, torch.linalg, F, native_nn)
+_PLACES = (torch, Tensor, torch.special, F, native_nn)
+
+# Functions of `torch.linalg` that are what is called so elsewhere; `torch.linalg.polar` is none of them, and new ones
+# need not be.
+_LINALG = frozenset("cholesky det inv matmul matrix_exp matrix_power slogdet vecdot".split())
 
 # The methods of Python's operators; `__r...__` where the order of the operands does not matter.
 _OPERATORS = {
@@ -67,6 +71,8 @@ _OPERATORS_IN_PLACE = {
 
 def _functions_named(name: str, operators: tuple[str, ...]) -> list[Callable[..., Any]]:
     functions = [getattr(namespace, name, None) for namespace in _PLACES]
+    if name in _LINALG:
+        functions.append(getattr(torch.linalg, name, None))
     functions += [getattr(Tensor, operator, None) for operator in operators]
     return [function for function in functions if callable(function)]
 

@@ -29,10 +29,7 @@ from tests.parallelize.support.pieces import Case, wrong_pieces, wrong_types
 from tests.rules.test_specs import NAMES, reviewed
 from tests.rules.verify_rule import Recorder
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="other versions have fewer functions"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def cases(texts: Sequence[str]) -> Iterator[tuple[str, Case]]:
