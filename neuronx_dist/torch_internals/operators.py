@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,7 +65,6 @@ def skip_in_compiler(function: Any) -> None:
 
 # TorchScript: without these names the checker cannot follow graphs of scripted functions.
 script_classes: tuple[type, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
-parse_schema: Callable[[str], Any] = torch._C.parse_schema
 
 
 def wrap_script_module(module: Any) -> Any:
