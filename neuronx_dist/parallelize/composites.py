@@ -65,31 +65,32 @@ def cross_entropy(
     return losses.to(input.dtype)
 
 
-def _with_own_numbers(alike: str | None, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def _with_local_numbers(shared_axis: str | None, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """A call that draws from this rank's own stream; torch's own generator, of whole values, stays where it is.
 
-    Where nobody seeded the stream (`spmd.random.manual_seed`), it begins at the seed of torch's own generator and this
+    If the stream is not seeded (`spmd.random.manual_seed`), it begins at the seed of torch's own generator and this
     rank's number, so that units differ too.
 
     Args:
-        alike: part of tp ("tp/2") along which the ranks draw the same numbers, from a stream of their own.
+        shared_axis: part of tp ("tp/2") along which the ranks draw the same numbers, from a stream of that part.
     """
-    own, name = streams(), f"{TENSOR_PARALLEL} {alike}" if alike else TENSOR_PARALLEL
-    if name not in own.get_states():
-        first = concrete(comm.communicator(alike).ranks[0] if alike else comm.rank("world"))
-        number = 1 if alike is None else 2 if "/" in alike else 3  # of the stream: no two begin alike
-        own.add(name, torch.initial_seed() % 2**62 + 2718 * number + first)
-    with own.fork(name):
+    random_streams, name = streams(), f"{TENSOR_PARALLEL} {shared_axis}" if shared_axis else TENSOR_PARALLEL
+    if name not in random_streams.get_states():
+        first = concrete(comm.communicator(shared_axis).ranks[0] if shared_axis else comm.rank("world"))
+        # Streams of different numbers begin at different seeds.
+        number = 1 if shared_axis is None else 2 if "/" in shared_axis else 3
+        random_streams.add(name, torch.initial_seed() % 2**62 + 2718 * number + first)
+    with random_streams.fork(name):
         return function(*args, **kwargs)
 
 
 def dropout(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, alike: str | None = None
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, shared_axis: str | None = None
 ) -> Tensor:
-    """Dropout of a shard, whose mask is another one on every rank, but for those along `alike`."""
-    return _with_own_numbers(alike, F.dropout, input, p, training, inplace)
+    """Dropout of a shard, whose mask differs between ranks, except along `shared_axis`."""
+    return _with_local_numbers(shared_axis, F.dropout, input, p, training, inplace)
 
 
-def scaled_dot_product_attention(*args: Any, alike: str | None = None, **kwargs: Any) -> Tensor:
+def scaled_dot_product_attention(*args: Any, shared_axis: str | None = None, **kwargs: Any) -> Tensor:
     """Attention with dropout of a shard of the batch, the heads or the queries; masks as those of `dropout`."""
-    return _with_own_numbers(alike, F.scaled_dot_product_attention, *args, **kwargs)
+    return _with_local_numbers(shared_axis, F.scaled_dot_product_attention, *args, **kwargs)

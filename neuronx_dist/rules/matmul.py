@@ -121,20 +121,20 @@ def tensordot(a: Tensor, b: Tensor, dims: Any = 2, **_: Any) -> Spec:
     if isinstance(dims, int):
         dims = range(a.dim() - dims, a.dim()), range(dims)
     left, right = ([dims[0]], [dims[1]]) if isinstance(dims[0], int) else dims
-    ours, theirs = ascii_letters[: a.dim()], list(ascii_letters[26 : 26 + b.dim()])
+    a_labels, b_labels = ascii_letters[: a.dim()], list(ascii_letters[26 : 26 + b.dim()])
     for one, two in zip(left, right):
-        theirs[two] = ours[one]
-    paired = {ours[one] for one in left}
-    result = [letter for letter in (*ours, *theirs) if letter not in paired]
-    spec = contraction(f"{ours},{''.join(theirs)}->{''.join(result)}", a.shape, b.shape)
+        b_labels[two] = a_labels[one]
+    paired = {a_labels[one] for one in left}
+    result = [letter for letter in (*a_labels, *b_labels) if letter not in paired]
+    spec = contraction(f"{a_labels},{''.join(b_labels)}->{''.join(result)}", a.shape, b.shape)
     return spec._replace(ins=spec.ins + extra)
 
 
 def inner(input: Tensor, other: Tensor, **_: Any) -> Spec:
     if not input.dim() or not other.dim():
         return elementwise(input.shape, other.shape)
-    ours, theirs = ascii_letters[: input.dim() - 1], ascii_letters[26 : 25 + other.dim()]
-    return contraction(f"{ours}z,{theirs}z->{ours}{theirs}", input.shape, other.shape)
+    input_labels, other_labels = ascii_letters[: input.dim() - 1], ascii_letters[26 : 25 + other.dim()]
+    return contraction(f"{input_labels}z,{other_labels}z->{input_labels}{other_labels}", input.shape, other.shape)
 
 
 register("inner", inner, linear=EACH)
@@ -153,11 +153,11 @@ register("vecdot", vecdot, linear=EACH)
 def kron(input: Tensor, other: Tensor, **_: Any) -> Spec:
     """Spec of kron: each dim of the result is the first operand's dim (outer) times the second's (inner)."""
     ndim = max(input.dim(), other.dim())
-    ours, theirs = labels(input.dim()), labels(other.dim(), input.dim())
+    input_labels, other_labels = labels(input.dim()), labels(other.dim(), input.dim())
     pad = ((),) * ndim
-    pairs = zip((*pad, *ours)[-ndim:], (*pad, *theirs)[-ndim:]) if ndim else ()
+    pairs = zip((*pad, *input_labels)[-ndim:], (*pad, *other_labels)[-ndim:]) if ndim else ()
     sizes = dict(enumerate((*input.shape, *other.shape)))
-    return Spec((ours, theirs), (tuple(one + two for one, two in pairs),), sizes)
+    return Spec((input_labels, other_labels), (tuple(one + two for one, two in pairs),), sizes)
 
 
 register("kron", kron, linear=EACH)

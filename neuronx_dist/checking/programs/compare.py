@@ -261,13 +261,13 @@ class _Meeting:
         if one.rank > other.rank:
             one, other = other, one
         first, second = self.queues[one.rank], self.queues[other.rank]
-        mine = [seen.what for seen in first.rest() if seen.group is one.group]
-        theirs = [seen.what for seen in second.rest() if seen.group is one.group]
-        if mine[1:2] == theirs[:1] and len(mine) > len(theirs):
+        first_calls = [seen.what for seen in first.rest() if seen.group is one.group]
+        second_calls = [seen.what for seen in second.rest() if seen.group is one.group]
+        if first_calls[1:2] == second_calls[:1] and len(first_calls) > len(second_calls):
             return self._missing(one, other.rank, other)
-        if theirs[1:2] == mine[:1] and len(theirs) > len(mine):
+        if second_calls[1:2] == first_calls[:1] and len(second_calls) > len(first_calls):
             return self._missing(other, one.rank, one)
-        if mine[1:2] == theirs[:1] and theirs[1:2] == mine[:1]:
+        if first_calls[1:2] == second_calls[:1] and second_calls[1:2] == first_calls[:1]:
             return _unlike(
                 [one, other],
                 f"ranks {one.rank} and {other.rank} call two collectives over {one.event.axis} in different orders",

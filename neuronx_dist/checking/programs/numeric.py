@@ -70,7 +70,7 @@ def _step(subject: Subject, parts: int) -> Values | None:
     names = _names(model)
     if subject.step is not None:
         optimizer = built[1] if isinstance(built, tuple) else None
-        return _own_step(subject, model, optimizer, inputs, names)
+        return _user_step(subject, model, optimizer, inputs, names)
     if isinstance(model, NxDPPModel):
         model.use_zero1_optimizer = model.use_optimizer_wrapper = False  # the mean is taken by the reduction
         model.broadcast_and_average_loss, model.return_mb_loss = True, False
@@ -93,7 +93,7 @@ def _building() -> Iterator[None]:
         yield
 
 
-def _own_step(
+def _user_step(
     subject: Subject, model: nn.Module, optimizer: Any, inputs: Any, names: dict[str, nn.Parameter]
 ) -> Values | None:
     """The gradients at the optimizer's step in the subject's own `step`; None if that cannot be found."""

@@ -54,7 +54,7 @@ class OptimizerStep:
         ]
         self._varying: list[tuple[Tensor, TensorType]] = []
         self._params = [(group, group["params"]) for group in optimizer.param_groups]
-        self._alike: list[tuple[Tensor, Tensor]] = []  # a parameter, and the one that is updated in its place
+        self._equal_params: list[tuple[Tensor, Tensor]] = []  # a parameter, and the one that is updated in its place
         self._stand_in, self._reads = mode.stand_in, 0
         if isinstance(optimizer, torch.optim.LBFGS):
             self._refuse_stages()
@@ -77,7 +77,7 @@ class OptimizerStep:
             group[key] = value
         for group, params in self._params:
             group["params"] = params
-        for param, other in self._alike:
+        for param, other in self._equal_params:
             if other in self.optimizer.state:
                 self.optimizer.state[param] = dict(self.optimizer.state[other])
         with DisableTorchFunction():
@@ -110,7 +110,7 @@ class OptimizerStep:
                 key = (*key, type_of(grad), grad.shape, grad.dtype, grad.layout)
             other = first.setdefault(key, param)
             if other is not param:
-                self._alike.append((param, other))
+                self._equal_params.append((param, other))
         return [*first.values()]
 
     def _begin(self, param: Tensor) -> None:

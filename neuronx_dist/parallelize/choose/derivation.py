@@ -323,7 +323,7 @@ def with_rank_mask(facts: Facts, template: Template) -> Template:
     args, kwargs = template.arguments
     whole, sign, count = part_of(facts.axis)
     if sign:
-        kwargs = {**kwargs, "alike": f"{whole}{'%' if sign == '/' else '/'}{count}"}
+        kwargs = {**kwargs, "shared_axis": f"{whole}{'%' if sign == '/' else '/'}{count}"}
     return template._replace(function=DRAWING[facts.function], arguments=(args, kwargs))
 
 

@@ -93,11 +93,11 @@ def _of_composite(facts: Facts) -> Iterator[Template]:
 
 def _with_label_cut(facts: Facts, spec: Spec, affine: bool, label: int, stride: int) -> Iterator[Template]:
     args, kwargs = facts.arguments
-    without_shared_axis = args, {name: value for name, value in kwargs.items() if name != "alike"}
+    without_shared_axis = args, {name: value for name, value in kwargs.items() if name != "shared_axis"}
     for name, types, _ in cut_types(facts, spec, label, stride):
         results = results_of(facts, spec, affine, types)
         if not isinstance(results, str) and not rejection_reason(facts, types, results):
-            yield Template(name, types, results, without_shared_axis if "alike" in kwargs else None)
+            yield Template(name, types, results, without_shared_axis if "shared_axis" in kwargs else None)
 
 
 def _label_of(spec: Spec, types: Sequence[SpmdType]) -> int | None:

@@ -92,10 +92,12 @@ def emit(
     arguments = _arguments(division.program, signature)
     argument_names = list(map(argument_name, arguments))
     name = argument_name(name)  # of a class, too, that the file does not import
-    imports = Imports([name, *argument_names, *(value for each in divisions for value in _names(each.program))])
+    imports = Imports([name, *argument_names, *(value for division in divisions for value in _names(division.program))])
     constants = constants_of(*divisions)
     modes = ("train_", "eval_") if evaluation is not None else ("",)
-    methods = [_Methods.of(each, mode, argument_names, imports, constants) for each, mode in zip(divisions, modes)]
+    methods = [
+        _Methods.of(division, mode, argument_names, imports, constants) for division, mode in zip(divisions, modes)
+    ]
     bodies = [method.forward for method in methods]
     lines = [f"class {name}(ParallelModule):", f'{INDENT}"""{_summary(division)}"""', ""]
     axis = part_of(division.axis)[0]
@@ -107,7 +109,7 @@ def emit(
     lines += [f"{INDENT}}}", f"{INDENT}INPUTS = {{"]
     lines += [f"{INDENT * 2}{json.dumps(v.path)}: ({list(v.shape)}, {v.dtype})," for v in division.program.inputs]
     lines += [f"{INDENT}}}", *_fixed(division.program, arguments, imports), *_pipeline(division, methods)]
-    draws = any(call.random for each in divisions for call in each.whole.calls)
+    draws = any(call.random for division in divisions for call in division.whole.calls)
     lines += [*([f"{INDENT}DRAWS = True"] if draws else []), ""]
     head = f"{INDENT}def forward({', '.join(['self', *_parameters(arguments, imports)])}):"
     given = ", ".join(f"{argument}={argument_name(argument)}" for argument in arguments)

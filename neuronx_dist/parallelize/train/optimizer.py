@@ -109,8 +109,8 @@ def build_optimizer(
         raise TypeError(f"optimizer_fn {optimizer_fn!r} made a {type(optimizer).__name__}, not a torch optimizer")
     if config is not None and config.use_zero and comm.is_initialized():
         optimizer = _sharded(optimizer, config)
-    for each in modules.values():
-        _check_update(type(optimizer), each)
+    for parallel_module in modules.values():
+        _check_update(type(optimizer), parallel_module)
     reducers, other = _reducers(module, modules, config, isinstance(optimizer, NeuronZero1Optimizer))
     sync = ShardedSync(optimizer, reducers) if isinstance(optimizer, NeuronZero1Optimizer) else GradientSync(reducers)
     # A subclass, not attributes of the object: schedulers, isinstance and pickle see an optimizer of its class.
@@ -203,13 +203,13 @@ class _Synchronized(torch.optim.Optimizer):
         Raises:
             ValueError: the state was saved in another layout.
         """
-        own = optimizer_layout(self, self._module, self._config)
-        layout = state_dict.get(LAYOUT, own)
+        current = optimizer_layout(self, self._module, self._config)
+        layout = state_dict.get(LAYOUT, current)
         for what in ("specs", "shapes", "rows", "index"):
-            if layout[what] != own[what]:
+            if layout[what] != current[what]:
                 raise ValueError(
                     f"the optimizer's state was saved in another layout ({what}: saved with {layout[what]}, now "
-                    f"{own[what]}): merge the states of all ranks by merge_state_dicts, and load the result by "
+                    f"{current[what]}): merge the states of all ranks by merge_state_dicts, and load the result by "
                     "load_merged_state_dict"
                 )
         super().load_state_dict({key: value for key, value in state_dict.items() if key != LAYOUT})
@@ -237,13 +237,13 @@ def _sharded(optimizer: torch.optim.Optimizer, config: ComputeConfig) -> NeuronZ
     rows = Rows(size, comm.rank("dp") % size)
 
     def of_shards(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        for own, sharded in zip(optimizer.param_groups, groups):
-            trained = [param for param in own["params"] if param.requires_grad]
+        for group, sharded in zip(optimizer.param_groups, groups):
+            trained = [param for param in group["params"] if param.requires_grad]
             for param, shard in zip(trained, sharded["params"]):
                 for key, value in optimizer.state.pop(param, {}).items():  # some optimizers have a state from the start
                     is_elementwise = isinstance(value, torch.Tensor) and value.shape == param.shape
                     optimizer.state[shard][key] = rows.cut(value) if is_elementwise else value
-            own["params"] = sharded["params"]
+            group["params"] = sharded["params"]
         return optimizer
 
     dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
@@ -267,8 +267,8 @@ def _reducers(
     cap = None if config is None else config.reducer_bucket_cap_mb
     in_backward = config is not None and config.use_async_reducer and not is_sharded
     reducers, seen = [], set[int]()
-    for each in modules.values():
-        params = [param for param in each.parameters() if id(param) not in seen]
+    for parallel_module in modules.values():
+        params = [param for param in parallel_module.parameters() if id(param) not in seen]
         seen.update(map(id, params))
         reducers.append(Reducer(params, cap_mb=cap, in_backward=in_backward))
     others = [param for param in module.parameters() if id(param) not in seen]

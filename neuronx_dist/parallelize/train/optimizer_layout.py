@@ -1,6 +1,6 @@
 """An optimizer's state on one rank, by parameter names, whether ZeRO shards it or not.
 
-    from a state dict                `OwnState.of(state_dict)`: {name: {key: value}}, and the layout of this rank's part
+    from a state dict                `RankState.of(state_dict)`: {name: {key: value}}, the layout of this rank's part
     into an optimizer's              `state_dict_with(optimizer, states, options)`
 
 A value is *elementwise* if it has one element for each element of this rank's part of the parameter (`exp_avg`); other
@@ -24,7 +24,7 @@ from ..config import ComputeConfig
 from .layouts import LAYOUT, position_data, spec_from_data, specs_data
 from .parallel_module import ParallelModule
 
-__all__ = ["MASTER", "OwnState", "Rows", "names_of_groups", "optimizer_layout", "spec_for", "state_dict_with"]
+__all__ = ["MASTER", "RankState", "Rows", "names_of_groups", "optimizer_layout", "spec_for", "state_dict_with"]
 
 MASTER = "master_weight"  # the key of the copy of a weight that ZeRO keeps in a finer dtype
 States = dict[str, dict[str, Any]]
@@ -67,7 +67,7 @@ class Rows:
 
 
 @dataclass
-class OwnState:
+class RankState:
     """An optimizer's state on one rank.
 
     Attributes:
@@ -98,7 +98,7 @@ class OwnState:
         return [group["params"] for group in self.groups]
 
     @classmethod
-    def of(cls, state_dict: Mapping[str, Any]) -> OwnState:
+    def of(cls, state_dict: Mapping[str, Any]) -> RankState:
         """Reads the `state_dict()` of an optimizer of `build_optimizer`.
 
         Raises:
@@ -140,7 +140,7 @@ class OwnState:
 def optimizer_layout(
     optimizer: torch.optim.Optimizer, module: nn.Module, config: ComputeConfig | None
 ) -> dict[str, Any]:
-    """Returns the layout that `OwnState` reads beside an optimizer's state dict, as plain data."""
+    """Returns the layout that `RankState` reads beside an optimizer's state dict, as plain data."""
     names = {id(param): name for name, param in module.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"] if id(param) in names]
     named = {names[id(param)]: param for param in params}
@@ -186,9 +186,9 @@ def state_dict_with(
     return result
 
 
-def names_of_groups(own: OwnState, ranks: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
+def names_of_groups(state: RankState, ranks: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
     """Returns the names in each parameter group of the original, from the groups of ranks with one stage each."""
-    position = {name: number for number, name in enumerate(own.order)}
+    position = {name: number for number, name in enumerate(state.order)}
     groups = []
     for parts in zip(*ranks, strict=True):
         names = list(dict.fromkeys(name for part in parts for name in part))
@@ -196,6 +196,6 @@ def names_of_groups(own: OwnState, ranks: Sequence[Sequence[Sequence[str]]]) -> 
     return groups
 
 
-def spec_for(state: OwnState, name: str) -> ShardSpec:
+def spec_for(state: RankState, name: str) -> ShardSpec:
     """Returns the layout of a parameter over the ranks of a unit."""
     return state.specs.get(name, ShardSpec(full_shape=state.shapes[name]))

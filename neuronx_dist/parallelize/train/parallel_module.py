@@ -116,19 +116,19 @@ class ParallelModule(Container):
 
     def __init__(self, init_params: bool = True) -> None:
         super().__init__()
-        self._index = self._own_index()
+        self._index = self._shard_index()
         has_weights = any(stored.kind in ("parameter", "buffer") for stored in self.STORED.values())
         weights = type(self).WEIGHTS() if init_params and has_weights else None
         tensors: dict[str, torch.Tensor] = {}
-        for name, stored in self._own_stored().items():  # in the order of the original's state dict
+        for name, stored in self._local_stored().items():  # in the order of the original's state dict
             first = stored.same_as or name
             if first not in tensors:
                 of_first = self.STORED[first]
                 tensors[first] = self._part(first, of_first, self.CONSTANTS if of_first.kind == "constant" else weights)
             self._register(name, self.STORED[first], tensors[first], weights is None)
-        self._pipeline = self._own_pipeline() if self.RANKS > 1 else None
+        self._pipeline = self._make_pipeline() if self.RANKS > 1 else None
 
-    def _own_index(self) -> int:
+    def _shard_index(self) -> int:
         """Returns the index of the shard that this rank holds."""
         if self.SIZE == 1:
             return 0
@@ -147,7 +147,7 @@ class ParallelModule(Container):
             comm.communicator(part)
         return comm.rank(self.AXIS)
 
-    def _own_stored(self) -> dict[str, Stored]:
+    def _local_stored(self) -> dict[str, Stored]:
         """Returns the stored tensors of this rank's pipeline stages."""
         if self.RANKS == 1:
             return self.STORED
@@ -164,7 +164,7 @@ class ParallelModule(Container):
             if not stored.stages or group in _holders(stored, ranks)
         }
 
-    def _own_pipeline(self) -> Pipelined:
+    def _make_pipeline(self) -> Pipelined:
         used_by = {name: stored.stages for name, stored in self.STORED.items() if stored.kind == "parameter"}
         return Pipelined(self, self.RANKS, len(self.STAGES), self.MICROBATCHES, self.SCHEDULE, used_by)
 
@@ -215,7 +215,7 @@ class ParallelModule(Container):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         metadata: Any = state_dict_metadata(destination).get(prefix[:-1])
         if metadata is not None:
-            held = self._own_stored()
+            held = self._local_stored()
             elsewhere = [name for name in self.STORED if name not in held]
             metadata[LAYOUT] = layout_data(self, self._index, self.compute_config, elsewhere)
 
@@ -380,7 +380,7 @@ class ParallelModule(Container):
     def stages_of_weights(self) -> dict[str, comm.Communicator]:
         """Returns the groups of ranks that share weights over pipeline stages, by all names of this rank's weights."""
         groups = {} if self._pipeline is None else self._pipeline.tied
-        names = {name: stored.same_as or name for name, stored in self._own_stored().items()}
+        names = {name: stored.same_as or name for name, stored in self._local_stored().items()}
         return {name: groups[first] for name, first in names.items() if first in groups}
 
     def gather_params(self) -> None:

@@ -23,7 +23,7 @@ from ... import comm
 from ...mesh import Axis
 from ...weights.shard_spec import ShardSpec
 from .layouts import LAYOUT, StateLayout, layout_of
-from .optimizer_layout import MASTER, OwnState, Rows, names_of_groups, spec_for, state_dict_with
+from .optimizer_layout import MASTER, RankState, Rows, names_of_groups, spec_for, state_dict_with
 from .parallel_module import ParallelModule
 
 __all__ = [
@@ -64,7 +64,7 @@ def merge_state_dicts(
         merged[name] = _assembled(name, pieces, spec)
     if optimizer_state_dicts is None:
         return merged, None
-    return merged, _merged_optimizer([OwnState.of(state) for state in optimizer_state_dicts])
+    return merged, _merged_optimizer([RankState.of(state) for state in optimizer_state_dicts])
 
 
 def load_merged_state_dict(
@@ -86,14 +86,14 @@ def load_merged_state_dict(
         ValueError: the state is of another model.
     """
     _move(module, device)
-    own = module.state_dict()
+    state = module.state_dict()
     local: Mapping[str, Any] = module_state_dict
-    if any(isinstance(each, ParallelModule) for each in module.modules()):
-        layout = layout_of(own)
+    if any(isinstance(submodule, ParallelModule) for submodule in module.modules()):
+        layout = layout_of(state)
         local = OrderedDict((name, value) for name, value in module_state_dict.items() if name not in layout.elsewhere)
-        for name, value in own.items():
+        for name, value in state.items():
             if name in local and isinstance(value, torch.Tensor):
-                local[name] = _own_part(name, local[name], layout.spec(name, value.shape), layout.index)
+                local[name] = _local_part(name, local[name], layout.spec(name, value.shape), layout.index)
     module.load_state_dict(local)
     if optimizer is not None and optimizer_state_dict is not None:
         if LAYOUT in optimizer.state_dict():
@@ -116,10 +116,10 @@ def deduped_state_dict(
     if optimizer is None:
         return state, None
     whole = optimizer.state_dict()
-    own = OwnState.of(whole)
+    rank_state = RankState.of(whole)
     states = {
-        name: {key: value for key, value in values.items() if _is_kept(own, name, value, name not in before)}
-        for name, values in own.states.items()
+        name: {key: value for key, value in values.items() if _is_first(rank_state, name, value, name not in before)}
+        for name, values in rank_state.states.items()
     }
     return state, state_dict_with(optimizer, states, whole["param_groups"])
 
@@ -143,17 +143,17 @@ def load_deduped_state_dict(
         ValueError: the state is of another rank or layout.
     """
     _move(module, device)
-    own = module.state_dict()
-    here, saved = layout_of(own), layout_of(module_state_dict)
+    state = module.state_dict()
+    here, saved = layout_of(state), layout_of(module_state_dict)
     _check_same_layout(here, saved)
     tied = _tied_groups(module)
-    for name, value in own.items():
+    for name, value in state.items():
         if isinstance(value, torch.Tensor):
             tensor = module_state_dict.get(name, value).to(value.device).contiguous().clone()
             copies = here.specs.get(name, ShardSpec()).replicated_over
             axes = ("dp", *((copies,) if copies else ()), *([tied[name]] if name in tied else ()))
-            own[name] = _received(tensor, axes)
-    module.load_state_dict(own)
+            state[name] = _received(tensor, axes)
+    module.load_state_dict(state)
     if optimizer is not None and optimizer_state_dict is not None:
         _load_deduped_optimizer(optimizer, optimizer_state_dict, tied)
 
@@ -185,7 +185,7 @@ def _assembled(name: str, pieces: Mapping[int, Any], spec: ShardSpec) -> Any:
     return spec.assemble([pieces[index].to(device) for index in range(spec.num_partitions)])
 
 
-def _own_part(name: str, value: torch.Tensor, spec: ShardSpec, index: int) -> torch.Tensor:
+def _local_part(name: str, value: torch.Tensor, spec: ShardSpec, index: int) -> torch.Tensor:
     if tuple(value.shape) != spec.unpadded_shape:
         raise ValueError(
             f"{name!r} has shape {list(value.shape)} in the state dict but {list(spec.unpadded_shape)} in this module: "
@@ -219,7 +219,7 @@ def _received(tensor: torch.Tensor, axes: Sequence[Any]) -> torch.Tensor:
 # --- optimizers -------------------------------------------------------------------------------------------------------
 
 
-def _merged_optimizer(ranks: Sequence[OwnState]) -> dict[str, Any]:
+def _merged_optimizer(ranks: Sequence[RankState]) -> dict[str, Any]:
     """Returns the state dict of a plain optimizer of the original."""
     groups: list[dict[str, Any]] = []
     numbers: dict[str, int] = {}
@@ -239,7 +239,7 @@ def _merged_optimizer(ranks: Sequence[OwnState]) -> dict[str, Any]:
     return {"state": state, "param_groups": groups, **({"master_weights": masters} if masters else {})}
 
 
-def _merged_value(ranks: Sequence[OwnState], name: str, key: str) -> Any:
+def _merged_value(ranks: Sequence[RankState], name: str, key: str) -> Any:
     holders = [rank for rank in ranks if key in rank.states.get(name, ())]
     value = holders[0].states[name][key]
     if not holders[0].is_elementwise(name, value):
@@ -267,24 +267,24 @@ def _merged_value(ranks: Sequence[OwnState], name: str, key: str) -> Any:
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, merged: Mapping[str, Any]) -> None:
-    own = OwnState.of(optimizer.state_dict())
-    stages = comm.gather_objects(own.group_names, "pp") if comm.is_initialized() else [own.group_names]
-    names = [name for group in names_of_groups(own, stages) for name in group]
+    current = RankState.of(optimizer.state_dict())
+    stages = comm.gather_objects(current.group_names, "pp") if comm.is_initialized() else [current.group_names]
+    names = [name for group in names_of_groups(current, stages) for name in group]
     given = [index for group in merged["param_groups"] for index in group["params"]]
-    if len(names) != len(given) or len(own.groups) != len(merged["param_groups"]):
+    if len(names) != len(given) or len(current.groups) != len(merged["param_groups"]):
         raise ValueError(
             f"the loaded optimizer state has {len(given)} parameters in {len(merged['param_groups'])} groups, but this "
-            f"optimizer has {len(names)} in {len(own.groups)}: load the state of the same model and optimizer"
+            f"optimizer has {len(names)} in {len(current.groups)}: load the state of the same model and optimizer"
         )
     whole = {index: dict(state) for index, state in merged["state"].items()}
     for index, master in merged.get("master_weights", {}).items():
         whole.setdefault(index, {})[MASTER] = master
     states: dict[str, dict[str, Any]] = {}
     for name, index in zip(names, given):
-        if index in whole and name in own.shapes:
-            spec = spec_for(own, name)
+        if index in whole and name in current.shapes:
+            spec = spec_for(current, name)
             states[name] = {
-                key: own.rows.cut(spec.local_slice(value, spec.index_of(own.index))).clone()
+                key: current.rows.cut(spec.local_slice(value, spec.index_of(current.index))).clone()
                 if _is_whole(value, spec)
                 else deepcopy(value)
                 for key, value in whole[index].items()
@@ -296,53 +296,53 @@ def _is_whole(value: Any, spec: ShardSpec) -> bool:
     return isinstance(value, torch.Tensor) and tuple(value.shape) == spec.unpadded_shape and value.dim() > 0
 
 
-def _is_kept(own: OwnState, name: str, value: Any, is_first_stage: bool) -> bool:
+def _is_first(state: RankState, name: str, value: Any, is_first_stage: bool) -> bool:
     """Returns whether this rank is the first that has a value."""
     if not isinstance(value, torch.Tensor):
         return True
-    first_copy = is_first_stage and (own.unit == 0 if own.rows.is_whole else own.rows.copy == 0)
-    if not own.is_elementwise(name, value):
-        return first_copy and own.index == 0 and own.rows.index == 0
-    return first_copy and spec_for(own, name).is_first(own.index)
+    first_copy = is_first_stage and (state.unit == 0 if state.rows.is_whole else state.rows.copy == 0)
+    if not state.is_elementwise(name, value):
+        return first_copy and state.index == 0 and state.rows.index == 0
+    return first_copy and spec_for(state, name).is_first(state.index)
 
 
 def _load_deduped_optimizer(
     optimizer: Any, state_dict: Mapping[str, Any], tied: Mapping[str, comm.Communicator]
 ) -> None:
-    own, saved = OwnState.of(optimizer.state_dict()), OwnState.of(state_dict)
-    if (own.rank, own.rows, own.specs) != (saved.rank, saved.rows, saved.specs):
+    current, saved = RankState.of(optimizer.state_dict()), RankState.of(state_dict)
+    if (current.rank, current.rows, current.specs) != (saved.rank, saved.rows, saved.specs):
         raise ValueError(
             f"the optimizer's deduped state was saved by rank {saved.rank} with {saved.rows}, but this is rank "
-            f"{own.rank} with {own.rows}: merge the state dicts of all ranks (merge_state_dicts), and load the result "
-            "by load_merged_state_dict"
+            f"{current.rank} with {current.rows}: merge the state dicts of all ranks (merge_state_dicts), and load the "
+            "result by load_merged_state_dict"
         )
-    described = {
+    descriptions = {
         name: {key: _description(saved, name, value) for key, value in values.items()}
         for name, values in saved.states.items()
     }
-    everyone = comm.gather_objects(described) if comm.is_initialized() else [described]
+    by_rank = comm.gather_objects(descriptions) if comm.is_initialized() else [descriptions]
     states: dict[str, dict[str, Any]] = {}
-    for name in own.shapes:
+    for name in current.shapes:
         known: dict[str, Any] = {}
-        for each in everyone:
-            known = {**each.get(name, {}), **known}
+        for described in by_rank:
+            known = {**described.get(name, {}), **known}
         for key in sorted(known):
             is_elementwise, dtype, shape_or_value = known[key]
             value = saved.states.get(name, {}).get(key)
             if dtype is None:
                 value = shape_or_value if value is None else value
             else:
-                shape = own.rows.shape(own.shapes[name]) if is_elementwise else shape_or_value
+                shape = current.rows.shape(current.shapes[name]) if is_elementwise else shape_or_value
                 device = comm.current().backend.device if comm.is_initialized() else torch.device("cpu")
                 tensor = torch.empty(shape, dtype=dtype, device=device) if value is None else value.to(device).clone()
-                copies = spec_for(own, name).replicated_over if is_elementwise else "tp"
-                value = _received_state(optimizer, tensor, is_elementwise, copies, own.rows)
+                copies = spec_for(current, name).replicated_over if is_elementwise else "tp"
+                value = _received_state(optimizer, tensor, is_elementwise, copies, current.rows)
                 value = _received(value, [tied[name]] if name in tied else ())
             states.setdefault(name, {})[key] = value
     optimizer.load_state_dict(state_dict_with(optimizer, states, state_dict["param_groups"]))
 
 
-def _description(saved: OwnState, name: str, value: Any) -> tuple[bool, Any, Any]:
+def _description(saved: RankState, name: str, value: Any) -> tuple[bool, Any, Any]:
     if not isinstance(value, torch.Tensor):
         return False, None, value
     return saved.is_elementwise(name, value), value.dtype, tuple(value.shape)

@@ -178,11 +178,11 @@ def _accumulates(mode: Session, param: Tensor, grad: Tensor, hook: Hook, registe
     leaf_note = note_of(param)
     if old is not None and leaf_note is not None:
         for axis in mode.axes_of(note.type):
-            if not _alike(old.type, note.type, axis):
+            if not _equal_types(old.type, note.type, axis):
                 raise accumulated_error(param, leaf_note.type, old.type, note.type)
 
 
-def _alike(one: TensorType, other: TensorType, axis: str) -> bool:
+def _equal_types(one: TensorType, other: TensorType, axis: str) -> bool:
     here, there = one.get(axis), other.get(axis)
     return here is None or there is None or (fits(here, there) and fits(there, here))
 
