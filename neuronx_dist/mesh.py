@@ -274,7 +274,7 @@ class Groups(Sequence[list[int]]):
     def __getitem__(self, index: slice) -> list[list[int]]: ...
     def __getitem__(self, index: int | slice) -> list[int] | list[list[int]]:
         if isinstance(index, slice):
-            return [self[each] for each in range(len(self))[index]]
+            return [self[i] for i in range(len(self))[index]]
         return self._group(self._offset(range(len(self))[index], self.others))
 
     def __eq__(self, other: object) -> bool:
@@ -282,7 +282,7 @@ class Groups(Sequence[list[int]]):
             return True
         if not isinstance(other, (list, Groups)):
             return NotImplemented
-        return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other))
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other))
 
     __hash__ = None  # type: ignore[assignment]
 

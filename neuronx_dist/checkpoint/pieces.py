@@ -105,14 +105,14 @@ def overlap(
     Returns:
         `(slices of the rectangle, slices of the piece's local tensor)`; None without overlap.
     """
-    theirs, ours = [], []
+    saved_slices, local_slices = [], []
     for saved, size, at, length, local in zip(offset, shape, piece.offset, piece.shape, piece.local):
         low, high = max(saved, at), min(saved + size, at + length)
         if low >= high:
             return None
-        theirs.append(slice(low - saved, high - saved))
-        ours.append(slice(local.start + low - at, local.start + high - at))
-    return tuple(theirs), tuple(ours)
+        saved_slices.append(slice(low - saved, high - saved))
+        local_slices.append(slice(local.start + low - at, local.start + high - at))
+    return tuple(saved_slices), tuple(local_slices)
 
 
 def _along(piece: TensorPiece, dim: int, local: slice, offset: int) -> TensorPiece:

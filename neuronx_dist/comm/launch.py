@@ -44,17 +44,17 @@ def init_distributed(device: str = "auto", timeout: float | None = None) -> torc
         return backends.xla.join(timeout)
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda was requested, but torch.cuda.is_available() is False; use device cpu")
-    own_device = torch.device(device)
+    local_device = torch.device(device)
     if device == "cuda":
-        own_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(own_device)
+        local_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(local_device)
     if not dist.is_initialized():
         limit = backends.c10d.DEFAULT_TIMEOUT if timeout is None else datetime.timedelta(seconds=timeout)
         options: dict[str, Any] = {"timeout": limit}
         if "RANK" not in os.environ:
             options.update(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
-    return own_device
+    return local_device
 
 
 @atexit.register  # at import: runs after functions that scripts register, which may end torch.distributed
@@ -111,23 +111,23 @@ def connect(mesh: Mesh, *, timeout: float | None = None, lazy: bool = False) -> 
         backends.xla.connect(mesh)
         return
     backend = backends.torch_job.connect(timeout)
-    own_context = context.Context(mesh, dist.get_rank(), backend)
+    job_context = context.Context(mesh, dist.get_rank(), backend)
     try:
         for axis in () if lazy else _EAGER_AXES:
-            own_context.communicator(axis)
+            job_context.communicator(axis)
     except BaseException:
         if backend.monitor is not None:
             backend.monitor.stop()
         raise
-    context.set_default(own_context)
+    context.set_default(job_context)
 
 
 def disconnect() -> None:
     """Destroys the process groups that `connect` made, ends the watch, and forgets the mesh. May be called twice."""
-    own_context = context.default()
-    if own_context is not None and isinstance(own_context.backend, backends.xla.XlaBackend):
+    job_context = context.default()
+    if job_context is not None and isinstance(job_context.backend, backends.xla.XlaBackend):
         backends.xla.disconnect()
         return
     context.set_default(None)
-    if own_context is not None:
-        own_context.backend.close()
+    if job_context is not None:
+        job_context.backend.close()

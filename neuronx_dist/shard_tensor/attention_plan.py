@@ -150,11 +150,17 @@ def _labelled(
     named = [labels(before[0], (_ROWS, None)), labels(before[1], (_KEYS, None)), labels(before[2], (_KEYS, _FEATURES))]
     if mask is not None:
         weights = (*batch, shapes[0][-2], shapes[1][-2])
-        own = tuple(mask.shape)
-        if len(own) < 2 or len(own) > len(weights) or any(a not in (1, b) for a, b in zip(own[::-1], weights[::-1])):
-            raise ValueError(f"{text}: attn_mask {list(own)} cannot be broadcast to {list(weights)}")
-        last = tuple(name if size == all_ else None for name, size, all_ in zip((_ROWS, _KEYS), own[-2:], weights[-2:]))
-        named.append(labels(own[:-2], last))
+        mask_shape = tuple(mask.shape)
+        if (
+            len(mask_shape) < 2
+            or len(mask_shape) > len(weights)
+            or any(a not in (1, b) for a, b in zip(mask_shape[::-1], weights[::-1]))
+        ):
+            raise ValueError(f"{text}: attn_mask {list(mask_shape)} cannot be broadcast to {list(weights)}")
+        last = tuple(
+            name if size == all_ else None for name, size, all_ in zip((_ROWS, _KEYS), mask_shape[-2:], weights[-2:])
+        )
+        named.append(labels(mask_shape[:-2], last))
     return _Operands((q, k, v, mask), tuple(named), batch, groups)
 
 

@@ -138,8 +138,8 @@ def weighed(
         if len(set(counts)) == 1:
             continue
         group = mesh.communicator(m)
-        own, result[m] = counts[int(group.rank)], Partial()
-        share = own / sum(counts)
+        local_count, result[m] = counts[int(group.rank)], Partial()
+        share = local_count / sum(counts)
 
         def summand(x: torch.Tensor = local, share: float = share) -> torch.Tensor:
             return x * share if share else linked(torch.zeros_like(x), x)  # the mean of nothing is no number

@@ -169,8 +169,8 @@ def make_spec(
         if not isinstance(placement, Shard):
             complete.append(None)
             continue
-        own = None if sizes is None else sizes[m]
-        along = chunk_sizes(shape[placement.dim], mesh.shape[m]) if own is None else tuple(map(int, own))
+        requested = None if sizes is None else sizes[m]
+        along = chunk_sizes(shape[placement.dim], mesh.shape[m]) if requested is None else tuple(map(int, requested))
         if len(along) != mesh.shape[m] or sum(along) != shape[placement.dim] or min(along) < 0:
             raise ValueError(
                 f"sizes {list(along)} on mesh dim {m} must be {mesh.shape[m]} numbers of at least 0 with sum "

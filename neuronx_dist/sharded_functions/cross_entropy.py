@@ -97,8 +97,8 @@ class _ParallelCrossEntropy(torch.autograd.Function):
                 result = _gradient(None, logits, *operands).to(logits.dtype)
             else:
                 result = logits.detach() if ctx.inplace else torch.empty_like(logits)
-                for own, *piece in _pieces(size, result, logits, *operands):
-                    own.copy_(_gradient(own if own.dtype == stacked.dtype else None, *piece))
+                for out, *piece in _pieces(size, result, logits, *operands):
+                    out.copy_(_gradient(out if out.dtype == stacked.dtype else None, *piece))
         return result, *nothing
 
 
@@ -136,8 +136,8 @@ def _pieces(size: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, .
     elif rows := size * len(first) // first.numel():
         yield from zip(*(x.split(rows) for x in tensors))
     else:
-        for each in zip(*(x.unbind() for x in tensors)):
-            yield from _pieces(size, *each)
+        for slices in zip(*(x.unbind() for x in tensors)):
+            yield from _pieces(size, *slices)
 
 
 def _sums_by_pieces(logits: torch.Tensor, highest: torch.Tensor, smoothing: float, store: bool) -> list[torch.Tensor]:
@@ -145,8 +145,8 @@ def _sums_by_pieces(logits: torch.Tensor, highest: torch.Tensor, smoothing: floa
     if logits.numel() <= (size := _piece_size(logits)) and not store:
         return _sums(logits, highest, smoothing)
     result = [torch.empty_like(highest) for _ in range(3 if smoothing else 1)]
-    for piece, top, *own in _pieces(size, logits.detach(), highest, *result):
-        for sums, values in zip(own, _sums(piece, top, smoothing, piece if store else None)):
+    for piece, top, *out in _pieces(size, logits.detach(), highest, *result):
+        for sums, values in zip(out, _sums(piece, top, smoothing, piece if store else None)):
             sums.copy_(values)
     return result
 

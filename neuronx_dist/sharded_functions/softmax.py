@@ -43,16 +43,16 @@ def _exponentials(x: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, torch.Tens
 def _merged(largest: torch.Tensor, total: torch.Tensor, axis: AxisLike) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges `(m, Σ exp(x - m))` of the ranks: I, the first of them without a gradient."""
     pairs = spmd.all_gather(torch.stack((largest, total)), axis, src=V, dst=I)
-    each_largest = pairs[:, 0].detach()
-    largest = each_largest.amax(0)
-    return largest, (pairs[:, 1] * (each_largest - largest).exp()).sum(0)
+    largest_by_rank = pairs[:, 0].detach()
+    largest = largest_by_rank.amax(0)
+    return largest, (pairs[:, 1] * (largest_by_rank - largest).exp()).sum(0)
 
 
 def _with_total(x: torch.Tensor, dim: int, axis: AxisLike) -> tuple[torch.Tensor, ...]:
     """Returns `(x - m_r, exp(x - m_r), m_r - m, Σ exp(x - m) of all ranks)`, the last of them R."""
-    shifted, powers, own_largest, total = on_own_shard(_exponentials, {axis: V})(x, dim)
-    largest, total = _merged(own_largest, total, axis)
-    return shifted, powers, own_largest - largest, spmd.convert(total, axis, src=I, dst=R)
+    shifted, powers, local_largest, total = on_own_shard(_exponentials, {axis: V})(x, dim)
+    largest, total = _merged(local_largest, total, axis)
+    return shifted, powers, local_largest - largest, spmd.convert(total, axis, src=I, dst=R)
 
 
 def softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, axis: AxisLike) -> torch.Tensor:

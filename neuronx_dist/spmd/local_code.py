@@ -202,11 +202,11 @@ def on_own_shard(function: Callable[..., Any], types: Mapping[Any, SpmdType]) ->
     if not types or watcher is None:
         return function
 
-    def own(*args: Any) -> Any:
+    def checked(*args: Any) -> Any:
         with watcher.local_scope([axis for group in types for axis in axes_along(group, watcher)]):
             result = function(*args)
         for x in tensors_in(result):
             stamp_types(x, types, watcher)
         return result
 
-    return own
+    return checked

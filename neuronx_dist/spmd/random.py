@@ -95,7 +95,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if is_compiling() or not context.is_initialized():
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
     all_streams = streams()
-    own_program, rank = device_has_own_program(), context.current()
+    has_own_program, rank = device_has_own_program(), context.current()
 
     def contexts() -> tuple[Any, Any]:
         before: dict[str, State] = {}
@@ -104,7 +104,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         @contextmanager
         def forward() -> Iterator[None]:
             before.update(all_streams.get_states())
-            if own_program:
+            if has_own_program:
                 default.extend(get_state())
             yield
 
@@ -114,14 +114,14 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             all_streams.set_states(before)
             try:
                 # On XLA backward runs in another thread, and torch does not know the device's generator and autocast.
-                with context.use(rank), as_they_were(default, cast) if own_program else nullcontext():
+                with context.use(rank), as_they_were(default, cast) if has_own_program else nullcontext():
                     yield
             finally:
                 all_streams.set_states(now)
 
         return forward(), recompute()
 
-    if not own_program:
+    if not has_own_program:
         return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
     cast = autocast()
     # Without tensors among the arguments torch does not look for `torch.xla`, which does not exist.

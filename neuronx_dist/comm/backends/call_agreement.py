@@ -173,8 +173,8 @@ class Watched(C10dCommunicator):
             other, site = self.store.wait_for(f"{key}/{other_verb}", self.ranks[peer], raise_timeout)
             self.store.delete(f"{key}/{other_verb}")
             if content not in other:
-                theirs = f"rank {self.ranks[peer]}: {other} at {site}"
-                raise CommError(f"send and recv do not match:\n  {mine}\n  {theirs}")
+                sent_or_received = f"rank {self.ranks[peer]}: {other} at {site}"
+                raise CommError(f"send and recv do not match:\n  {mine}\n  {sent_or_received}")
 
         return _Compared(start(), compare)
 

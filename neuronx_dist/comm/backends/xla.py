@@ -322,9 +322,9 @@ class XlaBackend(Backend):
     def communicator(
         self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
     ) -> Communicator:
-        own_group = next(group for group in groups if global_rank in group)
-        if len(own_group) == 1:
-            return Communicator(label, own_group, global_rank)
+        group_of_rank = next(group for group in groups if global_rank in group)
+        if len(group_of_rank) == 1:
+            return Communicator(label, group_of_rank, global_rank)
         # Ranks outside the wanted groups are passed as groups of one; XLA's groups have equal sizes, or omit ranks.
         several = [group for group in groups if len(group) > 1]
         return XlaCommunicator(label, several, global_rank, self._issued, self._crosses_stages(several))
@@ -406,11 +406,11 @@ def connect(mesh: Mesh) -> None:
     if size > 1 and dist.is_initialized():
         store = default_store()
         backend.board = StoreBoard(store, rank, connection_number(store, rank))
-    own_context = context.Context(mesh, rank, backend)
+    rank_context = context.Context(mesh, rank, backend)
     if ranks_are_threads():
-        context.set_of_thread(own_context, _ordinal)
+        context.set_of_thread(rank_context, _ordinal)
     else:
-        context.set_default(own_context)
+        context.set_default(rank_context)
 
 
 def disconnect() -> None:

@@ -121,8 +121,8 @@ def _noise(plan: AttentionPlan, dropout_p: float, q: torch.Tensor) -> torch.Tens
 
     It cannot be drawn block by block (`dropout.py` says why).
     """
-    part = tuple(slice(*each) for each in plan.noise)
+    part = tuple(slice(*bounds) for bounds in plan.noise)
     if dropout_p == 1.0:  # torch draws nothing
-        return q.new_zeros([each.stop - each.start for each in part])
+        return q.new_zeros([slice_.stop - slice_.start for slice_ in part])
     kept = torch.empty(plan.weights, dtype=torch.uint8, device=q.device).bernoulli_(1 - dropout_p)
     return kept[part].to(q.dtype).div_(1 - dropout_p)

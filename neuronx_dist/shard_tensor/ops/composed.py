@@ -27,8 +27,8 @@ def _body(function: Any) -> Callable[..., Any]:
 
 
 _BODIES = {
-    each: _body(each)
-    for each in (
+    function: _body(function)
+    for function in (
         F.gaussian_nll_loss,
         F.multilabel_soft_margin_loss,
         F.normalize,
@@ -120,15 +120,15 @@ def _tensordot(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> 
         if isinstance(dims, torch.Tensor):
             dims = dims.tolist()
         left, right = (range(-dims, 0), range(dims)) if isinstance(dims, int) else dims
-        left = [left] if isinstance(left, int) else [each % a.dim() for each in left]
-        right = [right] if isinstance(right, int) else [each % b.dim() for each in right]
+        left = [left] if isinstance(left, int) else [dim % a.dim() for dim in left]
+        right = [right] if isinstance(right, int) else [dim % b.dim() for dim in right]
         if out is not None:
             raise ValueError("tensordot: out= is not supported; use out.copy_(torch.tensordot(..))")
         first = list(range(a.dim()))
         second = [first[left[right.index(d)]] if d in right else a.dim() + d for d in range(b.dim())]
         kept = [d for d in first if d not in left] + [a.dim() + d for d in range(b.dim()) if d not in right]
         letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-        terms = ["".join(letters[each] for each in names) for names in (first, second, kept)]
+        terms = ["".join(letters[name] for name in names) for names in (first, second, kept)]
         return torch.einsum(f"{terms[0]},{terms[1]}->{terms[2]}", a, b)
 
     return call(*args, **kwargs)

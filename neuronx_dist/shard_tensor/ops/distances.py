@@ -20,8 +20,8 @@ def _between(x: torch.Size, y: torch.Size) -> Labels:
     names = tuple(range(-len(batch), 0))
 
     def labels(shape: torch.Size, last: str) -> list[Any]:
-        own = names[len(names) - len(shape) + 2 :]
-        return [name if size == batch[name] else None for name, size in zip(own, shape)] + [last, "coordinates"]
+        batch_names = names[len(names) - len(shape) + 2 :]
+        return [name if size == batch[name] else None for name, size in zip(batch_names, shape)] + [last, "coordinates"]
 
     return Labels([labels(x, "m"), labels(y, "n")], (*names, "m", "n"), whole=frozenset(("coordinates",)))
 

@@ -76,7 +76,7 @@ _DRAWS = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_
 @sharded(*_INITS, *(getattr(_T, name) for name in _DRAWS))
 def _drawn(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     x, *others = args or (kwargs.pop("tensor"),)
-    if any(isinstance(each, torch.Tensor) for each in others):
+    if any(isinstance(other, torch.Tensor) for other in others):
         raise NotImplementedError(
             f"{func.__name__} with a tensor of probabilities is not supported: call full_tensor() first"
         )

@@ -191,8 +191,8 @@ def _cross_entropy(func: Callable[..., Any], types: Any, args: Any, kwargs: Any)
             return _reduced(terms.sum(dim), spec, dim, reduction, number, dtype)
         losses, divisors = _of_targets(logs, target, weight, ignore_index, spec, dim)
         if label_smoothing:
-            own = logs if weight is None else logs * _along(weight, logs, dim)
-            smooth = torch.where(target == ignore_index, torch.zeros_like(losses), -own.sum(dim))
+            weighted_logs = logs if weight is None else logs * _along(weight, logs, dim)
+            smooth = torch.where(target == ignore_index, torch.zeros_like(losses), -weighted_logs.sum(dim))
             losses = losses * (1 - label_smoothing) + smooth * (label_smoothing / spec.shape[dim])
         return _reduced(losses, spec, dim, reduction, divisors, dtype)
 
@@ -248,14 +248,14 @@ def _of_targets(
 
     def picked(logs: torch.Tensor, target: torch.Tensor, weight: Any) -> tuple[torch.Tensor, torch.Tensor]:
         position = target - spec.offsets[dim]
-        own = valid & (position >= 0) & (position < logs.shape[dim])
+        is_local = valid & (position >= 0) & (position < logs.shape[dim])
         if not logs.shape[dim]:
             nothing = logs.sum(dim)
             return nothing, torch.zeros_like(nothing)
-        position = torch.where(own, position, torch.zeros_like(position))
-        weights = own.to(logs.dtype) if weight is None else weight[position] * own
+        position = torch.where(is_local, position, torch.zeros_like(position))
+        weights = is_local.to(logs.dtype) if weight is None else weight[position] * is_local
         values = logs.gather(dim, position.unsqueeze(dim)).squeeze(dim)
-        return -torch.where(own, values, torch.zeros_like(values)) * weights, weights
+        return -torch.where(is_local, values, torch.zeros_like(values)) * weights, weights
 
     m = spec.mesh_dim_of.get(dim)
     if m is None:

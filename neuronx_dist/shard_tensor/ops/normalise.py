@@ -29,7 +29,7 @@ __all__: list[str] = []
 def layer_norm(x: torch.Size, weight: torch.Size | None, bias: torch.Size | None) -> Labels:
     """`weight` and `bias` have the last dims of `x`."""
     names = tuple(range(-len(x), 0))
-    return Labels([names, *(names[len(x) - len(each or ()) :] for each in (weight, bias))], names)
+    return Labels([names, *(names[len(x) - len(param or ()) :] for param in (weight, bias))], names)
 
 
 def channels(x: torch.Size, *parameters: torch.Size | None) -> Labels:
@@ -103,14 +103,14 @@ def _group_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) ->
         (x, weight, bias), spec = inside(group_norm, (input, weight, bias))
         width = shape[1] // num_groups
         plan = reduced(spec, tuple(range(1, len(shape))), True)
-        own_groups = x.shape[1] // width
+        local_groups = x.shape[1] // width
         cut = [
             m for m, dim in spec.sharded if dim > 1 or (dim == 1 and any(size % width for size in spec.sizes[m] or ()))
         ]
         if cut:
             y = _by_groups(wide(x), spec, plan, width, eps)
-        elif own_groups:
-            return wrap(torch.group_norm(x, own_groups, weight, bias, eps), spec)
+        elif local_groups:
+            return wrap(torch.group_norm(x, local_groups, weight, bias, eps), spec)
         else:
             y = x  # empty
         return wrap(affine(y, weight, bias, x.dtype, len(shape) - 2), spec)
@@ -127,13 +127,13 @@ def _by_groups(x: torch.Tensor, spec: ShardTensorSpec, plan: Reduced, width: int
     def summed(y: torch.Tensor) -> torch.Tensor:
         return y.new_zeros(y.shape[0], groups).index_add(1, group_of, y)
 
-    def own(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def local_moments(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         number = summed(flat.new_ones(1, flat.shape[1]))[0] * flat.shape[2]
         mean = summed(flat.sum(-1)) / number.clamp(min=1)
         return mean, summed((flat - mean[:, group_of, None]).square().sum(-1))
 
     sizes = list(x.shape)
-    mean, squares = on_own_shard(own, dict.fromkeys(plan.groups, V))(flat)
+    mean, squares = on_own_shard(local_moments, dict.fromkeys(plan.groups, V))(flat)
     # Channels first: after that each group has all of them, and dims behind differ by their sizes alone.
     for m in sorted(plan.mesh_dims, key=lambda m: spec.placements[m].dim):  # type: ignore[attr-defined]
         dim, along = spec.placements[m].dim, spec.sizes[m] or ()  # type: ignore[attr-defined]
@@ -200,9 +200,9 @@ def _batch_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) ->
         mean, squares = moments(inner, spec, plan)
         y = standardised(inner, mean, squares, plan.groups, plan.elements, eps)
         with torch.no_grad():
-            own = reduced(spec, dims, False).spec
+            statistics_spec = reduced(spec, dims, False).spec
             for running, value in ((running_mean, mean), (running_var, squares / max(plan.elements - 1, 1))):
-                _update(running, wrap(value.reshape(own.local_shape), own), momentum)
+                _update(running, wrap(value.reshape(statistics_spec.local_shape), statistics_spec), momentum)
         return wrap(affine(y, weight, bias, x.dtype, len(shape) - 2), spec)
 
     return call(*args, **kwargs)
@@ -245,10 +245,12 @@ def _instance_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any)
         mean, squares = moments(inner, spec, plan)
         y = standardised(inner, mean, squares, plan.groups, plan.elements, eps)
         with torch.no_grad():
-            own = reduced(spec, dims, False).spec
+            statistics_spec = reduced(spec, dims, False).spec
             for running, value in ((running_mean, mean), (running_var, squares / max(plan.elements - 1, 1))):
                 if running is not None:
-                    _update(running, wrap(value.reshape(own.local_shape), own).mean(0), momentum)
+                    _update(
+                        running, wrap(value.reshape(statistics_spec.local_shape), statistics_spec).mean(0), momentum
+                    )
         return wrap(affine(y, weight, bias, x.dtype, len(shape) - 2), spec)
 
     return call(*args, **kwargs)
@@ -256,7 +258,7 @@ def _instance_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any)
 
 def _where_statistics_are(x: Any, *running: Any) -> Any:
     """A plain tensor as one on the mesh of running statistics, which may be all that is a ShardTensor."""
-    if isinstance(x, ShardTensor) or not any(isinstance(each, ShardTensor) for each in running):
+    if isinstance(x, ShardTensor) or not any(isinstance(buffer, ShardTensor) for buffer in running):
         return x
     return wrap(x, make_spec(one_mesh((x, *running), "batch_norm"), None, x.shape))
 

@@ -253,7 +253,7 @@ def _computed(chain: Chain) -> ShardTensor:
         return chain.x
     dim, _, axis = sharded = chain.sharded
     windows = [stage.windows for stage in chain.stages]
-    maps, ops, fills = [each.maps[dim] for each in windows], [each.op for each in windows], [w.fill for w in windows]
+    maps, ops, fills = [w.maps[dim] for w in windows], [w.op for w in windows], [w.fill for w in windows]
 
     def run(x: torch.Tensor) -> torch.Tensor:
         if len(ops) > 1 and watched():

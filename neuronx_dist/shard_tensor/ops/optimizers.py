@@ -32,7 +32,7 @@ def fused_step(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> 
             return column
         return [_like(x, param) for x, param in zip(column, params)]
 
-    arguments = [locals_of(each) for each in args]
+    arguments = [locals_of(arg) for arg in args]
     return func(*arguments, **kwargs)
 
 

@@ -128,7 +128,7 @@ def backward(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> No
             [_start(x, gradient)],
             retain_graph=retain_graph,
             create_graph=create_graph,
-            inputs=None if inputs is None else [_local(each) for each in inputs],
+            inputs=None if inputs is None else [_local(tensor) for tensor in inputs],
         )
 
     call(*args, **kwargs)
@@ -151,7 +151,7 @@ def autograd_backward(func: Callable[..., Any], types: Any, args: Any, kwargs: A
         outputs = _listed(tensors)
         starts = [None] * len(outputs) if grad_tensors is None else _listed(grad_tensors)
         grads = [_start(x, g) for x, g in zip(outputs, starts)]
-        chosen = None if inputs is None else [_local(each) for each in _listed(inputs)]
+        chosen = None if inputs is None else [_local(tensor) for tensor in _listed(inputs)]
         torch.autograd.backward(
             [_loss(x) for x in outputs], grads, retain_graph=retain_graph, create_graph=create_graph, inputs=chosen
         )

@@ -89,10 +89,10 @@ def _gumbel_softmax(func: Callable[..., Any], types: Any, args: Any, kwargs: Any
 # --- running sums
 
 
-def _of_ranks_before(own: torch.Tensor, group: Communicator, nothing: float) -> torch.Tensor:
+def _of_ranks_before(total: torch.Tensor, group: Communicator, nothing: float) -> torch.Tensor:
     """The ranks' totals, stacked, with `nothing` in place of those of this rank and of the ranks behind."""
-    totals = spmd.convert(gather_each(own, group), group, src=I, dst=R)
-    before = (torch.arange(group.size, device=own.device) < group.rank).view(-1, *[1] * own.dim())
+    totals = spmd.convert(gather_each(total, group), group, src=I, dst=R)
+    before = (torch.arange(group.size, device=total.device) < group.rank).view(-1, *[1] * total.dim())
     return torch.where(before, totals, torch.full_like(totals, nothing))
 
 
@@ -106,8 +106,8 @@ class _Running(NamedTuple):
     added: Callable[..., torch.Tensor]
 
     def __call__(self, x: torch.Tensor, dim: int, group: Communicator) -> torch.Tensor:
-        own = on_own_shard(lambda x: self.total(x, dim, keepdim=True), {group: V})(x)
-        before = _of_ranks_before(own, group, self.nothing)
+        shard_total = on_own_shard(lambda x: self.total(x, dim, keepdim=True), {group: V})(x)
+        before = _of_ranks_before(shard_total, group, self.nothing)
 
         def behind_them(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
             within = self.within(x, dim)

@@ -63,10 +63,10 @@ def _computed(local: torch.Tensor, spec: ShardTensorSpec, count: int, op: Callab
     """Computes `op(local, sharded dims)`; results have the layout of `spec`, but for the last `count` dims."""
     first = len(spec.shape) - count
     sharded = _sharded_dims(spec, first)
-    *results, shards = on_own_shard(op, {each.axis: S(each.dim) for each in sharded})(local, sharded)
+    *results, shards = on_own_shard(op, {shard.axis: S(shard.dim) for shard in sharded})(local, sharded)
     shape = [*spec.shape[:first], *results[0].shape[first:]]
     sizes = list(spec.sizes)
-    for (m, _), (dim, bounds, _) in zip([each for each in spec.sharded if each[1] >= first], shards, strict=True):
+    for (m, _), (dim, bounds, _) in zip([entry for entry in spec.sharded if entry[1] >= first], shards, strict=True):
         shape[dim] = bounds[-1]
         sizes[m] = tuple(high - low for low, high in pairwise(bounds))
     out = make_spec(spec.mesh, spec.placements, shape, tuple(sizes))

@@ -121,11 +121,11 @@ def _split(spec: ShardTensorSpec, dim: int, size: int, name: str, together: bool
 
 def _linears(x: torch.Size, *params: torch.Size | None) -> Labels:
     """Linear layers on one input: weights `[out, in]`, and biases `[out]`."""
-    rows, count = tuple(range(len(x) - 1)), sum(each is not None and len(each) == 2 for each in params)
-    if any(each is not None and len(each) == 2 and each[1] != x[-1] for each in params):
+    rows, count = tuple(range(len(x) - 1)), sum(shape is not None and len(shape) == 2 for shape in params)
+    if any(shape is not None and len(shape) == 2 and shape[1] != x[-1] for shape in params):
         raise ValueError(
             f"an input of shape {list(x)} does not match weights and biases of shapes "
-            f"{[list(each) for each in params if each is not None]}"
+            f"{[list(shape) for shape in params if shape is not None]}"
         )
     out = [f"out {i % count}" for i in range(len(params))]
     operands = [(*rows, "in"), *((out[i], "in") if i < count else (out[i],) for i in range(len(params)))]

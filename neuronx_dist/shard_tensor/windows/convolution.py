@@ -99,17 +99,17 @@ def conv(
         ValueError: the options do not go together, or the padding reflects past the tensor.
     """
     first, channels = x.dim() - weight.dim() + 2, weight.shape[0]
-    own = [each for each in sharded if each.dim >= first]
+    spatial = [shard for shard in sharded if shard.dim >= first]
     shape = sizes_of(x, sharded)
     if 0 in weight.shape[:2]:  # of sharded channels this rank has none
         x, weight = nonempty(x, first - 1), nonempty(nonempty(weight, 0), 1)
         bias = None if bias is None else nonempty(bias, 0)
-    maps, op, _ = convolution(shape, weight, bias, [each.dim for each in own], **options)
-    x, windows = bring_windows(x, own[:-1], maps)
-    if own:
-        last = own[-1].dim
-        extents = {each.dim: maps[each.dim].extent for each in own}
-        result, windows[last] = over_halo(op, x, own[-1], maps[last], extents, (first - 1,))
+    maps, op, _ = convolution(shape, weight, bias, [shard.dim for shard in spatial], **options)
+    x, windows = bring_windows(x, spatial[:-1], maps)
+    if spatial:
+        last = spatial[-1].dim
+        extents = {shard.dim: maps[shard.dim].extent for shard in spatial}
+        result, windows[last] = over_halo(op, x, spatial[-1], maps[last], extents, (first - 1,))
     else:
         result = owned_outputs(op, x, {}, (first - 1,))
     return (result if channels else result.narrow(first - 1, 0, 0)), sharded_result(sharded, windows)
@@ -146,12 +146,12 @@ def conv_transpose(
     maps = {
         first + i: Transposed(shape[first + i], weight.shape[2 + i], strides[i], paddings[i], extra[i], dilations[i])
         for i in range(count)
-        if any(each.dim == first + i for each in sharded)
+        if any(shard.dim == first + i for shard in sharded)
     }
     x, windows = bring_windows(x, sharded, maps)
-    own = [first + i in windows for i in range(count)]
-    both = [0 if is_own else p for is_own, p in zip(own, paddings)]
-    added = [0 if is_own else p for is_own, p in zip(own, extra)]
+    is_exchanged = [first + i in windows for i in range(count)]
+    both = [0 if exchanged else p for exchanged, p in zip(is_exchanged, paddings)]
+    added = [0 if exchanged else p for exchanged, p in zip(is_exchanged, extra)]
 
     def op(x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = _TRANSPOSED[count - 1](x, weight, None, strides, both, added, groups, dilations)
@@ -212,7 +212,7 @@ def pad(
     Raises:
         ValueError: the padding reflects past the tensor, or leaves nothing.
     """
-    maps, op, _ = padding(sizes_of(x, sharded), sides, [each.dim for each in sharded], mode, value)
+    maps, op, _ = padding(sizes_of(x, sharded), sides, [shard.dim for shard in sharded], mode, value)
     windowed, windows = bring_windows(x, sharded, maps, value)
     result = owned_outputs(op, windowed, {})
     return (result.clone() if result is x else result), sharded_result(sharded, windows)

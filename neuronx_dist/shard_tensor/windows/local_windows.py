@@ -208,7 +208,7 @@ def nonempty(x: torch.Tensor, dim: int, length: int = 1) -> torch.Tensor:
 def sharded_result(sharded: Sequence[ShardedDim], windows: Mapping[int, LocalWindow]) -> tuple[ShardedDim, ...]:
     """Returns the shards of the result."""
     return tuple(
-        each._replace(bounds=windows[each.dim].out_bounds) if each.dim in windows else each for each in sharded
+        shard._replace(bounds=windows[shard.dim].out_bounds) if shard.dim in windows else shard for shard in sharded
     )
 
 

@@ -82,7 +82,7 @@ def max_pool(x: torch.Tensor, kernel: Sequence[int], sharded: Sequence[ShardedDi
         ValueError: the options do not go together.
     """
     first, shape = x.dim() - len(kernel), sizes_of(x, sharded)
-    maps, op, lowest = maxima(shape, kernel, [each.dim for each in sharded], x.dtype, **options)
+    maps, op, lowest = maxima(shape, kernel, [shard.dim for shard in sharded], x.dtype, **options)
     x, windows = bring_windows(x, sharded, maps, lowest)
     inner: list[tuple[int, ...]] = []
 
@@ -123,8 +123,10 @@ def divisor(maps: Mapping[int, Sliding], count_include_pad: bool = True, overrid
         raise ValueError("divisor_override must not be zero")
     if override is not None:
         return override
-    divisors = [set(_divisors(each, (0, each.outputs), count_include_pad)) for each in maps.values()]
-    return math.prod(next(iter(each)) for each in divisors) if all(len(each) == 1 for each in divisors) else None
+    divisors = [set(_divisors(window_map, (0, window_map.outputs), count_include_pad)) for window_map in maps.values()]
+    return (
+        math.prod(next(iter(values)) for values in divisors) if all(len(values) == 1 for values in divisors) else None
+    )
 
 
 def avg_pool(
@@ -144,15 +146,15 @@ def avg_pool(
     Raises:
         ValueError: the options do not go together.
     """
-    maps, op, _ = sums(sizes_of(x, sharded), kernel, [each.dim for each in sharded], **options)
+    maps, op, _ = sums(sizes_of(x, sharded), kernel, [shard.dim for shard in sharded], **options)
     common = divisor(maps, count_include_pad, divisor_override)
     x, windows = bring_windows(x, sharded, maps)
     result = owned_outputs(op, x, {dim: maps[dim].extent for dim in windows})
     if common is not None:
         return result / common, sharded_result(sharded, windows)
-    for dim, each in maps.items():
-        outputs = windows[dim].outputs if dim in windows else (0, each.outputs)
-        divisors = result.new_tensor(_divisors(each, outputs, count_include_pad))
+    for dim, window_map in maps.items():
+        outputs = windows[dim].outputs if dim in windows else (0, window_map.outputs)
+        divisors = result.new_tensor(_divisors(window_map, outputs, count_include_pad))
         result = result / divisors.view(-1, *[1] * (x.dim() - 1 - dim))
     return result, sharded_result(sharded, windows)
 
@@ -203,10 +205,12 @@ def _adaptive(
     first = x.dim() - count
     shape = sizes_of(x, sharded)
     outputs = [shape[first + i] if size is None else size for i, size in enumerate(output_size)]
-    maps = {each.dim: Adaptive(shape[each.dim], outputs[each.dim - first]) for each in sharded if each.dim >= first}
+    maps = {
+        shard.dim: Adaptive(shape[shard.dim], outputs[shard.dim - first]) for shard in sharded if shard.dim >= first
+    }
     x, windows = bring_windows(x, sharded, maps)
     inner = tuple(max(1, n) for n in x.shape[first:])
-    uneven = [dim for dim, each in maps.items() if each.outputs and each.size % each.outputs]
+    uneven = [dim for dim, window_map in maps.items() if window_map.outputs and window_map.size % window_map.outputs]
 
     def op(x: torch.Tensor) -> Any:
         sizes = [
@@ -337,7 +341,7 @@ def mean_of_windows(x: torch.Tensor, dim: int, size: int, sharded: Sequence[Shar
     """Computes the mean of the `size` positions around each position of one dim, zeros outside."""
     sides = (size // 2, (size - 1) // 2)
     windows_of_dim = Sliding(sizes_of(x, sharded)[dim], size, 1, *sides)
-    maps = {each.dim: windows_of_dim for each in sharded if each.dim == dim}
+    maps = {shard.dim: windows_of_dim for shard in sharded if shard.dim == dim}
     x, windows = bring_windows(x, sharded, maps)
     if dim not in windows:
         x = F.pad(x, (0, 0) * (x.dim() - 1 - dim) + sides)

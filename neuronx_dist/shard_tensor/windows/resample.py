@@ -60,18 +60,18 @@ def interpolate(
     if scales is not None and not recompute_scale_factor:
         steps = [1.0 / scale for scale in (scales if isinstance(scales, tuple) else (scales,) * count)]
     maps = {
-        each.dim: Interpolated(
-            shape[each.dim],
-            outputs[each.dim - 2],
+        shard.dim: Interpolated(
+            shape[shard.dim],
+            outputs[shard.dim - 2],
             _ALONG_A_DIM.get(mode, mode),
             bool(align_corners),
-            steps[each.dim - 2],
+            steps[shard.dim - 2],
             antialias,
             torch.float64 if x.dtype == torch.float64 else torch.float32,
             count == 2,
         )
-        for each in sharded
-        if each.dim >= 2
+        for shard in sharded
+        if shard.dim >= 2
     }
     x, windows = bring_windows(x, sharded, maps)
     for dim, window in windows.items():
@@ -111,9 +111,9 @@ def _outputs(shape: tuple[int, ...], size: Any, scale: Any, *options: Any) -> tu
     return outputs
 
 
-def _weighted(x: torch.Tensor, dim: int, windows: Interpolated, own: LocalWindow) -> torch.Tensor:
+def _weighted(x: torch.Tensor, dim: int, windows: Interpolated, window: LocalWindow) -> torch.Tensor:
     """Computes this rank's outputs along a dim from its window: `[.., inputs, ..] -> [.., outputs, ..]`."""
-    indices, weights = _local_taps(windows, own, x.dtype, x.device)
+    indices, weights = _local_taps(windows, window, x.dtype, x.device)
     if indices.shape[1] == 1:
         return x.index_select(dim, indices[:, 0])
     weights = weights.view(*weights.shape, *[1] * (x.dim() - 1 - dim))
@@ -125,10 +125,10 @@ def _weighted(x: torch.Tensor, dim: int, windows: Interpolated, own: LocalWindow
 
 @lru_cache(maxsize=1024)
 def _local_taps(
-    windows: Interpolated, own: LocalWindow, dtype: torch.dtype, device: torch.device
+    windows: Interpolated, window: LocalWindow, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the taps of this rank's outputs: positions in its window, and weights; `[outputs, taps]` both."""
-    (begin, end), (low, high) = own.outputs, own.inputs
+    (begin, end), (low, high) = window.outputs, window.inputs
     indices, weights = windows.taps
     indices = (indices[begin:end] - low).clamp(0, max(0, high - low - 1))  # of weight 0 where it is not in the window
     return indices.to(device), weights[begin:end].to(device, dtype)
