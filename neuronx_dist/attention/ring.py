@@ -93,8 +93,8 @@ def attention(
         or len(keys.sizes) != (1 if group is None else group.size)
     ):
         raise ValueError(
-            f"attention: k has {k.shape[2]} keys and v {v.shape[2]}, and this rank's of {list(keys.sizes)} over "
-            f"{None if group is None else group.axis} are {num_local_keys}"
+            f"attention: k has {k.shape[2]} keys and v {v.shape[2]}, but this rank's part of {list(keys.sizes)} "
+            f"over {(None if group is None else group.axis)} is {num_local_keys} keys"
         )
     result: torch.Tensor = _Attention.apply(q, k, v, mask, noise, _Options(keys, group, scale))
     return result
@@ -185,7 +185,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise NotImplementedError(
-                "attention over several ranks has a first derivative only: leave out create_graph=True, or use "
+                "attention over several ranks supports first derivatives only: leave out create_graph=True, or use "
                 "scaled_dot_product_attention on tensors that are sharded by batch or heads"
             )
         q, k, v, mask, noise, out, lse = ctx.saved_tensors

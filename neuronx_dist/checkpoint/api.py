@@ -193,7 +193,7 @@ def load_checkpoint(
                 raise
             raise type(error)(f"{damaged}; {_left(overwritten)}. Instead of it: {error}") from error
     else:
-        raise CheckpointCorrupted(f"{damaged}; {_left(overwritten)}, and there is no older checkpoint that is whole")
+        raise CheckpointCorrupted(f"{damaged}; {_left(overwritten)}, and no older checkpoint is intact")
     asked = name if tag is None else str(tag)
     instead = damaged or ("" if name == asked else f"checkpoint {tag} was being replaced when its job ended")
     if instead and comm.rank("world") == 0:
@@ -205,7 +205,7 @@ def _left(overwritten: frozenset[str]) -> str:
     """Describes the state of the run after a checkpoint turned out to be damaged."""
     if not overwritten:
         return "nothing was changed"
-    return "weights of the model were overwritten in part, so load another checkpoint or begin anew"
+    return "weights of the model were partly overwritten: load another checkpoint, or start again"
 
 
 def has_checkpoint(checkpoint_dir_str: str | os.PathLike[str]) -> bool:
@@ -250,8 +250,8 @@ def _load(
         if checkpoint.files is None:
             if not is_nxd and not reading.is_of_dcp(folder.storage, checkpoint.name):
                 raise CheckpointMismatch(
-                    f"checkpoint {where} does not list its files, and has none of NeuronX Distributed's: it was not "
-                    f"saved by save_checkpoint"
+                    f"checkpoint {where} lists no files, and has no files of NeuronX Distributed: it was not saved "
+                    "by save_checkpoint"
                 )
             present = dict.fromkeys(folder.storage.list(name), Entry(0))
         if scheduler is not None and _SCHEDULER not in present:
@@ -296,9 +296,9 @@ def _is_unmarked(storage: Storage, folder: str) -> bool:
 
 def _check_options(when_busy: str, num_kept_ckpts: int | None) -> None:
     if when_busy not in ("wait", "supersede"):
-        raise ValueError(f'when_busy is to be "wait" or "supersede", got {when_busy!r}')
+        raise ValueError(f'when_busy must be "wait" or "supersede", got {when_busy!r}')
     if num_kept_ckpts is not None and num_kept_ckpts < 1:
-        raise ValueError(f"num_kept_ckpts is to be at least 1, or None for all, got {num_kept_ckpts}")
+        raise ValueError(f"num_kept_ckpts must be at least 1, or None to keep all, got {num_kept_ckpts}")
 
 
 def _check_types(model: Any, optimizer: Any, scheduler: Any) -> None:
@@ -312,7 +312,7 @@ def _check_types(model: Any, optimizer: Any, scheduler: Any) -> None:
         if value is not None and not fits
     ]
     for name, value in wrong:
-        raise TypeError(f"{name} is a {type(value).__name__}: give the {name} itself, which is no state dict")
+        raise TypeError(f"{name} is a {type(value).__name__}, a state dict: pass the {name} itself")
 
 
 def _warn_of_unused(use_xser: bool, avoid_saving_lower_precision_weights: bool) -> None:
@@ -329,7 +329,7 @@ def _same_everywhere(where: str) -> None:
     other = next((rank for rank, name in enumerate(everywhere) if name != everywhere[0]), None)
     if other is not None:
         raise CheckpointError(
-            f"ranks are to save one checkpoint together: rank 0 saves {everywhere[0]}, rank {other} {everywhere[other]}"
+            f"all ranks must save the same checkpoint: rank 0 saves {everywhere[0]}, rank {other} {everywhere[other]}"
         )
 
 
@@ -339,7 +339,7 @@ def _await_marker(folder: CheckpointFolder, name: str) -> None:
     while not folder.has_begun(name):
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"rank 0 has made {folder.storage.describe(name)}, and it is not there on this rank's host: save to a "
+                f"rank 0 created {folder.storage.describe(name)}, but this rank's host does not see it: save to a "
                 "folder that all hosts share"
             )
         time.sleep(0.05)

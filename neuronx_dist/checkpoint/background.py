@@ -212,8 +212,8 @@ class Save:
             if time.monotonic() - last > seconds:
                 missing = [rank for rank in range(self._ranks) if rank not in reports]
                 raise CheckpointError(
-                    f"ranks {missing[:8]} have not said within {seconds:g} s that their files are written, and write "
-                    f"nothing: they were killed, or have ended early ({_TIMEOUT_ENV} sets how long is waited)"
+                    f"ranks {missing[:8]} did not report within {seconds:g} s that their files are written, and "
+                    f"have stopped writing: they were killed, or ended early (set {_TIMEOUT_ENV} to wait longer)"
                 )
         self._reports = reports
         return True

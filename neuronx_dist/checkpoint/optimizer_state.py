@@ -97,8 +97,9 @@ def collect_optimizer(state: State, optimizer: torch.optim.Optimizer, parameters
             if not isinstance(value, torch.Tensor):
                 if slot.is_part and any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
                     raise ValueError(
-                        f"{type(base).__name__} keeps tensors in a {type(value).__name__}, {entry!r}, for "
-                        f"{slot.parameter.names[0]}, of which this rank has a part: it is not known of what they are"
+                        f"{type(base).__name__} has tensors in a {type(value).__name__}, {entry!r}, for "
+                        f"{slot.parameter.names[0]}, of which this rank has a part: the checkpoint cannot tell "
+                        "which part they belong to"
                     )
                 state.objects[paths[0]] = value
             elif slot.is_sharded(entry, value.shape, slot.tensor.shape):
@@ -107,9 +108,10 @@ def collect_optimizer(state: State, optimizer: torch.optim.Optimizer, parameters
                 state.add(ShardedTensor.whole(paths, value))
             else:
                 raise ValueError(
-                    f"{type(base).__name__} keeps {entry!r} of shape {tuple(value.shape)} for "
-                    f"{slot.parameter.names[0]}, of which this rank has a shard {tuple(slot.tensor.shape)}: what part "
-                    f"it is of the whole is not known"
+                    f"{type(base).__name__} has {entry!r} of shape {tuple(value.shape)} for "
+                    f"{slot.parameter.names[0]}, of which this rank has a shard of shape "
+                    f"{tuple(slot.tensor.shape)}: the checkpoint cannot tell which part of the parameter the state "
+                    "belongs to"
                 )
     state.groups = named_groups(optimizer, parameters)
     scaler = _loss_scaler(optimizer)
@@ -213,8 +215,9 @@ def merged_groups(groups_of_ranks: Sequence[Sequence[dict[str, Any]]]) -> list[d
             for name in group["params"]:
                 if group_of.setdefault(name, index) != index:
                     raise ValueError(
-                        f"{name} is in parameter group {index} of rank {rank}'s optimizer, and in {group_of[name]} of "
-                        f"another rank's: give all ranks the same groups, with empty ones where a stage has none"
+                        f"{name} is in parameter group {index} of rank {rank}'s optimizer, but in group "
+                        f"{group_of[name]} on another rank: pass all ranks the same groups, empty where a stage has "
+                        "no parameters"
                     )
     for name, index in group_of.items():
         merged[index]["params"].append(name)
@@ -245,8 +248,9 @@ def _restored_groups(
         sources = sorted({group_of[name] for aliases in names for name in aliases[:1] if name in group_of})
         if len(sources) > 1:
             raise CheckpointMismatch(
-                f"parameter group {index} of the optimizer has parameters of the checkpoint's groups "
-                f"{', '.join(map(str, sources))}, whose options may differ: make the optimizer of the same groups"
+                f"parameter group {index} of the optimizer has parameters of several groups of the checkpoint, "
+                f"{', '.join(map(str, sources))}, whose options may differ: create the optimizer with the same "
+                "groups"
             )
         source = sources[0] if sources else index
         options = {**group, **(saved[source] if source < len(saved) else {})}
@@ -254,9 +258,9 @@ def _restored_groups(
         unknown = sorted(options.keys() - group.keys() - _OF_SCHEDULERS)
         if lacking and unknown:
             raise CheckpointMismatch(
-                f"the checkpoint is of an optimizer of another class: its options are {', '.join(unknown)} where "
-                f"{type(base).__name__} has {', '.join(lacking)}. Load into one of the class that was saved, or "
-                f"leave the optimizer out, to go on with the weights alone"
+                f"the checkpoint is of another optimizer class: it has the options {', '.join(unknown)} where "
+                f"{type(base).__name__} has {', '.join(lacking)}. Load it into an optimizer of the saved class, or "
+                "leave the optimizer out, to continue with the weights alone"
             )
         numbers = list(range(count, count + len(names)))
         count += len(names)
@@ -304,7 +308,7 @@ def _slots(
 def _parameter(tensor: torch.Tensor, parameters: Mapping[int, Parameter]) -> Parameter:
     if id(tensor) not in parameters:
         raise ValueError(
-            f"the optimizer holds a parameter of shape {tuple(tensor.shape)} that is none of this rank's parameters of "
-            f"the model: checkpoints name its state by the model. Give the model that it was made for"
+            f"the optimizer has a parameter of shape {tuple(tensor.shape)} that is not one of this rank's "
+            "parameters of the model, whose names its state needs: pass the model that the optimizer was created for"
         )
     return parameters[id(tensor)]

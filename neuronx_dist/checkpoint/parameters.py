@@ -54,8 +54,8 @@ def parameters_of(model: nn.Module | PartialModel) -> dict[int, Parameter]:
         if comm.size("ep") > 1 and ParameterGradient(tensor).is_expert and spec.axis != "ep":
             if not shape:
                 raise ValueError(
-                    f"{slot.name} is marked as a parameter of experts and has no dims: dim 0 is that of the experts, "
-                    f"which are divided over the {comm.size('ep')} ranks of ep"
+                    f"{slot.name} is marked as a parameter of experts, but is a scalar: it needs dim 0, over "
+                    f"experts, which is sharded over the {comm.size('ep')} ranks of ep"
                 )
             pieces = shifted(pieces, comm.rank("ep") * shape[0])
             shape = (comm.size("ep") * shape[0], *shape[1:])

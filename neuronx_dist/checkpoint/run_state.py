@@ -111,7 +111,7 @@ def restore(state: State, model: nn.Module | None, optimizer: torch.optim.Optimi
 def _parameters(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[int, Parameter]:
     if model is None:
         if optimizer is not None:
-            raise ValueError("a checkpoint names the optimizer's state by the model's parameters: give the model too")
+            raise ValueError("the optimizer's state is saved by names of the model's parameters: pass the model too")
         return {}
     return parameters_of(model)
 
@@ -142,7 +142,7 @@ def _add_model(
             return tensor.detach()
         if device is None:
             raise ValueError(
-                f"{key} is on the meta device: give the model values first, by neuronx_dist.materialize(model, seed)"
+                f"{key} is on the meta device: initialise the model first, by neuronx_dist.materialize(model, seed)"
             )
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
@@ -166,7 +166,7 @@ def _name_as_saved(parameter: Parameter, catalog: Catalog) -> None:
     chunks = [catalog.tensors[key_of((_MODEL, name))].chunks for name in saved]
     if any(chunk != chunks[0] for chunk in chunks):
         raise CheckpointMismatch(
-            f"{' and '.join(saved)} are two tensors in the checkpoint, and one weight in this model: build it without "
-            f"tied weights, as the one that was saved"
+            f"{' and '.join(saved)} are two tensors in the checkpoint, but one weight in this model: build the "
+            "model without tied weights, like the saved one"
         )
     parameter.names = list(dict.fromkeys([*saved, *parameter.names]))

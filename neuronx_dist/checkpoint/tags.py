@@ -62,8 +62,9 @@ def check_tag(tag: object) -> str:
     bad = re.search(r'[/\\\0-\x1f:*?"<>|]', name)
     if not name or bad or name.startswith(".") or name.endswith(PREVIOUS) or len(name.encode()) > 200:
         raise ValueError(
-            f"tag {tag!r} cannot name a checkpoint: it is to be the name of one folder, of at most 200 bytes, without "
-            f'/ \\ : * ? " < > | and control characters, not starting with "." or ending in "{PREVIOUS}"'
+            f"tag {tag!r} cannot name a checkpoint: it must be the name of one folder, of at most 200 bytes, "
+            'without / \\ : * ? " < > | and control characters, not starting with "." or ending in '
+            f'"{PREVIOUS}"'
         )
     return name
 
@@ -205,7 +206,7 @@ class CheckpointFolder:
             raise CheckpointCorrupted(f"{path} is missing") from None
         entry = (tag.files or {}).get(path)
         if entry is not None and entry.crc32 is not None and zlib.crc32(content) != entry.crc32:
-            raise CheckpointCorrupted(f"{path} is not what was written: its checksum is another one")
+            raise CheckpointCorrupted(f"{path} is damaged: its checksum is wrong")
         return content
 
     def _marker(self, name: str) -> str:
@@ -237,5 +238,5 @@ def _decode(content: bytes) -> tuple[float, dict[str, Entry]]:
     values = json.loads(text)
     outside = [path for path in values["files"] if path.startswith("/") or ".." in path.split("/")]
     if outside:
-        raise CheckpointCorrupted(f"names files outside of its folder: {outside[:3]}")
+        raise CheckpointCorrupted(f"refers to files outside of its folder: {outside[:3]}")
     return float(values["saved"]), {path: Entry(*entry) for path, entry in values["files"].items()}

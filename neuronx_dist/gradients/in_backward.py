@@ -65,9 +65,9 @@ class Bucket:
             grad = gradient.tensor
             if grad is not sent or (grad is not None and version_of(grad) != version):
                 raise RuntimeError(
-                    f"the gradient of a parameter of shape {tuple(gradient.param.shape)} was written after its "
-                    f"reduction had started in backward (overlap=True): the change would be lost. Leave the clipping "
-                    f"and scaling to the optimizer, do it in a hook of the parameter, or switch overlap off"
+                    f"the gradient of a parameter of shape {tuple(gradient.param.shape)} was modified after its "
+                    "reduction had started in backward (overlap=True), so the change would be lost. Let the "
+                    "optimizer clip and scale, use a hook of the parameter, or set overlap=False"
                 )
 
 

@@ -103,7 +103,7 @@ def scale_grads(parameters: Parameters, factor: torch.Tensor | float) -> None:
 def norm_groups(zero1_optimizer: bool, zero1_optimizer_groups: Any) -> list[Any]:
     """The groups over which the powers of the local norms are summed, one after the other."""
     if zero1_optimizer_groups is not None and not zero1_optimizer:
-        raise ValueError("zero1_optimizer_groups are given but zero1_optimizer is False: pass both, or neither")
+        raise ValueError("zero1_optimizer_groups needs zero1_optimizer=True: pass both, or neither")
     if zero1_optimizer and zero1_optimizer_groups is None:
         return ["world"]
     model = ("pp", "ep", "tp") if comm.size("ep") > 1 else ("pp", "tp")
@@ -113,7 +113,9 @@ def norm_groups(zero1_optimizer: bool, zero1_optimizer_groups: Any) -> list[Any]
     if group.ranks == comm.communicator(DATA_AXES).ranks:
         return ["world"]
     if group.size > 1 and comm.size("ep") > 1:
-        raise ValueError(f"groups over a part of dp x cp, {list(group.ranks)}, do not go with ep > 1: leave them out")
+        raise ValueError(
+            f"groups over a part of dp x cp, {list(group.ranks)}, cannot be combined with ep > 1: leave them out"
+        )
     return [group, model]
 
 
@@ -161,7 +163,7 @@ def group_of_ranks(groups: Any) -> comm.Communicator:
     group: comm.Communicator | None = comm.new_group(lists, "sharding")
     if group is None:
         rank = comm.current().rank
-        raise ValueError(f"groups {lists} do not hold rank {rank}; together they must be the whole world")
+        raise ValueError(f"groups {lists} do not contain rank {rank}; together they must cover the whole world")
     return group
 
 

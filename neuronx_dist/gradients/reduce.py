@@ -109,9 +109,9 @@ def refuse_accumulation(model: nn.Module) -> None:
     held = [gradient.tensor for ranks, group in summed if ranks.size > 1 for gradient in group.gradients]
     if any(grad is not None and ReductionState.of(grad).stages for grad in held):
         raise RuntimeError(
-            "gradients of the step before are still there, and reduced: to add to them and reduce the sum would scale "
-            "them. Call zero_grad before the next step. To accumulate more data in a step, give it more microbatches, "
-            "or make all calls but the last inside of `with no_sync(model):`"
+            "gradients of the previous step are still present, and reduced: accumulating and reducing again would "
+            "scale them. Call zero_grad before the next step. To accumulate more data in a step, use more "
+            "microbatches, or make all calls but the last inside of `with no_sync(model):`"
         )
 
 

@@ -23,7 +23,7 @@ class AdamW_FP32OptimParams(torch.optim.AdamW):
         low = next((param for param in parameters_of(self) if param.dtype.itemsize < 4), None)
         if low is not None:
             raise ValueError(
-                f"AdamW_FP32OptimParams was given a parameter of {low.dtype}, and keeps no fp32 copy of it: pass the "
-                "class to what does, MasterWeightsOptimizer(params, AdamW_FP32OptimParams, ...) or "
+                f"AdamW_FP32OptimParams got a parameter of {low.dtype}, but stores no fp32 copy of it: pass the "
+                "class to a wrapper that does, MasterWeightsOptimizer(params, AdamW_FP32OptimParams, ...) or "
                 "NeuronZero1Optimizer(params, AdamW_FP32OptimParams, ...)"
             )

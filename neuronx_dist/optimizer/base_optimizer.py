@@ -43,13 +43,13 @@ def check_factory(wrapper: str, params: Any, factory: Any) -> None:
     for given in (params, factory):
         if isinstance(given, torch.optim.Optimizer):
             raise TypeError(
-                f"{wrapper} makes its optimizer itself, of shards, and was given one that is made already, of whole "
-                f"parameters. Pass its class: {wrapper}(params, {_call(given)})"
+                f"{wrapper} creates its optimizer itself, over shards, but got an optimizer over full parameters. "
+                f"Pass the class: {wrapper}(params, {_call(given)})"
             )
     if not callable(factory):
         raise TypeError(
             f"{wrapper}: optimizer_class is {reprlib.repr(factory)}; pass a class such as torch.optim.AdamW and its "
-            f"options, or a function that makes an optimizer of the parameters it is given"
+            "options, or a function that takes parameters and returns an optimizer"
         )
     factory = factory.func if isinstance(factory, partial) else factory
     if isinstance(factory, type):
@@ -68,12 +68,12 @@ def make_base_optimizer(
     given = [list(group["params"]) for group in groups]
     optimizer = factory(groups, **options)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer_class {factory!r} made a {type(optimizer).__name__}, not a torch optimizer")
+        raise TypeError(f"optimizer_class {factory!r} returned a {type(optimizer).__name__}, not a torch optimizer")
     _refuse_shards(type(optimizer))
     if [list(map(id, group["params"])) for group in optimizer.param_groups] != [list(map(id, ps)) for ps in given]:
         raise ValueError(
-            f"optimizer_class {factory!r} made {type(optimizer).__name__} of other parameters than those it was given: "
-            f"it must take the parameter groups of its argument, which are shards, as they are"
+            f"optimizer_class {factory!r} returned {type(optimizer).__name__} with other parameters than those "
+            "passed: it must use the parameter groups of its argument, which are shards, unchanged"
         )
     return optimizer
 
@@ -99,7 +99,9 @@ def refuse_not_elementwise(optimizer_class: type, *, parts: bool = True, advice:
 
 
 def _refuse_shards(optimizer_class: type) -> None:
-    refuse_not_elementwise(optimizer_class, advice=", or this one itself after reduce_gradients(model)")
+    refuse_not_elementwise(
+        optimizer_class, advice=", or this optimizer after reduce_gradients(model), without the wrapper"
+    )
 
 
 def _call(optimizer: torch.optim.Optimizer) -> str:

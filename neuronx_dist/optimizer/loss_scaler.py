@@ -56,8 +56,8 @@ class LossScaler:
             self.scale *= self.backoff
             if self.scale < _SMALLEST:
                 raise RuntimeError(
-                    f"gradients are NaN or infinite in each step, until the scale of the loss is {self.scale:g}: it is "
-                    f"not the scale that makes them so. Look at the loss, the learning rate and the data"
+                    f"gradients are NaN or infinite in every step, even with the loss scale at {self.scale:g}, so "
+                    "the scale is not the cause. Check the loss, the learning rate and the data"
                 )
         elif self._good_steps == self.interval:
             self.scale *= self.growth

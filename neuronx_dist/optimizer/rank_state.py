@@ -25,14 +25,14 @@ def check_loadable(optimizer: str, state_dict: dict[str, Any], shards: Sequence[
     """
     missing = [name for name in ("state", "param_groups", "base_state", "shape_info") if name not in state_dict]
     if missing:
-        raise ValueError(f"this is no state dict of {optimizer}: it lacks {', '.join(missing)}")
+        raise ValueError(f"not a state dict of {optimizer}: it lacks {', '.join(missing)}")
     saved = {index: tuple(shape) for index, shape in state_dict["shape_info"].items()}
     present = {index: tuple(shard.param.shape) for index, shard in enumerate(shards)}
     different = [index for index in sorted({*saved, *present}) if saved.get(index) != present.get(index)]
     if different:
         index = different[0]
         raise ValueError(
-            f"the state dict is of other parameters: number {index} has shape {saved.get(index)} there and "
+            f"the state dict is for other parameters: parameter {index} has shape {saved.get(index)} there and "
             f"{present.get(index)} here ({len(different)} of {len(present)} differ)"
         )
     tensors = {index: list(values.values()) for index, values in state_dict["base_state"].items()}
@@ -44,8 +44,8 @@ def check_loadable(optimizer: str, state_dict: dict[str, Any], shards: Sequence[
             rows_differ = isinstance(value, torch.Tensor) and value.dim() and value.shape[1:] == shape[1:]
             if rows_differ and value.shape[0] != shape[0]:
                 raise ValueError(
-                    f"the state dict is of another sharding degree: shards of parameter {index} have shape "
-                    f"{tuple(value.shape)} there and {shape} here; load it in the layout it was saved in"
+                    f"the state dict has another sharding degree: shards of parameter {index} have shape "
+                    f"{tuple(value.shape)} there and {shape} here; load it in the layout in which it was saved"
                 )
 
 

@@ -123,8 +123,8 @@ def _lists(groups: Any) -> Iterable[Iterable[int]]:
     axis = mesh.axis_of(groups.ranks) if groups.size > 1 else ()
     if axis is None:
         raise ValueError(
-            f"sharding_groups is a Communicator over the ranks {list(groups.ranks)}, which are no axis of {mesh}, so "
-            "that the groups of the other ranks are not known: give the lists of ranks of all groups"
+            f"sharding_groups is a Communicator over the ranks {list(groups.ranks)}, which are not an axis of "
+            f"{mesh}, so the groups of other ranks are unknown: pass lists of ranks of all groups"
         )
     return mesh.groups(axis)
 
@@ -142,14 +142,15 @@ def _checked(groups: Iterable[Iterable[int]]) -> list[list[int]]:
         missing = sorted({*range(mesh.world_size)} - {*listed})
         fault = f"do not hold rank {missing[0]}" if missing else "hold a rank twice, or one that does not exist"
         raise ValueError(
-            f"sharding_groups {lists} {fault}: each rank of the world, 0..{mesh.world_size - 1}, is in one of them"
+            f"sharding_groups {lists} {fault}: each rank of the world, 0..{mesh.world_size - 1}, must be in exactly "
+            "one of them"
         )
     for ranks in lists:
         others = {*ranks} - {*mesh.group_of(DATA_AXES, ranks[0])} if ranks else set()
         if others:
             raise ValueError(
-                f"sharding group {ranks} has ranks of different parts of the model: rank {min(others)} differs from "
-                f"rank {ranks[0]} not only in dp and cp. Divide the groups of {','.join(DATA_AXES)}, "
+                f"sharding group {ranks} has ranks with different parts of the model: rank {min(others)} differs "
+                f"from rank {ranks[0]} in more than dp and cp. Split the groups of {','.join(DATA_AXES)}, "
                 f"{[*mesh.groups(DATA_AXES)]}, into parts"
             )
     return lists

@@ -160,8 +160,8 @@ class ParameterShard:
         grad = self.gradient.tensor
         if grad is not None and grad.layout is not torch.strided:
             raise ValueError(
-                f"the gradient of a parameter of shape {tuple(self.param.shape)} is sparse ({grad.layout}), and shards "
-                f"are dense: make its layer with sparse=False"
+                f"the gradient of a parameter of shape {tuple(self.param.shape)} is sparse ({grad.layout}), but "
+                "shards are dense: create its layer with sparse=False"
             )
         return grad
 

@@ -333,8 +333,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             _copy_options(self.base_optimizer.param_groups, self.param_groups)
             if self.skip_nonfinite and any(in_one_program(shard.param) for shard in self.shards):
                 warnings.warn(
-                    f"{type(self).__name__}: skip_nonfinite (and loss_scaler) asks the host in each step whether the "
-                    "norm is finite, which makes two programs of an XLA step; bf16 parameters need neither",
+                    f"{type(self).__name__}: skip_nonfinite (and loss_scaler) reads on the host in each step "
+                    "whether the norm is finite, which splits an XLA step into two programs; bf16 parameters need "
+                    "neither",
                     stacklevel=2,
                 )
         return self.base_optimizer
@@ -353,7 +354,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             return param
         if not param.to_local().is_leaf:
             raise TypeError(
-                f"{type(self).__name__}: a DTensor has an optimizer of torch; ShardTensor.from_dtensor(x) fits"
+                f"{type(self).__name__}: a parameter is a DTensor, which needs a torch optimizer; or convert it by "
+                "ShardTensor.from_dtensor(x)"
             )
         sharding = self._sharding.of(ParameterGradient(param.to_local()))
         data = {*sharding.group.ranks, *sharding.replicas.ranks}
@@ -362,8 +364,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             if not placement.is_replicate() and (self.grad_clipping or len(data & set(ranks)) > 1):
                 raise ValueError(
                     f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} is {placement} over ranks "
-                    f"{ranks}: give grad_clipping=False, and a mesh that shards it over none of the data-parallel "
-                    f"ranks {sorted(data)}, such as DeviceMesh.from_axes('tp')"
+                    f"{ranks}: pass grad_clipping=False, and use a mesh that shards it over none of the "
+                    f"data-parallel ranks {sorted(data)}, such as DeviceMesh.from_axes('tp')"
                 )
         return param.to_local()
 

@@ -52,7 +52,7 @@ def checkpoint_layers(model: nn.Module, layers: Any = None) -> list[str]:
             text = item if isinstance(item, str) else getattr(item, "__name__", repr(item))
             known = sorted({type(layer).__name__ for layer in named.values()} | set(named) - {""})
             raise ValueError(
-                f"checkpoint_layers: no layer of this {type(module).__name__} is a {text!r}; nearest classes and names "
+                f"checkpoint_layers: this {type(module).__name__} has no layer {text!r}; nearest classes and names "
                 f"are {nearest(text, known)}"
             )
         chosen.update(matching)
@@ -86,8 +86,9 @@ def apply_activation_checkpointing(
     for name, module in [*partial_model(model).original_module.named_modules()]:
         if name and check_fn(module) and (other := checkpoint_wrapper_fn(module)) is not module:
             raise ValueError(
-                f"apply_activation_checkpointing: checkpoint_wrapper_fn made a {type(other).__name__} around {name}, "
-                f"which changes the names of its parameters; leave it out, or pass neuronx_dist.checkpoint_wrapper"
+                f"apply_activation_checkpointing: checkpoint_wrapper_fn returned a {type(other).__name__} around "
+                f"{name}, which changes the names of its parameters; leave it out, or pass "
+                "neuronx_dist.checkpoint_wrapper"
             )
 
 
@@ -116,8 +117,8 @@ def _named_layers(model: nn.Module) -> Any:
             listed = list(layers) if isinstance(layers, (list, tuple, set)) else [layers]
             return [item for item in listed if not isinstance(item, str) or item in present] or listed
     raise ValueError(
-        f"checkpoint_layers: this {type(model).__name__} does not say which its transformer layers are; pass their "
-        f"class as `layers`"
+        f"checkpoint_layers: the transformer layers of this {type(model).__name__} are unknown; pass their class as "
+        "`layers`"
     )
 
 

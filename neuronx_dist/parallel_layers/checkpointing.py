@@ -88,7 +88,7 @@ def load(
         KeyError: what was read has no `model_key`; the message names what it has.
     """
     if model is not None and model_or_optimizer is not None:
-        raise ValueError("checkpointing.load: give model or model_or_optimizer, not both")
+        raise ValueError("checkpointing.load: pass either model or model_or_optimizer, not both")
     target = model if model_or_optimizer is None else model_or_optimizer
     whole = Path(chkpt_path)
     path = _path(chkpt_path, master_dp_only) if sharded else whole / "checkpoint.pt" if whole.is_dir() else whole
@@ -110,7 +110,7 @@ def load(
     if isinstance(target, torch.optim.Optimizer):
         if not sharded:
             raise ValueError(
-                "checkpointing.load: the state of an optimizer is loaded as this rank saved it: sharded=True"
+                "checkpointing.load: an optimizer's state must be loaded by the rank that saved it: pass sharded=True"
             )
         load_optimizer_state_dict(target, state)
     else:

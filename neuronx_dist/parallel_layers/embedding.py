@@ -183,7 +183,9 @@ class ParallelEmbedding(EmbeddingAttributes):
     def _renormalise(self, ids: torch.Tensor, weight: torch.Tensor, max_norm: float) -> None:
         """Scales the rows of these ids that are longer than `max_norm` down to it."""
         if not isinstance(comm.communicator(self.axis).coordinate(ids), int):
-            raise ValueError("ParallelEmbedding: max_norm takes shapes that depend on the ids, which XLA has not")
+            raise ValueError(
+                "ParallelEmbedding: max_norm needs shapes that depend on the ids, which XLA does not support"
+            )
         local, elsewhere = local_positions(ids, weight.shape[0], self.axis)
         has_values = type(local) is torch.Tensor and not local.is_meta
         torch.embedding_renorm_(weight, local[~elsewhere] if has_values else local, max_norm, self.norm_type)

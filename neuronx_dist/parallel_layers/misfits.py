@@ -20,9 +20,9 @@ def refuse_sequence(layer: Any, x: torch.Tensor) -> NoReturn:
         ValueError: always; the message names the layer, the shape and what to do.
     """
     raise ValueError(
-        f"{calling_module()}: the input {list(x.shape)} has no sequence in dim {layer.sequence_dimension} "
-        "(sequence_dimension of this sequence-parallel layer): give it a batch of sequences, [batch, seq, ..] or "
-        "[seq, batch, ..], set sequence_dimension to the dim of the sequence, or build it with "
+        f"{calling_module()}: the input {list(x.shape)} has no sequence dim {layer.sequence_dimension} "
+        "(sequence_dimension of this sequence-parallel layer): pass a batch of sequences, [batch, seq, ..] or [seq, "
+        "batch, ..], set sequence_dimension to the dim of the sequence, or build it with "
         "sequence_parallel_enabled=False"
     )
 
@@ -45,8 +45,8 @@ def refuse_input(layer: Any, x: torch.Tensor, cause: Exception) -> None:
         repair = f"it takes [.., {features}]"
         if given == layer.input_size:  # and the layer takes a shard
             repair += (
-                ", this rank's shard of the features (input_is_parallel=True), and got all of them: build it with "
-                "input_is_parallel=False, or give it the output of a layer with gather_output=False"
+                ", this rank's shard of the features (input_is_parallel=True), but got all features: build it with "
+                "input_is_parallel=False, or pass the output of a layer with gather_output=False"
             )
         elif given * size == features:
             repair += ", all features, and got this rank's shard of them: " + (

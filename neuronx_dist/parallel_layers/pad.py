@@ -98,13 +98,14 @@ def _pad_inside(
         if isinstance(module, ColumnParallelLinear):
             if module.replicas > 1:
                 raise ValueError(
-                    f"pad_model: {name} is on {module.replicas} ranks each: with replicated key/value heads each group "
-                    f"of query heads is padded; see LayerPlan.group of parallel_layers.replace, or hf.swap"
+                    f"pad_model: {name} has {module.replicas} replicas of each shard: with replicated key/value "
+                    "heads, pad each group of query heads; see LayerPlan.group of parallel_layers.replace, or "
+                    "hf.swap"
                 )
             if module.gather_output:
                 raise ValueError(
-                    f"pad_model: {name} gathers its output, which would come out padded; name the attention class in "
-                    f"wrapped_classes, or build the layer with gather_output=False"
+                    f"pad_model: {name} gathers its output, which would then be padded; name the attention class in "
+                    "wrapped_classes, or build the layer with gather_output=False"
                 )
             _pad_layer(module, name, ratio, "output_size", ("weight", "bias"))
         elif isinstance(module, RowParallelLinear):
@@ -125,8 +126,8 @@ def _pad_layer(layer: nn.Module, name: str, ratio: Fraction, attribute: str, par
         size = spec.unpadded_shape[spec.dim] * ratio
         if size.denominator != 1:
             raise ValueError(
-                f"pad_model: the {attribute} {spec.unpadded_shape[spec.dim]} of {name} times {ratio} is not whole; "
-                f"with grouped-query attention n_heads is the number of key/value heads"
+                f"pad_model: the {attribute} {spec.unpadded_shape[spec.dim]} of {name} times {ratio} is not an "
+                "integer; with grouped-query attention n_heads is the number of key/value heads"
             )
         padded = padded_spec(spec, int(size))
         if param.is_meta:
@@ -164,7 +165,7 @@ def generate_padding_mask(
     """
     hardware = getattr(hardware_type, "value", hardware_type)
     if hardware is not None and hardware not in _ADJACENT:
-        raise ValueError(f"hardware_type {hardware_type!r} is not known: use None or one of {', '.join(_ADJACENT)}")
+        raise ValueError(f"hardware_type {hardware_type!r} is unknown: use None or one of {', '.join(_ADJACENT)}")
     if not 0 <= tp_rank < tp_degree:
         raise ValueError(f"tp_rank {tp_rank} is not a rank of {tp_degree}")
     if num_heads_with_pad % tp_degree:
@@ -176,7 +177,7 @@ def generate_padding_mask(
     if num_heads % num_kv_heads or num_heads_with_pad % kv_heads or padded_group < group:
         raise ValueError(
             f"{num_heads} heads over {num_kv_heads} key/value heads cannot be padded to {num_heads_with_pad} at "
-            f"tp_degree {tp_degree}: {kv_heads} key/value heads get groups of one size, of {group} or more"
+            f"tp_degree {tp_degree}: {kv_heads} key/value heads need groups of equal size, of {group} or more"
         )
     local = num_heads_with_pad // tp_degree
     position = tp_rank  # of this rank, among all ranks in the order of their heads

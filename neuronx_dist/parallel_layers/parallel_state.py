@@ -73,8 +73,8 @@ def initialize_model_parallel(
         connect(mesh, timeout=timeout, lazy=skip_collective_init)
     elif existing.mesh != mesh:
         raise RuntimeError(
-            f"model parallel is already initialized as {existing.mesh}, and is now asked to be {mesh}: call "
-            "destroy_model_parallel() first, or ask for the same sizes"
+            f"model parallel is already initialized as {existing.mesh}, but {mesh} is requested: call "
+            "destroy_model_parallel() first, or request the same sizes"
         )
     elif not existing.backend.is_connected():
         raise RuntimeError(
@@ -383,7 +383,7 @@ def _subgroups(name: str, axis: str, size: int, sequential: bool) -> None:
     if existing is not None:
         if existing[0] != (size, sequential):
             raise ValueError(
-                f"{name} groups are already initialized with size {existing[0][0]}; one size serves all layers"
+                f"{name} groups are already initialized with size {existing[0][0]}; all layers must use the same size"
             )
         return
     groups: list[list[int]] = []

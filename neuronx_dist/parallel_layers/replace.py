@@ -160,25 +160,29 @@ def _checked(model: nn.Module, plans: Sequence[LayerPlan]) -> dict[str, nn.Modul
         if plan.fused_with and not columns.issuperset(group):
             problems.append(f"{plan.name} is fused with {', '.join(plan.fused_with)}: all must be planned as columns")
         elif plan.fused_with and any(group_of.setdefault(name, group) != group for name in group):
-            problems.append(f"{plan.name} is fused with {', '.join(plan.fused_with)}, and one of them with others")
+            problems.append(
+                f"{plan.name} is fused with {', '.join(plan.fused_with)}, but not all of them declare the same fusion"
+            )
         if style is None:
             problems.append(f"{plan.name} has the style {plan.style!r}: use one of {', '.join(STYLES)}")
             continue
         if layer is None:
-            problems.append(f"{plan.name} is no module of this {type(model).__name__}")
+            problems.append(f"{plan.name} is not a module of this {type(model).__name__}")
             continue
         if first_name.setdefault(id(layer), plan.name) != plan.name:
-            problems.append(f"{plan.name} and {first_name[id(layer)]} are one module: plan it once")
+            problems.append(f"{plan.name} and {first_name[id(layer)]} are the same module: plan it once")
         if style.layer_type is not None and type(layer) is not style.layer_type:
             actual, expected = type(layer).__name__, style.layer_type.__name__
-            problems.append(f"{plan.name} is a {actual}, and the style {plan.style!r} replaces torch.nn.{expected}")
+            problems.append(f"{plan.name} is a {actual}, but the style {plan.style!r} replaces torch.nn.{expected}")
         elif style.build is not None:
             size = getattr(layer, style.size_attribute)
             padded = size if plan.padded_size is None else plan.padded_size
             if padded < size:
-                problems.append(f"{plan.name} has {style.size_attribute} {size}, more than its padded size {padded}")
+                problems.append(
+                    f"{plan.name} has {style.size_attribute} {size}, which is more than its padded size {padded}"
+                )
             elif padded % _partitions(plan, tp):
-                problems.append(f"{plan.name} has {style.size_attribute} {padded}, which tp={tp} does not divide")
+                problems.append(f"{plan.name} has {style.size_attribute} {padded}, which is not divisible by tp={tp}")
     if problems:
         raise ValueError(f"cannot replace the layers of this {type(model).__name__}: " + "; ".join(problems))
     return layers

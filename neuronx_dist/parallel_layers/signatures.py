@@ -182,8 +182,8 @@ def _refuse_true(name: str, value: bool) -> None:
     """Raises ValueError if a device is True."""
     if value:
         raise ValueError(
-            f'{name}: device=True is no device: pass a torch.device or the name of one ("cpu", "cuda", "meta"), or '
-            "leave it out for torch's default device, as the API guide's device=False does"
+            f'{name}: device=True is not a device: pass a torch.device or its name ("cpu", "cuda", "meta"), '
+            "or leave it out for torch's default device, like device=False in the API guide"
         )
 
 
@@ -202,8 +202,8 @@ def _fitting(
     known = "".join(f"\n  {label}: {', '.join(order[num_bound:])}".replace("?", "") for label, order in orders.items())
     last = orders["NxD's release"][common - 1]
     raise TypeError(
-        f"{name}: positional arguments of the types ({types}) fit {'several orders' if fitting else 'no order'} of its "
-        f"parameters; pass those after {last} by keyword. The orders are{known}"
+        f"{name}: positional arguments of types ({types}) match {('several orders' if fitting else 'no order')} of "
+        f"its parameters; pass those after {last} by keyword. The orders are{known}"
     )
 
 
@@ -222,11 +222,11 @@ def refuse(name: str, key: str, value: Any) -> None:
     """
     default, advice = REFUSED[key]
     if value != default:
-        raise ValueError(f"{name}: {key}={value!r} is not supported; leave it at {default!r}, and {advice}")
+        raise ValueError(f"{name}: {key}={value!r} is not supported; use {default!r}, and {advice}")
 
 
 def ignore(key: str, value: Any) -> None:
     """Warns, once for each parameter of `IGNORED` and process, that it has no effect, unless it has its default."""
     if value != IGNORED[key] and key not in _warned:
         _warned.add(key)
-        warnings.warn(f"{key}={value!r} has no effect here, and is ignored", stacklevel=3)
+        warnings.warn(f"{key}={value!r} has no effect here and is ignored", stacklevel=3)

@@ -100,7 +100,7 @@ def set_tensor_model_parallel_attributes(
     refuse("set_tensor_model_parallel_attributes", "rank_ordering", rank_ordering)
     for name in _DEFAULTS:
         if hasattr(tensor, name):
-            raise ValueError(f"tensor of shape {tuple(tensor.shape)} has the attribute {name} already")
+            raise ValueError(f"tensor of shape {tuple(tensor.shape)} already has the attribute {name}")
     values = {
         "tensor_model_parallel": is_parallel,
         "partition_dim": dim,
@@ -254,8 +254,8 @@ def _move_parameter(param: nn.Parameter, device: Any, name: str) -> None:
         except RuntimeError as error:
             param.grad = grad
             raise RuntimeError(
-                f"move_model_to_device: parameter {name} is in use, by a graph that waits for backward or by a weak "
-                f"reference ({error}): move the model before it is called, compiled or wrapped"
+                f"move_model_to_device: parameter {name} is referenced by a graph that waits for backward or by a "
+                f"weak reference ({error}): move the model before it is called, compiled or wrapped"
             ) from error
     if grad is not None:
         param.grad = upload(grad.detach(), device)

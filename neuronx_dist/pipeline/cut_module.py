@@ -78,8 +78,9 @@ class CutModule(StageModule):
         """
         if not self.placement_is_open and self.training_schedule.num_virtual_stages > 1:
             raise RuntimeError(
-                f"trace: which stage holds which parameters is settled, at cuts {self.pipeline_cuts}, since the model "
-                f"has run or moved, or was asked for parameters, as by an optimizer: call it right after NxDPPModel()"
+                f"trace: the model has been partitioned, at cuts {self.pipeline_cuts}, because it has run or moved, "
+                "or its parameters were requested (by an optimizer, for example): call trace right after "
+                "NxDPPModel()"
             )
         warn_of_tracing(tracer_cls, autowrap_functions, autowrap_modules, autowrap_obj_methods)
         if input_names is not None:
@@ -173,8 +174,8 @@ class CutModule(StageModule):
     def _check_not_partitioned(self, what: str) -> None:
         if self.partitioned and self.training_schedule.num_virtual_stages > 1:  # with one piece there is nothing to cut
             raise RuntimeError(
-                f"{what}: this model is partitioned already, at {self.pipeline_cuts}: leave out pipeline_cuts and "
-                f"auto_partition of the constructor to cut it by hand"
+                f"{what}: this model is partitioned already, at {self.pipeline_cuts}: to cut it manually, leave out "
+                "pipeline_cuts and auto_partition in the constructor"
             )
 
     @property

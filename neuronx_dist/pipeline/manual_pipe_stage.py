@@ -120,14 +120,16 @@ class PipelineStageModule(nn.Module):
         """
         what = f"mark_weight_sharing of group {sharing_group_name!r}"
         if len(layer_and_weight_path) < 2:
-            raise ValueError(f"{what}: expected at least two (layer, name of its weight), got {layer_and_weight_path}")
+            raise ValueError(
+                f"{what}: expected at least two pairs (layer, name of its weight), got {layer_and_weight_path}"
+            )
         weights = [_parameter(what, layer, path) for layer, path in layer_and_weight_path]
         first, (_, first_path) = weights[0], layer_and_weight_path[0]
         for weight, (layer, path) in zip(weights, layer_and_weight_path):
             if weight.shape != first.shape:
                 raise ValueError(
-                    f"{what}: {path} of {type(layer).__name__} has shape {list(weight.shape)}, the first weight, "
-                    f"{first_path}, {list(first.shape)}"
+                    f"{what}: {path} of {type(layer).__name__} has shape {list(weight.shape)}, but the first "
+                    f"weight, {first_path}, has {list(first.shape)}"
                 )
         for layer, path in layer_and_weight_path:
             owner, _, name = path.rpartition(".")
@@ -151,15 +153,18 @@ def _check_layers(layers: Any) -> None:
     different = len(set(layers))
     if different != len(layers) or not layers:
         raise ValueError(
-            f"manual_pp_partition: a layer is there once, and at least one is; got {len(layers)}, {different} "
-            f"different ones. To tie the weights of two layers call PipelineStageModule.mark_weight_sharing"
+            f"manual_pp_partition: layers must be at least one layer, without repetition; got {len(layers)}, of "
+            f"which {different} are distinct. To tie the weights of two layers, call "
+            "PipelineStageModule.mark_weight_sharing"
         )
 
 
 def _stages(layers: Sequence[nn.Module], num_stages: int, partition_fn: PartitionFunction | None) -> list[int]:
     """The stage of each layer."""
     if len(layers) < num_stages:
-        raise ValueError(f"manual_pp_partition: {num_stages} stages (or chunks) need as many layers, got {len(layers)}")
+        raise ValueError(
+            f"manual_pp_partition: {num_stages} stages (or chunks) need at least as many layers, got {len(layers)}"
+        )
     if partition_fn is None:
         last = [int(name) for name in create_partitions(num_stages, [str(number) for number in range(len(layers))])]
         return [sum(number > end for end in last) for number in range(len(layers))]
@@ -167,9 +172,9 @@ def _stages(layers: Sequence[nn.Module], num_stages: int, partition_fn: Partitio
     problem = _problem(by_layer, layers, num_stages)
     if problem:
         raise ValueError(
-            f"manual_pp_stage_partition_fn(layers, {num_stages}) returned {problem}; it must return {{layer: stage}}, "
-            f"with each of the {len(layers)} layers itself as a key, and stages (stages * chunks of them) that ascend "
-            f"from 0 to {num_stages - 1}"
+            f"manual_pp_stage_partition_fn(layers, {num_stages}) returned {problem}; it must return {{layer: "
+            f"stage}} with each of the {len(layers)} layers as a key, and stages (or chunks: stages * chunks) that "
+            f"ascend from 0 to {num_stages - 1}"
         )
     return [by_layer[layer] for layer in layers]
 

@@ -157,13 +157,13 @@ class NxDPPModel(CutModule):
         )
         warn_of_tracing(tracer_cls, autowrap_functions, autowrap_modules, autowrap_obj_methods)
         warn_of_unused(
-            use_model_wrapper=(use_model_wrapper, "the model itself is what is trained"),
+            use_model_wrapper=(use_model_wrapper, "the pipeline trains the model itself"),
             fuse_microbatches=(fuse_microbatches, "each task of a stage is a program of its own"),
         )
         if return_mb_loss and broadcast_and_average_loss:
-            raise ValueError("broadcast_and_average_loss gives one loss: return_mb_loss must be False with it")
+            raise ValueError("broadcast_and_average_loss=True returns one loss: use return_mb_loss=False")
         if auto_partition and pipeline_cuts:
-            raise ValueError(f"auto_partition makes the cuts: do not pass pipeline_cuts={list(pipeline_cuts)} with it")
+            raise ValueError(f"auto_partition=True chooses the cuts: leave out pipeline_cuts={list(pipeline_cuts)}")
         num_stages = comm.size("pp")
         chosen = training_schedule(
             num_stages,
@@ -280,7 +280,7 @@ class NxDPPModel(CutModule):
         return self._report(program, losses), outputs and [output for _, output in outputs]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("a pipeline model is not called: use run_train(**inputs) or run_eval(**inputs)")
+        raise RuntimeError("a pipeline model cannot be called: use run_train(**inputs) or run_eval(**inputs)")
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles each transformer layer in place, as `nn.Module.compile` does; all else stays eager.
@@ -290,7 +290,7 @@ class NxDPPModel(CutModule):
         """
         layers = [m for m in self.original_module.modules() if isinstance(m, tuple(self._layer_classes))]
         if not layers:
-            raise ValueError("compile: no transformer layers are known; pass transformer_layer_cls to NxDPPModel")
+            raise ValueError("compile: the transformer layers are unknown; pass transformer_layer_cls to NxDPPModel")
         for layer in layers:
             layer.compile(*args, **kwargs)
 
@@ -428,8 +428,8 @@ class NxDPPModel(CutModule):
             raise RuntimeError(f"{what} of a list of layers needs its loss: pass manual_pp_loss_fn=fn(output, labels)")
         if self.output_loss_value_spec is None:
             raise RuntimeError(
-                f"{what} needs to know which output is the loss: pass output_loss_value_spec, e.g. True, "
-                '(True, False) or {"loss": True, "logits": False}'
+                f"{what} needs to know which output is the loss: pass output_loss_value_spec, e.g. True, (True, "
+                f'False) or {{"loss": True, "logits": False}}'
             )
 
     def _report(self, program: StageProgram, losses: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor] | None:

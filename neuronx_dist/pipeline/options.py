@@ -54,7 +54,7 @@ def module_classes(module: nn.Module, classes: Any, option: str, *, parts_of_nam
         if not matching:
             name = item if isinstance(item, str) else item.__name__
             raise ValueError(
-                f"{option}: no layer of this {type(module).__name__} is a {name!r}; its nearest classes are "
+                f"{option}: this {type(module).__name__} has no layer of class {name!r}; nearest classes: "
                 f"{nearest(name, sorted(c.__name__ for c in present))}"
             )
         result += matching
@@ -128,8 +128,8 @@ def inputs_by_name(method: _Method) -> _Method:
         if args:
             example = ", ".join(f"{name}=..." for name in (self.input_names or ["input_ids", "labels"]))
             raise TypeError(
-                f"{method.__name__} got {len(args)} positional: inputs go by name, as the model's forward calls them: "
-                f"{method.__name__}({example})"
+                f"{method.__name__} got {len(args)} positional arguments: pass inputs by the names in the model's "
+                f"forward: {method.__name__}({example})"
             )
         return method(self, **kwargs)
 
@@ -148,7 +148,7 @@ def check_manual(module: Any, manual_pp_partition: bool, cuts: Mapping[str, Any]
     """
     if module is None or isinstance(module, type):
         example = "Model" if module is None else module.__name__
-        raise ValueError(f"module is {module!r}: give an instance: {example}()")
+        raise ValueError(f"module is {module!r}: pass an instance: {example}()")
     if not manual_pp_partition:
         given = next((option for option, value in functions.items() if value is not None), None)
         if given or not isinstance(module, nn.Module):
@@ -203,8 +203,8 @@ def warn_of_tracing(tracer_cls: Any, autowrap_functions: Any, autowrap_modules: 
     unused = [option for option, value in given.items() if value]
     if unused:
         _warn(
-            f"{', '.join(unused)}: without effect, since nothing is traced with symbols: the forward runs once on fake "
-            f"tensors, and what it calls is recorded"
+            f"{', '.join(unused)}: no effect, because nothing is traced symbolically: the forward runs once on fake "
+            "tensors, and its calls are recorded"
         )
 
 

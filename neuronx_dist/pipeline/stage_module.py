@@ -42,7 +42,7 @@ class StageModule(nn.Module):
     def __init__(self, module: nn.Module, *, stage: int, num_stages: int, last_stage: int) -> None:
         super().__init__()
         if isinstance(module, StageModule):
-            raise ValueError(f"module is a {type(module).__name__} already: give the model that it was made of")
+            raise ValueError(f"module is a {type(module).__name__} already: pass the original model")
         _refuse_wrapped_layers(module)
         self.original_module = module
         self.stage = stage
@@ -104,7 +104,7 @@ class StageModule(nn.Module):
     def is_local(self, name: str) -> bool:
         """Returns whether the parameter, buffer or module of this name in the whole model belongs to this stage."""
         if self.placement is None:
-            raise RuntimeError("this model is not partitioned: what is local is known after partition()")
+            raise RuntimeError("this model is not partitioned: its local parameters are known after partition()")
         stages = self.placement.stages(name)
         return stages is None or self.stage in stages
 
@@ -311,7 +311,7 @@ class StageModule(nn.Module):
             if param.is_meta:
                 raise RuntimeError(
                     f"parameter {name} of stage {self.stage} is on the meta device: give it a value first, by "
-                    f"neuronx_dist.materialize(model, seed), by loading weights, or by param_init_fn"
+                    "neuronx_dist.materialize(model, seed), by loading weights, or by param_init_fn"
                 )
 
     # --- tied weights
@@ -331,7 +331,7 @@ class StageModule(nn.Module):
     def register_shared_weights(self) -> None:
         """NxD's name for finding tied weights, which `partition()` has done already."""
         if not self.partitioned:
-            raise RuntimeError("register_shared_weights: call partition(), which finds the weights that are tied")
+            raise RuntimeError("register_shared_weights: call partition() instead, which finds tied weights")
 
     def _mark_tied(self) -> None:
         for tied in self._tied:
@@ -396,7 +396,7 @@ def _refuse_wrapped_layers(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if "_orig_mod" in module._modules:
             raise ValueError(
-                f"{name or 'the model'} is what torch.compile(module) returned, a module around the one that a "
-                "pipeline cuts, records and names: use module.compile() on each transformer layer, which compiles in "
-                "place, or compile() of the pipeline model, which does that"
+                f"{name or 'the model'} is the result of torch.compile(module), a wrapper around the module that a "
+                "pipeline cuts, records and names: call module.compile() on each transformer layer, which compiles "
+                "in place, or compile() of the pipeline model"
             )

@@ -55,7 +55,7 @@ class CheckpointConverterBase(NamingRules):
         """Loads the state dict to divide: a file, a folder of Hugging Face's, or `args.hf_model_name`."""
         if not args.input_dir:
             if not args.hf_model_name:
-                raise ValueError("give --input_dir, a file or folder with weights, or --hf_model_name")
+                raise ValueError("pass --input_dir, a file or folder with weights, or --hf_model_name")
             from transformers import AutoModelForCausalLM
 
             return dict(AutoModelForCausalLM.from_pretrained(args.hf_model_name, dtype="auto").state_dict())
@@ -66,7 +66,7 @@ class CheckpointConverterBase(NamingRules):
         if path.is_dir():
             path = path / "checkpoint.pt"  # as `save_full` writes it
         if not path.is_file():
-            raise FileNotFoundError(f"--input_dir {args.input_dir}: there is no file with weights")
+            raise FileNotFoundError(f"--input_dir {args.input_dir}: no file with weights found")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         inner = state.get(args.model_key) if args.model_key else None
         return dict(inner if isinstance(inner, Mapping) else state)
@@ -96,13 +96,13 @@ class CheckpointConverterBase(NamingRules):
         chosen = [action for action in _ACTIONS if getattr(args, action)]
         if len(chosen) != 1:
             flags = ", ".join(f"--{action}" for action in chosen or _ACTIONS)
-            raise ValueError(f"give exactly one of the --convert_* flags, not {len(chosen)}: {flags}")
+            raise ValueError(f"pass exactly one of the --convert_* flags, not {len(chosen)}: {flags}")
         if args.model_style != "hf" or args.nxdt_yaml_config:
             raise ValueError(
                 "--model_style megatron and --nxdt_yaml_config are not supported: convert the names in hooks"
             )
         if args.hw_backend not in ("trn1", "trn2"):
-            raise ValueError(f"--hw_backend is to be trn1 or trn2, got {args.hw_backend!r}")
+            raise ValueError(f"--hw_backend must be trn1 or trn2, got {args.hw_backend!r}")
         getattr(self, chosen[0])(args)
         print(f"{args.output_dir}: written")
 
@@ -135,7 +135,7 @@ class CheckpointConverterBase(NamingRules):
         config, files = self._config(args), self._opened(args)
         if (files.tp, files.pp) != (args.tp_size, args.pp_size):
             raise ValueError(
-                f"{files.name} is of tp={files.tp} and pp={files.pp}, not of --tp_size {args.tp_size} and --pp_size "
+                f"{files.name} has tp={files.tp} and pp={files.pp}, not --tp_size {args.tp_size} and --pp_size "
                 f"{args.pp_size}"
             )
         full_state: StateDict = {}
@@ -300,9 +300,7 @@ class CheckpointConverterBase(NamingRules):
         """Writes the same state dicts in another serialization."""
         files = self._opened(args)
         if files.ep > 1:
-            raise ValueError(
-                f"{files.name} is of experts over {files.ep} ranks of ep: convert it to a full state first"
-            )
+            raise ValueError(f"{files.name} has experts on {files.ep} ranks of ep: convert it to a full state first")
         tensors: list[DividedTensor] = []
         constants: dict[str, dict[Any, Any]] = {}
         for writer, state in files.model.items():
@@ -317,14 +315,14 @@ class CheckpointConverterBase(NamingRules):
 
     def _opened(self, args: Any) -> NxdFiles:
         if not args.input_dir:
-            raise ValueError("give --input_dir, the folder with NxD's files")
+            raise ValueError("pass --input_dir, the folder with NxD's files")
         return NxdFiles(
             open_storage(args.input_dir), ".", lambda name: "expert_mlps" in name, args.model_key or "model"
         )
 
     def _config(self, args: Any) -> dict[str, Any]:
         if not args.config:
-            raise ValueError("give --config, the model's config.json: it says how many heads there are")
+            raise ValueError("pass --config, the model's config.json, which has the number of heads")
         config: dict[str, Any] = json.loads(Path(args.config).read_text())
         return config
 
@@ -346,5 +344,5 @@ def _flag(text: str) -> bool:
     """Parses a truth value; upstream takes any text, "False" and "0" too, as true."""
     known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     if text.lower() not in known:
-        raise argparse.ArgumentTypeError(f"is to be 1 or 0, true or false, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be 1 or 0, true or false, got {text!r}")
     return known[text.lower()]

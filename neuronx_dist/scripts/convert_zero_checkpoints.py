@@ -68,12 +68,12 @@ def convert_zero_checkpoints(
             whole = whole or match["dp"] is None
             by_rank.setdefault((int(match["tp"]), int(match["pp"])), {})[int(match["dp"] or 0)] = f"optim/{name}"
     if not by_rank:
-        raise CheckpointError(f"{input_dir}/optim has no files of ZeRO-1: dp_rank_..._tp_rank_..._pp_rank_....pt")
+        raise CheckpointError(f"{input_dir}/optim has no ZeRO-1 files: dp_rank_..._tp_rank_..._pp_rank_....pt")
     if whole and dp_size is None:
-        raise CheckpointError(f"{input_dir}/optim has whole states already")
+        raise CheckpointError(f"{input_dir}/optim has full states already")
     target = Path(output_dir)
     if (target / "optim").exists() and any((target / "optim").iterdir()):
-        raise CheckpointError(f"{output_dir}/optim is there already, and not empty: nothing was written")
+        raise CheckpointError(f"{output_dir}/optim exists already, and is not empty: nothing was written")
     xser = any(name.endswith(".tensors") for name in storage.list("optim"))
     degree = 1 + max(max(paths) for paths in by_rank.values())
     apart: list[StoredTensor] = []
@@ -88,7 +88,7 @@ def convert_zero_checkpoints(
         states = [stored_state(storage, paths[dp], apart) for dp in range(degree)]
         if "base_state" not in states[0] or "shape_info" not in states[0]:
             raise CheckpointMismatch(
-                f"{input_dir}/{paths[0]} is no state of ZeRO-1: it has no base_state and shape_info"
+                f"{input_dir}/{paths[0]} is not a ZeRO-1 state: it has no base_state and shape_info"
             )
         where = f"_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt"
         files = (
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     action.add_argument("--convert_to_sharded", action="store_true", help="states for --dp_size ranks")
     args = parser.parse_args(argv)
     if args.convert_to_sharded and (args.dp_size is None or args.dp_size < 1):
-        parser.error("--convert_to_sharded takes --dp_size, at least 1")
+        parser.error("--convert_to_sharded needs --dp_size, at least 1")
     try:
         degree = None if args.convert_to_full else args.dp_size
         convert_zero_checkpoints(args.input_dir, args.output_dir, degree, progress_bar(args.output_dir))

@@ -48,7 +48,7 @@ class NamingRules:
         ):
             if fits:
                 return dim
-        raise AssertionError(f"which dim of {name} is divided is not known: override get_partition_dim")
+        raise AssertionError(f"the sharded dim of {name} is unknown: override get_partition_dim")
 
     def is_qkv_weight(self, name: str) -> bool:
         """Returns whether a parameter is a projection of attention's inputs."""

@@ -162,9 +162,9 @@ def _draw(
                 return drawn
     tried = ", ".join(getattr(f, "__qualname__", repr(f)).lstrip("_") for f in initialisers)
     raise ValueError(
-        f"materialize: nothing gives {'parameter' if is_parameter else 'buffer'} {qualified!r} {list(value.shape)} of "
-        f"{type(module).__name__} a value (tried: {tried}). Pass an init_fn(module) that sets it, or give it a value "
-        f"before materialize."
+        f"materialize: {('parameter' if is_parameter else 'buffer')} {qualified!r} {list(value.shape)} of "
+        f"{type(module).__name__} was not initialised (tried: {tried}). Pass an init_fn(module) that sets it, or "
+        "give it a value before materialize."
     )
 
 

@@ -107,8 +107,8 @@ def is_partial(model: Any) -> TypeGuard[PartialModel]:
     missing = [name for name in _MEMBERS if not hasattr(model, name)]
     if missing:
         raise TypeError(
-            f"{type(model).__name__} has tied_groups, and lacks {', '.join(missing)}: a model of which a rank holds a "
-            f"part answers all of neuronx_dist.weights.partial_model.PartialModel"
+            f"{type(model).__name__} has tied_groups, but lacks {', '.join(missing)}: a model with a part on each "
+            "rank must implement neuronx_dist.weights.partial_model.PartialModel"
         )
     return True
 

@@ -72,8 +72,8 @@ class ShardSpec:
             fits = 0 < real <= padded and not padded % size and not unpadded % real
             if not fits or unpadded // real * padded > size * self.num_partitions:
                 raise ValueError(
-                    f"ShardSpec: groups of {real}, padded to {padded}, do not fit shards of {size} of dim {self.dim} "
-                    f"of shape {self.full_shape}, {unpadded} of which are no padding"
+                    f"ShardSpec: groups of {real}, padded to {padded}, do not fit shards of {size} of dim "
+                    f"{self.dim} of shape {self.full_shape}, of which {unpadded} are not padding"
                 )
 
     @property

@@ -107,7 +107,7 @@ def test_state_dicts_are_no_models(tmp_path: Path, name: str) -> None:
         parts = {each: getattr(run, each) for each in ("model", "optimizer", "scheduler")}
         parts[name] = dict(parts[name].state_dict())
         for call in (nxd.save_checkpoint, nxd.load_checkpoint):
-            with pytest.raises(TypeError, match=f"{name} is a dict: give the {name} itself, which is no state dict"):
+            with pytest.raises(TypeError, match=f"{name} is a dict, a state dict: pass the {name} itself"):
                 call(tmp_path, "a", **parts)
 
     on_ranks(rank)

@@ -59,7 +59,7 @@ def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path) -> None:
             if "nothing was changed" in message:
                 assert equal(now, before)
             else:
-                assert "weights of the model were overwritten in part" in message
+                assert "weights of the model were partly overwritten" in message
                 before, overwritten = now, overwritten + 1
             comm.barrier()
             if comm.rank("world") == 0:
@@ -181,7 +181,7 @@ def test_a_damaged_checkpoint_leaves_no_values(tmp_path: Path) -> None:
         comm.barrier()
         with pytest.raises(CheckpointMismatch) as error:
             nxd.load_checkpoint(tmp_path, model=run.model, strict=False)
-        assert "whole is damaged" in str(error.value) and "weights of the model were overwritten in part" in str(
+        assert "whole is damaged" in str(error.value) and "weights of the model were partly overwritten" in str(
             error.value
         )
         assert "missing in it: model.up.weight" in str(error.value)

@@ -198,9 +198,9 @@ def test_a_rank_that_never_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         if comm.rank("world") == 0:
             assert save._thread is not None
             save._thread.join(30)
-            assert "ranks [1] have not said within 0.1 s that their files are written" in str(save.error)
+            assert "ranks [1] did not report within 0.1 s that their files are written" in str(save.error)
             wait.set()
-        with pytest.raises(CheckpointError, match=r"ranks \[1\] have not said"):
+        with pytest.raises(CheckpointError, match=r"ranks \[1\] did not report"):
             save.settle()
 
     threads.run(Mesh(RANKS), rank)
@@ -343,8 +343,8 @@ def test_at_exit_a_rank_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
         assert started.poll() is None
         time.sleep(0.3)
     _, text = started.communicate(timeout=30)
-    assert "[rank 0] checkpoint a failed: ranks [1] have not said within 1 s" in text, text
-    assert "they were killed, or have ended early" in text and complete(tmp_path / "run") == []
+    assert "[rank 0] checkpoint a failed: ranks [1] did not report within 1 s" in text, text
+    assert "they were killed, or ended early" in text and complete(tmp_path / "run") == []
 
 
 def _environment() -> dict[str, str]:

@@ -71,7 +71,7 @@ def test_moved_lost_and_zeroed_parts_are_noticed(size):
         assert is_noticed(file[:other] + file[:size] + file[other + size :])
         assert is_noticed(file[:other] + file[other + size :])
         assert is_noticed(file[:other] + bytes(size) + file[other:])
-    with pytest.raises(CheckpointCorrupted, match="bytes 40960 to 49152 are not what was written"):
+    with pytest.raises(CheckpointCorrupted, match="bytes 40960 to 49152 have a wrong checksum"):
         verify(file[:40960] + bytes(4096) + file[45056:])
 
 

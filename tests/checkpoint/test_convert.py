@@ -128,7 +128,7 @@ def test_from_nxd(model: tuple[Any, Path], first_way: bool, tmp_path: Path) -> N
         nxd_folder.write_first_way(tmp_path / "nxd", divided(whole), 2, 2)
     else:
         nxd_folder.write(tmp_path / "nxd" / "step_1", divided(whole), 2, 2, xser=True)
-    with pytest.raises(CheckpointMismatch, match=r"is of 2 tp ranks, .* \(--config FOLDER\)"):
+    with pytest.raises(CheckpointMismatch, match=r"has 2 tp ranks, .* \(--config FOLDER\)"):
         convert(tmp_path / "nxd", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
     convert(tmp_path / "nxd", tmp_path / "hf", config=folder)
@@ -252,14 +252,14 @@ def test_the_command(model: tuple[Any, Path], tmp_path: Path, capsys: pytest.Cap
     assert_is(tmp_path / "hf", whole)
     capsys.readouterr()
     assert main(["convert", str(tmp_path / "nxd"), str(tmp_path / "hf"), "--config", str(folder)]) == 1
-    assert "is there already, and not empty" in capsys.readouterr().err
+    assert "exists already, and is not empty" in capsys.readouterr().err
     assert main(["convert", str(folder), str(tmp_path / "x"), "--tp", "0"]) == 2
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(to="hf", tp=2), "tp and pp are of the layout of nxd"),
+        (dict(to="hf", tp=2), "tp and pp apply to nxd only"),
         (dict(to="nxd", tp=4), "tp=4 does not divide the heads of model.layers.0.self_attn."),
         (dict(to="nxd", pp=4), "pp=4 is more than the 3 layers"),
         (dict(to="pt"), "to is one of hf, nxd, ours, not 'pt'"),
@@ -282,13 +282,13 @@ def test_sources_that_are_refused(model: tuple[Any, Path], tmp_path: Path) -> No
     parameters["other.weight"] = parameters.pop("model.layers.1.mlp.up_proj.weight")
     nxd_folder.write(tmp_path / "nxd" / "a", parameters, 2, 2, optimizer="none")
     with pytest.raises(
-        CheckpointMismatch, match=r"other names .*: model.layers.1.mlp.up_proj.weight is .*other.weight"
+        CheckpointMismatch, match=r"other parameter names .*: model.layers.1.mlp.up_proj.weight is .*other.weight"
     ):
         convert(tmp_path / "nxd", tmp_path / "x", config=folder)
     (tmp_path / "plain").mkdir()
     shutil.copy(folder / "model.safetensors", tmp_path / "plain")
-    with pytest.raises(ValueError, match=r"the model's layers say: give the folder .*--config FOLDER"):
+    with pytest.raises(ValueError, match=r"tp and pp need the model's layers.*--config FOLDER"):
         convert(tmp_path / "plain", tmp_path / "x", to="nxd", tp=2)
     convert(folder, tmp_path / "ours", tag="a")
-    with pytest.raises(CheckpointError, match="ours/a is there already: choose another --tag"):
+    with pytest.raises(CheckpointError, match="ours/a exists already: choose another --tag"):
         convert(folder, tmp_path / "ours", tag="a")

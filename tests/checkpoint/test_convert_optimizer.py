@@ -171,7 +171,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert_same_run(tmp_path / "ours", run)
     capsys.readouterr()
     assert main(["convert", str(tmp_path / "nxd"), str(tmp_path / "x"), *back, "--groups", "norm"]) == 1
-    assert "has 1 parameter groups, and this one 2" in (message := capsys.readouterr().err)
+    assert "has 1 parameter groups, but this one has 2" in (message := capsys.readouterr().err)
     assert "--groups REGEX ... says which parameters the groups behind the first one have" in message
 
 
@@ -201,9 +201,9 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
 def test_what_is_refused(tmp_path: Path) -> None:
     run = trained(tmp_path / "hf")
     for source, options, message in (
-        (tmp_path / "hf", dict(to="ours"), "folders of Hugging Face's have no optimizer"),
-        (run, dict(to="hf"), "folders of Hugging Face's have no optimizer"),
-        (run, dict(to="ours", dp=2), "dp, fused, kv_size_multiplier and xser are of nxd"),
+        (tmp_path / "hf", dict(to="ours"), "Hugging Face folders have no optimizer"),
+        (run, dict(to="hf"), "Hugging Face folders have no optimizer"),
+        (run, dict(to="ours", dp=2), "dp, fused, kv_size_multiplier and xser apply to nxd"),
         (run, dict(to="nxd", fused="all"), "fused is one of weight_q, weight_qkv"),
         (run, dict(to="nxd", tp=2, fused="weight_q", kv_size_multiplier=3), "2 key/value heads, 3 times each: choose"),
     ):

@@ -129,7 +129,7 @@ def test_what_the_checkpoint_lacks_stays_on_meta(tmp_path: Path) -> None:
         assert all(param.is_meta for param in model.parameters())
         nxd.load_checkpoint(tmp_path, "a", model, strict=False)
         assert [name for name, param in model.named_parameters() if param.is_meta] == ["more.weight", "more.bias"]
-        with pytest.raises(ValueError, match=r"more.weight is on the meta device: give the model values first"):
+        with pytest.raises(ValueError, match=r"more.weight is on the meta device: initialise the model first"):
             nxd.save_checkpoint(tmp_path, "b", model)
         nxd.materialize(model, 0)
         nxd.save_checkpoint(tmp_path, "b", model)
@@ -146,7 +146,7 @@ def test_an_optimizer_that_does_not_fit_leaves_the_model_on_meta(tmp_path: Path)
         run.save(tmp_path, "a")
         model = on_meta(Net)
         optimizer = nxd.NeuronZero1Optimizer(model.parameters(), torch.optim.SGD, lr=0.1, lazy_init=True)
-        with pytest.raises(CheckpointError, match="of another class"):
+        with pytest.raises(CheckpointError, match="of another optimizer class"):
             nxd.load_checkpoint(tmp_path, "a", model, optimizer)
         assert all(param.is_meta for param in model.parameters())
         nxd.load_checkpoint(tmp_path, "a", model)

@@ -182,7 +182,7 @@ def test_another_number_of_groups(tmp_path: Path) -> None:
     for file in (tmp_path / "a" / "optim").iterdir():
         state = torch.load(file, weights_only=True)
         torch.save({**state, "param_groups": state["param_groups"] * 2}, file)
-    refused(tmp_path, "has 2 parameter groups, and this one 1: make it of the same groups, or load the model alone")
+    refused(tmp_path, "has 2 parameter groups, but this one has 1: create it with the same groups, or ")
 
 
 def test_several_groups_and_frozen_parameters(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_files_that_are_missing_or_cut_off(tmp_path: Path) -> None:
     write(tmp_path / "a")
     file = tmp_path / "a" / "optim" / "dp_rank_01_tp_rank_01_pp_rank_00.pt"
     file.write_bytes(file.read_bytes()[:-100])
-    refused(tmp_path, "optim/dp_rank_01_tp_rank_01_pp_rank_00.pt is cut off", CheckpointCorrupted)
+    refused(tmp_path, "optim/dp_rank_01_tp_rank_01_pp_rank_00.pt is truncated", CheckpointCorrupted)
     file.unlink()
     refused(
         tmp_path,
@@ -110,7 +110,7 @@ def test_a_tensor_of_another_shape_than_its_reference(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("harm", ["missing", "cut off"])
+@pytest.mark.parametrize("harm", ["missing", "truncated"])
 @pytest.mark.parametrize("part", ["model", "optim"])
 def test_files_of_single_tensors_are_opened_before_anything_changes(part: str, harm: str, tmp_path: Path) -> None:
     """The last one of all, which one of the ranks opens."""

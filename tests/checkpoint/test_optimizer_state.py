@@ -46,7 +46,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> 
 @pytest.mark.parametrize(
     "saved, loaded, message",
     [
-        (partial(AdamW, lr=0.1), partial(SGD, lr=0.1), "options are amsgrad, betas, .* where SGD has dampening, momen"),
+        (partial(AdamW, lr=0.1), partial(SGD, lr=0.1), "the options amsgrad, betas, .* where SGD has dampening, momen"),
         (partial(SGD, lr=0.1, momentum=0.9), partial(AdamW, lr=0.1), "dampening, momentum, .* where AdamW has amsgrad"),
         (partial(torch.optim.Adam), partial(torch.optim.NAdam), "where NAdam has momentum_decay"),
     ],
@@ -63,7 +63,7 @@ def test_an_optimizer_of_another_class_is_refused_before_anything_changes(
         before = [param.detach().clone() for param in model.parameters()]
         with pytest.raises(CheckpointMismatch, match=f"was not loaded|{message}") as error:
             nxd.load_checkpoint(tmp_path, "a", model, optimizer)
-        assert "of another class" in str(error.value)
+        assert "of another optimizer class" in str(error.value)
         assert all(map(torch.equal, before, model.parameters()))
         step(model, optimizer)
 
@@ -187,7 +187,7 @@ def test_tensors_in_containers_are_refused_where_ranks_have_parts(tmp_path: Path
                     self.state[param].setdefault("history", []).append(param.clone())
 
     def rank() -> None:
-        with pytest.raises(ValueError, match="Remembers keeps tensors in a list, 'history', for 0.weight, of which"):
+        with pytest.raises(ValueError, match="Remembers has tensors in a list, 'history', for 0.weight, of which"):
             nxd.save_checkpoint(tmp_path, "a", *trained(partial(nxd.NeuronZero1Optimizer, optimizer_class=Remembers)))
         saved = trained(partial(Remembers))
         nxd.save_checkpoint(tmp_path, "b", *saved)

@@ -51,7 +51,7 @@ def test_another_model_is_refused_with_names_and_shapes(strict, tmp_path):
     messages = on_all_ranks(TP2, CheckpointMismatch, run)
     for message in messages:
         assert "nothing was changed" in message
-        assert "1 of other shapes: model.fused is (8, 3) there and (8, 4) here." in message
+        assert "1 of other shapes: model.fused has shape (8, 3) in the checkpoint and (8, 4) in this model." in message
         assert ("1 missing in it: model.added." in message) == strict
         assert ("1 not in this model: model.one.weight." in message) == strict
     assert all(float(param.detach().abs().sum()) == 0 for model in models.values() for param in model.parameters())
@@ -137,7 +137,7 @@ def test_objects_are_read_without_running_code(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "packed", malicious)
     comm.threads.run(ONE, saved, adamw, tmp_path)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="holds other things than plain data"):
+    with pytest.raises(CheckpointError, match="holds more than plain data"):
         comm.threads.run(ONE, loaded, adamw, tmp_path)
     assert not target.exists()
 
@@ -207,7 +207,7 @@ def test_ranks_that_describe_a_tensor_differently_are_refused():
     def run():
         save(nn.ParameterList([torch.zeros(2 + comm.rank("dp"))]), None, None)
 
-    with pytest.raises(ValueError, match=r"model.0 is \(3,\) of torch.float32 on rank 1, and \(2,\)"):
+    with pytest.raises(ValueError, match=r"model.0 has shape \(3,\) and dtype torch.float32 on rank 1, but \(2,\)"):
         comm.threads.run(DP2, run)
 
 

@@ -154,7 +154,10 @@ def test_options_of_groups_come_from_the_checkpoint(first, second, tmp_path):
 
 def test_groups_that_were_divided_otherwise_are_refused(tmp_path):
     comm.threads.run(ONE, saved, grouped(adamw, 0.7), tmp_path)
-    with pytest.raises(CheckpointMismatch, match="parameter group 0 of the optimizer has parameters of .* groups 0, 1"):
+    with pytest.raises(
+        CheckpointMismatch,
+        match="parameter group 0 of the optimizer has parameters of several groups of the checkpoint, 0, 1",
+    ):
         comm.threads.run(ONE, loaded, adamw, tmp_path)
 
 
@@ -165,7 +168,7 @@ def test_a_state_whose_place_is_not_known_is_refused():
         optimizer.state[model.fused]["factor"] = torch.zeros(7)
         collect(model, optimizer)
 
-    with pytest.raises(ValueError, match=r"AdamW keeps 'factor' of shape \(7,\) for fused"):
+    with pytest.raises(ValueError, match=r"AdamW has 'factor' of shape \(7,\) for fused"):
         comm.threads.run(TP2, run)
 
 
@@ -173,9 +176,9 @@ def test_optimizers_of_other_models_are_refused():
     def run(model):
         collect(model, adamw(Model().parameters()))
 
-    with pytest.raises(ValueError, match="none of this rank's parameters"):
+    with pytest.raises(ValueError, match="not one of this rank's parameters"):
         comm.threads.run(ONE, lambda: run(Model()))
-    with pytest.raises(ValueError, match="give the model too"):
+    with pytest.raises(ValueError, match="pass the model too"):
         comm.threads.run(ONE, run, None)
 
 

@@ -271,7 +271,7 @@ def test_damage_is_named(folder: CheckpointFolder) -> None:
     folder.storage.write("a/two", [b"xx"])
     folder.storage.remove("a/b/three")
     expected = {
-        "one is not what was written: its checksum is another one",
+        "one is damaged: its checksum is wrong",
         "two has 2 bytes instead of 1",
         "b/three is missing",
     }
@@ -298,7 +298,7 @@ def test_done_cannot_name_files_outside(folder: CheckpointFolder) -> None:
     for path in ("../b/file", "/etc/passwd", "x/../../y"):
         folder.begin("a")
         folder.commit("a", {path: Entry(1, 0)})
-        assert "names files outside of its folder" in folder.damage(folder.find("a"))[0]
+        assert "refers to files outside of its folder" in folder.damage(folder.find("a"))[0]
 
 
 @pytest.mark.parametrize(

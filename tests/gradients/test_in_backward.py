@@ -168,7 +168,7 @@ def test_mistakes() -> None:
         model.zero_grad()
         one_backward()
         model[0].weight.grad.mul_(2.0)
-        with pytest.raises(RuntimeError, match=r"shape \(2, 2\) was written after its reduction had started"):
+        with pytest.raises(RuntimeError, match=r"shape \(2, 2\) was modified after its reduction had started"):
             nxd.reduce_gradients(model, overlap=True)
 
     comm.threads.run(Mesh(2), rank_main)

@@ -52,9 +52,11 @@ def test_groups_of_a_norm(mesh: Mesh, zero1: bool, groups: Any, expected: Any) -
 
 def test_groups_that_do_not_go() -> None:
     with comm.as_rank(EP, 5):
-        with pytest.raises(ValueError, match=r"groups over a part of dp x cp, \[1, 5\], do not go with ep > 1"):
+        with pytest.raises(
+            ValueError, match=r"groups over a part of dp x cp, \[1, 5\], cannot be combined with ep > 1"
+        ):
             norm_groups(True, [[i, i + 4] for i in (0, 1, 2, 3, 8, 9, 10, 11)])
-        with pytest.raises(ValueError, match="zero1_optimizer_groups are given but zero1_optimizer is False"):
+        with pytest.raises(ValueError, match="zero1_optimizer_groups needs zero1_optimizer=True"):
             norm_groups(False, [])
 
 
@@ -69,7 +71,7 @@ def test_ranks_that_the_mesh_has_a_group_for() -> None:
         assert group_of_ranks([[rank] for rank in range(16)]).size == 1
         own = group_of_ranks([[i, i + 1, i + 2, i + 3] for i in range(0, 16, 4)])
         assert own.ranks == (4, 5, 6, 7) and own.axis == "sharding"
-        with pytest.raises(ValueError, match=r"groups \[\[0, 1\]\] do not hold rank 5; together they must be"):
+        with pytest.raises(ValueError, match=r"groups \[\[0, 1\]\] do not contain rank 5; together they must cover"):
             group_of_ranks([[0, 1]])
 
 

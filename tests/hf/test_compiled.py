@@ -106,7 +106,7 @@ def test_layers_of_a_pipeline(mesh):
 
 def test_what_a_pipeline_cannot_compile():
     with nxd.comm.as_rank(nxd.Mesh(1), 0):
-        with pytest.raises(ValueError, match=r"model.layers.0 is what torch.compile\(module\) returned.*compile\(\)"):
+        with pytest.raises(ValueError, match=r"model.layers.0 is the result of torch.compile\(module\).*compile\(\)"):
             pipeline(lambda layer: torch.compile(layer, backend="eager"))
         model = nxd.NxDPPModel(torch.nn.Linear(2, 2), output_loss_value_spec=True)
         with pytest.raises(ValueError, match="pass transformer_layer_cls"):

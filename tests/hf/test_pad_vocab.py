@@ -297,7 +297,7 @@ def test_padding_of_several_ranks(vocab: int) -> None:
         local = -(-vocab // 4)
         logits = torch.zeros(3, local)
         assert hide_padding(logits, vocab) is logits
-        with pytest.raises(ValueError, match=rf"are no shard of a vocabulary of {vocab} over 4 ranks"):
+        with pytest.raises(ValueError, match=rf"the shard of a vocabulary of {vocab} over 4 ranks"):
             hide_padding(torch.zeros(3, local + 1), vocab)
         return comm.all_gather(logits, "tp", dim=-1)
 

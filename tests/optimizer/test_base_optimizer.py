@@ -65,7 +65,7 @@ def test_an_optimizer_that_is_made_already_is_refused_with_the_call_to_write(
     def rank_main() -> None:
         param = weight()
         name = wrapper.__name__
-        with pytest.raises(TypeError, match=rf"{name} makes its .*{re.escape(f'{name}(params, {call})')}"):
+        with pytest.raises(TypeError, match=rf"{name} creates its .*{re.escape(f'{name}(params, {call})')}"):
             wrapper([param], optimizer(param))
         with pytest.raises(TypeError, match=re.escape(f"{name}(params, {call})")):
             wrapper(optimizer(param), torch.optim.AdamW)
@@ -78,8 +78,8 @@ def test_an_optimizer_that_is_made_already_is_refused_with_the_call_to_write(
     [
         ("AdamW", TypeError, "optimizer_class is 'AdamW'; pass a class such as torch.optim.AdamW"),
         ([*range(1000)], TypeError, r"optimizer_class is \[0, 1, 2, 3, 4, 5, \.\.\.\]; pass a class"),
-        (lambda params: params, TypeError, "made a list, not a torch optimizer"),
-        (lambda params: torch.optim.SGD([weight()], lr=1.0), ValueError, "made SGD of other parameters"),
+        (lambda params: params, TypeError, "returned a list, not a torch optimizer"),
+        (lambda params: torch.optim.SGD([weight()], lr=1.0), ValueError, "returned SGD with other parameters"),
         (lambda groups: torch.optim.LBFGS(groups[0]["params"]), ValueError, "LBFGS cannot work on shards"),
         (functools.partial(torch.optim.LBFGS, lr=1.0), ValueError, "LBFGS cannot work on shards"),
     ],

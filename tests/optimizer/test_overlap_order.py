@@ -157,7 +157,7 @@ def test_a_gradient_that_is_written_after_backward_is_refused() -> None:
         optimizer = zero1(model, True)
         model(rows(0)).backward()
         change(model)
-        with pytest.raises(RuntimeError, match=r"shape \(.*\) was written after its reduction had started"):
+        with pytest.raises(RuntimeError, match=r"shape \(.*\) was modified after its reduction had started"):
             optimizer.step()
 
     for change in (

@@ -170,11 +170,11 @@ def test_masters_of_one_rank_communicate_nothing() -> None:
 @pytest.mark.parametrize(
     "mesh, groups, message",
     [
-        (Mesh(2), [[0]], r"\[\[0\]\] do not hold rank 1: each rank of the world, 0..1, is in one of them"),
+        (Mesh(2), [[0]], r"\[\[0\]\] do not hold rank 1: each rank of the world, 0..1, must be in exactly one of them"),
         (Mesh(2), [[0, 1], [1]], "hold a rank twice, or one that does not exist"),
         (Mesh(2), [[0, 1], [2]], "hold a rank twice, or one that does not exist"),
-        (Mesh(4, tp=2), [[0, 1], [2, 3]], r"group \[0, 1\] has .* rank 1 differs .* Divide .* \[\[0, 2\], \[1, 3\]\]"),
-        (Mesh(4, pp=2), [[0, 2], [1, 3]], r"group \[0, 2\] has ranks of different parts of the model: rank 2"),
+        (Mesh(4, tp=2), [[0, 1], [2, 3]], r"group \[0, 1\] has .* rank 1 differs .* Split .* \[\[0, 2\], \[1, 3\]\]"),
+        (Mesh(4, pp=2), [[0, 2], [1, 3]], r"group \[0, 2\] has ranks with different parts of the model: rank 2"),
         (Mesh(3), [[0, 1], [2]], r"\[0, 1, 2\] along dp,cp into \[\[0, 1\], \[2\]\]: the parts must have equal sizes"),
         (Mesh(8, ep=2), [[0, 2, 4, 1], [3, 5, 6, 7]], r"\[0, 2, 4, 6\] along edp into \[\[0, 2, 4\], \[6\]\]"),
     ],
@@ -191,7 +191,7 @@ def test_groups_that_do_not_fit_are_refused(mesh: Mesh, groups: list[list[int]],
 def test_a_communicator_of_no_axis_is_refused() -> None:
     def rank_main() -> None:
         group = comm.new_group([[0, 3], [1, 2]], "mine")
-        with pytest.raises(ValueError, match=r"over the ranks \[.*\], which are no axis of .*: give the lists"):
+        with pytest.raises(ValueError, match=r"over the ranks \[.*\], which are not an axis of .*: pass lists"):
             NeuronZero1Optimizer([nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=1.0, sharding_groups=group)
 
     comm.threads.run(Mesh(4), rank_main)

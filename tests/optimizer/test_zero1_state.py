@@ -111,7 +111,9 @@ def test_state_of_something_else_is_refused() -> None:
         ours = optimizer(4, 3)
         with pytest.raises(ValueError, match="lacks base_state, shape_info"):
             ours.load_state_dict(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).state_dict())
-        with pytest.raises(ValueError, match=r"number 1 has shape \(5, 2\) there and \(3, 2\) here \(1 of 2 differ\)"):
+        with pytest.raises(
+            ValueError, match=r"parameter 1 has shape \(5, 2\) there and \(3, 2\) here \(1 of 2 differ\)"
+        ):
             ours.load_state_dict(optimizer(4, 5).state_dict())
         with pytest.raises(ValueError, match=r"another sharding degree: .* \(4, 2\) there and \(2, 2\) here"):
             ours.load_state_dict(optimizer(4, 3, sharding_groups=[[0], [1]]).state_dict())

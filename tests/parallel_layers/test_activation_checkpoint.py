@@ -80,14 +80,14 @@ def test_layers_by_class_and_name(layers: Any, expected: list[str]) -> None:
     [
         (
             "Laier",
-            "checkpoint_layers: no layer of this Model is a 'Laier'; nearest classes and names are Layer, Linear",
+            "checkpoint_layers: this Model has no layer 'Laier'; nearest classes and names are Layer, Linear",
         ),
-        ("", "no layer of this Model is a ''; nearest"),
-        ("Model", "no layer of this Model is a 'Model'; nearest classes and names are Model"),  # it is no layer
-        (nn.Conv1d, "no layer of this Model is a 'Conv1d'; nearest"),
-        ([Layer, "nothing"], "no layer of this Model is a 'nothing'"),
+        ("", "this Model has no layer ''; nearest"),
+        ("Model", "this Model has no layer 'Model'; nearest classes and names are Model"),  # it is no layer
+        (nn.Conv1d, "this Model has no layer 'Conv1d'; nearest"),
+        ([Layer, "nothing"], "this Model has no layer 'nothing'"),
         (3, "expected a class, its name, or the name of a layer, got 3"),
-        (None, "checkpoint_layers: this Model does not say which its transformer layers are; pass their class"),
+        (None, "checkpoint_layers: the transformer layers of this Model are unknown; pass their class"),
     ],
 )
 def test_layers_that_there_are_not(layers: Any, message: str) -> None:
@@ -117,7 +117,7 @@ def test_layers_that_a_model_names(said: dict[str, Any], expected: list[str]) ->
 def test_layers_that_a_model_names_and_has_not() -> None:
     model = Model()
     model._no_split_modules = ["NotThere"]
-    with pytest.raises(ValueError, match="is a 'NotThere'"):
+    with pytest.raises(ValueError, match="has no layer 'NotThere'"):
         checkpoint_layers(model)
 
 
@@ -144,7 +144,7 @@ def test_modules_that_a_function_chooses() -> None:
     seen: list[nn.Module] = []
     apply_activation_checkpointing(model, lambda module: seen.append(module) or module)  # type: ignore[func-returns-value]
     assert seen == [module for name, module in model.named_modules() if name]
-    with pytest.raises(ValueError, match="checkpoint_wrapper_fn made a Sequential around layers, which changes"):
+    with pytest.raises(ValueError, match="checkpoint_wrapper_fn returned a Sequential around layers, which changes"):
         apply_activation_checkpointing(model, nn.Sequential)
 
 

@@ -72,7 +72,7 @@ LINEAR = [
         (2, 8),
         FP32,
         "RowParallelLinear",
-        "all of them",
+        "all features",
     ),
     (lambda: RowParallelLinear(8, 4), (2, 4), FP32, "RowParallelLinear", "build it with input_is_parallel=True"),
     (lambda: RowParallelLinear(6, 4), (2, 3), FP32, "RowParallelLinear", "build it with input_is_parallel=True"),
@@ -126,7 +126,7 @@ def test_an_input_without_a_sequence_is_refused_by_sequence_parallel_layers(buil
         name, dim = type(build()).__name__, build().sequence_dimension
     x = torch.ones(shape, dtype=torch.long if name == "ParallelEmbedding" else FP32)
     text = message(tp_mesh(2), build, x)
-    assert text.startswith(f"{name} layers.1.inner of Model: the input {list(shape)} has no sequence in dim {dim} (seq")
+    assert text.startswith(f"{name} layers.1.inner of Model: the input {list(shape)} has no sequence dim {dim} (seq")
     assert "sequence_parallel_enabled=False" in text
 
 

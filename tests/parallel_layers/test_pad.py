@@ -199,7 +199,7 @@ def test_mistakes_are_named() -> None:
         return str(caught.value)
 
     message = pad(2, 9, wrapped_classes=(Attention,))
-    assert "the output_size 12 of attention.k times 10/9 is not whole" in message
+    assert "the output_size 12 of attention.k times 10/9 is not an integer" in message
     assert "the number of key/value heads" in message
     assert "tp_degree is 4, but the tensor-parallel size is 2" in pad(4, 3)
     assert "mlp gathers its output" in pad(2, 3)
@@ -216,11 +216,11 @@ def test_padding_mask() -> None:
     assert [generate_padding_mask(2, 4, 2, 2, rank).tolist() for rank in range(2)] == [[True, False]] * 2
     for arguments, message in (
         ((9, 12, 3, 5, 0), "not divisible by tp_degree 5"),
-        ((9, 10, 3, 2, 0), "groups of one size, of 3 or more"),
+        ((9, 10, 3, 2, 0), "groups of equal size, of 3 or more"),
         ((9, 12, 3, 2, 2), "tp_rank 2"),
         ((9, 6, 3, 2, 0), "fewer"),
         ((9, 12, 2, 2, 0), "9 heads over 2"),
-        ((9, 12, 3, 2, 0, "gpu"), "'gpu' is not known: use None or one of trn1, inf2, trn2"),
+        ((9, 12, 3, 2, 0, "gpu"), "'gpu' is unknown: use None or one of trn1, inf2, trn2"),
     ):
         with pytest.raises(ValueError, match=message):
             generate_padding_mask(*arguments)

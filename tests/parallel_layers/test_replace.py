@@ -110,10 +110,10 @@ def test_meta_layers_stay_on_meta_and_flags_are_kept():
     ("wrong", "message"),
     [
         (LayerPlan("gate", "columns"), "gate has the style 'columns': use one of column, row, embedding"),
-        (LayerPlan("gat", "column"), "gat is no module of this Gated"),
-        (LayerPlan("gate", "embedding"), "gate is a Linear, and the style 'embedding' replaces torch.nn.Embedding"),
-        (LayerPlan("gate", "column", 8), "gate has out_features 12, more than its padded size 8"),
-        (LayerPlan("gate", "column", 13), "gate has out_features 13, which tp=2 does not divide"),
+        (LayerPlan("gat", "column"), "gat is not a module of this Gated"),
+        (LayerPlan("gate", "embedding"), "gate is a Linear, but the style 'embedding' replaces torch.nn.Embedding"),
+        (LayerPlan("gate", "column", 8), "gate has out_features 12, which is more than its padded size 8"),
+        (LayerPlan("gate", "column", 13), "gate has out_features 13, which is not divisible by tp=2"),
         (LayerPlan("gate", "column", None, ("down",)), "gate is fused with down: all must be planned as columns"),
         (LayerPlan("up", "column"), "up is planned twice"),
     ],
@@ -138,7 +138,7 @@ def test_a_copied_plan_is_equal():
     ("wrong", "message"),
     [
         ([LayerPlan("gate", "column", None, ("up",)), LayerPlan("up", "column", None, ("head",)),
-          LayerPlan("head", "column")], "up is fused with head, and one of them with others"),
+          LayerPlan("head", "column")], "up is fused with head, but not all of them declare the same fusion"),
         ([LayerPlan("gate", "column", options={"gather": True})], "cannot replace gate with the options"),
         ([LayerPlan("gate", "column", None, ("head",)), LayerPlan("head", "column")], "fuse_columns needs"),
     ],
@@ -159,7 +159,7 @@ def test_a_module_with_two_names_is_planned_once():
     def rank_main():
         model = whole_model()
         model.again = model.up
-        with pytest.raises(ValueError, match="again and up are one module: plan it once"):
+        with pytest.raises(ValueError, match="again and up are the same module: plan it once"):
             apply(model, [LayerPlan("up", "column"), LayerPlan("again", "column")])
 
     comm.threads.run(Mesh(2, tp=2), rank_main)
@@ -184,11 +184,11 @@ def test_every_plan_that_does_not_fit_is_listed():
         begin = "cannot replace the layers of this Gated: "
         assert str(caught.value).removeprefix(begin).split("; ") == [
             "gate has the style 'columns': use one of column, row, embedding, partial_gradient",
-            "nowhere is no module of this Gated",
-            "norm is a LayerNorm, and the style 'row' replaces torch.nn.Linear",
-            "up has out_features 12, more than its padded size 8",
-            "down has in_features 13, which tp=2 does not divide",
-            "embed has num_embeddings 16, more than its padded size 15",
+            "nowhere is not a module of this Gated",
+            "norm is a LayerNorm, but the style 'row' replaces torch.nn.Linear",
+            "up has out_features 12, which is more than its padded size 8",
+            "down has in_features 13, which is not divisible by tp=2",
+            "embed has num_embeddings 16, which is more than its padded size 15",
         ]
 
     comm.threads.run(Mesh(2, tp=2), rank_main)

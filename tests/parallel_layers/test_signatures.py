@@ -166,13 +166,13 @@ def test_types_decide_where_the_orders_part():
             with pytest.raises(TypeError) as error:
                 ColumnParallelLinear(8, 4, True, False, value)
             message = str(error.value)
-            assert f"(int, int, bool, bool, {type(value).__name__}) fit no order" in message
+            assert f"(int, int, bool, bool, {type(value).__name__}) match no order" in message
             assert "release: input_size, output_size, bias, gather_output, dtype, device, stride" in message
             assert "guide: input_size, output_size, bias, gather_output, sequence_parallel_enabled, dtype" in message
             assert "after gather_output by keyword" in message
         with pytest.raises(TypeError, match="num_embeddings, embedding_dim, init_method, dtype, device"):
             ParallelEmbedding(8, 4, True)
-        with pytest.raises(TypeError, match=r"\(int, int, None, dtype\) fit no order"):  # it is no max_norm
+        with pytest.raises(TypeError, match=r"\(int, int, None, dtype\) match no order"):  # it is no max_norm
             ParallelEmbedding(8, 4, None, torch.bfloat16)
         assert ParallelEmbedding(8, 4, None, 1.0).max_norm == 1.0
 
@@ -192,7 +192,7 @@ def test_what_no_type_tells_is_refused(monkeypatch):
     def function(a, stride=1, device=None, dtype=None):
         return a, stride, device, dtype
 
-    with pytest.raises(TypeError, match="fit several orders.*\n.*a, stride, device, dtype\n.*a, device, stride"):
+    with pytest.raises(TypeError, match="match several orders.*\n.*a, stride, device, dtype\n.*a, device, stride"):
         function(0, 1, 2)
     assert function(0, 2, "cpu", F64) == function(0, device="cpu", stride=2, dtype=F64) == (0, 2, "cpu", F64)
 
@@ -208,7 +208,7 @@ def test_errors_of_calls_are_pythons():
         with pytest.raises(TypeError, match="output_size"):
             ColumnParallelLinear(8)
         for cls in RELEASE:
-            with pytest.raises(TypeError, match="fit no order"):
+            with pytest.raises(TypeError, match="match no order"):
                 cls(*values_of(cls, RELEASE[cls]), None)
 
 
@@ -246,7 +246,7 @@ def test_what_has_no_meaning_here_is_ignored_with_one_warning(monkeypatch):
             mappings.gather_from_sequence_parallel_region(torch.zeros(2, 2), tile_cc=tile_cc)
     messages = [str(warning.message) for warning in caught]
     assert {message.partition("=")[0] for message in messages} == wanted and len(messages) == len(wanted) + 1
-    assert all(message.endswith("has no effect here, and is ignored") for message in messages)
+    assert all(message.endswith("has no effect here and is ignored") for message in messages)
     assert {warning.filename for warning in caught} == {__file__}
 
 
@@ -421,7 +421,7 @@ def test_true_is_no_device(layer):
     with comm.as_rank(tp_mesh(2), 0):
         assert layer(4, 8, device=False).weight.device.type == "cpu"
         with pytest.raises(
-            ValueError, match=rf"^{layer.__name__}: device=True is no device: pass a torch.device or the"
+            ValueError, match=rf"^{layer.__name__}: device=True is not a device: pass a torch.device or its"
         ):
             layer(4, 8, device=True)
 

@@ -177,7 +177,7 @@ def test_what_has_no_value_is_not_moved():
 def test_a_model_in_use_is_not_moved_to_another_kind_of_device():
     model = nn.Sequential(nn.Linear(2, 2))
     view = model[0].weight.view(-1)
-    with pytest.raises(RuntimeError, match="parameter 0.weight is in use"):
+    with pytest.raises(RuntimeError, match="parameter 0.weight is referenced"):
         utils.move_model_to_device(model, "meta")
     utils.move_model_to_device(model, "cpu")  # the same memory
     assert view.data_ptr() == model[0].weight.data_ptr()

@@ -78,7 +78,7 @@ def module() -> None:
 def transformer_layer_cls() -> None:
     by_class, by_name = (local_names(transformer_layer_cls=each) for each in (Block, "Block"))
     assert by_class == by_name and by_class[0][-1].startswith("layers.1.")
-    with pytest.raises(ValueError, match="no layer of this Model is a 'Blok'; its nearest classes are Block"):
+    with pytest.raises(ValueError, match="this Model has no layer of class 'Blok'; nearest classes: Block"):
         local_names(transformer_layer_cls="Blok")
 
 
@@ -164,27 +164,27 @@ def leaf_module_cls() -> None:
     for leaves, called in (([], False), ([Rope], True), (["Rop"], True)):
         _, last = on_ranks(PP2, make(WithRope), calls, leaf_module_cls=leaves, **TRAIN)
         assert ("rope" in last) == called
-    with pytest.raises(ValueError, match="leaf_module_cls: no layer .* 'Roope'; its nearest classes are Rope"):
+    with pytest.raises(ValueError, match="leaf_module_cls: .* no layer of class 'Roope'; nearest classes: Rope"):
         on_ranks(PP2, make(WithRope), calls, leaf_module_cls=["Roope"], **TRAIN)
 
 
 @argument
 def autowrap_functions() -> None:
-    assert "autowrap_functions: without effect" in warnings_of(autowrap_functions=(max,))[0]
+    assert "autowrap_functions: no effect" in warnings_of(autowrap_functions=(max,))[0]
     with pytest.raises(ValueError, match="autowrap_functions: expected Python functions or modules"):
         warnings_of(autowrap_functions=(3,))
 
 
 @argument
 def autowrap_modules() -> None:
-    assert "autowrap_modules: without effect" in warnings_of(autowrap_modules=(json,))[0]
+    assert "autowrap_modules: no effect" in warnings_of(autowrap_modules=(json,))[0]
     with pytest.raises(ValueError, match="autowrap_modules: .* belong in leaf_module_cls"):
         warnings_of(autowrap_modules=(Block,))
 
 
 @argument
 def autowrap_obj_methods() -> None:
-    assert "autowrap_obj_methods: without effect" in warnings_of(autowrap_obj_methods={Rope(): ["forward"]})[0]
+    assert "autowrap_obj_methods: no effect" in warnings_of(autowrap_obj_methods={Rope(): ["forward"]})[0]
     with pytest.raises(ValueError, match="Rope has no method 'forwards'; nearest: forward"):
         warnings_of(autowrap_obj_methods={Rope(): ["forwards"]})
 
@@ -193,7 +193,7 @@ def autowrap_obj_methods() -> None:
 def tracer_cls() -> None:
     for tracer in ("hf", "torch", fx.Tracer):
         (message,) = warnings_of(tracer_cls=tracer)
-        assert "tracer_cls: without effect, " in message and "the forward runs once on fake tensors" in message
+        assert "tracer_cls: no effect, " in message and "the forward runs once on fake tensors" in message
     for tracer in ("fx", 3):
         with pytest.raises(ValueError, match='allowed are "hf", "torch", a class, or None'):
             warnings_of(tracer_cls=tracer)
@@ -250,7 +250,7 @@ def deallocate_pipeline_outputs() -> None:
 @argument
 def use_model_wrapper() -> None:
     assert warnings_of(use_model_wrapper=True) == [
-        "use_model_wrapper=True has no effect: the model itself is what is trained"
+        "use_model_wrapper=True has no effect: the pipeline trains the model itself"
     ]
 
 

@@ -73,7 +73,7 @@ def test_a_last_batch_that_does_not_divide_is_refused_on_every_rank() -> None:
         pipeline.run_train(**batch())
         with pytest.raises(ValueError, match=r"\['ids'\] has 3 rows, .* 2 microbatches: nearest are 2 and 4"):
             pipeline.run_train(**batch(rows=3))
-        with pytest.raises(ValueError, match="no rows, so that a mean over them would be nan"):
+        with pytest.raises(ValueError, match="no rows, so its mean would be nan"):
             pipeline.run_train(**batch(rows=0))
         pipeline.num_microbatches = 3  # another number of microbatches, from here on
         pipeline.run_train(**batch(rows=3))
@@ -137,7 +137,7 @@ def test_inputs_with_different_numbers_of_rows_are_refused(run: str) -> None:
     """With one microbatch nothing is cut, and what the model does with them is its own affair."""
     message = (
         r"inputs \['ids'\] and \['mask'\] have 8 and 6 rows, of which 2 microbatches would get 4 and 3 each\. "
-        r"Give each tensor one row for each sample .*, or a single row, \[1, \.\.\.\], if it goes whole to every "
+        r"Pass one row for each sample .*, or a single row, \[1, \.\.\.\], for a tensor "
         r"microbatch"
     )
     inputs = {**batch(), "mask": torch.zeros(SEQ, SEQ, dtype=torch.float64)}
@@ -223,8 +223,8 @@ class Breaking(Model):
         return loss.masked_fill((ids[:, 0] == 0).any(), math.inf) if self.at < 0 else loss
 
 
-BEFORE = r"a tensor of shape \[2, 6, 8\] that this stage received was not finite already: look at the stages before"
-HERE = "what this stage received was finite: it begins on this stage"
+BEFORE = r"this stage received a tensor of shape \[2, 6, 8\] that was not finite already: look at the earlier stages"
+HERE = "all tensors that this stage received were finite, so the fault is on this stage"
 
 
 @pytest.mark.parametrize("at,loss,origin", [(0, "nan", BEFORE), (3, "nan", HERE), (-1, "inf", HERE)])

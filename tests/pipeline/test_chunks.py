@@ -325,7 +325,7 @@ class Counting(Model):
 
 @BOTH
 def test_a_buffer_that_one_piece_changes_and_another_reads_is_refused(chunks: dict[str, Any]) -> None:
-    with pytest.raises(neuronx_dist.pipeline.TracingError, match="count is changed on pipeline stage 3 and used on"):
+    with pytest.raises(neuronx_dist.pipeline.TracingError, match="count is modified on pipeline stage 3 and used on"):
         on_ranks(PP2, make(Counting), lambda p: p.run_train(**batch()), output_loss_value_spec=True, **chunks)
 
 
@@ -351,9 +351,9 @@ def test_a_schedule_with_other_pieces_is_refused_after_construction() -> None:
     def use(pipeline: NxDPPModel) -> None:
         pipeline.run_train(**batch())
         pipeline.schedule = "zb_v"
-        with pytest.raises(ValueError, match="is not for this model, which has 2 stages with 2 pieces"):
+        with pytest.raises(ValueError, match="does not fit this model, which has 2 stages with 2 pieces"):
             pipeline.run_train(**batch())
-        with pytest.raises(ValueError, match="is not for this model"):
+        with pytest.raises(ValueError, match="does not fit this model"):
             pipeline.run_eval(**batch())
 
     options = {"num_microbatches": 2, "output_loss_value_spec": True, "schedule": "interleaved"}

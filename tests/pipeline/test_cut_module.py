@@ -27,7 +27,7 @@ def refused(error: type[Exception], use: Any, pp: int = 2, **options: Any) -> st
 
 
 def test_what_is_partitioned_is_not_cut_again() -> None:
-    more = "this model is partitioned already, at ['layers.1']: leave out pipeline_cuts and auto_partition of the"
+    more = "this model is partitioned already, at ['layers.1']: to cut it manually, leave out"
     for name, use in (("cut_pipeline_stage", lambda m: m.cut_pipeline_stage("layers.0")), ("partition", lambda m: m.partition())):  # noqa: E501  # fmt: skip
         assert refused(RuntimeError, use, auto_partition=True).startswith(f"{name}: {more}")
     with comm.as_rank(Mesh(1), 0):
@@ -91,7 +91,9 @@ def test_example_inputs() -> None:
         model.trace(args=inputs[:1], kwargs={"labels": inputs[1]}, input_names=["ids", "labels"])
         assert model.input_names == ["ids", "labels"] and model.placement_is_open
         [*model.parameters()]
-        with pytest.raises(RuntimeError, match=r"trace: which stage .* is settled, at cuts \['layers.1'\], since the"):
+        with pytest.raises(
+            RuntimeError, match=r"trace: the model has been partitioned, at cuts \['layers.1'\], because it"
+        ):
             model.trace(kwargs=batch(2))
     with comm.as_rank(Mesh(1), 0):
         model = built()

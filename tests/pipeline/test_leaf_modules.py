@@ -142,7 +142,7 @@ def test_a_buffer_that_is_changed_outside_of_its_leaf() -> None:
     model = make(ChangedOutside, early=True)
     assert calls_of_the_leaf(model) == [1, 0, 0, 0]
     check_parity(Mesh(2, pp=2), model, batch(), 2, leaf_module_cls=[Rope])
-    with pytest.raises(TracingError, match=r"a buffer of rope is changed on pipeline stage 1 and used on .* \[0, 1\]"):
+    with pytest.raises(TracingError, match=r"a buffer of rope is modified on pipeline stage 1 and used on .* \[0, 1\]"):
         check_parity(Mesh(2, pp=2), make(ChangedOutside, early=False), batch(), 2, leaf_module_cls=[Rope])
 
 
@@ -205,7 +205,7 @@ def test_a_buffer_that_changes_is_that_of_one_process_in_every_step(pp: int, lea
 
 @pytest.mark.parametrize("leaf", [Counting, Replacing])
 def test_a_buffer_that_changes_on_two_stages_is_refused(leaf: type[Rope]) -> None:
-    with pytest.raises(TracingError, match=r"a buffer of rope is changed on pipeline stage 1 and used on .* \[0, 1\]"):
+    with pytest.raises(TracingError, match=r"a buffer of rope is modified on pipeline stage 1 and used on .* \[0, 1\]"):
         check_parity(Mesh(2, pp=2), make(Rotated, leaf=leaf, calls=3), batch(), 2, leaf_module_cls=[leaf])
 
 

@@ -196,9 +196,9 @@ def by(stages: Any) -> dict[str, Any]:
     [
         (nn.Linear(1, 1), {}, r"manual_pp_partition: module is a list of layers \(modules\), got Linear"),
         ([nn.Linear(1, 1), 3], {}, "module is a list of layers"),
-        ([], {}, "at least one is; got 0"),
-        ([nn.Linear(1, 1)], {}, "2 stages .* need as many layers, got 1"),
-        ([nn.Linear(1, 1)] * 2, {}, "got 2, 1 different ones. To tie .*mark_weight_sharing"),
+        ([], {}, "at least one layer, without repetition; got 0"),
+        ([nn.Linear(1, 1)], {}, "2 stages .* need at least as many layers, got 1"),
+        ([nn.Linear(1, 1)] * 2, {}, "got 2, of which 1 are distinct. To tie .*mark_weight_sharing"),
         (layers(), {"auto_partition": True}, "auto_partition does not go with manual_pp_partition: .*partition_fn"),
         (layers(), {"pipeline_cuts": ["layers.0"]}, "pipeline_cuts does not go with manual_pp_partition"),
         (layers(), by(lambda layers: {layers[0]: 0}), r"returned no stage of layer 1 \(Block\); .* of the 6 layers"),

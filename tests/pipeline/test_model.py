@@ -48,7 +48,7 @@ def alone(**options: Any) -> NxDPPModel:
         ({"ids": torch.zeros(1, 2), "labels": None}, r"\['ids'\] has 1 rows, .* 4 microbatches: nearest is 4$"),
         (
             {"ids": torch.zeros(4, 2), "labels": [torch.zeros(0, 2)]},
-            r"input \['labels'\]\[0\] has shape \[0, 2\], no rows, .* at least a row for each of 4 microbatches",
+            r"input \['labels'\]\[0\] has shape \[0, 2\], no rows, .* at least one row for each of 4 microbatches",
         ),
     ],
 )
@@ -440,7 +440,9 @@ def test_cut_by_hand() -> None:
         with pytest.raises(RuntimeError, match="cut_pipeline_stage: this model is partitioned already"):
             pipeline.cut_pipeline_stage("layers.3")
         assert [*pipeline.local_parameters()]
-        with pytest.raises(RuntimeError, match=r"trace: which stage .* is settled, at cuts \['layers.0', 'layers.2'\]"):
+        with pytest.raises(
+            RuntimeError, match=r"trace: the model has been partitioned, at cuts \['layers.0', 'layers.2'\]"
+        ):
             pipeline.trace(input_names=["ids"])
         return pipeline.run_train(**batch())
 

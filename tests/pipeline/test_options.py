@@ -40,7 +40,7 @@ class Absent(nn.Module):
         ({"schedule": OneFOneB(1, 4), "num_microbatches": 2}, "does not fit 1 stage and 2 microbatches"),
         ({"schedule": "zb_v", "pipeline_cuts": ["layers.0"] * 2}, "1 .* with 2 chunks each need 1 cuts, got 2"),
         ({"virtual_pipeline_size": 5, "auto_partition": True, "transformer_layer_cls": Block}, "4: use .* chunks, "),
-        ({"auto_partition": True}, "auto_partition cuts between .*, and none are known: pass transformer_layer_cls"),
+        ({"auto_partition": True}, "auto_partition cuts .*, but their class is unknown: pass transformer_layer_cls"),
         ({"check_finite": "yes"}, "check_finite is True or False, got 'yes'"),
         ({"num_microbatches": True}, "num_microbatches must be an integer of at least 1, got True"),
         ({"virtual_pipeline_size": True}, "virtual_pipeline_size must be an integer of at least 1, got True"),
@@ -50,19 +50,19 @@ class Absent(nn.Module):
         ({"trace_file_path": True}, "trace_file_path=True: expected the name of a file, such as 'trace.json'"),
         ({"trace_file_path": ""}, "trace_file_path='': expected the name of a file"),
         ({"trace_file_path": "/"}, "trace_file_path='/' is a folder: name a file in it"),
-        ({"return_mb_loss": True, "broadcast_and_average_loss": True}, "return_mb_loss must be False"),
-        ({"auto_partition": True, "pipeline_cuts": ["layers.0"]}, "do not pass pipeline_cuts"),
+        ({"return_mb_loss": True, "broadcast_and_average_loss": True}, "use return_mb_loss=False"),
+        ({"auto_partition": True, "pipeline_cuts": ["layers.0"]}, "leave out pipeline_cuts"),
         ({"pipeline_cuts": ["layers.0"]}, "1 pipeline stages need 0 cuts, got 1"),
         ({"pipeline_cuts": "layers.0"}, "pipeline_cuts is a list of names, got 'layers.0'"),
         ({"input_names": "ids"}, "input_names is a list of names, got 'ids'"),
         ({"input_names": ["ids", 3]}, r"input_names is a list of names, got \['ids', 3\]"),
         ({"input_names": ["ids", "lables"]}, "Model.forward takes no argument 'lables'; nearest: labels"),
         ({"leaf_module_cls": [3]}, "leaf_module_cls: expected a module class or the name of one, got 3"),
-        ({"leaf_module_cls": ["Blok"]}, "leaf_module_cls: no layer of this Model is a 'Blok'; .* are Block"),
-        ({"leaf_module_cls": [""]}, "leaf_module_cls: no layer of this Model is a ''; its nearest classes are Block"),
-        ({"leaf_module_cls": [Block, Absent]}, "no layer of this Model is a 'Absent'; its nearest classes are"),
-        ({"transformer_layer_cls": Absent}, "transformer_layer_cls: no layer of this Model is a 'Absent'"),
-        ({"transformer_layer_cls": "Bloc"}, "transformer_layer_cls: no layer of this Model is a 'Bloc'; .* Block"),
+        ({"leaf_module_cls": ["Blok"]}, "leaf_module_cls: this Model has no layer of class 'Blok'; .* Block"),
+        ({"leaf_module_cls": [""]}, "leaf_module_cls: this Model has no layer of class ''; nearest classes: Block"),
+        ({"leaf_module_cls": [Block, Absent]}, "this Model has no layer of class 'Absent'; nearest classes:"),
+        ({"transformer_layer_cls": Absent}, "transformer_layer_cls: this Model has no layer of class 'Absent'"),
+        ({"transformer_layer_cls": "Bloc"}, "transformer_layer_cls: this Model has no layer of class 'Bloc'; .* Block"),
         ({"tracer_cls": "nonsense"}, """tracer_cls='nonsense': allowed are "hf", "torch", a class, or None"""),
         ({"tracer_cls": 3}, "tracer_cls=3: allowed are"),
         ({"autowrap_modules": ["Block"]}, "autowrap_modules: expected .* got 'Block'; .* belong in leaf_module_cls"),
@@ -81,10 +81,10 @@ def test_impossible_arguments(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     "module,message",
     [
-        (Model, r"Model'>: give an instance: Model\(\)"),
-        (None, r"module is None: give an instance: Model\(\)"),
+        (Model, r"Model'>: pass an instance: Model\(\)"),
+        (None, r"module is None: pass an instance: Model\(\)"),
         (alone, "belongs to manual_pp_partition=True"),
-        ("a pipeline", "module is a NxDPPModel already: give the model that it was made of"),
+        ("a pipeline", "module is a NxDPPModel already: pass the original model"),
     ],
 )
 def test_impossible_modules(module: Any, message: str) -> None:
@@ -102,13 +102,15 @@ def test_a_number_of_microbatches_that_is_set_later(number: Any) -> None:
 
 def test_inputs_go_by_name() -> None:
     for method in (alone().run_train, alone(input_names=["ids", "labels"]).run_eval):
-        with pytest.raises(TypeError, match=r"got 2 positional: inputs go by name, .*\((input_)?ids=..., labels=...\)"):
+        with pytest.raises(
+            TypeError, match=r"got 2 positional arguments: pass inputs by the names .*\((input_)?ids=..., labels=...\)"
+        ):
             method(*batch().values())
 
 
 def test_names_that_match_nothing_in_trace() -> None:
     model = alone()
-    with pytest.raises(ValueError, match="leaf_modules: no layer of this Model is a 'Attention'; its nearest classes"):
+    with pytest.raises(ValueError, match="leaf_modules: this Model has no layer of class 'Attention'; nearest classes"):
         model.trace(leaf_modules=["Attention"])
     with pytest.raises(ValueError, match="takes no argument 'id'; nearest: ids"):
         model.trace(input_names=["id"])
@@ -141,13 +143,16 @@ def test_a_forward_that_takes_anything_has_any_input_names() -> None:
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"tracer_cls": "hf"}, "^tracer_cls: without effect, .* the forward runs once on fake tensors"),
-        ({"tracer_cls": "torch"}, "^tracer_cls: without effect"),
-        ({"tracer_cls": torch.fx.Tracer}, "^tracer_cls: without effect"),
-        ({"autowrap_modules": [math], "autowrap_functions": (max,)}, "^autowrap_functions, autowrap_modules: without"),
-        ({"autowrap_modules": max, "autowrap_functions": math}, "^autowrap_functions, autowrap_modules: without"),
-        ({"autowrap_obj_methods": {torch.nn.Linear(1, 1): ["forward"]}}, "^autowrap_obj_methods: without effect"),
-        ({"use_model_wrapper": True}, "^use_model_wrapper=True has no effect: the model itself"),
+        ({"tracer_cls": "hf"}, "^tracer_cls: no effect, .* the forward runs once on fake tensors"),
+        ({"tracer_cls": "torch"}, "^tracer_cls: no effect"),
+        ({"tracer_cls": torch.fx.Tracer}, "^tracer_cls: no effect"),
+        (
+            {"autowrap_modules": [math], "autowrap_functions": (max,)},
+            "^autowrap_functions, autowrap_modules: no effect",
+        ),
+        ({"autowrap_modules": max, "autowrap_functions": math}, "^autowrap_functions, autowrap_modules: no effect"),
+        ({"autowrap_obj_methods": {torch.nn.Linear(1, 1): ["forward"]}}, "^autowrap_obj_methods: no effect"),
+        ({"use_model_wrapper": True}, "^use_model_wrapper=True has no effect: the pipeline trains"),
         ({"fuse_microbatches": True}, "^fuse_microbatches=True has no effect: each task"),
     ],
 )
@@ -199,10 +204,10 @@ class LateStart(Idle):
 @pytest.mark.parametrize(
     "model_class,cuts,message",
     [
-        (LateStart, ["first"], "stage 0 of 2 has nothing to do: the forward calls nothing before cut 'first' that"),
+        (LateStart, ["first"], "stage 0 of 2 is empty: the forward calls nothing before cut 'first' that"),
         (Idle, ["first", "positions"], "stage 1 of 3 .* calls nothing between cuts 'first' and 'positions' that"),
-        (Idle, ["last"], "stage 1 of 2 has nothing to do: the forward calls nothing after cut 'last' that depends"),
-        (Idle, ["first", "last"], "stage 2 of 3 has nothing to do: the forward calls nothing after cut 'last' that"),
+        (Idle, ["last"], "stage 1 of 2 is empty: the forward calls nothing after cut 'last' that depends"),
+        (Idle, ["first", "last"], "stage 2 of 3 is empty: the forward calls nothing after cut 'last' that"),
     ],
 )  # fmt: skip
 def test_a_stage_with_nothing_to_do_is_an_error_that_names_the_cut(

@@ -359,7 +359,7 @@ class ViewOverCut(Model):
 
 
 def test_memory_shared_over_a_cut_and_changed_in_place_is_refused() -> None:
-    with pytest.raises(TracingError, match=r"test_parity.py:\d+: .* share memory, both go to pipeline stage 1"):
+    with pytest.raises(TracingError, match=r"test_parity.py:\d+: .* share memory, both are sent to pipeline stage 1"):
         check_parity(Mesh(2, pp=2), make(ViewOverCut), batch(), 2)
 
 
@@ -377,7 +377,7 @@ class StaleBuffer(Model):
 
 
 def test_a_buffer_read_by_one_stage_and_changed_by_another_is_refused() -> None:
-    with pytest.raises(TracingError, match=r"count is changed on pipeline stage 1 and used on stages \[0, 1\]"):
+    with pytest.raises(TracingError, match=r"count is modified on pipeline stage 1 and used on stages \[0, 1\]"):
         check_parity(Mesh(2, pp=2), make(StaleBuffer), batch(), 2)
 
 

@@ -140,7 +140,7 @@ def test_after_that_placement_is_settled_and_the_error_names_what_works(use: Any
         use(pipeline)
         with pytest.raises(ValueError, match=misplaced):
             pipeline.run_train(**batch())
-        with pytest.raises(RuntimeError, match=r"trace: which stage .* settled, at cuts \['layers.1'\]"):
+        with pytest.raises(RuntimeError, match=r"trace: the model has been partitioned, at cuts \['layers.1'\]"):
             pipeline.trace(kwargs=batch())
 
     on_ranks(Mesh(2, pp=2), make(NormFirst), rank, **OPTIONS)

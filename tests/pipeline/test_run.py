@@ -228,7 +228,7 @@ def test_a_program_is_recorded_once() -> None:
 
 def test_schedules_that_are_not_for_this_model() -> None:
     def use(pipeline: NxDPPModel) -> None:
-        with pytest.raises(ValueError, match=r"OneFOneB\(num_stages=3.* is not for this model, which has 2 stages"):
+        with pytest.raises(ValueError, match=r"OneFOneB\(num_stages=3.* does not fit this model, which has 2 stages"):
             pipeline.run(OneFOneB(3, 4), batch())
         with pytest.raises(ValueError, match=r"Around\(num_stages=2.* with 1 pieces"):
             pipeline.run(Around(2, 4), batch())

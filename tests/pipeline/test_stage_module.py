@@ -266,7 +266,7 @@ def test_a_dtype_is_changed_everywhere_and_a_device_here_alone() -> None:
 def test_before_it_is_placed() -> None:
     module = StageModule(Whole(), stage=0, num_stages=2, last_stage=1)
     for ask in (lambda: [*module.local_parameters()], lambda: module.is_local("own")):
-        with pytest.raises(RuntimeError, match="this model is not partitioned: what is local is known after"):
+        with pytest.raises(RuntimeError, match="this model is not partitioned: its local parameters are known after"):
             ask()
     with pytest.raises(RuntimeError, match="register_shared_weights: call partition"):
         module.register_shared_weights()
@@ -284,4 +284,4 @@ def test_compiled_modules_are_refused(wrap: Callable[[nn.Module], nn.Module], na
     compiled.add_module("_orig_mod", nn.Linear(2, 2))
     with pytest.raises(ValueError) as error:
         StageModule(wrap(compiled), stage=0, num_stages=1, last_stage=0)
-    assert str(error.value).startswith(f"{name or 'the model'} is what torch.compile(module) returned")
+    assert str(error.value).startswith(f"{name or 'the model'} is the result of torch.compile(module)")

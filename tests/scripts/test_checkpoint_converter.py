@@ -267,11 +267,11 @@ def test_nothing_in_a_file_runs(llama: tuple[Any, Path], action: str, tmp_path: 
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ([], r"give exactly one of the --convert_\* flags, not 0"),
+        ([], r"pass exactly one of the --convert_\* flags, not 0"),
         (["--convert_to_xser", "--convert_to_full_state"], r"flags, not 2: --convert_to_full_state, --convert_to_xser"),
         (["--convert_from_full_state", "--tp_size", "3"], r"is not divisible by --tp_size 3"),
         (["--convert_from_full_state", "--model_style", "megatron"], "--model_style megatron .* not supported"),
-        (["--convert_from_full_state", "--hw_backend", "trn3"], "--hw_backend is to be trn1 or trn2, got 'trn3'"),
+        (["--convert_from_full_state", "--hw_backend", "trn3"], "--hw_backend must be trn1 or trn2, got 'trn3'"),
         (["--convert_from_full_state", "--qkv_linear", "1", "--kv_size_multiplier", "3"], "do not divide"),
     ],
 )  # fmt: skip
@@ -283,7 +283,7 @@ def test_what_is_refused(llama: tuple[Any, Path], flags: list[str], message: str
 def test_another_layout_than_that_of_the_files(llama: tuple[Any, Path], tmp_path: Path) -> None:
     converter, config = CheckpointConverterBase(), llama[1] / "config.json"
     path = run(converter, llama[1], tmp_path / "a", config, "--tp_size", "2", "--convert_from_full_state")
-    with pytest.raises(ValueError, match=r"is of tp=2 and pp=1, not of --tp_size 4 and --pp_size 1"):
+    with pytest.raises(ValueError, match=r"has tp=2 and pp=1, not --tp_size 4 and --pp_size 1"):
         run(converter, path, tmp_path / "b", config, "--tp_size", "4", "--convert_to_full_state")
 
 
@@ -294,4 +294,4 @@ def test_flags_of_truth(capsys: pytest.CaptureFixture[str]) -> None:
         assert parser.parse_args(["--output_dir", "x", "--qkv_linear", text]).qkv_linear is value
     with pytest.raises(SystemExit):
         parser.parse_args(["--output_dir", "x", "--qkv_linear", "maybe"])
-    assert "is to be 1 or 0, true or false, got 'maybe'" in capsys.readouterr().err
+    assert "must be 1 or 0, true or false, got 'maybe'" in capsys.readouterr().err

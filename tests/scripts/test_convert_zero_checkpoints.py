@@ -122,7 +122,7 @@ def test_nothing_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         {"base_state": Malicious(tmp_path / "was run")}, source / "optim" / "dp_rank_01_tp_rank_00_pp_rank_00.pt"
     )
     assert run(source, tmp_path / "b", "--convert_to_full") == 1
-    assert "holds more than tensors and plain data; nothing is run" in capsys.readouterr().err
+    assert "holds more than tensors and plain data; nothing was executed" in capsys.readouterr().err
     assert not (tmp_path / "was run").exists() and not (tmp_path / "b").exists()
 
 
@@ -132,14 +132,14 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert message in capsys.readouterr().err
 
     source = write(tmp_path / "a", 2)
-    refused("has no files of ZeRO-1", tmp_path, tmp_path / "b", "--convert_to_full")
-    refused("is there already, and not empty", source, source, "--convert_to_full")
+    refused("has no ZeRO-1 files", tmp_path, tmp_path / "b", "--convert_to_full")
+    refused("exists already, and is not empty", source, source, "--convert_to_full")
     assert run(source, tmp_path / "full", "--convert_to_full") == 0
-    refused("has whole states already", tmp_path / "full", tmp_path / "b", "--convert_to_full")
+    refused("has full states already", tmp_path / "full", tmp_path / "b", "--convert_to_full")
     (source / "optim" / "dp_rank_01_tp_rank_01_pp_rank_00.pt").unlink()
     refused("lacks dp rank 1 of 2", source, tmp_path / "b", "--convert_to_full")
     nxd_folder.write(tmp_path / "plain", parameters(), 2, 2, optimizer="plain")
-    refused("is no state of ZeRO-1", tmp_path / "plain", tmp_path / "b", "--convert_to_full")
+    refused("is not a ZeRO-1 state", tmp_path / "plain", tmp_path / "b", "--convert_to_full")
     with pytest.raises(SystemExit):
         run(source, tmp_path / "b", "--convert_to_sharded")
-    assert "takes --dp_size" in capsys.readouterr().err
+    assert "needs --dp_size" in capsys.readouterr().err

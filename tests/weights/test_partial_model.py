@@ -45,7 +45,7 @@ def test_half_a_partial_model_is_refused():
         def tied_groups(self):
             return []
 
-    with pytest.raises(TypeError, match="Half has tied_groups, and lacks original_module, partitioned"):
+    with pytest.raises(TypeError, match="Half has tied_groups, but lacks original_module, partitioned"):
         partial_model(Half())
     with comm.as_rank(nxd.Mesh(1), 0), pytest.raises(TypeError, match="lacks original_module"):
         nxd.reduce_gradients(Half())

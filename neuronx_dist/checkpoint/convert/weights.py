@@ -136,11 +136,11 @@ def convert(
     if to not in FORMATS:
         raise ValueError(f"to is one of {', '.join(FORMATS)}, not {to!r}")
     if to != "nxd" and (tp, pp) != (1, 1):
-        raise ValueError(f"tp and pp are of the layout of nxd; {to!r} is loaded into any")
+        raise ValueError(f"tp and pp apply to nxd only; {to!r} can be loaded into any layout")
     if to != "nxd" and (dp, fused, kv_size_multiplier, xser) != (1, None, 1, False):
-        raise ValueError(f"dp, fused, kv_size_multiplier and xser are of nxd, not of {to!r}")
+        raise ValueError(f"dp, fused, kv_size_multiplier and xser apply to nxd, not to {to!r}")
     if optimizer and (of_hf or to == "hf"):
-        raise ValueError("folders of Hugging Face's have no optimizer: it is converted between ours and nxd")
+        raise ValueError("Hugging Face folders have no optimizer state: it can be converted between ours and nxd only")
     if fused not in (None, *FUSED) or hw_backend not in ("trn1", "trn2"):
         raise ValueError(f"fused is one of {', '.join(FUSED)}, and hw_backend trn1 or trn2: {fused!r}, {hw_backend!r}")
     if config is None and (folder / "config.json").is_file():
@@ -176,7 +176,7 @@ def convert(
         if fused is not None and config is not None:
             heads = kv_heads_of(_model(config, 1))
             if heads is None:
-                raise ValueError(f"fused: the config of {config} does not say how many key/value heads there are")
+                raise ValueError(f"fused: the config of {config} does not contain the number of key/value heads")
             names = FusedNames(HeadOrder(heads, kv_size_multiplier, hw_backend == "trn2"), tp, fused)
         parameters = _ranked(weights, config, tp, pp, names)
         fuse = list if names is None else names.fused
@@ -224,8 +224,8 @@ def _opened(
     files.check(0, 1)
     if files.tp > 1 and config is None:
         raise CheckpointMismatch(
-            f"{where} is of {files.tp} tp ranks, and its files do not say how tensors were divided: give the folder "
-            f"with the model's config.json (--config FOLDER)"
+            f"{where} has {files.tp} tp ranks, and its files do not record how tensors are sharded: pass the folder "
+            "with the model's config.json (--config FOLDER)"
         )
     model = None if config is None else _model(config, 1)
     parameters = {} if model is None else specs_of(model)
@@ -236,11 +236,11 @@ def _opened(
     if parameters and set(missing) - tied:
         there = f"; it has {', '.join(key.removeprefix('model.') for key in unknown[:4])}" if unknown else ""
         raise CheckpointMismatch(
-            f"{where} has other names than the model of {config}: {', '.join(missing[:4])} "
-            f"{'are' if len(missing) > 1 else 'is'} missing{there}"
+            f"{where} has other parameter names than the model of {config}: {', '.join(missing[:4])} "
+            f"{('are' if len(missing) > 1 else 'is')} missing{there}"
         )
     if groups is not None and not parameters:
-        raise ValueError("what the optimizer's state is of, the model says: give the folder with its config.json")
+        raise ValueError("the optimizer's state has no parameter names: pass the folder with the model's config.json")
     if groups is not None:
         add_optimizer(source, parameters, groups)
     return source
@@ -271,7 +271,7 @@ def _ranked(
     """The weights with the ranks that get a part of them, before projections are fused."""
     if config is None:
         raise ValueError(
-            "how tensors are divided over tp and pp, the model's layers say: give the folder with its config.json "
+            "tp and pp need the model's layers, to shard its tensors: pass the folder with its config.json "
             "(--config FOLDER)"
         )
     model = _model(config, tp)
@@ -325,7 +325,7 @@ def _write_ours(
 ) -> None:
     folder = CheckpointFolder(storage)
     if folder.is_complete(tag):
-        raise CheckpointError(f"{storage.describe(tag)} is there already: choose another --tag, or remove it")
+        raise CheckpointError(f"{storage.describe(tag)} exists already: choose another --tag, or remove it")
     items, objects = ({}, {}) if state is None else items_of_optimizer(state)
     names = list(weights.names())
     numbers = {path: number for number, path in enumerate([*(("model", name) for name in names), *items], 1)}
@@ -372,5 +372,5 @@ def _local(target: str | os.PathLike[str], to: str) -> Path:
 
 def _empty(path: Path) -> Path:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointError(f"{path} is there already, and not empty: nothing was written")
+        raise CheckpointError(f"{path} exists already, and is not empty: nothing was written")
     return path

@@ -117,7 +117,9 @@ def unpickled(content: bytes | memoryview, name: str) -> Catalog:
     except CheckpointCorrupted as error:
         raise CheckpointCorrupted(f"{name}: {error}") from None
     except Exception as error:  # whatever damaged bytes make of a pickle
-        raise CheckpointCorrupted(f"{name} is no metadata of a checkpoint: {type(error).__name__}: {error}") from error
+        raise CheckpointCorrupted(
+            f"{name} is not the metadata of a checkpoint: {type(error).__name__}: {error}"
+        ) from error
 
 
 class _Record:
@@ -159,7 +161,9 @@ class _Unpickler(pickle.Unpickler):
             return self._classes[path]
         if path in _DTYPES:
             return _DTYPES[path]
-        raise CheckpointCorrupted(f"it names {path}, which no metadata does. Nothing was run; do not trust this folder")
+        raise CheckpointCorrupted(
+            f"it refers to {path}, which does not belong in metadata. Nothing was executed; do not trust this folder"
+        )
 
 
 def _catalog(root: _Record) -> Catalog:
@@ -187,7 +191,7 @@ def _catalog(root: _Record) -> Catalog:
                 raise CheckpointCorrupted(f"{key}, of shape {shape}, has a piece {size} at {offset}")
             tensor.chunks.append(StoredChunk(offset, size, extents[key, offset]))
         if sum(math.prod(chunk.shape) for chunk in tensor.chunks) != math.prod(shape):
-            raise CheckpointCorrupted(f"the pieces of {key} are not all of its {math.prod(shape)} elements")
+            raise CheckpointCorrupted(f"the pieces of {key} do not add up to its {math.prod(shape)} elements")
         catalog.tensors[key] = tensor
     return catalog
 
@@ -195,7 +199,7 @@ def _catalog(root: _Record) -> Catalog:
 def _extent(info: _Record) -> Extent:
     name, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
-        raise CheckpointCorrupted(f"it names the file {name!r}, which is not one of this folder")
+        raise CheckpointCorrupted(f"it refers to the file {name!r}, which is outside of this folder")
     if info.get("transform_descriptors"):
         raise CheckpointCorrupted(f"{name} is compressed ({info.get('transform_descriptors')}), which is not supported")
     return Extent(name, *_sizes(_Record((start, length))))
@@ -205,5 +209,5 @@ def _sizes(record: Any) -> tuple[int, ...]:
     """A `torch.Size`."""
     values = tuple(record.args[0])
     if not all(type(value) is int and value >= 0 for value in values):
-        raise CheckpointCorrupted(f"{values!r} are no sizes")
+        raise CheckpointCorrupted(f"{values!r} are not valid sizes")
     return values

@@ -70,8 +70,8 @@ class Blocks:
         count, crc, length, magic = _END.unpack(read(size - _END.size, size))
         if magic == _OLD_MAGIC:
             raise CheckpointError(
-                f"{name} has checksums of an earlier version of neuronx_dist, which this one does not read: load it "
-                f"with the version that wrote it, and convert it from there"
+                f"{name} has checksums of an earlier version of neuronx_dist, which this version cannot read: load "
+                "it with the version that wrote it, and convert it there"
             )
         end = size - _END.size - count * _ENTRY.size
         table = read(end, size - _END.size) if end >= 0 else b""
@@ -81,7 +81,7 @@ class Blocks:
         self.starts = [0, *accumulate(length for length, _ in entries)]
         self._checksums = [checksum for _, checksum in entries]
         if self.starts[-1] != end:
-            raise CheckpointCorrupted(f"{name} is damaged: its blocks are not all of its {size} bytes")
+            raise CheckpointCorrupted(f"{name} is damaged: its blocks do not add up to its {size} bytes")
         self.wanted = bytearray(b"\1" * count)
 
     def overlapping(self, start: int, stop: int) -> range:
@@ -118,7 +118,7 @@ class Blocks:
     def _compare(self, index: int, block: memoryview) -> None:
         if xxh3_64_intdigest(block) != self._checksums[index]:
             first, last = self.starts[index : index + 2]
-            raise CheckpointCorrupted(f"{self._name} is damaged: bytes {first} to {last} are not what was written")
+            raise CheckpointCorrupted(f"{self._name} is damaged: bytes {first} to {last} have a wrong checksum")
         self.wanted[index] = 0
 
 

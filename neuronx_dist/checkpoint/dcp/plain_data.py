@@ -47,7 +47,7 @@ def unpacked(what: str, content: bytes | memoryview) -> Any:
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CheckpointCorrupted(f"{what} holds other things than plain data: {_reason(error)}") from error
+        raise CheckpointCorrupted(f"{what} holds more than plain data: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

@@ -95,9 +95,9 @@ def load_from(
         objects = {path: catalog.objects[key_of(path)] for path in state.objects if key_of(path) in catalog.objects}
         tensors = [(tensor, catalog.tensors[key]) for key, tensor in state.tensors.items() if key in catalog.tensors]
         reads = (
-            RectangleRead(chunk, saved.dtype, theirs)
+            RectangleRead(chunk, saved.dtype, saved_slices)
             for tensor, saved in tensors
-            for chunk, theirs, _ in _meetings(tensor, saved)
+            for chunk, saved_slices, _ in _meetings(tensor, saved)
         )
         local_needs = source.needs(objects.values(), reads)
     needs = _compare(state, catalog, model is not None, optimizer is not None, strict, name, overwritten, local_needs)
@@ -284,10 +284,10 @@ def fill(target: ShardedTensor, saved: SavedTensor, source: CheckpointSource) ->
     if sum(math.prod(piece.shape) for piece in target.pieces) < local.numel():
         local.zero_()  # the padding
     opened: tuple[StoredChunk, StoredRectangle] | None = None
-    for chunk, theirs, ours in _meetings(target, saved):
+    for chunk, saved_slices, local_slices in _meetings(target, saved):
         if opened is None or opened[0] is not chunk:
             opened = chunk, source.open(chunk, saved.dtype)
-        opened[1].copy(theirs, local[ours])
+        opened[1].copy(saved_slices, local[local_slices])
     if local is not target.tensor:
         target.tensor.copy_(local)
     increment_version(target.tensor)  # bytes are written without autograd's knowledge
@@ -365,7 +365,7 @@ def _compare(
     known |= {key_of(path) for path in state.objects} | state.unneeded
     missing = [key for key in (*state.tensors, *map(key_of, state.objects)) if not catalog.has(key)]
     shapes = [
-        f"{key} is {catalog.tensors[key].shape} there and {tensor.shape} here"
+        f"{key} has shape {catalog.tensors[key].shape} in the checkpoint and {tensor.shape} in this model"
         for key, tensor in state.tensors.items()
         if key in catalog.tensors and catalog.tensors[key].shape != tensor.shape
     ]

@@ -118,7 +118,7 @@ class Staging:
                 changed.append(tuple(source.shape))
         if changed:
             raise CheckpointError(
-                f"{len(changed)} tensors of the model or the optimizer were changed by something else than "
-                f"optimizer.step() and load_state_dict() while they were copied, the first of shape {changed[0]}: call "
-                f"finalize_checkpoint() before, or save with async_save=False"
+                f"{len(changed)} tensors of the model or the optimizer were modified while they were copied, by "
+                f"something other than optimizer.step() and load_state_dict(); the first has shape {changed[0]}: "
+                "call finalize_checkpoint() before modifying them, or save with async_save=False"
             )

@@ -235,8 +235,8 @@ def _merged(everyone: Sequence[_Holdings]) -> dict[str, _Tensor]:
         for key, tensor in holdings.tensors.items():
             if merged.setdefault(key, tensor) != tensor:
                 raise ValueError(
-                    f"{key} is {tensor.shape} of {tensor.dtype} on rank {rank}, and {merged[key].shape} of "
-                    f"{merged[key].dtype} on a rank before it: one name, two tensors"
+                    f"{key} has shape {tensor.shape} and dtype {tensor.dtype} on rank {rank}, but "
+                    f"{merged[key].shape} and {merged[key].dtype} on an earlier rank: two tensors have the same name"
                 )
     return merged
 

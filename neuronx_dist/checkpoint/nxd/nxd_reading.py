@@ -180,8 +180,8 @@ class NxdSource:
             raise CheckpointMismatch(f"{files.name} was saved without an optimizer: load the model alone")
         if files.ep > 1:
             raise CheckpointMismatch(
-                f"the optimizer in {files.name} is of experts over {files.ep} ranks of ep, whose state is not "
-                f"read: load the model alone"
+                f"the optimizer in {files.name} is of experts on {files.ep} ranks of ep, whose state cannot be "
+                "read: load the model alone"
             )
         saved: list[dict[str, Any]] = []
         added: set[str] = set()  # a tied weight has its state on two stages
@@ -189,8 +189,8 @@ class NxdSource:
             state = files.optimizer[Writer(0, stage, 0)]
             if len(state["param_groups"]) != len(groups):
                 raise CheckpointMismatch(
-                    f"the optimizer in {files.name} has {len(state['param_groups'])} parameter groups, and this one "
-                    f"{len(groups)}: make it of the same groups, or load the model alone"
+                    f"the optimizer in {files.name} has {len(state['param_groups'])} parameter groups, but this one "
+                    f"has {len(groups)}: create it with the same groups, or load the model alone"
                 )
             is_zero1 = "base_state" in state
             by_group = [self._names_of_stage(stage, group["params"], is_zero1) for group in groups]
@@ -250,9 +250,9 @@ class NxdSource:
             return division
         if self._kv_heads not in (None, heads):
             raise CheckpointMismatch(
-                f"{self._files.name}: {self._kv_heads} key/value heads are repeated on {len(states)} tp ranks, several "
-                f"on each, in the order of trn1, of which it is not known how query heads were ordered: save it with "
-                f"kv_size_multiplier = tp / key/value heads"
+                f"{self._files.name}: {self._kv_heads} key/value heads are repeated on {len(states)} tp ranks, "
+                "several on each, in the order of trn1, for which the order of query heads is unknown: save it with "
+                "kv_size_multiplier = tp / key/value heads"
             )
         blocks = HeadOrder(heads, len(states) // heads).blocks
         return ShardDivision(division.spec, {tp: blocks[tp] for tp in division.shards})
@@ -351,8 +351,8 @@ class NxdSource:
             entries.setdefault(entry, []).extend((piece, value) for piece in pieces)
         else:
             raise CheckpointMismatch(
-                f"{self._files.name}: the optimizer keeps {entry or 'a master weight'} of shape {value.shape} for "
-                f"{name}, and {shape} was expected of {self._files.dp} dp ranks: load the model alone"
+                f"{self._files.name}: the optimizer has {entry or 'a master weight'} of shape {value.shape} for "
+                f"{name}, but {shape} was expected with {self._files.dp} dp ranks: load the model alone"
             )
 
     def _add(self, key: str, shape: tuple[int, ...], parts: Sequence[tuple[TensorPiece, StoredTensor]]) -> None:

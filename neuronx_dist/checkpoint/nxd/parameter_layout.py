@@ -295,8 +295,8 @@ def division_of(name: str, spec: ShardSpec, shards: Sequence[StoredTensor]) -> S
     described = f"{name} is {local} on each of {len(shards)} tp ranks there, and the whole {whole} here"
     if spec.dim is None:
         raise CheckpointMismatch(
-            f"{described}, where it is not sharded, so that its sharded dim is not known: build the model with its "
-            f"parallel layers, which tp=1 has too (a Hugging Face model by neuronx_dist.hf.swap)"
+            f"{described}, where it is not sharded, so its sharded dim is unknown: build the model with its "
+            "parallel layers, also at tp=1 (a Hugging Face model by neuronx_dist.hf.swap)"
         )
     total = tuple(size * len(shards) if dim == spec.dim else size for dim, size in enumerate(local))
     if any(shard.shape != local for shard in shards) or len(total) != len(whole) or total[spec.dim] < whole[spec.dim]:
@@ -312,7 +312,7 @@ def division_of(name: str, spec: ShardSpec, shards: Sequence[StoredTensor]) -> S
         for block in shard.tensor().chunk(spec.stride, spec.dim):
             padding = block.narrow(spec.dim, end - begin, block.shape[spec.dim] - (end - begin))
             if padding.numel() and not bool((padding == padding.flatten()[0]).all()):
-                raise CheckpointMismatch(f"{described}: what is more is neither padding nor a repetition")
+                raise CheckpointMismatch(f"{described}: the additional rows are neither padding nor a repetition")
     return ShardDivision(saved, {tp: tp for tp in range(len(shards))})
 
 

@@ -163,7 +163,7 @@ class NxdFiles:
             self.model = {writer: _part(state, model_key) for writer, state in saved.items() if writer.dp == 0}
             self.optimizer = {writer: state["optimizer"] for writer, state in saved.items() if "optimizer" in state}
         if not self.model:
-            raise CheckpointMismatch(f"{self.name} holds no weights that NeuronX Distributed has saved")
+            raise CheckpointMismatch(f"{self.name} holds no weights saved by NeuronX Distributed")
         self.tp, self.pp = (1 + max(writer[axis] for writer in self.model) for axis in (0, 1))
         self.dp = 1 + max((writer.dp for writer in self.optimizer), default=0)
         self._check_complete("model", self.model, 1)
@@ -280,5 +280,6 @@ def _loaded(storage: Storage, path: str) -> Any:
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise CheckpointCorrupted(
-            f"{storage.describe(path)} is cut off, or holds more than tensors and plain data; nothing is run: {reason}"
+            f"{storage.describe(path)} is truncated, or holds more than tensors and plain data; nothing was "
+            f"executed: {reason}"
         ) from error

@@ -68,8 +68,8 @@ def _check_divides(layers: int, pieces: int, chunks: int, layer_classes: Sequenc
     """Raises ValueError for unknown transformer layers, or fewer layers than pieces with several chunks."""
     if not layer_classes:
         raise ValueError(
-            "auto_partition cuts between transformer layers, and none are known: pass transformer_layer_cls, their "
-            'class or its name (auto_partition="balanced" needs none)'
+            "auto_partition cuts between transformer layers, but their class is unknown: pass "
+            'transformer_layer_cls, a class or its name (auto_partition="balanced" needs none)'
         )
     if layers < pieces and chunks > 1:
         raise ValueError(

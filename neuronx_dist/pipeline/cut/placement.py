@@ -159,8 +159,8 @@ def misplacement(
                 break
     return ValueError(
         f"{target} ({info_of(node).where}) is used by pipeline stage {stage}, but its parameters are on stage "
-        f"{', '.join(map(str, sorted(held)))}, by the order in which the model registers its layers. Register them in "
-        f"the order in which they run, or show how they run: {repair}."
+        f"{', '.join(map(str, sorted(held)))}, following the order in which the model registers its layers. "
+        f"Register the layers in the order in which they run, or show that order: {repair}."
     )
 
 

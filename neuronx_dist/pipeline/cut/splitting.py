@@ -202,7 +202,7 @@ class _Splitter:
                 between = " and ".join(repr(cut) for cut in cuts[max(0, stage - 1) : stage + 1])
                 side = "between cuts" if 0 < stage < len(cuts) else "after cut" if stage else "before cut"
                 raise ValueError(
-                    f"pipeline stage {stage} of {self.num_stages} has nothing to do: the forward calls nothing {side} "
+                    f"pipeline stage {stage} of {self.num_stages} is empty: the forward calls nothing {side} "
                     f"{between} that depends on parameters. Move the cut."
                 )
 
@@ -214,9 +214,9 @@ class _Splitter:
             assert storage is not None  # only tensors are sent
             if storage in seen and storage in written:
                 raise TracingError(
-                    f"{info_of(node).where}: {seen[storage]} and {node} share memory, both go to pipeline stage "
-                    f"{stage}, and it is changed in place after that. Sent, they share nothing: use an out-of-place "
-                    f"operation, or move the cut."
+                    f"{info_of(node).where}: {seen[storage]} and {node} share memory, both are sent to pipeline "
+                    f"stage {stage}, and this memory is modified in place afterwards. Sent tensors do not share "
+                    "memory: use an out-of-place operation, or move the cut."
                 )
             seen[storage] = node
 
@@ -238,9 +238,9 @@ class _Splitter:
                 if memory in users and memory in writers and len(stages) > 1:
                     what = f"{node.target}" if node.op == "get_attr" else f"a buffer of {node.target}"
                     raise TracingError(
-                        f"{info_of(node).where}: {what} is changed on pipeline stage {max(writers[memory])} and used "
-                        f"on stages {sorted(stages)}; each stage has its own copy. Move the cut, or keep it within one "
-                        f"layer."
+                        f"{info_of(node).where}: {what} is modified on pipeline stage {max(writers[memory])} and "
+                        f"used on stages {sorted(stages)}, but each stage has a separate copy. Move the cut, or use "
+                        "it within one layer."
                     )
 
     def _sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:

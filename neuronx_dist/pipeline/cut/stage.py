@@ -125,10 +125,11 @@ class StageFunction:
             self._undivided |= set(new)
             steps = [node for node in self.plan.nodes if node.op != "placeholder"]
             warnings.warn(
-                f"the stage of {steps[0]} .. {steps[-1]}: the backward of {', '.join(new)} cannot be divided and runs "
-                "whole in the first half (I), so that the second (W) has less to do. An autograd.Function of yours "
-                "that computes only what ctx.needs_input_grad asks for can say so: splits_backward = True. A stage of "
-                "which torch.compile made a part (CompiledFunctionBackward) can only be divided without compiling it",
+                f"the stage of {steps[0]} .. {steps[-1]}: the backward of {', '.join(new)} cannot be split and runs "
+                "completely in the input half (I), so the weight half (W) has less to do. An autograd.Function that "
+                "computes only what ctx.needs_input_grad asks for can declare it: splits_backward = True. A stage "
+                "with a part compiled by torch.compile (CompiledFunctionBackward) can only be split if it is not "
+                "compiled",
                 stacklevel=2,
             )
 

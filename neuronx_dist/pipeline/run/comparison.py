@@ -153,8 +153,8 @@ class PipelineComparison:
             wrong = difference({rank: json.loads(text) for rank, text in texts.items()}, comm.current().mesh)
             if wrong is not None:
                 raise comm.CommError(
-                    f"{wrong}\nIt is pass {number} of this model: call run_train and run_eval in the same order on all "
-                    "ranks, with batches of one shape, num_microbatches and schedule."
+                    f"{wrong}\nIt is pass {number} of this model: call run_train and run_eval in the same order on "
+                    "all ranks, with batches of one shape, and equal num_microbatches and schedule."
                 )
             self._equal.add(digest)
         self._latest = schedule, program

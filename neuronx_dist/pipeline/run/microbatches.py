@@ -34,7 +34,7 @@ class Batch:
             unexpected = [name for name in inputs if name not in names]
             raise ValueError(
                 f"inputs must be exactly input_names {list(names)}: missing {missing or 'none'}, unexpected "
-                f"{unexpected or 'none'} (pass None for what a batch does not have)"
+                f"{unexpected or 'none'} (pass None for an input that the batch does not have)"
             )
         ordered = {name: inputs[name] for name in (names if names is not None else sorted(inputs))}
         self.leaves, self.structure = pytree.tree_flatten(ordered)
@@ -95,11 +95,11 @@ class Batch:
         first = next(iter(rows))
         other = next(index for index in rows if rows[index] != rows[first])
         raise ValueError(
-            f"inputs {self._name(first)} and {self._name(other)} have {rows[first]} and {rows[other]} rows, of which "
-            f"{self.num_microbatches} microbatches would get {rows[first] // self.num_microbatches} and "
-            f"{rows[other] // self.num_microbatches} each. Give each tensor one row for each sample (if "
-            f"a sample has several, [samples, several, ...]), or a single row, [1, ...], if it goes whole to every "
-            f"microbatch"
+            f"inputs {self._name(first)} and {self._name(other)} have {rows[first]} and {rows[other]} rows, so each "
+            f"of {self.num_microbatches} microbatches would get {rows[first] // self.num_microbatches} and "
+            f"{rows[other] // self.num_microbatches}. Pass one row for each sample in each tensor (for several rows "
+            "of a sample: [samples, several, ...]), or a single row, [1, ...], for a tensor that all microbatches "
+            "use"
         )
 
     def _piece(self, index: int, leaf: Any, microbatch: int) -> Any:
@@ -136,8 +136,8 @@ def _wrong_rows(x: torch.Tensor, num_microbatches: int) -> str:
     rows = x.shape[0]
     if rows == 0:
         return (
-            f"has shape {list(x.shape)}, no rows, so that a mean over them would be nan: give every rank at least a "
-            f"row for each of {num_microbatches} microbatches"
+            f"has shape {list(x.shape)}, no rows, so its mean would be nan: pass every rank at least one row for "
+            f"each of {num_microbatches} microbatches"
         )
     if rows % num_microbatches == 0:
         return ""

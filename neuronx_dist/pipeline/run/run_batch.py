@@ -86,8 +86,8 @@ def check_pieces(schedule: Schedule, cut_for: Schedule) -> None:
     expected = _holders(cut_for)
     if _holders(schedule) != expected:
         raise ValueError(
-            f"{schedule} is not for this model, which has {cut_for.num_stages} stages with {cut_for.num_chunks} pieces "
-            f"of the model each, in the order {expected} of (stage, chunk)"
+            f"{schedule} does not fit this model, which has {cut_for.num_stages} stages with {cut_for.num_chunks} "
+            f"pieces of the model each, in the order {expected} of (stage, chunk)"
         )
 
 

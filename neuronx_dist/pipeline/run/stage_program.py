@@ -82,10 +82,10 @@ class Programs:
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
-                    f"more than {self.most} recordings of this pipeline model, of as many shapes of a microbatch or "
-                    "values of inputs that are no tensors: those not used for longest are dropped, and recorded again "
-                    "when they are needed. Pad batches to fewer shapes, give numbers that change as 0-dim tensors, or "
-                    "raise recordings_kept of the model",
+                    f"more than {self.most} recordings of this pipeline model, because of as many shapes of a "
+                    "microbatch or values of non-tensor inputs: the least recently used are dropped, and recorded "
+                    "again if needed. Pad batches to fewer shapes, pass changing numbers as 0-dim tensors, or raise "
+                    "recordings_kept of the model",
                     stacklevel=2,
                 )
 

@@ -42,7 +42,9 @@ def find_loss(recording: Recording, spec: Any) -> fx.Node:
             raise ValueError(f"it marks {len(marked)} outputs as the loss: mark one with True")
         (loss,) = marked
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise ValueError(f"it marks {describe(loss)}, which is no scalar tensor: are labels among the inputs?")
+            raise ValueError(
+                f"it marks {describe(loss)} as the loss, which is no scalar tensor: are labels among the inputs?"
+            )
     except ValueError as error:
         raise ValueError(
             f"output_loss_value_spec={spec!r} does not fit the model's output {describe(result)}: {error}"
@@ -73,7 +75,7 @@ def _marked(output: Any, spec: Any, where: str) -> Iterator[Any]:
         for index, inner in enumerate(spec):
             yield from _marked(output[index], inner, f"{where}[{index}]")
     elif spec not in (False, None):
-        raise ValueError(f"a spec is made of True, False, tuples and dicts, not of {spec!r}")
+        raise ValueError(f"a spec consists of True, False, tuples and dicts, not of {spec!r}")
 
 
 def _fitting(output: Any) -> str:
@@ -106,11 +108,13 @@ def refuse_infinite_loss(task: Task, outputs: Sequence[Any], received: Sequence[
     ]
     if begun:
         shape = list(received[begun[0]].shape)
-        origin = f"a tensor of shape {shape} that this stage received was not finite already: look at the stages before"
+        origin = (
+            f"this stage received a tensor of shape {shape} that was not finite already: look at the earlier stages"
+        )
     elif received:
-        origin = "what this stage received was finite: it begins on this stage"
+        origin = "all tensors that this stage received were finite, so the fault is on this stage"
     else:
-        origin = "it begins on this stage, which received nothing from others"
+        origin = "the fault is on this stage, which received nothing from others"
     raise FloatingPointError(f"the loss of microbatch {task.microbatch} is {loss} (check_finite=True); {origin}")
 
 

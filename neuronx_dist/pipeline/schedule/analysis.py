@@ -59,7 +59,7 @@ def _fault_on_stage(order: Sequence[Task], num_chunks: int, num_microbatches: in
     for task in order:
         key = task.chunk, task.microbatch
         if task.kind not in COMPUTATIONS:
-            return f"has {task} among its computations, which is a message: `tasks` adds these"
+            return f"has {task} among its computations, but it is a message: `tasks` adds messages"
         if not 0 <= task.microbatch < num_microbatches:
             return f"does {task}, but microbatches are 0..{num_microbatches - 1}"
         if not 0 <= task.chunk < num_chunks:
@@ -72,7 +72,7 @@ def _fault_on_stage(order: Sequence[Task], num_chunks: int, num_microbatches: in
         halves = _HALVES if task.kind is Kind.BACKWARD else frozenset({task.kind})
         early = task.kind is Kind.BACKWARD_WEIGHT and Kind.BACKWARD_INPUT in missing.get(key, ())
         if early or not halves <= missing.get(key, frozenset()):
-            return f"does {task} before what it starts from, or twice"
+            return f"does {task} before the task that it depends on, or twice"
         missing[key] -= halves
     for microbatch in range(num_microbatches):
         for chunk in range(num_chunks):
@@ -250,7 +250,7 @@ def timeline_of(
         if len(timed) < len(order)
     ]
     if waiting:
-        raise RuntimeError(f"these wait for what never comes: {', '.join(waiting)}")
+        raise RuntimeError(f"these wait for tasks that never come: {', '.join(waiting)}")
     return timeline
 
 

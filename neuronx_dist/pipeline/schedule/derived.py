@@ -25,7 +25,7 @@ class Inference(Schedule):
         if (self._training.num_stages, self._training.num_microbatches) != (num_stages, num_microbatches):
             raise ValueError(
                 f"{self._training} has no forwards for {counted(num_stages, 'stage')} and "
-                f"{counted(num_microbatches, 'microbatch')}: make it for the same sizes"
+                f"{counted(num_microbatches, 'microbatch')}: create it for the same sizes"
             )
         self.num_chunks = self._training.num_chunks
 

@@ -32,8 +32,8 @@ class Interleaved(Schedule):
         super().__init__(num_stages, num_microbatches, deallocate=deallocate)
         if num_chunks < 2:
             raise ValueError(
-                f"an interleaved schedule has at least 2 chunks on each stage, got {num_chunks} "
-                "(virtual_pipeline_size); with one it is 1F1B"
+                f"an interleaved schedule needs at least 2 chunks on each stage, got {num_chunks} "
+                "(virtual_pipeline_size); for one chunk use 1F1B"
             )
         self.num_chunks = num_chunks
 

@@ -127,7 +127,7 @@ class _Wire:
         """The earlier send that has to move before this send starts; None: this one can start."""
         window = self._schedule.send_window(send.kind, stage)
         if window < 1:
-            raise RuntimeError(f"stage {stage} may have {window} sends under way, so that it can send nothing: {send}")
+            raise RuntimeError(f"stage {stage} may have {window} sends in progress, which allows none: {send}")
         posted = self._posted.get((stage, send.kind), [])
         if len(posted) < window or (stage, posted[-window]) in self._moved:
             return None
@@ -136,7 +136,7 @@ class _Wire:
     def _other_stage(self, stage: int, task: Task) -> int:
         other_end = self._schedule.peer(stage, task)
         if other_end is None:
-            raise RuntimeError(f"stage {stage} does {task}, but no stage is there at the other end")
+            raise RuntimeError(f"stage {stage} does {task}, but there is no stage at the other end")
         return other_end[0]
 
 

@@ -194,7 +194,7 @@ class Schedule(ABC):
     def _other_end(self, stage: int, task: Task) -> tuple[int, Kind, int] | None:
         """Stage, kind and chunk of the other end; they are the same for all microbatches."""
         if task.kind not in OTHER_END:
-            raise ValueError(f"{task} is a computation: it has no other end")
+            raise ValueError(f"{task} is a computation, and has no other end")
         ahead = task.kind in (Kind.SEND_FORWARD, Kind.RECV_BACKWARD)
         neighbour = self.virtual_stage(stage, task.chunk) + (1 if ahead else -1)
         if not 0 <= neighbour < self.num_virtual_stages:

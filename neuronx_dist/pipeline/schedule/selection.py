@@ -91,11 +91,11 @@ def check_sizes(schedule: Schedule, num_stages: int, num_microbatches: int, num_
     if (schedule.num_stages, schedule.num_microbatches) != (num_stages, num_microbatches):
         raise ValueError(
             f"{schedule} does not fit {counted(num_stages, 'stage')} and {counted(num_microbatches, 'microbatch')}: "
-            "make it for these sizes, or give a function of both that returns it"
+            "create it for these sizes, or pass a function of both that returns it"
         )
     if num_chunks not in (1, schedule.num_chunks):
         fits = "1" if schedule.num_chunks == 1 else f"{schedule.num_chunks} (or 1, its default)"
         raise ValueError(
             f"{schedule} has {counted(schedule.num_chunks, 'chunk')} on each stage, not {num_chunks} "
-            f"(virtual_pipeline_size): what fits is {fits}; schedule='interleaved' has as many as you like"
+            f"(virtual_pipeline_size): use {fits}; schedule='interleaved' takes any number"
         )

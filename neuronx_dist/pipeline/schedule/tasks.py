@@ -106,7 +106,10 @@ def _task(word: str) -> Task:
     match = re.fullmatch(r"([A-Z]+)(\d+)(?:\.(\d+))?", word)
     if match is None or match[1] not in {kind.value for kind in Kind}:
         kinds = ", ".join(kind.value for kind in Kind)
-        raise ValueError(f"{word!r} is no task, such as F3 or F3.1: kind ({kinds}), microbatch, chunk after a point")
+        raise ValueError(
+            f"{word!r} is no task, such as F3 or F3.1: one of {kinds}, the microbatch, and for a chunk a point and "
+            "its number"
+        )
     return Task(Kind(match[1]), int(match[3] or 0), int(match[2]))
 
 

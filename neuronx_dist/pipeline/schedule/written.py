@@ -32,8 +32,8 @@ class WrittenSchedule(Schedule):
     def __init__(self, *stages: str, holders: Sequence[int] | None = None) -> None:
         if not stages or not all(isinstance(text, str) for text in stages):
             raise ValueError(
-                f'WrittenSchedule takes a text for each stage, as in WrittenSchedule("F0 F1 B0 B1", "F0 B0 F1 B1"), '
-                f"got {', '.join(map(repr, stages)) or 'none'}"
+                'WrittenSchedule takes one string for each stage, as in WrittenSchedule("F0 F1 B0 B1", "F0 B0 F1 '
+                f'B1"), got {", ".join(map(repr, stages)) or "none"}'
             )
         self._stages = [_parsed(stage, text) for stage, text in enumerate(stages)]
         tasks = [task for order in self._stages for task in order]
@@ -43,7 +43,7 @@ class WrittenSchedule(Schedule):
         fault = fault_of(orders, self.num_chunks, self.num_microbatches)
         if fault is not None:
             sizes = f"microbatches 0..{self.num_microbatches - 1}, chunks 0..{self.num_chunks - 1}"
-            raise ValueError(f"{fault}; what is written has {sizes}")
+            raise ValueError(f"{fault}; the strings have {sizes}")
         around = list(range(self.num_stages)) * self.num_chunks
         if holders is not None and sorted(holders) != sorted(around):
             raise ValueError(

@@ -187,7 +187,7 @@ def _schedule(name: str, stages: int | None, microbatches: int | None, chunks: i
 def _nearest(name: str, names: Iterable[str]) -> str:
     public = sorted(name for name in names if not name.startswith("_"))
     near = difflib.get_close_matches(name, public, n=1, cutoff=0.4)
-    return f"there is no {name!r}{f', but {near[0]!r}' if near else ''} (there are {', '.join(public)})"
+    return f"there is no {name!r}{(f', but {near[0]!r}' if near else '')} (available: {', '.join(public)})"
 
 
 def _write(charts: list[Chart], path: Path, width: int | None) -> None:

@@ -43,9 +43,7 @@ def recorded(paths: Sequence[str], step: int | None = None) -> Chart:
             if event["cat"] != "forward":
                 trained.add(args["step"])
     if not stages_of:
-        raise ValueError(
-            f"{', '.join(paths)}: no step of a pipeline is in this trace; was the job ended before one was?"
-        )
+        raise ValueError(f"{', '.join(paths)}: this trace has no pipeline step; did the job end before its first step?")
     _check_one_run(tasks, paths)
     complete = [number for number, stages in stages_of.items() if len(_ranks(tasks[number])) == stages]
     if step is None:
@@ -88,9 +86,9 @@ def _events(path: str) -> list[dict[str, Any]]:
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise ValueError(f"{path} is no list of events, which `NxDPPModel(trace_file_path=...)` writes")
+        raise ValueError(f"{path} is not a list of events, as `NxDPPModel(trace_file_path=...)` writes")
     return events
 
 
@@ -103,8 +101,9 @@ def _check_one_run(tasks: Mapping[int, Sequence[dict[str, Any]]], paths: Sequenc
             if task in seen:
                 raise ValueError(
                     f"--trace {' '.join(paths)}: rank {event['pid']} does the {event['cat']} of microbatch "
-                    f"{args['microbatch']} twice in step {step}: this is one file twice, or several runs. Files of one "
-                    "--trace are those of the hosts of one run; to compare runs write --trace a.json --trace b.json"
+                    f"{args['microbatch']} twice in step {step}: the files contain one file twice, or several runs. "
+                    "Pass the files of all hosts of one run to one --trace; to compare runs write --trace a.json "
+                    "--trace b.json"
                 )
             seen.add(task)
 

@@ -25,9 +25,7 @@ from tests.support.pool import WorkerFailure, processes
 PP2 = Mesh(2, pp=2)
 OPTIONS: dict[str, Any] = {"num_microbatches": 2, "output_loss_value_spec": True, "auto_partition": True}
 ARGUMENTS = "\nGive NxDPPModel the same model and the same arguments on all ranks."
-ORDER = (
-    "call run_train and run_eval in the same order on all ranks, with batches of one shape, num_microbatches and sch"
-)
+ORDER = "call run_train and run_eval in the same order on all ranks, with batches of one shape, and equal num"
 
 
 def refused(mesh: Mesh, program: Callable[[], Any], message: str, timeout: float = 20.0) -> None:

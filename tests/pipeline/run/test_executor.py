@@ -289,7 +289,7 @@ def test_what_cannot_be_divided_is_said_once(compiled: bool, monkeypatch: pytest
     said = [str(each.message) for each in caught if "cannot be divided" in str(each.message)]
     name = "CompiledFunctionBackward" if compiled else "ProductBackward"
     assert len(said) == 1 and f"the stage of {first} .. cross_entropy: the backward of {name} " in said[0]
-    advice = ("can only be divided without compiling it",) if compiled else ("of yours", "splits_backward = True")
+    advice = ("can only be split if it is not compiled",) if compiled else ("declare it", "splits_backward = True")
     assert all(each in said[0] for each in advice)
     assert all(error(grad, grads[name]) < 1e-10 for found in stages for name, grad in found.items())
 

@@ -58,7 +58,7 @@ def test_names_that_do_not_fit(names: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     "rows, pieces, message",
     [
-        (0, 2, r"input \['a'\]\[1\] has shape \[0, 2\], no rows, .* at least a row for each of 2 microbatches"),
+        (0, 2, r"input \['a'\]\[1\] has shape \[0, 2\], no rows, .* at least one row for each of 2 microbatches"),
         (5, 2, r"input \['a'\]\[1\] has 5 rows, which is not divisible into 2 microbatches: nearest are 4 and 6$"),
         (2, 3, r"has 2 rows, which is not divisible into 3 microbatches: nearest is 3$"),
         (7, 3, r"nearest are 6 and 9$"),

@@ -59,11 +59,14 @@ FINITE, BROKEN = torch.ones(2, 3), torch.tensor([1.0, math.inf])
 @pytest.mark.parametrize(
     "received, origin",
     [
-        ([], "it begins on this stage, which received nothing from others"),
-        ([FINITE], "what this stage received was finite: it begins on this stage"),
-        ([FINITE, torch.tensor([7])], "what this stage received was finite: it begins on this stage"),
-        ([FINITE, BROKEN, BROKEN.view(2, 1)], "a tensor of shape [2] that this stage received was not finite already"),
-        ([BROKEN.nan_to_num(posinf=math.nan)], "a tensor of shape [2] that this stage received was not finite already"),
+        ([], "the fault is on this stage, which received nothing from others"),
+        ([FINITE], "all tensors that this stage received were finite, so the fault is on this stage"),
+        (
+            [FINITE, torch.tensor([7])],
+            "all tensors that this stage received were finite, so the fault is on this stage",
+        ),
+        ([FINITE, BROKEN, BROKEN.view(2, 1)], "this stage received a tensor of shape [2] that was not finite already"),
+        ([BROKEN.nan_to_num(posinf=math.nan)], "this stage received a tensor of shape [2] that was not finite already"),
     ],
 )
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])

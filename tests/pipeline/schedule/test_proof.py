@@ -53,16 +53,16 @@ class Unchecked(Schedule):
         (("F1 SF1 F0 SF0", "RF0 F0 RF1 F1"), "stage 0 sends SF1 where stage 1 expects RF0"),
         (("F0 SF0 SF0", "RF0 F0"), "stage 0 sends SF0, which stage 1 does not receive"),
         (("F0 SF0", "RF0 RF0 F0"), "stage 1 expects RF0, which stage 0 does not send"),
-        (("F0 SF0", "RF0 F0 SF0"), "stage 1 does SF0, but no stage is there at the other end"),
+        (("F0 SF0", "RF0 F0 SF0"), "stage 1 does SF0, but there is no stage at the other end"),
         (("F0 I0 W0 F1 I1", "F0 B0 F1 B1"), "stage 0 never does W1"),
         (("F0 B0 F1", "F0 B0 F1 B1"), "stage 0 never does B1"),
         (("F0 B0", "F0"), "stage 1 never does B0"),
         (("F0 SF0 F1 SF1", "RF0 F0"), "stage 1 never does F1, and stage 0 does F1$"),
         (("SF0 F0", "RF0 F0"), "stage 0 does SF0 before the computation whose result it sends"),
         (("F0 SF0 F0", "RF0 F0"), "stage 0 does F0 twice"),
-        (("F0 W0 I0", "F0 B0"), "stage 0 does W0 before what it starts from"),
-        (("F0 B0 W0", "F0 B0"), "stage 0 does W0 before what it starts from, or twice"),
-        (("F0 I0 I0 W0", "F0 B0"), "stage 0 does I0 before what it starts from, or twice"),
+        (("F0 W0 I0", "F0 B0"), "stage 0 does W0 before the task that it depends on"),
+        (("F0 B0 W0", "F0 B0"), "stage 0 does W0 before the task that it depends on, or twice"),
+        (("F0 I0 I0 W0", "F0 B0"), "stage 0 does I0 before the task that it depends on, or twice"),
         (("B0 F0", "F0 B0"), "stage 0 does B0 before"),
         (("F0.1 F0", "F0"), "stage 1 never does F0.1"),
     ],
@@ -77,7 +77,7 @@ def test_it_sees(stages: tuple[str, ...], message: str) -> None:
     [
         (Task(Kind.FORWARD, 0, 2), r"stage 0 does F2, but microbatches are 0..1"),
         (Task(Kind.FORWARD, 1, 0), r"stage 0 does F0.1, but the chunks of a stage are 0..0"),
-        (Task(Kind.SEND_FORWARD, 0, 0), r"stage 0 has SF0 among its computations, which is a message"),
+        (Task(Kind.SEND_FORWARD, 0, 0), r"stage 0 has SF0 among its computations, but it is a message"),
     ],
 )
 def test_it_sees_what_is_not_of_the_schedule(task: Task, message: str) -> None:
@@ -92,7 +92,7 @@ def test_it_sees_what_is_not_of_the_schedule(task: Task, message: str) -> None:
 @pytest.mark.parametrize(
     "window,message",
     [
-        (0, "stage 0 may have 0 sends under way, so that it can send nothing: SF0"),
+        (0, "stage 0 may have 0 sends in progress, which allows none: SF0"),
         (1, r"stage 0 at SF3 \(waits until SF2 is received\), stage 1 at SB1 \(waits until SB0 is received\)"),
         (2, ""),
     ],

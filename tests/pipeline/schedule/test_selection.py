@@ -52,12 +52,12 @@ def test_the_schedule_of_training(options: dict[str, Any], expected: type[Schedu
         (
             {"schedule": "zb_v", "num_chunks": 3},
             ValueError,
-            "2 chunks on each stage, not 3 .*fits is 2 .or 1, its",
+            "2 chunks on each stage, not 3 .*use 2 .or 1, its",
         ),
         (
             {"schedule": "1f1b", "num_chunks": 2},
             ValueError,
-            "1 chunk on each stage, not 2 .*fits is 1; .*'interl",
+            "1 chunk on each stage, not 2 .*use 1; .*'interl",
         ),
         ({"schedule": "zb_h1", "num_chunks": 2}, ValueError, "1 chunk on each stage, not 2"),
         ({"schedule": "gpipe", "num_chunks": 2}, ValueError, "1 chunk on each stage, not 2"),

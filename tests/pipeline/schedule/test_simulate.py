@@ -168,5 +168,5 @@ def test_what_cannot_run_has_no_times() -> None:
 
 
 def test_the_bubble_of_what_cannot_run() -> None:
-    with pytest.raises(RuntimeError, match="these wait for what never comes: stage 0 at B0, stage 1 at F1"):
+    with pytest.raises(RuntimeError, match="these wait for tasks that never come: stage 0 at B0, stage 1 at F1"):
         WrittenSchedule("F0 B0 F1 B1", "F0 F1 B0 B1").bubble  # noqa: B018

@@ -62,7 +62,7 @@ def test_it_trains() -> None:
 @pytest.mark.parametrize(
     "stages,holders,message",
     [
-        (("F0 X1 B0",), None, r"^stage 0: 'X1' is no task, such as F3 or F3.1: kind \(RF, F, SF, RB, B, I, W, SB\)"),
+        (("F0 X1 B0",), None, r"^stage 0: 'X1' is no task, such as F3 or F3.1: one of RF, F, SF, RB, B, I, W, SB,"),
         (("F0 B0", "F0 f1 B0"), None, "^stage 1: 'f1' is no task"),
         (("F0, B0",), None, "'F0,' is no task"),
         (("F B0",), None, "'F' is no task"),
@@ -70,14 +70,14 @@ def test_it_trains() -> None:
         (
             ("F0 B0 F1 B1", "F0 B0 F1"),
             None,
-            "^stage 1 never does B1, and stage 0 does B1; what is written has microbatches 0..1, chunks 0..0",
+            "^stage 1 never does B1, and stage 0 does B1; the strings have microbatches 0..1, chunks 0..0",
         ),
         (("F0 B0 F2 B2",), None, "^stage 0 never does F1"),
         (("F0 F0.1 B0.1", "F0 F0.1 B0.1 B0"), None, r"^stage 0 never does B0, and stage 1 does B0; .*chunks 0..1"),
-        (("F0 B0 B0",), None, "^stage 0 does B0 before what it starts from, or twice"),
+        (("F0 B0 B0",), None, "^stage 0 does B0 before the task that it depends on, or twice"),
         (("F0 B0", ""), None, "^stage 1 never does F0"),
-        ((), None, "a text for each stage, as in .*, got none"),
-        ((["F0", "B0"], ["F0", "B0"]), None, r"a text for each stage, as in .*, got \['F0', 'B0'\], \['F0'"),
+        ((), None, "one string for each stage, as in .*, got none"),
+        ((["F0", "B0"], ["F0", "B0"]), None, r"one string for each stage, as in .*, got \['F0', 'B0'\], \['F0'"),
         (("F0 B0", "F0 B0"), [0, 1, 1], r"each of 2 stages as often as it has chunks, which is 1, got \[0, 1, 1\]"),
         (("F0 F0.1", "F0 F0.1"), [0, 1, 1, 2], "each of 2 stages"),
     ],

@@ -315,9 +315,9 @@ def test_files_of_two_runs_are_no_trace(tmp_path: Path) -> None:
     "content,step,message",
     [
         (None, None, "No such file"),
-        ("[{}", None, "is no JSON"),
-        ('{"a": 1}', None, "is no list of events"),
-        ('[{"name": "trace"}]', None, "no step of a pipeline is in this trace"),
+        ("[{}", None, "is not valid JSON"),
+        ('{"a": 1}', None, "is not a list of events"),
+        ('[{"name": "trace"}]', None, "this trace has no pipeline step"),
         ("step", 4, "there is no step 4; the trace has steps 0 to 1"),
     ],
 )
@@ -396,7 +396,7 @@ def test_command_takes_a_schedule_of_the_user(tmp_path: Path, capsys: Any) -> No
 @pytest.mark.parametrize(
     "words,message",
     [
-        (["--schedule", "zbv"], "--schedule zbv: there is no 'zbv', but 'zb_v' (there are 1f1b, "),
+        (["--schedule", "zbv"], "--schedule zbv: there is no 'zbv', but 'zb_v' (available: 1f1b, "),
         (["--schedule", "zb_v", "--chunks", "3"], "has 2 chunks on each stage, not 3 (--chunks): "),
         (["--schedule", "1f1b", "--stages", "0"], "--stages: expected an integer of at least 1, got 0"),
         (["--schedule", "1f1b", "--chunks", "0"], "--chunks: expected an integer of at least 1, got 0"),
