@@ -1,4 +1,4 @@
-"""What ranks tell one another about a checkpoint, each in a small program that goes wrong without it."""
+"""Exchanges of ranks about a checkpoint, each in a small program that fails without it."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def parameters_of_other_stages() -> None:
 
 
 def a_rank_that_cannot_write_its_file() -> None:
-    """Of `parallel_layers.checkpointing.save`."""
+    """One rank fails in `parallel_layers.checkpointing.save`."""
 
     def save(folder: Path) -> None:
         if comm.rank("tp") == 1:

@@ -100,7 +100,7 @@ def load_and_save(layout: Layout, source: Path, target: Path) -> None:
 
 
 def load_each(layout: Layout, sources: dict[str, Path]) -> dict[str, dict[str, torch.Tensor]]:
-    """What this rank holds after loading each of several checkpoints, by key."""
+    """State of this rank after loading each of several checkpoints, by key."""
     model, _ = make(layout, zeros=True)
     results = {}
     for name, root in sources.items():

@@ -93,7 +93,7 @@ def write(
 
 
 def write_first_way(folder: Path, parameters: Mapping[str, Parameter], tp: int, pp: int, xser: bool = False) -> None:
-    """What `parallel_layers.checkpointing.save({"model": ..., "step": 3}, folder)` writes."""
+    """Writes the files of `parallel_layers.checkpointing.save({"model": ..., "step": 3}, folder)`."""
     for stage in range(pp):
         own = {name: each for name, each in parameters.items() if each.stage == stage}
         for rank in range(tp):

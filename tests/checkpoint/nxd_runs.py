@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> dict[str, Parameter]:
-    """What the run had that saved, of two stages; all of it whole."""
+    """Full state of the run that saved, of two stages."""
     generator = torch.Generator().manual_seed(5)
 
     def parameter(shape: tuple[int, ...], dim: int | None = None, stride: int = 1, stage: int = 0) -> Parameter:

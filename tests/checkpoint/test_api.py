@@ -70,7 +70,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path, url: str, zero1: bool,
 
 
 def test_a_tag_may_be_a_number(tmp_path: Path) -> None:
-    """Of which it is not said that another one was loaded instead."""
+    """No warning says that another checkpoint was loaded instead."""
 
     def rank() -> None:
         run = Run()
@@ -83,7 +83,7 @@ def test_a_tag_may_be_a_number(tmp_path: Path) -> None:
 
 
 def test_arguments_without_effect_are_said_once(tmp_path: Path) -> None:
-    """Those of which a script would see no effect; the others change how fast it is."""
+    """Warned are arguments whose effect a script would miss; the others change only the speed."""
 
     def rank() -> None:
         run = Run()
@@ -176,7 +176,7 @@ def test_values_are_those_of_the_call_and_the_memory_is_kept(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("when_busy, left", [("wait", ["a", "b"]), ("supersede", ["b"])])
 def test_a_second_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when_busy: str, left: list[str]) -> None:
-    """It waits for the first, or takes its place."""
+    """The second save waits for the first, or replaces it."""
     write = LocalStorage.write
 
     def slow(self: LocalStorage, name: str, chunks: Any) -> None:

@@ -98,7 +98,7 @@ def test_what_save_checkpoint_wrote(model: tuple[Any, Path], tmp_path: Path) -> 
 
 
 def test_to_nxd(model: tuple[Any, Path], tmp_path: Path) -> None:
-    """What is written is what NeuronX Distributed would have written of the same model."""
+    """Converted files equal those that NeuronX Distributed would have written of the same model."""
     whole, folder = model
     convert(folder, tmp_path / "nxd", to="nxd", tp=2, pp=2, tag="step_1")
     nxd_folder.write(tmp_path / "expected" / "step_1", divided(whole), 2, 2, optimizer="none")

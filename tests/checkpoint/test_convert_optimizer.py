@@ -176,7 +176,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of fused ones their parts, and the whole that is made of them."""
+    """Fused parameters: their parts, and the tensor that joins them."""
     import weakref
 
     from neuronx_dist.checkpoint.convert import convert_optimizer

@@ -71,7 +71,7 @@ def test_a_run_goes_on_from_meta(mesh: Mesh, kind: str, tmp_path: Path) -> None:
 
 
 def test_masters_of_a_model_on_meta(tmp_path: Path) -> None:
-    """They are the checkpoint's, which differ from the weights by less than bf16 tells apart."""
+    """Masters come from the checkpoint; they differ from the weights by less than bf16's resolution."""
 
     def rank() -> None:
         model = Net().to(torch.bfloat16)
@@ -90,7 +90,7 @@ def test_masters_of_a_model_on_meta(tmp_path: Path) -> None:
 
 
 def test_memory_is_that_of_the_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was read into becomes the parameter: nothing is copied once more."""
+    """The tensor that was read into becomes the parameter, without another copy."""
     from neuronx_dist.checkpoint.dcp import reading
 
     targets: list[int] = []

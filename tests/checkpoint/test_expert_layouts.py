@@ -139,7 +139,7 @@ def train_and_save(layout: Layout, root: Path) -> None:
 
 
 def load_each(layout: Layout, sources: dict[str, Path]) -> dict[str, dict[str, torch.Tensor]]:
-    """What this rank holds after it has trained, and after it has loaded each checkpoint."""
+    """State of this rank after training, and after loading each checkpoint."""
     model, optimizer = make(layout, seed=0)
     train(layout, model, optimizer)
     results = {"trained": tensors_of(model, optimizer)}

@@ -1,4 +1,4 @@
-"""What a checkpoint takes of optimizers, and what it refuses before anything is changed."""
+"""Optimizer state that a checkpoint saves, and state that it refuses before anything is changed."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_what_one_rank_cannot_save_is_an_error_on_all(tmp_path: Path) -> None:
 
 
 def test_tensors_in_containers_are_refused_where_ranks_have_parts(tmp_path: Path) -> None:
-    """They would all be rank 0's when they are loaded."""
+    """Such values would all be rank 0's when they are loaded."""
 
     class Remembers(SGD):
         @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What does not fit or is damaged is refused on all ranks; what torch.distributed.checkpoint wrote is read."""
+"""Damaged and mismatched checkpoints are refused on all ranks; those of torch.distributed.checkpoint are read."""
 
 import pickle
 import random

@@ -1,4 +1,4 @@
-"""What is saved is the state at the time of the call, whatever the run does while it is copied."""
+"""A checkpoint holds the state at the time of the call, whatever the run does while it is copied."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_load_state_dict_waits_for_what_it_changes(
 
 
 def test_a_copy_of_a_model_that_is_being_saved_waits_for_nothing(tmp_path: Path, late: threading.Event) -> None:
-    """It has the hooks of the model, also after the save."""
+    """The copy has the hooks of the model, also after the save."""
 
     def rank() -> None:
         run = Run()

@@ -169,7 +169,7 @@ def killed_at_every_step(storage: Storage, run: Callable[[], Any]) -> list[Calla
 
 @pytest.mark.parametrize("name", ["new", "old", "older"])
 def test_killed_before_any_change_a_whole_checkpoint_is_left(folder: CheckpointFolder, name: str) -> None:
-    """Of save, replacement and rotation; afterwards the job goes on as if nothing had been."""
+    """Save, replacement and rotation are killed; afterwards the job continues as if nothing had happened."""
 
     def whole_save() -> None:
         save(folder, name)

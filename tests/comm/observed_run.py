@@ -1,4 +1,4 @@
-"""What a program that is played on one rank for all reads of its rank, and passes to torch."""
+"""A program, played on one rank for all: reads its rank in several ways, and passes it to torch."""
 
 from __future__ import annotations
 

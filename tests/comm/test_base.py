@@ -1,4 +1,4 @@
-"""What all backends share: works, handles, and tensors that travel together in one buffer."""
+"""Parts that all backends share: works, handles, and tensors that are sent together in one buffer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks say of themselves in the job's store: exchanged, answered for a rank that says nothing, forgotten."""
+"""Reports of ranks in the job's store: exchanged, answered for a silent rank, deleted."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_another_number_or_topic_is_not_read() -> None:
 
 
 def test_a_rank_that_says_nothing_is_asked_and_another_thread_answers() -> None:
-    """As soon as it has an answer; of what it is not asked it says nothing."""
+    """The answer is sent as soon as there is one; other topics get none."""
     store, ranks = boards(2)
     said: list[str] = []
     ranks[1].answers["topic"] = lambda number: said[0] if said else None

@@ -1,4 +1,4 @@
-"""Which mesh and rank this is, what a context keeps, joining a job, the device's random numbers."""
+"""Contexts: this rank and its mesh, their communicators, joining a job, the device's random numbers."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_shapes_and_bytes_of_what_is_communicated() -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What `init_distributed` calls of torch, which does nothing."""
+    """Functions of torch that `init_distributed` calls, replaced by ones that do nothing."""
     made: list[tuple[Any, ...]] = []
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: made.append((*args, options)))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: made.append(("device", device)))

@@ -112,7 +112,7 @@ class _Sums(nn.Module):
 
 
 def test_the_recorder_of_pipelines_records_a_verb_as_one_call():
-    """Not what it does inside, which on the recorder's own backend is no communication."""
+    """The verb's body is not recorded: on the recorder's backend it does not communicate."""
     with comm.as_rank(Mesh(2, tp=2), 0):
         recording = record_forward(_Sums(), {"x": X})
     targets = [node.target for node in recording.graph.nodes if node.op in ("call_function", "call_module")]

@@ -105,7 +105,7 @@ def comm_and_back(x, communicator):
 
 
 def test_code_without_a_file_is_named_if_no_file_asked():
-    """What `python -c` is given, say: here a thread that runs nothing else."""
+    """Code without a file, as from `python -c`: here in a thread that runs nothing else."""
     lines: list[tuple[str, str]] = []
     done = threading.Event()
     code = compile("def work():\n    lines.append(call_sites())\n    done.set()", "<string>", "exec")

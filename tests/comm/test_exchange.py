@@ -167,7 +167,7 @@ def test_a_check_has_an_event_with_the_sizes() -> None:
 
 
 def permuted(monkeypatch: pytest.MonkeyPatch, rank: int, sent: list[int], received: list[int]) -> list[Any]:
-    """What an exchange among three XLA ranks becomes: elements and pairs of each collective-permute."""
+    """Collective-permutes of an exchange among three XLA ranks: elements and pairs of each."""
     calls: list[Any] = []
     with comm.as_rank(Mesh(3, tp=3), rank, xla.XlaBackend()):
         communicator = comm.communicator("tp")

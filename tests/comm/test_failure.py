@@ -28,7 +28,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def line(text: str) -> str:
-    """Where this stands in the job."""
+    """File and line number of `text` in the job."""
     number = next(n for n, code in enumerate(JOB.read_text().splitlines(), 1) if text in code)
     return f"failing_job.py:{number}"
 

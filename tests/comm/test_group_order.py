@@ -22,7 +22,7 @@ AXES = ["tp", "dp", "pp", "cp", ("dp", "cp"), ("pp", "tp"), ("tp", "pp"), ("dp",
 
 
 def every_verb(axis: Any) -> dict[str, Any]:
-    """What this rank gets from each verb; values are numbers of ranks."""
+    """Results of each verb on this rank; values are numbers of ranks."""
     here = comm.communicator(axis)
     n, rank = here.size, comm.current().rank
     assert here.ranks[here.rank] == rank == here.global_rank
@@ -73,7 +73,7 @@ def expected(mesh: Mesh, rank: int, axis: Any) -> dict[str, Any]:
 
 
 def initialized(mesh: Mesh) -> dict[Any, dict[str, Any]]:
-    """As a script would; torchrun sets LOCAL_WORLD_SIZE."""
+    """Initialises model parallel as a script does; torchrun sets LOCAL_WORLD_SIZE."""
     os.environ["LOCAL_WORLD_SIZE"] = str(mesh.ranks_per_node)
     try:
         ps.initialize_model_parallel(mesh.tp, mesh.pp, mesh.cp, topology=mesh.topology)

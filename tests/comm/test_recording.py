@@ -1,4 +1,4 @@
-"""What `comm.record` collects: exactly which calls, with which axis, shape, dtype and bytes."""
+"""Calls collected by `comm.record`: exactly which ones, with axis, shape, dtype and bytes."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_all_ranks_of_the_process():
 
 
 def test_another_thread_of_the_same_rank_is_recorded():
-    """As a backward pass on CUDA: the communicator was captured, the thread has no context."""
+    """A backward pass on CUDA does this: the communicator was captured, and the thread has no context."""
     with comm.as_rank(Mesh(2, tp=2), 1):
         captured = comm.communicator("tp")
         with comm.record() as calls:

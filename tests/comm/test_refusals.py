@@ -1,4 +1,4 @@
-"""What `comm` refuses, and what it says of itself, in full: `expected_refusals.txt`."""
+"""Error messages and descriptions of `comm`, in full: `expected_refusals.txt`."""
 
 from __future__ import annotations
 

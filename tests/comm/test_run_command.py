@@ -102,7 +102,7 @@ def test_help_lists_the_commands_and_the_options_of_torchrun(capsys):
 
 @pytest.fixture
 def torchrun(monkeypatch):
-    """What `torchrun.run` raises, instead of starting anything; and the levels of its loggers then."""
+    """Errors that `torchrun.run` raises here instead of starting a job; and the levels of its loggers then."""
     loggers = {
         name: logging.getLogger(name) for name in (*run_command._LOGGERS, "torch.distributed.elastic.agent", "torch")
     }

@@ -1,4 +1,4 @@
-"""What `neuronx-dist run` finds out of the network between hosts."""
+"""Network addresses that `neuronx-dist run` finds."""
 
 from __future__ import annotations
 

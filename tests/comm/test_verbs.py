@@ -140,7 +140,7 @@ def test_inputs_that_require_gradients():
 
 @pytest.mark.parametrize("tag", [-1, 1 << 20, (1 << 20) + 1])
 def test_a_tag_that_is_not_a_users_is_refused(tag: int) -> None:
-    """Those above are of collectives that are made of messages."""
+    """Larger tags are reserved for collectives that consist of messages."""
     x = torch.ones(2)
     with comm.as_rank(Mesh(2, tp=2), 0):
         with pytest.raises(ValueError, match=rf"send over tp: tag={tag} is out of range \(0..1048575\)"):

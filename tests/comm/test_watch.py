@@ -66,7 +66,7 @@ def test_the_interval_grows_with_the_world_and_stays_below_10_seconds(world_size
 
 
 def watched(world_size: int, ranks: list[int], seconds: float) -> list[float]:
-    """When these ranks ask the store, in seconds after they began to watch."""
+    """Times at which these ranks ask the store, in seconds after they began to watch."""
     store, begin = CountingStore(), time.monotonic()
     monitors = [FailureMonitor(store, rank, world_size) for rank in ranks]
     for monitor in monitors:
@@ -79,7 +79,7 @@ def watched(world_size: int, ranks: list[int], seconds: float) -> list[float]:
 
 @pytest.mark.slow
 def test_what_ranks_ask_the_store():
-    """Of 10,000 ranks 1 in 8 asks in a second, and they do not ask at the same time."""
+    """About 1 in 8 of 10,000 ranks asks in each second, and they do not ask at the same time."""
     assert 2 <= len(watched(2, [0], 2.0)) <= 4
     ranks = [*range(0, 10_000, 250)]  # 40 of them: 5 a second
     times = watched(10_000, ranks, 2.2)
@@ -88,7 +88,7 @@ def test_what_ranks_ask_the_store():
 
 
 def test_ranks_that_end_ask_the_store_less_often_in_large_jobs(monkeypatch):
-    """While they wait for the others to have read the message: all ranks do, since the first failure ends them all."""
+    """Ranks wait for the others to read the message: all ranks do, since the first failure ends them all."""
     clock = [0.0]
     monkeypatch.setattr(failure.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
     monkeypatch.setattr(failure.time, "monotonic", lambda: clock[0])
@@ -102,7 +102,7 @@ def test_ranks_that_end_ask_the_store_less_often_in_large_jobs(monkeypatch):
 
 @pytest.mark.parametrize("there", [[0], [0, 1, 3, 4], [1, 2, 3, 4], [0, 1, 2, 3], [0, 4], [2, 3]])
 def test_who_is_lost_is_found_by_who_is_there(there: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of five ranks some say nothing any more; two of the others ask."""
+    """Some of five ranks are silent; two of the others ask."""
     monkeypatch.setattr(failure, "_ACKNOWLEDGE", 0.3)
     store = dist.HashStore()
     monitors = [FailureMonitor(store, rank, 5) for rank in there]
@@ -178,7 +178,7 @@ def test_a_long_wait_is_told_once_with_what_it_waits_for(capsys):
     watch, begun = SlowWaits(7, 0.05), threading.Event()
 
     def look(seconds: float) -> str:
-        """What is told within some seconds, or at once if something is."""
+        """Text reported within `seconds`; returned as soon as there is some."""
         deadline = time.monotonic() + seconds
         while not (text := capsys.readouterr().err) and time.monotonic() < deadline:
             watch.look()

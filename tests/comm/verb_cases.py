@@ -1,4 +1,4 @@
-"""What every verb computes, in all forms, against a closed form: rank-valued tensors."""
+"""Results of every verb, in all forms, against a closed form: rank-valued tensors."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def in_all_forms(
 
 
 def on_every_rank(verb: str, size: int) -> int:
-    """What each rank runs: returns how many cases it checked."""
+    """Runs all cases on this rank, and returns how many it checked."""
     rank, done = comm.rank("world"), 0
     others = range(size)
     for dtype in SHAPES:

@@ -34,7 +34,7 @@ def fill(model: nn.Module) -> None:
 
 
 def reductions(model: nn.Module, **options: Any) -> list[tuple[str, int, torch.dtype]]:
-    """What a step's reduction communicates: `(axis, elements, dtype)`."""
+    """Communication of a step's reduction: `(axis, elements, dtype)`."""
     model.zero_grad()
     fill(model)
     with comm.record() as calls:

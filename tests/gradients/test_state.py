@@ -1,4 +1,4 @@
-"""What has been done to a gradient in this step: which reductions may follow one another, what ends a state."""
+"""State of a gradient in this step: which reductions may follow one another, and which calls end a state."""
 
 from __future__ import annotations
 

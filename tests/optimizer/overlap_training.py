@@ -62,7 +62,7 @@ def steps(model: nn.Module, optimizer: NeuronZero1Optimizer, call: Train | None 
 
 
 def both(mesh: Mesh, use: Callable[[bool], Any], **options: Any) -> list[Any]:
-    """What each rank returns with overlap, after a comparison with what it returns without, to the bit."""
+    """Results of each rank with overlap, after a bitwise comparison with those without."""
     without, with_overlap = (comm.threads.run(mesh, use, overlap, **options) for overlap in (False, True))
     for expected, result in zip(without, with_overlap):
         assert expected.keys() == result.keys()

@@ -1,4 +1,4 @@
-"""What ZeRO-1 takes for its optimizer: a class, a partial of one, a function; and what it says to all else."""
+"""Optimizers that ZeRO-1 accepts: a class, a partial of one, a function; and its errors for all else."""
 
 from __future__ import annotations
 

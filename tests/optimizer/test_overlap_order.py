@@ -119,7 +119,7 @@ def test_a_bucket_without_a_gradient_holds_back_those_after_it_until_the_step() 
 
 
 def test_reduce_gradients_starts_what_is_left() -> None:
-    """What `reduce_gradients` sums over tp starts after it has, before the step."""
+    """Sums of `reduce_gradients` over tp start after it was called, before the step."""
 
     def rank_main() -> None:
         model = Model(torch.float32)

@@ -79,7 +79,7 @@ def test_every_reader_waits(reader: str) -> None:
 
 @pytest.mark.slow
 def test_compiled_code_waits() -> None:
-    """Where it is not refused: it runs eagerly up to the first use of a parameter that is under way."""
+    """Compiled code that is not refused runs eagerly up to the first use of a parameter that is not gathered yet."""
     linear, gathers = nn.Linear(3, 3, bias=False), Gathers()
     compiled = torch.compile(linear, backend="eager")
     compiled(torch.ones(1, 3))

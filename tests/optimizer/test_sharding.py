@@ -119,7 +119,7 @@ def test_processes_do_the_same() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_over_the_replicas(dtype: torch.dtype) -> None:
-    """Of fp16 the sum over all ranks would overflow, the mean does not."""
+    """A sum of fp16 over all ranks would overflow; the mean does not."""
 
     def rank_main() -> list[float]:
         param = nn.Parameter(torch.zeros(6, dtype=dtype))

@@ -1,4 +1,4 @@
-"""How a model may use its parameters under ZeRO-1: twice, on some ranks only, in few rows; and very small ones."""
+"""Uses of parameters under ZeRO-1: twice, on some ranks only, in few rows; and very small parameters."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_a_group_that_is_added_has_the_defaults_of_the_class() -> None:
 
 @pytest.mark.parametrize("name", ["OneCycleLR", "CyclicLR"])
 def test_schedulers_that_change_momentum(name: str) -> None:
-    """They ask for the optimizer's own defaults, of which the class has more than were passed."""
+    """Such schedulers read the optimizer's defaults, of which the class has more than were passed."""
 
     def trained(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> torch.Tensor:
         arguments = {"OneCycleLR": {"max_lr": 0.1, "total_steps": 9}, "CyclicLR": {"base_lr": 0.1, "max_lr": 0.2}}[name]
@@ -113,7 +113,7 @@ def test_schedulers_that_change_momentum(name: str) -> None:
 
 
 def test_named_parameters_keep_their_names() -> None:
-    """They are in the wrapper's groups and its state dict; the optimizer of the shards has no use for them."""
+    """Names are in the wrapper's groups and its state dict; the optimizer of the shards needs none."""
 
     def rank_main() -> None:
         model = nn.ParameterDict({"a": torch.ones(3), "frozen": torch.ones(2), "b": torch.ones(1)})
@@ -156,7 +156,7 @@ class Counting(torch.optim.SGD):
 
 
 def test_values_that_an_optimizer_keeps_in_its_groups() -> None:
-    """They are in the wrapper's groups, and so in its state dict: a resumed run goes on from them."""
+    """Values in the wrapper's groups are in its state dict: a resumed run continues from them."""
 
     def steps(param: nn.Parameter, optimizer: torch.optim.Optimizer, count: int) -> None:
         for _ in range(count):

@@ -180,7 +180,7 @@ def test_own_rows_are_the_parameter_once_and_the_master_holds_them() -> None:
 
 
 def test_a_master_in_the_dtype_of_its_parameter_is_no_copy() -> None:
-    """What is loaded into the parameter is in the master, and the other way round, and a state dict has its own."""
+    """Values loaded into the parameter are in the master, and vice versa; a state dict has separate tensors."""
 
     def rank_main() -> None:
         model = nn.ParameterDict({"even": torch.ones(4, 3), "odd": torch.ones(3), "low": torch.ones(4).bfloat16()})

@@ -1,4 +1,4 @@
-"""Which layers are recomputed: by class, by name, by what a model says of itself; and what is refused."""
+"""Layers that are recomputed: by class, by name, by the model's own list; and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the linear layers communicate, forward and backward, and in which order."""
+"""Communication of the linear layers, forward and backward, and its order."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Products(TorchDispatchMode):
 
 
 def order_of(layer, x):
-    """What backward does: matrix products by shape, and between them the starts and waits of collectives."""
+    """Operations of backward: matrix products by shape, and between them the starts and waits of collectives."""
     out = layer(x.requires_grad_())
     with comm.record(waits=True) as calls, Products(calls) as products:
         (out[0] if isinstance(out, tuple) else out).sum().backward()

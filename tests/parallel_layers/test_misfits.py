@@ -51,7 +51,7 @@ class Region(nn.Module):
 
 
 def message(mesh, build, x, kind=ValueError):
-    """What each rank of a model with this layer says of this input."""
+    """Error of each rank of a model with this layer for this input."""
 
     def work():
         model = Model(build())

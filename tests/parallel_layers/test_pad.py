@@ -30,7 +30,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    """As an NxD script writes it: the layers are parallel, the heads are counted by hand where they are needed."""
+    """A model as in an NxD script: the layers are parallel, the heads are counted by hand where they are needed."""
 
     def __init__(self, heads: int, kv_heads: int, bias: bool = True) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_nothing_to_pad() -> None:
 
 @pytest.mark.parametrize("wrapped", [Attention, (Attention,), [Attention, nn.Embedding]])
 def test_the_hook_is_called_for_instances_of_a_wrapped_class_alone(wrapped: Any) -> None:
-    """As the guide says: a hook that sets an attribute of the attention must not be given its projections."""
+    """The guide's case: a hook that sets an attribute of the attention must not be called with its projections."""
 
     def rank() -> Any:
         seen: list[tuple[nn.Module, float]] = []

@@ -1,4 +1,4 @@
-"""What layers become of their arguments, in whole: attributes, layouts, shapes and what is drawn, as a file.
+"""Layers by their arguments: attributes, layouts, shapes and initial values, as a file.
 
 `layers.txt` has what was reviewed; NXD_UPDATE_LAYERS=1 writes it anew. That layers compute what they should, parity
 shows.
@@ -218,7 +218,7 @@ def test_what_tells_orders_apart(name: str, fitting: list[Any], others: list[Any
 
 
 def test_defaults_of_what_is_refused_or_ignored() -> None:
-    """They are NxD's, or a call that leaves them alone would be told something."""
+    """Defaults are NxD's; else a call without these arguments would get an error or a warning."""
     assert {name: default for name, (default, _) in signatures.REFUSED.items()} == {
         "pad": False, "pad_alignment_size_per_rank": 1, "keep_padded_output": False, "rank_ordering": None,
         "autograd_func_class": None,

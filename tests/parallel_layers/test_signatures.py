@@ -97,7 +97,7 @@ def parameters(text):
 
 
 def state(built):
-    """What was made of the arguments."""
+    """Attributes that a layer set from its arguments."""
     values = {name: value for name, value in vars(built).items() if not name.startswith("_") and name != "recorder"}
     values.pop("placement_is_open", None)  # asking for parameters closes it
     values.pop("comparison", None)  # with the other ranks: of the model itself, not of its arguments
@@ -184,7 +184,7 @@ def test_the_signature_that_help_shows_has_the_releases_positions(cls):
 
 
 def test_what_no_type_tells_is_refused(monkeypatch):
-    """Of two orders that both fit, none is taken."""
+    """Neither of two orders that both fit is chosen."""
     both = signatures.Signature("a stride device dtype", guide="a device stride")
     monkeypatch.setitem(signatures.SIGNATURES, "both", both)
 

@@ -90,7 +90,7 @@ def test_the_document_is_what_is_generated() -> None:
 
 
 def test_experts_on_a_kernel_whose_fake_implementation_takes_less() -> None:
-    """What transformers chooses for float32, grouped_mm, runs on values while it is recorded."""
+    """The default of transformers for float32, grouped_mm, runs on values while it is recorded."""
     mixtral = next(each for each in ARCHITECTURES if each.name == "Mixtral")
     model, inputs = mixtral.make().float(), mixtral.inputs()
     model.config._experts_implementation = "grouped_mm"

@@ -45,7 +45,7 @@ def local_names(**options: Any) -> list[list[str]]:
 
 
 def warnings_of(**options: Any) -> list[str]:
-    """What one rank says; it trains in any case."""
+    """Warnings of one rank; it trains in any case."""
     signatures._warned.clear()
     with comm.as_rank(Mesh(1), 0), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

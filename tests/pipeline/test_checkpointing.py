@@ -34,7 +34,7 @@ TRAIN: dict[str, Any] = {"output_loss_value_spec": True, "num_microbatches": 2}
 
 
 def counted(module: nn.Module, inside: str) -> Counter[str]:
-    """How often each submodule whose name ends in `inside` runs, recordings left out."""
+    """Number of runs of each submodule whose name ends in `inside`, recordings left out."""
     calls: Counter[str] = Counter()
 
     def count(name: str, module: nn.Module, args: Any, output: torch.Tensor) -> None:
@@ -372,7 +372,7 @@ def dropping_llama_gradients(enable: str) -> Any:
 
 @pytest.mark.process
 def test_attention_dropout_of_sharded_heads_is_replayed() -> None:
-    """It draws from this rank's own stream, which torch's checkpoint, Hugging Face's own, does not know."""
+    """Dropout draws from this rank's stream, which torch's checkpoint (Hugging Face's default) does not restore."""
     plain, *others = (
         processes(2).run(dropping_llama_gradients, enable, mesh=dict(tp=2)) for enable in ("", "hf", "layers")
     )

@@ -146,7 +146,7 @@ def test_losses_and_outputs_come_from_where_the_model_ends(end: int, chunks: dic
 @pytest.mark.parametrize("pp", [2, 3])
 @BOTH
 def test_both_ways_between_two_stages_have_communicators_of_their_own(pp: int, chunks: dict[str, Any]) -> None:
-    """Where messages between two ranks are one queue (NCCL), neither way may wait for the other."""
+    """Neither direction may wait for the other where messages between two ranks are one queue (NCCL)."""
 
     def use(pipeline: NxDPPModel) -> Any:
         pipeline.run_train(**batch())

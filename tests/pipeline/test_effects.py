@@ -1,4 +1,4 @@
-"""What options of `NxDPPModel` do: memory of what was sent, what is returned, what a second kind of input changes."""
+"""Options of `NxDPPModel`: memory of sent tensors, returned values, changes for a second kind of input."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow  # together more than the fast tier has room for
 
 
 def alive_at_each_forward(pipeline: NxDPPModel) -> list[int]:
-    """Of what this stage sent before: how many tensors have memory when it has made the next one."""
+    """Number of tensors sent earlier by this stage that still have memory after each forward."""
     sent: list[StorageWeakRef] = []
     counts: list[int] = []
 

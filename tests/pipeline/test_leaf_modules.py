@@ -86,7 +86,7 @@ class Rotated(Model):
 
 
 def calls_of_the_leaf(model: nn.Module, tp: int = 1) -> list[int]:
-    """How often each of four stages calls it."""
+    """Number of calls on each of four stages."""
     with comm.as_rank(Mesh(tp, tp=tp), 0):
         plans = split(record(model, batch(), [Block, Rope]), ["layers.0", "layers.1", "layers.2"])
     return [sum(node.target == "rope" for node in plan.nodes) for plan in plans]
@@ -230,7 +230,7 @@ def test_the_rotary_embedding_of_llama_as_in_the_guide(pp: int, names: str | Non
 
 
 def test_a_rotary_embedding_that_branches_on_positions() -> None:
-    """As a leaf it is refused; looked into, it has the frequencies of longer sequences than it was made for."""
+    """A leaf is refused; looked into, the embedding has frequencies of longer sequences than it was built for."""
     model = llama(max_position_embeddings=6, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 

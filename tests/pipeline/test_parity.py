@@ -286,7 +286,7 @@ def test_whatever_lies_between_layers(model_class: Any, pp: int, microbatches: i
 
 @pytest.mark.parametrize("model_class,pp,microbatches", [(SharedLayer, 2, 2), (OutOfOrder, 2, 2), (OutOfOrder, 4, 4)])
 def test_layers_that_run_in_another_order(model_class: Any, pp: int, microbatches: int) -> None:
-    """They are placed by how they run, with example inputs or with those of the first run (`test_placement.py`)."""
+    """Layers are placed in the order in which they run, with example inputs or those of the first run."""
     model = make(model_class)
     check_with_example(model, {key: value[:2] for key, value in batch().items()}, pp, microbatches)
     check_parity(Mesh(pp, pp=pp), model, batch(), microbatches)

@@ -265,9 +265,9 @@ class LooksOnly(Between):
 
 
 def test_a_stage_through_which_no_call_goes_is_refused() -> None:
-    """What the inputs give may run anywhere, so it is nothing to do; a parameter that is only looked at neither."""
+    """Values of inputs alone may be computed anywhere and are no work; nor is a parameter that is only inspected."""
     options = {**OPTIONS, "transformer_layer_cls": None, "auto_partition": False, "pipeline_cuts": ["embed", "act"]}
-    nothing = r"pipeline stage 1 of 3 has nothing to do: .* between cuts 'embed' and 'act'"
+    nothing = r"pipeline stage 1 of 3 is empty: .* between cuts 'embed' and 'act'"
     for use in (lambda p: p.trace(kwargs=batch()), lambda p: p.run_train(**batch())):
         with pytest.raises(ValueError, match=nothing):
             on_ranks(Mesh(3, pp=3), make(LooksOnly), use, **options)
@@ -323,7 +323,7 @@ def test_a_parameter_of_a_container_is_where_the_container_begins() -> None:
 
 
 def test_the_advice_names_leaf_module_cls_where_it_helps() -> None:
-    """Where a cut goes through a module that reads its children's weights."""
+    """A cut through a module that reads its children's weights."""
 
     class Fused(nn.Module):
         def __init__(self) -> None:

@@ -106,7 +106,7 @@ def test_a_lane_is_what_one_collective_can_carry() -> None:
 
 
 def test_sends_under_way_are_within_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was sent is freed when its window is over, and not at the end of the step."""
+    """Sent tensors are freed when their window is over, and not at the end of the step."""
     under_way: dict[tuple[str, int], int] = {}
     most: dict[tuple[str, int], int] = {}
     send = comm.send

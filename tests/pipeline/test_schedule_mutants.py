@@ -37,7 +37,7 @@ OTHERS = 40  # swaps that are no neighbours, of each schedule, in `make test`
 
 
 class Swap(NamedTuple):
-    """Of which stage, which tasks: numbers in its computations, or in all its tasks."""
+    """Two tasks of a stage to swap: numbers in its computations, or in all its tasks."""
 
     stage: int
     first: int

@@ -173,7 +173,7 @@ def test_to_and_from_xser(llama: tuple[Any, Path], tmp_path: Path) -> None:
 
 
 class ConverterOfExperts(CheckpointConverterBase):
-    """As users write it: experts stacked as `[experts, hidden, width]`, and the config's names are its own."""
+    """A user's model: experts stacked as `[experts, hidden, width]`, and a config with its own names."""
 
     attribute_map = {
         "num_attention_heads": "n_heads",

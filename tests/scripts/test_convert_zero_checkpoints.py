@@ -72,7 +72,7 @@ def test_through_whole_states(tmp_path: Path) -> None:
 
 
 def test_xser(tmp_path: Path) -> None:
-    """What is written is xser too, and back at the first dp it is what it was."""
+    """Output of xser input is xser too, and converting back to the first dp restores the input."""
     source = write(tmp_path / "a", 2, xser=True)
     assert run(source, tmp_path / "b", "--convert_to_sharded", "--dp_size", "3") == 0
     tensors = tmp_path / "b" / "optim" / "dp_rank_02_tp_rank_00_pp_rank_00.pt.tensors"

@@ -124,7 +124,7 @@ def test_activation_checkpoints(reentrant):
 
 
 class Passing(torch.autograd.Function):
-    """As FSDP's: returns what it gets."""
+    """An autograd function like FSDP's: returns its inputs."""
 
     seen: list = []
 

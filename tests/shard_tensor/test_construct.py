@@ -147,7 +147,7 @@ def test_from_local_by_chunks_and_by_what_is_told():
 
 
 def test_only_infer_compares_between_ranks():
-    """What differs elsewhere is noticed by the next exchange of parts, and not by a sum: docs/shard-tensor.md."""
+    """Different layouts elsewhere are noticed by the next exchange of parts, not by a sum: docs/shard-tensor.md."""
 
     def make(mesh):
         rank = mesh.get_local_rank()

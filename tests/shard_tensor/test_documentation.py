@@ -25,7 +25,7 @@ TABLE = re.findall(
 
 
 def operands(mesh: Any, sizes: Any = None, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """What the table's code names; plain tensors where the mesh is None."""
+    """Names in the table's code; plain tensors where the mesh is None."""
 
     def part(*shape):
         whole = torch.linspace(0, 1, torch.Size(shape).numel(), dtype=dtype).view(shape).requires_grad_()
@@ -49,7 +49,7 @@ def operands(mesh: Any, sizes: Any = None, dtype: torch.dtype = torch.float32) -
 
 
 def told(r: Any) -> str:
-    """As the table says it: `1 exchange, 256`."""
+    """Formats traffic like the table: `1 exchange, 256`."""
     verbs: dict[str, int] = {}
     for each in r.calls:
         verbs[each.call.verb] = verbs.get(each.call.verb, 0) + 1

@@ -46,7 +46,7 @@ def tensors(sample: Any) -> tuple[list[Any], Any, list[int]]:
 
 
 def said(op: Any, sample: Any, odd: int, make: Any) -> str:
-    """What a call is refused with whose operand `odd` is `make(x)`; all other tensors are sharded, or replicated."""
+    """Error of a call whose operand `odd` is `make(x)`; all other tensors are sharded, or replicated."""
     flat, tree, fit = tensors(sample)
     for i, x in enumerate(flat):
         if isinstance(x, torch.Tensor) and x.layout is torch.strided:

@@ -44,7 +44,7 @@ def whole(*shape: int) -> torch.Tensor:
 
 
 def sample() -> dict[str, int]:
-    """How many layouts of each family were computed."""
+    """Number of computed layouts, by family."""
     counts = dict.fromkeys(FAMILIES, 0)
     for name, case in SAMPLE:
         counts[name] += check_on_this_rank(case, (2,), 2)

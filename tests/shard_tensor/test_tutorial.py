@@ -1,4 +1,4 @@
-"""What the tutorial's first examples communicate, and the placements that it prints."""
+"""Communication of the tutorial's first examples, and the placements that it prints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_example_1_reduces_one_scalar():
 
 
 def test_shards_that_disagree_keep_the_larger_one():
-    """As the tutorial prints it, with the larger tensor in its shards, and the smaller one gathered."""
+    """The tutorial's case: the larger tensor stays sharded, and the smaller one is gathered."""
 
     def run(mesh):
         a, b = _vectors(mesh, (2345, 3), (123, 3))

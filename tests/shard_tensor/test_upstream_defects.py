@@ -1,4 +1,4 @@
-"""What torch 2.13's DTensor and physicsnemo 2.2.2's ShardTensor get wrong, by name: each is right here, on any split.
+"""Defects of torch 2.13's DTensor and physicsnemo 2.2.2's ShardTensor, by name: each case is right here, on any split.
 
 In brackets: what theirs does.
 """

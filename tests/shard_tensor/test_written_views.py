@@ -1,4 +1,4 @@
-"""What is written in place into a tensor or a view of it, as autograd functions see it that know no ShardTensors."""
+"""Writes in place into a tensor or a view of it, as autograd functions see them that know no ShardTensors."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def test_pieces_are_the_whole(size, lead, smoothing):
 
 
 def in_place(logits, labels, g, options):
-    """As `ours`, of logits that a layer made; whether the gradient is in their memory."""
+    """Like `ours`, of logits that a layer computed; also returns whether the gradient is in the logits' memory."""
     tp, rank = comm.size("tp"), comm.rank("tp")
     source = logits.chunk(tp, -1)[rank].clone().requires_grad_()
     made = source * 1
@@ -266,7 +266,7 @@ def test_a_leaf_is_left_as_it_is():
 
 
 def test_without_gradients_logits_are_left_as_they_are():
-    """What reentrant checkpoints read again is among them."""
+    """Reentrant checkpoints read such logits again."""
     logits, labels = draw(3, K, seed=1), random_labels(3)
 
     def gradient(inplace, checkpointed):
@@ -394,7 +394,7 @@ def test_columns_of_minus_infinity_are_no_part_of_the_vocabulary(tp, real, smoot
 
 
 def test_minus_infinity_in_some_rows():
-    """Of pieces of one row, some have such columns and some have none."""
+    """Pieces of one row, some with such columns and some without."""
     logits, labels, g = 4 * draw(6, K, seed=1), random_labels(6) % 8, draw(6, seed=2)
     logits[::2, 8:] = -math.inf
     options = dict(label_smoothing=0.3)

@@ -66,7 +66,7 @@ def test_a_region_and_its_types_are_checked_as_it_is_written():
 
 
 class Doubled(nn.Module):
-    """It sums what is whole already, if it is `wrong`."""
+    """Two parallel layers; if `wrong`, with a sum over a complete result."""
 
     def __init__(self, wrong):
         super().__init__()

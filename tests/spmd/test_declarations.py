@@ -1,4 +1,4 @@
-"""What users declare about tensors: contradictions are errors, and one type alone is meant for all axes."""
+"""Declarations of users about tensors: contradictions are errors, and a single type is meant for all axes."""
 
 from __future__ import annotations
 

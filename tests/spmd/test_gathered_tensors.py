@@ -1,4 +1,4 @@
-"""Whether a tensor was gathered, as autograd remembers it: through which functions, over which ranks, how far back."""
+"""Detection of gathered tensors in autograd graphs: through which functions, over which ranks, how far back."""
 
 from __future__ import annotations
 

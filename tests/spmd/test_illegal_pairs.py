@@ -23,7 +23,7 @@ STACKED = torch.arange(8, dtype=torch.float64).reshape(2, 4)  # what V stacks: [
 
 
 def takes(operator, src, dst):
-    """Whether it has a row, or nothing to do."""
+    """Returns whether the operator has a row for the pair, or nothing to do."""
     if operator in ("convert", "reinterpret"):
         data_is_the_same = {src.letter, dst.letter} == {"V", "S"} and operator == "convert"
         if src == dst or data_is_the_same:

@@ -59,7 +59,7 @@ def batch() -> dict[str, object]:
 
 
 def of_every_rank(mesh: Mesh, change: Callable[[nn.Module, dict], None] | None = None, **options):
-    """What `verify` gives or raises on each rank, and the warnings."""
+    """Result or error of `verify` on each rank, and the warnings."""
 
     def program():
         model, inputs = build(), batch()

@@ -1,4 +1,4 @@
-"""What a walk over a model finds is kept, until the model is another one."""
+"""Results of a walk over a model are cached until the model changes."""
 
 from __future__ import annotations
 

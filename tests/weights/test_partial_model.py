@@ -1,4 +1,4 @@
-"""What counts as a model of which this rank holds a part, and what an ordinary module answers in its place."""
+"""Models of which this rank holds a part, and the defaults for an ordinary module."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def test_layouts_survive_rewrapping():
 
 
 def test_layouts_survive_being_replaced_behind_the_modules_back():
-    """As some libraries do: into `_parameters`. `named_specs` finds the layout with the module, and puts it back."""
+    """Some libraries write into `_parameters`. `named_specs` finds the layout with the module, and restores it."""
     model = Model()
     for module in model.modules():
         for name, param in list(module._parameters.items()):

@@ -41,7 +41,7 @@ def watched(function, *args, **mesh):
 
 
 def told(function, *args, size=2, mesh=None):
-    """What each rank was told. The workers are not used again: after a parting their connections are of no use."""
+    """Messages that each rank reported. The workers are not reused: their connections are broken after a parting."""
     try:
         processes(size).run(_raising, function, args, mesh or {}, initialize=False, timeout=30)
     except WorkerFailure as failure:

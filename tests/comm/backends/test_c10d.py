@@ -95,7 +95,7 @@ def test_merged_axes_that_no_step_uses_are_made_when_first_used(made):
 
 
 def test_a_world_that_is_bound_to_a_device_is_split_by_all_ranks_at_once(made, monkeypatch):
-    """As NCCL's split wants it: a rank that is in no group comes too, and stands by."""
+    """NCCL's split needs all ranks: one that is in no group takes part too."""
     join(0, 8)
     ps.initialize_model_parallel()
     monkeypatch.setattr(c10d, "_device_of_world", lambda: torch.device("cuda", 0))

@@ -208,7 +208,7 @@ def test_a_silent_twin_inside_reads_for_the_one_outside():
 
 
 def test_values_are_those_of_the_shapes_backend():
-    """As if every rank held what this one holds; and each verb leaves one event, awaited once."""
+    """Every rank is assumed to hold this rank's value; each verb records one event, awaited once."""
     x = torch.arange(8.0).view(4, 2)
     calls = {
         "all_reduce": lambda: comm.all_reduce(x, "tp"),

@@ -1,4 +1,4 @@
-"""What XLA communicators, groups and worlds are, on a `torch_xla` that is played; tests/xla lowers programs."""
+"""XLA communicators, groups and worlds on a simulated `torch_xla`; tests/xla lowers programs."""
 
 from __future__ import annotations
 

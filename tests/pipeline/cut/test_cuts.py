@@ -1,4 +1,4 @@
-"""Where the cuts go."""
+"""Positions of cuts."""
 
 from __future__ import annotations
 

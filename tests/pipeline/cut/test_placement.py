@@ -1,4 +1,4 @@
-"""What each stage holds."""
+"""Parameters and buffers of each stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each stage runs, and what travels between stages."""
+"""Computations of each stage, and tensors sent between stages."""
 
 from __future__ import annotations
 

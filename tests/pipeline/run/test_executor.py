@@ -381,7 +381,7 @@ def test_live_activations_are_those_of_the_schedule(
 
 
 def _sizes(alone: dict[Task, int]) -> dict[tuple[Kind, int], int]:
-    """What a microbatch keeps after each kind of task, by chunk, from a step of one microbatch."""
+    """Memory of a microbatch after each kind of task, by chunk, from a step of one microbatch."""
     sizes: dict[tuple[Kind, int], int] = {}
     now: dict[int, int] = {}
     for task, alive in alone.items():

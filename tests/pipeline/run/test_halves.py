@@ -98,7 +98,7 @@ def test_a_result_of_parameters_alone_recomputes_nothing_again(branches: bool) -
 
 
 def test_hooks_run_once() -> None:
-    """Of parameters in the second half; of activations and nodes in the first, with effect."""
+    """Hooks of parameters run in the second half; hooks of activations and nodes in the first, with effect."""
     seen: list[str] = []
 
     def note(name: str, factor: float = 1.0) -> Callable[[Any], Any]:

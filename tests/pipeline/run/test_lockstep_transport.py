@@ -48,7 +48,7 @@ PP2 = Mesh(2, pp=2)
 
 
 class Programs(threading.local):
-    """What each rank's programs would consist of, as its thread does it."""
+    """Contents of each rank's programs, as its thread runs them."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -322,7 +322,7 @@ def test_errors_name_task_and_stage() -> None:
 
 
 def test_each_task_and_each_transfer_is_a_program(programs: Programs) -> None:
-    """Where both stages have something to do, they do it at once; a permutation is alone, and the same on all ranks."""
+    """Two busy stages compute at the same time; a permutation is alone, and equal on all ranks."""
 
     def use(pipeline: NxDPPModel) -> Any:
         programs.cut()

@@ -1,4 +1,4 @@
-"""Which output is the loss: specs that fit, and messages that show the spec and the output where one does not."""
+"""Specs of the loss: ones that fit, and messages that show spec and output where one does not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Named(NamedTuple):
 
 
 class Output(OrderedDict[str, Any]):
-    """As Hugging Face's: a dict of another class."""
+    """A dict of another class, like Hugging Face's outputs."""
 
 
 pytree.register_pytree_node(

@@ -1,4 +1,4 @@
-"""What the transport does in a step, counted: messages, waits, buffers, and questions to the schedule."""
+"""Work of the transport in a step, counted: messages, waits, buffers, and questions to the schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step returns of its losses on each rank; and where a loss that is not finite begins."""
+"""Losses that a step returns on each rank; and the origin of a loss that is not finite."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MESH = Mesh(8, pp=2, cp=2)
 
 
 def _reported(last_stage: int, report_on: str = "cpu", **options: bool) -> list[Any]:
-    """Of losses `rank` and `rank + 4` on each rank of the last stage."""
+    """Reports on losses `rank` and `rank + 4` on each rank of the last stage."""
 
     def rank() -> Any:
         losses = [torch.tensor(float(comm.rank("world") + more), dtype=F64) for more in (0, 4)]

@@ -1,4 +1,4 @@
-"""How tensors travel between stages: which of them, in which shape, and with which strides they arrive."""
+"""Tensors sent between stages: which of them, in which shape, and with which strides they arrive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ F32 = torch.float32
 
 
 class Plan(StagePlan):
-    """Of which only the specs are asked."""
+    """A plan with specs only."""
 
     def __init__(self, received: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ def test_the_order_is_megatrons(sizes: tuple[int, int, int]) -> None:
 
 
 def megatron_order(num_stages: int, num_microbatches: int, num_chunks: int, group: int, stage: int) -> list[Task]:
-    """What `forward_backward_pipelining_with_interleaving` does, by Megatron's own table and number of warmups."""
+    """Tasks of `forward_backward_pipelining_with_interleaving`, by Megatron's own table and number of warmups."""
     schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
     table = schedules.get_schedule_table(num_microbatches, num_chunks, group)
     warmup = min(2 * (num_stages - stage - 1) + (num_chunks - 1) * group, len(table))
@@ -60,7 +60,7 @@ def test_the_order_is_that_of_megatrons_own_table() -> None:
 
 
 def test_groups_are_as_equal_as_they_can_be() -> None:
-    """Of 7 microbatches over 3 stages, 4 and 3 go around together."""
+    """Rounds of 4 and 3 for 7 microbatches over 3 stages."""
     order = Interleaved(3, 7, 2).computations(2)
     forwards = [task for task in order if task.kind is Kind.FORWARD]
     assert format_schedule(forwards) == "F0 F1 F2 F3 F0.1 F1.1 F2.1 F3.1 F4 F5 F6 F4.1 F5.1 F6.1"

@@ -1,4 +1,4 @@
-"""What the proof that a schedule runs does not let through."""
+"""Schedules that the proof rejects."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_a_route_is_what_the_schedule_says(name: str, chunks: int, stages: int, 
 
 
 def test_a_kind_is_the_same_key_after_a_copy() -> None:
-    """It hashes by identity, which copies and pickles keep."""
+    """Kinds hash by identity, which survives copies and pickles."""
     task = Task(Kind.FORWARD, 0, 3)
     assert {task: 1}[pickle.loads(pickle.dumps(task))] == {task: 1}[copy.deepcopy(task)] == 1
     assert hash(Kind("F")) == hash(Kind.FORWARD)

@@ -1,4 +1,4 @@
-"""What holds of every schedule: nothing twice, nothing too early, no deadlock, and its formulas as counted."""
+"""Properties of every schedule: nothing twice, nothing too early, no deadlock, and its formulas as counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which schedule a name, a number of chunks or a user's own schedule stands for."""
+"""Schedules by name, number of chunks or a user's own schedule."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_the_width_follows_the_shortest_usual_task() -> None:
 
 
 def test_the_themes_colours_differ() -> None:
-    """What stands on another thing can be seen on it."""
+    """Marks on top of other marks have a visible colour."""
     for theme in (LIGHT, DARK):
         assert len({*theme.values()}) == len(theme)
     assert LIGHT.keys() == DARK.keys()
@@ -159,7 +159,7 @@ def test_shapes_are_where_the_scene_has_them(tmp_path: Path) -> None:
 
 
 def _ink(picture: Any, colour: str) -> tuple[int, int, int, int, int]:
-    """Of the pixels nearer to `colour` than to the page: left, right, top, bottom, and how many."""
+    """Box of the pixels nearer to `colour` than to the page: left, right, top, bottom, and their number."""
     dark = [(x, y) for x in range(200) for y in range(100) if sum(picture.getpixel((x, y))) < 3 * 140]
     assert any(_is(picture.getpixel(pixel), colour) for pixel in dark)
     xs, ys = zip(*dark)

@@ -13,7 +13,7 @@ from tests.shard_tensor.support.cases import assert_close, on_ranks
 
 
 def casts(mesh):
-    """Of another tensor they take the dtype alone: x keeps its shape, its layout and its gradient."""
+    """Casts with another tensor use its dtype alone: x has the same shape, layout and gradient as before."""
     whole = torch.linspace(0, 1, 12, dtype=torch.float64).view(4, 3)
     others = [
         distribute_tensor(torch.ones(5, 7), mesh, [Shard(1)], src=None)[2, 3],

@@ -162,7 +162,7 @@ def test_half_precision_is_summed_in_float32(name: str, dim: int, dtype: torch.d
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_sums_over_classes_in_half_precision(dim: int, dtype: torch.dtype) -> None:
-    """They are above the largest fp16, 65504, and what bf16 adds to 256 is lost."""
+    """Sums above 65504, the largest fp16; in bf16 each summand would be lost against 256."""
     x = torch.randn(2, 70_000, generator=torch.Generator().manual_seed(0)).to(dtype)
     target = torch.tensor([5, 69_000])
     near = 4 * torch.finfo(dtype).eps

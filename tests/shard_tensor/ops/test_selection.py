@@ -1,4 +1,4 @@
-"""What selection along sharded dims communicates, and what is refused on all ranks."""
+"""Selection along sharded dims: communication, and errors on all ranks."""
 
 from __future__ import annotations
 

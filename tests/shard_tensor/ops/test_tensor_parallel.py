@@ -423,7 +423,7 @@ def test_operators_that_add_or_take_a_dim(operator):
 
 
 def test_reducing_gradients_over_the_domain_as_well_changes_nothing():
-    """They are whole on all of its ranks already, and their mean is what each of them is."""
+    """Shards are equal on all ranks of the mean, so the mean equals each of them."""
 
     def rank():
         layer = LAYERS["sequence, layer norm"]

@@ -146,7 +146,7 @@ def check_on_this_rank(case: Case, mesh_shape: tuple[int, ...], most: int = MOST
 
 
 def _checks(case: Case, mesh_shape: tuple[int, ...], most: int) -> Callable[[], list[str]]:
-    """What a rank does: it checks all layouts, and returns what each was refused with."""
+    """Checks all layouts on one rank, and returns the error of each."""
     plain = operands(case)
     expected = tensors(case.function(*plain))
     weights = [torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) for y in expected]

@@ -131,7 +131,7 @@ def assigned(x: torch.Tensor, index: object, value: object) -> torch.Tensor:
 
 
 def brute_force_knn(x: torch.Tensor, y: torch.Tensor, k: int) -> torch.Tensor:
-    """As the tutorial's."""
+    """Nearest neighbours as the tutorial computes them."""
     displacement = x[None, :, :] - y[:, None, :]
     distance = torch.norm(displacement, dim=2)
     distance, indices = torch.topk(distance, k=k, dim=1, largest=False)
