@@ -35,6 +35,7 @@ from ..spmd.watching import no_typecheck
 from ..torch_internals.fake_tensors import FakeTensor
 from ..torch_internals.modules import call_with_hooks
 from ..torch_internals.tensors import pytree
+from ..torch_internals.versions import warn_if_untested
 from .checkpointed_spans import Checkpoints
 from .effects import has_tensors, storage_of, tensors_in
 from .evaluation import Evaluation, name_of
@@ -71,6 +72,7 @@ def record(
             autocast of another device type than `device`.
         CommError: the forward communicates between pipeline stages.
     """
+    warn_if_untested("the recorder of forwards")
     if device is None:
         tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
         device = tensors[0].device if tensors else torch.device("cpu")

@@ -2,8 +2,9 @@
 
 Adapting a new release of torch begins here: `tests/test_torch_internals.py` shows that every name exists in the
 installed torch, and that no other file of the package names a private of torch. Each comment says what breaks without
-the name. All of them were seen in torch 2.9.0 and 2.13.0.
+the name.
 
+    versions.py     versions that the tests ran on, and a warning for newer ones
     tensors.py      attributes and functions of tensors and storages; containers of tensors
     modules.py      members of `nn.Module`, and methods of torch's classes that ours extend
     autograd.py     the running backward, nodes of the graph, hooks on saved tensors, custom functions

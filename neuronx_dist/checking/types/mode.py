@@ -40,6 +40,7 @@ from ...spmd.watching import HANDLERS, Watcher, entered, left
 from ...torch_internals.autograd import in_backward
 from ...torch_internals.modules import BackwardHookFunction
 from ...torch_internals.tensors import version_of
+from ...torch_internals.versions import warn_if_untested
 from . import raw_collectives as raw
 from .axis_powers import tracked
 from .declared import parameter_type
@@ -119,6 +120,7 @@ class SpmdTypeMode(Session):
     def __init__(self, mesh: Any = None, *, level: str = "G", strict: bool = True) -> None:
         if level not in ("G", "L"):
             raise ValueError(f"level must be 'G' (global) or 'L' (local), got {level!r}")
+        warn_if_untested("the type checker")
         super().__init__(mesh, level, strict)
         self._memo = _memos[False]
         self._before: list[Watcher | None] = []

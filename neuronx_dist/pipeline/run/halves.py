@@ -63,6 +63,7 @@ from ...torch_internals.autograd import (
     raw_saved_names,
     set_needs_input_grad,
 )
+from ...torch_internals.versions import warn_if_untested
 from .line import Branch, below, follow, is_custom
 from .recomputation import keep_for_later, keep_no_more
 
@@ -189,6 +190,7 @@ def divide(
     Returns:
         `(grads, weight_half)`: None for an input that no root depends on.
     """
+    warn_if_untested("a backward pass in two halves")
     line = follow([root.node for root in roots], {edge.node for edge in inputs})
     if line.compiled:
         torch.autograd.backward(roots, root_grads)
