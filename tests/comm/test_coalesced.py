@@ -128,9 +128,9 @@ def test_one_collective_for_each_dtype_on_the_wire():
 def test_what_does_not_fit_is_refused():
     with comm.as_rank(Mesh(2, tp=2), 0):
         xs = [torch.ones(2), torch.ones(3)]
-        with pytest.raises(ValueError, match="all_reduce over tp: out has 1 tensors, for 2"):
+        with pytest.raises(ValueError, match="all_reduce over tp: out has 1 tensors, but the input has 2"):
             comm.all_reduce(xs, "tp", out=[torch.ones(2)])
-        with pytest.raises(ValueError, match=r"out has shape \(2,\), the result \(3,\)"):
+        with pytest.raises(ValueError, match=r"out has shape \(2,\), but the result has \(3,\)"):
             comm.all_reduce(xs, "tp", out=[torch.ones(2), torch.ones(2)])
         with pytest.raises(ValueError, match=r"reduce_scatter over tp.*\(3,\).*not divisible by 2"):
             comm.reduce_scatter(xs, "tp")

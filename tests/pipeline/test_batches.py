@@ -136,8 +136,8 @@ def test_a_tensor_of_one_row_goes_whole_to_every_microbatch(rows: int | None) ->
 def test_inputs_with_different_numbers_of_rows_are_refused(run: str) -> None:
     """With one microbatch nothing is cut, and what the model does with them is its own affair."""
     message = (
-        r"inputs \['ids'\] and \['mask'\] have 8 and 6 rows, of which 2 microbatches would get 4 and 3 each\. "
-        r"Pass one row for each sample .*, or a single row, \[1, \.\.\.\], for a tensor "
+        r"inputs \['ids'\] and \['mask'\] have 8 and 6 rows, so each of 2 microbatches would get 4 and 3\. "
+        r"Pass one row for each sample .*, or a single row, \[1, \.\.\.\], for a tensor that all "
         r"microbatch"
     )
     inputs = {**batch(), "mask": torch.zeros(SEQ, SEQ, dtype=torch.float64)}

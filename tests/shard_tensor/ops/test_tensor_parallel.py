@@ -335,11 +335,11 @@ def sharded_input(mesh: DeviceMesh, dim: int, sizes: tuple[int, ...]) -> ShardTe
 REFUSALS = {
     "own axis": (
         lambda mesh: row(tensor_model_parallel_group="dp", input_is_parallel=False)(sharded_input(mesh, 1, (10, 6))),
-        "ValueError: convert over dp, of a ShardTensor [Shard(dim=1)] on DeviceMesh",
+        "ValueError: convert over dp of a ShardTensor [Shard(dim=1)] on DeviceMesh",
     ),
     "own axis, no operator": (
         lambda mesh: column(tensor_model_parallel_group="dp", gather_output=False)(sharded_input(mesh, 1, (10, 6))),
-        "ValueError: ColumnParallelLinear over dp, of a ShardTensor [Shard(dim=1)] on DeviceMesh",
+        "ValueError: ColumnParallelLinear over dp of a ShardTensor [Shard(dim=1)] on DeviceMesh",
     ),
     "features": (
         lambda mesh: row()(sharded_input(mesh, 2, (4, 4))),
