@@ -147,7 +147,7 @@ def test_steps_of_torch_xla_cut():
 @pytest.mark.parametrize(
     "batches, message",
     [
-        ([[(X,)]], r"batches for 1 ranks, of \[1\] steps"),
+        ([[(X,)]], r"batches: got lists for 1 ranks, of \[1\] steps"),
         ([[(X,)], [(X,)], [(X,)], []], r"of \[1, 1, 1, 0\] steps"),
         ([[X]] * 4, "batch 0 of rank 0: must be a tuple"),
     ],

@@ -152,7 +152,7 @@ def test_ranks_without_messages_are_refused(tmp_path: Path, monkeypatch: pytest.
     def rank() -> None:
         monkeypatch.setattr(type(comm.current().backend), "has_messages", False)
         with pytest.raises(
-            RuntimeError, match=r"Mlp is a pipeline of 2 stages, .* \(threads\) have none.*policy without"
+            RuntimeError, match=r"Mlp is a pipeline of 2 stages, .* backend threads has none.*policy without"
         ):
             parallelize(module("mlp"), given, "pp", config(2), gen_savedir=tmp_path)
 
