@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import forked
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.process
@@ -35,31 +35,11 @@ def line(text: str) -> str:
 
 def run(how: str, **more: str) -> tuple[list[str], list[int], float]:
     """Output and exit code of both ranks, and the seconds from the failure to the end of the last."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(JOB), how],
-            env=environment(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **more),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        deadline = time.monotonic() + 60
-        outputs = [rank.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for rank in ranks]
-        ended = time.time()
-    finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-                rank.wait()
+    result = forked.run([str(JOB), how], ranks=2, timeout=60, **more)
+    outputs = [output + error for output, error in zip(result.outputs, result.errors)]
     marks = [float(mark) for output in outputs for mark in re.findall(r"(?:failing|started) at ([\d.]+)", output)]
     assert marks, outputs
-    return outputs, [rank.returncode for rank in ranks], ended - max(marks)
+    return outputs, result.codes, result.ended - max(marks)
 
 
 @pytest.mark.parametrize("how", ["collective", "gather", "backward", "computing"])

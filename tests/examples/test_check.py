@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
+from tests.support import forked
 from tests.support.paths import ROOT
 
 pytest.importorskip("transformers")
@@ -18,20 +15,10 @@ SCRIPT = str(ROOT / "examples" / "train_llama.py")
 SMALL = ["--steps", "1", "--global-batch", "4", "--seq-len", "32", "--microbatches", "2", "--tp", "2"]
 
 
-def run(*flags: str, processes: int = 1) -> tuple[int, str]:
-    """Exit code and output, on so many processes of torchrun."""
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        launcher += ["--nproc-per-node", str(processes)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env["PYTHONPATH"] = f"{ROOT}:{env.get('PYTHONPATH', '')}"
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
-    done = subprocess.run(
-        [*launcher, SCRIPT, *flags], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240
-    )
-    return done.returncode, done.stdout
+def run(*flags: str, ranks: int = 1) -> tuple[int, str]:
+    """Exit code and output of the example on so many ranks."""
+    result = forked.run([SCRIPT, *flags], ranks)
+    return max(result.codes), "".join(result.outputs + result.errors)
 
 
 def test_check_alone_starts_nothing_and_knows_any_number_of_processes(tmp_path):
@@ -59,7 +46,7 @@ def test_the_schedule_is_the_one_that_the_flags_ask_for():
 
 
 def test_every_launch_is_checked_on_rank_0(tmp_path):
-    code, text = run(*SMALL, "--out", str(tmp_path / "run"), processes=2)
+    code, text = run(*SMALL, "--out", str(tmp_path / "run"), ranks=2)
     assert code == 0, text
     assert text.count("check ok: ") == 1 and "step 1/1" in text
 
@@ -72,7 +59,7 @@ def test_every_launch_is_checked_on_rank_0(tmp_path):
     ],
 )
 def test_the_check_gives_way(tmp_path, flags, said):
-    code, text = run(*SMALL, *flags, "--out", str(tmp_path / "run"), processes=2)
+    code, text = run(*SMALL, *flags, "--out", str(tmp_path / "run"), ranks=2)
     assert code == 0 and "step 1/1" in text, text
     assert "check ok" not in text
     assert said is None and "warning: not checked" not in text or said in text

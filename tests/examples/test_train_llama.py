@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import neuronx_dist
+from tests.support import forked
 from tests.support.paths import EXAMPLES, ROOT
 
 pytest.importorskip("transformers")
@@ -33,20 +34,24 @@ def command(words, processes=1, launcher=("torch.distributed.run",), **environme
     return [*python, *words], env
 
 
-def run(words, processes=1, timeout=240, cwd=None, **environment):
+def launched(words, processes=1, timeout=240):
     """Runs such a command; (exit code, output)."""
-    words, env = command(words, processes, **environment)
-    done = subprocess.run(
-        words, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout
-    )
+    words, env = command(words, processes)
+    done = subprocess.run(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout)
     return done.returncode, done.stdout
+
+
+def run(*flags, ranks=1):
+    """Runs the example on so many ranks; (exit code, output)."""
+    result = forked.run([str(SCRIPT), *flags], ranks)
+    return max(result.codes), "".join(result.outputs + result.errors)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A short run of the example in one process."""
     out = tmp_path_factory.mktemp("train") / "run"
-    code, text = run([str(SCRIPT), *SMALL, "--out", str(out)])
+    code, text = run(*SMALL, "--out", str(out))
     assert code == 0, text
     return out, text
 
@@ -84,7 +89,7 @@ def test_a_run_records_what_it_was_made_with(trained):
 def test_processes_give_the_losses_of_one(trained, tmp_path):
     out = tmp_path / "run"
     flags = ["--tp", "2", "--pp", "2", "--sequence-parallel", "--out", str(out)]
-    code, text = run([str(SCRIPT), *SMALL, *flags], processes=4)
+    code, text = launched([str(SCRIPT), *SMALL, *flags], processes=4)
     assert code == 0, text
     assert losses(out) == pytest.approx(losses(trained[0]), rel=1e-5)
 
@@ -92,37 +97,17 @@ def test_processes_give_the_losses_of_one(trained, tmp_path):
 def test_a_saved_folder_is_trained_further_in_another_layout_and_in_bfloat16(trained, tmp_path):
     out = tmp_path / "run"
     flags = ["--model", str(trained[0] / "model"), "--zero1", "--dtype", "bfloat16", "--out", str(out)]
-    code, text = run([str(SCRIPT), *SMALL, *flags], processes=2)
+    code, text = run(*SMALL, *flags, ranks=2)
     assert code == 0, text
     assert losses(out)[0] < losses(trained[0])[-1] + 0.1  # it goes on from where the first run ended
 
 
 def test_verify_prints_a_table_and_agrees(tmp_path):
-    code, text = run([str(SCRIPT), *SMALL, "--verify"], processes=2)
+    code, text = run(*SMALL, "--verify", ranks=2)
     assert code == 0, text
     assert "one process" in text and "tp 2 × pp 1 × dp 1 + sequence parallel" in text
     assert "all layouts agree to 1e-05" in text
     assert not (Path.cwd() / "runs").exists() or "runs" not in text
-
-
-# Commands that end at once, in one interpreter that has imported what they import: each in a fork of it.
-SEVERAL = """
-import json, os, runpy, sys
-import train_llama, transformers
-script, results = train_llama.__file__, []
-for flags in json.loads(sys.argv[1]):
-    read, write = os.pipe()
-    if not (child := os.fork()):
-        os.dup2(write, 1), os.dup2(write, 2)
-        sys.argv = [script, *flags]
-        runpy.run_path(script, run_name="__main__")
-        sys.exit()
-    os.close(write)
-    with os.fdopen(read) as output:
-        text = output.read()
-    results.append((os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text))
-print(json.dumps(results))
-"""
 
 
 def test_what_cannot_work_is_refused_with_the_numbers(tmp_path):
@@ -143,11 +128,8 @@ def test_what_cannot_work_is_refused_with_the_numbers(tmp_path):
         (["--seq-len", "1"], ["--seq-len must be at least 2, not 1: each token is predicted from those before it"]),
         (["--data-limit", "-1"], ["--data-limit must be at least 0, not -1.0"]),
     ]
-    path = f"{SCRIPT.parent}:{os.environ.get('PYTHONPATH', '')}"
-    code, text = run(["-c", SEVERAL, json.dumps([flags for flags, _ in refusals])], PYTHONPATH=path)
-    assert code == 0, text
-    results = json.loads(text.splitlines()[-1])
-    for (flags, messages), (code, text) in zip(refusals, results, strict=True):
+    for flags, messages in refusals:
+        code, text = run(*flags)
         assert code == 2 and all(message in text for message in messages) and "Traceback" not in text, (flags, text)
 
 
@@ -160,7 +142,7 @@ def test_the_readme_example_trains(processes, tmp_path):
     script = tmp_path / "readme.py"
     script.write_text(readme_block(0))
     assert len(list(filter(None, readme_block(0).splitlines()))) <= 35
-    code, text = run([str(script)], processes)
+    code, text = launched([str(script)], processes)
     assert code == 0, text
     assert max(map(float, re.findall(r"loss (\d+\.\d+),", text))) < 3.5, text
 

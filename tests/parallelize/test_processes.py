@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from neuronx_dist.parallelize import ComputeConfig, build_optimizer, parallelize
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
 from tests.parallelize.support.models import model
 from tests.parallelize.support.parity import batch, trained
-from tests.support.paths import ROOT
+from tests.support import forked
 from tests.support.pool import processes
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -49,12 +47,9 @@ def test_processes_with_folders_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["conv", pytest.param("gpt2", marks=pytest.mark.full)])
 def test_example(name: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = ["examples/parallelize.py", "--model", name, "--policy", "tp", "--verify", "--explain", "--steps", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "training in one process gives the same weights" in done.stdout and "spmd." in done.stdout
-    assert ", over 2 ranks:\n" in done.stdout and "\n-> " in done.stdout and "the program takes " in done.stdout
+    arguments = ["--model", name, "--policy", "tp", "--verify", "--explain", "--steps", "2"]
+    result = forked.run(["examples/parallelize.py", *arguments], ranks=2)
+    assert result.codes == [0, 0], result.errors
+    output = result.outputs[0]
+    assert "training in one process gives the same weights" in output and "spmd." in output
+    assert ", over 2 ranks:\n" in output and "\n-> " in output and "the program takes " in output

@@ -1,8 +1,8 @@
 """The tests for every save, `make test-fast`: which they are, and that they stay so.
 
-A test is `fast` unless it is marked `slow`, `process` or `full`. One that names `processes` or `subprocess`, or a
-function of the tests that does, is marked `process` here; for fixtures that do, the test says so itself. Two limits
-hold the tier to its 90 s on two cores, in seconds of CPU, which other load on the machine hardly changes:
+A test is `fast` unless it is marked `slow`, `process` or `full`. One that names `processes`, `subprocess` or `forked`,
+or a function of the tests that does, is marked `process` here; for fixtures that do, the test says so itself. Two
+limits hold the tier to its 90 s on two cores, in seconds of CPU, which other load on the machine hardly changes:
 
     one test     5 s: it fails. A fast test takes less than one, but the first of a session may load what all use.
     all of them  150 s: the session fails, and names the longest.
@@ -34,7 +34,7 @@ TEST_SECONDS = 5.0
 TIER_SECONDS = 150.0
 REFERENCE_SECONDS = 0.12  # of CPU, for `_fixed_work` on the reference machine (2 cores, Python 3.11)
 _PROPERTY = "cpu seconds in the fast tier"
-_STARTERS = {"processes", "subprocess"}
+_STARTERS = {"processes", "subprocess", "forked"}
 _started: list[str] = []
 _known: dict[FunctionType, bool] = {}
 

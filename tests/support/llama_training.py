@@ -29,7 +29,7 @@ from tests.support.pipeline_training import CHUNKS
 
 __all__ = ["Case", "Options", "Report", "distance", "reference", "train", "worst_difference"]
 
-VOCAB, ROWS, SEQ, STEPS = 60, 16, 8, 5  # 16 rows: up to 4 data-parallel ranks of up to 4 microbatches
+VOCAB, ROWS, SEQ, STEPS = 60, 16, 8, 3  # 16 rows: up to 4 data-parallel ranks of up to 4 microbatches
 GRADIENTS_OF_STEPS = (0, STEPS - 1)
 IGNORED = -100
 
