@@ -12,21 +12,12 @@ import torch
 
 import neuronx_dist as nxd
 from neuronx_dist import Mesh, comm
-from tests.examples.test_train_llama import run
+from tests.support import forked
 from tests.support.paths import ROOT
 
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.process
-
-
-def runs(scenarios: list[dict[str, Any]]) -> list[tuple[int, str]]:
-    """Runs of the example, one after another: exit code and output of each."""
-    words = ["-m", "tests.examples.forked_runs", json.dumps(scenarios)]
-    code, text = run(words)
-    assert code == 0, text
-    results: list[tuple[int, str]] = json.loads(text.splitlines()[-1])
-    return results
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
@@ -105,9 +96,9 @@ def results(root: Path) -> dict[str, tuple[int, str]]:
         "full": {"flags": flags("full", "--resume auto --steps 2 --save-every 1")},
     }
     words = ["-m", "tests.examples.forked_runs", json.dumps(list(scenarios.values()))]
-    code, text = run(words, cwd=root)
-    assert code == 0, text
-    return dict(zip(scenarios, map(tuple, json.loads(text.splitlines()[-1])), strict=True))
+    ended = forked.run(words, cwd=root, timeout=280)
+    assert ended.codes == [0], ended.errors
+    return dict(zip(scenarios, map(tuple, json.loads(ended.outputs[0].splitlines()[-1])), strict=True))
 
 
 def model_config(hidden_size: int, **more: Any) -> Any:

@@ -170,10 +170,8 @@ SAMPLE = (
     "tp2-pp2-sp",
     "tp2-sp-dp2-zero1-bf16",
     "padded",
-    "deep-pp2-dp2-zero1",
     "interleaved-pp2-dp2-7-microbatches",
     "zb_v-pp2-dp2-zero1-5-microbatches",
-    "one-process",
     "one-process-recomputing",
 )
 MEASURED = [case for case in CASES if FULL or case.name in SAMPLE]

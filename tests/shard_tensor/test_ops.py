@@ -9,11 +9,12 @@ from tests.shard_tensor.support.table import CASES
 
 
 def layouts():
-    """Every case on the mesh of two dims, and on one of one dim, in turn; on all meshes with NXD_FULL=1."""
-    lines = [mesh for mesh in MESHES if len(mesh) == 1]
+    """Every case on one mesh, in turn, every second one of them of two dims; on all meshes with NXD_FULL=1."""
+    lines, planes = ([mesh for mesh in MESHES if len(mesh) == dims] for dims in (1, 2))
     for number, case in enumerate(CASES):
+        turn = planes if number % 2 else lines
         for mesh in MESHES:
-            runs = len(mesh) > 1 or mesh == lines[number % len(lines)]
+            runs = mesh == turn[number // 2 % len(turn)]
             yield pytest.param(case, mesh, id=f"{case}-{mesh}", marks=[] if runs else [pytest.mark.full])
 
 

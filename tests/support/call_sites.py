@@ -19,6 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -92,7 +93,7 @@ def sites_of(paths: Sequence[Path], also: Sequence[str] = ()) -> dict[str, Site]
     sites: dict[str, Site] = {}
     for path in paths:
         seen: Counter[str] = Counter()
-        for function, call in _calls(ast.parse(path.read_text())):
+        for function, call in _calls_of(path):
             verb = _verb(call.func, path)
             if isinstance(call.func, ast.Name) and call.func.id in also:
                 verb = call.func.id
@@ -105,6 +106,11 @@ def sites_of(paths: Sequence[Path], also: Sequence[str] = ()) -> dict[str, Site]
                     raise ValueError(f"two call sites are {name!r}: {places}. Give one of the functions another name")
                 sites[name] = site
     return sites
+
+
+@cache
+def _calls_of(path: Path) -> list[tuple[str, ast.Call]]:
+    return list(_calls(ast.parse(path.read_text())))
 
 
 def _calls(tree: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[tuple[str, ast.Call]]:
