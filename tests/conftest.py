@@ -12,7 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-from tests.support import fast, pool
+from tests.support import fast, pool, versions
 
 torch.set_num_threads(1)
 
@@ -49,6 +49,7 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
     fast.mark(items)
+    versions.mark(items)
     if os.environ.get("NXD_FULL") != "1":
         for item in items:
             if item.get_closest_marker("full"):
