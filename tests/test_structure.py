@@ -27,7 +27,7 @@ PACKAGE = ROOT / "neuronx_dist"
 TOWER = [
     ["axis_sizes", "call_site", "command_line", "lazy_names", "model_shape", "nearest", "shared_context", "topology"]
     + ["torch_internals"],
-    ["mesh", "rules"],
+    ["accelerator", "mesh", "rules"],
     ["comm"],
     ["comm/backends"],
     ["comm/scopes", "comm/launch"],

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from .. import accelerator
 from ..torch_internals.modules import non_persistent_buffers
 from ..weights.partial_model import buffer_slots, install_parameter
 from .dcp.catalog import Catalog
@@ -54,7 +55,9 @@ def changed_by(optimizer: torch.optim.Optimizer | None, state: State) -> set[int
         return set()
     tensors = [param for group in optimizer.param_groups for param in group["params"]]
     tensors += [sharded.tensor for key, sharded in state.tensors.items() if key.startswith("optimizer.")]
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.device.type in ("cpu", "cuda")}
+    return {
+        tensor.untyped_storage().data_ptr() for tensor in tensors if accelerator.is_copied_aside(tensor.device.type)
+    }
 
 
 def expect(

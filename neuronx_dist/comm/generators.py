@@ -1,4 +1,4 @@
-"""The state of a device's default random generator, whatever the device: CPU, the current GPU, an XLA device."""
+"""The state of a device's default random generator, whatever the device: CPU, an accelerator, an XLA device."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from contextlib import contextmanager
 
 import torch
 
+from .. import accelerator
 from . import context
 from .base import DeviceGenerator
 from .rank_selection import XLA
 
 __all__ = ["State", "as_they_were", "autocast", "device_has_own_program", "get_state", "seed", "set_state"]
 
-State = list[torch.Tensor]  # of the CPU generator and, if one is in use, of the current GPU's or XLA device's generator
+State = list[torch.Tensor]  # of the CPU generator and, if one is in use, of the accelerator's or XLA device's generator
 
 
 def _device_generator() -> DeviceGenerator | None:
@@ -42,8 +43,8 @@ def get_state() -> State:
     generator = _device_generator()
     if generator is not None:
         state.append(generator.get_state())
-    elif torch.cuda.is_initialized():
-        state.append(torch.cuda.get_rng_state())
+    elif (on_accelerator := accelerator.random_state()) is not None:
+        state.append(on_accelerator)
     return state
 
 
@@ -64,7 +65,7 @@ def set_state(state: State) -> None:
     if generator is not None:
         generator.set_state(state[1])
     elif len(state) > 1:
-        torch.cuda.set_rng_state(state[1])
+        accelerator.set_random_state(state[1])
 
 
 def autocast() -> tuple[bool, torch.dtype]:

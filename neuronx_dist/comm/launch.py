@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..mesh import Axis, Mesh
 from . import backends, context
+from .rank_selection import XLA
 
 __all__ = ["connect", "disconnect", "end_step", "init_distributed", "world"]
 
@@ -26,35 +27,33 @@ def init_distributed(device: str = "auto", timeout: float | None = None) -> torc
     """Joins the job that torchrun started, or makes a world of one, and returns this rank's device.
 
     Args:
-        device: "cpu" (gloo), "cuda" (NCCL; the local rank's GPU), "xla" (torch_xla: Neuron, TPU, CPU), or "auto": cuda
-            where there is one.
+        device: "auto": this machine's accelerator (`torch.accelerator`), or the CPU where there is none; or a device
+            type: "cpu" (gloo), "cuda" (NCCL), "xla" (torch_xla: Neuron, TPU, CPU), "neuron", "xpu" or any other for
+            which torch.distributed has a backend. The index of the device is LOCAL_RANK.
         timeout: seconds before a rendezvous or a collective gives up, which is the longest that ranks may wait for a
             slow one (that reads a checkpoint, or compiles); None: 10 minutes, and torch's default on XLA.
 
     Raises:
-        ValueError: this machine has no such device.
+        ValueError: this machine has no such device, torch.distributed has no backend for it, LOCAL_RANK is beyond the
+            number of devices, or another process uses the device, which takes one process.
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device not in ("cpu", "cuda", "xla"):
-        raise ValueError(f"device {device!r} is not supported: use auto, cpu, cuda or xla")
-    if device == "xla":
+    device_type = backends.local_device.device_type(device)
+    if device_type == XLA:
         if importlib.util.find_spec("torch_xla") is None:
             raise ValueError("device 'xla' needs torch_xla, which is not installed: pip install 'neuronx_dist[xla]'")
         return backends.xla.join(timeout)
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was requested, but torch.cuda.is_available() is False; use device cpu")
-    local_device = torch.device(device)
-    if device == "cuda":
-        local_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(local_device)
+    backend = backends.local_device.backend_of(device_type)
+    selected = backends.local_device.select_early(device_type)
     if not dist.is_initialized():
         limit = backends.c10d.DEFAULT_TIMEOUT if timeout is None else datetime.timedelta(seconds=timeout)
         options: dict[str, Any] = {"timeout": limit}
         if "RANK" not in os.environ:
             options.update(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
-    return local_device
+        dist.init_process_group(backend, **options)
+    if selected is None:
+        selected = backends.local_device.select(device_type)
+    backends.local_device.claim(selected)
+    return selected
 
 
 @atexit.register  # at import: runs after functions that scripts register, which may end torch.distributed

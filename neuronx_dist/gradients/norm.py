@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .. import comm, spmd
+from .. import accelerator, comm, spmd
 from ..comm.rank_selection import in_one_program, only_on_first
 from ..spmd import P, V
 from ..torch_internals.tensors import foreach_mul_, foreach_norm
@@ -197,7 +197,7 @@ def norm_of(
     over_ep = "world" not in groups and comm.size("ep") > 1
     device = params[0].device if params else comm.current().backend.device
     # One dtype on all ranks, whatever the dtypes of their parameters: a stage may have none.
-    wide = torch.float64 if device.type in ("cpu", "cuda", "meta") else torch.float32
+    wide = torch.float64 if accelerator.has_double(device.type) else torch.float32
     counted: dict[int, torch.Tensor] = {}
     copies: dict[int, torch.Tensor] = {}
     masks: dict[int, list[comm.Communicator]] = {}

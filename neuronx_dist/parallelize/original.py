@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import accelerator
 from ..program.program import Program, Value
 from ..program.record import check_arguments
 from ..torch_internals.tensors import pytree
@@ -91,7 +92,7 @@ def _instance(module_class: type, module_fn: Callable[[], nn.Module] | None) -> 
                 f"{name}'s constructor needs arguments ({', '.join(needed)}): pass module_fn, such as lambda: "
                 f"{name}(...)"
             )
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with accelerator.random_state_restored():
         return (module_fn or module_class)()
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import comm, hf
+from .. import accelerator, comm, hf
 from ..comm.backends.c10d import C10dCommunicator
 from ..comm.base import Backend, Communicator, WorkLike
 from ..gradients.reduce import reduce_gradients
@@ -139,8 +139,8 @@ def estimate_memory(
     if device.type == "cuda" and torch.version.cuda is None and torch.version.hip is None:
         raise ValueError(f"this torch ({torch.__version__}) has no CUDA: estimate the memory for device='cpu'")
     options = dict(optimizer_options or {})
-    if device.type == "cuda" and options.get("fused") is None:
-        options.setdefault("foreach", True)  # torch's default on CUDA, but not for fake tensors
+    if accelerator.updates_lists(device.type) and options.get("fused") is None:
+        options.setdefault("foreach", True)  # torch's default on accelerators, but not for fake tensors
     stages, num_parameters = [], 0
     for stage in range(layout.pp):
         rank = layout.mesh().groups("pp")[0][stage]

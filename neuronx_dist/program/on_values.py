@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from .. import accelerator
 from ..spmd.random import streams
 from ..torch_internals.fake_tensors import FakeTensor
 from ..torch_internals.tensors import pytree
@@ -91,7 +92,7 @@ def _random_state_restored() -> Iterator[None]:
     """Restores all random number generators on exit."""
     states = streams().get_states()
     try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with accelerator.random_state_restored():
             yield
     finally:
         streams().set_states(states)

@@ -337,7 +337,7 @@ class _Recorder(TorchFunctionMode):
 
     def _autocast_elsewhere(self) -> list[tuple[str, torch.dtype]]:
         """Returns (device type, dtype) of autocast for all other device types where it is on."""
-        others = [device for device in _AUTOCAST_DEVICES if device != self.device.type]
+        others = [name for name in _AUTOCAST_DEVICES if torch.device(name).type != self.device.type]
         return [(device, torch.get_autocast_dtype(device)) for device in others if torch.is_autocast_enabled(device)]
 
     def _refuse_autocast_elsewhere(self, where: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .. import comm
+from .. import accelerator, comm
 from .device_mesh import DeviceMesh, current_mesh
 from .placements import Placement, Shard
 from .spec import ShardTensorSpec, make_spec
@@ -240,9 +240,7 @@ def _factory(function: Callable[..., torch.Tensor], *, is_drawn: bool = False) -
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
+    return accelerator.current_device(mesh.device_type)
 
 
 empty = _factory(torch.empty)

@@ -37,7 +37,7 @@ class DeviceMesh:
     """A grid of ranks, row-major, for tensors that are placed on it.
 
     Args:
-        device_type: "cpu", "cuda" or "xla".
+        device_type: of the tensors: "cpu", "cuda", "xla", "neuron", or any other that torch knows.
         mesh: global ranks as a list or tensor, nested for several dims.
         mesh_dim_names: a name for each dim.
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .. import comm
+from .. import accelerator, comm
 from ..comm import context
 from ..comm.generators import get_state
 from ..mesh import part_of
@@ -190,7 +190,7 @@ _BATCH = _Value(
 
 
 def _random_states() -> Iterator[_Value]:
-    for state, device in zip(get_state(), ("cpu", "cuda")):
+    for state, device in zip(get_state(), ("cpu", accelerator.in_use() or "device")):
         hint = (
             "tp ranks with different random states would drop different elements of equal activations: use one seed "
             "for all tp ranks"

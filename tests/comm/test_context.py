@@ -175,7 +175,9 @@ def test_the_local_ranks_gpu(calls, monkeypatch) -> None:
     with pytest.raises(ValueError) as error:
         launch.init_distributed("cuda")
     assert str(error.value) == "device cuda was requested, but torch.cuda.is_available() is False; use device cpu"
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("RANK", "6")
     for local, device in ((None, "cuda:0"), ("2", "cuda:2")):
         if local is not None:
@@ -285,6 +287,7 @@ def test_states_are_of_the_cpu_and_of_the_device() -> None:
 
 def test_the_state_of_a_gpu_in_use(monkeypatch) -> None:
     told: list[Any] = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.tensor([1, 2], dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "set_rng_state", told.append)

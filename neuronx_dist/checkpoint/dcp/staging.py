@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ... import accelerator
 from ...torch_internals.tensors import version_of
 from ..errors import CheckpointError
 
@@ -29,7 +31,7 @@ class StagedCopy(NamedTuple):
 
 def changes_in_step_only(source: torch.Tensor, storages: Collection[int]) -> bool:
     """Returns whether a tensor lies in one of these storages (by address), and a thread can copy it."""
-    if source.device.type not in ("cpu", "cuda") or source.is_inference():
+    if source.is_inference() or not accelerator.is_copied_aside(source.device.type):
         return False
     return source.untyped_storage().data_ptr() in storages
 
@@ -68,7 +70,7 @@ class Staging:
         self.buffer = buffer
         self._copies = [(copy, version_of(copy.source)) for copy in copies]
         self._copied = threading.Event()
-        self._event = None
+        self._streams: list[tuple[Any, Any]] = []  # modules of accelerators, with an event on the current stream
         self._hooks: list[Any] = []
         wait = _Wait(self._copied)
         if optimizer is not None and copies:
@@ -76,10 +78,12 @@ class Staging:
             self._hooks.append(optimizer.register_load_state_dict_pre_hook(wait))
         if model is not None and copies:
             self._hooks += [module.register_load_state_dict_pre_hook(wait) for module in model.modules()]
-        if any(copy.source.is_cuda for copy in copies):
-            self._event = torch.cuda.Event()  # the copies start after the computation of their sources
-            self._event.record()
-        elif not copies:
+        for device_type in {copy.source.device.type for copy in copies} - {"cpu"}:
+            module = accelerator.module_of(device_type)
+            event = module.Event()  # the copies start after the computation of their sources
+            event.record()
+            self._streams.append((module, event))
+        if not copies:
             self._copied.set()
 
     def finish(self) -> None:
@@ -89,13 +93,12 @@ class Staging:
             CheckpointError: a tensor was changed before it was copied.
         """
         try:
-            if self._event is None:
+            with ExitStack() as stack:
+                for module, event in self._streams:
+                    stream = module.Stream()
+                    stream.wait_event(event)
+                    stack.enter_context(module.stream(stream))
                 self._copy()
-            else:
-                stream = torch.cuda.Stream()
-                stream.wait_event(self._event)
-                with torch.cuda.stream(stream):
-                    self._copy()
         finally:
             self._copies = []
             self._copied.set()
@@ -112,8 +115,8 @@ class Staging:
         changed = []
         for (target, source), version in self._copies:
             target.copy_(source, non_blocking=True)
-            if source.is_cuda:
-                torch.cuda.current_stream().synchronize()
+            if source.device.type != "cpu":
+                accelerator.module_of(source.device.type).current_stream().synchronize()
             if version_of(source) != version:
                 changed.append(tuple(source.shape))
         if changed:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from ... import comm
+from ... import accelerator, comm
 from ...comm.host import on_host
 from ...weights.host_memory import as_bytes, as_tensor
 from ..agreement import together
@@ -88,16 +88,16 @@ class WritePlan:
         """Copies the tensors that this rank writes into host memory: at once, or when the result's `finish` is called.
 
         Args:
-            buffer: of an earlier `Staging`, reused if it is large enough. Pinned if there is CUDA.
+            buffer: of an earlier `Staging`, reused if it is large enough. Pinned where the accelerator takes that.
             optimizer, storages: tensors in these storages (by address) are copied later, and the optimizer's next step
                 waits for the copies.
             model: its `load_state_dict` waits for the copies too.
         """
         if buffer is None or buffer.numel() < self.nbytes:
-            buffer = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            buffer = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=accelerator.pins_memory())
         sources = self._tensors()
         later = []
-        waits = False
+        waits: set[str] = set()  # device types whose copies are under way
         for start, item in self._items:
             if isinstance(item, bytes):
                 buffer[start : start + len(item)] = as_tensor(memoryview(bytearray(item)), torch.uint8, (len(item),))
@@ -108,10 +108,12 @@ class WritePlan:
             if changes_in_step_only(source, storages):
                 later.append(copy)
             else:
-                copy.target.copy_(source, non_blocking=True)
-                waits = waits or source.is_cuda
-        if waits:
-            torch.cuda.synchronize()
+                streams = accelerator.has_streams(source.device.type)
+                copy.target.copy_(source, non_blocking=streams)
+                if streams:
+                    waits.add(source.device.type)
+        for device_type in waits:
+            accelerator.synchronize(device_type)
         self._staged = buffer
         return Staging(buffer, later, optimizer, model)
 

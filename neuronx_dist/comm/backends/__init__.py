@@ -5,6 +5,7 @@ torch_job.py       a rank of a torch.distributed job: the same, and the watch fo
 call_agreement.py  the same; ranks that start different collectives stop, with both call sites (NEURONX_DIST_DEBUG)
 threads.py         ranks as threads of one process
 shapes.py          no other rank at all: results have the right shape, and no values
+local_device.py    the device of this process, for `init_distributed`
 observed.py        the same, and it records what one rank does in place of many
 xla.py             torch_xla, one program for all ranks; xla_groups.py, xla_transfer.py
 
@@ -17,5 +18,8 @@ from ...lazy_names import lazy_names
 
 __getattr__ = lazy_names(
     __name__,
-    {name: f":comm.backends.{name}" for name in ("c10d", "call_agreement", "torch_job", "observed", "xla")},
+    {
+        name: f":comm.backends.{name}"
+        for name in ("c10d", "call_agreement", "local_device", "torch_job", "observed", "xla")
+    },
 )

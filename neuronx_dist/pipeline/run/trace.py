@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ... import comm
+from ... import accelerator, comm
 from ...comm import recording
 from ..schedule import Kind, Schedule, Task
 from .trace_file import open_together
@@ -50,8 +50,11 @@ class _HostClock:
         return int(moment)
 
 
-class _CudaClock:
+class _DeviceClock:
     """Times at which the device reaches what the host launches: events on the current stream, read after a step."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
 
     def start(self) -> None:
         """Waits for the device."""
@@ -60,7 +63,7 @@ class _CudaClock:
         self._host = time.perf_counter_ns()
 
     def now(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
+        event = accelerator.timing_event(self._device_type)
         event.record()
         return event
 
@@ -88,8 +91,8 @@ class _Started(NamedTuple):
 class Trace:
     """Records a rank's events, from its first pass until the model is collected, or a pass fails.
 
-    Times are those of the host. On CUDA they are of the device, for which each step ends with a wait. On XLA a task is
-    recorded when its program is built, and not when the device runs it.
+    Times are those of the host. On an accelerator with timed events (CUDA) they are of the device, for which each
+    step ends with a wait. On XLA a task is recorded when its program is built, and not when the device runs it.
 
     Args:
         path: of the file; see `open_together`. An existing file is overwritten.
@@ -101,8 +104,8 @@ class Trace:
         self.rank = context.rank
         self._context = context
         self._file = open_together(path)
-        self._device_clock = device.type == "cuda"
-        self._clock = _CudaClock() if self._device_clock else _HostClock()
+        self._device_clock = accelerator.timing_event(device.type) is not None
+        self._clock = _DeviceClock(device.type) if self._device_clock else _HostClock()
         self._events: list[_Event] = []
         self._started: dict[tuple[str, str], deque[_Started]] = {}
         # Numbers that join the two ends of a collective, unique among all processes of the trace.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ... import comm, spmd
+from ... import accelerator, comm, spmd
 from ...comm import Communicator
 from ...sharded_functions import norms
 from ...sharded_functions.softmax import log_sum_exp, wide
@@ -96,9 +96,9 @@ def total(x: torch.Tensor, groups: tuple[Communicator, ...]) -> torch.Tensor:
 
 
 def _narrow(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Casts a result of `wide` operands to their dtype; under CUDA's autocast it stays float32, as torch's sums do."""
-    autocast = y.is_cuda and torch.is_autocast_enabled("cuda")
-    return y.to(dtype) if dtype in _HALF and not autocast else y
+    """Casts a result of `wide` operands to their dtype; under autocast it stays float32 where torch's sums do."""
+    is_wide = dtype not in _HALF or accelerator.autocast_sums_stay_wide(y.device.type)
+    return y if is_wide else y.to(dtype)
 
 
 def _refuse_out(func: Callable[..., Any], out: Any) -> None:

@@ -364,7 +364,7 @@ def test_on_cuda_times_are_those_of_the_device(tmp_path: Path, monkeypatch: pyte
             return other.number - self.number
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(trace, "_HostClock", trace._CudaClock)
+    monkeypatch.setattr(trace, "_HostClock", trace._DeviceClock)
     with comm.as_rank(Mesh(1), 0):
         recorder = trace.Trace(str(tmp_path / "trace.json"), torch.device("cuda"))
         begin = recorder.begin_step()

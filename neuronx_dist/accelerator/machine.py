@@ -1,0 +1,66 @@
+"""The accelerator of this machine, and the module that torch, or the package of a device, registers for a device type.
+
+TorchNeuron's runtime may not be used before `torch.distributed.init_process_group`. Here only `is_available` and
+`is_initialized` of a device's module are called before that, unless torch itself contains the device (`in_torch`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..torch_internals.distributed import default_group, device_types
+
+__all__ = ["current_device", "current_type", "in_torch", "in_use", "module_of"]
+
+_IN_TORCH = ("cpu", "cuda", "xpu", "mps", "mtia")  # torch contains their modules
+
+
+def current_type() -> str | None:
+    """Returns the type of this machine's accelerator; None: it has none. No runtime is started."""
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return None
+    return device.type if _is_available(module_of(device.type)) else None
+
+
+def current_device(device_type: str) -> torch.device:
+    """Returns the device of a type that this process computes on, with its index where there can be several."""
+    module = module_of(device_type)
+    if device_type == "cpu" or not hasattr(module, "current_device"):
+        return torch.device(device_type)
+    return torch.device(device_type, module.current_device())
+
+
+def in_torch(device_type: str) -> bool:
+    """Returns whether torch itself contains a device type, so that its devices may be counted and chosen at any time.
+
+    Of other devices, only `init_process_group` may start the runtime.
+    """
+    return device_type in _IN_TORCH
+
+
+def in_use() -> str | None:
+    """Returns the type of the accelerator whose runtime this process has started; None: there is none.
+
+    A module without `is_initialized` counts as started when the job's process group communicates its tensors.
+    """
+    device = torch.accelerator.current_accelerator()
+    module = None if device is None else module_of(device.type)
+    if device is None or module is None:
+        return None
+    if hasattr(module, "is_initialized"):
+        return device.type if module.is_initialized() else None
+    joined = dist.is_initialized() and device.type in {each.type for each in device_types(default_group())}
+    return device.type if joined and _is_available(module) else None
+
+
+def module_of(device_type: str) -> Any:
+    """Returns the module with the functions of a device type (`torch.cuda`); None for "xla" and others without one."""
+    return getattr(torch, device_type, None)  # `torch.get_device_module`, which raises if there is none
+
+
+def _is_available(module: Any) -> bool:
+    return hasattr(module, "is_available") and bool(module.is_available())
