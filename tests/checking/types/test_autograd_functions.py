@@ -111,6 +111,41 @@ def test_what_a_function_saves_keeps_its_type(mode, function, checkpointed):
     assert not mode.assumed
 
 
+class Buffered(torch.autograd.Function):
+    """Adds to the gradients that other uses of its operand have, where torch offers a buffer (torch 2.15)."""
+
+    returned = 2.0
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (buffer,) = getattr(ctx, "input_grad_buffers", (None,))
+        if buffer is None:
+            return Buffered.returned * grad
+        buffer.add_(2 * grad)
+        return None
+
+
+def test_a_function_that_adds_to_buffers_is_checked_by_what_it_else_returns(mode, monkeypatch):
+    x = typed(4, 8, grad=True, dp=S(0), tp=I)
+    shared = x * 1
+    (Buffered.apply(shared).sum() + (3 * shared).sum()).backward()
+    assert types(x.grad) == (S(0), I)
+    with spmd.no_typecheck():
+        assert torch.equal(x.grad, torch.full_like(x, 5))
+    offered = hasattr(torch.autograd.function.FunctionCtx, "input_grad_buffers")
+    assert [text for text, _ in mode.assumed] == offered * [
+        "Buffered.backward: what it adds to input_grad_buffers is what it else returns"
+    ]
+    monkeypatch.setattr(Buffered, "returned", typed(8, tp=V, dp=R))
+    shared = x * 1
+    with pytest.raises(SpmdTypeError, match="Buffered.backward"):
+        Buffered.apply(shared).sum().backward()
+
+
 @pytest.fixture
 def fused(monkeypatch):
     return lambda **options: [monkeypatch.setattr(Fused, name, value) for name, value in options.items()]
