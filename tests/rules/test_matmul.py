@@ -102,7 +102,12 @@ def test_linear():
     verify(F.linear, input=x, bias=bias, weight=weight)
     verify(F.linear, x[0, 0], weight, bias)
     verify(F.linear, x, weight[0])
-    verify(F.linear, x, weight[0], torch.tensor(2.0, dtype=torch.float64))
+    scalar = torch.tensor(2.0, dtype=torch.float64)
+    try:
+        F.linear(x, weight[0], scalar)
+    except RuntimeError:  # torch 2.9 takes no bias beside a vector
+        return
+    verify(F.linear, x, weight[0], scalar)
 
 
 def test_bilinear():

@@ -20,7 +20,8 @@ from neuronx_dist.rules import RULES, Rule
 
 FILE = Path(__file__).parent / "registry.txt"
 DEFAULTS = Rule("", None)
-NEWER = {"_has_grad_dtype_override"}  # names that only a newer torch has
+# Names that only a newer torch has, and those of named tensors, which torch 2.9 has.
+OTHERS = {"_has_grad_dtype_override", *"names align_as align_to has_names refine_names rename rename_".split()}
 NAMESPACES = {"F": torch.nn.functional, "x": torch.Tensor, "torch": torch}
 
 
@@ -42,6 +43,8 @@ def removed(function: Any) -> bool:
 def is_here(name: str) -> bool:
     """Whether the installed torch has a function of the file; those that are named by their property alone it has."""
     namespace, *path = name.partition("=")[0].split(".")
+    if path[0] == "__delete__" and namespace:
+        return hasattr(torch.Tensor, namespace)
     if namespace not in NAMESPACES and not path[0].startswith("_foreach_"):
         return True
     place = NAMESPACES.get(namespace, torch)
@@ -65,7 +68,7 @@ def registry() -> dict[str, set[str]]:
         owner = getattr(function, "__self__", None)
         if str(getattr(owner, "__module__", None) or getattr(function, "__module__", None)).startswith("tests."):
             continue  # other tests of this process have registered it
-        if rule.name in NEWER or removed(function):
+        if rule.name in OTHERS or removed(function):
             continue
         by_claims[claims(rule)].add(named(function, rule))
     return dict(by_claims)

@@ -9,6 +9,7 @@ rules are true, this that none changes unseen. A new call is a line of the file;
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -115,13 +116,22 @@ def answer(call: str) -> str:
     return "; ".join(said(rule, args, kwargs)).strip()
 
 
+def is_here(call: str) -> bool:
+    """Whether the installed torch has the function of a call."""
+    namespace, *path = re.match(r"[\w.]*", call)[0].split(".")
+    place = NAMES.get(namespace, torch)
+    for word in path:
+        place = getattr(place, word, None)
+    return place is not None or namespace not in ("torch", "F")
+
+
 def reviewed() -> dict[str, str]:
-    """Of each call, what was reviewed: the line below it."""
+    """Of each call of a function that torch has, what was reviewed: the line below it."""
     lines = FILE.read_text().splitlines()
     return {
         call: below.strip() if below.startswith(" ") else ""
         for call, below in zip(lines, [*lines[1:], ""])
-        if not call.startswith(" ")
+        if not call.startswith(" ") and is_here(call)
     }
 
 
