@@ -16,6 +16,7 @@ SUBCOMMANDS = {
         "checkpoint.convert.convert_command",
         "weights between Hugging Face, NeuronX Distributed and save_checkpoint",
     ),
+    "doctor": ("comm.doctor.command", "look at versions, devices, backends and network, and try two processes"),
     "run": ("comm.run_command", "run a script on several processes, as torchrun does, and show only what it says"),
     "timeline": ("pipeline.timeline.command", "draw a pipeline's schedules, or a recorded step, for web or terminal"),
 }

@@ -31,6 +31,7 @@ TOWER = [
     ["comm"],
     ["comm/backends"],
     ["comm/scopes", "comm/launch"],
+    ["comm/doctor"],
     ["weights"],
     ["spmd"],
     ["attention", "program", "sharded_functions"],
