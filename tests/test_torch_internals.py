@@ -256,6 +256,13 @@ def transforms_case() -> None:
     assert callable(getattr(transforms.eager_transforms, transforms.UNWRAP_FOR_GRAD))
 
 
+class Summing(dist.ProcessGroup):
+    """A group in Python that sums, and does nothing else."""
+
+    def allreduce(self, *arguments: Any) -> None:
+        pass
+
+
 def distributed_case() -> None:
     """All that needs a job is used on one of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -267,6 +274,8 @@ def distributed_case() -> None:
         group = distributed.make_group([0], "one", None, timeout=distributed.backend_timeout(world), group_desc="one")
         distributed.set_ranks(group, {0: 0})
         assert dist.get_process_group_ranks(group) == [0]
+        assert distributed.python_class(world) is None and distributed.python_class(Summing(0, 1)) is Summing
+        assert distributed.overrides(Summing, "allreduce") and not distributed.overrides(Summing, "send")
     finally:
         dist.destroy_process_group()
     assert operator.attrgetter("relative_path", "offset", "length")(

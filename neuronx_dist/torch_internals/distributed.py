@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_INTERFACES = (dist.ProcessGroup, torch._C._distributed_c10d.Backend)  # of groups, and of what moves their bytes
 
 
 def default_store() -> Any:
@@ -27,8 +30,28 @@ def device_types(group: dist.ProcessGroup) -> list[torch.device]:
 
 def backend_timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
     """Returns the timeout that a group was made with; None if torch does not say."""
-    options = getattr(group._get_backend(device_types(group)[-1]), "options", None)
+    try:
+        options = getattr(group._get_backend(device_types(group)[-1]), "options", None)
+    except RuntimeError:  # a group in Python may have no backend below it
+        return None
     return getattr(options, "_timeout", None)
+
+
+def python_class(group: dist.ProcessGroup) -> type | None:
+    """Returns the class in Python that implements a group, or its backend; None: C++, which has every method."""
+    implementation: type = type(group)
+    if implementation is dist.ProcessGroup:
+        implementation = type(group._get_backend(device_types(group)[-1]))
+    bases = [base for base in implementation.__mro__ if base not in _INTERFACES]
+    members = [member for base in bases for member in vars(base).values()]
+    is_native = any(type(member).__name__ == "instancemethod" for member in members)  # pybind11's methods
+    is_python = any(isinstance(member, FunctionType) for member in members)
+    return implementation if is_python and not is_native else None
+
+
+def overrides(implementation: type, method: str) -> bool:
+    """Returns whether the class of a group or backend defines a method: torch's interfaces have all, which raise."""
+    return getattr(implementation, method, None) not in [getattr(base, method, None) for base in _INTERFACES]
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
