@@ -176,17 +176,15 @@ def _sent(
             shape[dim] = sizes[coordinate[m]]
             if not takes_part:
                 continue
+            nothing = [torch.empty(0, dtype=dtype, device=device)] * len(sizes)
+            sends, received = [*nothing], [*nothing]
             if coordinate[m] == source[m]:
                 assert part is not None
-                pieces = part.split(list(sizes), dim)
-                for index, piece in enumerate(pieces):
-                    if index != coordinate[m] and piece.numel():
-                        comm.send(piece.contiguous(), group, dst=index)
-                part = pieces[coordinate[m]]
+                sends = list(part.split(list(sizes), dim))
+                part, sends[coordinate[m]] = sends[coordinate[m]], nothing[0]
             else:
-                part = torch.empty(shape, dtype=dtype, device=device)
-                if part.numel():
-                    comm.recv(part, group, src=source[m])
+                part = received[source[m]] = torch.empty(shape, dtype=dtype, device=device)
+            comm.exchange(sends, received, group)
         elif takes_part:
             buffer = torch.empty(shape, dtype=dtype, device=device) if part is None else part.contiguous()
             part = comm.broadcast(buffer, group, src=source[m])

@@ -197,7 +197,7 @@ CASES: dict[str, Callable[[], None]] = {
     "_masked:comm.all_gather#1": mutations.masked_rows,
     "_inferred:comm.gather_objects#1": mutations.inferred_shapes,
     "_broadcast_object:comm.broadcast_object#1": mutations.one_ranks_tensor,
-    **{f"_sent:comm.{verb}#1": mutations.one_ranks_tensor for verb in ("send", "recv", "broadcast")},
+    **{f"_sent:comm.{verb}#1": mutations.one_ranks_tensor for verb in ("exchange", "broadcast")},
     "sync_module_over_mesh:comm.broadcast#1": mutations.synchronised,
     "_Passing.__init__:comm.exchange#1": mutations.attention_by_ring,
     "_merged:comm.all_gather#1": mutations.attention_merged,

