@@ -20,6 +20,7 @@ SITES = find_sites()
 
 _ORDER = "a barrier has no value: it orders reads and writes of files"
 _NCCL = "NCCL only: torch's own collective, called with the buffers as they are"
+_LACKING = "backends that lack calls only: tests/devices compares the values with those of other backends"
 _XLA = "on XLA only: tests/comm/test_exchange.py compares the permutes"
 _SHAPES = "no group: shapes only"
 _PASSED_ON = "as it was called, to the communicator underneath; tests/comm/backends compares the values"
@@ -41,6 +42,26 @@ EXEMPT = {
     "C10dCommunicator.start_all_gather:_all_gather_single#1": _NCCL,
     "C10dCommunicator.start_reduce_scatter:_reduce_scatter_single#1": _NCCL,
     "C10dCommunicator.start_exchange:dist.batch_isend_irecv#1": _NCCL,
+    **{
+        f"Substitutes.{call}#1": _LACKING
+        for call in (
+            "_exchange_padded:self.start_all_gather",
+            "_exchange_padded:self.start_all_to_all",
+            "start_all_reduce:?.start_all_reduce",
+            "start_all_reduce:self.start_all_gather",
+            "start_all_to_all:self.start_all_gather",
+            "start_broadcast:?.start_broadcast",
+            "start_broadcast:self.start_all_gather",
+            "start_exchange:?.start_exchange",
+            "start_permute:?.start_permute",
+            "start_permute:pair.start_broadcast",
+            "start_recv:?.start_broadcast",
+            "start_recv:?.start_recv",
+            "start_reduce_scatter:self.start_all_reduce",
+            "start_send:?.start_broadcast",
+            "start_send:?.start_send",
+        )
+    },
     "XlaCommunicator.start_exchange:self.start_permute#1": _XLA,
     "ShapesCommunicator.start_reduce_scatter:self.start_all_reduce#1": _SHAPES,
     "CheckCommunicator.start_reduce_scatter:ShapesCommunicator.start_all_reduce#1": _SHAPES,

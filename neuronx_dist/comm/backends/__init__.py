@@ -1,6 +1,7 @@
 """Backends, which move the bytes: one module each.
 
 c10d.py            process groups of torch.distributed: gloo, NCCL; message_lists.py: lists of tensors on gloo
+capabilities.py    what a process group's backend can do; substitutes.py: what is missing, done by what is there
 torch_job.py       a rank of a torch.distributed job: the same, and the watch for failures
 call_agreement.py  the same; ranks that start different collectives stop, with both call sites (NEURONX_DIST_DEBUG)
 threads.py         ranks as threads of one process

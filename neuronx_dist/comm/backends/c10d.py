@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import itertools
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -35,13 +37,21 @@ from ..errors import CommError, CommTimeout, RemoteRankError
 from ..health.board import StoreBoard
 from ..health.failure import FailureMonitor
 from ..health.waiting import noted
+from .capabilities import capabilities_of, is_missing_call, without
 from .message_lists import LARGE, exchange, start_alone
+from .substitutes import OPS, Substitutes, pairs_in_order
 
-__all__ = ["DEFAULT_TIMEOUT", "C10dBackend", "C10dCommunicator", "let_go_of_groups", "ranks_of_group"]
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "C10dBackend",
+    "C10dCommunicator",
+    "SubstitutingCommunicator",
+    "let_go_of_groups",
+    "ranks_of_group",
+]
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)  # torch's default is 30 minutes on gloo, and this on NCCL
 
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # torch 2.13 renamed these; the old names still work, and warn on every call.
 _all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _reduce_scatter_single = (
@@ -52,6 +62,7 @@ _SMALL = 1 << 20  # bytes of an all_gather's result up to which gloo's all_to_al
 _TAG = TAGS  # collectives made of messages use tags of their own, so that they never meet a user's send
 _TAGS = 2 * _TAG  # tags of one communicator
 _SHARERS = 2**31 // _TAGS  # communicators of one group that gloo's 32 bits of a tag keep apart
+_LOST = re.compile(r"connect|closed|reset|broken pipe|socket|errno|peer|remote|abort|terminat", re.IGNORECASE)
 _on_gloo: WeakSet[C10dCommunicator] = WeakSet()  # all communicators of this process on gloo
 
 
@@ -83,7 +94,7 @@ class C10dCommunicator(Communicator):
         self._first_tag = first_tag  # added to all tags: a group may be shared, and messages must not meet in it
 
     def start_all_reduce(self, buffer: torch.Tensor, op: str) -> WorkLike:
-        return dist.all_reduce(buffer, _OPS[op], group=self.group, async_op=True)
+        return dist.all_reduce(buffer, OPS[op], group=self.group, async_op=True)
 
     def start_all_gather(self, gathered: torch.Tensor, x: torch.Tensor) -> WorkLike:
         if not self._gloo:
@@ -94,7 +105,7 @@ class C10dCommunicator(Communicator):
 
     def start_reduce_scatter(self, out: torch.Tensor, scattered: torch.Tensor, op: str) -> WorkLike:
         if not self._gloo:
-            return _reduce_scatter_single(out.view(-1), scattered.view(-1), _OPS[op], group=self.group, async_op=True)
+            return _reduce_scatter_single(out.view(-1), scattered.view(-1), OPS[op], group=self.group, async_op=True)
         received = torch.empty_like(scattered)
 
         def reduce() -> None:
@@ -177,6 +188,9 @@ class C10dCommunicator(Communicator):
             raise error
         what = self.describe(verb)
         text = str(error)
+        if is_missing_call(error):
+            message = without(dist.get_backend(self.group), verb.split()[0])
+            raise CommError(f"{what} failed: {message} ({_first_line(text)})") from error
         timed_out = "imed out" in text or "timeout" in text.lower()
         monitor = self._monitor
         first = None if monitor is None else monitor.first_failure() if timed_out else monitor.find_lost()
@@ -187,11 +201,18 @@ class C10dCommunicator(Communicator):
         if timed_out:
             raise CommTimeout(
                 f"{what} timed out: a rank of the group did not join this collective. It hangs, is much slower, or "
-                f"took a different path through the program. ({text.splitlines()[0][:200]})"
+                f"took a different path through the program. ({_first_line(text)})"
             ) from error
-        raise CommError(
-            f"{what} failed: the connection to another rank of the group was lost. ({text.splitlines()[0][:200]})"
-        ) from error
+        reason = "the connection to another rank of the group was lost" if _LOST.search(text) else "see the reason"
+        raise CommError(f"{what} failed: {reason}. ({_first_line(text)})") from error
+
+
+class SubstitutingCommunicator(Substitutes, C10dCommunicator):
+    """Communicator on a group whose backend lacks some collectives."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._gloo = False  # gloo's ways need messages, and may be among what is missing
 
 
 class C10dBackend(Backend):
@@ -231,6 +252,10 @@ class C10dBackend(Backend):
         self._sharers: Counter[tuple[int, ...]] = Counter()
         self._groups: list[dist.ProcessGroup] = []
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._pairs: dict[tuple[int, ...], C10dCommunicator] = {}
+        self._object_numbers: dict[str, Iterator[int]] = {}  # by the name of a group
+        self.capabilities = capabilities_of(default_group())
+        self.has_messages = self.capabilities.has_messages
         if dist.get_world_size() > 1:
             store = default_store()
             seconds = self.timeout.total_seconds()
@@ -254,6 +279,8 @@ class C10dBackend(Backend):
             if _device_of_world() is not None and (other := next((g for g in groups if len(g) > 1), None)):
                 self._make(tuple(other), label)  # the others split the world, in which this rank has to take part
             return Communicator(label, ranks, global_rank)
+        self.capabilities.check()
+        self.capabilities.check_order(ranks, label)
         # On NCCL a group is a stream of its own, in which messages of two directions can block each other. Gloo has no
         # streams, and a group costs it a connection to every member: there tags keep messages apart.
         if own and dist.get_backend() == "gloo":
@@ -262,7 +289,11 @@ class C10dBackend(Backend):
             first_tag = (1 + (self._sharers[ranks] - 1) % (_SHARERS - 1)) * _TAGS  # 0 is the number of the plain group
         else:
             first_tag = 0
-        return self._join(self._group(ranks, own, label), label, ranks, global_rank, first_tag)
+        group = self._group(ranks, own, label)
+        one_way: Sequence[C10dCommunicator] = ()
+        if own and not self.has_messages:
+            one_way = self._in_place_of_messages(label, ranks, global_rank)
+        return self._join(group, label, ranks, global_rank, first_tag, one_way)
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:
         ranks = ranks_of_group(group)
@@ -283,12 +314,53 @@ class C10dBackend(Backend):
             dist.destroy_process_group(group)
         self._groups.clear()
         self._by_ranks.clear()
+        self._pairs.clear()
 
     def _join(
-        self, group: dist.ProcessGroup, label: str, ranks: Sequence[int], global_rank: int, first_tag: int = 0
+        self,
+        group: dist.ProcessGroup,
+        label: str,
+        ranks: Sequence[int],
+        global_rank: int,
+        first_tag: int = 0,
+        one_way: Sequence[C10dCommunicator] = (),
     ) -> C10dCommunicator:
-        communicator = C10dCommunicator(group, label, ranks, global_rank, self.monitor, first_tag)
+        capabilities = capabilities_of(group)
+        capabilities.check()
+        place = group, label, ranks, global_rank, self.monitor, first_tag
+        if capabilities.is_whole:
+            communicator = C10dCommunicator(*place)
+        else:
+            communicator = SubstitutingCommunicator(*place)
+            communicator.capabilities = capabilities
+            communicator.board = self.board
+            communicator.object_numbers = self._object_numbers.setdefault(group.group_name, itertools.count())
+            communicator.pair = lambda low, high: self._pair((ranks[low], ranks[high]), label, global_rank)
+            communicator.one_way = one_way
         return communicator if self._watch is None else self._watch(communicator)
+
+    def _in_place_of_messages(self, label: str, ranks: tuple[int, ...], global_rank: int) -> list[C10dCommunicator]:
+        """Makes the groups of a new communicator on which broadcasts replace messages; returns its `one_way`.
+
+        Two ranks get a group for each direction. More ranks get groups of neighbours, round the ends: a pipeline's
+        transfers are between these. Other pairs get a group at their first `permute`, which all ranks of the group
+        start together.
+        """
+        if len(ranks) == 2:
+            ways = [self._make(ranks, f"{label} from rank {sender}") for sender in ranks]
+            return [self._join(group, label, ranks, global_rank) for group in ways]
+        rank = ranks.index(global_rank)
+        for pair in pairs_in_order([(index, (index + 1) % len(ranks)) for index in range(len(ranks))]):
+            if rank in pair:
+                self._pair((ranks[min(pair)], ranks[max(pair)]), label, global_rank)
+        return []
+
+    def _pair(self, pair: tuple[int, int], label: str, global_rank: int) -> C10dCommunicator:
+        if pair not in self._pairs:
+            label = f"{label}, two ranks"
+            self.capabilities.check_order(pair, label)
+            self._pairs[pair] = self._join(self._group(pair, False, label), label, pair, global_rank)
+        return self._pairs[pair]
 
     def _group(self, ranks: tuple[int, ...], own: bool, label: str) -> dist.ProcessGroup:
         """Returns the process group over `ranks`, made once unless `own` is set."""
@@ -318,12 +390,16 @@ class C10dBackend(Backend):
             except RuntimeError as error:
                 raise CommError(
                     f"{what} failed at {call_site()}: not all of these ranks create it, or they create their groups "
-                    f"in different orders. ({str(error).splitlines()[0][:200]})"
+                    f"in different orders. ({_first_line(str(error))})"
                 ) from error
         if dist.get_rank() in indices:
             set_ranks(group, indices)
             self._groups.append(group)
         return group
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.splitlines()), "")[:200]
 
 
 def ranks_of_group(group: Any) -> list[int]:
