@@ -43,7 +43,7 @@ PYTEST  := -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations
 RUN := env $(LOOPBACK) $(PY) -m neuronx_dist run --standalone --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-xla setup-version train ci-train test test-fast test-full test-xla test-versions mutate models lint types bench clean
+.PHONY: help setup setup-xla setup-version train ci-train test test-fast test-full test-devices test-xla test-versions mutate models lint types bench clean
 
 help:  ## list what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -118,13 +118,16 @@ ci-train: $(STAMP)  ## two short training runs, and a look at what they leave in
 	$(PY) -m tests.support.run_folder runs/ci/dp2-zero1 10
 
 test: $(STAMP)  ## run the tests: every layout once, and a pairwise covering set
-	$(PY) $(PYTEST) $(ARGS)
+	$(PY) $(PYTEST) --ignore tests/devices $(ARGS)
 
 test-fast: $(STAMP)  ## run the tests for every save: the short ones, which start no process
 	$(PY) $(PYTEST) -m fast $(ARGS)
 
 test-full: $(STAMP)  ## run all tests: the whole layout matrix, all mutants, many seeds
 	NXD_FULL=1 $(PY) $(PYTEST) $(ARGS)
+
+test-devices: $(STAMP)  ## run the parity tests on imitated devices: backends that lack calls
+	$(PY) $(PYTEST) tests/devices $(ARGS)
 
 test-xla: $(STAMP_XLA)  ## run the tests that need torch_xla, in their own environment
 	$(PY_XLA) $(PYTEST) tests/xla $(ARGS)

@@ -79,6 +79,7 @@ class _Pool:
         args: tuple[Any, ...],
         mesh: dict[str, int] | None,
         timeout: float,
+        backend: str,
     ) -> list[Any]:
         folder = Path(self.folder.name)
         while len(self.workers) < size:
@@ -88,7 +89,7 @@ class _Pool:
         payload = pickle.dumps((function, args))
         ranks: dict[Connection, int] = {}
         for rank, worker in enumerate(self.workers[:size]):
-            worker.connection.send((payload, rank, size, str(store), mesh, timeout))
+            worker.connection.send((payload, rank, size, str(store), mesh, timeout, backend))
             ranks[worker.connection] = rank
         results: list[Any] = [None] * size
         failures: list[tuple[int, str, str]] = []  # rank, kind, traceback
@@ -147,12 +148,14 @@ class Processes:
         mesh: dict[str, int] | None = None,
         timeout: float = TIMEOUT,
         initialize: bool = True,
+        backend: str = "gloo",
     ) -> list[Any]:
         """`function(*args)` on every rank; results by rank.
 
         Args:
             mesh: tp, pp, cp, ep; what is left is dp.
             timeout: seconds for all of it.
+            backend: of the process group; another than gloo is one that `tests.support.devices.groups` imitates.
             initialize: False leaves `initialize_model_parallel` to the function.
 
         Raises:
@@ -164,7 +167,7 @@ class Processes:
             context.set_forkserver_preload(["torch", "neuronx_dist", "pytest"])
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             _pool = _Pool()
-        return _pool.run(self.size, function, args, (mesh or {}) if initialize else None, timeout)
+        return _pool.run(self.size, function, args, (mesh or {}) if initialize else None, timeout, backend)
 
 
 _pool: _Pool | None = None
@@ -203,17 +206,20 @@ def _serve(connection: Connection, stacks: str) -> None:
             connection.send_bytes(data)
 
 
-def _be_rank(payload: bytes, rank: int, size: int, store: str, mesh: dict[str, int] | None, timeout: float) -> Any:
+def _be_rank(
+    payload: bytes, rank: int, size: int, store: str, mesh: dict[str, int] | None, timeout: float, backend: str
+) -> Any:
     import torch
     import torch.distributed as dist
 
     from neuronx_dist.parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
+    from tests.support.devices.groups import imitate
 
     function, args = pickle.loads(payload)
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
     dist.init_process_group(
-        "gloo",
+        backend if backend == "gloo" else imitate(backend),
         store=dist.FileStore(store, size),
         rank=rank,
         world_size=size,

@@ -1,0 +1,69 @@
+"""Checkpoints, ShardTensor and `parallelize` on imitated devices: the programs of their tests, which compare values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.checkpoint.test_resume import Layout, relative, resume, train_and_save
+from tests.parallelize.support.models import model
+from tests.parallelize.support.parity import trained
+from tests.parallelize.test_processes import SGD, train_on_rank
+from tests.shard_tensor import test_awaited, test_processes
+from tests.shard_tensor.moves.test_exchange import halo_on_processes
+from tests.shard_tensor.test_checkpoint import lay, whole
+from tests.support.pool import processes
+
+pytestmark = pytest.mark.slow
+
+LAYOUTS = ["uneven", "replicated", "grid"]  # torch's DTensor calls groups in C++, where one in Python has no methods
+
+
+@pytest.mark.parametrize("backend", ["neuron", "tpu_dist"])
+def test_checkpoints_of_other_layouts(backend: str, tmp_path: Path) -> None:
+    saved, loaded = Layout(dp=2), Layout(pp=2, microbatches=2)
+    losses = processes(2).run(train_and_save, saved, tmp_path, mesh={}, backend=backend)
+    assert processes(2).run(resume, saved, tmp_path, mesh={}, backend=backend) == losses
+    for resumed in processes(2).run(resume, loaded, tmp_path, mesh=dict(pp=2), backend=backend):
+        assert relative(resumed, losses[0]) < 1e-6
+
+
+@pytest.mark.parametrize("backend", ["neuron", "neuron_single", "tpu_dist"])
+def test_shard_tensor_halo_and_moves(backend: str) -> None:
+    processes(2).run(halo_on_processes, mesh=dict(tp=2), backend=backend)
+    processes(2).run(test_awaited.on_processes, mesh={}, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["neuron", "tpu_dist"])
+def test_shard_tensor_operators_and_ring(backend: str) -> None:
+    first, second = processes(2).run(test_processes.sample, mesh={}, backend=backend)
+    assert first == second and first["ring"] == 21
+
+
+def save_shards(folder: str, world: int) -> None:
+    dcp.save({name: lay(whole(), name, world) for name in LAYOUTS}, checkpoint_id=folder)
+
+
+def load_shards(folder: str, world: int) -> None:
+    """Loads each tensor in the layout after the one in which it was saved."""
+    state = {name: lay(torch.zeros(7, 6), other, world) for name, other in zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1])}
+    dcp.load(state, checkpoint_id=folder)
+    for name, x in state.items():
+        assert torch.equal(x.full_tensor(), whole()), name
+
+
+def test_shard_tensor_checkpoints(tmp_path: Path) -> None:
+    processes(4).run(save_shards, str(tmp_path), 4, mesh={}, backend="neuron")
+    processes(2).run(load_shards, str(tmp_path), 2, mesh={}, backend="neuron_single")
+
+
+@pytest.mark.parametrize("backend", ["neuron", "tpu_dist"])
+def test_parallelize(backend: str, tmp_path: Path) -> None:
+    module, arguments = model("gpt")
+    wanted = trained(module, arguments, SGD, 3, 2).weights
+    for weights in processes(4).run(train_on_rank, str(tmp_path), mesh={"tp": 2}, backend=backend):
+        for name, x in weights.items():
+            torch.testing.assert_close(x, wanted[name], rtol=1e-9, atol=1e-9)
