@@ -43,7 +43,7 @@ PYTEST  := -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations
 RUN := env $(LOOPBACK) $(PY) -m neuronx_dist run --standalone --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-xla setup-version train ci-train test test-fast test-full test-devices test-xla test-versions mutate models lint types bench clean
+.PHONY: help setup setup-xla setup-version train ci-train test test-fast test-full test-devices test-cuda test-xla test-versions mutate models lint types bench clean
 
 help:  ## list what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -134,6 +134,9 @@ test-xla: $(STAMP_XLA)  ## run the tests that need torch_xla, in their own envir
 
 test-versions: $(STAMP_VERSION)  ## run what every version of torch must pass on another one (VERSION=2.15.0 SHORT=)
 	$(PY_VERSION) $(PYTEST) -m $(if $(SHORT),versions_short,versions) $(ARGS)
+
+test-cuda: $(STAMP)  ## run the tests that need one CUDA device (DEVICE=cpu: their code on the CPU)
+	NXD_CUDA_TIER_DEVICE=$(or $(DEVICE),cuda) $(PY) -m pytest tests/cuda -rs $(ARGS)
 
 models: $(STAMP)  ## write docs/models.md, the table of models on pipelines, which a test compares
 	PYTHONPATH=. $(PY) -m tests.support.architectures

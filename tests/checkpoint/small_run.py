@@ -57,6 +57,7 @@ class Run:
         losses = []
         for _ in range(steps):
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * self.step + comm.rank("dp")))
+            x = x.to(self.model.up.weight.device)
             loss = self.model(x).square().mean()
             loss.backward()
             nxd.reduce_gradients(self.model, average_over_data=not self.zero1)

@@ -70,7 +70,8 @@ class Options:
 class Case:
     """A layout, and all the rest that must not change what one process computes.
 
-    `optimizer` is "plain" torch, "master" weights, or "zero1"; `schedule` the pipeline's, None: 1F1B.
+    `optimizer` is "plain" torch, "master" weights, or "zero1"; `schedule` the pipeline's, None: 1F1B; `device` where
+    the ranks compute, beside a process that computes on the CPU.
     """
 
     tp: int = 1
@@ -88,6 +89,7 @@ class Case:
     checkpointed: bool = False
     evaluate: bool = False  # run_eval as well; it records the model a second time, which takes as long as all steps
     schedule: str | None = None
+    device: str = "cpu"
 
     @property
     def mesh(self) -> nxd.Mesh:
@@ -255,7 +257,8 @@ def build(case: Case) -> Any:
 
 def inputs(case: Case, step: int) -> dict[str, torch.Tensor]:
     """This rank's rows, and what the summed loss of a microbatch is divided by."""
-    ids, labels = (rows.chunk(case.dp)[comm.rank("dp")] for rows in batch(case.labels, step))
+    rank = comm.rank("dp")
+    ids, labels = (rows.chunk(case.dp)[rank].to(case.device) for rows in batch(case.labels, step))
     items = nxd.global_num_items(labels, case.microbatches, dtype=case.dtype)
     return {"input_ids": ids, "labels": labels, "num_items_in_batch": items}
 
@@ -307,7 +310,7 @@ def train(case: Case, names: tuple[str, ...] = tuple(OPTIMIZERS), steps: int = S
     model = build(case)
     reports = {}
     for name in names:
-        hf.load_pretrained(model, state)
+        hf.load_pretrained(model, state, device=case.device)
         model.train()
         if case.checkpointed:
             nxd.checkpoint_layers(model)
@@ -320,12 +323,16 @@ def train(case: Case, names: tuple[str, ...] = tuple(OPTIMIZERS), steps: int = S
             report.losses.append(float(loss.detach()))
             report.norms.append(float(norm))
             if step in GRADIENTS_OF_STEPS:
-                report.gradients[step] = hf.full_state_dict(model, gradients=True)
+                report.gradients[step] = _on_cpu(hf.full_state_dict(model, gradients=True))
             optimizer.zero_grad()
-        report.weights = hf.full_state_dict(model)
+        report.weights = _on_cpu(hf.full_state_dict(model))
         if case.evaluate:
             report.held_out = float(model.run_eval(**inputs(case, steps)))
     return reports
+
+
+def _on_cpu(table: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: x.cpu() for name, x in table.items()}
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------
