@@ -110,7 +110,7 @@ def a_model_that_fits_on_one_rank_only() -> None:
         features = 3 if comm.rank("world") == 1 else 2
         nxd.load_checkpoint(folder, "a", torch.nn.Linear(2, features))
 
-    _everywhere("(2, 2) there and (3, 2) here", load)
+    _everywhere("model.weight has shape (2, 2) in the checkpoint and (3, 2) in this model", load)
 
 
 def _save_model(folder: Path) -> None:

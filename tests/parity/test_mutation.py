@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from neuronx_dist.comm.backends import c10d, message_lists
+from neuronx_dist.comm.doctor import probe
 from tests.parity.mutation_cases import values_of_every_verb
 from tests.parity.mutation_table import CASES, MESSAGES, VERBS
 from tests.support.call_sites import MUTATIONS, Mutant, find_sites, hidden_imports, mutate
@@ -21,6 +22,7 @@ SITES = find_sites()
 _ORDER = "a barrier has no value: it orders reads and writes of files"
 _NCCL = "NCCL only: torch's own collective, called with the buffers as they are"
 _LACKING = "backends that lack calls only: tests/devices compares the values with those of other backends"
+_PROBE = "a call that `neuronx-dist doctor` tries, and whose values it compares itself"
 _XLA = "on XLA only: tests/comm/test_exchange.py compares the permutes"
 _SHAPES = "no group: shapes only"
 _PASSED_ON = "as it was called, to the communicator underneath; tests/comm/backends compares the values"
@@ -104,13 +106,16 @@ ON_PROCESSES = sorted(
 )
 
 
+DOCTOR = {name: _PROBE for name, site in SITES.items() if site.is_in(probe)}
+
+
 def mutations_of(name: str) -> tuple[str, ...]:
     """Objects are not numbers: they are exchanged or they are not."""
     return ("drop",) if "gather_objects" in name else MUTATIONS
 
 
 def test_every_call_site_names_a_case() -> None:
-    named = [*CASES, *EXEMPT, *ON_PROCESSES]
+    named = [*CASES, *EXEMPT, *DOCTOR, *ON_PROCESSES]
     assert len(named) == len(set(named))
     without_case, without_site = sorted(set(SITES) - set(named)), sorted(set(named) - set(SITES))
     assert not without_case, f"call sites that no case covers (add them to mutation_table.CASES): {without_case}"
