@@ -63,9 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="neuronx-dist-mutate-") as folder:
         if options.record is not None or not RECORDING.exists():
             recorded = record(Path(folder) / "recorded", options.workers, options.record or [], xla)
-            (Recordings.load(RECORDING).with_newer(recorded) if options.record else Recordings([recorded])).save(
-                RECORDING
-            )
+            adds = options.record and RECORDING.exists()
+            (Recordings.load(RECORDING).with_newer(recorded) if adds else Recordings([recorded])).save(RECORDING)
         recordings = Recordings.load(RECORDING)
         recording = recordings.existing(collected(xla))
         if gone := len(recordings.tests) - len(recording.tests):
