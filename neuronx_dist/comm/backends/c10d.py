@@ -37,7 +37,7 @@ from ..errors import CommError, CommTimeout, RemoteRankError
 from ..health.board import StoreBoard
 from ..health.failure import FailureMonitor
 from ..health.waiting import noted
-from .capabilities import capabilities_of, is_missing_call, without
+from .capabilities import advice_on_missing, capabilities_of, is_missing_call
 from .message_lists import LARGE, exchange, start_alone
 from .substitutes import OPS, Substitutes, pairs_in_order
 
@@ -189,8 +189,8 @@ class C10dCommunicator(Communicator):
         what = self.describe(verb)
         text = str(error)
         if is_missing_call(error):
-            message = without(dist.get_backend(self.group), verb.split()[0])
-            raise CommError(f"{what} failed: {message} ({_first_line(text)})") from error
+            advice = advice_on_missing(dist.get_backend(self.group), verb.split()[0])
+            raise CommError(f"{what} failed: {_first_line(text)}. {advice}") from error
         timed_out = "imed out" in text or "timeout" in text.lower()
         monitor = self._monitor
         first = None if monitor is None else monitor.first_failure() if timed_out else monitor.find_lost()
@@ -203,8 +203,10 @@ class C10dCommunicator(Communicator):
                 f"{what} timed out: a rank of the group did not join this collective. It hangs, is much slower, or "
                 f"took a different path through the program. ({_first_line(text)})"
             ) from error
-        reason = "the connection to another rank of the group was lost" if _LOST.search(text) else "see the reason"
-        raise CommError(f"{what} failed: {reason}. ({_first_line(text)})") from error
+        reason = _first_line(text)
+        if _LOST.search(text):
+            reason = f"the connection to another rank of the group was lost. ({reason})"
+        raise CommError(f"{what} failed: {reason}") from error
 
 
 class SubstitutingCommunicator(Substitutes, C10dCommunicator):
@@ -256,6 +258,8 @@ class C10dBackend(Backend):
         self._object_numbers: dict[str, Iterator[int]] = {}  # by the name of a group
         self.capabilities = capabilities_of(default_group())
         self.has_messages = self.capabilities.has_messages
+        if not self.capabilities.is_whole:
+            self.name = self.capabilities.backend
         if dist.get_world_size() > 1:
             store = default_store()
             seconds = self.timeout.total_seconds()

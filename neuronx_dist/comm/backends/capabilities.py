@@ -17,7 +17,15 @@ import torch.distributed as dist
 from ...torch_internals.distributed import overrides, python_class
 from ..errors import CommError
 
-__all__ = ["LACKS_VARIABLE", "METHODS", "Capabilities", "capabilities_of", "is_missing_call", "without"]
+__all__ = [
+    "LACKS_VARIABLE",
+    "METHODS",
+    "Capabilities",
+    "advice_on_missing",
+    "capabilities_of",
+    "is_missing_call",
+    "without",
+]
 
 LACKS_VARIABLE = "NEURONX_DIST_LACKS"
 
@@ -32,6 +40,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "send": ("send",),
     "recv": ("recv",),
 }
+_CALLED = dict.fromkeys(("send", "recv", "permute", "exchange"), ("send", "recv")) | {"gather_objects": ("allgather",)}
 _ALL = frozenset(name for names in METHODS.values() for name in names)
 
 _MESSAGES = (
@@ -53,6 +62,7 @@ _LIMITS: dict[str, dict[str, bool]] = {
     "neuron": {"unequal_all_to_all": False},
     "tpu_dist": {"gathers_objects": False, "any_order": False},
 }
+_LACKING = {"tpu_dist": frozenset({"send", "recv"})}  # the group has experimental_send and experimental_recv
 _MISSING = re.compile(
     r"does not (?:support|implement)|not (?:yet )?(?:supported|implemented)|unsupported|no backend type associated",
     re.IGNORECASE,
@@ -106,14 +116,21 @@ class Capabilities:
 
 def without(backend: str, verb: str) -> str:
     """Returns the message that a backend lacks a verb: which methods, which features need it, what to use instead."""
-    methods = METHODS.get(verb, ())
-    names = f" (none of {', '.join(methods)})" if len(methods) > 1 else ""
-    needs = _NEEDS.get(verb)
-    if needs is None:
-        needs = (
-            f"name its methods in {LACKS_VARIABLE} ({','.join(methods) or verb}) to have the call replaced by others"
-        )
-    return f"backend {backend} has no {verb}{names}: {needs}"
+    names = f" (none of {', '.join(METHODS[verb])})" if len(METHODS[verb]) > 1 else ""
+    return f"backend {backend} has no {verb}{names}: {_NEEDS[verb]}"
+
+
+def advice_on_missing(backend: str, verb: str) -> str:
+    """Returns what to do about a call of a verb that failed because the backend, in C++, does not implement it."""
+    methods = _CALLED.get(verb) or METHODS.get(verb)
+    if verb == "all_gather":  # one of them has to stay
+        methods = METHODS[verb][:-1]
+    if methods is None:
+        return f"This is a call that backend {backend} does not have, or not for this tensor: use another backend"
+    return (
+        f"This is a call that backend {backend} does not have, or not for this tensor: with "
+        f"{LACKS_VARIABLE}={','.join(methods)} in the environment of all ranks other calls do it"
+    )
 
 
 def is_missing_call(error: BaseException) -> bool:
@@ -129,7 +146,7 @@ def capabilities_of(group: dist.ProcessGroup) -> Capabilities:
     """
     backend = dist.get_backend(group)
     python = python_class(group)
-    lacks = _lacking()
+    lacks = _lacking() | _LACKING.get(backend, frozenset())
     key = (backend, python, lacks)
     if key not in _known:
         methods = _ALL if python is None else frozenset(name for name in _ALL if overrides(python, name))

@@ -85,7 +85,7 @@ class Substitutes(Communicator):
         options.asyncOp = True
         if name == "allgather":
             return _started(self.group.allgather([list(out.unbind())], [x], options))
-        return _started(getattr(self.group, name)(out, x, options))
+        return _started(getattr(self.group, name)(out.view(-1), x.view(-1), options))
 
     def start_reduce_scatter(self, out: torch.Tensor, scattered: torch.Tensor, op: str) -> WorkLike:
         if not self.capabilities.has("reduce_scatter"):

@@ -61,7 +61,7 @@ class Pipelined:
         if not comm.current().backend.has_messages:
             raise RuntimeError(
                 f"{type(module).__name__} is a pipeline of {stages} stages, which needs point-to-point messages, but "
-                f"the backend {comm.current().backend.name} has none: all its ranks run one program. "
+                f"the backend {comm.current().backend.name} has none. "
                 "Compile with a policy without stages (pipeline_nstages=1, or 'tp'), or run on gloo or NCCL"
             )
         self.microbatches = microbatches
