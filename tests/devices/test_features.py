@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.nn import functional as F
 
+from neuronx_dist import comm
+from neuronx_dist.attention import Keys, attention
 from tests.checkpoint.test_resume import Layout, relative, resume, train_and_save
 from tests.parallelize.support.models import model
 from tests.parallelize.support.parity import trained
@@ -67,3 +70,26 @@ def test_parallelize(backend: str, tmp_path: Path) -> None:
     for weights in processes(4).run(train_on_rank, str(tmp_path), mesh={"tp": 2}, backend=backend):
         for name, x in weights.items():
             torch.testing.assert_close(x, wanted[name], rtol=1e-9, atol=1e-9)
+
+
+def ring_attention() -> None:
+    """Causal attention with keys on both ranks of cp, and its gradients, against all of it on one rank."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 10, 4, dtype=torch.float64, generator=generator) for _ in range(3))
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*whole, is_causal=True)
+    expected.square().sum().backward()
+    sizes, rank = (6, 4), comm.rank("cp")
+    runs = tuple(((begin, end),) for begin, end in ((0, 6), (6, 10)))
+    local = [x.split(sizes, 2)[rank].clone().requires_grad_() for x in (q, k, v)]
+    keys = Keys(sizes, queries=runs[rank], positions=runs)
+    out = attention(*local, keys, "cp", scale=0.5)
+    out.square().sum().backward()
+    torch.testing.assert_close(out, expected.split(sizes, 2)[rank], rtol=1e-10, atol=1e-10)
+    for x, y in zip(local, whole):
+        torch.testing.assert_close(x.grad, y.grad.split(sizes, 2)[rank], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", ["neuron", "neuron_single", "tpu_dist"])
+def test_context_parallel_attention(backend: str) -> None:
+    processes(2).run(ring_attention, mesh={"cp": 2}, backend=backend)

@@ -115,6 +115,7 @@ class _Rooted(_Reductions):
 
 
 def _gather(gloo: Any, out: torch.Tensor, x: torch.Tensor) -> Any:
+    assert out.shape == (gloo.size() * x.shape[0], *x.shape[1:])
     out = _bytes(out)
     return gloo.allgather([list(out.chunk(gloo.size()))], [_bytes(x)])
 
