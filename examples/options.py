@@ -52,7 +52,7 @@ def arguments(description: str | None, argv: list[str] | None = None) -> argpars
     flag("--grad-clip", 1.0, "clip the gradient norm at this; 0 does not clip")
     flag("--dtype", "float32", "bfloat16: bf16 parameters with fp32 masters", choices=["float32", "bfloat16"])
     flag("--seed", 0, "of weights and batches")
-    flag("--device", "auto", "auto: cuda if there is one; xla: docs/xla.md", choices=["auto", "cpu", "cuda", "xla"])
+    flag("--device", "auto", "auto: this machine's accelerator, or the cpu; or a device type, as in docs/devices.md")
     flag("--data", None, "text files or folders; default: Python's library sources", nargs="+", metavar="PATH")
     flag("--data-limit", 4.0, "MiB of text to read; 0 reads all")
     flag(

@@ -103,7 +103,7 @@ def make_optimizer(args: Namespace, model: Any, device: torch.device | None = No
     sharded = partial(NeuronZero1Optimizer, overlap=args.overlap) if args.zero1 else MasterWeightsOptimizer
     clip = args.grad_clip or math.inf
     options: dict[str, Any] = dict(lr=args.lr, betas=(0.9, 0.95))
-    if device is not None and device.type not in ("cpu", "cuda"):  # a host step number would be a constant
+    if device is not None and device.type == "xla":  # a host step number would be a constant
         options["capturable"] = True
     return sharded([g for g in groups if g["params"]], torch.optim.AdamW, max_norm=clip, **options)
 

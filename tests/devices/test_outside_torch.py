@@ -15,7 +15,6 @@ from torch.utils import backend_registration
 from tests.devices import outside_torch_job
 from tests.support.paths import ROOT
 
-
 pytestmark = pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="this torch registers no device type in Python",
