@@ -40,6 +40,8 @@ LOOPBACK := $(if $(filter Linux,$(shell uname -s)),GLOO_SOCKET_IFNAME=lo)
 # as `$(PY) -m pytest tests/...` is, for debugging.
 WORKERS ?= logical
 PYTEST  := -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations 15
+# TABLE=1: a run that passes writes its row of the README's table.
+row = $(if $(TABLE),--write-table '$(1)')
 RUN := env $(LOOPBACK) $(PY) -m neuronx_dist run --standalone --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
@@ -118,7 +120,7 @@ ci-train: $(STAMP)  ## two short training runs, and a look at what they leave in
 	$(PY) -m tests.support.run_folder runs/ci/dp2-zero1 10
 
 test: $(STAMP)  ## run the tests: every layout once, and a pairwise covering set
-	$(PY) $(PYTEST) --ignore tests/devices $(ARGS)
+	$(PY) $(PYTEST) --ignore tests/devices $(call row,all) $(ARGS)
 
 test-fast: $(STAMP)  ## run the tests for every save: the short ones, which start no process
 	$(PY) $(PYTEST) -m fast $(ARGS)
@@ -127,16 +129,16 @@ test-full: $(STAMP)  ## run all tests: the whole layout matrix, all mutants, man
 	NXD_FULL=1 $(PY) $(PYTEST) $(ARGS)
 
 test-devices: $(STAMP)  ## run the parity tests on imitated devices: backends that lack calls
-	$(PY) $(PYTEST) tests/devices $(ARGS)
+	$(PY) $(PYTEST) tests/devices $(call row,imitated devices) $(ARGS)
 
 test-xla: $(STAMP_XLA)  ## run the tests that need torch_xla, in their own environment
-	$(PY_XLA) $(PYTEST) tests/xla $(ARGS)
+	$(PY_XLA) $(PYTEST) tests/xla $(call row,XLA tier) $(ARGS)
 
 test-versions: $(STAMP_VERSION)  ## run what every version of torch must pass on another one (VERSION=2.15.0 SHORT=)
-	$(PY_VERSION) $(PYTEST) -m $(if $(SHORT),versions_short,versions) $(ARGS)
+	$(PY_VERSION) $(PYTEST) -m $(if $(SHORT),versions_short,versions) $(call row,$(if $(SHORT),short selection,selection)) $(ARGS)
 
 test-cuda: $(STAMP)  ## run the tests that need one CUDA device (DEVICE=cpu: their code on the CPU)
-	NXD_CUDA_TIER_DEVICE=$(or $(DEVICE),cuda) $(PY) -m pytest tests/cuda -rs $(ARGS)
+	NXD_CUDA_TIER_DEVICE=$(or $(DEVICE),cuda) $(PY) -m pytest tests/cuda -rs $(if $(DEVICE),,$(call row,CUDA tier)) $(ARGS)
 
 models: $(STAMP)  ## write docs/models.md, the table of models on pipelines, which a test compares
 	PYTHONPATH=. $(PY) -m tests.support.architectures

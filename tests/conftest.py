@@ -12,7 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-from tests.support import fast, pool, versions
+from tests.support import fast, pool, run_table, versions
 
 torch.set_num_threads(1)
 
@@ -40,10 +40,19 @@ def _restore_torch_init():
                 setattr(module, name, function)
 
 
+pytest_plugins = ["pytester"]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--write-table", metavar="TIER", help="write the README's row for these tests, if all pass")
+
+
 def pytest_configure(config):
     fast.watch_processes()
     if not hasattr(config, "workerinput"):  # under xdist the session that reports is not one that runs tests
         config.pluginmanager.register(fast.Total())
+        if config.option.write_table:
+            config.pluginmanager.register(run_table.RunTable(config.option.write_table))
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
