@@ -1,4 +1,4 @@
-"""Moving tensors where ranks have no messages (XLA): stages in lockstep, transfers in which all ranks take part.
+"""Moving tensors where ranks have no messages: stages in lockstep, transfers in which all ranks take part.
 
     round      stage 0     stage 1     transfers after it
     1          F0                      forward
@@ -8,10 +8,11 @@
     5                      B1          backward
     6          B1
 
-Ranks that communicate must run one program, but stages have different programs. So each task is a program of one stage
-alone, and each transfer is another program, the same on all ranks: every rank sends a tensor of one shape to its
+On XLA ranks that communicate must run one program, but stages have different programs. So each task is a program of one
+stage alone, and each transfer is another program, the same on all ranks: every rank sends a tensor of one shape to its
 neighbour, a dummy if it has none, and a rank that expects nothing drops what arrives. A stage that sends to two others
-(in ZB-V) does so in two lanes, each of which is a collective.
+(in ZB-V) does so in two lanes, each of which is a collective. On other backends without messages programs may differ: a
+transfer goes only from the stages that send in this round to their receivers.
 
 Tasks of one kind are the same program for all microbatches, compiled once: inputs are data before the first forward,
 and gradients are there before the first backward, as zeros, so that it adds to them like all others.
@@ -27,6 +28,7 @@ import torch
 
 from ... import comm
 from ...comm.host import upload
+from ...comm.rank_selection import in_one_program
 from ...gradients.gradient import ParameterGradient
 from ...torch_internals.tensors import version_of
 from ..cut.splitting import StagePlan
@@ -201,14 +203,17 @@ class Lockstep:
             leaving = self._leaving.pop(send)
             for index, tensor, wire in zip(lane.indices[sender], leaving, lane.crossing[sender]):
                 payloads[index] = on_the_wire(tensor, wire)
+        receivers = {stage: self._schedule.peer(stage, send) for stage, send in sends.items()}
+        used = {(stage, receiver[0]) for stage, receiver in receivers.items() if receiver is not None}
         came = []
         for index, wanted in enumerate(lane.payloads):
             payload = payloads.pop(index) if index in payloads else self._transfers.dummy(wanted, self._device)
             # A program for each payload: two tensors that a stage sends may be one in memory, which would be one input.
             with comm.current().backend.own_program():
-                came.append(comm.permute(payload, channel, pairs=lane.pairs))
+                pairs = lane.pairs if in_one_program(payload) else [pair for pair in lane.pairs if pair in used]
+                came.append(comm.permute(payload, channel, pairs=pairs))
         for stage, send in sends.items():
-            receiver = self._schedule.peer(stage, send)
+            receiver = receivers[stage]
             if receiver is not None and receiver[0] == self._stage:
                 sender = self._schedule.virtual_stage(stage, send.chunk)
                 self._arrived[receiver[1]] = [came[index] for index in lane.indices[sender]], lane.crossing[sender]
