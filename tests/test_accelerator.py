@@ -128,7 +128,9 @@ def test_a_device_without_generator_warns_once(device: Device, monkeypatch: pyte
         generators.set_state([torch.get_rng_state(), torch.zeros(1)])
 
 
-@pytest.mark.parametrize("joined, types, used", [(False, [NAME], False), (True, [NAME], True), (True, ["cpu"], False)])
+@pytest.mark.parametrize(
+    "joined, types, used", [(False, [NAME], False), (True, [NAME], True), (True, ["cpu"], False), (True, [], True)]
+)
 def test_a_device_that_does_not_say_whether_it_is_in_use(
     device: Device, monkeypatch: pytest.MonkeyPatch, joined: bool, types: list[str], used: bool
 ) -> None:
@@ -136,6 +138,8 @@ def test_a_device_that_does_not_say_whether_it_is_in_use(
     without(monkeypatch, "is_initialized")
     monkeypatch.setattr(dist, "is_initialized", lambda: joined)
     monkeypatch.setattr(machine, "default_group", object)
+    monkeypatch.setattr(dist, "get_backend", lambda: "imitated" if types == [] else "other")
+    monkeypatch.setitem(dist.Backend.default_device_backend_map, NAME, "imitated")
     monkeypatch.setattr(machine, "device_types", lambda group: [torch.device(name) for name in types])
     assert accelerator.in_use() == (NAME if used else None)
     assert len(generators.get_state()) == 1 + used

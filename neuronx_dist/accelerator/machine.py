@@ -53,13 +53,23 @@ def in_use() -> str | None:
         return None
     if hasattr(module, "is_initialized"):
         return device.type if module.is_initialized() else None
-    joined = dist.is_initialized() and device.type in {each.type for each in device_types(default_group())}
-    return device.type if joined and _is_available(module) else None
+    return device.type if _communicates(device.type) and _is_available(module) else None
 
 
 def module_of(device_type: str) -> Any:
     """Returns the module with the functions of a device type (`torch.cuda`); None for "xla" and others without one."""
     return getattr(torch, device_type, None)  # `torch.get_device_module`, which raises if there is none
+
+
+def _communicates(device_type: str) -> bool:
+    """Returns whether the job's process group communicates tensors of a device type, by the group or by its backend.
+
+    A group that a package makes in place of torch's names no devices, from torch 2.15 on.
+    """
+    if not dist.is_initialized():
+        return False
+    types = {device.type for device in device_types(default_group())}
+    return device_type in types or dist.get_backend() == dist.Backend.default_device_backend_map.get(device_type)
 
 
 def _is_available(module: Any) -> bool:

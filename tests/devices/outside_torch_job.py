@@ -18,6 +18,50 @@ from neuronx_dist.shard_tensor.placements import Shard
 from tests.support.devices import outside_torch
 
 
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Block() for _ in range(4)])
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x - y).square().mean()
+
+
+def pipeline(device: torch.device) -> list[float]:
+    """Gradient norms of two steps of a pipeline of two stages."""
+    nxd.initialize_model_parallel(pipeline_model_parallel_size=torch.distributed.get_world_size())
+    torch.manual_seed(7)
+    model = nxd.NxDPPModel(
+        _Model(),
+        transformer_layer_cls=_Block,
+        num_microbatches=4,
+        auto_partition=True,
+        input_names=["x", "y"],
+        output_loss_value_spec=True,
+    )
+    nxd.move_model_to_device(model, device)
+    optimizer = nxd.NeuronZero1Optimizer(model.local_parameters(), torch.optim.AdamW, lr=0.1)
+    x, y = torch.linspace(-1, 1, 64).view(8, 8).to(device), torch.ones(8, 8, device=device)
+    norms = []
+    for _ in range(2):
+        model.run_train(x=x, y=y)
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(float(optimizer.grad_norm))
+    return norms
+
+
 def main(name: str, folder: str) -> None:
     if name == outside_torch.NAME:
         outside_torch.register()
@@ -58,8 +102,10 @@ def main(name: str, folder: str) -> None:
     mesh = DeviceMesh.from_axes("tp", device_type=device.type)
     placed = ones(4, 6, device_mesh=mesh, placements=[Shard(0)])
     figures += [float(placed.sum().full_tensor()), float(len(get_rng_state()))]
+    nxd.destroy_model_parallel()
+    norms = pipeline(device)
     if torch.distributed.get_rank() == 0:
-        report = {"figures": figures, "device": str(model[0][0].weight.device if name == "cpu" else device)}
+        report = {"figures": figures, "norms": norms, "device": str(device)}
         print(json.dumps({**report, "local": str(placed.to_local().device), "calls": outside_torch.CALLS}))
     nxd.destroy_model_parallel()
 

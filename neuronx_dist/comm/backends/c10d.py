@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from ... import accelerator
 from ...call_site import call_site
 from ...mesh import Groups
 from ...torch_internals.distributed import (
@@ -270,7 +271,8 @@ class C10dBackend(Backend):
         types = device_types(default_group())
         if torch.device("cpu") in types:
             return torch.device("cpu")
-        return _device_of_world() or torch.device(types[0].type, torch.accelerator.current_device_index())
+        device_type = types[0].type if types else accelerator.current_type() or "cpu"
+        return _device_of_world() or accelerator.current_device(device_type)
 
     def communicator(
         self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
