@@ -286,7 +286,7 @@ def test_what_cannot_be_divided_is_said_once(compiled: bool, monkeypatch: pytest
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         stages = on_ranks(Mesh(ranks, pp=ranks), model, use, **OPTIONS)
-    said = [str(each.message) for each in caught if "cannot be divided" in str(each.message)]
+    said = [str(each.message) for each in caught if "cannot be split" in str(each.message)]
     name = "CompiledFunctionBackward" if compiled else "ProductBackward"
     assert len(said) == 1 and f"the stage of {first} .. cross_entropy: the backward of {name} " in said[0]
     advice = ("can only be split if it is not compiled",) if compiled else ("declare it", "splits_backward = True")
