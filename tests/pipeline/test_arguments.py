@@ -323,7 +323,7 @@ INTERNAL = {
 @pytest.mark.parametrize("name", list(INTERNAL))
 def test_an_internal_argument(name: str) -> None:
     (message,) = warnings_of(**{name: INTERNAL[name]})
-    assert message == f"{name}={INTERNAL[name]!r} has no effect here, and is ignored"
+    assert message == f"{name}={INTERNAL[name]!r} has no effect here and is ignored"
 
 
 @pytest.mark.parametrize("name", list(CHECKS))

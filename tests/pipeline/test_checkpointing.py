@@ -113,7 +113,7 @@ def test_nxds_name() -> None:
     nxd.apply_activation_checkpointing(everything, nxd.checkpoint_wrapper)
     wrapped = [name for name, module in everything.named_modules() if "forward" in module.__dict__]
     assert wrapped == [name for name, _ in everything.named_modules() if name]
-    with pytest.raises(ValueError, match="made a Sequential around embed, .* pass neuronx_dist.checkpoint_wrapper"):
+    with pytest.raises(ValueError, match="returned a Sequential around embed, .* pass neuronx_dist.checkpoint_wrapper"):
         nxd.apply_activation_checkpointing(make(), nn.Sequential)
 
 
