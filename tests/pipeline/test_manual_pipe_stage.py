@@ -203,7 +203,7 @@ def by(stages: Any) -> dict[str, Any]:
         (layers(), {"pipeline_cuts": ["layers.0"]}, "pipeline_cuts does not go with manual_pp_partition"),
         (layers(), by(lambda layers: {layers[0]: 0}), r"returned no stage of layer 1 \(Block\); .* of the 6 layers"),
         (layers(), by(lambda layers: [0] * 6), r"returned no dict, but \[0, 0.*; it must return {layer: stage}"),
-        (layers(), by(lambda layers: {i: i // 3 for i in range(6)}), r"keys are not the layers: 0 \(int\); .* as a key"),
+        (layers(), by(lambda layers: {i: i // 3 for i in range(6)}), r"are not the layers: 0 \(int\); .* as a key"),
         (layers(), by(lambda layers: dict.fromkeys(layers, 0)), "returned no layer for stage 1"),
         (layers(), by(lambda layers: {x: i for i, x in enumerate(layers)}), "stage 2 for layer 2, .* none of 0 to 1"),
         (layers(), by(lambda layers: {x: i % 2 for i, x in enumerate(layers)}), "descend, from 1 to 0 at layer 2"),
