@@ -176,7 +176,7 @@ def test_flags_that_have_changed_are_named_and_those_of_the_optimizer_are_used(
 
 def test_what_cannot_be_resumed(results: dict[str, tuple[int, str]], root: Path) -> None:
     refusals = {
-        "wider": "embed_tokens.weight is (256, 32) there and (256, 64) here",
+        "wider": "embed_tokens.weight has shape (256, 32) in the checkpoint and (256, 64) in this model",
         "other_norm": "is of another model: rms_norm_eps 1e-06 -> 0.001",
         "no_tag": "there is no checkpoint 'step_5'",
         "nothing": f"there is no complete checkpoint in {root / 'nothing' / 'checkpoints'}; --resume auto starts anew",

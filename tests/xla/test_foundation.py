@@ -36,7 +36,7 @@ def test_what_cannot_be_moved_is_named():
     assert "0.weight of Sequential is on the meta device and has no value to move to xla:0" in found["meta"]
     assert "materialize(model, seed, device=...)" in found["meta"]
     assert "running_mean of BatchNorm1d is on the meta device" in found["meta buffer"]
-    assert "parameter weight is in use" in found["in use"] and "before it is called" in found["in use"]
+    assert "parameter weight is referenced by" in found["in use"] and "before it is called" in found["in use"]
 
 
 def test_a_llama_with_tied_embeddings_is_moved():
