@@ -104,7 +104,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
             "start_send": (X, 0, 0), "start_recv": (X, 0, 0), "gather_objects": (X,),
         }.items()
     },
-    "a device that there is not": lambda: launch.init_distributed("tpu"),
     "no job": launch.world,
     "a process group for nothing": lambda: c10d.C10dBackend(),
     "a state of XLA on the CPU": lambda: in_a_device_of_its_own([X, torch.tensor([1])], False),

@@ -289,4 +289,4 @@ def test_mistakes_are_named() -> None:
     )
     plan = LayerPlan("k", "column", options={"replicas": 3})
     assert "cannot replace k with the options {'replicas': 3}" in refused(lambda: apply(_reference(), [plan]))
-    assert "pad_model: k is on 2 ranks each" in refused(lambda: pad_model(ByHand(), TP, KV_HEADS))
+    assert "pad_model: k has 2 replicas of each shard" in refused(lambda: pad_model(ByHand(), TP, KV_HEADS))

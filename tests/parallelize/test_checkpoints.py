@@ -35,6 +35,7 @@ from tests.parallelize.support.pipelines import (
     pipelined,
 )
 from tests.parallelize.support.training import SGD
+from tests.support.pool import processes
 
 pytestmark = pytest.mark.slow
 
@@ -118,14 +119,18 @@ def _one_process(how: str) -> Step:
         return _steps(whole, x=x)
 
 
-def _parallel(how: str, size: int, folder: Path, policy: Any = "tp") -> list[Step]:
-    def rank() -> Step:
-        parallel = parallelize(whole, {"x": x}, policy, ComputeConfig(size), gen_savedir=folder / how)
-        manual_seed(0)
-        return _steps(parallel, x=x)
-
+def _rank_steps(how: str, size: int, folder: Path) -> Step:
     whole, x = _made(how)
-    return threads.run(ComputeConfig(size).mesh(), rank)
+    parallel = parallelize(whole, {"x": x}, "tp", ComputeConfig(size), gen_savedir=folder / how)
+    manual_seed(0)
+    return _steps(parallel, x=x)
+
+
+def _parallel(how: str, size: int, folder: Path) -> list[Step]:
+    """Several ranks are processes: threads draw their dropout from one generator, in the order in which they come."""
+    if size > 1:
+        return processes(size).run(_rank_steps, how, size, folder, mesh=dict(tp=size))
+    return threads.run(ComputeConfig(size).mesh(), _rank_steps, how, size, folder)
 
 
 def _assert_same_bits(has: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:

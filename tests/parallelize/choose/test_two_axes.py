@@ -289,7 +289,7 @@ def test_autodist_finds_two_axes_and_a_plan_has_both(tmp_path: Path) -> None:
         divided(module, arguments, file, config())
     plan["second"] = 3
     file.write_text(json.dumps(plan))
-    with pytest.raises(PlanError, match="second=3 does not divide tp=4"):
+    with pytest.raises(PlanError, match="second=3 must divide tp=4"):
         divided(module, arguments, file, config())
 
 
