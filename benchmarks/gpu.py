@@ -104,7 +104,7 @@ def seconds(variants: Mapping[str, Callable[[], Any]], repeats: int, device: tor
 
 
 def flops(size: str, model: Any) -> float:
-    """Of one step, forward and backward."""
+    """Returns the FLOPs of one step, forward and backward."""
     hidden, _, layers, heads, _, _ = SIZES[size][0]
     rows, tokens = SIZES[size][1]
     parameters = sum(param.numel() for param in model.parameters())

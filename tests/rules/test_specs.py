@@ -126,7 +126,7 @@ def is_here(call: str) -> bool:
 
 
 def reviewed() -> dict[str, str]:
-    """Of each call of a function that torch has, what was reviewed: the line below it."""
+    """Returns the reviewed spec of each call whose function this torch has: the line below the call."""
     lines = FILE.read_text().splitlines()
     return {
         call: below.strip() if below.startswith(" ") else ""

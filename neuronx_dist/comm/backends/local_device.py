@@ -55,7 +55,7 @@ def device_type(name: str) -> str:
             "torchrun sets"
         )
     if chosen != "cpu" and hasattr(module, "is_available") and not module.is_available():
-        others = [each for each in types_of_machine() if each != chosen]
+        others = [other for other in types_of_machine() if other != chosen]
         raise ValueError(
             f"device {chosen} was requested, but torch.{chosen}.is_available() is False; use device "
             f"{' or '.join(others)}"
@@ -66,7 +66,7 @@ def device_type(name: str) -> str:
 def types_of_machine() -> list[str]:
     """Returns the device types that this machine has: "cpu", its accelerator, and "xla" if torch_xla is installed."""
     types = ["cpu", accelerator.current_type(), XLA if importlib.util.find_spec("torch_xla") is not None else None]
-    return [each for each in types if each is not None]
+    return [name for name in types if name is not None]
 
 
 def backend_of(device_type: str) -> str:
@@ -78,7 +78,7 @@ def backend_of(device_type: str) -> str:
     try:
         return str(dist.get_default_backend_for_device(device_type))
     except ValueError as error:
-        backends = ", ".join(f"{each} ({name})" for each, name in dist.Backend.default_device_backend_map.items())
+        backends = ", ".join(f"{device} ({name})" for device, name in dist.Backend.default_device_backend_map.items())
         raise ValueError(
             f"device {device_type!r} has no backend of torch.distributed; devices with one: {backends}. Import the "
             f"package that registers one (torch.distributed.Backend.register_backend(..., devices=[{device_type!r}])) "

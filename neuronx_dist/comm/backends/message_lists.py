@@ -13,10 +13,10 @@ import torch
 from ...torch_internals.tensors import is_alias_of
 from ..base import Communicator, WorkLike, Works
 
-__all__ = ["LARGE", "exchange", "start_alone"]
+__all__ = ["LARGE", "REDUCE", "exchange", "start_alone"]
 
 LARGE = 1 << 16  # bytes from which on a message takes less time than the copies into and out of a buffer
-_REDUCE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+REDUCE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def start_alone(
@@ -71,8 +71,8 @@ def _reduce_scatter(comm: Communicator, x: torch.Tensor, op: str, out: torch.Ten
 
     def reduce() -> None:
         # In rank order, whatever the rank: of the first two it does not matter which one is `out`.
-        _REDUCE[op](pieces[0], pieces[1], out=out)
+        REDUCE[op](pieces[0], pieces[1], out=out)
         for piece in pieces[2:]:
-            _REDUCE[op](out, piece, out=out)
+            REDUCE[op](out, piece, out=out)
 
     return Works(works, reduce)

@@ -28,11 +28,11 @@ from torch.distributed import distributed_c10d
 from ..base import DONE, Communicator, WorkLike, Works
 from ..errors import CommError
 from .capabilities import METHODS, Capabilities, without
+from .message_lists import REDUCE
 
 __all__ = ["OPS", "Substitutes", "pairs_in_order"]
 
 OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_REDUCE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def pairs_in_order(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -74,7 +74,7 @@ class Substitutes(Communicator):
         def reduce() -> None:
             total = buffer.copy_(gathered[0])
             for piece in gathered[1:]:
-                _REDUCE[op](total, piece, out=total)
+                REDUCE[op](total, piece, out=total)
 
         return Works([self.start_all_gather(gathered, buffer)], reduce)
 
@@ -169,8 +169,8 @@ class Substitutes(Communicator):
         first = sent[0]
         longest = max(x.numel() for x in (*sent, *received))
         lengths = torch.empty(self.size, 8, dtype=torch.uint8, device=first.device)  # bytes: every backend has them
-        own = torch.tensor([longest], dtype=torch.int64).view(torch.uint8).to(first.device)
-        self.start_all_gather(lengths, own).wait()
+        local_length = torch.tensor([longest], dtype=torch.int64).view(torch.uint8).to(first.device)
+        self.start_all_gather(lengths, local_length).wait()
         longest = int(lengths.cpu().view(torch.int64).max())
         if not longest:
             return DONE

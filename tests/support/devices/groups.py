@@ -80,7 +80,7 @@ class Imitation(ProcessGroup):
 
 
 class _Reductions(Imitation):
-    """What all of them have."""
+    """Calls that every imitated group has."""
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
         return self._gloo.allreduce(tensors, options)
