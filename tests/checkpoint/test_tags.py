@@ -221,7 +221,7 @@ def test_whatever_change_fails_a_whole_checkpoint_is_left(folder: CheckpointFold
             setattr(storage, change, failing(change))
         try:
             with warnings.catch_warnings(record=True) as caught, comm.as_rank(Mesh(1), 0):
-                warnings.simplefilter("always")
+                warnings.simplefilter("always", UserWarning)
                 try:
                     folder.begin(name)
                 except OSError:

@@ -39,7 +39,7 @@ def verdict(model: Any, expected: Sequence[str], present: Sequence[str]) -> str:
     """The error, or the warning, without the words that all of them begin with; "" if it fits."""
     weights = source(*present)
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         try:
             check_fit(model, names(*expected), weights)
         except ValueError as error:

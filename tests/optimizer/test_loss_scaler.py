@@ -135,7 +135,7 @@ def test_two_programs_of_an_xla_step_are_warned_of_once(
     monkeypatch.setattr(zero1, "in_one_program", lambda x: True)
     param = nn.Parameter(torch.ones(2))
     with comm.as_rank(Mesh(1), 0), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         optimizer = NeuronZero1Optimizer([param], torch.optim.SGD, lr=0.1, **options)
         for _ in range(2):
             param.grad = torch.ones(2)

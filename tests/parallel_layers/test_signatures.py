@@ -237,7 +237,7 @@ def test_what_has_no_meaning_here_is_ignored_with_one_warning(monkeypatch):
     weight = torch.zeros(4, 8)
     calls.append((linear_with_async_allreduce, [torch.zeros(2, 8), weight, None], "save_for_backward", True))
     with comm.as_rank(tp_mesh(2), 0), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         for _ in range(2):
             for function, required, name, default in calls:
                 function(*required, **{name: not default})

@@ -48,7 +48,7 @@ def warnings_of(**options: Any) -> list[str]:
     """Warnings of one rank; it trains in any case."""
     signatures._warned.clear()
     with comm.as_rank(Mesh(1), 0), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         assert NxDPPModel(make(), **{**TRAIN, **options}).run_train(**batch()) is not None
     return [str(each.message) for each in caught]
 

@@ -99,7 +99,7 @@ def test_recordings_that_were_not_used_for_longest_are_dropped_with_one_warning(
         return seen
 
     with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         results = on_ranks(PP2, model, use, **TRAIN)
     #                          2, 3, 2, 4 for 3, 2, 3 for 4, 4 for 2, 3
     assert results == [[1, 1, 0, 1, 0, 1, 1, 0]] * 2

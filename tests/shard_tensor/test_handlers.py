@@ -162,7 +162,7 @@ def test_promotion():
             with pytest.raises(ValueError, match=r"a plain tensor of shape \(16,\) is mixed with a ShardTensor"):
                 x + whole(16)
         with promotion_mode("warn"), warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
+            warnings.simplefilter("always", UserWarning)
             x + whole(16)
         return [str(each.message).partition(":")[0] for each in seen]
 
@@ -180,7 +180,7 @@ def test_what_has_no_handler_is_gathered_and_says_so():
         with fallback("error"), pytest.raises(NotImplementedError, match=r"hann.*512 bytes"):
             torch_hann(x)
         with warnings.catch_warnings(record=True) as seen, comm.record() as calls:
-            warnings.simplefilter("always")
+            warnings.simplefilter("always", UserWarning)
             for _ in range(2):
                 y = torch_hann(x)
         with fallback("gather"):
