@@ -4,7 +4,6 @@ The names here are what a training script imports; `docs/architecture.md` says w
 """
 
 from . import comm, parallel_layers, spmd
-from .comm.launch import init_distributed
 from .lazy_names import lazy_names
 from .mesh import Mesh
 from .parallel_layers import parallel_state
@@ -27,6 +26,7 @@ _LAZY = {
     "checkpoint_wrapper": "parallel_layers.activation_checkpoint",
     "clip_grad_norm": "gradients.norm",
     "global_num_items": "gradients.reduce",
+    "init_distributed": "comm.launch",
     "init_on_device": "weights.init_device",
     "materialize": "weights.materialize",
     "LayerNorm": "parallel_layers.layer_norm",
@@ -48,7 +48,6 @@ __all__ = [
     "__version__",
     "comm",
     "destroy_model_parallel",
-    "init_distributed",
     "initialize_model_parallel",
     "parallel_cross_entropy",
     "parallel_layers",

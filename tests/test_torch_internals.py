@@ -6,6 +6,7 @@ import ast
 import inspect
 import operator
 import pydoc
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import state_dict_saver as saver
 
 import neuronx_dist
 from neuronx_dist.torch_internals import autograd, distributed, fake_tensors, modules, operators, tensors, transforms
@@ -146,6 +148,8 @@ def leaf() -> torch.Tensor:
 
 def tensors_case() -> None:
     x, hooked = torch.zeros(4), leaf()
+    assert tensors.state_dict_metadata(nn.BatchNorm1d(2).state_dict())[""]["version"] == 2
+    assert tensors.state_dict_metadata({}) == {}
     assert tensors.version_of(x) + 1 == tensors.version_of(x.add_(1))
     assert tensors.is_view(x[1:]) and not tensors.is_view(x) and tensors.base_of_view(x[1:]) is x
     assert not tensors.backward_hooks(hooked) and not tensors.post_accumulate_hooks(hooked)
@@ -162,8 +166,16 @@ def modules_case() -> None:
     layer.register_buffer("passing", torch.zeros(1), persistent=False)
     assert modules.non_persistent_buffers(layer) == {"passing"}
     assert modules.call_with_hooks(nn.Identity())(3) == 3
-    assert modules.state_dict_metadata(layer.state_dict())[""]["version"] == 2
-    assert modules.state_dict_metadata({}) == {}
+    checked: list[Any] = []
+    before = nn.utils.clip_grad.__dict__.copy()
+    modules.before_clipping(checked.append)
+    try:
+        x = leaf()
+        x.grad = torch.ones_like(x)
+        nn.utils.clip_grad_norm_([x], 0.5)
+        assert checked == [[x]] and x.grad.norm() < 0.6
+    finally:
+        vars(nn.utils.clip_grad).update(before)
 
 
 def autograd_case() -> None:
@@ -270,6 +282,13 @@ def distributed_case() -> None:
         world = distributed.default_group()
         assert distributed.is_registered(world) and torch.device("cpu") in distributed.device_types(world)
         assert distributed.default_store() is not None
+        checked: list[Any] = []
+        before = saver._stateful_to_state_dict
+        distributed.before_saving(checked.append)
+        with tempfile.TemporaryDirectory() as folder:
+            saver.save({"x": torch.ones(2)}, checkpoint_id=folder)
+        assert len(checked) == 1 and checked[0]["x"].equal(torch.ones(2))
+        saver._stateful_to_state_dict = before
         assert distributed.backend_timeout(world) is not None
         group = distributed.make_group([0], "one", None, timeout=distributed.backend_timeout(world), group_desc="one")
         distributed.set_ranks(group, {0: 0})

@@ -70,7 +70,7 @@ __all__ = [
 
 hide(__name__, TRANSPORT)
 
-__getattr__ = lazy_names(__name__, {"threads": "comm.backends", "exchange": "comm.verbs.exchange"})
+__getattr__ = lazy_names(__name__, {"threads": "comm.backends", "exchange": "comm.verbs.exchange", "launch": "comm"})
 
 
 def size(axis: context.AxisLike) -> int:

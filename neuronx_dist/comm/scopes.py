@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 from ..mesh import Mesh
 from . import backends, recording
-from .backends.shapes import ShapesBackend
 from .base import Backend
 from .context import Context, current, is_initialized, use
 from .ranks.rank_numbers import RankNumber
@@ -25,7 +24,11 @@ def as_rank(mesh: Mesh, rank: int, backend: Backend | None = None) -> Iterator[C
         ...     layer = ColumnParallelLinear(8, 16, device="meta")
     """
     if backend is None:
-        backend = backends.observed.CheckBackend(silent=True) if isinstance(rank, RankNumber) else ShapesBackend()
+        backend = (
+            backends.observed.CheckBackend(silent=True)
+            if isinstance(rank, RankNumber)
+            else backends.shapes.ShapesBackend()
+        )
     with use(Context(mesh, rank, backend)) as context:
         yield context
 

@@ -8,5 +8,13 @@ reduce.py      sums and means over the mesh; the number of items that a loss is 
 accumulation.py   `no_sync`: several backwards before one reduction
 in_backward.py reductions that start while backward runs
 data_mean.py   the mean over the data, a bucket at a time, in backward too
+guards.py      refusal of torch's clipping and optimizers where one rank's gradients are not enough
+elementwise.py the optimizers whose update of a shard needs the rest of the parameter
 norm.py        the norm of the whole model's gradients, and clipping
 """
+
+from __future__ import annotations
+
+from ..lazy_names import lazy_names
+
+__getattr__ = lazy_names(__name__, {"guards": "gradients"})

@@ -25,6 +25,7 @@ from .buckets import BucketPlan, cap_in_bytes, is_anywhere
 from .buckets import overlap as in_turn
 from .data_mean import MeanInBackward, start_sum
 from .gradient import DATA_AXES, ParameterGradient, Parameters, gradient_of, parameters_of
+from .guards import watch_optimizers
 from .in_backward import start_complete
 from .reduction_plan import GradientGroup, ModelGradients
 from .state import ReductionState, keeping_reductions, left_to_reduce, mark_reduced, mark_step, refuse_reduced
@@ -89,6 +90,8 @@ def reduce_gradients(
         for axis, members in gradients.by_data_axis():
             _reduce_params(members, axis, scale=1 / comm.size(DATA_AXES), **options)
     mark_step(gradients.held, frozenset({"tp", "cp", "data", "ep"} if average_over_data else {"tp"}))
+    if not average_over_data:
+        watch_optimizers()
     MeanInBackward.set_up(model, gradients, overlap and average_over_data, cap, reduce_dtype)
     if not average_over_data:
         start_complete(gradient.param for gradient in gradients.gradients)

@@ -109,6 +109,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         ValueError: the optimizer's update is not elementwise, or the groups do not fit.
     """
 
+    averages_over_data = True  # `step` takes the mean that `reduce_gradients(average_over_data=False)` leaves out
+
     def __init__(
         self,
         params: Any,

@@ -11,9 +11,8 @@ import os
 from collections import namedtuple
 from typing import Any
 
-from .. import comm
+from .. import comm, gradients, weights
 from ..comm import context
-from ..comm.launch import connect, disconnect, world
 from ..mesh import Axis, Mesh
 from ..topology import LINEAR
 
@@ -55,7 +54,7 @@ def initialize_model_parallel(
             world that was destroyed since.
         ValueError: a size that is not positive, sizes that do not divide the world, or a topology that is not for them.
     """
-    world_size, _ = world()
+    world_size, _ = comm.launch.world()
     node = os.environ.get("LOCAL_WORLD_SIZE") if topology else None
     mesh = Mesh(
         world_size,
@@ -68,9 +67,13 @@ def initialize_model_parallel(
     )
     if mesh_only:
         return ParallelGroups(*([*mesh.groups(axis)] for axis in ("tp", "dp", "pp", "ep", "edp", "cp")))
+    if mesh.world_size > 1:
+        weights.wrappers.watch_wrappers()
+        gradients.guards.watch_clipping()
+        gradients.guards.watch_optimizers()
     existing = context.default()
     if existing is None:
-        connect(mesh, timeout=timeout, lazy=skip_collective_init)
+        comm.launch.connect(mesh, timeout=timeout, lazy=skip_collective_init)
     elif existing.mesh != mesh:
         raise RuntimeError(
             f"model parallel is already initialized as {existing.mesh}, but {mesh} is requested: call "
@@ -86,7 +89,7 @@ def initialize_model_parallel(
 
 def destroy_model_parallel() -> None:
     """Destroys the process groups of `initialize_model_parallel`, and forgets the mesh. Safe to call twice."""
-    disconnect()
+    comm.launch.disconnect()
 
 
 def model_parallel_is_initialized() -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+import functools
+import sys
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -80,3 +82,26 @@ def storage_info(filesystem: Any, *extent: Any) -> Any:
         filesystem: the module `torch.distributed.checkpoint.filesystem`, which takes a second to import.
     """
     return filesystem._StorageInfo(*extent)
+
+
+def before_saving(check: Callable[[Any], None]) -> None:
+    """Makes `torch.distributed.checkpoint.save` and `async_save` call `check(state dict)` first.
+
+    It does nothing as long as the script has not imported them. Without it they save the shards of one rank for all.
+    """
+    saver = sys.modules.get("torch.distributed.checkpoint.state_dict_saver")
+    if saver is not None:
+        _watch(saver, check)
+
+
+@functools.cache
+def _watch(saver: Any, check: Callable[[Any], None]) -> None:
+    resolve = saver._stateful_to_state_dict
+
+    @functools.wraps(resolve)
+    def checked(state_dict: Any) -> Any:
+        resolved = resolve(state_dict)
+        check(resolved)
+        return resolved
+
+    saver._stateful_to_state_dict = checked

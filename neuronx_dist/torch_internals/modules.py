@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.utils import clip_grad
 
 # Names that stay as they are in all files, by the class that has them: slots, which torch's own guides assign to, and
 # methods that subclasses override. Without them modules cannot be replaced, moved, saved or loaded.
@@ -36,6 +39,18 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
-def state_dict_metadata(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries by prefix that travel with a state dict: versions, and our layouts. Empty if there are none."""
-    return getattr(state_dict, "_metadata", {})
+def before_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
+    """Makes `torch.nn.utils.clip_grad_norm_` call `check(parameters)` before it scales gradients.
+
+    Without it a script that clips by torch scales the gradients of each rank by another factor. Scripts import the
+    function before this package is set up, so that its last step is replaced, which it looks up when it is called;
+    `torch.nn.utils.clip_grads_with_norm_`, which takes a norm, is another name of that step, and stays as it is.
+    """
+    scale = clip_grad._clip_grads_with_norm_
+
+    @functools.wraps(scale)
+    def checked(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        check(parameters)
+        scale(parameters, *args, **kwargs)
+
+    clip_grad._clip_grads_with_norm_ = checked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -91,3 +91,8 @@ def is_alias_of(a: torch.Tensor, b: torch.Tensor) -> bool:
 def dispatch_keys(x: torch.Tensor) -> Any:
     """Keys by which the dispatcher chooses kernels: tensors that differ in them do not share a recorded call."""
     return torch._C._dispatch_key_set(x)
+
+
+def state_dict_metadata(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries by prefix that travel with a state dict: versions, and our layouts. Empty if there are none."""
+    return getattr(state_dict, "_metadata", {})

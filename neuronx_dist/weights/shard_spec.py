@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import comm
+from .. import comm, weights
 from ..mesh import Axis, part_of
+from ..torch_internals.tensors import state_dict_metadata
 
 __all__ = ["ShardSpec", "ShardedModule", "gather_full", "named_specs", "restamp", "set_spec", "spec_of"]
 
 _ATTRIBUTE = "_shard_spec"
 _TABLE = "_shard_specs"
+_SHARDS = "neuronx_dist_shards"  # in the metadata of a state dict
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,8 @@ def restamp(module: nn.Module) -> None:
 class ShardedModule(nn.Module):
     """A module that stores the layout of its parameters.
 
-    They keep it through `.to()`, `deepcopy`, `load_state_dict(assign=True)` and re-wrapping.
+    They keep it through `.to()`, `deepcopy`, `load_state_dict(assign=True)` and re-wrapping. Its entry in the metadata
+    of a state dict, which `torch.save` writes, has the number of each shard: another rank's shards are refused.
     """
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedModule:
@@ -244,11 +247,47 @@ class ShardedModule(nn.Module):
         if isinstance(value, nn.Parameter):
             spec = self.__dict__.get(_TABLE, {}).get(name)
             if spec is not None and getattr(value, _ATTRIBUTE, None) is None:
+                if hasattr(value, "device_mesh"):
+                    weights.wrappers.check_mesh(value.device_mesh, name, spec)
                 _stamp(value, spec)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         restamp(self)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        entry = state_dict_metadata(destination).get(prefix[:-1])
+        shards = self._shard_numbers()
+        if entry is not None and shards:
+            entry[_SHARDS] = shards
+        for name in shards.keys() & self._parameters.keys():
+            weights.wrappers.note_saved(destination[prefix + name], prefix + name)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        saved, local = local_metadata.get(_SHARDS, {}), self._shard_numbers()
+        for name in saved.keys() & local.keys():
+            if saved[name] != local[name]:
+                (number, count), (local_number, local_count) = saved[name], local[name]
+                raise ValueError(
+                    f"{prefix}{name} of the state dict is shard {number} of {count}, and rank {comm.current().rank} "
+                    f"holds shard {local_number} of {local_count}: load the state dict that this rank saved, or save "
+                    "and load by neuronx_dist.save_checkpoint and load_checkpoint, for any layout"
+                )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+
+    def _shard_numbers(self) -> dict[str, tuple[int, int]]:
+        """Returns `(number of this rank's shard, number of shards)` by the parameter's name, where it is sharded."""
+        specs: dict[str, ShardSpec] = self.__dict__.get(_TABLE, {})
+        if not comm.is_initialized():
+            return {}
+        return {
+            name: (spec.index_of(comm.rank("tp")), spec.num_partitions)
+            for name, spec in specs.items()
+            if spec.num_partitions > 1
+        }
 
 
 def _stamp(param: torch.Tensor, spec: ShardSpec) -> None:

@@ -21,6 +21,6 @@ __getattr__ = lazy_names(
     __name__,
     {
         name: f":comm.backends.{name}"
-        for name in ("c10d", "call_agreement", "local_device", "torch_job", "observed", "xla")
+        for name in ("c10d", "call_agreement", "local_device", "torch_job", "observed", "shapes", "xla")
     },
 )

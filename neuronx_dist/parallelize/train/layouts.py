@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ... import comm
-from ...torch_internals.modules import state_dict_metadata
+from ...torch_internals.tensors import state_dict_metadata
 from ...weights.shard_spec import ShardSpec, spec_of
 from ..config import ComputeConfig
 

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from ... import comm
+from ...gradients.elementwise import refuse_not_elementwise
 from ...gradients.in_backward import paused
 from ...mesh import Mesh
-from ...optimizer.base_optimizer import refuse_not_elementwise
 from ...optimizer.zero1 import NeuronZero1Optimizer
 from ..config import ComputeConfig
 from .devices import device_of

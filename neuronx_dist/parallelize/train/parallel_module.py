@@ -27,8 +27,8 @@ from ...gradients.in_backward import paused
 from ...gradients.norm import clip_grad_norm
 from ...program.program import FILE_NAMES, argument_name
 from ...program.recording import describe, register_dataclass
-from ...torch_internals.modules import non_persistent_buffers, state_dict_metadata
-from ...torch_internals.tensors import pytree
+from ...torch_internals.modules import non_persistent_buffers
+from ...torch_internals.tensors import pytree, state_dict_metadata
 from ...weights.shard_spec import ShardedModule, set_spec
 from ..config import ComputeConfig
 from .buffers import buffers_kept

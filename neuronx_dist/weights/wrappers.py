@@ -1,0 +1,99 @@
+"""Refusal of wrappers and savers that take the shards of several ranks for copies of one parameter.
+
+DistributedDataParallel and FSDP assume that all ranks of their group hold one model: they broadcast rank 0's
+parameters, average gradients, or divide each parameter over the group. Over the data-parallel ranks that is so. Over
+all ranks, which is their default and that of accelerate and of Hugging Face's Trainer, they would mix the shards of
+tensor parallelism without any error, since all shards have one shape. torch.distributed.checkpoint writes a plain
+tensor once for all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .. import comm
+from ..torch_internals.distributed import before_saving
+from ..torch_internals.tensors import pytree
+from .shard_spec import ShardSpec, named_specs
+
+__all__ = ["check_mesh", "note_saved", "watch_wrappers"]
+
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
+_REPAIR = (
+    "Pass process_group=neuronx_dist.parallel_state.get_data_parallel_group(), or leave the wrapper out: call "
+    "neuronx_dist.reduce_gradients(model) after backward, or use NeuronZero1Optimizer. accelerate.prepare(model) and "
+    "Hugging Face's Trainer wrap a model over all ranks: use them at tensor and pipeline parallel size 1 (see "
+    "docs/other-libraries.md)"
+)
+
+_saved_shards: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors in state dicts -> names
+
+
+@functools.cache
+def watch_wrappers() -> None:
+    """Makes DistributedDataParallel and FSDP refuse, from now on, groups whose ranks hold different parameters."""
+    register_module_module_registration_hook(_check)
+
+
+def _check(wrapper: nn.Module, attribute: str, module: nn.Module | None) -> None:
+    """Checks a group when its wrapper takes a module, before the wrapper communicates; torch calls it."""
+    kind = next((cls.__name__ for cls in type(wrapper).__mro__ if cls.__name__ in _WRAPPERS), None)
+    if kind is None or module is None or not comm.is_initialized():
+        return
+    for name, param, spec in named_specs(module):
+        expert = bool(getattr(param, "expert_model_parallel", False))
+        if spec.num_partitions > 1 or expert:
+            ranks = comm.communicator(wrapper.process_group).ranks
+            part = f"{name} is one of {spec.num_partitions} shards" if spec.num_partitions > 1 else name
+            _refuse_parts(kind, ranks, part, _REPAIR, expert)
+
+
+def check_mesh(mesh: Any, name: str, spec: ShardSpec) -> None:
+    """Checks the DeviceMesh of a DTensor, which `fully_shard` puts in the place of a parameter.
+
+    Raises:
+        RuntimeError: its ranks hold other shards of the parameter; the message says which mesh to pass.
+    """
+    if spec.num_partitions > 1 and comm.is_initialized():
+        _refuse_parts(
+            "fully_shard",
+            mesh.mesh.flatten().tolist(),
+            f"{name} is one of {spec.num_partitions} shards",
+            "Pass it a mesh of the data-parallel ranks: fully_shard(module, mesh=DeviceMesh.from_group("
+            "neuronx_dist.parallel_state.get_data_parallel_group(), device_type)), or leave it out and use "
+            "NeuronZero1Optimizer",
+        )
+
+
+def note_saved(tensor: torch.Tensor, name: str) -> None:
+    """Makes torch.distributed.checkpoint refuse a tensor that `state_dict` has returned: a shard of a parameter."""
+    before_saving(_check_saved)
+    _saved_shards[tensor] = name
+
+
+def _check_saved(state_dict: Any) -> None:
+    for leaf in pytree.tree_leaves(state_dict):
+        if isinstance(leaf, torch.Tensor) and leaf in _saved_shards:
+            raise RuntimeError(
+                f"torch.distributed.checkpoint.save writes {_saved_shards[leaf]} once for all ranks, but each rank "
+                "holds another shard of it: use neuronx_dist.save_checkpoint, which writes the same format, with all "
+                "shards, or save a file for each rank by torch.save"
+            )
+
+
+def _refuse_parts(wrapper: str, group: Sequence[int], part: str, repair: str, expert: bool = False) -> None:
+    """Refuses a group with ranks that do not hold this rank's part of the model."""
+    copies = comm.communicator("edp" if expert else ("dp", "cp")).ranks
+    if not set(group) <= set(copies):
+        raise RuntimeError(
+            f"{wrapper} over ranks {[*group]} takes the parameters of these ranks for copies of one model, but they "
+            f"hold different parts ({part}; {comm.current().mesh}): rank {comm.current().rank} shares its part with "
+            f"ranks {[*copies]}. {repair}"
+        )

@@ -1,0 +1,240 @@
+"""torch's own clipping and optimizers, and state dicts of other ranks, on models that are spread over ranks."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import neuronx_dist as nxd
+from neuronx_dist import comm
+from neuronx_dist.gradients.guards import watch_clipping, watch_optimizers
+from neuronx_dist.mesh import Mesh
+from tests.strangers.toy import BATCH, HIDDEN, Net, batch, local_batch, trained_alone, whole_weights
+
+
+def on_threads(mesh: Mesh, function: Any, *args: Any) -> list[Any]:
+    return comm.threads.run(mesh, lambda: function(*args))
+
+
+@pytest.fixture(autouse=True)
+def watched() -> None:
+    """What `initialize_model_parallel` does in a job."""
+    watch_clipping()
+    watch_optimizers()
+
+
+def clipped(zero1: bool = False) -> str:
+    model = Net()
+    model(**local_batch(0)).backward()
+    nxd.reduce_gradients(model, average_over_data=not zero1)
+    grads = [param.grad.clone() for param in model.parameters()]
+    try:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    except RuntimeError as error:
+        assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), grads))
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2, tp=2), Mesh(4, tp=4), Mesh(4, tp=2)], ids=str)
+def test_clipping_of_shards_is_refused(mesh):
+    for message in on_threads(mesh, clipped):
+        assert re.search(
+            rf"one of {mesh.tp} shards.*call neuronx_dist.clip_grad_norm\(parameters, max_norm\)", message
+        ), message
+
+
+def test_clipping_before_zero1_is_refused():
+    for message in on_threads(Mesh(2), clipped, True):
+        assert "not averaged over the 2 data-parallel ranks" in message
+        assert "pass max_norm to NeuronZero1Optimizer" in message
+
+
+def test_clipping_of_whole_gradients_is_torchs():
+    assert on_threads(Mesh(2), clipped) == ["", ""]
+
+
+def _error(call: Any) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+class Stages(nn.Module):
+    """Layers and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def stage(**options: Any) -> Any:
+    model = nxd.NxDPPModel(
+        Stages(),
+        transformer_layer_cls=nn.Linear,
+        num_microbatches=2,
+        auto_partition=True,
+        input_names=["x"],
+        output_loss_value_spec=True,
+        **options,
+    )
+    torch.manual_seed(comm.rank("dp"))
+    model.run_train(x=torch.randn(BATCH, HIDDEN, dtype=torch.float64))
+    return model
+
+
+def test_clipping_of_a_stage_is_refused():
+    def clip() -> str:
+        model = stage()
+        return _error(lambda: torch.nn.utils.clip_grad_norm_(model.local_parameters(), 0.1))
+
+    for message in on_threads(Mesh(2, pp=2), clip):
+        assert "the model has 2 pipeline stages" in message
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2), Mesh(4, pp=2)], ids=str)
+def test_a_plain_optimizer_in_place_of_zero1_is_refused(mesh):
+    def step(zero1: bool) -> str:
+        model = stage(use_zero1_optimizer=zero1)
+        before = [param.clone() for param in model.local_parameters()]
+        optimizer = torch.optim.SGD(model.local_parameters(), lr=0.1)
+        message = _error(optimizer.step)
+        assert message == "" or all(map(torch.equal, before, model.local_parameters()))
+        return message
+
+    for message in on_threads(mesh, step, True):
+        assert "SGD.step: the gradients are not averaged over the 2 data-parallel ranks" in message
+        assert "use NeuronZero1Optimizer" in message
+    assert {*on_threads(mesh, step, False)} == {""}
+
+
+def test_the_step_after_a_mean_of_the_scripts_own_is_taken():
+    """The script averages gradients itself."""
+    losses, weights = trained_alone()
+
+    def train() -> tuple[list[float], dict[str, torch.Tensor]]:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        losses = []
+        for step in range(3):
+            loss = model(**local_batch(step))
+            loss.backward()
+            nxd.reduce_gradients(model, average_over_data=False)
+            for param in model.parameters():
+                param.grad = comm.all_reduce(param.grad, "dp") / comm.size("dp")
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(comm.all_reduce(loss.detach(), "dp").item() / comm.size("dp"))
+        return losses, whole_weights(model)
+
+    for local_losses, local_weights in on_threads(Mesh(4, tp=2), train):
+        assert local_losses == pytest.approx(losses, rel=1e-12)
+        for name, weight in local_weights.items():
+            torch.testing.assert_close(weight, weights[name], rtol=1e-10, atol=1e-12)
+
+
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "SGD, foreach": lambda params: torch.optim.SGD(params, lr=0.1, foreach=True),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.1, amsgrad=True),
+    "AdamW, fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.1),
+    "RAdam": lambda params: torch.optim.RAdam(params, lr=0.1),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "Adadelta": lambda params: torch.optim.Adadelta(params, lr=0.1),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.1, centered=True),
+    "Rprop": lambda params: torch.optim.Rprop(params, lr=0.1),
+    "ASGD": lambda params: torch.optim.ASGD(params, lr=0.1),
+    "Adamax": lambda params: torch.optim.Adamax(params, lr=0.1),
+}
+
+
+def trained(make_optimizer: Any, parts: bool) -> dict[str, torch.Tensor]:
+    model = Net()
+    optimizer = make_optimizer(model.parameters())
+    for step in range(3):
+        model(**(local_batch(step) if parts else batch(step))).backward()
+        nxd.reduce_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_weights(model)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_elementwise_optimizers_train_shards(name):
+    with comm.as_rank(Mesh(1), 0):
+        reference = trained(OPTIMIZERS[name], parts=False)
+    for weights in on_threads(Mesh(4, tp=2), trained, OPTIMIZERS[name], True):
+        for key, weight in weights.items():
+            torch.testing.assert_close(weight, reference[key], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "LBFGS"])
+def test_other_optimizers_refuse_shards(name):
+    def step() -> str:
+        model = Net()
+        params = [param for param in model.parameters() if param.ndim == 2]
+        optimizer = getattr(torch.optim, name)(params, lr=0.1)
+        model(**batch(0)).backward()
+        before = [param.clone() for param in params]
+        message = _error(lambda: optimizer.step(*([lambda: model(**batch(0))] if name == "LBFGS" else [])))
+        assert all(map(torch.equal, before, params)) or not message
+        return message
+
+    for message in on_threads(Mesh(2, tp=2), step):
+        assert f"{name} cannot work on shards of parameters: it " in message and "SGD, Adam, AdamW" in message
+    with comm.as_rank(Mesh(1), 0):
+        assert step() == ""
+
+
+def saved(model: nn.Module, by_file: bool) -> Any:
+    if not by_file:
+        return model.state_dict()
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_a_state_dict_of_another_rank_is_refused(by_file):
+    first = on_threads(Mesh(2, tp=2), lambda: saved(Net(), by_file))[0]
+
+    def load() -> str:
+        model = Net()
+        before = [param.clone() for param in model.parameters()]
+        message = _error(lambda: model.load_state_dict(first))
+        assert all(map(torch.equal, before, model.parameters()))
+        return message
+
+    messages = on_threads(Mesh(2, tp=2), load)
+    assert messages[0] == ""
+    assert "embed.weight of the state dict is shard 0 of 2, and rank 1 holds shard 1 of 2" in messages[1]
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_a_rank_loads_its_state_dict(by_file):
+    def load() -> bool:
+        source, target = Net(), Net()
+        with torch.no_grad():
+            for param in source.parameters():
+                param.add_(1 + comm.rank("tp"))
+        target.load_state_dict(saved(source, by_file))
+        return all(map(torch.equal, source.parameters(), target.parameters()))
+
+    assert on_threads(Mesh(4, tp=2), load) == [True] * 4
+    with comm.as_rank(Mesh(1), 0):
+        assert load()

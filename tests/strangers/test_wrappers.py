@@ -1,0 +1,254 @@
+"""DistributedDataParallel, FSDP, accelerate and Trainer around tensor-parallel models: right over dp, else refused."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import neuronx_dist as nxd
+from neuronx_dist import comm
+from neuronx_dist.parallel_layers import parallel_state
+from neuronx_dist.parallel_layers.grads import allreduce_sequence_parallel_gradients
+from tests.hf.models import llama_config, reference_model
+from tests.strangers.toy import BATCH, HIDDEN, Net, local_batch, trained_alone, whole_weights
+from tests.support.pool import processes
+
+MESHES = [{"tp": 2}, {"tp": 2, "dp": 2}]
+REFUSAL = (
+    r"over ranks \[0, 1.*they hold different parts \((embed.)?weight is one of 2 shards; .*get_data_parallel_group"
+)
+
+
+def sizes(mesh: dict[str, int]) -> tuple[int, dict[str, int]]:
+    """Number of processes, and the degrees that `initialize_model_parallel` takes (dp is the rest)."""
+    number = 1
+    for size in mesh.values():
+        number *= size
+    return number, {axis: size for axis, size in mesh.items() if axis != "dp"}
+
+
+def on(mesh: dict[str, int], function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Runs a function on the ranks of a mesh; returns the results by rank."""
+    number, degrees = sizes(mesh)
+    return processes(number).run(function, *args, mesh=degrees)
+
+
+@contextmanager
+def launched() -> Iterator[None]:
+    """Sets what torchrun sets, from which accelerate and Trainer learn that there are several processes."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": 29500}
+    before = {name: os.environ.get(name) for name in (*names, "MASTER_ADDR", "ACCELERATE_USE_CPU")}
+    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def by_ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def by_fsdp1(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def by_fully_shard(model: nn.Module) -> nn.Module:
+    return fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+
+
+def by_accelerate(model: nn.Module) -> nn.Module:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    with launched():
+        try:
+            return Accelerator(cpu=True).prepare(model)
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
+WRAPPERS = {"ddp": by_ddp, "fsdp1": by_fsdp1, "fully_shard": by_fully_shard, "accelerate": by_accelerate}
+
+
+def refusal(wrapper: str) -> str:
+    model = Net()
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    try:
+        WRAPPERS[wrapper](model)
+    except RuntimeError as error:
+        assert wrapper in ("fsdp1", "fully_shard") or all(
+            torch.equal(param, before[name]) for name, param in model.named_parameters()
+        ), "the refusal came after a broadcast"
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_group_with_other_shards_is_refused(wrapper, mesh):
+    for message in on(mesh, refusal, wrapper):
+        assert re.search(REFUSAL, message), message
+
+
+def over_data(wrapper: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights after SGD of a model that is wrapped over the data-parallel ranks."""
+    group = parallel_state.get_data_parallel_group()
+    sequence_parallel = "sequence" in wrapper
+    model: nn.Module = Net(sequence_parallel=sequence_parallel)
+    if "ddp" in wrapper:
+        model = DistributedDataParallel(model, process_group=group)
+    elif wrapper == "fsdp1":
+        model = FullyShardedDataParallel(
+            model, process_group=group, device_id=torch.device("cpu"), use_orig_params=True
+        )
+    else:
+        fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for step in range(3):
+        loss = model(**local_batch(step))
+        loss.backward()
+        if sequence_parallel:
+            allreduce_sequence_parallel_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(comm.all_reduce(loss.detach(), "dp").item() / comm.size("dp"))
+    if "ddp" in wrapper:
+        return losses, whole_weights(model)
+    return losses, {}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2, "dp": 2}], ids=str)
+@pytest.mark.parametrize("wrapper", ["ddp", "ddp, sequence parallel", "fsdp1", "fully_shard"])
+def test_over_the_data_it_is_one_process(wrapper, mesh):
+    """Losses of the third step show the weights after two."""
+    losses, weights = trained_alone()
+    for local_losses, local_weights in on(mesh, over_data, wrapper):
+        assert local_losses == pytest.approx(losses, rel=1e-12)
+        for name, weight in local_weights.items():
+            torch.testing.assert_close(weight, weights[name], rtol=1e-10, atol=1e-12)
+
+
+def pipeline_refusal() -> str:
+    layers = nn.Sequential(*(nn.Linear(HIDDEN, HIDDEN) for _ in range(4)))
+    model = nxd.NxDPPModel(
+        layers, transformer_layer_cls=nn.Linear, num_microbatches=2, auto_partition=True, input_names=["input"]
+    )
+    model.run_eval(input=torch.randn(BATCH, HIDDEN))
+    with pytest.raises(ValueError) as refused:
+        DistributedDataParallel(model)
+    return str(refused.value)
+
+
+@pytest.mark.process
+def test_a_pipeline_is_refused_by_torch():
+    """The layers of other stages are on the meta device."""
+    for message in on({"pp": 2}, pipeline_refusal):
+        assert "module parameters locate in {" in message and "'meta'" in message
+
+
+def trained_by_trainer(folder: str) -> tuple[str, list[float]]:
+    """The refusal, or losses of three steps with SGD by Hugging Face's Trainer on a swapped model."""
+    from accelerate.state import AcceleratorState
+    from transformers import Trainer, TrainingArguments
+
+    model = reference_model(llama_config())
+    nxd.hf.swap(model)
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(12 * 8).reshape(12, 8)]
+    with launched() if torch.distributed.get_world_size() > 1 else nullcontext():
+        try:
+            size = 4 // torch.distributed.get_world_size()
+            arguments = TrainingArguments(
+                folder,
+                per_device_train_batch_size=size,
+                max_steps=3,
+                optim="sgd",
+                learning_rate=0.5,
+                lr_scheduler_type="constant",
+                max_grad_norm=0.0,
+                logging_steps=1,
+                save_strategy="no",
+                report_to=[],
+                use_cpu=True,
+                disable_tqdm=True,
+                train_sampling_strategy="sequential",
+            )
+            trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+            trainer.train()
+        except RuntimeError as error:
+            return str(error), []
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+    return "", [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.process
+def test_trainer_over_the_data_is_one_process(tmp_path):
+    ((refusal, alone),) = on({"dp": 1}, trained_by_trainer, str(tmp_path))
+    assert not refusal and len(alone) == 3
+    both = on({"dp": 2}, trained_by_trainer, str(tmp_path))
+    assert [refusal for refusal, _ in both] == ["", ""]
+    assert both[0][1] == pytest.approx(alone, abs=1e-5) and len({*alone}) == 3
+
+
+@pytest.mark.process
+def test_trainer_refuses_tensor_parallel_models(tmp_path):
+    for refusal, _ in on({"tp": 2}, trained_by_trainer, str(tmp_path)):
+        assert "DistributedDataParallel over ranks [0, 1]" in refusal and "Hugging Face's Trainer" in refusal
+
+
+def saved_by_dcp(folder: str, how: str) -> str:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    model = Net()
+    try:
+        if how == "save":
+            dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+        elif how == "async_save":
+            dcp.async_save({"model": model.state_dict()}, checkpoint_id=folder).result()
+        elif how == "the module":
+            dcp.save({"model": model}, checkpoint_id=folder)
+        else:
+            dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+    except RuntimeError as error:
+        return str(error)
+    other = Net()
+    with torch.no_grad():
+        for param in other.parameters():
+            param.zero_()
+    state = other.state_dict()
+    dcp.load({"model": state}, checkpoint_id=folder)
+    return "right" if all(map(torch.equal, model.parameters(), other.parameters())) else "wrong"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("how", ["save", "async_save", "the module", "get_model_state_dict"])
+def test_shards_are_refused_by_torchs_checkpoints(how, tmp_path):
+    for message in on({"tp": 2}, saved_by_dcp, str(tmp_path), how):
+        assert "embed.weight once for all ranks" in message and "neuronx_dist.save_checkpoint" in message
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.process
+def test_whole_parameters_are_saved_by_torchs_checkpoints(tmp_path):
+    assert on({"dp": 2}, saved_by_dcp, str(tmp_path), "save") == ["right", "right"]
