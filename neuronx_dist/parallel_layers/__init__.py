@@ -9,7 +9,7 @@ activation_checkpoint.py   layers that are recomputed in backward
 checkpointing.py     NxD's files of one layout; random.py: seeds; utils.py: small functions
 signatures.py        the positional orders of NxD's release and guide; attributes.py: attributes that scripts read;
                      layers.py, grads.py: NxD's import paths
-misfits.py           errors for inputs that do not fit a layer
+misfits.py           errors for inputs that do not fit a layer; first_batch.py: for ranks that are given different data
 """
 
 from ..lazy_names import lazy_names

@@ -23,6 +23,7 @@ from ..sharded_functions.vocabulary import check_ids
 from ..spmd import I, P, S, ShardSpec, set_spec
 from ..spmd.local_holders import holds_local
 from .attributes import EmbeddingAttributes
+from .first_batch import compare_noted, note_first
 from .misfits import refuse_ids, refuse_sequence
 from .signatures import accepts
 
@@ -141,7 +142,10 @@ class ParallelEmbedding(EmbeddingAttributes):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """`[batch, seq] -> [batch, seq, hidden]`, or this rank's piece of the sequence."""
-        size = comm.communicator(self.axis).size
+        communicator = comm.communicator(self.axis)
+        size = communicator.size
+        note_first(ids, communicator, "input ids")
+        compare_noted(communicator)
         sequence_dim = None
         if self.sequence_parallel_enabled:
             if ids.dim() < 2:

@@ -16,6 +16,7 @@ from ..comm.context import AxisLike
 from ..spmd import I, P, R, S, ShardSpec, V, set_spec
 from .attributes import LinearAttributes
 from .autograd_linear import ColumnLinear, RowLinear, ZerosStay, call, linear_alone
+from .first_batch import compare_noted, note_first
 from .misfits import refuse_input, refuse_sequence
 from .signatures import accepts
 
@@ -277,6 +278,8 @@ def _shards(layers: Sequence[ColumnParallelLinear], x: torch.Tensor) -> Sequence
     if first.input_is_replicated:
         return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases or repeat(None))]
     dim, count = first._sequence_dim(x), len(layers)
+    if dim is None:
+        note_first(x, communicator, "inputs of linear layers")
     return call(ColumnLinear, x, communicator, dim, first.reduce_dtype, count, *weights, *biases)
 
 
@@ -407,6 +410,7 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: torch.Tensor) -> Output:
         """`[.., in/tp]` (or `[.., in]`) `-> [.., out]`; `(output, bias)` with skip_bias_add."""
         communicator = comm.communicator(self.axis)
+        compare_noted(communicator)
         weight, bias, shard = self._used_weight(), self._bias(), x
         try:
             if communicator.size == 1:

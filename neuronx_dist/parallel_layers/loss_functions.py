@@ -14,6 +14,7 @@ from ..sharded_functions.cross_entropy import cross_entropy_of_shard
 from ..sharded_functions.vocabulary import check_ids, hide_padding, padded_vocabulary
 from ..spmd.gathered_tensors import is_gathered
 from ..spmd.watching import see_through
+from .first_batch import compare_noted, note_first
 from .signatures import accepts
 
 __all__ = ["parallel_cross_entropy"]
@@ -100,6 +101,8 @@ def _cross_entropy(
         raise ValueError(f"parallel_cross_entropy: label_smoothing must be in [0, 1], got {label_smoothing}")
     communicator = comm.communicator(tensor_model_parallel_group or "tp")
     _check_logits(parallel_logits, communicator, vocab_size)
+    note_first(labels, communicator, "labels")
+    compare_noted(communicator)
     if vocab_size is not None and vocab_size % communicator.size:
         parallel_logits = hide_padding(parallel_logits.clone(), vocab_size, communicator)
     if type(labels) is torch.Tensor and labels.device.type == "cpu":

@@ -1,0 +1,102 @@
+"""Comparison of the first batch over the ranks of tensor parallelism, which must all be given the same one.
+
+A data loader that divides the data over all ranks, as samplers do by default, gives tensor-parallel ranks different
+batches: the loss goes down, and nothing is what one process would compute. So the first ids, the first labels and the
+first input of a linear layer are compared, through the job's store, without a collective; later ones are not.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from typing import Any
+
+import torch
+
+from .. import comm, spmd
+from ..comm.verbs.transformed_tensors import transforming
+
+__all__ = ["compare_noted", "note_first"]
+
+_NOTED = "first_batch"  # in the extras of a context: statements by what they are of; None: compared
+
+_TOLERANCE = 0.05  # of projections, whose difference is about 1 between two batches; rounding errors are below 0.01
+_PROJECTIONS = 4
+_VALUES = 1 << 16  # of a float tensor, at most: as many are projected
+
+
+def note_first(x: torch.Tensor, communicator: comm.Communicator, what: str) -> None:
+    """Notes a tensor for `compare_noted`, at the first call for `what` on this mesh.
+
+    Args:
+        x: ids or labels, compared exactly, or activations, which ranks may round differently.
+        communicator: the ranks; only those of the mesh's "tp" are compared.
+        what: plural noun for messages.
+    """
+    if torch.compiler.is_compiling():
+        return
+    context = comm.current()
+    noted: dict[str, Any] = context.extras.setdefault(_NOTED, {})
+    if what in noted or context.backend.board is None:  # None: ranks are played one by one
+        return
+    if communicator.axis == "tp" and communicator.size > 1 and _has_values(x):
+        noted[what] = _statement(x)
+
+
+def compare_noted(communicator: comm.Communicator) -> None:
+    """Compares what was noted since the last call; to be called where all ranks of the communicator meet.
+
+    Raises:
+        ValueError: ranks have different tensors; the message has the values and says what to do.
+    """
+    if torch.compiler.is_compiling():
+        return
+    context = comm.current()
+    noted: dict[str, Any] = context.extras.get(_NOTED, {})
+    for what in [what for what, statement in noted.items() if statement is not None]:
+        statement, noted[what] = noted[what], None
+        first_rank, *others = communicator.ranks
+        subject = f"the first {what} of tensor-parallel ranks"
+        text = json.dumps(statement)
+        topic = f"{subject} {first_rank}"
+        texts = context.backend.board.exchange(topic, 0, text, communicator.ranks, f"comparing {subject}")
+        statements = {rank: json.loads(text) for rank, text in texts.items()}
+        for rank in others:
+            if not _equal(statements[first_rank], statements[rank]):
+                raise ValueError(
+                    f"ranks {first_rank} and {rank} are in one tensor-parallel group, and have different {what} in the "
+                    f"first batch: {_text(statements[first_rank])} and {_text(statements[rank])}. These ranks take the "
+                    "same batch: divide the data by neuronx_dist.parallel_state.get_data_parallel_rank() and "
+                    "get_data_parallel_size(), as in DistributedSampler(data, num_replicas=get_data_parallel_size(), "
+                    "rank=get_data_parallel_rank()), and seed what is random equally in the group"
+                )
+
+
+def _has_values(x: torch.Tensor) -> bool:
+    return type(x) is torch.Tensor and not x.is_meta and x.numel() > 0 and not transforming()
+
+
+@spmd.no_typecheck()  # each rank reads its own tensor
+@torch.no_grad()
+def _statement(x: torch.Tensor) -> dict[str, Any]:
+    facts: dict[str, Any] = {"shape": [*x.shape], "dtype": str(x.dtype)}
+    values = x.detach().cpu()
+    if not x.is_floating_point():
+        return {**facts, "values": values.flatten()[:8].tolist(), "digest": zlib.crc32(str(values.tolist()).encode())}
+    values = values.flatten()[:_VALUES].double()
+    waves = torch.sin(torch.outer(torch.arange(1.0, _PROJECTIONS + 1), torch.arange(1.0, len(values) + 1) ** 1.5))
+    projections = waves.double() @ values / values.norm().clamp(min=1e-30)
+    return {**facts, "values": values[:8].tolist(), "projections": projections.tolist()}
+
+
+def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    if any(one[name] != other[name] for name in ("shape", "dtype")):
+        return False
+    if "digest" in one:
+        return bool(one["digest"] == other["digest"])
+    return not any(abs(a - b) > _TOLERANCE for a, b in zip(one["projections"], other["projections"]))
+
+
+def _text(statement: dict[str, Any]) -> str:
+    values = ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in statement["values"])
+    return f"{statement['shape']} of {statement['dtype']}, [{values}, ..]"
