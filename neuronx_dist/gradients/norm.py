@@ -77,7 +77,6 @@ def clip_grad_norm(
     return clip_grads_with_norm(params, total_norm, max_norm)
 
 
-@torch.no_grad()
 def clip_grads_with_norm(parameters: Parameters, total_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """Multiplies all gradients in place by `min(1, max_norm / (total_norm + 1e-6))`; returns `total_norm`.
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .. import comm, spmd
+from ..comm.rank_selection import in_one_program
 from ..comm.verbs.transformed_tensors import transforming
 
 __all__ = ["compare_noted", "note_first"]
@@ -73,7 +74,7 @@ def compare_noted(communicator: comm.Communicator) -> None:
 
 
 def _has_values(x: torch.Tensor) -> bool:
-    return type(x) is torch.Tensor and not x.is_meta and x.numel() > 0 and not transforming()
+    return type(x) is torch.Tensor and not (x.is_meta or in_one_program(x) or transforming()) and x.numel() > 0
 
 
 @spmd.no_typecheck()  # each rank reads its own tensor

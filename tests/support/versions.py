@@ -22,6 +22,7 @@ PLACES = {
     "tests/spmd": (1, 14),
     "tests/program": (1, 19),
     "tests/parallel_layers": (5, 40),
+    "tests/strangers": (4, 40),
     "tests/pipeline/test_parity.py": (3, 12),
     "tests/pipeline/test_checkpointing.py": (3, 12),
     "tests/pipeline/test_effects.py": (2, 6),
