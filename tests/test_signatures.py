@@ -10,6 +10,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Iterator
+from enum import EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ def value_in_words(value: Any) -> str:
 
 def defaults_of(function: Any) -> str:
     """`(dim=0, async_op=False)`: the parameters that have a default."""
+    if isinstance(function, EnumMeta):  # whose signature depends on the version of Python
+        return ""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # of builtins

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from neuronx_dist import comm
+from neuronx_dist.comm import launch
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import parallel_state as ps
 from tests.support.pool import processes
@@ -183,7 +184,7 @@ def test_initialising_without_torch_distributed_says_what_to_call():
 
 
 def test_replica_groups_without_process_groups(monkeypatch):
-    monkeypatch.setattr(ps, "world", lambda: (16, RANK))
+    monkeypatch.setattr(launch, "world", lambda: (16, RANK))
     groups = ps.initialize_model_parallel(2, 2, 2, 4, mesh_only=True)
     axes = dict(tp="tensor", dp="data", pp="pipeline", ep_model="expert", ep_data="expert_data", cp="context")
     for field, name in axes.items():

@@ -55,6 +55,7 @@ def is_here(name: str) -> bool:
 
 def named(function: Callable[..., Any], rule: Rule) -> str:
     owner = getattr(function, "__self__", None)
+    owner = None if isinstance(owner, property) else owner  # which has a name since Python 3.13
     name = resolve_name(function) or f"{getattr(owner, '__name__', '')}.{getattr(function, '__name__', '')}"
     if name.startswith("torch.foreach."):
         return f"._foreach_{function.__name__}"  # claims the same as the older name
