@@ -167,7 +167,7 @@ def modules_case() -> None:
     assert modules.non_persistent_buffers(layer) == {"passing"}
     assert modules.call_with_hooks(nn.Identity())(3) == 3
     checked: list[Any] = []
-    before = nn.utils.clip_grad.__dict__.copy()
+    before, clip = nn.utils.clip_grad.__dict__.copy(), nn.utils.clip_grad_norm_
     modules.before_clipping(checked.append)
     try:
         x = leaf()
@@ -176,6 +176,7 @@ def modules_case() -> None:
         assert checked == [[x]] and x.grad.norm() < 0.6
     finally:
         vars(nn.utils.clip_grad).update(before)
+        nn.utils.clip_grad_norm_ = clip
 
 
 def autograd_case() -> None:

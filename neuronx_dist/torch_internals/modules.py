@@ -46,11 +46,18 @@ def before_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
     function before this package is set up, so that its last step is replaced, which it looks up when it is called;
     `torch.nn.utils.clip_grads_with_norm_`, which takes a norm, is another name of that step, and stays as it is.
     """
-    scale = clip_grad._clip_grads_with_norm_
+    clip_grad._clip_grads_with_norm_ = _checked(clip_grad._clip_grads_with_norm_, check)
+    if nn.utils.clip_grad_norm_ is not clip_grad.clip_grad_norm_:  # torch_xla replaced it
+        nn.utils.clip_grad_norm_ = _checked(nn.utils.clip_grad_norm_, check)
 
-    @functools.wraps(scale)
-    def checked(parameters: Any, *args: Any, **kwargs: Any) -> None:
+
+def _checked(clip: Callable[..., Any], check: Callable[[Sequence[torch.Tensor]], None]) -> Callable[..., Any]:
+    """Returns `clip`, called after `check` with the same list of parameters."""
+
+    @functools.wraps(clip)
+    def checked(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         check(parameters)
-        scale(parameters, *args, **kwargs)
+        return clip(parameters, *args, **kwargs)
 
-    clip_grad._clip_grads_with_norm_ = checked
+    return checked
