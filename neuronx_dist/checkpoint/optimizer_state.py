@@ -10,12 +10,13 @@ import torch
 
 from ..optimizer import LossScaler, NeuronZero1Optimizer
 from ..parallel_layers.utils import load_optimizer_state_dict
+from ..spmd.local_holders import local_tensor
 from ..torch_internals.tensors import pytree
 from .dcp.catalog import Catalog
 from .errors import CheckpointMismatch
 from .parameters import Parameter
 from .pieces import TensorPiece, rows_of, whole_piece
-from .rank_tensors import Path, ShardedTensor, State, key_of
+from .rank_tensors import Path, ShardedTensor, State, is_laid_out, key_of
 
 __all__ = [
     "GROUPS",
@@ -73,9 +74,17 @@ class _StateSlot:
         return [(*_STATE, name, entry) for name in self.parameter.names]
 
     def sharded(self, paths: Sequence[Path], tensor: torch.Tensor) -> ShardedTensor:
-        """A tensor with the layout of `self.tensor`."""
+        """A tensor with the layout of `self.tensor`; one that knows its layout has that."""
+        if is_laid_out(self.tensor):
+            return ShardedTensor.whole(paths, tensor)
         shape = self.parameter.shape  # a parameter without dims is a row under ZeRO-1
         return ShardedTensor(paths, shape, tensor if shape else tensor.view(()), self.pieces)
+
+    def zeros(self, dtype: torch.dtype) -> torch.Tensor:
+        """A new tensor in the layout of `self.tensor`, on the host if that is a plain tensor."""
+        if is_laid_out(self.tensor):
+            return torch.zeros_like(self.tensor.detach(), dtype=dtype)
+        return torch.zeros(self.tensor.shape, dtype=dtype)
 
     def is_sharded(self, entry: str, shape: Sequence[int], like: Sequence[int]) -> bool:
         """Returns whether an entry has one element for each element of the parameter."""
@@ -137,14 +146,14 @@ def expect_optimizer(
             state.unneeded |= {key_of((*_STATE, parameter.names[0], e)) for e in saved.get(parameter.names[0], ())}
     for slot in slots:
         if slot.has_master and key_of(slot.masters[0]) in catalog.tensors:
-            state.add(slot.sharded(slot.masters, torch.zeros(slot.tensor.shape, dtype=slot.tensor.dtype)))
+            state.add(slot.sharded(slot.masters, slot.zeros(slot.tensor.dtype)))
         for entry in sorted(saved.get(slot.parameter.names[0], ())):
             paths = slot.entries(entry)
             tensor = catalog.tensors.get(key_of(paths[0]))
             if tensor is None:
                 state.objects[paths[0]] = None
             elif slot.is_sharded(entry, tensor.shape, slot.parameter.shape):
-                state.add(slot.sharded(paths, torch.zeros(slot.tensor.shape, dtype=tensor.dtype)))
+                state.add(slot.sharded(paths, slot.zeros(tensor.dtype)))
             else:
                 state.add(ShardedTensor.whole(paths, torch.zeros(tensor.shape, dtype=tensor.dtype)))
     state.objects[GROUPS] = None
@@ -187,7 +196,7 @@ def restore_optimizer(state: State, optimizer: torch.optim.Optimizer, parameters
         return
     if any(slot.tensor.is_meta for slot in slots):
         optimizer.init_zero()  # the shards were made before the parameters had memory
-    shapes = {index: tuple(slot.parameter.tensor.shape) for index, slot in enumerate(slots)}
+    shapes = {index: tuple(local_tensor(slot.parameter.tensor).shape) for index, slot in enumerate(slots)}
     optimizer.load_state_dict({"state": {}, "param_groups": groups, "base_state": entries, "shape_info": shapes})
     for slot in slots:  # masters that were not saved have been made from the parameters
         if slot.masters[0] in read:
@@ -294,8 +303,9 @@ def _slots(
         optimizer.init_zero()
     assert optimizer.base_optimizer is not None
     slots = []
+    of_local = {id(local_tensor(parameter.tensor)): parameter for parameter in parameters.values()}
     for shard in optimizer.shards:
-        parameter = _parameter(shard.param, parameters)
+        parameter = _parameter(shard.param, of_local)
         first = shard.group.rank * shard.shape[0]
         if parameter.shape:
             pieces = rows_of(parameter.pieces, first, first + shard.shape[0])

@@ -12,6 +12,7 @@ from ..gradients.gradient import ParameterGradient
 from ..weights.partial_model import PartialModel, parameter_names, parameter_slots
 from ..weights.shard_spec import spec_of
 from .pieces import TensorPiece, pieces_of, shifted
+from .rank_tensors import held_pieces, is_laid_out
 
 __all__ = ["Parameter", "parameters_of"]
 
@@ -22,7 +23,7 @@ class Parameter:
 
     Attributes:
         names: all names in the whole model; the first is the name in the checkpoint.
-        tensor: this rank's shard.
+        tensor: this rank's shard, or a ShardTensor or DTensor, which holds it.
         shape: of the whole parameter, without padding.
         pieces: of the whole parameter, in the shard.
     """
@@ -40,7 +41,7 @@ def parameters_of(model: nn.Module | PartialModel) -> dict[int, Parameter]:
     `[experts/ep, ...]`: the whole parameter has the experts of all ep ranks, in the order of ranks.
 
     Raises:
-        ValueError: a parameter of experts has no dims.
+        ValueError: a parameter of experts has no dims; a parameter is a summand (`held_pieces`).
     """
     names = parameter_names(model)
     parameters: dict[int, Parameter] = {}
@@ -50,7 +51,8 @@ def parameters_of(model: nn.Module | PartialModel) -> dict[int, Parameter]:
             continue
         spec = spec_of(tensor)
         index = 0 if spec.axis is None else comm.rank(spec.axis)
-        shape, pieces = spec.unpadded_shape, pieces_of(spec, index)
+        shape = spec.unpadded_shape
+        pieces = held_pieces(slot.name, tensor) if is_laid_out(tensor) else pieces_of(spec, index)
         if comm.size("ep") > 1 and ParameterGradient(tensor).is_expert and spec.axis != "ep":
             if not shape:
                 raise ValueError(

@@ -23,7 +23,7 @@ from .dcp.catalog import Catalog
 from .errors import CheckpointMismatch
 from .optimizer_state import check_groups, collect_optimizer, expect_optimizer, restore_optimizer
 from .parameters import Parameter, parameters_of
-from .rank_tensors import ShardedTensor, State, key_of
+from .rank_tensors import ShardedTensor, State, key_of, memory_of
 
 __all__ = ["ShardedTensor", "State", "changed_by", "check", "collect", "expect", "restore"]
 
@@ -56,7 +56,9 @@ def changed_by(optimizer: torch.optim.Optimizer | None, state: State) -> set[int
     tensors = [param for group in optimizer.param_groups for param in group["params"]]
     tensors += [sharded.tensor for key, sharded in state.tensors.items() if key.startswith("optimizer.")]
     return {
-        tensor.untyped_storage().data_ptr() for tensor in tensors if accelerator.is_copied_aside(tensor.device.type)
+        memory_of(tensor).untyped_storage().data_ptr()
+        for tensor in tensors
+        if accelerator.is_copied_aside(tensor.device.type)
     }
 
 
@@ -147,7 +149,7 @@ def _add_model(
             raise ValueError(
                 f"{key} is on the meta device: initialise the model first, by neuronx_dist.materialize(model, seed)"
             )
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return torch.empty_like(tensor.detach(), device=device, memory_format=torch.contiguous_format)
 
     for parameter in parameters.values():
         paths = [(_MODEL, name) for name in parameter.names]

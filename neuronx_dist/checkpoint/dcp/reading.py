@@ -278,7 +278,7 @@ def _meetings(
 @torch.no_grad()
 def fill(target: ShardedTensor, saved: SavedTensor, source: CheckpointSource) -> None:
     """Reads this rank's pieces of a tensor."""
-    local = target.tensor
+    memory = local = target.memory
     if local.device.type != "cpu":  # torch.zeros_like(xla_tensor, device="cpu") has data_ptr 0
         local = torch.zeros(local.shape, dtype=local.dtype)
     if sum(math.prod(piece.shape) for piece in target.pieces) < local.numel():
@@ -288,9 +288,9 @@ def fill(target: ShardedTensor, saved: SavedTensor, source: CheckpointSource) ->
         if opened is None or opened[0] is not chunk:
             opened = chunk, source.open(chunk, saved.dtype)
         opened[1].copy(saved_slices, local[local_slices])
-    if local is not target.tensor:
-        target.tensor.copy_(local)
-    increment_version(target.tensor)  # bytes are written without autograd's knowledge
+    if local is not memory:
+        memory.copy_(local)
+    increment_version(memory)  # bytes are written without autograd's knowledge
 
 
 def _bytes_of(read: RectangleRead) -> Iterator[tuple[int, int]]:

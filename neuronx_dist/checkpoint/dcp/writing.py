@@ -149,7 +149,7 @@ def plan(state: State) -> WritePlan:
     with together("no checkpoint was saved"):
         objects = {path: packed(key_of(path), value) for path, value in state.objects.items()}
     views = {
-        _Claim(key, part.offset, part.shape): tensor.tensor[part.local]
+        _Claim(key, part.offset, part.shape): tensor.memory[part.local]
         for key, tensor in state.tensors.items()
         for piece in tensor.pieces
         for part in cut(piece, _MAX_PIECE // tensor.tensor.element_size())
