@@ -25,6 +25,7 @@ from ..mesh import DENSE_AXES, Axis, Mesh
 from ..spmd import no_typecheck
 from ..spmd.watching import active
 from ..torch_internals.fake_tensors import unset_fake_temporarily
+from ..weights import wrappers
 from .bounded import Bounded
 
 __all__ = ["DeviceMesh", "current_mesh", "group_over", "init_device_mesh"]
@@ -285,6 +286,7 @@ def _interned(
     groups: Sequence[Axis | Communicator] | None = None,
 ) -> DeviceMesh:
     """Returns the one mesh of these ranks and names in this context. `groups`: along each dim, if known."""
+    wrappers.watch_wrappers()
     context = _context()
     with _with_values():
         return _known(context, device_type, ranks, names, groups)

@@ -59,6 +59,7 @@ def fallback(mode: str) -> Iterator[None]:
 @sharded(UNHANDLED)
 def by_gathering(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Computes `func` on shards that are independent, or else on whole tensors, on every rank."""
+    _refuse_collectives(func)
     if DISPATCH.keys() != {UNHANDLED} and not getattr(func, "__module__", "").startswith("neuronx_dist"):
         with DisableTorchFunction():  # continues with operators, of which some have a handler
             return func(*args, **kwargs)
@@ -70,12 +71,28 @@ def by_gathering(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 def _by_gathering_operator(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Computes an operator that autograd, or a function without a handler, called."""
     x: Any = args[0] if args else None
+    _refuse_collectives(func)
     if func in _ON_LOCALS and isinstance(x, ShardTensor):
         return wrap(func(x._local, *args[1:], **kwargs), x._spec)
     if func is _aten.view.default and tuple(args[1]) == tuple(x.shape):  # an input that an autograd function returns
         return wrap(x._local.view(x._local.shape), x._spec)
     handler = _function_of(func)
     return _gathered(func, args, kwargs) if handler is None else handler(func, types, args, kwargs)
+
+
+def _refuse_collectives(func: Any) -> None:
+    """Refuses torch.distributed's functions and operators, which do not know the layout of a ShardTensor."""
+    if str(func).partition(".")[0] in _COLLECTIVES:  # torch.ops._c10d_functional.all_reduce, or its overload
+        name = str(func)
+    elif getattr(func, "__module__", "").startswith("torch.distributed."):
+        name = func.__name__
+    else:
+        return
+    raise NotImplementedError(
+        f"{name} of a ShardTensor: torch.distributed does not know its layout. x.redistribute() and "
+        "x.full_tensor() communicate by the layout; x.to_local() is this rank's part as a plain tensor. "
+        f"(DistributedDataParallel and FSDP call this for parameters that are ShardTensors: {_DATA_PARALLEL})"
+    )
 
 
 def _function_of(func: Any) -> Any:
@@ -87,7 +104,8 @@ def _function_of(func: Any) -> Any:
 def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", str(func))
     mode = _mode.get() or _default[0]
-    if (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None:
+    base = name.partition(".")[0]  # without an operator's overload
+    if (base.endswith("_") and not base.endswith("__")) or kwargs.get("out") is not None:
         raise NotImplementedError(f"{name} has no handler and writes in place: use its out-of-place form")
     flat, tree = pytree.tree_flatten((args, kwargs))
     operands = [x for x in flat if isinstance(x, ShardTensor)]
@@ -133,6 +151,11 @@ def _split_again(whole: torch.Tensor, like: ShardTensorSpec, operands: Sequence[
     return wrap_result(redistributed(whole, spec, target), target, operands)
 
 
+_DATA_PARALLEL = (
+    "leave parameters plain, and distribute inputs; or distribute the module over a mesh that has the data-parallel "
+    'dim too, and inputs with Shard(0) there: docs/shard-tensor.md, "Composition"'
+)
+_COLLECTIVES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"))
 _aten = torch.ops.aten
 _ON_LOCALS = frozenset((_aten.detach.default, _aten.alias.default, _aten.clone.default))
 DISPATCH[UNHANDLED] = _by_gathering_operator

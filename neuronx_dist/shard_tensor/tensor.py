@@ -19,7 +19,13 @@ import torch
 
 from ..spmd import no_typecheck
 from ..torch_internals.autograd import apply_without_transforms
-from ..torch_internals.tensors import DisableTorchFunction, base_of_view, is_view, make_wrapper_subclass
+from ..torch_internals.tensors import (
+    DisableTorchFunction,
+    base_of_view,
+    is_view,
+    make_wrapper_subclass,
+    refuse_address,
+)
 from . import handlers
 from .compiling import run_as_it_is
 from .device_mesh import DeviceMesh, current_mesh
@@ -286,6 +292,7 @@ def _new(local: torch.Tensor, spec: ShardTensorSpec) -> ShardTensor:
     result: ShardTensor = make_wrapper_subclass(
         ShardTensor, spec.shape, None, None, None, local.dtype, torch.strided, local.device
     )
+    refuse_address(result)
     result._local = local
     result._spec = spec
     result._foreign = False

@@ -21,6 +21,9 @@ DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass  # subclass
 make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
 
+# Makes C++ code that asks a tensor without memory for its address raise an error; else it gets 0, and reads from there.
+refuse_address: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
+
 # Functions over lists of tensors, which take one kernel on CUDA. Without them: a loop.
 foreach_mul, foreach_mul_, foreach_norm = torch._foreach_mul, torch._foreach_mul_, torch._foreach_norm
 

@@ -47,6 +47,14 @@ def _check(wrapper: nn.Module, attribute: str, module: nn.Module | None) -> None
     kind = next((cls.__name__ for cls in type(wrapper).__mro__ if cls.__name__ in _WRAPPERS), None)
     if kind is None or module is None or not comm.is_initialized():
         return
+    holders = [name for name, param in module.named_parameters() if getattr(type(param), "holds_local", False)]
+    if holders:
+        raise RuntimeError(
+            f"{kind}: {holders[0]} is a ShardTensor, whose backward this wrapper does not see: it would average no "
+            "gradient. Leave parameters plain, and distribute inputs alone; or distribute the module over a mesh that "
+            "has the data-parallel dim too, and inputs with Shard(0) over it; or use NeuronZero1Optimizer: "
+            'docs/shard-tensor.md, "Composition"'
+        )
     for name, param, spec in named_specs(module):
         expert = bool(getattr(param, "expert_model_parallel", False))
         if spec.num_partitions > 1 or expert:

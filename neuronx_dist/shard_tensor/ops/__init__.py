@@ -11,11 +11,13 @@ scatter.py     scatter, index_add, x[..] = y               rearrange.py  cat, ro
 optimizers.py  fused steps, gradient scaling               distances.py  cdist, pairwise distances
 tensor_parallel.py  parallel layers, operators of spmd     factories.py  like another tensor: random, new_zeros
 one_exchange.py  windows of a list of layers after one exchange
+collectives.py  torch.distributed's, on equal parts
 composed.py    functions that are made of others
 """
 
 from . import (
     attention,
+    collectives,
     composed,
     distances,
     dropout,
@@ -40,6 +42,7 @@ from . import (
 
 __all__ = [
     "attention",
+    "collectives",
     "composed",
     "distances",
     "dropout",

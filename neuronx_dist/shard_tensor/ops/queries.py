@@ -40,14 +40,46 @@ def of_the_whole(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -
         return func(*args, **kwargs)
 
 
-@sharded(_T.stride, _T.is_contiguous, _T.storage_offset, _T.data_ptr, _T.is_pinned, _T.is_inference)
+@sharded(
+    *(_T.stride, _T.is_contiguous, _T.storage_offset, _T.is_pinned, _T.is_inference, _T.is_shared, _T.storage_type),
+    _T.__dlpack_device__,
+)
 def of_the_local(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0]._local, *args[1:], **kwargs)
 
 
-@sharded(
-    _T.item, _T.tolist, _T.numpy, _T.__bool__, _T.__float__, _T.__int__, _T.__index__, _T.__complex__, _T.__array__
-)
+@sharded(_T.data_ptr, _T.const_data_ptr, _T.untyped_storage, _T.storage)  # type: ignore[attr-defined]
+def memory(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    """Returns the memory of a tensor that each rank holds whole.
+
+    Raises:
+        RuntimeError: a rank's memory is a part, or a summand, of the tensor whose shape the caller sees; on all ranks.
+    """
+    x = args[0]
+    spec = x._spec
+    if spec.partial or any(spec.mesh.shape[m] > 1 for m, _ in spec.sharded) or spec.local_shape != spec.shape:
+        raise RuntimeError(
+            f"{func.__name__}: no rank has the memory of a ShardTensor of shape {tuple(spec.shape)}, "
+            f"{spec.placements}: this rank holds {tuple(spec.local_shape)}. Pass x.to_local(), this rank's part, or "
+            "x.full_tensor(), which gathers it; neuronx_dist.save_checkpoint, torch.distributed.checkpoint and "
+            "torch.save save the parts"
+        )
+    return func(x._local, *args[1:], **kwargs)
+
+
+@sharded(_T.share_memory_)
+def share_memory_(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    """Moves this rank's part to memory that its child processes share."""
+    func(args[0]._local)
+    return args[0]
+
+
+_NUMBERS = """
+item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __array__ __dlpack__
+""".split()
+
+
+@sharded(*(getattr(_T, name) for name in _NUMBERS))
 def numbers(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0].full_tensor(), *args[1:], **kwargs)
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -629,6 +630,18 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         NotImplementedError,
         "use async_op=False",
     ),
+    (
+        lambda mesh: dist.all_reduce(x(mesh)),
+        ValueError,
+        r"all_reduce over ranks \[0, 1\]: ranks \[0, 1\] of these hold",
+    ),
+    (lambda mesh: dist.all_gather([torch.ones(7, 6)], x(mesh)), NotImplementedError, "^all_gather of a ShardTensor"),
+    (
+        lambda mesh: torch.ops._c10d_functional.all_reduce(x(mesh), "sum", "0"),
+        NotImplementedError,
+        "^_c10d_functional.all_reduce of a ShardTensor",
+    ),
+    (lambda mesh: x(mesh).data_ptr(), RuntimeError, r"^data_ptr: no rank has the memory of a ShardTensor"),
     (lambda mesh: _modified_on_its_way(x(mesh)), RuntimeError, "modified in place before the transfer finished"),
     (lambda mesh: copy.deepcopy(_leaf(mesh) * 2), RuntimeError, "only leaf ShardTensors support deepcopy"),
     (lambda mesh: _judged(mesh, lambda y: _exchange(mesh, y)), spmd.SpmdTypeError, "it is P on"),
