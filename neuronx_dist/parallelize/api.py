@@ -55,6 +55,7 @@ CONSTANTS = "constants.json"
 PROOF = "proof.txt"
 PROGRAMS = "programs.json"
 PLAN = "plan.json"
+EVALUATION = "evaluation"  # in a key: objects of the class begin in evaluation mode
 
 
 def parallelize(
@@ -97,7 +98,8 @@ def parallelize(
             module that is too large are not compared, and a warning says so.
 
     Returns:
-        The parallel module or class; None without `load_module`.
+        The parallel module, in the mode (`training`) of the module, or the class, whose objects begin in the mode of
+        what `module_fn` makes; None without `load_module`.
 
     Raises:
         TypeError: arguments that forward does not take, an end2end module with a second required argument, or a
@@ -147,6 +149,8 @@ def parallelize(
 
     @cache
     def key() -> Key:
+        if is_class and not example().module.training:  # an object is in the mode that it is passed in
+            return key_of(example(), pas_policy, compute_config, mode=EVALUATION)
         return key_of(example(), pas_policy, compute_config)
 
     def emitted() -> Emitted:
@@ -171,7 +175,7 @@ def parallelize(
     if is_own_mesh and loaded.RANKS > 1:
         destroy_model_parallel()
         _join(compute_config, loaded.RANKS)
-    return loaded if is_class else loaded(init_module_params)
+    return loaded if is_class else loaded(init_module_params).train(example().module.training)
 
 
 def _save_plan(folder: GeneratedFolder, policy: Any, config: ComputeConfig) -> None:
@@ -310,5 +314,6 @@ def _stored_programs(folder: GeneratedFolder, key: Key, example: Example) -> lis
 def _loaded(generated: Generated, config: ComputeConfig) -> type[ParallelModule]:
     constants = constants_from_text(generated.text(CONSTANTS))
     loaded = parallel_class(generated.module(CODE), config, generated.weights, constants)
+    loaded.IN_EVALUATION = generated.key.choice.get("mode") == repr(EVALUATION)
     loaded.SOURCE, loaded.PROOF = generated.text(CODE), generated.text(PROOF)
     return loaded

@@ -12,4 +12,6 @@ program.py        `Program`, `Call`, `Value`, `Division`: a forward as a line of
                   names that emitted files reserve
 record.py         a module's forward as a `Program`; translate.py: from graph to program, with builder.py, in_place.py,
                   aliasing.py; decompose.py: means as sums; interpret.py: runs a program
+python_state.py   state of Python that forward can reach, saved and restored; random_state.py: that of generators;
+                  repeated.py: two recordings of one forward compared
 """

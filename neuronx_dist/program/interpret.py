@@ -12,7 +12,7 @@ from ..rules.containers import substituted
 from ..torch_internals.tensors import pytree
 from .program import Call, Program, Value
 
-__all__ = ["run_program"]
+__all__ = ["run_program", "surroundings"]
 
 
 def run_program(program: Program, tensors: Mapping[Value, torch.Tensor]) -> Any:
@@ -20,7 +20,7 @@ def run_program(program: Program, tensors: Mapping[Value, torch.Tensor]) -> Any:
     known = dict(tensors)
     for call in program.calls:
         args, kwargs = substituted((call.args, call.kwargs), Value, known.__getitem__)
-        with _surroundings(call):
+        with surroundings(call):
             result = call.function(*args, **kwargs)
         for value, tensor in zip(call.results, result if call.several else [result]):
             known[value] = tensor
@@ -29,7 +29,7 @@ def run_program(program: Program, tensors: Mapping[Value, torch.Tensor]) -> Any:
 
 
 @contextmanager
-def _surroundings(call: Call) -> Iterator[None]:
+def surroundings(call: Call) -> Iterator[None]:
     """Enters the autograd and autocast modes that the call was recorded in."""
     with torch.set_grad_enabled(call.grad and torch.is_grad_enabled()):
         if call.autocast is None:

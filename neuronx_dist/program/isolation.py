@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -15,6 +14,7 @@ from ..comm.backends.shapes import ShapesBackend
 from ..comm.base import Communicator
 from ..comm.errors import CommError
 from ..mesh import Mesh
+from .python_state import PythonState
 
 __all__ = ["ShapesOfStage", "restored", "without_cache"]
 
@@ -54,35 +54,22 @@ class _BetweenStages(Communicator):
 
 
 @contextmanager
-def restored(module: nn.Module) -> Iterator[None]:
-    """Restores, on exit, the attributes of all modules (caches, counters, buffers, hooks) and of objects they hold.
+def restored(module: nn.Module) -> Iterator[PythonState]:
+    """Restores, on exit, the state of Python that forward can reach: caches, counters, hooks, attributes of objects.
 
     Models of transformers, for example, write the chosen loss to their config, and register forward hooks when they are
     first asked for hidden states.
+
+    Yields:
+        The state at the beginning.
     """
-    saved = [
-        (m, dict(m.__dict__), {name: dict(x) for name, x in vars(m).items() if type(x) in (dict, OrderedDict)})
-        for m in module.modules()
-    ]
-    held = {id(value): value for m in module.modules() for value in vars(m).values()}
-    objects = [value for value in held.values() if hasattr(value, "__dict__") and not isinstance(value, _NOT_STATE)]
-    saved_objects = [(vars(value), dict(vars(value))) for value in objects]
+    state = PythonState(module)
     try:
-        yield
+        yield state
     finally:
-        for written, before in saved_objects:
-            for name in written.keys() - before.keys():
-                del written[name]
-            written.update(before)
-        for m, attributes, contents in saved:
-            m.__dict__.clear()
-            m.__dict__.update(attributes)
-            for table, content in contents.items():
-                m.__dict__[table].clear()
-                m.__dict__[table].update(content)
+        state.restore()
 
 
-_NOT_STATE = (type, ModuleType, FunctionType, nn.Module)
 _recordings: Counter[int] = Counter()  # id of a config -> number of running recordings that switched its cache off
 _lock = threading.Lock()
 

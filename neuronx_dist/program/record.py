@@ -16,8 +16,10 @@ from ..rules.bodies import BODIES
 from ..torch_internals.tensors import pytree
 from .isolation import restored
 from .program import Program
+from .random_state import RandomState
 from .recorder import record
-from .recording import describe
+from .recording import Recording, TracingError, describe
+from .repeated import first_difference
 from .translate import translate
 
 __all__ = ["check_arguments", "record_program"]
@@ -34,18 +36,122 @@ def record_program(module: nn.Module, arguments: Mapping[str, Any], *, training:
             so; a module that is in that mode already is recorded as it is.
 
     Raises:
-        TracingError: the forward branches on values of tensors, or writes a tensor that it may not write.
+        TracingError: the forward branches on values of tensors, or writes a tensor that it may not write; or its calls
+            depend on what an earlier call left in Python's state, on Python's random numbers or on `requires_grad`.
         TypeError: forward does not accept these arguments.
     """
     check_arguments(module, arguments)
-    with restored(module), comm.as_rank(Mesh(1), 0):
+    forward = _Forward(module, arguments)
+    with restored(module) as state, comm.as_rank(Mesh(1), 0):
         if module.training != training:
             module.train(training)
+        before = RandomState()
+        try:
+            program, recording = forward.recorded()
+            _check_generators(forward, program, before)
+            _check_state(forward, program, recording)
+            _check_requires_grad(forward, program, recording)
+            if not training and "is_grad_enabled" in state.names:
+                _check_without_gradients(forward, program)
+        finally:
+            before.restore()
+    return program
+
+
+class _Forward:
+    """The forward of a module, with arguments, to record as often as necessary."""
+
+    def __init__(self, module: nn.Module, arguments: Mapping[str, Any]) -> None:
+        self.module, self.arguments = module, dict(arguments)
+        self.order = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
         weights = (x.device for x in (*module.parameters(), *module.buffers()) if not x.is_meta)
-        recording = record(module, dict(arguments), device=next(weights, None), leaves=False, bodies=BODIES)
-    order = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-    names = inspect.signature(module.forward).parameters
-    return translate(recording, dict(arguments), names, order, training)
+        self.device = next(weights, None)
+
+    def recorded(self, arguments: dict[str, Any] | None = None, grad: bool = True) -> tuple[Program, Recording]:
+        """Records forward; `arguments`: others than its arguments, `grad`: gradients are enabled."""
+        arguments = self.arguments if arguments is None else arguments
+        recording = record(self.module, dict(arguments), device=self.device, leaves=False, bodies=BODIES, grad=grad)
+        names = inspect.signature(self.module.forward).parameters
+        return translate(recording, dict(arguments), names, self.order, self.module.training), recording
+
+
+def _check_generators(forward: _Forward, program: Program, before: RandomState) -> None:
+    """Raises TracingError if a global generator of Python or numpy decides what forward calls, or forward seeds torch.
+
+    A forward that seeds the generator itself is recorded again with another seed, and must call the same.
+    """
+    changed, name = before.changed(), type(forward.module).__name__
+    if "torch" in changed:
+        raise TracingError(
+            f"{name}.forward seeds the random numbers of torch, as torch.manual_seed does, and the program would not: "
+            "seed before forward"
+        )
+    if not changed:
+        return
+    after = RandomState()
+    before.seed_otherwise()
+    other, _ = forward.recorded()
+    drawn = [generator for generator in after.changed() if generator in changed]
+    different = first_difference(program, other)
+    if drawn or different:
+        raise TracingError(
+            f"{name}.forward draws from the generator of {' and '.join(drawn or changed)}, and the program would "
+            f"have the outcome of one draw for ever{f' ({different})' if different else ''}: draw tensors, such as "
+            "torch.rand(()), and choose by torch.where"
+        )
+
+
+def _check_state(forward: _Forward, program: Program, recording: Recording) -> None:
+    """Raises TracingError if forward calls something else from the state in which the first call leaves Python."""
+    if not recording.left:
+        return
+    for change in recording.left:
+        change.apply()
+    shown = "; ".join(change.text for change in recording.left[:_SHOWN])
+    more = f", and {len(recording.left) - _SHOWN} more" if len(recording.left) > _SHOWN else ""
+    what = f"{type(forward.module).__name__}.forward depends on state that its last call left ({shown}{more})"
+    advice = "Keep the state in a buffer (module.register_buffer), which is a tensor, or pass it as an argument"
+    try:
+        different = first_difference(program, forward.recorded()[0])
+    except Exception as error:
+        raise TracingError(f"{what}: the second call fails, {type(error).__name__}: {error}\n{advice}.") from error
+    if different:
+        raise TracingError(f"{what}: calls differ at {different}. {advice}.")
+
+
+def _check_requires_grad(forward: _Forward, program: Program, recording: Recording) -> None:
+    """Raises TracingError if forward reads `requires_grad` of its arguments, and calls something else by it."""
+    if not recording.reads_requires_grad:
+        return
+    leaves = pytree.tree_leaves(forward.arguments)
+    wanted = not any(leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+    def converted(x: torch.Tensor) -> torch.Tensor:
+        return x.detach().requires_grad_(wanted and (x.is_floating_point() or x.is_complex()))
+
+    arguments = pytree.tree_map_only(torch.Tensor, converted, forward.arguments)
+    try:
+        different = first_difference(program, forward.recorded(arguments)[0])
+    except TracingError:  # such as a reentrant checkpoint of arguments without gradients
+        return
+    if different:
+        raise TracingError(
+            f"{recording.reads_requires_grad}: forward reads requires_grad of a tensor that depends on its arguments, "
+            f"and its calls differ by it, at {different}. Branch on self.training, or on an argument."
+        )
+
+
+def _check_without_gradients(forward: _Forward, program: Program) -> None:
+    """Raises TracingError if forward in evaluation mode calls something else where gradients are off."""
+    different = first_difference(program, forward.recorded(grad=False)[0])
+    if different:
+        raise TracingError(
+            f"{type(forward.module).__name__}.forward reads torch.is_grad_enabled(), and its calls in evaluation mode "
+            f"differ by it, at {different}. Branch on self.training, or on an argument."
+        )
+
+
+_SHOWN = 3  # changes of Python's state that a message lists
 
 
 def check_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:

@@ -41,6 +41,7 @@ from .effects import has_tensors, storage_of, tensors_in
 from .evaluation import Evaluation, name_of
 from .graph_nodes import Nodes, refuse_hidden
 from .isolation import ShapesOfStage, restored, without_cache
+from .random_state import RandomState
 from .recording import Info, Recording, TracingError, is_leaf, register_dataclasses
 
 __all__ = ["record"]
@@ -54,6 +55,7 @@ def record(
     *,
     leaves: bool = True,
     bodies: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
+    grad: bool = True,
 ) -> Recording:
     """Records `module(**inputs)`. The module stays unchanged, no random number is drawn, nothing is communicated.
 
@@ -66,6 +68,7 @@ def record(
             device of the first input that is not on meta.
         leaves: record layers as one call each; False: record calls of functions only.
         bodies: the Python body to run and record in the place of a function, by function.
+        grad: gradients are enabled.
 
     Raises:
         TracingError: the forward branches on values, passes tensors in a way that cannot be followed, or switches
@@ -82,12 +85,14 @@ def record(
         stack.enter_context(no_typecheck())
         stack.enter_context(intercept(_see_function))
         stack.enter_context(without_cache(module))  # before `restored`: several ranks may share one config
-        stack.enter_context(restored(module))
+        state = stack.enter_context(restored(module))
         backend = None if isinstance(here.rank, RankNumber) else ShapesOfStage(here.mesh)
         shapes_only = stack.enter_context(comm.as_rank(here.mesh, here.rank, backend))
         shapes_only.extras.update(here.extras)  # random streams
-        stack.enter_context(torch.enable_grad())
-        return recorder.run(inputs)
+        stack.enter_context(torch.set_grad_enabled(grad))
+        recording = recorder.run(inputs)
+        recording.left, recording.reads_requires_grad = state.changes(), recorder.reads_requires_grad
+        return recording
 
 
 # --- the recorder -----------------------------------------------------------------------------------------------------
@@ -122,6 +127,8 @@ class _Recorder(TorchFunctionMode):
         self.nodes = Nodes(_ADVICE if leaves else _ADVICE_ON_FUNCTIONS)
         self.evaluation = Evaluation(device, leaves)
         self.paused = False
+        self.reads_requires_grad = ""  # the first line that does
+        self.random_state = RandomState()
         self.stand_ins: dict[int, list[torch.Tensor | None]] = {}  # by id of a module, the fakes of its buffers
         self.writers: dict[int, list[fx.Node]] = {}  # storage -> calls that changed it so far
         self.buffers: dict[int, frozenset[int]] = {}  # storages of a leaf's buffers, by id of the leaf
@@ -190,6 +197,8 @@ class _Recorder(TorchFunctionMode):
         name, owner = getattr(func, "__name__", ""), getattr(getattr(func, "__self__", None), "__name__", "")
         if name == "__get__":  # an attribute such as x.T: the getter has no printable name
             target, target_args = getattr, (args[0], owner)
+            if owner == "requires_grad" and not self.reads_requires_grad and self._is_unknown(args[0]):
+                self.reads_requires_grad = call_site()
         elif name == "__set__":
             target, target_args = setattr, (args[0], owner, args[1])
         return self._record("call_function", target, func, args, kwargs, target_args)
@@ -249,6 +258,11 @@ class _Recorder(TorchFunctionMode):
                 return result  # such as a shape, a dtype or a number, which is a constant of this recording
 
             node = self.nodes.graph.create_node(op, target, node_args, node_kwargs)
+            if effects.random and not self.leaves and "torch" in self.random_state.changed():
+                raise TracingError(
+                    f"{where}: {name_of(target)} draws random numbers that forward has seeded, as torch.manual_seed "
+                    "does, and the program would not: draw them before forward, and pass them as an argument"
+                )
             info = Info(
                 "module" if op == "call_module" else "function",
                 where=where,

@@ -107,6 +107,8 @@ class Recording:
         outputs: the leaves of the result: nodes and constants.
         structure: the pytree structure of the result.
         rebound: (buffer, new tensor) for each buffer that the forward replaced; known only if no module is a leaf.
+        left: each `Change` of Python's state that the forward left, which is rolled back.
+        reads_requires_grad: the first line that reads `requires_grad` of a tensor that depends on the inputs; "": none.
     """
 
     graph: fx.Graph
@@ -114,6 +116,8 @@ class Recording:
     outputs: list[Any]
     structure: pytree.TreeSpec
     rebound: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
+    left: list[Any] = field(default_factory=list)
+    reads_requires_grad: str = ""
 
     def calls(self) -> list[fx.Node]:
         """Returns the calls of leaf modules, in order."""

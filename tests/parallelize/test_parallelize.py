@@ -374,3 +374,23 @@ def test_imports_in_either_order(first: str) -> None:
     second = {"neuronx_dist": "neuronx_dist.parallelize", "neuronx_dist.parallelize": "neuronx_dist"}[first]
     code = f"import {first}, {second}; from neuronx_dist.parallelize import parallelize; assert callable(parallelize)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_of_the_module_is_that_of_the_parallel_one(training: bool, tmp_path: Path) -> None:
+    """A module of `from_pretrained` is in evaluation mode: the parallel one would train, with dropout, in its place."""
+    module, x = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)).double(), torch.ones(8, 16).double()
+    parallel = made(module.train(training), {"input": x}, tmp_path)
+    assert parallel.training == training and module.training == training
+    assert bool((parallel(x) == 0).any()) == training
+    assert made(module.train(not training), {"input": x}, tmp_path).training != training  # from the same files
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_objects_of_a_class_begin_in_the_mode_of_module_fn(training: bool, tmp_path: Path) -> None:
+    for _ in range(2):  # from new files, and from these
+        parallel_class = made(
+            Mlp, model("mlp")[1], tmp_path, module_dtype=torch.float64, module_fn=lambda: Mlp().train(training)
+        )
+        assert parallel_class().training == training
+        assert all(child.training == training for child in parallel_class().modules())

@@ -104,6 +104,7 @@ class ParallelModule(Container):
     PROOF: ClassVar[str] = ""  # the report of its proof, with what was not compared
     FIXED: ClassVar[dict[str, Any]] = {}
     DRAWS: ClassVar[bool] = False  # forward draws random numbers
+    IN_EVALUATION: ClassVar[bool] = False  # objects begin in evaluation mode, as the original of the class
     WEIGHTS: ClassVar[Callable[[], Mapping[str, torch.Tensor]]]  # whole initial parameters and buffers, by name
     CONSTANTS: ClassVar[Mapping[str, torch.Tensor]]
     RANKS: ClassVar[int] = 1  # groups of ranks of a unit that pipeline stages lie on
@@ -127,6 +128,7 @@ class ParallelModule(Container):
                 tensors[first] = self._part(first, of_first, self.CONSTANTS if of_first.kind == "constant" else weights)
             self._register(name, self.STORED[first], tensors[first], weights is None)
         self._pipeline = self._make_pipeline() if self.RANKS > 1 else None
+        self.train(not self.IN_EVALUATION)
 
     def _shard_index(self) -> int:
         """Returns the index of the shard that this rank holds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import warnings
 from collections.abc import Callable
@@ -238,12 +239,12 @@ class Forgetful(nn.Linear):
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width)
-        self.outputs = [0]
+        self.outputs = io.BytesIO()  # state that the recorder does not look into
 
     def forward(self, input: torch.Tensor) -> list[torch.Tensor]:
-        self.outputs.append(0)
+        self.outputs.write(b"x")
         x = super().forward(input)
-        return [x for _ in self.outputs]
+        return [x for _ in self.outputs.getvalue()]
 
 
 def test_a_large_program_whose_recording_is_wrong_is_refused(tmp_path: Path) -> None:
