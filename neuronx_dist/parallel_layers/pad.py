@@ -151,7 +151,8 @@ def generate_padding_mask(
 ) -> torch.Tensor:
     """Mask of a rank's real query heads: bool `[num_heads_with_pad / tp_degree]`, False for padding.
 
-    Zeros are at the end of each key/value head's group of query heads. Where there are more ranks than key/value heads
+    Zeros are at the end of each key/value head's group of query heads; with a `hardware_type` and several key/value
+    heads on a rank, at the end of the rank's heads, as upstream. Where there are more ranks than key/value heads
     (`model_shape.padded_heads`), each of these is on several ranks, which share its group: 48 heads over 8, padded to
     64, at tp 32 are 2 heads on each rank, and those of every fourth rank are padding. Key/value heads that neither
     divide tp nor are divided by it are padded first, by whole groups at the end: 9 over 3 become 12 over 4 at tp 2.
@@ -161,11 +162,15 @@ def generate_padding_mask(
             ones; "trn1" and "inf2": ranks as far apart as there are key/value heads. A string, or an enum of them.
 
     Raises:
-        ValueError: counts that do not divide, padding that is no equal part of every group, an unknown hardware.
+        ValueError: counts that do not divide, padding that is no equal part of every group.
+        RuntimeError: an unknown hardware.
+
+    Source: upstream's `parallel_layers/pad.py`. Its mask for TRN1 counts the query heads of one key/value head on ranks
+    that hold several, so that real heads are masked (32 heads over 8 at tp 4: 4 of 8); here the mask is that for TRN2.
     """
     hardware = getattr(hardware_type, "value", hardware_type)
     if hardware is not None and hardware not in _ADJACENT:
-        raise ValueError(f"hardware_type {hardware_type!r} is unknown: use None or one of {', '.join(_ADJACENT)}")
+        raise RuntimeError(f"hardware_type {hardware_type!r} is unknown: use None or one of {', '.join(_ADJACENT)}")
     if not 0 <= tp_rank < tp_degree:
         raise ValueError(f"tp_rank {tp_rank} is not a rank of {tp_degree}")
     if num_heads_with_pad % tp_degree:
@@ -180,6 +185,8 @@ def generate_padding_mask(
             f"tp_degree {tp_degree}: {kv_heads} key/value heads need groups of equal size, of {group} or more"
         )
     local = num_heads_with_pad // tp_degree
+    if hardware is not None and num_kv_heads % tp_degree == 0:
+        return torch.arange(local) < group * num_kv_heads // tp_degree
     position = tp_rank  # of this rank, among all ranks in the order of their heads
     if replicas > 1 and hardware is not None and not _ADJACENT[hardware]:
         position = tp_rank % kv_heads * replicas + tp_rank // kv_heads

@@ -120,3 +120,29 @@ def test_names_of_nxd() -> None:
             assert state["exp_avg"].dtype == optimizer.shards[0].master.dtype == torch.float32
 
     comm.threads.run(Mesh(2), rank_main)
+
+
+@pytest.mark.parametrize("wrapper", [NeuronZero1Optimizer, MasterWeightsOptimizer])
+def test_defaults_of_adamw_of_fp32_masters_are_upstreams(wrapper: Any) -> None:
+    """No weight decay, eps 1e-6: torch's are 0.01 and 1e-8."""
+    from neuronx_dist.optimizer import AdamW_FP32OptimParams
+
+    def rank_main(factory: Any, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+        model = Model()
+        with torch.no_grad():
+            model.norm.mul_(1e-6)  # gradients near eps
+        optimizer = wrapper(model.parameters(), factory, lr=0.05, **options)
+        train(model, optimizer, last=2)
+        return weights_of(model)
+
+    mesh = Mesh(2)
+    expected = comm.threads.run(mesh, rank_main, torch.optim.AdamW, dict(weight_decay=0.0, eps=1e-6))
+    upstream: dict[str, Any] = dict(correct_bias=True, no_deprecation_warning=False)
+    for options in ({}, upstream):
+        for values, whole in zip(comm.threads.run(mesh, rank_main, AdamW_FP32OptimParams, options), expected):
+            assert all(torch.equal(values[key], whole[key]) for key in whole)
+    for factory, options in ((torch.optim.AdamW, {}), (AdamW_FP32OptimParams, dict(weight_decay=0.01))):
+        for values, whole in zip(comm.threads.run(mesh, rank_main, factory, options), expected):
+            assert any(not torch.equal(values[key], whole[key]) for key in whole)
+    with pytest.raises(NotImplementedError, match="correct_bias=False"):
+        AdamW_FP32OptimParams([weight()], correct_bias=False)
