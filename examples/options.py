@@ -50,6 +50,7 @@ def arguments(description: str | None, argv: list[str] | None = None) -> argpars
     flag("--warmup", 20, "steps of linear warm-up")
     flag("--weight-decay", 0.1, "AdamW's, on matrices")
     flag("--grad-clip", 1.0, "clip the gradient norm at this; 0 does not clip")
+    switch("--allow-nonfinite", "train on after a loss or a gradient norm that is NaN or infinite")
     flag("--dtype", "float32", "bfloat16: bf16 parameters with fp32 masters", choices=["float32", "bfloat16"])
     flag("--seed", 0, "of weights and batches")
     flag("--device", "auto", "auto: this machine's accelerator, or the cpu; or a device type, as in docs/devices.md")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ class Report:
     """Progress of a run of `steps` steps. A context manager for every rank; only an `active` one shows or writes.
 
     Into the folder `out` (made if missing; None: nothing is written) go `metrics.jsonl`, one object a step with step,
-    loss, grad_norm, lr, tokens_per_s and, where there was an evaluation, held_out_loss; at the end, `loss.png`; and
+    loss, grad_norm, lr, tokens_per_s and, where there was an evaluation, held_out_loss, null where a value is NaN or
+    infinite; at the end, `loss.png`; and
     before the first step `run.json`, which is `record`. A run that goes on after step `done` keeps the objects up to
     that step, and its record is added to those under `resumed`.
     On a terminal there is a progress bar, elsewhere a line every `log_every` steps.
@@ -47,7 +49,7 @@ class Report:
             if record is not None:
                 _record(self.out / "run.json", record, done)
             self.rows = _rows(self.out / "metrics.jsonl", upto=done)
-            _replace(self.out / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in self.rows))
+            _replace(self.out / "metrics.jsonl", "".join(map(_line, self.rows)))
             self._metrics = open(self.out / "metrics.jsonl", "r+b", buffering=0)
             self._size = (self.out / "metrics.jsonl").stat().st_size
         self._written = len(self.rows)
@@ -136,7 +138,7 @@ class Report:
     def _write(self, upto: int) -> None:
         if self._metrics is None:
             return
-        text = "".join(json.dumps(row) + "\n" for row in self.rows[self._written : upto]).encode()
+        text = "".join(map(_line, self.rows[self._written : upto])).encode()
         start = self._size
         try:
             self._metrics.truncate(start)  # what an attempt has left that failed in the middle of a line
@@ -177,8 +179,14 @@ def _rows(path: Path, upto: int) -> list[dict[str, Any]]:
         except ValueError:
             break
         if row["step"] <= upto:
-            rows.append(row)
+            rows.append({name: math.nan if value is None else value for name, value in row.items()})
     return rows
+
+
+def _line(row: dict[str, Any]) -> str:
+    """A line of metrics.jsonl, in strict JSON, which has no NaN."""
+    finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
 
 
 def _record(path: Path, record: dict[str, Any], done: int) -> None:

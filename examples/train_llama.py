@@ -105,6 +105,8 @@ def make_optimizer(args: Namespace, model: Any, device: torch.device | None = No
     options: dict[str, Any] = dict(lr=args.lr, betas=(0.9, 0.95))
     if device is not None and device.type == "xla":  # a host step number would be a constant
         options["capturable"] = True
+    elif device is not None and not args.allow_nonfinite:  # the weights stay those of the last good step
+        options["skip_nonfinite"] = True
     return sharded([g for g in groups if g["params"]], torch.optim.AdamW, max_norm=clip, **options)
 
 
@@ -159,6 +161,8 @@ def train(
 ) -> None:
     """The training loop, of this rank, from where the report is."""
     model, optimizer, schedule = run
+    stages: list[int] = []  # with gradients that are not finite, in the last step
+    optimizer.register_step_post_hook(lambda *_: stages.extend(stages_not_finite(optimizer, device)))
 
     def rows(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         mine = data_parallel_rows(batch, comm.rank("dp"), comm.size("dp"))
@@ -166,9 +170,17 @@ def train(
 
     for step in range(report.done + 1, args.steps + 1):
         lr = optimizer.param_groups[0]["lr"]
-        loss = train_step(model, optimizer, rows(data.batch(step)))
+        loss, norm = float(train_step(model, optimizer, rows(data.batch(step)))), float(optimizer.grad_norm)
         schedule.step()
-        report.step(step, loss=float(loss), grad_norm=float(optimizer.grad_norm), lr=lr)
+        report.step(step, loss=loss, grad_norm=norm, lr=lr)
+        if not (args.allow_nonfinite or (math.isfinite(loss) and math.isfinite(norm))):
+            report.interrupted()
+            where = f" (gradients that are not finite: pipeline stage {', '.join(map(str, stages))})" if stages else ""
+            saved = f"; {checkpoints.left()}" if checkpoints else ""
+            leave_together(
+                f"step {step} of {args.steps}: the loss is {loss}, the gradient norm {norm}{where}; this step is not "
+                f"made{saved}. Try a lower --lr, a longer --warmup or another --seed; --allow-nonfinite trains on"
+            )
         if args.eval_every and step % args.eval_every == 0:
             held_out = (with_num_items(model, rows(data.held_out_batch(i))) for i in range(4))
             report.held_out(sum(float(model.run_eval(**batch)) for batch in held_out) / 4)
@@ -177,6 +189,16 @@ def train(
             end_if_asked(step, args, run, device, report, checkpoints)
             checkpoints.after_step(step, run)
             report.mark()
+
+
+def stages_not_finite(optimizer: Any, device: torch.device) -> list[int]:
+    """Pipeline stages that have a gradient which is not finite; all ranks call this after a step."""
+    if math.isfinite(optimizer.grad_norm):
+        return []
+    grads = [shard.master.grad for shard in optimizer.shards if shard.master.grad is not None]
+    found = torch.zeros(comm.size("pp"), device=device)
+    found[comm.rank("pp")] = float(not all(grad.isfinite().all() for grad in grads))
+    return comm.all_reduce(found, "world", op="max").nonzero().flatten().tolist()
 
 
 def end_if_asked(
@@ -272,7 +294,9 @@ def run_in(
     job.on_interrupt(lambda: f"after the last step; the weights are in {folder}: --model {folder} trains them further")
     job.say(f"mean loss of the last {min(20, args.steps)} steps {report.mean_loss(20):.4f}")
     job.say(f"metrics.jsonl, loss.png, run.json and model/ are in {args.out}")
-    if rank == 0:
+    if not math.isfinite(report.mean_loss(1)):
+        job.say("the last loss is not finite: the model writes no text")
+    elif rank == 0:
         print("\nthe model goes on:\n" + data.continuation(folder, "def "))
 
 

@@ -155,3 +155,34 @@ def test_the_page_of_names_has_those_of_the_package():
     assert named == set(nxd.__all__) - {"__version__"}
     for name in nxd.__all__:
         assert getattr(nxd, name) is not None
+
+
+DIVERGING = [*SMALL, "--lr", "1e20", "--warmup", "1", "--save-every", "1"]
+
+
+def strict(out):
+    """The rows of metrics.jsonl, which has to be JSON without NaN."""
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
+    out = tmp_path / "run"
+    code, text = run(*DIVERGING, "--pp", "2", "--out", str(out), ranks=2)
+    (line,) = [line for line in text.splitlines() if line.startswith("train_llama: step")]
+    assert code == 1 and "Traceback" not in text
+    assert re.search(
+        r"step 2 of 4: the loss is nan, the gradient norm nan .*pipeline stage 0, 1\).*step_1 is saved", line
+    )
+    assert [row["loss"] is None for row in strict(out)] == [False, True]
+    assert not (out / "model").exists() and [path.name for path in (out / "checkpoints").glob("step_*")] == ["step_1"]
+
+
+def test_a_run_may_go_on_after_a_loss_that_is_not_finite(tmp_path):
+    out = tmp_path / "run"
+    code, text = run(*DIVERGING, "--allow-nonfinite", "--out", str(out))
+    assert code == 0 and "the last loss is not finite: the model writes no text" in text, text
+    assert [row["loss"] is None for row in strict(out)] == [False, True, True, True]
