@@ -24,6 +24,7 @@ is_vulkan is_nested names itemsize nbytes grad_fn output_nr retains_grad _versio
 _QUERIES = """
 size dim ndimension numel nelement element_size is_floating_point is_complex is_signed get_device __hash__
 """.split()
+_MEMORY = "data_ptr const_data_ptr untyped_storage storage".split()  # torch 2.9 has no const_data_ptr
 
 
 @sharded(
@@ -48,7 +49,7 @@ def of_the_local(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -
     return func(args[0]._local, *args[1:], **kwargs)
 
 
-@sharded(_T.data_ptr, _T.const_data_ptr, _T.untyped_storage, _T.storage)  # type: ignore[attr-defined]
+@sharded(*(getattr(_T, name) for name in _MEMORY if hasattr(_T, name)))
 def memory(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     """Returns the memory of a tensor that each rank holds whole.
 
