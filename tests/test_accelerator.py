@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from neuronx_dist import accelerator
-from neuronx_dist.accelerator import machine, numerics, random_numbers, streams
+from neuronx_dist.accelerator import machine, random_numbers, streams
 from neuronx_dist.comm import generators
 
 NAME = "privateuseone"  # the name of torch's device type for devices outside torch, until one of them renames it
@@ -228,12 +228,12 @@ def test_sums_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: True)
     assert accelerator.autocast_sums_stay_wide("cuda")
     asked: list[str] = []
-    monkeypatch.setattr(numerics, "_sums_are_wide", lambda device_type: asked.append(device_type) or False)
+    monkeypatch.setattr(machine, "_sums_are_wide", lambda device_type: asked.append(device_type) or False)
     assert not accelerator.autocast_sums_stay_wide(NAME) and asked == [NAME]
 
 
 def test_the_probe_of_sums_on_the_cpu() -> None:
-    assert numerics._sums_are_wide.__wrapped__("cpu") is False  # torch.autocast("cpu") leaves sums in bfloat16
+    assert machine._sums_are_wide.__wrapped__("cpu") is False  # torch.autocast("cpu") leaves sums in bfloat16
 
 
 def test_numbers() -> None:

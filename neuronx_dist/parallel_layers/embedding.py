@@ -18,8 +18,7 @@ from torch.overrides import handle_torch_function
 
 from .. import comm, spmd
 from ..comm.context import AxisLike
-from ..sharded_functions.lookup import embedding, local_positions
-from ..sharded_functions.vocabulary import check_ids
+from ..sharded_functions.vocabulary import check_ids, embedding, local_positions
 from ..spmd import I, P, S, ShardSpec, set_spec
 from ..spmd.local_holders import holds_local
 from .attributes import EmbeddingAttributes

@@ -24,9 +24,8 @@ from ..parallel_layers.parallel_state import destroy_model_parallel, initialize_
 from ..planning.plan import Plan
 from ..program.program import Division, Program
 from .config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
-from .emit.constants import constants_from_text, constants_text
 from .emit.emitted_class import EmittedProgram, emitted_program
-from .emit.source_text import program_text
+from .emit.source_text import constants_from_text, constants_text, program_text
 from .example import Example
 from .generated.generated_files import Generated, GeneratedFilesError, GeneratedFolder
 from .generated.generation import Emitted, generate

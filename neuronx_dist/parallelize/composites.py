@@ -17,10 +17,9 @@ from .. import comm
 from ..comm.context import AxisLike
 from ..comm.ranks.rank_numbers import concrete
 from ..sharded_functions.cross_entropy import cross_entropy_of_shard
-from ..sharded_functions.lookup import embedding
 from ..sharded_functions.norms import batch_norm, batch_norm_of_channels, group_norm, layer_norm, rms_norm
 from ..sharded_functions.softmax import log_softmax, softmax
-from ..sharded_functions.vocabulary import check_ids
+from ..sharded_functions.vocabulary import check_ids, embedding
 from ..spmd.random import TENSOR_PARALLEL, streams
 
 __all__ = [

@@ -9,9 +9,9 @@ effects.py        the memory that a call changes; isolation.py: temporary change
 evaluation.py     the result of a call; fake_mode.py: fake tensors, at little cost for repeated calls;
                   on_values.py: layers and functions that need values
 program.py        `Program`, `Call`, `Value`, `Division`: a forward as a line of calls, and its division over ranks;
-                  names that emitted files reserve
+                  names that emitted files reserve; a run of a program on plain tensors
 record.py         a module's forward as a `Program`; translate.py: from graph to program, with builder.py, in_place.py,
-                  aliasing.py; decompose.py: means as sums; interpret.py: runs a program
-python_state.py   state of Python that forward can reach, saved and restored; random_state.py: that of generators;
+                  aliasing.py; decompose.py: means as sums
+python_state.py   state of Python that forward can reach, and of random generators, saved and restored;
                   repeated.py: two recordings of one forward compared
 """

@@ -11,12 +11,14 @@ Pure data: nothing here records, judges or chooses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from ..rules.containers import substituted
 from ..rules.spec import operands
 from ..spmd.types import Shard, SpmdType
 from ..torch_internals.tensors import pytree
@@ -35,6 +37,8 @@ __all__ = [
     "fresh",
     "local_shape",
     "operands_of",
+    "run_program",
+    "surroundings",
     "values_in",
 ]
 
@@ -291,3 +295,28 @@ def fresh(name: str, taken: set[str]) -> str:
         new, number = f"{name}_{number}", number + 1
     taken.add(new)
     return new
+
+
+def run_program(program: Program, tensors: Mapping[Value, torch.Tensor]) -> Any:
+    """Returns the recorded forward's result, computed with `tensors` in the place of `program.leaves`."""
+    known = dict(tensors)
+    for call in program.calls:
+        args, kwargs = substituted((call.args, call.kwargs), Value, known.__getitem__)
+        with surroundings(call):
+            result = call.function(*args, **kwargs)
+        for value, tensor in zip(call.results, result if call.several else [result]):
+            known[value] = tensor
+    outputs = [known[leaf] if isinstance(leaf, Value) else leaf for leaf in program.outputs]
+    return pytree.tree_unflatten(outputs, program.output_structure)
+
+
+@contextmanager
+def surroundings(call: Call) -> Iterator[None]:
+    """Enters the autograd and autocast modes that the call was recorded in."""
+    with torch.set_grad_enabled(call.grad and torch.is_grad_enabled()):
+        if call.autocast is None:
+            yield
+        else:
+            device, dtype, enabled = call.autocast
+            with torch.autocast(device, dtype=dtype, enabled=enabled):
+                yield

@@ -1,4 +1,6 @@
-"""State of Python that a module's forward can reach: saved before a call of forward, compared and restored after it.
+"""State of Python that a module's forward can reach, and of random generators: saved, compared and restored.
+
+A recording saves it before a call of forward, and compares and restores it afterwards:
 
     attributes of modules and of other objects that are no library's; dicts, lists, sets and deques in them
     class attributes, closures and globals that functions of the user name
@@ -12,6 +14,7 @@ from __future__ import annotations
 import random
 import sys
 import sysconfig
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,7 +28,7 @@ from torch import nn
 from ..call_site import USER, owner_of
 from .recording import describe
 
-__all__ = ["Change", "PythonState", "user_code"]
+__all__ = ["Change", "PythonState", "RandomState", "user_code"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _PATHS = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -259,3 +262,46 @@ def _joined(path: str, key: Any) -> str:
     if isinstance(key, str):
         return f"{path}.{key}" if path else key
     return f"{path}[{key!r}]"
+
+
+class RandomState:
+    """The states of the global generators of Python, numpy and torch (on the host), to compare and restore.
+
+    Ranks that are threads share these: there nothing counts as changed, nor is anything restored.
+    """
+
+    def __init__(self) -> None:
+        self._shared = threading.current_thread() is not threading.main_thread()
+        numpy: Any = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random
+        self._torch = torch.get_rng_state()
+        self._states = self._now()
+
+    def _now(self) -> dict[str, Any]:
+        states: dict[str, Any] = {"random": random.getstate()}
+        if self._numpy is not None:
+            name, words, *others = self._numpy.get_state()
+            states["numpy.random"] = (name, tuple(words.tolist()), *others)
+        return states
+
+    def changed(self) -> list[str]:
+        """Returns the names of the generators that are in another state now."""
+        if self._shared:
+            return []
+        now = self._now()
+        names = [name for name, state in self._states.items() if state != now[name]]
+        return names if torch.equal(self._torch, torch.get_rng_state()) else [*names, "torch"]
+
+    def restore(self) -> None:
+        if self._shared:
+            return
+        random.setstate(self._states["random"])
+        torch.set_rng_state(self._torch)
+        if self._numpy is not None:
+            self._numpy.set_state(self._states["numpy.random"])
+
+    def seed_otherwise(self) -> None:
+        """Puts the generators of Python and numpy into states that are neither this one nor the present one."""
+        random.seed(random.getrandbits(64))
+        if self._numpy is not None:
+            self._numpy.seed(random.getrandbits(32))

@@ -16,7 +16,7 @@ from ..rules.bodies import BODIES
 from ..torch_internals.tensors import pytree
 from .isolation import restored
 from .program import Program
-from .random_state import RandomState
+from .python_state import RandomState
 from .recorder import record
 from .recording import Recording, TracingError, describe
 from .repeated import first_difference

@@ -41,7 +41,7 @@ from .effects import has_tensors, storage_of, tensors_in
 from .evaluation import Evaluation, name_of
 from .graph_nodes import Nodes, refuse_hidden
 from .isolation import ShapesOfStage, restored, without_cache
-from .random_state import RandomState
+from .python_state import RandomState
 from .recording import Info, Recording, TracingError, is_leaf, register_dataclasses
 
 __all__ = ["record"]

@@ -12,8 +12,7 @@ import torch
 
 from ..rules.containers import substituted
 from ..torch_internals.tensors import pytree
-from .interpret import surroundings
-from .program import Call, Program, Value, values_in
+from .program import Call, Program, Value, surroundings, values_in
 
 __all__ = ["first_difference"]
 

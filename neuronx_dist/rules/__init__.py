@@ -2,7 +2,7 @@
 
 spec.py            the words (`Spec`, `Rule`), the registry, and builders of specs; `register_operator`
 names.py           the function objects behind a name; containers.py: the arguments of a call
-local_call.py      the call that a rank makes on its shards; normal_form.py: label specs, compared
+local_call.py      the call that a rank makes on its shards; the normal form in which label specs are compared
 index.py           the spec of `x[index]`; bodies.py: functions that are typed by their bodies
 
 The others fill the registry, one family of functions each:

@@ -14,16 +14,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
 from .containers import Arguments, edited, substituted
-from .normal_form import normal_form, without_ones
-from .spec import Rule, Spec
+from .spec import Dims, Rule, Spec
 
-__all__ = ["Arguments", "Cut", "TensorSlot", "free_cuts", "local_arguments", "spec_of", "tensors_of"]
+__all__ = [
+    "Arguments",
+    "Cut",
+    "TensorSlot",
+    "free_cuts",
+    "local_arguments",
+    "normal_form",
+    "spec_of",
+    "tensors_of",
+    "without_ones",
+]
 
 _ENDS = ("sum", "mean")  # kinds of `Spec.reduced` in which shards give summands
 
@@ -153,3 +163,40 @@ def _returns(function: Callable[..., Any], arguments: Arguments, shapes: Sequenc
     except (RuntimeError, ValueError, TypeError, IndexError):
         return False
     return [tuple(x.shape) for x in results] == shapes
+
+
+def without_ones(spec: Spec) -> Spec:
+    """Returns a spec without factors of size 1, which cannot be cut."""
+    if 1 not in spec.sizes.values():
+        return spec
+
+    def dims(of: Dims | None) -> Any:
+        return None if of is None else tuple(tuple(label for label in dim if spec.sizes[label] != 1) for dim in of)
+
+    return spec._replace(ins=tuple(map(dims, spec.ins)), outs=tuple(map(dims, spec.outs)))
+
+
+def normal_form(spec: Spec, sizes: Mapping[int, int] | None = None) -> Any:
+    """Returns a spec with labels numbered in order of appearance: equal forms describe equivalent calls.
+
+    Args:
+        sizes: sizes of the labels in place of the spec's.
+    """
+    lengths = spec.sizes if sizes is None else sizes
+    numbers: dict[int, int] = {}
+
+    def dims(of: Dims | None) -> Any:
+        if of is None:
+            return None
+        return tuple(tuple(numbers.setdefault(x, len(numbers)) for x in dim if lengths[x] != 1) for dim in of)
+
+    ins, outs = tuple(map(dims, spec.ins)), tuple(map(dims, spec.outs))
+    fixed = frozenset(numbers[x] for x in spec.fixed if x in numbers)
+    reduced = frozenset((numbers[x], how) for x, how in spec.reduced.items() if x in numbers)
+    ranges = frozenset(
+        (numbers[x], dim, Fraction(start, length), Fraction(stop, length))
+        for x, pieces in spec.ranges.items()
+        for dim, start, stop, length in pieces
+        if x in numbers
+    )
+    return ins, outs, tuple(lengths[x] for x in numbers), fixed, reduced, ranges

@@ -6,8 +6,8 @@ operators and of code on this rank's own shard, so that the checker follows them
 softmax.py        softmax, log-softmax, log-sum-exp: (maximum, sum) of the ranks in one gather
 norms.py          moments of the ranks, merged in one gather; layer, RMS, group and batch norm
 cross_entropy.py  cross entropy of classes that are sharded: logits are never gathered, and no softmax is kept
-lookup.py         rows of a table of which each rank has a part; positions of ids in a rank's shard
-vocabulary.py     ids in a vocabulary of which each rank has a part; columns of logits that are no ids
+vocabulary.py     a vocabulary of which each rank has a shard: rows of its table, positions and checks of ids, and the
+                  columns of logits that no id has
 
 Two things are not shared. Cross entropy reduces its maximum and its sums by two all-reduces, as NxD does, and not as
 softmax by one gather: it sends nothing in backward, and over n ranks a gather would have n/2 times the bytes.

@@ -22,7 +22,7 @@ from ..comm.verbs.transformed_tensors import transforming
 from ..spmd import I, P, R
 from ..spmd.watching import active
 from ..torch_internals.tensors import is_view
-from .lookup import local_positions
+from .vocabulary import local_positions
 
 __all__ = ["cross_entropy_of_shard"]
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from neuronx_dist.program.decompose import decomposed
-from neuronx_dist.program.interpret import run_program
+from neuronx_dist.program.program import run_program
 from neuronx_dist.program.record import record_program
 from tests.parallelize.support.programs import tensors_of
 

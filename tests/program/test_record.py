@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from neuronx_dist.program.builder import Builder
-from neuronx_dist.program.interpret import run_program
-from neuronx_dist.program.program import values_in
+from neuronx_dist.program.program import run_program, values_in
 from neuronx_dist.program.record import record_program
 from neuronx_dist.program.recording import TracingError
 from neuronx_dist.rules import RULES

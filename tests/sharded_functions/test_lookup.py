@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.sharded_functions.lookup import embedding, local_positions
+from neuronx_dist.sharded_functions.vocabulary import embedding, local_positions
 from tests.sharded_functions.shards import SIZES, randn
 
 

@@ -1,7 +1,8 @@
-"""Python source of the parts of a call: functions, arguments, paths of parameters, containers."""
+"""Python source of the parts of a call: functions, arguments, paths of parameters, containers, constants."""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import inspect
 import json
@@ -22,11 +23,11 @@ from ...program.program import FILE_NAMES, Program, Value
 from ...spmd.types import LocalType, Shard
 from ...torch_internals.operators import OpOverload, OpOverloadPacket
 from ...torch_internals.tensors import native_nn, pytree
+from ...weights.host_memory import as_bytes
 from .. import composites
 from ..train.parallel_module import ParallelModule
-from .constants import constants_text
 
-__all__ = ["Imports", "attribute", "call_text", "literal", "program_text"]
+__all__ = ["Imports", "attribute", "call_text", "constants_from_text", "constants_text", "literal", "program_text"]
 
 # The namespaces in which a function is looked up, and their names in the emitted file.
 _NAMESPACES: tuple[tuple[Any, str], ...] = (
@@ -259,3 +260,24 @@ def _function(function: Any, name: str, imports: Imports) -> str:
     if isinstance(function, (OpOverload, OpOverloadPacket)):
         return f"torch.ops.{function}"  # of torch.library
     return imports.name(function)
+
+
+def constants_text(constants: Mapping[str, torch.Tensor]) -> str:
+    """Returns constants by name as JSON."""
+    entries = {}
+    for name, tensor in constants.items():
+        data = base64.b64encode(bytes(as_bytes(tensor.detach().cpu().contiguous()))).decode()
+        entries[name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "data": data}
+    return json.dumps(entries)
+
+
+def constants_from_text(text: str) -> dict[str, torch.Tensor]:
+    """Returns the constants of a text that `constants_text` made, by name."""
+    return {name: _tensor(**entry) for name, entry in json.loads(text).items()}
+
+
+def _tensor(dtype: str, shape: list[int], data: str) -> torch.Tensor:
+    torch_dtype = getattr(torch, dtype)
+    if not data:
+        return torch.empty(shape, dtype=torch_dtype)
+    return torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch_dtype).reshape(shape)

@@ -20,9 +20,8 @@ import torch
 
 from ...comm.backends import threads
 from ...mesh import Mesh
-from ...program.interpret import run_program
 from ...program.isolation import restored
-from ...program.program import Division, Program, Value, operands_of
+from ...program.program import Division, Program, Value, operands_of, run_program
 from ...torch_internals.tensors import pytree
 from ...weights.shard_spec import gather_full, spec_of
 from ..example import Example

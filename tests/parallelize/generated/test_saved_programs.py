@@ -12,9 +12,8 @@ from torch import nn
 
 from neuronx_dist.parallelize import ComputeConfig, ReuseType, parallelize
 from neuronx_dist.parallelize import example as example_module
-from neuronx_dist.parallelize.emit.constants import constants_from_text, constants_text
 from neuronx_dist.parallelize.emit.emitted_class import emit
-from neuronx_dist.parallelize.emit.source_text import program_text
+from neuronx_dist.parallelize.emit.source_text import constants_from_text, constants_text, program_text
 from neuronx_dist.parallelize.example import Example
 from neuronx_dist.parallelize.generated import saved_programs
 from neuronx_dist.parallelize.generated.saved_programs import programs_from_text, programs_text

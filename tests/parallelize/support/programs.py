@@ -10,8 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from neuronx_dist.program.interpret import run_program
-from neuronx_dist.program.program import Program, Value
+from neuronx_dist.program.program import Program, Value, run_program
 from neuronx_dist.program.record import record_program
 
 
