@@ -6,8 +6,8 @@
     dir/step_100.previous/     the checkpoint that `step_100` replaces, until the new one is complete
 
 A process that is killed in between leaves a folder without `done`, which counts as no checkpoint, and all other
-checkpoints unchanged. Only a folder whose `checkpoint` says that this package wrote it is ever removed, and none through
-a symbolic link.
+checkpoints unchanged. Only a folder whose `checkpoint` says that this package wrote it is ever removed, and none
+through a symbolic link.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class CheckpointFolder:
             foreign = self._foreign(folder)
             if foreign:
                 raise CheckpointError(
-                    f"{self.storage.describe(folder)} {foreign}: saving here would delete it. Save under another tag, or "
-                    "move it away"
+                    f"{self.storage.describe(folder)} {foreign}: saving here would delete it. Save under another tag, "
+                    "or move it away"
                 )
         if self.is_complete(name):
             self.remove(name + PREVIOUS)
