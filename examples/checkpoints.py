@@ -45,7 +45,8 @@ class Checkpoints:
             "flags": {name: getattr(args, name) for name in _FLAGS},
             "text": text,
         }
-        self._saved = -1  # the last step of which there is a checkpoint
+        self._saved = -1  # the last step whose checkpoint was begun and has not failed
+        self._complete = -1  # the last step whose checkpoint is complete
 
     def after_step(self, step: int, run: Run) -> None:
         """Saves when `--save-every` says so, and after the last step. When that fails, the training goes on."""
@@ -84,6 +85,8 @@ class Checkpoints:
         except nxd.CheckpointError as failure:
             return str(failure)
         self._saved = step
+        if finish or not self._args.async_save:
+            self._complete = step
         return ""
 
     def finish(self) -> None:
@@ -93,9 +96,9 @@ class Checkpoints:
 
     def left(self) -> str:
         """Returns the checkpoints to resume from."""
-        if self._saved <= 0:
+        if self._complete <= 0:
             return "there is no checkpoint (--save-every)"
-        return f"step_{self._saved} is saved; go on with --resume --out {self._args.out}"
+        return f"step_{self._complete} is saved; go on with --resume --out {self._args.out}"
 
     def resume(self, run: Run) -> int:
         """Loads what `--resume` names; returns the step that it was saved after, 0 for a new run.
@@ -121,7 +124,7 @@ class Checkpoints:
         changed = [f"--{each}".replace("_", "-") for each in _differences(content["flags"], self._record["flags"])]
         changed += ["the text"] * (content["text"] != self._record["text"])
         self.say(f"resumed after step {step}" + (f"; changed since then: {', '.join(changed)}" if changed else ""))
-        self._saved = step
+        self._saved = self._complete = step
         if tag is not None:  # the newest from now on, which a restart takes, and not one of the steps that are undone
             self._saved = -1
             self.save(step, run, finish=True)
@@ -139,8 +142,9 @@ class Checkpoints:
         try:
             nxd.finalize_checkpoint()
         except nxd.CheckpointError as error:
-            self._saved = -1
+            self._saved = self._complete
             return str(error)
+        self._complete = self._saved
         return ""
 
 

@@ -193,7 +193,10 @@ def load_checkpoint(
                 raise
             raise type(error)(f"{damaged}; {_left(overwritten)}. Instead of it: {error}") from error
     else:
-        raise CheckpointCorrupted(f"{damaged}; {_left(overwritten)}, and no older checkpoint is intact")
+        complete = [] if tag is None else [other.name for other in folder.complete() if not other.damage]
+        others = [other for other in complete if other not in candidates]
+        instead = f"others are complete: {', '.join(others[:5])}" if others else "no other checkpoint is intact"
+        raise CheckpointCorrupted(f"{damaged}; {_left(overwritten)}, and {instead}")
     asked = name if tag is None else str(tag)
     instead = damaged or ("" if name == asked else f"checkpoint {tag} was being replaced when its job ended")
     if instead and comm.rank("world") == 0:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import fsspec
 
@@ -79,8 +79,15 @@ class Storage(ABC):
         """Removes a folder and its content, or a file, if it exists."""
 
     @abstractmethod
-    def rename(self, source: str, target: str, last: str) -> None:
-        """Renames a folder. If that is not atomic, file `last` is removed first and written last."""
+    def rename(self, source: str, target: str, first: str, last: str) -> None:
+        """Renames a folder.
+
+        If that is not atomic, file `first` is written first and removed last, file `last` the other way round.
+        """
+
+    @abstractmethod
+    def kind(self, path: str) -> Literal["", "link", "file", "folder"]:
+        """Returns "link" for a symbolic link, also to a folder; "" if the path does not exist."""
 
     def sync(self, path: str = "") -> None:  # noqa: B027 - nothing to do where a written file has its name at once
         """Waits until the names in a folder are synced."""
@@ -159,7 +166,13 @@ class LocalStorage(Storage):
             else:
                 target.unlink()
 
-    def rename(self, source: str, target: str, last: str) -> None:
+    def kind(self, path: str) -> Literal["", "link", "file", "folder"]:
+        target = self._root / path
+        if target.is_symlink():
+            return "link"
+        return "folder" if target.is_dir() else "file" if target.exists() else ""
+
+    def rename(self, source: str, target: str, first: str, last: str) -> None:
         os.rename(self._root / source, self._root / target)
         self.sync()
 
@@ -243,6 +256,11 @@ class RemoteStorage(Storage):
         names = (entry.rstrip("/").rpartition("/")[2] for entry in entries if entry.strip("/") != here.strip("/"))
         return sorted(name for name in names if name)
 
+    def kind(self, path: str) -> Literal["", "link", "file", "folder"]:
+        self._filesystem.invalidate_cache()
+        where = self._path(path)
+        return "folder" if self._filesystem.isdir(where) else "file" if self._filesystem.exists(where) else ""
+
     def make_folder(self, path: str = "") -> None:
         self._filesystem.makedirs(self._path(path), exist_ok=True)
 
@@ -255,14 +273,16 @@ class RemoteStorage(Storage):
         with suppress(FileNotFoundError):
             self._filesystem.rm(self._path(path), recursive=True)
 
-    def rename(self, source: str, target: str, last: str) -> None:
+    def rename(self, source: str, target: str, first: str, last: str) -> None:
         here, there = self._path(source), self._path(target)
         self._filesystem.invalidate_cache()
         files = [name.strip("/")[len(here.strip("/")) + 1 :] for name in self._filesystem.find(here)]
-        for name in sorted(files, key=lambda name: (name == last, name)):
+        files.sort(key=lambda name: (name == last, name != first, name))
+        for name in files:
             self._filesystem.makedirs(f"{there}/{name}".rpartition("/")[0], exist_ok=True)
             self._filesystem.cp_file(f"{here}/{name}", f"{there}/{name}")
-        self.remove(f"{source}/{last}")
+        for name in reversed(files):
+            self.remove(f"{source}/{name}")
         self.remove_tree(source)
 
 

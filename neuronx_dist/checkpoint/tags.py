@@ -6,7 +6,8 @@
     dir/step_100.previous/     the checkpoint that `step_100` replaces, until the new one is complete
 
 A process that is killed in between leaves a folder without `done`, which counts as no checkpoint, and all other
-checkpoints unchanged.
+checkpoints unchanged. Only a folder whose `checkpoint` says that this package wrote it is ever removed, and none
+through a symbolic link.
 """
 
 from __future__ import annotations
@@ -99,10 +100,21 @@ class CheckpointFolder:
         raise CheckpointError(f"there is no checkpoint {name!r} in {where}; {there}")
 
     def begin(self, name: str) -> None:
-        """Creates the folder of a new checkpoint. A complete one of this name is kept until the new one is complete."""
+        """Creates the folder of a new checkpoint. A complete one of this name is kept until the new one is complete.
+
+        Raises:
+            CheckpointError: the name belongs to anything that this package did not write. Nothing is changed.
+        """
+        for folder in (name, name + PREVIOUS):
+            foreign = self._foreign(folder)
+            if foreign:
+                raise CheckpointError(
+                    f"{self.storage.describe(folder)} {foreign}: saving here would delete it. Save under another tag, "
+                    "or move it away"
+                )
         if self.is_complete(name):
             self.remove(name + PREVIOUS)
-            self.storage.rename(name, name + PREVIOUS, last=DONE)
+            self.storage.rename(name, name + PREVIOUS, first=MARKER, last=DONE)
         self.remove(name)
         self.storage.make_folder(name)
         self.storage.write(f"{name}/{MARKER}", [_FORMAT.encode()])
@@ -130,7 +142,7 @@ class CheckpointFolder:
                 return
             self.remove(name)
             if self.is_complete(name + PREVIOUS):
-                self.storage.rename(name + PREVIOUS, name, last=DONE)
+                self.storage.rename(name + PREVIOUS, name, first=MARKER, last=DONE)
 
     def clean(self, name: str, keep: int | None = None) -> None:
         """Removes checkpoints that complete checkpoint `name` supersedes: the one that it replaced, and older ones.
@@ -144,11 +156,11 @@ class CheckpointFolder:
 
     def rotate(self, keep: int) -> None:
         """Removes complete checkpoints older than the `keep` newest, and incomplete ones older than the newest."""
-        tags = self.complete()
+        tags = [tag for tag in self.complete() if self.storage.kind(tag.name) != "link"]
         kept = [tag for tag in tags if not tag.damage][:keep]
         complete = {tag.name for tag in tags}
         for tag in tags:
-            if kept and tag.saved < kept[-1].saved and self.has_begun(tag.name):
+            if kept and tag.saved < kept[-1].saved:
                 self.remove(tag.name)
         for name in self.storage.list():
             is_incomplete = name not in complete and self.has_begun(name)
@@ -156,7 +168,12 @@ class CheckpointFolder:
                 self.remove(name)
 
     def remove(self, name: str) -> None:
-        """Removes a checkpoint: `done` first, the marker last, so that remains are recognised as incomplete."""
+        """Removes a checkpoint: `done` first, the marker last, so that remains are recognised as incomplete.
+
+        A folder that this package did not write stays as it is.
+        """
+        if self._foreign(name):
+            return
         if self.storage.exists(f"{name}/{DONE}"):
             self.storage.remove(f"{name}/{DONE}")
             self.storage.sync(name)
@@ -164,6 +181,21 @@ class CheckpointFolder:
             if entry != MARKER:
                 self.storage.remove_tree(f"{name}/{entry}")
         self.storage.remove_tree(name)
+
+    def _foreign(self, name: str) -> str:
+        """Returns what stands under a name, in words, if this package did not write it; "" else."""
+        kind = self.storage.kind(name)
+        if kind == "link":
+            return "is a symbolic link"
+        if kind == "file":
+            return "is a file"
+        if not kind or self._marker(name) == _FORMAT:
+            return ""
+        entries = [entry for entry in self.storage.list(name) if entry != f"{MARKER}.partial"]
+        if not entries:  # a process was killed before it wrote the marker
+            return ""
+        more = ", ..." if len(entries) > 3 else ""
+        return f"is no checkpoint of neuronx_dist, and contains {', '.join(entries[:3])}{more}"
 
     def damage(self, tag: Tag, share: int = 0, shares: int = 1, contents: dict[str, bytes] | None = None) -> list[str]:
         """Files of a checkpoint that are missing, or whose size or checksum differs from `done`, in words.

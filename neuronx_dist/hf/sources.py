@@ -11,7 +11,7 @@ import pickle
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 import torch
@@ -87,7 +87,7 @@ def checkpoint_files(source: str | PathLike[str], *, subfolder: str = "", varian
 
     Raises:
         FileNotFoundError: there are none, or one that an index lists is not there.
-        ValueError: the index cannot be read.
+        ValueError: the index cannot be read, or lists a file outside of the folder.
     """
     path = Path(source) / subfolder
     if path.is_file():
@@ -104,11 +104,16 @@ def checkpoint_files(source: str | PathLike[str], *, subfolder: str = "", varian
         return [first]
     try:
         listed = sorted(set(json.loads(first.read_text())["weight_map"].values()))
+        if not listed:
+            raise ValueError("weight_map is empty")
+        outside = [name for name in listed if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{first} ({first.stat().st_size} bytes) is cut off, a Git LFS pointer, or no index of weight files: "
             f"{type(error).__name__}: {error}"
         ) from error
+    if outside:
+        raise ValueError(f"{first} lists {', '.join(outside[:3])}, outside of its folder: do not trust this folder")
     files = [path / name for name in listed]
     missing = [file.name for file in files if not file.is_file()]
     if missing:

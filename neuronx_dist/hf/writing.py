@@ -52,9 +52,20 @@ def write_weights(
 
 
 def copy_configs(source: Path, folder: Path) -> None:
-    """Copies the files that are not weights: config, generation config, tokenizer."""
+    """Copies the files that are not weights: config, generation config, tokenizer.
+
+    Raises:
+        ValueError: a file is a symbolic link that leads out of the folder, or out of the hub's cache that it is in.
+    """
+    root = source.resolve()
+    root = root.parent.parent if root.parent.name == "snapshots" else root  # files there are links to ../../blobs
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix in _CONFIGS and ".index." not in file.name:
+            if not file.resolve().is_relative_to(root):
+                raise ValueError(
+                    f"{file} is a symbolic link to {file.resolve()}, outside of {root}: its content is not copied; "
+                    "put the file itself there, or remove the link"
+                )
             shutil.copyfile(file, folder / file.name)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,19 @@ def test_files_that_are_not_whole(tmp_path: Path, damage: str) -> None:
         run.load(tmp_path, "a")
 
     on_ranks(rank, Mesh(2, tp=2))
+
+
+def test_a_damaged_checkpoint_that_was_named_says_which_others_are_complete(tmp_path: Path) -> None:
+    saved(tmp_path, "a", "b")
+    flip(tmp_path / "b" / "__0_0.distcp", 1000)
+
+    def rank(tag: str, text: str) -> None:
+        with pytest.raises(CheckpointCorrupted, match=f"/{tag} is damaged: .*{text}"):
+            Run(seed=1).load(tmp_path, tag)
+
+    on_ranks(lambda: rank("b", "others are complete: a$"))
+    shutil.rmtree(tmp_path / "a")
+    on_ranks(lambda: rank("b", "no other checkpoint is intact$"))
 
 
 def test_a_damaged_checkpoint_makes_room_for_an_older_one(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """`.metadata`: what is written is read; what torch.distributed.checkpoint writes too; and nothing of it runs."""
 
 import dataclasses
+import math
 import os
 import pickle
+import random
 
 import pytest
 import torch
@@ -119,6 +121,44 @@ def test_pieces_that_do_not_fit_are_refused():
         unpickled(changed(shape=(1, 3)), "name")
     with pytest.raises(CheckpointCorrupted, match="are not valid sizes"):
         unpickled(changed(extent=Extent("f", -1, 8)), "name")
+
+
+@pytest.mark.parametrize(
+    "rectangles, whole",
+    [
+        ([((0, 0), (2, 3)), ((1, 0), (2, 3))], (4, 3)),  # row 3 is in no piece
+        ([((0, 0), (4, 1)), ((0, 1), (4, 1)), ((0, 0), (4, 1))], (4, 3)),
+        ([((0, 0), (2, 2)), ((0, 1), (2, 2)), ((2, 0), (2, 2))], (4, 3)),
+        ([((0, 0, 0), (1, 2, 2)), ((0, 1, 1), (2, 1, 1)), ((1, 0, 0), (1, 1, 2))], (2, 2, 2)),
+    ],
+)
+def test_pieces_that_overlap_are_refused(rectangles, whole):
+    """Their elements add up, but others are in no piece: these kept the old weights."""
+    chunks = [StoredChunk(*at, Extent("a", 8 * index, 8)) for index, at in enumerate(rectangles)]
+    with pytest.raises(CheckpointCorrupted, match=r"two pieces of w overlap, \(.*\) at \(.*\), and others are missing"):
+        unpickled(pickled(Catalog({"w": SavedTensor(whole, torch.float32, chunks)}, {}, {})), "name")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pieces_that_cover_a_tensor_exactly_are_taken(seed):
+    """A tensor cut at random, along any dims, in any order."""
+    rng = random.Random(seed)
+
+    def cuts(offset, shape, depth):
+        dim = rng.randrange(3)
+        if depth == 0:
+            return [(offset, shape)]
+        at = rng.randint(0, shape[dim])
+        first = (*shape[:dim], at, *shape[dim + 1 :])
+        second = (*shape[:dim], shape[dim] - at, *shape[dim + 1 :])
+        moved = (*offset[:dim], offset[dim] + at, *offset[dim + 1 :])
+        return cuts(offset, first, depth - 1) + cuts(moved, second, depth - 1)
+
+    rectangles = [at for at in cuts((0, 0, 0), (7, 8, 9), 5) if math.prod(at[1])]
+    rng.shuffle(rectangles)
+    chunks = [StoredChunk(*at, Extent("a", 8 * index, 8)) for index, at in enumerate(rectangles)]
+    catalog = Catalog({"w": SavedTensor((7, 8, 9), torch.float32, chunks)}, {}, {})
+    assert unpickled(pickled(catalog), "name") == catalog
 
 
 def test_compressed_items_are_refused():

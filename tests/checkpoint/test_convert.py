@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,50 @@ def test_from_nxd(model: tuple[Any, Path], first_way: bool, tmp_path: Path) -> N
     assert_is(tmp_path / "again", whole)
 
 
+@pytest.mark.parametrize("to", ["hf", "ours", "nxd"])
+@pytest.mark.parametrize("first_way", [False, True], ids=["trainer", "checkpointing"])
+def test_a_missing_tp_rank_is_noticed_by_the_shapes(
+    model: tuple[Any, Path], to: str, first_way: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the file of tp rank 1 the file names say tp=1, and half of each weight was written as the whole."""
+    whole, folder = model
+    parameters = {name: replace(parameter, stage=0) for name, parameter in divided(whole).items()}
+    if first_way:
+        nxd_folder.write_first_way(tmp_path / "nxd", parameters, 2, 1)
+        shutil.rmtree(tmp_path / "nxd" / "tp_rank_01_pp_rank_00")
+    else:
+        nxd_folder.write(tmp_path / "nxd" / "a", parameters, 2, 1, optimizer="none")
+        (tmp_path / "nxd" / "a" / "model" / "dp_rank_00_tp_rank_01_pp_rank_00.pt").unlink()
+    command = ["convert", str(tmp_path / "nxd"), str(tmp_path / "x"), "--to", to, "--config", str(folder)]
+    assert main(command) == 1
+    error = capsys.readouterr().err
+    assert "lacks the files of ranks" in error and "embed_tokens.weight is (16, 16) in place of (31, 16)" in error
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("to", ["hf", "ours", "nxd"])
+def test_every_target_compares_names_and_shapes(model: tuple[Any, Path], to: str, tmp_path: Path) -> None:
+    whole, folder = model
+    is_tied = whole.config.tie_word_embeddings
+    values = {name: value for name, value in whole.state_dict().items() if name != "lm_head.weight" or not is_tied}
+    name = "model.layers.1.mlp.up_proj.weight"
+    for number, (changed, message) in enumerate(
+        [
+            ({**values, name: values[name][:-1]}, rf"1 parameters have other shapes; {name} is \(19, 16\)"),
+            (
+                {key: value for key, value in values.items() if key != name},
+                f"other parameter names .*: {name} is missing",
+            ),
+        ]
+    ):
+        source = tmp_path / f"src{number}"
+        source.mkdir()
+        write_weights(StateDict(changed), source)
+        with pytest.raises(CheckpointMismatch, match=message):
+            convert(source, tmp_path / "x", to=to, config=folder)
+        assert not (tmp_path / "x").exists()
+
+
 @pytest.mark.parametrize("fused", [False, True], ids=["weight_q", "weight_qkv"])
 def test_from_nxd_with_fused_projections(model: tuple[Any, Path], fused: bool, tmp_path: Path) -> None:
     """At tp 4 each of two key/value heads is on two ranks (`kv_size_multiplier=2`), in trn1's order: 0 1 0 1.
@@ -242,6 +287,13 @@ def test_what_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(OSError, match="the disk is gone"):
         convert(tmp_path / "src", tmp_path / "ours")
     assert not list((tmp_path / "ours").iterdir())
+    (tmp_path / "empty").mkdir()
+    for target in ("runs/new", "empty"):
+        with pytest.raises(OSError, match="the disk is gone"):
+            convert(tmp_path / "src", tmp_path / target, to="hf")
+    assert {path.name for path in tmp_path.iterdir()} == {"src", "ours", "empty"} and not any(
+        (tmp_path / "empty").iterdir()
+    )
 
 
 def test_the_command(model: tuple[Any, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

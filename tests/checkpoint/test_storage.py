@@ -47,9 +47,10 @@ def check_files(storage: Storage) -> None:
     for missing in (storage.read, storage.map, storage.size):
         with pytest.raises(FileNotFoundError):
             missing("tag/nothing")
+    assert [storage.kind(path) for path in ("tag", "tag/a/file", "nothing")] == ["folder", "file", ""]
     storage.sync("tag")
 
-    storage.rename("tag", "other", last="empty")
+    storage.rename("tag", "other", first="empty", last="a/file")
     assert storage.list() == ["other"] and storage.list("other") == ["a", "empty"]
     assert storage.read("other/a/file") == b"new"
     storage.remove("other/empty")
@@ -77,19 +78,25 @@ def test_a_write_that_fails_leaves_what_was_there(storage: Storage) -> None:
 
 
 def test_renaming_without_an_atomic_rename_moves_one_file_first_and_last() -> None:
-    """Between two steps the folder is never complete in both places, and complete in one until it is in the other."""
+    """Between two steps the folder is never complete in both places, and complete in one until it is in the other.
+
+    Remains of both have the file that says whose they are.
+    """
     storage = open_storage(f"memory://{uuid.uuid4().hex}")
-    for name in ("a", "done", "z"):
+    for name in ("a", "checkpoint", "done", "z"):
         storage.write(f"old/{name}", [name.encode()])
     steps = []
     filesystem = storage._filesystem
     copy = filesystem.cp_file
+    remove = filesystem.rm_file
     filesystem.cp_file = lambda source, target: (steps.append(target.rpartition("/")[2]), copy(source, target))
+    filesystem.rm_file = lambda path: (steps.append(f"-{path.rpartition('/')[2]}"), remove(path))
     try:
-        storage.rename("old", "new", last="done")
+        storage.rename("old", "new", first="checkpoint", last="done")
     finally:
-        del filesystem.cp_file
-    assert steps == ["a", "z", "done"] and storage.list("new") == ["a", "done", "z"] and storage.list() == ["new"]
+        del filesystem.cp_file, filesystem.rm_file
+    assert steps == ["checkpoint", "a", "z", "done", "-done", "-z", "-a", "-checkpoint"]
+    assert storage.list("new") == ["a", "checkpoint", "done", "z"] and storage.list() == ["new"]
 
 
 def test_local_files_and_names_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

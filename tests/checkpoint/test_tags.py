@@ -107,6 +107,49 @@ def test_rotation_leaves_folders_that_are_no_checkpoints(folder: CheckpointFolde
     assert folder.storage.read(f"mine/{DONE}") == b"all of it" and "a" not in names(folder)
 
 
+FOREIGN = {
+    "a user's folder": {"results/table.csv": b"1,2"},
+    "a folder of TensorFlow's saver": {"results/checkpoint": b'model_checkpoint_path: "m"', "results/m.index": b"x"},
+    "a checkpoint of NxD": {f"results/{MARKER}": b"1", "results/model/x.pt": b"x", f"results/{DONE}": b"1"},
+    "a file": {"results": b"1,2"},
+    "a folder with the name of a replaced checkpoint": {"results.previous/table.csv": b"1,2"},
+}
+
+
+@pytest.mark.parametrize("files", FOREIGN.values(), ids=FOREIGN)
+def test_files_of_others_are_neither_replaced_nor_removed(folder: CheckpointFolder, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        folder.storage.write(name, [content])
+    with pytest.raises(CheckpointError, match=r"results.* (is a file|is no checkpoint of neuronx_dist).*another tag"):
+        folder.begin("results")
+    folder.abandon("results")  # as a save does whose `begin` failed
+    for name in ("a", "b"):
+        save(folder, name)
+    folder.clean("b", keep=1)
+    folder.remove("results")
+    assert {name: folder.storage.read(name) for name in files} == files
+    assert "a" not in folder.storage.list() and folder.find("b")
+
+
+def test_nothing_is_removed_through_a_link(tmp_path: Path) -> None:
+    elsewhere = CheckpointFolder(open_storage(tmp_path / "elsewhere"))
+    folder = CheckpointFolder(open_storage(tmp_path / "run"))
+    save(elsewhere, "old")
+    save(elsewhere, "started")
+    os.remove(tmp_path / "elsewhere" / "started" / DONE)
+    folder.storage.make_folder()
+    for name in ("old", "started"):
+        (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere" / name)
+    for name in ("a", "b", "c"):
+        save(folder, name)
+    folder.rotate(1)
+    assert folder.storage.list() == ["c", "old", "started"] and folder.damage(folder.find("old")) == []
+    with pytest.raises(CheckpointError, match=r"run/old is a symbolic link: saving here would delete it"):
+        folder.begin("old")
+    folder.abandon("started")
+    assert {name: len(elsewhere.storage.list(name)) for name in ("old", "started")} == {"old": 3, "started": 2}
+
+
 def test_rotation_does_not_count_a_damaged_one(folder: CheckpointFolder) -> None:
     for name in ("a", "b", "c"):
         save(folder, name)

@@ -3,10 +3,14 @@
 import io
 import json
 import random
+from argparse import Namespace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
+import neuronx_dist as nxd
+from examples.checkpoints import _FLAGS, Checkpoints
 from examples.reporting import Report, loss_curve
 from examples.text_data import ByteTokenizer, TextData, data_parallel_rows
 
@@ -267,3 +271,33 @@ def test_metrics_that_could_not_be_written_are_written_later(tmp_path, capsys):
     assert (
         capsys.readouterr().out.count("warning: training goes on, metrics.jsonl waits: [Errno 28] No space left") == 1
     )
+
+
+# --- checkpoints ---
+
+
+def test_after_a_save_in_the_background_that_failed_the_last_complete_one_is_named(tmp_path, monkeypatch):
+    args = Namespace(
+        **{**dict.fromkeys(_FLAGS), "out": str(tmp_path), "async_save": True, "keep": 0, "save_every": 1, "steps": 9}
+    )
+    checkpoints = Checkpoints(args, LlamaConfig(), "text", lambda line: None)
+    failing = []
+    monkeypatch.setattr(nxd, "save_checkpoint", lambda *args, **options: None)
+    run = Namespace(model=None, optimizer=None, schedule=None)
+
+    def finalize() -> None:
+        if failing:
+            raise nxd.CheckpointError("no space left on device")
+
+    monkeypatch.setattr(nxd, "finalize_checkpoint", finalize)
+    assert checkpoints.left() == "there is no checkpoint (--save-every)"
+    for step in (1, 2):
+        checkpoints.after_step(step, run)
+    assert checkpoints.left().startswith("step_1 is saved")  # step 2 is being written
+    failing.append(True)
+    checkpoints.finish()
+    assert checkpoints.left().startswith("step_1 is saved")
+    failing.clear()
+    checkpoints.after_step(3, run)
+    checkpoints.finish()
+    assert checkpoints.left().startswith("step_3 is saved")

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from neuronx_dist.hf.sources import SafetensorsFiles, StateDict, checkpoint_files, has_weights, open_source
+from neuronx_dist.hf.writing import copy_configs
 
 A, B = torch.arange(12.0).view(3, 4), torch.arange(5)
 KINDS = ["state dict", "safetensors", "bin", "index of safetensors", "index of bins"]
@@ -81,6 +82,40 @@ def test_the_files_of_an_index_each_once_in_order(tmp_path: Path) -> None:
     (tmp_path / "1").unlink()
     with pytest.raises(FileNotFoundError, match=r"model.safetensors.index.json lists 1, missing"):
         checkpoint_files(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../secret"])
+def test_an_index_does_not_lead_out_of_its_folder(name: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "secret").touch()
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ValueError, match=f"index.json lists {name}, outside of its folder: do not trust"):
+        checkpoint_files(tmp_path / "model")
+
+
+@pytest.mark.parametrize("content", ["5", "null", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', "{"])
+def test_an_index_of_other_content(content: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=r"index.json \(\d+ bytes\) is cut off, .* or no index of weight files"):
+        checkpoint_files(tmp_path)
+
+
+def test_links_out_of_a_folder_are_not_copied(tmp_path: Path) -> None:
+    """A link to the blobs of the hub's cache is what `hf download` writes."""
+    snapshot = tmp_path / "models--a" / "snapshots" / "0"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--a" / "blobs").mkdir()
+    (tmp_path / "models--a" / "blobs" / "1f").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/1f")
+    (tmp_path / "copy").mkdir()
+    copy_configs(snapshot, tmp_path / "copy")
+    copied = tmp_path / "copy" / "config.json"
+    assert copied.read_text() == "{}" and not copied.is_symlink()
+    (tmp_path / "secret.txt").write_text("s")
+    (snapshot / "notes.json").symlink_to(tmp_path / "secret.txt")
+    with pytest.raises(ValueError, match=r"notes.json is a symbolic link to .*secret.txt, outside of .*models--a"):
+        copy_configs(snapshot, tmp_path / "copy")
+    assert not (tmp_path / "copy" / "notes.json").exists()
 
 
 def test_a_folder_of_other_files(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from ..dcp.plain_data import packed
 from ..dcp.reading import CheckpointFiles
 from ..dcp.writing import WholeTensor, write_whole
 from ..errors import CheckpointError, CheckpointMismatch
-from ..nxd.nxd_reading import NxdSource, kv_heads_of, specs_of
+from ..nxd.nxd_reading import NxdSource, WholeParameter, kv_heads_of, specs_of
 from ..nxd.nxd_writing import RankedTensor, write_files
 from ..nxd.parameter_layout import FUSED, FusedNames, HeadOrder
 from ..nxd.rank_files import NxdFiles, file_of, is_nxd_folder, is_of_checkpointing
@@ -145,17 +147,18 @@ def convert(
         raise ValueError(f"fused is one of {', '.join(FUSED)}, and hw_backend trn1 or trn2: {fused!r}, {hw_backend!r}")
     if config is None and (folder / "config.json").is_file():
         config = folder
+    config = config or gguf
+    model = None if config is None else _model(config, 1)
+    parameters = {} if model is None else specs_of(model)
     if gguf is not None:
-        config = config or gguf
-        weights = open_gguf(gguf, _model(config, 1))
+        weights = open_gguf(gguf, model)
     elif of_hf:
         weights = open_source(here)
-        if config is not None:
-            model = _model(config, 1)
-            weights = named_as_in(model, weights, list(specs_of(model)))
+        if model is not None:
+            weights = named_as_in(model, weights, list(parameters))
     else:
         storage, name = _checkpoint(here, tag)
-        source_of_state = _opened(storage, name, config, groups if optimizer else None)
+        source_of_state = _opened(storage, name, model, parameters)
         weights = SavedWeights(source_of_state, storage.describe("" if name == "." else name))
         tag = tag or ("converted" if name == "." else name)
     tag = check_tag(tag or "converted")
@@ -163,30 +166,38 @@ def convert(
     count = len(list(weights.names()))
     if not count:
         raise CheckpointError(f"{weights.description} has no weights")
+    if config is not None:
+        _compare(weights, parameters, config)
+    if optimizer and isinstance(source_of_state, NxdSource):
+        if not parameters:
+            raise ValueError(
+                "the optimizer's state has no parameter names: pass the folder with the model's config.json"
+            )
+        add_optimizer(source_of_state, parameters, groups)
     if to == "hf":
-        path = _empty(_local(target, to))
-        write_weights(weights, path, done=lambda done: progress(done, count))
-        if config is not None:
-            if Path(config).is_file():
-                _config(config).save_pretrained(path)
-            else:
-                copy_configs(Path(config), path)
+        with _new_folder(_local(target, to)) as path:
+            write_weights(weights, path, done=lambda done: progress(done, count))
+            if config is not None:
+                if Path(config).is_file():
+                    _config(config).save_pretrained(path)
+                else:
+                    copy_configs(Path(config), path)
     elif to == "nxd":
         names = None
         if fused is not None and config is not None:
-            heads = kv_heads_of(_model(config, 1))
+            heads = kv_heads_of(model)
             if heads is None:
                 raise ValueError(f"fused: the config of {config} does not contain the number of key/value heads")
             names = FusedNames(HeadOrder(heads, kv_size_multiplier, hw_backend == "trn2"), tp, fused)
-        parameters = _ranked(weights, config, tp, pp, names)
+        ranked = _ranked(weights, config, tp, pp, names)
         fuse = list if names is None else names.fused
-        tensors = [tensor.divided(tp) for tensor in fuse(parameters)]
+        tensors = [tensor.divided(tp) for tensor in fuse(ranked)]
         files: dict[str, dict[Any, Any]] = {file_of("model", rank, at): {} for at in range(pp) for rank in range(tp)}
         if state is not None:
-            more, of_files = nxd_optimizer(state, parameters, fuse, tp, pp, dp)
+            more, of_files = nxd_optimizer(state, ranked, fuse, tp, pp, dp)
             tensors, files = tensors + more, files | of_files
-        path = _empty(_local(target, to) / tag)
-        write_files(tensors, files, path, progress, xser=xser)
+        with _new_folder(_local(target, to) / tag) as path:
+            write_files(tensors, files, path, progress, xser=xser)
     else:
         _write_ours(weights, state, open_storage(target), tag, progress)
     return to
@@ -210,40 +221,51 @@ def _checkpoint(source: str, tag: str | None) -> tuple[Storage, str]:
 
 
 def _opened(
-    storage: Storage, name: str, config: str | os.PathLike[str] | None, groups: Sequence[str] | None
+    storage: Storage,
+    name: str,
+    model: Any,
+    parameters: Mapping[str, WholeParameter],
 ) -> CheckpointSource:
     """A checkpoint of ours or NxD's.
 
     Args:
-        groups: see `convert`; None: weights without the optimizer's state.
+        model: of the config, None without one; `parameters`: its parameters by name.
     """
     where = storage.describe("" if name == "." else name)
     if not is_nxd_folder(storage, name):
         return JoinedGroups(CheckpointFiles(storage, name))
     files = NxdFiles(storage, name)
     files.check(0, 1)
-    if files.tp > 1 and config is None:
+    if files.tp > 1 and model is None:
         raise CheckpointMismatch(
             f"{where} has {files.tp} tp ranks, and its files do not record how tensors are sharded: pass the folder "
             "with the model's config.json (--config FOLDER)"
         )
-    model = None if config is None else _model(config, 1)
-    parameters = {} if model is None else specs_of(model)
-    source = NxdSource(files, parameters, None if model is None else kv_heads_of(model))
-    missing = [name for name in parameters if f"{_PREFIX}{name}" not in source.catalog.tensors]
-    tied = {name for parameter in parameters.values() for name in parameter.names if len(parameter.names) > 1}
-    unknown = [key for key in source.catalog.tensors if key.removeprefix(_PREFIX) not in parameters]
-    if parameters and set(missing) - tied:
-        there = f"; it has {', '.join(key.removeprefix('model.') for key in unknown[:4])}" if unknown else ""
+    return NxdSource(files, parameters, None if model is None else kv_heads_of(model))
+
+
+def _compare(weights: WeightSource, parameters: Mapping[str, WholeParameter], config: str | os.PathLike[str]) -> None:
+    """Raises a CheckpointMismatch if weights lack a parameter of the model, or have one in another shape."""
+    present = dict.fromkeys(weights.names())
+    missing, other_shapes = [], []
+    for names, spec, *_ in dict.fromkeys((tuple(p.names), p.spec) for p in parameters.values()):
+        name = next((alias for alias in names if alias in present), None)
+        if name is None:
+            missing.append(names[0])
+        elif tuple(weights.shape(name)) != spec.unpadded_shape:
+            other_shapes.append(f"{name} is {tuple(weights.shape(name))} in place of {spec.unpadded_shape}")
+    if missing:
+        unknown = [name for name in present if name not in parameters]
+        there = f"; it has {', '.join(unknown[:4])}" if unknown else ""
         raise CheckpointMismatch(
-            f"{where} has other parameter names than the model of {config}: {', '.join(missing[:4])} "
+            f"{weights.description} has other parameter names than the model of {config}: {', '.join(missing[:4])} "
             f"{('are' if len(missing) > 1 else 'is')} missing{there}"
         )
-    if groups is not None and not parameters:
-        raise ValueError("the optimizer's state has no parameter names: pass the folder with the model's config.json")
-    if groups is not None:
-        add_optimizer(source, parameters, groups)
-    return source
+    if other_shapes:
+        raise CheckpointMismatch(
+            f"{weights.description} is of another model than {config}, or lacks the files of ranks: "
+            f"{len(other_shapes)} parameters have other shapes; {'; '.join(other_shapes[:4])}"
+        )
 
 
 def _model(config: str | os.PathLike[str], tp: int) -> Any:
@@ -370,7 +392,22 @@ def _local(target: str | os.PathLike[str], to: str) -> Path:
     return Path(target)
 
 
-def _empty(path: Path) -> Path:
+@contextmanager
+def _new_folder(path: Path) -> Iterator[Path]:
+    """Yields a folder that is new or empty; an error leaves nothing in it, and no folder that was created for it.
+
+    Raises:
+        CheckpointError: the folder is not empty, or is a file.
+    """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} exists already, and is not empty: nothing was written")
-    return path
+    created = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        yield path
+    except BaseException:
+        for entry in path.iterdir() if path.is_dir() else ():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        for folder in created:
+            with suppress(OSError):  # it was not created, or another program writes there
+                folder.rmdir()
+        raise

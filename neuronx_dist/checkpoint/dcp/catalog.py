@@ -10,6 +10,7 @@ import io
 import math
 import pickle
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -192,8 +193,33 @@ def _catalog(root: _Record) -> Catalog:
             tensor.chunks.append(StoredChunk(offset, size, extents[key, offset]))
         if sum(math.prod(chunk.shape) for chunk in tensor.chunks) != math.prod(shape):
             raise CheckpointCorrupted(f"the pieces of {key} do not add up to its {math.prod(shape)} elements")
+        twice = _overlapping(tensor.chunks)
+        if twice is not None:
+            one, other = twice
+            raise CheckpointCorrupted(
+                f"two pieces of {key} overlap, {one.shape} at {one.offset} and {other.shape} at {other.offset}, and "
+                "others are missing"
+            )
         catalog.tensors[key] = tensor
     return catalog
+
+
+def _overlapping(chunks: Sequence[StoredChunk]) -> tuple[StoredChunk, StoredChunk] | None:
+    """Returns two rectangles that share an element, if there are any: a sweep along the dim with most offsets."""
+    rectangles = [chunk for chunk in chunks if math.prod(chunk.shape)]
+    if len(rectangles) < 2:
+        return None
+    dim = max(range(len(rectangles[0].shape)), key=lambda dim: len({chunk.offset[dim] for chunk in rectangles}))
+    active: list[StoredChunk] = []
+    for chunk in sorted(rectangles, key=lambda chunk: chunk.offset[dim]):
+        active = [other for other in active if other.offset[dim] + other.shape[dim] > chunk.offset[dim]]
+        for other in active:
+            starts = map(max, zip(chunk.offset, other.offset))
+            stops = (min(a + n, b + m) for a, n, b, m in zip(chunk.offset, chunk.shape, other.offset, other.shape))
+            if all(start < stop for start, stop in zip(starts, stops)):
+                return other, chunk
+        active.append(chunk)
+    return None
 
 
 def _extent(info: _Record) -> Extent:

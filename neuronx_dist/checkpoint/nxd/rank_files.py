@@ -164,7 +164,8 @@ class NxdFiles:
             self.optimizer = {writer: state["optimizer"] for writer, state in saved.items() if "optimizer" in state}
         if not self.model:
             raise CheckpointMismatch(f"{self.name} holds no weights saved by NeuronX Distributed")
-        self.tp, self.pp = (1 + max(writer[axis] for writer in self.model) for axis in (0, 1))
+        writers = (*self.model, *self.optimizer)
+        self.tp, self.pp = (1 + max(writer[axis] for writer in writers) for axis in (0, 1))
         self.dp = 1 + max((writer.dp for writer in self.optimizer), default=0)
         self._check_complete("model", self.model, 1)
         if self.optimizer:

@@ -28,7 +28,7 @@ from torch import nn
 
 from ...weights.host_memory import as_bytes
 
-__all__ = ["digest", "module_entries", "own_sources", "value_entries"]
+__all__ = ["digest", "module_entries", "package_digest", "value_entries"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
 _PRINTED = (torch.dtype, torch.device, torch.layout, torch.memory_format, range, Path)
@@ -269,9 +269,7 @@ def _version(package: str) -> str:
 
 
 @functools.lru_cache(maxsize=1)
-def own_sources() -> str:
-    """Returns a digest of the files of this package that determine generated code."""
-    package = Path(__file__).resolve().parents[1]
-    rooms = ("parallelize", "planning", "spmd", "checking/types", "program", "pipeline/cut")
-    files = sorted(file for room in rooms for file in (package / room).rglob("*.py"))
-    return digest(b"".join(file.read_bytes() for file in files))
+def package_digest() -> str:
+    """Returns a digest of all Python files of this package: most of them determine generated code."""
+    root = Path(str(sys.modules[__name__.partition(".")[0]].__file__)).parent
+    return digest(b"".join(file.read_bytes() for file in sorted(root.rglob("*.py"))))

@@ -29,7 +29,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
@@ -357,6 +357,14 @@ def _manifest(path: Path) -> dict[str, Any]:
         raise foreign
     if manifest.get("format") != _FORMAT or not {"program", "choice", "files", "weights"} <= manifest.keys():
         raise _damaged(path, f"{MANIFEST} is of format {manifest.get('format')}, this package reads {_FORMAT}")
+    files, weights = manifest["files"], manifest["weights"]
+    entries = [*files.values()] if isinstance(files, dict) else []
+    tables = [manifest["program"], manifest["choice"], files, weights, *entries]
+    if not all(isinstance(table, dict) for table in tables) or not all("bytes" in entry for entry in entries):
+        raise _damaged(path, f"{MANIFEST} has entries of other types than this package writes")
+    outside = [name for name in files if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
+    if outside:
+        raise _damaged(path, f"{MANIFEST} names {', '.join(outside[:3])}, outside of the folder: do not trust it")
     return manifest
 
 

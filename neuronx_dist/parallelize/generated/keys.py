@@ -15,7 +15,7 @@ from ...torch_internals.tensors import pytree
 from ..annotations.register import registrations
 from ..config import ComputeConfig
 from ..example import Example
-from .fingerprint import digest, module_entries, own_sources, value_entries
+from .fingerprint import digest, module_entries, package_digest, value_entries
 
 __all__ = ["Key", "key_of"]
 
@@ -67,7 +67,11 @@ def key_of(example: Example, policy: Any, config: ComputeConfig, **others: Any) 
     for name, registered in registrations().items():  # all of them: code of installed packages may call any
         program |= value_entries(f"registered {name}", registered)
     program["torch"] = torch.__version__
-    choice = {"this package": own_sources(), "python": sys.version.split()[0], **value_entries("policy", _read(policy))}
+    choice = {
+        "this package": package_digest(),
+        "python": sys.version.split()[0],
+        **value_entries("policy", _read(policy)),
+    }
     for name, value in {**vars(config), **others}.items():
         choice |= value_entries(name, value)
     plan = config.pas_config.get("load_plan_path")

@@ -22,7 +22,7 @@ from ...program.program import Call, Program, Value
 from ...torch_internals.operators import OpOverload
 from ...torch_internals.tensors import native_nn, pytree
 from ..example import Example
-from .fingerprint import own_sources
+from .fingerprint import package_digest
 
 __all__ = ["programs_from_text", "programs_text"]
 
@@ -53,7 +53,9 @@ def programs_text(programs: Sequence[Program], names: Mapping[Value, str]) -> st
         names: the names of their constants.
     """
     try:
-        return json.dumps({"written by": own_sources(), "programs": [_program(program, names) for program in programs]})
+        return json.dumps(
+            {"written by": package_digest(), "programs": [_program(program, names) for program in programs]}
+        )
     except _Unnamed:
         return None
 
@@ -69,7 +71,7 @@ def programs_from_text(text: str, example: Example, constants: Mapping[str, torc
         The programs; None: another version of this package wrote them, or they name something that is not imported.
     """
     content = json.loads(text)
-    if content["written by"] != own_sources():
+    if content["written by"] != package_digest():
         return None
     leaves, structure = example.flat
     try:

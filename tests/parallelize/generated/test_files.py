@@ -11,11 +11,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from neuronx_dist import rules
+from neuronx_dist.parallelize import api, choose, emit
 from neuronx_dist.parallelize.config import ComputeConfig
 from neuronx_dist.parallelize.example import Example
-from neuronx_dist.parallelize.generated import keys
+from neuronx_dist.parallelize.generated import fingerprint, keys
 from neuronx_dist.parallelize.generated.generated_files import ForeignFilesError, GeneratedFilesError, GeneratedFolder
 from neuronx_dist.parallelize.generated.keys import key_of
+from neuronx_dist.program import recorder
+from neuronx_dist.sharded_functions import norms
+from neuronx_dist.spmd import rows
 
 FACTOR = 2.0
 
@@ -146,9 +151,18 @@ def test_closures_globals_and_called_functions_count(monkeypatch):
         patch.setattr(helper, "__code__", (lambda x: x + FACTOR).__code__)
         assert any("helper" in line for line in key.differences(keyed()))
     with monkeypatch.context() as patch:
-        patch.setattr(keys, "own_sources", lambda: "another version")
+        patch.setattr(keys, "package_digest", lambda: "another version")
         assert key.differences(keyed()) == [next(line for line in key.differences(keyed()) if "this package" in line)]
     assert keyed() == key
+
+
+def test_the_digest_of_the_package_reads_the_files_that_determine_generated_code(monkeypatch):
+    read, read_bytes = set(), Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: (read.add(path), read_bytes(path))[1])
+    fingerprint.package_digest.__wrapped__()
+    assert {
+        Path(module.__file__) for module in (api, choose.exact, emit.body, rules.spec, norms, recorder, rows)
+    } <= read
 
 
 @pytest.mark.parametrize("of", [str, Path])
@@ -261,6 +275,13 @@ def test_match_does_not_replace_what_came_meanwhile(tmp_path):
     assert folder.read(keyed()).module("gencode0.py").x == 1
 
 
+WRONG_TYPES = [
+    *({"files": files} for files in ([], {"gencode0.py": 5}, {"gencode0.py": {}})),
+    *({part: 1} for part in ("weights", "program", "choice")),
+]
+OUTSIDE = ["../x", "/etc/x", "weights/../../x"]
+
+
 @pytest.mark.parametrize(
     "damage, text",
     [
@@ -271,6 +292,8 @@ def test_match_does_not_replace_what_came_meanwhile(tmp_path):
         (lambda path: (path / "gencode0.py").unlink(), "gencode0.py is missing"),
         (lambda path: (path / "manifest.json").write_text("{"), "manifest.json cannot be read"),
         (lambda path: _edit_manifest(path, format=99), "is of format 99, this package reads 1"),
+        *((lambda path, wrong=wrong: _edit_manifest(path, **wrong), "entries of other types") for wrong in WRONG_TYPES),
+        *((lambda path, name=name: _add_file(path, name), "names .*/x, outside of the folder") for name in OUTSIDE),
         (lambda path: _truncate(path / "weights" / "model.safetensors"), "model.safetensors has 9 bytes"),
     ],
 )
@@ -288,6 +311,11 @@ def test_damaged_folders_are_refused_and_can_be_replaced(tmp_path, damage, text)
 def _edit_manifest(path, **entries):
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps({**manifest, **entries}))
+
+
+def _add_file(path, name):
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    _edit_manifest(path, files={**files, name: files["gencode0.py"]})
 
 
 def _truncate(path):

@@ -165,7 +165,7 @@ def test_what_cannot_be_used_is_recorded_again(
     files = [*tmp_path.rglob("programs.json")]
     assert len(files) == (why != "missing")
     if why == "sources":
-        monkeypatch.setattr(saved_programs, "own_sources", lambda: "other")
+        monkeypatch.setattr(saved_programs, "package_digest", lambda: "other")
     elif why == "damaged":
         content = json.loads(files[0].read_text())
         content["programs"][0]["calls"].pop()
