@@ -91,7 +91,8 @@ class NxDPPModel(CutModule):
             `run_train(inputs=..., labels=...)` gives `inputs` to the first one. See `pipeline.manual_pipe_stage`.
         manual_pp_stage_partition_fn: `fn(layers, n)` returns `{layer: stage}`, with the layers themselves as keys, and
             stages of all n = `stages * chunks` pieces; None: an even division, as of `auto_partition`.
-        manual_pp_loss_fn: `fn(output, labels)` is the loss, of the last layer's output.
+        manual_pp_loss_fn: `fn(output, labels)` is the loss, of the last layer's output; of a list or tuple, output or
+            labels, the function gets the first entry.
         schedule: what `run_train` runs: "1f1b", "interleaved" (at least two chunks), "gpipe", "zb_h1", "zb_v" (two
             chunks, placed as a V, so that stage 0 has the loss), a `Schedule`, or a function that makes one,
             `(num_stages, num_microbatches) -> Schedule`. None: 1F1B, and interleaved 1F1B if there are several chunks.
