@@ -117,7 +117,7 @@ class ParallelEmbedding(EmbeddingAttributes):
         self.weight = nn.Parameter(torch.empty(spec.local_shape, dtype=dtype, device=target))
         set_spec(self, "weight", spec)
         if target.type != "meta":
-            self._draw()
+            self.init_weight_cpu()
 
     @property
     def first_id(self) -> int:
@@ -132,9 +132,11 @@ class ParallelEmbedding(EmbeddingAttributes):
         return full if torch.device(device).type == "meta" else full.to_empty(device=device)
 
     @torch.no_grad()
-    def _draw(self) -> None:
+    def init_weight_cpu(self) -> None:
+        """Draws the unsharded weight from the global CPU generator, and stores this rank's slice."""
         spec = spmd.spec_of(self.weight)
-        whole = torch.empty(spec.full_shape, dtype=torch.promote_types(self.weight.dtype, torch.float32), device="cpu")
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        whole = torch.empty(spec.unpadded_shape, dtype=dtype, device="cpu")
         self.init_method(whole)
         if self.padding_idx is not None:
             whole[self.padding_idx].zero_()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -98,9 +99,13 @@ class _ParallelLinear(LinearAttributes):
             set_spec(self, "bias", bias_spec)
         else:
             self.register_parameter("bias", None)
+        self.keep_master_weight = keep_master_weight
         self.master_weight: torch.Tensor | None = None
         if target.type != "meta":
-            self._draw(keep_master_weight)
+            self.init_weight_cpu()
+            if bias:
+                bound = 1 / math.sqrt(input_size) if input_size else 0.0
+                self._draw("bias", partial(nn.init.uniform_, a=-bound, b=bound))
 
     def full_module(self, device: Any = "meta") -> nn.Linear:
         """The unsharded layer: same class of layer, whole (unpadded) shapes; for initialisers."""
@@ -108,27 +113,25 @@ class _ParallelLinear(LinearAttributes):
         full = nn.Linear(in_features, out_features, bias=self.bias is not None, device="meta", dtype=self.weight.dtype)
         return full if torch.device(device).type == "meta" else full.to_empty(device=device)
 
-    @torch.no_grad()
-    def _draw(self, keep_master_weight: bool) -> None:
-        """Draws the unsharded parameters from the global CPU generator, and stores this rank's slices.
+    def init_weight_cpu(self) -> None:
+        """Draws the unsharded weight from the global CPU generator, and stores this rank's slice.
 
-        So the weights are equal at any degree.
+        So the weight is equal at any degree. With `keep_master_weight` the whole weight is stored too.
         """
-        rank = comm.communicator(self.axis).rank // self.replicas
-        dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        for name, param in self.named_parameters(recurse=False):
-            spec = spmd.spec_of(param)
-            whole = torch.empty(spec.full_shape, dtype=dtype, device="cpu")
-            if name == "bias":
-                bound = 1 / math.sqrt(self.input_size) if self.input_size else 0.0
-                nn.init.uniform_(whole, -bound, bound)
-            elif self.init_method is not None:
-                self.init_method(whole)
-            else:
-                nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
-            param.copy_(spec.local_slice(whole, rank))
-            if name == "weight" and keep_master_weight:
-                self.master_weight = whole
+        whole = self._draw("weight", self.init_method or partial(nn.init.kaiming_uniform_, a=math.sqrt(5)))
+        if self.keep_master_weight:
+            self.master_weight = whole
+
+    @torch.no_grad()
+    def _draw(self, name: str, init_method: InitMethod) -> torch.Tensor:
+        """Draws an unsharded parameter, and stores this rank's slice; returns what was drawn."""
+        param = self._parameters[name]
+        assert param is not None
+        spec = spmd.spec_of(param)
+        whole = torch.empty(spec.unpadded_shape, dtype=torch.promote_types(param.dtype, torch.float32), device="cpu")
+        init_method(whole)
+        param.copy_(spec.local_slice(whole, comm.communicator(self.axis).rank // self.replicas))
+        return whole
 
     def _bias(self) -> torch.Tensor | None:
         return None if self.skip_bias_add else self.bias

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from .. import comm
 from ..comm.rank_selection import in_one_program
@@ -41,7 +40,7 @@ class CutModule(StageModule):
     pipeline_cuts: list[str]
     auto_partition: Literal["layers", "balanced"] | None
     input_names: list[str] | None
-    param_init_fn: Callable[[nn.Module], Any] | None
+    param_init_fn: Callable[..., Any] | None
     recorder: Callable[..., Recording]
     _layer_classes: list[type]
     _leaf_classes: list[type]

@@ -75,7 +75,8 @@ class NxDPPModel(CutModule):
         autowrap_functions, autowrap_modules, autowrap_obj_methods, tracer_cls ("hf", "torch" or a class): checked, and
             without effect, with a warning: the calls of forward are recorded while it runs, not traced from symbols.
         param_init_fn: `param_init_fn(module)` initialises the direct parameters of a module that was on meta; called
-            for each module of this stage that has any, on the CPU.
+            for each module of this stage that has any, on the CPU. `param_init_fn(module, device)`, as in NxD's
+            release, is called for modules that contain such modules too, before these.
         trace_file_path: a file in which each pass is recorded, as a trace of Chrome and Perfetto (ui.perfetto.dev):
             tasks, waits, messages and collectives of all ranks of a host; see `Trace`. None: no trace.
         use_zero1_optimizer: the optimizer averages gradients over data-parallel ranks, so that `run_train` does not.
@@ -127,7 +128,7 @@ class NxDPPModel(CutModule):
         autowrap_functions: Any = None,
         autowrap_modules: Any = None,
         tracer_cls: Any = None,
-        param_init_fn: Callable[[nn.Module], Any] | None = None,
+        param_init_fn: Callable[..., Any] | None = None,
         trace_file_path: str | None = None,
         use_zero1_optimizer: bool = False,
         auto_partition: bool | str | None = False,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from neuronx_dist import comm
-from neuronx_dist.parallel_layers import ColumnParallelLinear, RowParallelLinear
+from neuronx_dist.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from neuronx_dist.spmd import ShardSpec, spec_of
 from tests.parallel_layers.layer_parity import (
     IN,
@@ -37,6 +37,28 @@ def test_weights_are_those_of_torch_at_any_degree(tp, options):
                 assert all(torch.equal(param, want) for param in params)
         assert torch.equal(layers[0].master_weight, whole.weight)
         assert tp == 1 or layers[1].master_weight is None
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_init_weight_cpu_draws_the_weight_again(tp):
+    """Scripts for NxD call it for layers that were built on meta; the bias is theirs to set."""
+    for number, kind in enumerate((ColumnParallelLinear, RowParallelLinear, ParallelEmbedding)):
+        more = [{"gather_output": False}, {}, {"padding_idx": 3}][number]
+        more |= {} if kind is ParallelEmbedding else {"keep_master_weight": True}
+        for rank in range(tp):
+            with comm.as_rank(tp_mesh(tp), rank):
+                torch.manual_seed(5)
+                want = kind(IN, OUT, **more)
+                layer = kind(IN, OUT, device="meta", **more)
+                layer.to_empty(device="cpu")
+                before = [nn.init.zeros_(param) for param in layer.parameters()]
+                torch.manual_seed(5)
+                layer.init_weight_cpu()
+                assert [id(param) for param in layer.parameters()] == [id(param) for param in before]
+                assert torch.equal(layer.weight, want.weight)
+                assert spec_of(layer.weight) == spec_of(want.weight)
+                assert kind is ParallelEmbedding or torch.equal(layer.master_weight, want.master_weight)
+                assert kind is ParallelEmbedding or not layer.bias.any()
 
 
 def test_bias_shards_are_not_copies_of_each_other():
