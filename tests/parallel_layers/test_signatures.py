@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import warnings
 from functools import partial
@@ -433,3 +434,28 @@ def test_attributes_of_a_pipeline_model():
         assert model.original_torch_module is module and model.transformer_layer_cls is nn.Linear
         assert (model.pipeline_parallel_rank, model.pipeline_parallel_size, model.virtual_pipeline_size) == (0, 1, 1)
         assert model.use_model_wrapper
+
+
+# --- names ---
+
+EXPORTED = {
+    "parallel_layers": """PARALLEL_FUNCTIONS PARALLEL_MODULES ColumnParallelLinear ParallelEmbedding RowParallelLinear
+        clip_grad_norm copy_tensor_model_parallel_attributes copy_to_tensor_model_parallel_region
+        gather_from_tensor_model_parallel_region get_xla_rng_tracker initialize_model_parallel load
+        model_parallel_xla_manual_seed move_model_to_device parallel_cross_entropy
+        reduce_from_tensor_model_parallel_region save scatter_to_tensor_model_parallel_region
+        set_defaults_if_not_set_tensor_model_parallel_attributes set_tensor_model_parallel_attributes
+        split_tensor_along_last_dim
+        checkpointing grads layers loss_functions mappings pad parallel_state random utils""",
+    "parallel_layers.parallel_state": "move_model_to_device",  # in the API guide
+    "": "CheckpointIOState finalize_checkpoint has_checkpoint load_checkpoint save_checkpoint",
+}
+
+
+@pytest.mark.parametrize("module", EXPORTED)
+def test_modules_have_the_names_that_nxds_export(module):
+    package = importlib.import_module(f"neuronx_dist.{module}".rstrip("."))
+    assert [name for name in EXPORTED[module].split() if not hasattr(package, name)] == []
+    names = set(EXPORTED[module].split())
+    assert {name for name in names if not hasattr(package, name)} == set()
+    assert names - {"loss_functions"} <= set(getattr(package, "__all__", names))
