@@ -75,8 +75,8 @@ def pad_model(
 
     Raises:
         ValueError: a size does not grow by a whole number, a padded output would be gathered, a layer has replicas
-            (whose heads are padded in each group: `replace.LayerPlan.group`), or the tensor-parallel size does not divide
-            the padded heads.
+            (whose heads are padded in each group: `replace.LayerPlan.group`), or padded heads that the tensor-parallel
+            size does not divide.
     """
     classes = (wrapped_classes,) if isinstance(wrapped_classes, type) else tuple(wrapped_classes)
     padded = n_heads + get_number_of_extra_heads(n_heads, tp_degree)
