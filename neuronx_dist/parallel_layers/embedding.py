@@ -142,21 +142,22 @@ class ParallelEmbedding(EmbeddingAttributes):
             whole[self.padding_idx].zero_()
         self.weight.copy_(spec.local_slice(whole, comm.communicator(self.axis).rank))
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """`[batch, seq] -> [batch, seq, hidden]`, or this rank's piece of the sequence."""
         communicator = comm.communicator(self.axis)
         size = communicator.size
-        note_first(ids, communicator, "input ids")
+        note_first(input_, communicator, "input ids")
         compare_noted(communicator)
         sequence_dim = None
         if self.sequence_parallel_enabled:
-            if ids.dim() < 2:
-                refuse_sequence(self, ids)
+            if input_.dim() < 2:
+                refuse_sequence(self, input_)
             sequence_dim = self.sequence_dimension
         try:
-            out = self._lookup(ids) if size == 1 or self.shard_across_embedding else own_rows(ids, self.weight, self)
+            has_all_rows = size == 1 or self.shard_across_embedding
+            out = self._lookup(input_) if has_all_rows else own_rows(input_, self.weight, self)
         except RuntimeError as error:
-            refuse_ids(self, ids, error)
+            refuse_ids(self, input_, error)
             raise
         if sequence_dim == 0:
             out = out.transpose(0, 1).contiguous()

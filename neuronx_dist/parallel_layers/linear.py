@@ -235,17 +235,17 @@ class ColumnParallelLinear(_ParallelLinear):
         self.output_size_per_partition = self.weight.shape[0]
         self._siblings: _FusedColumns | None = None
 
-    def forward(self, x: torch.Tensor) -> Output:
+    def forward(self, input: torch.Tensor) -> Output:
         """`[.., in] -> [.., out/tp]`, or `[.., out]` with gather_output; `(output, bias)` with skip_bias_add."""
         try:
             if self._siblings is not None:
-                out = self._siblings.output_of(self, x)
+                out = self._siblings.output_of(self, input)
             else:
-                (out,) = _shards([self], x)
+                (out,) = _shards([self], input)
                 if self.gather_output:
                     out = self._gathered(out)
         except (RuntimeError, ValueError) as error:
-            refuse_input(self, x, error)
+            refuse_input(self, input, error)
             raise
         return (out, self._used_parameter(self.bias)) if self.skip_bias_add else out
 
@@ -410,28 +410,29 @@ class RowParallelLinear(_ParallelLinear):
         self.reduce_output = reduce_output
         self.input_size_per_partition = self.weight.shape[1]
 
-    def forward(self, x: torch.Tensor) -> Output:
+    def forward(self, input_: torch.Tensor) -> Output:
         """`[.., in/tp]` (or `[.., in]`) `-> [.., out]`; `(output, bias)` with skip_bias_add."""
         communicator = comm.communicator(self.axis)
         compare_noted(communicator)
-        weight, bias, shard = self._used_weight(), self._bias(), x
+        weight, bias, shard = self._used_weight(), self._bias(), input_
         try:
             if communicator.size == 1:
-                out = linear_alone(x, weight, bias, communicator)
+                out = linear_alone(input_, weight, bias, communicator)
             else:
                 if not self.input_is_parallel:
                     if self.stride > 1:  # of each block its piece, as the weight is sharded
-                        shard = x.unflatten(-1, (self.stride, -1))
+                        shard = input_.unflatten(-1, (self.stride, -1))
                     shard = spmd.convert(shard, communicator, src=I, dst=S(-1))
                     shard = shard.flatten(-2) if self.stride > 1 else shard
                 if self.reduce_output:
-                    out = call(RowLinear, shard, weight, bias, communicator, self._sequence_dim(x), self.reduce_dtype)
+                    dim = self._sequence_dim(input_)
+                    out = call(RowLinear, shard, weight, bias, communicator, dim, self.reduce_dtype)
                 else:
                     out = spmd.trust(F.linear(shard, weight), communicator, P)
                     if bias is not None:
                         out = out + spmd.convert(bias, communicator, src=R, dst=P).to(out.dtype)
         except (RuntimeError, ValueError) as error:
-            refuse_input(self, x, error)
+            refuse_input(self, input_, error)
             raise
         return (out, self.bias) if self.skip_bias_add else out
 

@@ -298,6 +298,25 @@ def test_functions_bind_the_releases_arguments(module):
         assert by_position == signature.bind(**dict(zip(names, names))).arguments == dict(zip(names, names)), name
 
 
+FORWARDS = {
+    "input": [lambda: ColumnParallelLinear(4, 4), lambda: layer_norm.LayerNorm(4), lambda: layer_norm.RMSNorm(4)],
+    "input_": [lambda: RowParallelLinear(4, 4), lambda: ParallelEmbedding(4, 4)],
+}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", FORWARDS)
+def test_forwards_have_the_names_of_the_release(name, tp):
+    def work():
+        for build in FORWARDS[name]:
+            with torch.random.fork_rng():
+                layer = build()
+            x = torch.tensor([[1, 3]]) if isinstance(layer, ParallelEmbedding) else torch.ones(1, 2, 4)
+            assert torch.equal(layer(**{name: x}), layer(x))
+
+    threads.run(tp_mesh(tp), work)
+
+
 def test_cross_entropy_takes_both_pairs_of_names():
     logits, labels = draw(3, 8, seed=1), torch.tensor([1, 5, 7])
 
