@@ -94,7 +94,8 @@ class _ParallelLinear(LinearAttributes):
             if bias_is_sharded:
                 bias_spec = ShardSpec(layout_axis, 0, stride, size, (output_size,))
             else:
-                bias_spec = ShardSpec(full_shape=(output_size,), sequence_parallel=bias_is_partial and size > 1)
+                is_partial = bias_is_partial and (size > 1 or self.axis == "tp")  # at tp 1 too, as in NxD
+                bias_spec = ShardSpec(full_shape=(output_size,), sequence_parallel=is_partial)
             self.bias = nn.Parameter(torch.empty(bias_spec.local_shape, dtype=dtype, device=target))
             set_spec(self, "bias", bias_spec)
         else:
