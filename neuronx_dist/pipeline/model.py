@@ -68,7 +68,9 @@ class NxDPPModel(CutModule):
         return_mb_loss: return the list of the microbatches' losses.
         broadcast_and_average_loss: return the loss on all ranks, averaged over data-parallel ranks.
         pipeline_cuts: names of the last layers of all pieces but the last: `stages * chunks - 1` of them.
-        input_names: the keyword arguments that `run_train` and `run_eval` are called with; None: any.
+        input_names: the keyword arguments that `run_train` and `run_eval` are called with; None: any. With names, a
+            model that registers a norm or a head before its transformer layers is placed by the order of its calls, if
+            it runs on ids `[1, 8]`; see `trace` for others.
         leaf_module_cls: more classes, or parts of names of classes, whose modules are recorded as one call. A module
             without parameters runs on each stage that needs its result, unless it changes a buffer, draws random
             numbers, communicates or depends on activations: then on the stage where it is called.
