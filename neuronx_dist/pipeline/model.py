@@ -78,7 +78,7 @@ class NxDPPModel(CutModule):
             without effect, with a warning: the calls of forward are recorded while it runs, not traced from symbols.
         param_init_fn: `param_init_fn(module)` initialises the direct parameters of a module that was on meta; called
             for each module of this stage that has any, on the CPU. `param_init_fn(module, device)`, as in NxD's
-            release, is called for modules that contain such modules too, before these.
+            release, is called for modules that contain such modules too, before these. What it does not set is NaN.
         trace_file_path: a file in which each pass is recorded, as a trace of Chrome and Perfetto (ui.perfetto.dev):
             tasks, waits, messages and collectives of all ranks of a host; see `Trace`. None: no trace.
         use_zero1_optimizer: the optimizer averages gradients over data-parallel ranks, so that `run_train` does not.

@@ -306,10 +306,10 @@ class StageModule(nn.Module):
             if any(tensor.is_meta and self.is_local(key) for key, tensor in tensors):
                 for key, param in module._parameters.items():
                     if param is not None and param.is_meta and self.is_local(join(name, key)):
-                        install_parameter(param, torch.empty_like(param, device=device))
+                        install_parameter(param, _unset(param, device))
                 for key, buffer in module._buffers.items():
                     if buffer is not None and buffer.is_meta and self.is_local(join(name, key)):
-                        module._buffers[key] = torch.empty_like(buffer, device=device)
+                        module._buffers[key] = _unset(buffer, device)
                 init_fn(module, *arguments)
 
     def refuse_meta(self) -> None:
@@ -407,3 +407,9 @@ def _refuse_wrapped_layers(model: nn.Module) -> None:
                 "pipeline cuts, records and names: call module.compile() on each transformer layer, which compiles "
                 "in place, or compile() of the pipeline model"
             )
+
+
+def _unset(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory for a tensor of meta: NaN, so that a value which no initialiser sets is seen."""
+    memory = torch.empty_like(tensor, device=device)
+    return memory.fill_(float("nan")) if memory.is_floating_point() else memory

@@ -203,6 +203,17 @@ def test_param_init_fn_of_the_release_gets_the_device(mesh: Mesh, init: Any) -> 
         assert all(error(grad, expected[name]) < 1e-10 for name, grad in grads.items())
 
 
+@pytest.mark.parametrize("init", [lambda module: None, lambda module, device: None], ids=["guide", "release"])
+def test_what_param_init_fn_leaves_alone_is_nan(init: Any) -> None:
+    """Not the memory's former content: a weight, or a buffer of frequencies, would be wrong in silence."""
+    with comm.as_rank(Mesh(2, pp=2), 0):
+        with torch.device("meta"):
+            model = ParallelModel()
+        pipeline = NxDPPModel(model, ParallelBlock, auto_partition=True, param_init_fn=init)
+        tensors = [*pipeline.local_parameters(), *pipeline.local_buffers()]
+    assert len(tensors) == 8 and all(tensor.isnan().all() for tensor in tensors)
+
+
 def test_recording_is_always_put_off() -> None:
     """`_delay_tracing` asks for what happens anyway: nothing is recorded before the first batch."""
     with comm.as_rank(Mesh(2, pp=2), 0), pytest.warns(UserWarning, match="_delay_tracing=True has no effect here"):
