@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 # Name -> its module. Loaded when first asked for, so that importing the package stays quick.
 _LAZY = {
     "CheckpointError": "checkpoint.errors",
+    "CheckpointIOState": "checkpoint.background",
     "Layout": "planning.layout",
     "MasterWeightsOptimizer": "optimizer",
     "NeuronZero1Optimizer": "optimizer",

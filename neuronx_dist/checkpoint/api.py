@@ -60,7 +60,7 @@ def save_checkpoint(
         scheduler: anything with a `state_dict`, equal on all ranks.
         user_content: plain data of rank 0 (numbers, strings, lists, dicts, tensors), which `load_checkpoint` returns:
             step, position in the data.
-        num_kept_ckpts: how many complete checkpoints stay, this one included; None: all.
+        num_kept_ckpts: how many complete checkpoints stay, this one included; None, or -1 as in NxD's scripts: all.
         async_save: copy and write in the background. The next `optimizer.step()`, or `load_state_dict`, waits until the
             tensors that it changes are copied; all others are copied before this returns. An error is raised by the
             next call of a function of this file, also if other code changed weights that were not copied yet.
@@ -78,9 +78,10 @@ def save_checkpoint(
     """
     io_state = state_of_rank()
     rank, ranks = comm.rank("world"), comm.size("world")
+    keep = None if num_kept_ckpts == -1 else num_kept_ckpts
     with together("no checkpoint was saved"):
         name = check_tag(tag)
-        _check_options(when_busy, num_kept_ckpts)
+        _check_options(when_busy, keep)
         _check_types(model, optimizer, scheduler)
     if rank == 0:
         _warn_of_unused(use_xser, avoid_saving_lower_precision_weights)
@@ -122,7 +123,7 @@ def save_checkpoint(
         writing.write(plan, storage, path)
 
     entries = {file: Entry(len(content), zlib.crc32(content)) for file, content in small.items()}
-    save = Save(folder, name, write, entries, num_kept_ckpts, rank, ranks)
+    save = Save(folder, name, write, entries, keep, rank, ranks)
     if async_save:
         io_state.pending, io_state.staging = save, staging
         save.start()
@@ -301,7 +302,7 @@ def _check_options(when_busy: str, num_kept_ckpts: int | None) -> None:
     if when_busy not in ("wait", "supersede"):
         raise ValueError(f'when_busy must be "wait" or "supersede", got {when_busy!r}')
     if num_kept_ckpts is not None and num_kept_ckpts < 1:
-        raise ValueError(f"num_kept_ckpts must be at least 1, or None to keep all, got {num_kept_ckpts}")
+        raise ValueError(f"num_kept_ckpts must be at least 1, or None or -1 to keep all, got {num_kept_ckpts}")
 
 
 def _check_types(model: Any, optimizer: Any, scheduler: Any) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,11 @@ from ..gradients.buckets import BucketPlan, cap_in_bytes, overlap
 from ..gradients.gradient import ParameterGradient, parameters_of
 from ..gradients.in_backward import BackwardReduction, Bucket, release
 from ..gradients.norm import check_norm_groups, clip_grads_with_norm, norm_of, scale_grads
-from ..parallel_layers.utils import load_optimizer_state_dict, move_all_tensor_to_cpu
+from ..parallel_layers.utils import (
+    copy_tensor_model_parallel_attributes,
+    load_optimizer_state_dict,
+    move_all_tensor_to_cpu,
+)
 from ..spmd.watching import active
 from .base_optimizer import OptimizerFactory, check_factory, make_base_optimizer
 from .gathers import Gathers
@@ -145,6 +150,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self.skip_nonfinite = skip_nonfinite or loss_scaler is not None
         self.loss_scaler = loss_scaler
         self.skipped_steps = 0
+        self._options = defaults
         self._higher_cc_precision = higher_cc_precision
         self._use_grad_acc_hook = use_grad_acc_hook
         self._sharding = (
@@ -154,9 +160,14 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             check_norm_groups(grad_norm_groups)
         self._gather_cap = cap_in_bytes(bucket_cap_mb_all_gather, _BUCKET_CAP_ENV, _BUCKET_CAP_MB)
         self._scatter_cap = cap_in_bytes(bucket_cap_mb_reduce_scatter, _BUCKET_CAP_ENV, _BUCKET_CAP_MB)
+        self._norms_by_group = norms_by_group
+        self._configured = (*vars(self), "_configured")  # attributes that a copy shares
+        self._start(params, overlap, lazy_init)
+
+    def _start(self, params: Any, overlap: bool, lazy_init: bool) -> None:
+        """Sets up what belongs to these parameters: shards, buckets, hooks, norms."""
         self._grad_norm: torch.Tensor | None = None
         self._grad_norms: torch.Tensor | None = None
-        self._norms_by_group = norms_by_group
         self._group_sizes: list[int] = []  # trainable parameters of each parameter group
         self.shards: list[ParameterShard] = []
         self._scatter_plan, self._gather_plan = BucketPlan(), BucketPlan()
@@ -164,11 +175,30 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self._gathers = Gathers()
         self._is_reduced = False
         self.base_optimizer: torch.optim.Optimizer | None = None
-        super().__init__(params, defaults)
+        super().__init__(params, self._options)
         if overlap and not any(map(in_one_program, parameters_of(self))):
             self._in_backward = BackwardReduction(self._scatter_buckets)
         if not lazy_init:
             self.init_zero()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NeuronZero1Optimizer:
+        """Returns an optimizer of copied parameters, those of a model in the same `deepcopy`, with equal state.
+
+        Gradients and hooks are not copied, as by torch's optimizers. No rank waits for another.
+        """
+        self.wait()
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update({name: vars(self)[name] for name in self._configured})
+        copied.loss_scaler = deepcopy(self.loss_scaler, memo)
+        groups = deepcopy(self.param_groups, memo)
+        for param, copied_param in zip(parameters_of(self), (p for group in groups for p in group["params"])):
+            copy_tensor_model_parallel_attributes(copied_param, param)
+        copied._start(groups, self._in_backward is not None, lazy_init=self.base_optimizer is None)
+        if self.base_optimizer is not None:
+            masters = {index: shard.master.detach() for index, shard in enumerate(self.shards)}
+            copied.load_state_dict({**deepcopy(self.state_dict()), "sharded_master_weights": masters})
+        return copied
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -329,7 +359,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         """Returns the base optimizer; builds it and the shards at the first call."""
         if self.base_optimizer is None:
             groups = [self._shard_group(group) for group in self.param_groups]
-            self.base_optimizer = make_base_optimizer(self.optimizer_class, groups, self.defaults)
+            self.base_optimizer = make_base_optimizer(self.optimizer_class, groups, self._options)
             # The class's own defaults: schedulers want to find them in our groups, and some in `defaults`.
             self.defaults = {**self.base_optimizer.defaults, **self.defaults}
             _copy_options(self.base_optimizer.param_groups, self.param_groups)

@@ -23,6 +23,7 @@ from .mappings import (
     reduce_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from .parallel_state import initialize_model_parallel
 
 PARALLEL_MODULES = [ColumnParallelLinear, RowParallelLinear, ParallelEmbedding]
 PARALLEL_FUNCTIONS = [
@@ -35,30 +36,38 @@ PARALLEL_FUNCTIONS = [
 
 # Loaded at the first use, so that importing the package stays quick.
 _LAZY = {
-    "LayerNorm": "parallel_layers.layer_norm",
-    "RMSNorm": "parallel_layers.layer_norm",
-    "move_model_to_device": "parallel_layers.utils",
-    "random": "parallel_layers",
-    "utils": "parallel_layers",
+    **dict.fromkeys(("LayerNorm", "RMSNorm"), "parallel_layers.layer_norm"),
+    **dict.fromkeys(("load", "save"), "parallel_layers.checkpointing"),
+    "clip_grad_norm": "gradients.norm",
+    **dict.fromkeys(("get_xla_rng_tracker", "model_parallel_xla_manual_seed"), "parallel_layers.random"),
+    **dict.fromkeys(
+        (
+            "copy_tensor_model_parallel_attributes",
+            "move_model_to_device",
+            "set_defaults_if_not_set_tensor_model_parallel_attributes",
+            "set_tensor_model_parallel_attributes",
+            "split_tensor_along_last_dim",
+        ),
+        "parallel_layers.utils",
+    ),
+    **dict.fromkeys(("checkpointing", "grads", "layers", "pad", "random", "utils"), "parallel_layers"),
 }
 __getattr__ = lazy_names(__name__, _LAZY)
 
 __all__ = [
     "ColumnParallelLinear",
-    "LayerNorm",
     "PARALLEL_FUNCTIONS",
     "PARALLEL_MODULES",
     "ParallelEmbedding",
-    "RMSNorm",
     "RowParallelLinear",
     "copy_to_tensor_model_parallel_region",
     "fuse_columns",
     "gather_from_tensor_model_parallel_region",
+    "initialize_model_parallel",
     "mappings",
-    "move_model_to_device",
     "parallel_cross_entropy",
     "parallel_state",
-    "random",
     "reduce_from_tensor_model_parallel_region",
     "scatter_to_tensor_model_parallel_region",
+    *_LAZY,
 ]

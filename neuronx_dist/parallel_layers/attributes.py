@@ -35,7 +35,6 @@ class LinearAttributes(ShardedModule):
     bias_shape = _Computed(lambda layer: None if layer.bias is None else tuple(layer.bias.shape))
     device = _Computed(lambda layer: layer.weight.device)
     dtype = _Computed(lambda layer: layer.weight.dtype)
-    keep_master_weight = _Computed(lambda layer: layer.master_weight is not None)
     pad = False
     rank_ordering = None
     weight_partition_dim = _Computed(lambda layer: spec_of(layer.weight).dim)

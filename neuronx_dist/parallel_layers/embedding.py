@@ -116,7 +116,7 @@ class ParallelEmbedding(EmbeddingAttributes):
         self.weight = nn.Parameter(torch.empty(spec.local_shape, dtype=dtype, device=target))
         set_spec(self, "weight", spec)
         if target.type != "meta":
-            self._draw()
+            self.init_weight_cpu()
 
     @property
     def first_id(self) -> int:
@@ -131,29 +131,32 @@ class ParallelEmbedding(EmbeddingAttributes):
         return full if torch.device(device).type == "meta" else full.to_empty(device=device)
 
     @torch.no_grad()
-    def _draw(self) -> None:
+    def init_weight_cpu(self) -> None:
+        """Draws the unsharded weight from the global CPU generator, and stores this rank's slice."""
         spec = spmd.spec_of(self.weight)
-        whole = torch.empty(spec.full_shape, dtype=torch.promote_types(self.weight.dtype, torch.float32), device="cpu")
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        whole = torch.empty(spec.unpadded_shape, dtype=dtype, device="cpu")
         self.init_method(whole)
         if self.padding_idx is not None:
             whole[self.padding_idx].zero_()
         self.weight.copy_(spec.local_slice(whole, comm.communicator(self.axis).rank))
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """`[batch, seq] -> [batch, seq, hidden]`, or this rank's piece of the sequence."""
         communicator = comm.communicator(self.axis)
         size = communicator.size
-        note_first(ids, communicator, "input ids")
+        note_first(input_, communicator, "input ids")
         compare_noted(communicator)
         sequence_dim = None
         if self.sequence_parallel_enabled:
-            if ids.dim() < 2:
-                refuse_sequence(self, ids)
+            if input_.dim() < 2:
+                refuse_sequence(self, input_)
             sequence_dim = self.sequence_dimension
         try:
-            out = self._lookup(ids) if size == 1 or self.shard_across_embedding else own_rows(ids, self.weight, self)
+            has_all_rows = size == 1 or self.shard_across_embedding
+            out = self._lookup(input_) if has_all_rows else own_rows(input_, self.weight, self)
         except RuntimeError as error:
-            refuse_ids(self, ids, error)
+            refuse_ids(self, input_, error)
             raise
         if sequence_dim == 0:
             out = out.transpose(0, 1).contiguous()

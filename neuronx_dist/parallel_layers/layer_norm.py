@@ -80,8 +80,8 @@ class LayerNorm(_Norm):
             sequence_parallel_enabled,
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(_Norm):
@@ -97,5 +97,5 @@ class RMSNorm(_Norm):
     ) -> None:
         super().__init__(normalized_shape, eps, True, False, device, dtype, sequence_parallel_enabled)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(input, self.normalized_shape, self.weight, self.eps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -93,14 +94,19 @@ class _ParallelLinear(LinearAttributes):
             if bias_is_sharded:
                 bias_spec = ShardSpec(layout_axis, 0, stride, size, (output_size,))
             else:
-                bias_spec = ShardSpec(full_shape=(output_size,), sequence_parallel=bias_is_partial and size > 1)
+                is_partial = bias_is_partial and (size > 1 or self.axis == "tp")  # at tp 1 too, as in NxD
+                bias_spec = ShardSpec(full_shape=(output_size,), sequence_parallel=is_partial)
             self.bias = nn.Parameter(torch.empty(bias_spec.local_shape, dtype=dtype, device=target))
             set_spec(self, "bias", bias_spec)
         else:
             self.register_parameter("bias", None)
+        self.keep_master_weight = keep_master_weight
         self.master_weight: torch.Tensor | None = None
         if target.type != "meta":
-            self._draw(keep_master_weight)
+            self.init_weight_cpu()
+            if bias:
+                bound = 1 / math.sqrt(input_size) if input_size else 0.0
+                self._draw("bias", partial(nn.init.uniform_, a=-bound, b=bound))
 
     def full_module(self, device: Any = "meta") -> nn.Linear:
         """The unsharded layer: same class of layer, whole (unpadded) shapes; for initialisers."""
@@ -108,27 +114,25 @@ class _ParallelLinear(LinearAttributes):
         full = nn.Linear(in_features, out_features, bias=self.bias is not None, device="meta", dtype=self.weight.dtype)
         return full if torch.device(device).type == "meta" else full.to_empty(device=device)
 
-    @torch.no_grad()
-    def _draw(self, keep_master_weight: bool) -> None:
-        """Draws the unsharded parameters from the global CPU generator, and stores this rank's slices.
+    def init_weight_cpu(self) -> None:
+        """Draws the unsharded weight from the global CPU generator, and stores this rank's slice.
 
-        So the weights are equal at any degree.
+        So the weight is equal at any degree. With `keep_master_weight` the whole weight is stored too.
         """
-        rank = comm.communicator(self.axis).rank // self.replicas
-        dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        for name, param in self.named_parameters(recurse=False):
-            spec = spmd.spec_of(param)
-            whole = torch.empty(spec.full_shape, dtype=dtype, device="cpu")
-            if name == "bias":
-                bound = 1 / math.sqrt(self.input_size) if self.input_size else 0.0
-                nn.init.uniform_(whole, -bound, bound)
-            elif self.init_method is not None:
-                self.init_method(whole)
-            else:
-                nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
-            param.copy_(spec.local_slice(whole, rank))
-            if name == "weight" and keep_master_weight:
-                self.master_weight = whole
+        whole = self._draw("weight", self.init_method or partial(nn.init.kaiming_uniform_, a=math.sqrt(5)))
+        if self.keep_master_weight:
+            self.master_weight = whole
+
+    @torch.no_grad()
+    def _draw(self, name: str, init_method: InitMethod) -> torch.Tensor:
+        """Draws an unsharded parameter, and stores this rank's slice; returns what was drawn."""
+        param = self._parameters[name]
+        assert param is not None
+        spec = spmd.spec_of(param)
+        whole = torch.empty(spec.unpadded_shape, dtype=torch.promote_types(param.dtype, torch.float32), device="cpu")
+        init_method(whole)
+        param.copy_(spec.local_slice(whole, comm.communicator(self.axis).rank // self.replicas))
+        return whole
 
     def _bias(self) -> torch.Tensor | None:
         return None if self.skip_bias_add else self.bias
@@ -232,17 +236,17 @@ class ColumnParallelLinear(_ParallelLinear):
         self.output_size_per_partition = self.weight.shape[0]
         self._siblings: _FusedColumns | None = None
 
-    def forward(self, x: torch.Tensor) -> Output:
+    def forward(self, input: torch.Tensor) -> Output:
         """`[.., in] -> [.., out/tp]`, or `[.., out]` with gather_output; `(output, bias)` with skip_bias_add."""
         try:
             if self._siblings is not None:
-                out = self._siblings.output_of(self, x)
+                out = self._siblings.output_of(self, input)
             else:
-                (out,) = _shards([self], x)
+                (out,) = _shards([self], input)
                 if self.gather_output:
                     out = self._gathered(out)
         except (RuntimeError, ValueError) as error:
-            refuse_input(self, x, error)
+            refuse_input(self, input, error)
             raise
         return (out, self._used_parameter(self.bias)) if self.skip_bias_add else out
 
@@ -407,28 +411,29 @@ class RowParallelLinear(_ParallelLinear):
         self.reduce_output = reduce_output
         self.input_size_per_partition = self.weight.shape[1]
 
-    def forward(self, x: torch.Tensor) -> Output:
+    def forward(self, input_: torch.Tensor) -> Output:
         """`[.., in/tp]` (or `[.., in]`) `-> [.., out]`; `(output, bias)` with skip_bias_add."""
         communicator = comm.communicator(self.axis)
         compare_noted(communicator)
-        weight, bias, shard = self._used_weight(), self._bias(), x
+        weight, bias, shard = self._used_weight(), self._bias(), input_
         try:
             if communicator.size == 1:
-                out = linear_alone(x, weight, bias, communicator)
+                out = linear_alone(input_, weight, bias, communicator)
             else:
                 if not self.input_is_parallel:
                     if self.stride > 1:  # of each block its piece, as the weight is sharded
-                        shard = x.unflatten(-1, (self.stride, -1))
+                        shard = input_.unflatten(-1, (self.stride, -1))
                     shard = spmd.convert(shard, communicator, src=I, dst=S(-1))
                     shard = shard.flatten(-2) if self.stride > 1 else shard
                 if self.reduce_output:
-                    out = call(RowLinear, shard, weight, bias, communicator, self._sequence_dim(x), self.reduce_dtype)
+                    dim = self._sequence_dim(input_)
+                    out = call(RowLinear, shard, weight, bias, communicator, dim, self.reduce_dtype)
                 else:
                     out = spmd.trust(F.linear(shard, weight), communicator, P)
                     if bias is not None:
                         out = out + spmd.convert(bias, communicator, src=R, dst=P).to(out.dtype)
         except (RuntimeError, ValueError) as error:
-            refuse_input(self, x, error)
+            refuse_input(self, input_, error)
             raise
         return (out, self.bias) if self.skip_bias_add else out
 

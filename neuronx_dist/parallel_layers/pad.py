@@ -66,7 +66,8 @@ def pad_model(
 
     Args:
         model: built with parallel layers.
-        tp_degree: the tensor-parallel size.
+        tp_degree: the tensor-parallel size, or another one for which to pad; `n_heads`, padded, must be divisible by
+            both.
         n_heads: heads of the model before padding; with grouped-query attention the number of key/value heads.
         wrapped_classes: the classes inside which layers are padded, usually the attention; () pads all of the model.
         pad_hook_fn: called as `pad_hook_fn(module, ratio)` for every instance of a wrapped class; with (), for which
@@ -74,14 +75,18 @@ def pad_model(
 
     Raises:
         ValueError: a size does not grow by a whole number, a padded output would be gathered, a layer has replicas
-            (whose heads are padded in each group: `replace.LayerPlan.group`), or tp_degree is not the current one.
+            (whose heads are padded in each group: `replace.LayerPlan.group`), or padded heads that the tensor-parallel
+            size does not divide.
     """
     classes = (wrapped_classes,) if isinstance(wrapped_classes, type) else tuple(wrapped_classes)
-    if tp_degree != comm.size("tp"):
-        raise ValueError(f"pad_model: tp_degree is {tp_degree}, but the tensor-parallel size is {comm.size('tp')}")
-    extra = get_number_of_extra_heads(n_heads, tp_degree)
-    if extra:
-        _pad_inside(model, "", Fraction(n_heads + extra, n_heads), classes, not classes, pad_hook_fn)
+    padded = n_heads + get_number_of_extra_heads(n_heads, tp_degree)
+    if padded % comm.size("tp"):
+        raise ValueError(
+            f"pad_model: {n_heads} heads, padded to {padded} for tp_degree {tp_degree}, are not divisible by the "
+            f"tensor-parallel size {comm.size('tp')}: pass a multiple of that size as tp_degree"
+        )
+    if padded != n_heads:
+        _pad_inside(model, "", Fraction(padded, n_heads), classes, not classes, pad_hook_fn)
     return model
 
 

@@ -13,8 +13,12 @@ from typing import Any
 
 from .. import comm, gradients, weights
 from ..comm import context
+from ..lazy_names import lazy_names
 from ..mesh import Axis, Mesh
 from ..topology import LINEAR
+
+# The API guide lists this function here. Loaded at the first use, so that importing the package stays quick.
+__getattr__ = lazy_names(__name__, {"move_model_to_device": "parallel_layers.utils"})
 
 ParallelGroups = namedtuple("ParallelGroups", "tp_groups dp_groups pp_groups ep_model_groups ep_data_groups cp_groups")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import takewhile
 from typing import Any, Literal
 
 import torch
@@ -10,9 +12,10 @@ from torch import nn
 
 from .. import comm
 from ..comm.rank_selection import in_one_program
+from ..parallel_layers import ParallelEmbedding
 from ..program.recording import Recording
 from .cut.partitioning import partition
-from .cut.placement import Placement
+from .cut.placement import Placement, leaf_names
 from .options import check_counts, checked_input_names, module_classes, warn_of_tracing
 from .run.comparison import CutStatement, PipelineComparison
 from .run.stage_program import recorded
@@ -21,6 +24,8 @@ from .schedule import Schedule, training_schedule
 from .stage_module import StageModule
 
 __all__ = ["CutModule"]
+
+_EMBEDDINGS = (nn.Embedding, ParallelEmbedding)
 
 
 class CutModule(StageModule):
@@ -41,7 +46,7 @@ class CutModule(StageModule):
     pipeline_cuts: list[str]
     auto_partition: Literal["layers", "balanced"] | None
     input_names: list[str] | None
-    param_init_fn: Callable[[nn.Module], Any] | None
+    param_init_fn: Callable[..., Any] | None
     recorder: Callable[..., Recording]
     _layer_classes: list[type]
     _leaf_classes: list[type]
@@ -109,7 +114,19 @@ class CutModule(StageModule):
         self._check_not_partitioned("partition")
         if not self.auto_partition:
             self._check_number_of_cuts()
+        if self._example is None and self.input_names and self.num_stages > 1 and self._is_order_doubtful():
+            # NxD, whose models have ids, traces without inputs. Other models are placed by registration.
+            ids = {name: torch.zeros(1, 8, dtype=torch.long) for name in self.input_names}
+            with suppress(Exception):
+                self._example = self._record(ids, None)
         self._partition("partition")
+
+    def _is_order_doubtful(self) -> bool:
+        """Returns whether a layer that is no embedding is registered before the transformer layers."""
+        names = leaf_names(self.original_module, self._leaf_classes) if self._layer_classes else []
+        leaves = map(self.original_module.get_submodule, names)
+        before = takewhile(lambda leaf: not isinstance(leaf, tuple(self._layer_classes)), leaves)
+        return any(next(leaf.parameters(), None) is not None and not isinstance(leaf, _EMBEDDINGS) for leaf in before)
 
     def _open_channels(self) -> None:
         if self.num_stages > 1:

@@ -27,7 +27,8 @@ class LayerList(nn.Module):
 
     Args:
         layers: each takes and returns a tensor, or a list of tensors.
-        loss_fn: `loss_fn(output, labels)`; None: forward returns the last layer's output alone.
+        loss_fn: `loss_fn(output, labels)`, of a list or tuple its first entry, as in NxD; None: forward returns the
+            last layer's output alone.
 
     Raises:
         ValueError: `layers` is not a list of different modules.
@@ -45,7 +46,7 @@ class LayerList(nn.Module):
         output = inputs
         for layer in self.layers:
             output = layer(output)
-        return output if self.loss_fn is None else (self.loss_fn(output, labels), output)
+        return output if self.loss_fn is None else (self.loss_fn(_first(output), _first(labels)), output)
 
     @property
     def layer_classes(self) -> list[type]:
@@ -134,6 +135,10 @@ class PipelineStageModule(nn.Module):
         for layer, path in layer_and_weight_path:
             owner, _, name = path.rpartition(".")
             layer.get_submodule(owner)._parameters[name] = first
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, (list, tuple)) else value
 
 
 def _parameter(what: str, layer: nn.Module, path: str) -> nn.Parameter:

@@ -68,14 +68,17 @@ class NxDPPModel(CutModule):
         return_mb_loss: return the list of the microbatches' losses.
         broadcast_and_average_loss: return the loss on all ranks, averaged over data-parallel ranks.
         pipeline_cuts: names of the last layers of all pieces but the last: `stages * chunks - 1` of them.
-        input_names: the keyword arguments that `run_train` and `run_eval` are called with; None: any.
+        input_names: the keyword arguments that `run_train` and `run_eval` are called with; None: any. With names, a
+            model that registers a norm or a head before its transformer layers is placed by the order of its calls, if
+            it runs on ids `[1, 8]`; see `trace` for others.
         leaf_module_cls: more classes, or parts of names of classes, whose modules are recorded as one call. A module
             without parameters runs on each stage that needs its result, unless it changes a buffer, draws random
             numbers, communicates or depends on activations: then on the stage where it is called.
         autowrap_functions, autowrap_modules, autowrap_obj_methods, tracer_cls ("hf", "torch" or a class): checked, and
             without effect, with a warning: the calls of forward are recorded while it runs, not traced from symbols.
         param_init_fn: `param_init_fn(module)` initialises the direct parameters of a module that was on meta; called
-            for each module of this stage that has any, on the CPU.
+            for each module of this stage that has any, on the CPU. `param_init_fn(module, device)`, as in NxD's
+            release, is called for modules that contain such modules too, before these. What it does not set is NaN.
         trace_file_path: a file in which each pass is recorded, as a trace of Chrome and Perfetto (ui.perfetto.dev):
             tasks, waits, messages and collectives of all ranks of a host; see `Trace`. None: no trace.
         use_zero1_optimizer: the optimizer averages gradients over data-parallel ranks, so that `run_train` does not.
@@ -91,7 +94,8 @@ class NxDPPModel(CutModule):
             `run_train(inputs=..., labels=...)` gives `inputs` to the first one. See `pipeline.manual_pipe_stage`.
         manual_pp_stage_partition_fn: `fn(layers, n)` returns `{layer: stage}`, with the layers themselves as keys, and
             stages of all n = `stages * chunks` pieces; None: an even division, as of `auto_partition`.
-        manual_pp_loss_fn: `fn(output, labels)` is the loss, of the last layer's output.
+        manual_pp_loss_fn: `fn(output, labels)` is the loss, of the last layer's output; of a list or tuple, output or
+            labels, the function gets the first entry.
         schedule: what `run_train` runs: "1f1b", "interleaved" (at least two chunks), "gpipe", "zb_h1", "zb_v" (two
             chunks, placed as a V, so that stage 0 has the loss), a `Schedule`, or a function that makes one,
             `(num_stages, num_microbatches) -> Schedule`. None: 1F1B, and interleaved 1F1B if there are several chunks.
@@ -126,7 +130,7 @@ class NxDPPModel(CutModule):
         autowrap_functions: Any = None,
         autowrap_modules: Any = None,
         tracer_cls: Any = None,
-        param_init_fn: Callable[[nn.Module], Any] | None = None,
+        param_init_fn: Callable[..., Any] | None = None,
         trace_file_path: str | None = None,
         use_zero1_optimizer: bool = False,
         auto_partition: bool | str | None = False,

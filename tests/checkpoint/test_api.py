@@ -146,9 +146,11 @@ def test_what_lies_in_the_folder(tmp_path: Path) -> None:
     assert set(CheckpointFolder(open_storage(tmp_path)).find("step_1").files or {}) == names - {"checkpoint", "done"}
 
 
-def test_rotation(tmp_path: Path) -> None:
-    saved(tmp_path, "a", "b", "c", "d", num_kept_ckpts=2)
-    assert sorted(os.listdir(tmp_path)) == ["c", "d"]
+@pytest.mark.parametrize("num_kept, left", [(2, ["b", "c"]), (-1, ["a", "b", "c"])])
+def test_rotation(tmp_path: Path, num_kept: int, left: list[str]) -> None:
+    """NxD's scripts pass -1, their default, to keep all."""
+    saved(tmp_path, "a", "b", "c", num_kept_ckpts=num_kept)
+    assert sorted(os.listdir(tmp_path)) == left
 
 
 # --- beside the run ---

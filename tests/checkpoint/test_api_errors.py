@@ -71,7 +71,7 @@ def test_a_rank_that_saves_something_else(tmp_path: Path) -> None:
     on_ranks(rank)
 
 
-@pytest.mark.parametrize("options", [dict(num_kept_ckpts=0), dict(when_busy="drop")])
+@pytest.mark.parametrize("options", [dict(num_kept_ckpts=0), dict(num_kept_ckpts=-2), dict(when_busy="drop")])
 def test_options_that_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(ValueError, match=f"{name} must be"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import weakref
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.gradients import buckets
 from neuronx_dist.mesh import Mesh
@@ -306,5 +308,83 @@ def test_a_deleted_model_and_its_optimizer_are_collected() -> None:
         del model, optimizer
         gc.collect()
         assert [ref() for ref in gone] == [None] * 4
+
+    comm.threads.run(Mesh(2), rank_main)
+
+
+# --- copies ---
+
+
+class Layers(nn.Module):
+    """Parallel layers and a norm, whose rows two ranks do not divide."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up = nxd.ColumnParallelLinear(3, 8, gather_output=False, dtype=dtype)
+        self.down = nxd.RowParallelLinear(8, 3, input_is_parallel=True, dtype=dtype)
+        self.norm = nn.LayerNorm(3, dtype=dtype)
+        with torch.no_grad():
+            for number, param in enumerate(self.parameters()):
+                param.copy_(torch.linspace(-0.3, 0.1 * (number + 1), param.numel()).view_as(param))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(self.down(torch.tanh(self.up(x))))
+        return out
+
+
+def make_steps(model: nn.Module, optimizer: NeuronZero1Optimizer, numbers: range) -> list[torch.Tensor]:
+    """Returns the norms of the steps, and the weights after the last one."""
+    norms = []
+    for number in numbers:
+        optimizer.zero_grad()
+        x = torch.linspace(-1, 1, 12).view(4, 3) * (number + 1) + comm.rank("dp")
+        model(x.to(model.norm.weight.dtype)).square().mul(torch.tensor([1.0, -2.0, 3.0])).mean().backward()
+        nxd.reduce_gradients(model, average_over_data=False)
+        optimizer.step()
+        assert optimizer.grad_norm is not None
+        norms.append(optimizer.grad_norm)
+    return [*norms, *(param.detach().clone() for param in model.parameters())]
+
+
+@pytest.mark.parametrize("mesh", [Mesh(1), Mesh(2), Mesh(4, tp=2)], ids=str)
+@pytest.mark.parametrize("optimizer_first", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": True}, {"use_grad_acc_hook": True}, {"optimizer_dtype": torch.float64}], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_deep_copy_goes_on_as_the_original(
+    mesh: Mesh, optimizer_first: bool, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """The copies of a model and its optimizer train bit-equal, and change nothing of the originals."""
+
+    def rank_main() -> None:
+        model = Layers(dtype)
+        params = [{"params": [*model.up.parameters()], "lr": 0.05}, {"params": [*model.down.parameters()]}]
+        optimizer = NeuronZero1Optimizer(params, torch.optim.AdamW, lr=0.1, max_norm=0.5, **options)
+        optimizer.add_param_group({"params": [*model.norm.parameters()], "weight_decay": 0.0})
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)  # which wraps `optimizer.step`
+        make_steps(model, optimizer, range(2))
+        before = [param.detach().clone() for param in model.parameters()]
+        if optimizer_first:
+            copied, of_copy = copy.deepcopy((optimizer, model))
+        else:
+            of_copy, copied = copy.deepcopy((model, optimizer))
+        assert type(copied) is NeuronZero1Optimizer and copied.base_optimizer is not optimizer.base_optimizer
+        results = make_steps(of_copy, copied, range(2, 4))
+        assert all(map(torch.equal, before, model.parameters()))
+        expected = make_steps(model, optimizer, range(2, 4))
+        assert len(results) == 8 and all(map(torch.equal, results, expected))
+
+    comm.threads.run(mesh, rank_main)
+
+
+def test_a_deep_copy_before_the_shards_are_made() -> None:
+    def rank_main() -> None:
+        model = Layers(torch.float32)
+        optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, lazy_init=True)
+        of_copy, copied = copy.deepcopy((model, optimizer))
+        assert copied.base_optimizer is None and copied.shards == []
+        results, expected = (make_steps(*pair, range(1)) for pair in ((of_copy, copied), (model, optimizer)))
+        assert all(map(torch.equal, results, expected))
 
     comm.threads.run(Mesh(2), rank_main)

@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 from neuronx_dist import comm
-from neuronx_dist.parallel_layers import ColumnParallelLinear, RowParallelLinear
+from neuronx_dist.parallel_layers import (
+    ColumnParallelLinear,
+    LayerNorm,
+    ParallelEmbedding,
+    RMSNorm,
+    RowParallelLinear,
+    grads,
+)
 from neuronx_dist.spmd import ShardSpec, spec_of
 from tests.parallel_layers.layer_parity import (
     IN,
@@ -37,6 +44,28 @@ def test_weights_are_those_of_torch_at_any_degree(tp, options):
                 assert all(torch.equal(param, want) for param in params)
         assert torch.equal(layers[0].master_weight, whole.weight)
         assert tp == 1 or layers[1].master_weight is None
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_init_weight_cpu_draws_the_weight_again(tp):
+    """Scripts for NxD call it for layers that were built on meta; the bias is theirs to set."""
+    for number, kind in enumerate((ColumnParallelLinear, RowParallelLinear, ParallelEmbedding)):
+        more = [{"gather_output": False}, {}, {"padding_idx": 3}][number]
+        more |= {} if kind is ParallelEmbedding else {"keep_master_weight": True}
+        for rank in range(tp):
+            with comm.as_rank(tp_mesh(tp), rank):
+                torch.manual_seed(5)
+                want = kind(IN, OUT, **more)
+                layer = kind(IN, OUT, device="meta", **more)
+                layer.to_empty(device="cpu")
+                before = [nn.init.zeros_(param) for param in layer.parameters()]
+                torch.manual_seed(5)
+                layer.init_weight_cpu()
+                assert [id(param) for param in layer.parameters()] == [id(param) for param in before]
+                assert torch.equal(layer.weight, want.weight)
+                assert spec_of(layer.weight) == spec_of(want.weight)
+                assert kind is ParallelEmbedding or torch.equal(layer.master_weight, want.master_weight)
+                assert kind is ParallelEmbedding or not layer.bias.any()
 
 
 def test_bias_shards_are_not_copies_of_each_other():
@@ -102,3 +131,22 @@ def test_layouts_of_the_parameters():
     assert spec_of(row.weight) == ShardSpec("tp", 1, 1, 2, (OUT, IN))
     assert (column.output_size_per_partition, row.input_size_per_partition) == (OUT // 2, IN // 2)
     assert "local_weight=[8, 8]" in repr(column)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_marks_of_sequence_parallelism_do_not_depend_on_the_degree(tp, enabled):
+    """Scripts for NxD read them from parameters; at tp 1 a reduction over tp changes nothing."""
+
+    def rank():
+        row = RowParallelLinear(IN, OUT, input_is_parallel=True, sequence_parallel_enabled=enabled)
+        norms = [norm(IN, sequence_parallel_enabled=enabled) for norm in (LayerNorm, RMSNorm)]
+        marked = [row.bias, *norms[0].parameters(), *norms[1].parameters()]
+        assert [getattr(param, "sequence_parallel_enabled", False) for param in marked] == [enabled] * 4
+        assert not hasattr(row.weight, "sequence_parallel_enabled")
+        for param in marked:
+            param.grad = torch.ones_like(param)
+        grads.reduce_gradients(nn.ModuleList([row, *norms]))
+        assert all(torch.equal(param.grad, torch.full_like(param, tp if enabled else 1)) for param in marked)
+
+    comm.threads.run(tp_mesh(tp), rank)

@@ -90,8 +90,20 @@ def _reference(state: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[torch.T
     return out.detach(), {name: value.grad for name, value in p.items() if value.grad is not None}
 
 
-@pytest.mark.parametrize("tp,heads,kv_heads,padded", [(2, 9, 3, (12, 4)), (4, 6, 2, (12, 4)), (2, 3, 3, (4, 4))])
-def test_padded_model_is_the_same_model(tp: int, heads: int, kv_heads: int, padded: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "tp,degree,heads,kv_heads,padded",
+    [
+        (2, 2, 9, 3, (12, 4)),
+        (4, 4, 6, 2, (12, 4)),
+        (2, 2, 3, 3, (4, 4)),
+        (1, 2, 9, 3, (12, 4)),  # padded as for a later run at another degree
+        (2, 4, 6, 2, (12, 4)),
+        (2, 3, 4, 4, (6, 6)),
+    ],
+)
+def test_padded_model_is_the_same_model(
+    tp: int, degree: int, heads: int, kv_heads: int, padded: tuple[int, int]
+) -> None:
     """Built unpadded (ranks hold pieces of heads), then padded by its key/value heads: outputs, gradients, layout."""
     state = _state(heads, kv_heads)
     x = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -99,7 +111,7 @@ def test_padded_model_is_the_same_model(tp: int, heads: int, kv_heads: int, padd
 
     def rank() -> None:
         model = _fill(Model(heads, kv_heads), state)
-        assert pad_model(model, tp, kv_heads, wrapped_classes=(Attention,)) is model
+        assert pad_model(model, degree, kv_heads, wrapped_classes=(Attention,)) is model
         assert model.attention.q.weight.shape == (padded[0] * HEAD_DIM // tp, HIDDEN)
         assert model.attention.q.output_size == padded[0] * HEAD_DIM
         assert model.attention.k.output_size_per_partition == padded[1] * HEAD_DIM // tp
@@ -152,6 +164,7 @@ def test_nothing_to_pad() -> None:
         model = Model(4, 2)
         before = {name: id(param) for name, param in model.named_parameters()}
         pad_model(model, 2, 2)
+        pad_model(model, 1, 2)
         assert before == {name: id(param) for name, param in model.named_parameters()}
 
     threads.run(Mesh(2, tp=2), rank)
@@ -201,7 +214,8 @@ def test_mistakes_are_named() -> None:
     message = pad(2, 9, wrapped_classes=(Attention,))
     assert "the output_size 12 of attention.k times 10/9 is not an integer" in message
     assert "the number of key/value heads" in message
-    assert "tp_degree is 4, but the tensor-parallel size is 2" in pad(4, 3)
+    message = pad(3, 3, wrapped_classes=(Attention,))
+    assert "3 heads, padded to 3 for tp_degree 3, are not divisible by the tensor-parallel size 2" in message
     assert "mlp gathers its output" in pad(2, 3)
 
 

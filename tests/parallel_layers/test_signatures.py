@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import warnings
 from functools import partial
@@ -297,6 +298,25 @@ def test_functions_bind_the_releases_arguments(module):
         assert by_position == signature.bind(**dict(zip(names, names))).arguments == dict(zip(names, names)), name
 
 
+FORWARDS = {
+    "input": [lambda: ColumnParallelLinear(4, 4), lambda: layer_norm.LayerNorm(4), lambda: layer_norm.RMSNorm(4)],
+    "input_": [lambda: RowParallelLinear(4, 4), lambda: ParallelEmbedding(4, 4)],
+}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", FORWARDS)
+def test_forwards_have_the_names_of_the_release(name, tp):
+    def work():
+        for build in FORWARDS[name]:
+            with torch.random.fork_rng():
+                layer = build()
+            x = torch.tensor([[1, 3]]) if isinstance(layer, ParallelEmbedding) else torch.ones(1, 2, 4)
+            assert torch.equal(layer(**{name: x}), layer(x))
+
+    threads.run(tp_mesh(tp), work)
+
+
 def test_cross_entropy_takes_both_pairs_of_names():
     logits, labels = draw(3, 8, seed=1), torch.tensor([1, 5, 7])
 
@@ -433,3 +453,28 @@ def test_attributes_of_a_pipeline_model():
         assert model.original_torch_module is module and model.transformer_layer_cls is nn.Linear
         assert (model.pipeline_parallel_rank, model.pipeline_parallel_size, model.virtual_pipeline_size) == (0, 1, 1)
         assert model.use_model_wrapper
+
+
+# --- names ---
+
+EXPORTED = {
+    "parallel_layers": """PARALLEL_FUNCTIONS PARALLEL_MODULES ColumnParallelLinear ParallelEmbedding RowParallelLinear
+        clip_grad_norm copy_tensor_model_parallel_attributes copy_to_tensor_model_parallel_region
+        gather_from_tensor_model_parallel_region get_xla_rng_tracker initialize_model_parallel load
+        model_parallel_xla_manual_seed move_model_to_device parallel_cross_entropy
+        reduce_from_tensor_model_parallel_region save scatter_to_tensor_model_parallel_region
+        set_defaults_if_not_set_tensor_model_parallel_attributes set_tensor_model_parallel_attributes
+        split_tensor_along_last_dim
+        checkpointing grads layers loss_functions mappings pad parallel_state random utils""",
+    "parallel_layers.parallel_state": "move_model_to_device",  # in the API guide
+    "": "CheckpointIOState finalize_checkpoint has_checkpoint load_checkpoint save_checkpoint",
+}
+
+
+@pytest.mark.parametrize("module", EXPORTED)
+def test_modules_have_the_names_that_nxds_export(module):
+    package = importlib.import_module(f"neuronx_dist.{module}".rstrip("."))
+    assert [name for name in EXPORTED[module].split() if not hasattr(package, name)] == []
+    names = set(EXPORTED[module].split())
+    assert {name for name in names if not hasattr(package, name)} == set()
+    assert names - {"loss_functions"} <= set(getattr(package, "__all__", names))

@@ -173,6 +173,44 @@ def test_a_loss_function_that_is_a_module() -> None:
         assert error(loss, F.cross_entropy(x.detach(), batch()["labels"], label_smoothing=smoothing)) < 1e-10
 
 
+class InSequence(nn.Linear):
+    """Takes a tensor or a sequence, and returns a sequence, as the layers of NxD's tests of manual pipelines do."""
+
+    sequence: type = list
+
+    def forward(self, x: Any) -> Any:
+        return self.sequence([super().forward(x[0] if isinstance(x, (list, tuple)) else x)])
+
+
+class InTuple(InSequence):
+    sequence = tuple
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("layer_class", [InSequence, InTuple])
+@pytest.mark.parametrize("in_list", [False, True])
+def test_the_loss_gets_the_first_entry_of_a_sequence(pp: int, layer_class: type[InSequence], in_list: bool) -> None:
+    """So does NxD, of the last layer's output and of the labels."""
+    torch.manual_seed(0)
+    model = [layer_class(HIDDEN, HIDDEN).double() for _ in range(4)]
+    x, y = torch.randn(BATCH, HIDDEN, dtype=torch.double), torch.arange(BATCH) % HIDDEN
+
+    def use(pipeline: NxDPPModel) -> Any:
+        loss = pipeline.run_train(inputs=[x] if in_list else x, labels=[y, x] if in_list else y)
+        return loss, {name: param.grad for name, param in pipeline.local_named_parameters()}
+
+    options = {"manual_pp_partition": True, "auto_partition": False, "transformer_layer_cls": None}
+    options |= {"num_microbatches": 2, "broadcast_and_average_loss": True, "manual_pp_loss_fn": nn.CrossEntropyLoss()}
+    results = on_ranks(Mesh(pp, pp=pp), model, use, **options)  # type: ignore[arg-type]
+    whole = nn.Sequential(*copy.deepcopy(model))
+    loss = F.cross_entropy(whole(x)[0], y)
+    loss.backward()
+    assert all(error(value, loss.detach()) < 1e-10 for value, _ in results)
+    grads = {name: grad for _, local in results for name, grad in local.items()}
+    assert len(grads) == 8
+    assert all(error(grads[f"layers.{name}"], param.grad) < 1e-10 for name, param in whole.named_parameters())
+
+
 def test_sharing_makes_one_parameter() -> None:
     first, second = nn.Linear(2, 3), nn.Sequential(nn.Linear(2, 3))
     PipelineStageModule.mark_weight_sharing([(first, "weight"), (second, "0.weight")])

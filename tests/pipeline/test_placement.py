@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline import NxDPPModel
+from neuronx_dist.pipeline import model as pipeline_model
+from neuronx_dist.program.recorder import record
 from tests.support.pipeline_models import (
     HIDDEN,
     SEQ,
@@ -114,6 +116,57 @@ def test_the_first_run_places_if_nobody_asked_for_parameters_before(pp: int, tie
     results = on_ranks(Mesh(pp, pp=pp), model, use, **OPTIONS)
     assert error(results[-1][0], reference(model, batch())[0]) < 1e-10
     check_training(Mesh(pp, pp=pp), model, [result[1:] for result in results])
+
+
+@pytest.mark.parametrize("model_class", [HeadFirst, NormFirst])
+@pytest.mark.parametrize("pp,options", [(2, {}), (4, {}), (2, {"virtual_pipeline_size": 2}), (2, {"tied": True})])
+def test_with_input_names_the_constructor_places_by_the_order_of_calls(
+    pp: int, options: dict[str, Any], model_class: type[Model]
+) -> None:
+    """NxD's script: names of inputs, an optimizer, training; its constructor traces the model too."""
+    model = make(model_class, tied="tied" in options)
+    options = {**OPTIONS, **options, "input_names": ["ids", "labels"]}
+    options.pop("tied", None)
+    check_training(Mesh(pp, pp=pp), model, on_ranks(Mesh(pp, pp=pp), model, trained, **options))
+
+
+class Projected(Model):
+    """Takes floating-point features: a projection comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        modules = dict(self._modules)
+        self._modules.clear()
+        self.project = nn.Linear(3, HIDDEN)
+        self._modules.update({name: modules[name] for name in ("layers", "norm", "head")})
+
+    def forward(self, features: torch.Tensor, labels: torch.Tensor) -> Any:  # type: ignore[override]
+        return self.loss(self.body(self.project(features)), labels)
+
+
+def test_a_model_that_takes_no_ids_is_placed_by_registration() -> None:
+    """The constructor's inputs do not fit it, and nothing of that is seen."""
+    model, inputs = make(Projected), batch()
+    inputs = {"features": torch.randn(*inputs.pop("ids").shape, 3, dtype=torch.double), **inputs}
+
+    def use(pipeline: NxDPPModel) -> Any:
+        names = {name.split(".")[0] for name, _ in pipeline.local_named_parameters()}
+        return names, pipeline.run_train(**inputs)
+
+    (first, _), (last, loss) = on_ranks(Mesh(2, pp=2), model, use, input_names=["features", "labels"], **OPTIONS)
+    assert first == {"project", "layers"} and last == {"layers", "norm", "head"}
+    assert error(loss, reference(model, inputs, 2)[0]) < 1e-10
+
+
+@pytest.mark.parametrize("model_class,count", [(Model, 0), (NormFirst, 1)])
+def test_only_a_doubtful_order_is_recorded_by_the_constructor(
+    model_class: type[Model], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = []
+    monkeypatch.setattr(pipeline_model, "record", lambda *args: recorded.append(args) or record(*args))
+    with comm.as_rank(Mesh(2, pp=2), 0):
+        NxDPPModel(make(model_class), Block, auto_partition=True, input_names=["ids", "labels"], **OPTIONS)
+    assert len(recorded) == count
 
 
 USES = [
