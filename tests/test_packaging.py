@@ -229,6 +229,47 @@ def test_the_pinned_environment_has_what_the_extras_ask_for():
     assert f"TORCH_XLA ?= {' '.join(extras['xla'])}\n" in (ROOT / "Makefile").read_text()
 
 
+# Optional packages that no extra installs, where the package imports them.
+UNDECLARED = {
+    "PIL": "comes with matplotlib",
+    "jax": "replays of XLA programs: docs/xla.md",
+    "jaxlib": "replays of XLA programs: docs/xla.md",
+    "ml_dtypes": "comes with jax",
+    "numpy": "comes with jax, gguf and matplotlib",
+}
+
+
+@pytest.mark.slow
+def test_every_package_that_is_imported_is_declared():
+    project = pyproject()["project"]
+    required = [re.split(r"[<>=]", name)[0] for name in project["dependencies"]]
+    optional = [
+        re.split(r"[<>=]", name)[0]
+        for extra, names in project["optional-dependencies"].items()
+        if extra != "dev"
+        for name in names
+    ]
+    at_top, anywhere = set(), set()
+    for path in SOURCES:
+        tree = ast.parse(path.read_text())
+        for statements, names in ((tree.body, at_top), (ast.walk(tree), anywhere)):
+            for node in statements:
+                if isinstance(node, ast.Import):
+                    names |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and not node.level:
+                    names.add(str(node.module).partition(".")[0])
+    inside = sys.stdlib_module_names | {"neuronx_dist"}
+    assert at_top - inside <= {*required}, "imported at the top of a file, and not in dependencies"
+    assert anywhere - inside <= {*required, *optional, *UNDECLARED}, "imported, and in no extra"
+    assert {*required, *UNDECLARED} <= anywhere, "declared, and not imported"
+
+
+def test_messages_and_pages_name_packages_that_pip_finds():
+    """The project is on no package index: an extra of it is installed from a checkout alone."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *SOURCES, *(ROOT / "examples").rglob("*.py")]
+    assert [str(path) for path in pages if re.search(r"install\s+\S?neuronx_dist\[", path.read_text())] == []
+
+
 # --- the commands ---
 
 

@@ -40,7 +40,9 @@ def init_distributed(device: str = "auto", timeout: float | None = None) -> torc
     device_type = backends.local_device.device_type(device)
     if device_type == XLA:
         if importlib.util.find_spec("torch_xla") is None:
-            raise ValueError("device 'xla' needs torch_xla, which is not installed: pip install 'neuronx_dist[xla]'")
+            raise ValueError(
+                "device 'xla' needs torch_xla, which is not installed: pip install torch==2.9.0 torch_xla==2.9.0"
+            )
         return backends.xla.join(timeout)
     backend = backends.local_device.backend_of(device_type)
     selected = backends.local_device.select_early(device_type)

@@ -12,6 +12,7 @@ are averaged over dp x cp, and the loss is given `global_num_items`; the result 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -181,7 +182,8 @@ def global_num_items(
         num_items = N / (num_microbatches * dp * cp)      N: valid labels in the global batch, at least 1
 
     With `loss = sum(nll) / num_items` (Hugging Face's `num_items_in_batch`), the mean over microbatches, dp and cp is
-    the sum over the global batch / N, however unevenly ignored labels are spread; without any valid label it is 0.
+    the sum over the global batch / N, however unevenly ignored labels are spread; without any valid label it is 0,
+    and a warning says so where reading the count does not make the host wait (labels on the CPU).
 
     Args:
         labels: this rank's labels of the whole step, `[batch, seq]`.
@@ -196,6 +198,12 @@ def global_num_items(
         raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
     used = labels[..., 1:] if shift else labels
     count = comm.all_reduce((used != ignore_index).sum(), DATA_AXES)
+    if type(count) is torch.Tensor and count.device.type == "cpu" and not count:  # elsewhere the host would wait
+        warnings.warn(
+            f"global_num_items: all labels of the global batch are {ignore_index} (ignore_index): its loss and its "
+            "gradients are 0, and a step of the optimizer decays weights all the same",
+            stacklevel=2,
+        )
     return count.clamp(min=1).to(dtype) / (num_microbatches * comm.size(DATA_AXES))
 
 

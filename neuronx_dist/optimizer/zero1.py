@@ -244,6 +244,13 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         base = self._make_base()
         self.reduce_scatter()
         self._is_reduced = False
+        if self.shards and all(shard.master.grad is None for shard in self.shards):
+            warnings.warn(
+                f"{type(self).__name__}.step: none of the {len(self.shards)} trainable parameters of rank "
+                f"{comm.rank('world')} has a gradient on any data-parallel rank, so none of them changes: call "
+                "backward() before step(), zero_grad() after it, and pass the parameters that the loss depends on",
+                stacklevel=2,
+            )
         finite = self._clip_grad_norm(self.max_norm) if self.grad_clipping or self.skip_nonfinite else True
         if finite:
             _copy_options(self.param_groups, base.param_groups)

@@ -15,6 +15,7 @@ from torch import nn
 from .. import comm, spmd
 from ..comm.context import AxisLike
 from ..spmd import I, P, R, S, ShardSpec, V, set_spec
+from ..spmd.gathered_tensors import carry_note
 from .attributes import LinearAttributes
 from .autograd_linear import ColumnLinear, RowLinear, ZerosStay, call, linear_alone
 from .first_batch import compare_noted, note_first
@@ -266,7 +267,11 @@ class ColumnParallelLinear(_ParallelLinear):
         else:
             out = spmd.all_gather(out, self.axis, src=S(-1), dst=I)
         bias = self._bias()
-        return out if bias is None else out + bias
+        if bias is None:
+            return out
+        result = out + bias
+        carry_note(out, result)
+        return result
 
 
 def _shards(layers: Sequence[ColumnParallelLinear], x: torch.Tensor) -> Sequence[torch.Tensor]:

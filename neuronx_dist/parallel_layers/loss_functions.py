@@ -51,7 +51,8 @@ def parallel_cross_entropy(
 
     Raises:
         ValueError: shapes do not match, or smoothing is outside [0, 1]; the logits are whole (the output of a layer
-            with `gather_output=True`), as `vocab_size` shows, or their autograd graph, if they have one.
+            with `gather_output=True`), as `vocab_size` shows, or their autograd graph, or without one their memory, of
+            which the logits are the result of the layer or a view.
         RuntimeError: in backward, with `inplace_logits=True`: it is the second one, or the logits have other users.
         IndexError: a label is outside the vocabulary (checked on CPU, where it costs no synchronisation).
     """

@@ -16,7 +16,13 @@ from ..parallel_layers import ParallelEmbedding
 from ..program.recording import Recording
 from .cut.partitioning import partition
 from .cut.placement import Placement, leaf_names
-from .options import check_counts, checked_input_names, module_classes, warn_of_tracing
+from .options import (
+    check_counts,
+    checked_input_names,
+    module_classes,
+    warn_of_stages_without_parameters,
+    warn_of_tracing,
+)
 from .run.comparison import CutStatement, PipelineComparison
 from .run.stage_program import recorded
 from .run.transport import Channels
@@ -152,6 +158,7 @@ class CutModule(StageModule):
         placement = pieces.placement.on_stages(holders)
         self.pipeline_cuts = pieces.cuts
         self._compare(moment, placement)
+        warn_of_stages_without_parameters(placement.without_parameters(self.num_stages), pieces.cuts)
         if not self.partitioned:
             self._open_channels()
         if placement == self.placement:

@@ -23,6 +23,7 @@ __all__ = [
     "module_classes",
     "names",
     "takes_device",
+    "warn_of_stages_without_parameters",
     "warn_of_tracing",
     "warn_of_unused",
 ]
@@ -216,6 +217,16 @@ def warn_of_tracing(tracer_cls: Any, autowrap_functions: Any, autowrap_modules: 
         _warn(
             f"{', '.join(unused)}: no effect, because nothing is traced symbolically: the forward runs once on fake "
             "tensors, and its calls are recorded"
+        )
+
+
+def warn_of_stages_without_parameters(stages: Sequence[int], cuts: Sequence[str]) -> None:
+    """Warns of cuts between which a stage has no layer with parameters."""
+    if stages:
+        _warn(
+            f"pipeline_cuts {[*cuts]} leave {'stage' if len(stages) == 1 else 'stages'} "
+            f"{', '.join(map(str, stages))} without parameters: an optimizer there has nothing to update, and the "
+            'other stages do all work. Cut after other layers, or pass auto_partition="balanced"'
         )
 
 

@@ -8,6 +8,7 @@ give the same object, so that layouts are compared by `is`. Its groups are made 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,10 @@ from .bounded import Bounded
 __all__ = ["DeviceMesh", "current_mesh", "group_over", "init_device_mesh"]
 
 _TABLE = "device_meshes"  # of a context
+_FOR_TORCH = (
+    "Functions of torch.distributed (fully_shard, FSDP, DistributedDataParallel, DTensor) take torch's mesh: pass "
+    'mesh.to_torch(), and mesh.to_torch()["dp"] in place of mesh["dp"] (docs/shard-tensor.md, "Composition")'
+)
 _local = threading.local()
 
 
@@ -153,7 +158,10 @@ class DeviceMesh:
 
         Raises:
             RuntimeError: ranks have no process groups (they are threads, or are played): use `communicator`.
+            TypeError: torch asks, as `fully_shard` does, which would fail later on a mesh that is not torch's.
         """
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed."):
+            raise TypeError(f"{self} is a mesh of neuronx_dist. {_FOR_TORCH}")
         backend = _context().backend
         group = backend.process_group(self.communicator(mesh_dim))
         if isinstance(group, Communicator):
@@ -162,6 +170,9 @@ class DeviceMesh:
                 "verb of neuronx_dist.comm, or to a differentiable operator of neuronx_dist.spmd"
             )
         return group
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a DeviceMesh of neuronx_dist has no attribute {name!r}. {_FOR_TORCH}", name=name)
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """Returns this rank's part of the mesh along some of its dims."""

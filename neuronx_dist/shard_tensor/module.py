@@ -141,9 +141,14 @@ def sync_module_over_mesh(module: nn.Module, mesh: DeviceMesh, src: int = 0) -> 
     A ShardTensor gets them along the mesh dims that do not shard it, each shard from the rank there that has its part.
 
     Raises:
-        ValueError: the ranks along a mesh dim are some of those that shard a parameter, or others too.
+        ValueError: `src` is no rank of the mesh; the ranks along a mesh dim are some of those that shard a parameter,
+            or others too.
     """
-    coordinate = [int(index) for index in torch.unravel_index(torch.tensor(src), mesh.shape)]
+    if not 0 <= src < mesh.size():
+        raise ValueError(
+            f"sync_module_over_mesh: src={src} is not one of the {mesh.size()} ranks of {mesh}, which count from 0"
+        )
+    coordinate = mesh.coordinate_of(src)
     with torch.no_grad():
         for x in (*module.parameters(), *module.buffers()):
             local = x._local if isinstance(x, ShardTensor) else x

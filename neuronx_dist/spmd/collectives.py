@@ -19,6 +19,7 @@ from ..comm import Communicator
 from ..comm.context import AxisLike
 from ..comm.verbs.transformed_tensors import transforming
 from .errors import SpmdTypeError, dim_of
+from .gathered_tensors import note_gathered
 from .illegal_pairs import advice
 from .linear_operator import linear
 from .rows import ROWS, Key, OperatorArguments, Row
@@ -90,7 +91,10 @@ def _apply(row: Row, x: torch.Tensor, communicator: Communicator, arguments: Ope
     if x.requires_grad and torch.is_grad_enabled():
         return _Typed.apply(x, row, communicator, arguments)
     with torch.no_grad():
-        return row.kernel(x, communicator, arguments)
+        result = row.kernel(x, communicator, arguments)
+    if row.key[0] == "all_gather":
+        note_gathered(result, communicator, arguments)
+    return result
 
 
 def _alone(key: Key, x: torch.Tensor, arguments: OperatorArguments) -> torch.Tensor:

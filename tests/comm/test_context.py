@@ -191,7 +191,9 @@ def test_xla_without_torch_xla(monkeypatch) -> None:
     monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None if name == "torch_xla" else 1 / 0)
     with pytest.raises(ValueError) as error:
         launch.init_distributed("xla")
-    assert str(error.value) == ("device 'xla' needs torch_xla, which is not installed: pip install 'neuronx_dist[xla]'")
+    assert str(error.value) == (
+        "device 'xla' needs torch_xla, which is not installed: pip install torch==2.9.0 torch_xla==2.9.0"
+    )
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,10 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, version: str, status: str, wo
 def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None if name == "torch_xla" else name)
     found = by_subject(machine.packages())
-    assert found["torch_xla"].status == "missing" and "pip install 'neuronx_dist[xla]'" in found["torch_xla"].remedy
+    assert (
+        found["torch_xla"].status == "missing"
+        and "pip install torch==2.9.0 torch_xla==2.9.0" in found["torch_xla"].remedy
+    )
     assert found["safetensors"].status == "ok"
 
 

@@ -179,3 +179,16 @@ def test_wrong_arguments_are_refused(call, parts):
     with comm.as_rank(Mesh(2, tp=2), 0), pytest.raises(ValueError) as error:
         call()
     assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+def in_standard_strides() -> None:
+    """Shards of one position along the joined dim need no copy to be joined, but their result could not be viewed."""
+    for dim, shape in enumerate([(1, 4, 3), (4, 1, 3), (4, 3, 1)]):
+        x = torch.ones(shape)
+        assert comm.all_gather(x, "world", dim=dim).is_contiguous()
+        assert all(y.is_contiguous() for y in comm.all_gather([x, x], "world", dim=dim))
+        assert comm.all_to_all(torch.ones(4, 4, 1), "world", split_dim=0, concat_dim=2).is_contiguous()
+
+
+def test_joined_tensors_are_contiguous():
+    threads.run(Mesh(2, tp=2), in_standard_strides)

@@ -23,7 +23,7 @@ def blocks():
 
 
 def test_its_blocks_run_in_the_order_of_the_page(tmp_path, capsys):
-    loop, pipeline, check, sharded, _ = blocks()
+    loop, pipeline, check, check_of_stages, sharded, _ = blocks()
     names = {}
     try:
         exec(compile(loop.replace("range(100)", "range(3)"), "README, the loop", "exec"), names)
@@ -45,6 +45,9 @@ def test_its_blocks_run_in_the_order_of_the_page(tmp_path, capsys):
         nxd.destroy_model_parallel()
 
         exec(compile(check, "README, the check", "exec"), names)
+        assert capsys.readouterr().out.startswith("check ok: ")
+
+        exec(compile(check_of_stages, "README, the check of stages", "exec"), names)
         assert capsys.readouterr().out.startswith("check ok: ")
 
         exec(compile(sharded, "README, ShardTensor", "exec"), {})
@@ -72,7 +75,7 @@ def test_the_block_of_parallelize(tmp_path, monkeypatch):
 
 def test_the_check_is_of_the_model_above():
     """It finds the mistake that the README's reader makes first: whole logits."""
-    loop, _, check, _, _ = blocks()
+    loop, _, check, *_ = blocks()
     definitions = loop.partition("device = ")[0]
     names = {}
     exec(compile(definitions.replace("bias=False, gather_output=False", "bias=False"), "README", "exec"), names)

@@ -461,7 +461,8 @@ def test_no_valid_label_gives_no_nan() -> None:
     def rank_main() -> float:
         return (torch.zeros(()) / grads.global_num_items(torch.full((2, 3), -100), num_microbatches=2)).item()
 
-    assert comm.threads.run(Mesh(2), rank_main) == [0.0, 0.0]
+    with pytest.warns(UserWarning, match=r"global_num_items: all labels of the global batch are -100 \(ignore_index\)"):
+        assert comm.threads.run(Mesh(2), rank_main) == [0.0, 0.0]
     with pytest.raises(ValueError, match="num_microbatches"):
         comm.threads.run(Mesh(1), lambda: grads.global_num_items(torch.zeros(1, 2), 0))
 

@@ -56,6 +56,22 @@ def test_parameter_groups_scheduler_and_closure() -> None:
             assert torch.allclose(value, reference, rtol=1e-6)
 
 
+@pytest.mark.parametrize("has_gradient", [(), (1,), (0, 1)])
+def test_a_step_without_any_gradient_warns(has_gradient: tuple[int, ...], recwarn: pytest.WarningsRecorder) -> None:
+    def rank_main() -> list[float]:
+        params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+        optimizer = NeuronZero1Optimizer(params, torch.optim.SGD, lr=0.5)
+        if comm.rank("dp") in has_gradient:
+            params[1].grad = torch.ones(2)
+        optimizer.step()
+        return [param.sum().item() for param in params]
+
+    assert all((y == 2.0) == (not has_gradient) and x == 3.0 for x, y in comm.threads.run(Mesh(2), rank_main))
+    messages = [str(warning.message) for warning in recwarn if issubclass(warning.category, UserWarning)]
+    assert bool(messages) == (not has_gradient)
+    assert all("NeuronZero1Optimizer.step: none of the 2 trainable parameters" in message for message in messages)
+
+
 def test_a_closure_runs_backward() -> None:
     """`step` computes without gradients; what the closure computes has them."""
 

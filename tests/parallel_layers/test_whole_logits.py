@@ -75,6 +75,16 @@ def test_whole_logits_are_refused(how, between):
         threads.run(tp_mesh(2), _loss, how, between)
 
 
+@pytest.mark.parametrize("how", ["layer", "layer without bias", "region", "replicated"])
+def test_whole_logits_are_refused_without_gradients(how):
+    def evaluate():
+        with torch.no_grad():
+            return _loss(how, "nothing")
+
+    with pytest.raises(ValueError, match="these are whole: build their layer with gather_output=False"):
+        threads.run(tp_mesh(2), evaluate)
+
+
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize(
     "how",

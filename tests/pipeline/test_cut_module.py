@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
@@ -60,6 +61,18 @@ def test_the_number_of_cuts() -> None:
         "2 pipeline stages with 2 chunks each need 3 cuts, got 2: ['layers.0', 'layers.1']. A cut is the name of the "
         "last layer of a chunk; the last one needs none."
     )
+
+
+@pytest.mark.parametrize("cut, message", [("0", "stage 1 without parameters"), ("1", ""), ("3", "stage 1 without")])
+def test_cuts_that_leave_a_stage_without_parameters(cut: str, message: str, recwarn: pytest.WarningsRecorder) -> None:
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()]
+    if cut == "0":
+        del layers[2]
+    with comm.as_rank(Mesh(2, pp=2), 0):
+        NxDPPModel(nn.Sequential(*layers, nn.Tanh()), pipeline_cuts=[cut], output_loss_value_spec=True)
+    warned = [str(warning.message) for warning in recwarn]
+    assert len(warned) == bool(message)
+    assert all(text.startswith(f"pipeline_cuts ['{cut}'] leave {message}") for text in warned)
 
 
 @pytest.mark.parametrize("schedule, ways", [(None, 2), ("zb_v", 4), ("interleaved", 4)])

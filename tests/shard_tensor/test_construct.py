@@ -302,6 +302,20 @@ def test_new_tensors():
             assert dtype == plain.dtype and torch.equal(values, plain), name
 
 
+def test_a_new_strided_tensor_is_a_leaf():
+    def run(mesh):
+        x = distribute_tensor(whole(3, 7), mesh, [Shard(1)], sizes=[(1, 6)], src=None)
+        with comm.record() as calls, fallback("error"):
+            y = x.new_empty_strided((3, 7), (7, 1), requires_grad=True)
+        assert calls == [] and y.is_leaf and y._spec is x._spec
+        with torch.no_grad():
+            y.fill_(2.0)
+        y.square().sum().backward()
+        assert torch.equal(y.grad.full_tensor(), torch.full((3, 7), 4.0, dtype=torch.float64))
+
+    on_ranks(2, run)
+
+
 def test_arange():
     def make(mesh):
         x = distributed.arange(1, 8, 2, device_mesh=mesh, placements=[Shard(0)], sizes=[(1, 3)])

@@ -103,6 +103,33 @@ def test_what_is_written_into_a_view_is_known_to_functions_of_others(write, plac
     on_ranks(3, run)
 
 
+@pytest.mark.parametrize("sizes", [(4, 1), (4, 0, 1)])
+def test_a_contiguous_copy_is_a_copy_on_ranks_with_one_position_too(sizes):
+    def run(mesh):
+        x = distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)], sizes=[sizes], src=None)
+        x.t().contiguous().zero_()
+        assert x.full_tensor().sum() == 15
+        x[:4].contiguous().zero_()
+        assert x.full_tensor().sum() == 3
+
+    on_ranks(len(sizes), run)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.complex128])
+@pytest.mark.parametrize("placement, sizes", [(Shard(0), (4, 0, 1)), (Shard(1), (2, 0, 4))])
+def test_a_view_of_another_dtype_has_the_bytes_of_one_process(dtype, placement, sizes):
+    def run(mesh):
+        values = torch.arange(30.0, dtype=torch.float64).view(5, 6)
+        x = distribute_tensor(values, mesh, [placement], sizes=[sizes], src=None)
+        view = x.view(dtype=dtype)
+        assert view.placements == x.placements and torch.equal(view.full_tensor(), values.view(dtype))
+        assert x.view(dtype).shape == view.shape
+        view.zero_()
+        assert x.full_tensor().sum() == 0
+
+    on_ranks(3, run)
+
+
 def test_views_that_are_gone_are_forgotten():
     def run(mesh):
         x = distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)], src=None).requires_grad_()

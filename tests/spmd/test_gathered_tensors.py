@@ -84,8 +84,17 @@ def test_over_these_ranks_and_along_the_last_dim() -> None:
         assert is_gathered(gathered(V, gather_dim=2), tp) and not is_gathered(gathered(V), tp)
         assert not is_gathered(plain, tp) and not is_gathered(spmd.all_reduce(plain * 1, "tp", dst=R), tp)
         assert is_gathered(torch.zeros(3, 8, requires_grad=True) + gathered(), tp)
-        with torch.no_grad():
-            assert not is_gathered(gathered(), tp)
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_without_a_graph_through_views(requires_grad: bool) -> None:
+    with comm.as_rank(MESH, 0), torch.set_grad_enabled(not requires_grad):
+        tp, dp = comm.communicator("tp"), comm.communicator("dp")
+        x = torch.ones(3, 4, requires_grad=requires_grad)
+        y = spmd.all_gather(x, tp, src=S(1), dst=R)
+        assert y.grad_fn is None and is_gathered(y, tp) and is_gathered(y[1:].unsqueeze(0), tp)
+        assert not is_gathered(y, dp) and not is_gathered(y[:, :4], tp) and not is_gathered(y * 1, tp)
+        assert not is_gathered(spmd.all_gather(x, tp, src=S(0), dst=R), tp) and not is_gathered(x, tp)
 
 
 def test_as_far_back_as_64_nodes() -> None:

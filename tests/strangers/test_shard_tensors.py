@@ -278,7 +278,26 @@ def wrapped(wrapper: str, sharded: bool) -> tuple[str, Weights]:
     }
 
 
+def wrapped_over_our_mesh(wrapper: str) -> str:
+    mesh = DeviceMesh.from_axes(("dp", "tp"))["dp"]
+    wrappers: dict[str, Callable[[], Any]] = {
+        "ddp": lambda: DistributedDataParallel(drawn(), device_mesh=mesh),
+        "fsdp1": lambda: FullyShardedDataParallel(drawn(), device_mesh=mesh, device_id=torch.device("cpu")),
+        "fully_shard": lambda: fully_shard(drawn(), mesh=mesh),
+    }
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        wrappers[wrapper]()
+    return str(caught.value)
+
+
 WRAPPERS = ["ddp", "fsdp1", "fully_shard"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_our_mesh_is_refused_with_the_way(wrapper):
+    for message in processes(4).run(wrapped_over_our_mesh, wrapper, mesh={"tp": 2}):
+        assert 'pass mesh.to_torch(), and mesh.to_torch()["dp"] in place of mesh["dp"]' in message
 
 
 @pytest.mark.process

@@ -21,13 +21,13 @@ __all__ = ["backends", "devices", "packages", "shared_memory", "threads", "versi
 _OLDEST = "2.9"  # of torch
 _SHARED = 1 << 30  # bytes of /dev/shm below which loaders of a few processes fail
 _EXTRAS = {  # package -> what it is for, how to install it
-    "transformers": ("Hugging Face models", "pip install 'neuronx_dist[hf]'"),
-    "safetensors": ("weights of Hugging Face models", "pip install 'neuronx_dist[hf]'"),
-    "s3fs": ("checkpoints on s3://", "pip install 'neuronx_dist[s3]'"),
-    "matplotlib": ("pictures of `neuronx-dist timeline`", "pip install 'neuronx_dist[plot]'"),
+    "transformers": ("Hugging Face models", "pip install 'transformers>=5.0'"),
+    "safetensors": ("weights of Hugging Face models", "pip install safetensors"),
+    "s3fs": ("checkpoints on s3://", "pip install s3fs"),
+    "matplotlib": ("pictures of `neuronx-dist timeline`", "pip install matplotlib"),
     "torch_xla": (
         "device xla: Trn1, TPU",
-        "pip install 'neuronx_dist[xla]', in an environment of its own: torch 2.9.0",
+        "pip install torch==2.9.0 torch_xla==2.9.0, in an environment of its own",
     ),
 }
 _AVAILABLE: dict[str, Callable[[], bool]] = {

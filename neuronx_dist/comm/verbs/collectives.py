@@ -132,7 +132,7 @@ def all_gather(
     def finish() -> torch.Tensor:
         if direct and out is not None:
             return out
-        result = gathered.view(shape) if leading else gathered.movedim(0, dim).reshape(shape)
+        result = gathered.view(shape) if leading else gathered.movedim(0, dim).reshape(shape).contiguous()
         return deliver(result, out, x.dtype)
 
     return run(comm, "all_gather", x, lambda: comm.start_all_gather(gathered, x), async_op, finish)
@@ -221,7 +221,7 @@ def all_to_all(
         x,
         lambda: comm.start_all_to_all(gathered, scattered),
         async_op,
-        lambda: deliver(gathered.movedim(0, concat_dim).reshape(shape), out, x.dtype),
+        lambda: deliver(gathered.movedim(0, concat_dim).reshape(shape).contiguous(), out, x.dtype),
     )
 
 

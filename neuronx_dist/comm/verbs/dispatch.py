@@ -128,7 +128,7 @@ def coalesced(
             if out is not None and value is direct[i]:
                 values[i] = out
             else:
-                whole = value.movedim(0, dim).flatten(dim, dim + 1) if name == "all_gather" else value
+                whole = value.movedim(0, dim).flatten(dim, dim + 1).contiguous() if name == "all_gather" else value
                 values[i] = deliver(whole, out, dtypes[i])
         return values
 

@@ -59,6 +59,11 @@ class Placement:
         )
         return Placement(leaves, direct)
 
+    def without_parameters(self, stages: int) -> list[int]:
+        """Stages of so many that hold no parameter; none if the model has none."""
+        held = frozenset().union(*self.leaves.values(), *self.direct.values())
+        return [stage for stage in range(stages) if stage not in held] if held else []
+
     def stages(self, name: str) -> frozenset[int] | None:
         """Stages of a parameter, buffer or module; None: all stages, since no leaf layer with parameters holds it."""
         if name in self.direct:

@@ -1,4 +1,4 @@
-"""A scene as a PNG, by matplotlib, which is optional: `pip install neuronx_dist[plot]`."""
+"""A scene as a PNG, by matplotlib, which is optional: `pip install matplotlib`."""
 
 from __future__ import annotations
 

@@ -30,6 +30,16 @@ def _drawn_like(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) ->
     return as_leaf(own_piece(whole, spec).clone(), spec, requires_grad)
 
 
+@sharded(_T.new_empty_strided)
+def _new_empty_strided(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> ShardTensor:
+    """Makes an empty tensor of a size; the strides of the part on a rank are its own."""
+
+    def call(x: Any, size: Any, stride: Any, **options: Any) -> ShardTensor:
+        return _new(_T.new_empty, types, (x, size), options)
+
+    return call(*args, **kwargs)
+
+
 @sharded(_T.new_zeros, _T.new_ones, _T.new_empty, _T.new_full)
 def _new(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> ShardTensor:
     x, *others = args

@@ -115,6 +115,21 @@ def converted(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
     return x if type(x) is ShardTensor and result._local is x._local and result._spec is x._spec else result
 
 
+@sharded(torch.Tensor.contiguous)
+def contiguous(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    """Returns `x` itself if its memory is contiguous, else a copy, on all ranks equally.
+
+    Strides of a dim with one position on this rank, and more on others, count too, which torch ignores.
+    """
+    x = args[0]
+    stride, shape = 1, x._spec.shape
+    for size, actual, global_size in reversed([*zip(x._local.shape, x._local.stride(), shape)]):
+        if global_size != 1 and actual != stride and not args[1:] and not kwargs:
+            return torch.clone(x, memory_format=torch.contiguous_format)
+        stride *= max(size, 1)
+    return converted(func, types, args, kwargs)
+
+
 @sharded(torch.Tensor.to, torch.Tensor.type_as)
 def cast(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     """Casts a tensor; only the dtype and the device of another tensor are used."""

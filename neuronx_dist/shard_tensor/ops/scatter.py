@@ -15,12 +15,12 @@ import torch
 from ...spmd import S
 from ..handlers import sharded
 from ..labels import Labels, inside, one_mesh
-from ..moves.redistribute import check_is_no_copy, redistributed
+from ..moves.redistribute import check_is_no_copy
 from ..spec import make_spec
-from ..tensor import ShardTensor, gradient_spec, local_of, wrap, written
+from ..tensor import ShardTensor, local_of, wrap, written
 from ..typed import on_own_shard
 from .indexing import check_positions, expanded, in_layout_of, is_basic, is_mask, own_positions, shortened
-from .pointwise import check_writable
+from .pointwise import aligned, check_writable
 from .select import dim_of
 from .views import sliced
 
@@ -192,12 +192,8 @@ def _set_slices(x: ShardTensor, entries: Sequence[Any], value: Any, index: Any) 
         value = value.expand(shape)
         for dim, entry in enumerate(entries):
             value = value.unsqueeze(dim) if type(entry) is int else value
-    if isinstance(value, ShardTensor):
-        value = redistributed(local_of(value), value._spec, gradient_spec(part._spec))
-    elif isinstance(value, torch.Tensor) and value.dim():
-        value = value[
-            tuple(slice(offset, offset + size) for offset, size in zip(part._spec.offsets, part._spec.local_shape))
-        ]
+    if isinstance(value, torch.Tensor):  # a plain one too: its gradient is the sum over all ranks
+        (_, value), _ = inside(aligned, (part, value), result=part._spec)
     target.copy_(value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device=target.device))
     written(x)
 

@@ -16,7 +16,7 @@ from ..moves.intervals import bounds_of
 from ..moves.redistribute import redistributed_view
 from ..placements import Placement, Replicate, Shard
 from ..spec import ShardTensorSpec, make_spec
-from ..tensor import ShardTensor, local_of, wrap, wrap_view
+from ..tensor import ShardTensor, gradient_spec, local_of, wrap, wrap_view
 from ..typed import on_own_shard, shards_of
 from .select import dim_of
 
@@ -137,22 +137,45 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
 )
 def reshaped(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     x, *others = args
+    dtype = kwargs.get("dtype", others[0] if others else None)
+    if func is _T.view and isinstance(dtype, torch.dtype):
+        return _of_bytes(x, dtype)
     if func is _T.view_as and others[0] is x and not torch.is_grad_enabled():
         return wrap(x._local.detach(), x._spec)  # autograd calls it if a function returns an input
     if func in (_T.view_as, _T.reshape_as):
         if not isinstance(x, ShardTensor):
             return x.reshape(others[0]._spec.shape)
         return reshaped(_T.reshape, types, (x, tuple(others[0].shape)), {})
-    if func is _T.view and isinstance(others[0], torch.dtype):
-        if others[0].itemsize != x.dtype.itemsize:
-            raise ValueError("view with a dtype of another size would change the sharded sizes; use to(dtype)")
-        return wrap_view(local_of(x).view(others[0]), x._spec, x)
     source, spec = _reshaped(x._spec, func, hashable(others), hashable(list(kwargs.items())))
     local = redistributed_view(local_of(x), x._spec, source)
     view = _T.view if func is _T.view else _T.reshape
     if active() is not None:  # the sizes are those of this rank's shard
         view = on_own_shard(view, shards_of(spec))
     return wrap_view(view(local, spec.local_shape), spec, x)
+
+
+def _of_bytes(x: ShardTensor, dtype: torch.dtype) -> ShardTensor:
+    """Returns the bytes of `x` as elements of another dtype; the last dim counts its elements.
+
+    Raises:
+        ValueError: a shard of the last dim has bytes of a part of an element.
+    """
+    whole = gradient_spec(x._spec)  # bytes of a summand say nothing
+    local = redistributed_view(local_of(x), x._spec, whole)
+    before, after = x.dtype.itemsize, dtype.itemsize
+    if before == after or not whole.shape:
+        return wrap_view(local.view(dtype), whole, x)
+    last = len(whole.shape) - 1
+    m = whole.mesh_dim_of.get(last)
+    along = (whole.shape[last],) if m is None else whole.sizes[m] or ()
+    if any(size * before % after for size in along):
+        raise ValueError(
+            f"view({dtype}): shards {list(along)} of dim {last}, of {before} bytes an element, are no multiples of "
+            f"{after} bytes: redistribute() to shards of another dim, or convert values with to()"
+        )
+    sizes = [tuple(size * before // after for size in along) if i == m else s for i, s in enumerate(whole.sizes)]
+    shape = (*whole.shape[:last], whole.shape[last] * before // after)
+    return wrap_view(local.view(dtype), make_spec(whole.mesh, whole.placements, shape, sizes), x)
 
 
 # --- expanded dims

@@ -176,6 +176,16 @@ REFUSALS = {
         ValueError,
         r"over ranks \[0, 1\]: a parameter of shape \(7, 6\) is Shard\(dim=0\) over ranks \[1, 0\]",
     ),
+    "values of a rank that a mesh lacks": (
+        lambda mesh: sync_module_over_mesh(nn.Linear(1, 1), mesh, src=2),
+        ValueError,
+        "src=2 is not one of the 2 ranks",
+    ),
+    "values of a negative rank": (
+        lambda mesh: sync_module_over_mesh(nn.Linear(1, 1), mesh, src=-1),
+        ValueError,
+        "src=-1 is not one of the 2 ranks",
+    ),
     "a layout that is changed": (
         lambda mesh: setattr(x(mesh)._spec, "shape", (7,)),
         AttributeError,
@@ -580,7 +590,11 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
     (lambda mesh: F.max_pool3d(x(mesh), 2), ValueError, "has fewer than 3 spatial dims"),
     (lambda mesh: F.local_response_norm(x(mesh), 2), ValueError, "needs at least 3 dims"),
     (lambda mesh: x(mesh)[9], IndexError, "index 9 is out of bounds for dim 0 with size 7"),
-    (lambda mesh: x(mesh).view(torch.int8), ValueError, "a dtype of another size"),
+    (
+        lambda mesh: x(mesh, 3, 3, dim=1).view(torch.float64),
+        ValueError,
+        r"shards \[3, 3\] of dim 1, of 4 bytes an element, are no multiples of 8 bytes",
+    ),
     (lambda mesh: x(mesh).narrow(0, 3, 9), IndexError, "3 to 12 is out of range for dim 0 with size 7"),
     (lambda mesh: x(mesh)[0, 0, 0], IndexError, "too many indices for a tensor of 2 dims"),
     (

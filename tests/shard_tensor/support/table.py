@@ -144,6 +144,8 @@ MATMUL = [
     Case("einsum trace", lambda x: torch.einsum("iij->j", x), [(4, 4, N)]),
     Case("tensordot", lambda x, y: torch.tensordot(x, y, ([1, 0], [0, 2])), [(N, 3, 2), (3, 4, N)]),
     Case("tensordot, broadcast", lambda x, y: torch.tensordot(x, y, ([1, 0], [0, 1])), [(N, 1), (3, N, 2)]),
+    Case("kron", torch.kron, [(N, 3), (2, 3, 2)], gathers=True),
+    Case("kron of a transposed tensor", lambda x, y: torch.kron(x.t().contiguous(), y), [(N, 3), (2,)], gathers=True),
     Case("einsum, broadcast", lambda x, y: torch.einsum("ij,jk->ik", x, y), [(3, 1), (N, 4)]),
     Case("tensordot of dims", lambda x, y: torch.tensordot(x, y, 1), [(2, N, 3), (3, 4)]),
     Case("a sum times a matrix", lambda x, y, z: (x @ y) @ z, [(5, N), (N, 6), (6, 3)]),
