@@ -23,6 +23,7 @@ from ..comm.launch import init_distributed
 from ..parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
 from ..planning.plan import Plan
 from ..program.program import Division, Program
+from ..program.recording import TracingError
 from .config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from .emit.constants import constants_from_text, constants_text
 from .emit.emitted_class import EmittedProgram, emitted_program
@@ -248,6 +249,7 @@ def _proven(emitted: EmittedProgram, smaller: EmittedProgram | None, config: Com
 
     Raises:
         ValueError: the original fails.
+        TracingError: two recordings of the original differ.
         EmittedProgramError: the source is refused; it is kept in `folder`.
     """
     example = emitted.example
@@ -257,7 +259,9 @@ def _proven(emitted: EmittedProgram, smaller: EmittedProgram | None, config: Com
     except OriginalError as error:
         cause = error.__cause__
         assert isinstance(cause, Exception)
-        raise error.example.failure(cause) from cause
+        raise error.example.failure(cause, error.direction) from cause
+    except TracingError:
+        raise
     except Exception as error:  # EmittedProgramError, or the file is no program, or the check crashed
         file = folder / f"refused_{example.name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -266,8 +270,8 @@ def _proven(emitted: EmittedProgram, smaller: EmittedProgram | None, config: Com
         whose = f"This is a bug of neuronx_dist, not of {example.name}"
         if isinstance(error, RecordingError):
             whose = (
-                "If two calls of forward return different results, make forward a function of its arguments, "
-                "parameters and buffers; otherwise this is a bug of neuronx_dist"
+                "If forward computes other values for tensors of another class, or in its second call, make it a "
+                "function of its arguments, parameters and buffers; otherwise this is a bug of neuronx_dist"
             )
         raise EmittedProgramError(f"{text}\n{whose}: report it with the emitted file {file} (not loaded)") from error
     proof = [*map(str, verdicts), f"mesh: {mesh}"]

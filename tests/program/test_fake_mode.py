@@ -116,3 +116,21 @@ def test_an_out_tensor_is_resized_each_time():
         for _ in range(2):
             out = torch.empty(1)
             assert torch.add(x, x, out=out).shape == out.shape == (4, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shapes", [((8, 16), (2, 16, 24)), ((2, 8, 16), (2, 16, 24)), ((8, 16), (16, 24)),
+                                    ((2, 8, 16), (16, 24)), ((8, 16), (2, 16, 12))])  # fmt: skip
+def test_a_grouped_product_has_the_sizes_and_strides_of_torch(shapes, dtype):
+    """torch's fake form takes bfloat16 alone."""
+    a, b = (torch.ones(shape, dtype=dtype) for shape in shapes)
+    offsets = None if a.dim() == b.dim() == 3 else torch.tensor([8, a.shape[-1] if b.dim() == a.dim() else b.shape[-1]])
+    offsets = None if offsets is None else offsets.to(torch.int32)
+    if dtype is torch.float16 and b.shape[-1] == 12:
+        pytest.skip("rows of 24 bytes are refused by torch")
+    real = torch._grouped_mm(a, b, offs=offsets)
+    mode = QuietFakeMode()
+    operands = [None if x is None else mode.from_tensor(x) for x in (a, b, offsets)]
+    with mode:
+        fake = torch._grouped_mm(operands[0], operands[1], offs=operands[2])
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
