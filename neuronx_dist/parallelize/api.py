@@ -40,6 +40,7 @@ from .original import (
     initial_values,
     named_tensors,
     smaller_example_of,
+    unsynchronised_norm,
 )
 from .policy.plans import plan_of
 from .policy.policies import divide, divide_like
@@ -278,6 +279,15 @@ def _proven(emitted: EmittedProgram, smaller: EmittedProgram | None, config: Com
     not_run = next((verdict.not_run for verdict in verdicts if verdict.not_run), "")
     if not_run:
         text = f"{example.name}: types are proven, {NOT_COMPARED}: {not_run}; {HOW}, and the same policy"
+        warnings.warn(text, stacklevel=3)
+    call = unsynchronised_norm(emitted.divisions[0].whole) if config.units > 1 else None
+    if call is not None:
+        text = (
+            f"{example.name}: {call.where}: batch norm takes its statistics of the batch of one unit, and there are "
+            f"{config.units}, so that results and running statistics differ from those of the global batch. The ranks "
+            "inside a unit share statistics: use one unit with the policy 'data', or a norm that does not mix samples"
+        )
+        proof.append(text)
         warnings.warn(text, stacklevel=3)
     lines = [] if smaller is None else lines_not_compared(emitted.source, smaller.source)
     if lines:

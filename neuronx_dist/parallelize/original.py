@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from .. import accelerator
-from ..program.program import Program, Value
+from ..program.program import Call, Program, Value
 from ..program.record import check_arguments
 from ..torch_internals.tensors import pytree
 from .config import ComputeConfig
@@ -25,6 +26,7 @@ __all__ = [
     "initial_values",
     "named_tensors",
     "smaller_example_of",
+    "unsynchronised_norm",
 ]
 
 
@@ -147,6 +149,15 @@ def check_outputs(module: nn.Module, program: Program, config: ComputeConfig) ->
             f"use_end2end: {type(module).__name__}.forward returns {returns} first; an end2end module returns its loss "
             "first, a tensor of one element: return its mean or sum, or compile with use_end2end=False"
         )
+
+
+def unsynchronised_norm(program: Program) -> Call | None:
+    """Returns the first batch norm of a program that takes its statistics of the batch."""
+    for call in program.calls if program.training else ():
+        training = call.args[5] if len(call.args) > 5 else call.kwargs.get("training", False)
+        if call.function in (torch.batch_norm, F.batch_norm) and training:
+            return call
+    return None
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
