@@ -41,6 +41,7 @@ from .original import (
     named_tensors,
     smaller_example_of,
     unsynchronised_norm,
+    with_module_paths,
 )
 from .policy.plans import plan_of
 from .policy.policies import divide, divide_like
@@ -305,6 +306,7 @@ def _divisions(example: Example, policy: Any, config: ComputeConfig, recorded: S
         programs = {mode: example.program(training=mode) for mode in wanted}
         if len(wanted) == 2 and program_text(programs[False]) == program_text(programs[True]):
             del programs[False]
+    config = with_module_paths(config, example.module)
     for program in programs.values():
         check_outputs(example.module, program, config)
     if config.inference_only:

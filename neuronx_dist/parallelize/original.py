@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "named_tensors",
     "smaller_example_of",
     "unsynchronised_norm",
+    "with_module_paths",
 ]
 
 
@@ -158,6 +160,23 @@ def unsynchronised_norm(program: Program) -> Call | None:
         if call.function in (torch.batch_norm, F.batch_norm) and training:
             return call
     return None
+
+
+def with_module_paths(config: ComputeConfig, module: nn.Module) -> ComputeConfig:
+    """Returns the configuration with paths in `recompute_modules` in the place of ends of paths and class names."""
+    names = config.pas_config.get("recompute_modules")
+    if not names:
+        return config
+    modules = {path: type(child) for path, child in module.named_modules() if path}
+    paths: list[str] = []
+    for name in map(str.strip, str(names).split(",")):
+        ended = [
+            path
+            for path, cls in modules.items()
+            if any(f".{text}".endswith(f".{name}") for text in (path, f"{cls.__module__}.{cls.__qualname__}"))
+        ]
+        paths += [name] if name in modules or not ended else ended
+    return replace(config, pas_config={**config.pas_config, "recompute_modules": ",".join(dict.fromkeys(paths))})
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -268,7 +268,7 @@ class ParallelModule(Container):
                 has = repr(x) if isinstance(x, Enum) else describe(x)
                 raise ValueError(
                     f"{type(self).__name__}: {name}={has}, but the program was recorded with {value!r}: "
-                    "call parallelize with this value among dummy_forward_args"
+                    "call parallelize with this value among dummy_forward_args, or with a tensor if the value varies"
                 )
         for path, names in _containers((*self.INPUTS, *self.FIXED)).items():
             x = _at(given, path)
