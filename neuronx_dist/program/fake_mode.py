@@ -107,6 +107,7 @@ class QuietFakeMode(FakeTensorMode):
             known = _known.get(key)
             if known is not None:
                 return known.make(self, tensors)
+            result: Any
             if func is grouped_mm and args[0].dtype is not torch.bfloat16:
                 result = _grouped_mm(*args, **(kwargs or {}))
             else:

@@ -88,11 +88,11 @@ class Container(ShardedModule):
 class _NewObject:
     """Makes an object without `__init__`, for copies; it cannot be pickled."""
 
-    def __init__(self, cls: type) -> None:
+    def __init__(self, cls: type[ParallelModule]) -> None:
         self.cls = cls
 
     def __call__(self) -> Any:
-        return self.cls.__new__(self.cls)
+        return object.__new__(self.cls)
 
     def __reduce__(self) -> Any:
         raise PicklingError(
@@ -240,8 +240,8 @@ class ParallelModule(Container):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Copies are made as of any module; pickling is refused, since no other process can import the class."""
-        _, _, *state = super().__reduce_ex__(protocol)
-        return _NewObject(type(self)), (), *state
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _NewObject(type(self)), (), *reduced[2:]
 
     @property
     def device(self) -> torch.device:
