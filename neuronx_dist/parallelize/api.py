@@ -23,6 +23,7 @@ from ..comm.launch import init_distributed
 from ..parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
 from ..planning.plan import Plan
 from ..program.program import Division, Program
+from ..program.recording import TracingError
 from .config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from .emit.emitted_class import EmittedProgram, emitted_program
 from .emit.source_text import constants_from_text, constants_text, program_text
@@ -38,6 +39,8 @@ from .original import (
     initial_values,
     named_tensors,
     smaller_example_of,
+    unsynchronised_norm,
+    with_module_paths,
 )
 from .policy.plans import plan_of
 from .policy.policies import divide, divide_like
@@ -247,6 +250,7 @@ def _proven(emitted: EmittedProgram, smaller: EmittedProgram | None, config: Com
 
     Raises:
         ValueError: the original fails.
+        TracingError: two recordings of the original differ.
         EmittedProgramError: the source is refused; it is kept in `folder`.
     """
     example = emitted.example
@@ -256,7 +260,9 @@ def _proven(emitted: EmittedProgram, smaller: EmittedProgram | None, config: Com
     except OriginalError as error:
         cause = error.__cause__
         assert isinstance(cause, Exception)
-        raise error.example.failure(cause) from cause
+        raise error.example.failure(cause, error.direction) from cause
+    except TracingError:
+        raise
     except Exception as error:  # EmittedProgramError, or the file is no program, or the check crashed
         file = folder / f"refused_{example.name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -265,14 +271,23 @@ def _proven(emitted: EmittedProgram, smaller: EmittedProgram | None, config: Com
         whose = f"This is a bug of neuronx_dist, not of {example.name}"
         if isinstance(error, RecordingError):
             whose = (
-                "If two calls of forward return different results, make forward a function of its arguments, "
-                "parameters and buffers; otherwise this is a bug of neuronx_dist"
+                "If forward computes other values for tensors of another class, or in its second call, make it a "
+                "function of its arguments, parameters and buffers; otherwise this is a bug of neuronx_dist"
             )
         raise EmittedProgramError(f"{text}\n{whose}: report it with the emitted file {file} (not loaded)") from error
     proof = [*map(str, verdicts), f"mesh: {mesh}"]
     not_run = next((verdict.not_run for verdict in verdicts if verdict.not_run), "")
     if not_run:
         text = f"{example.name}: types are proven, {NOT_COMPARED}: {not_run}; {HOW}, and the same policy"
+        warnings.warn(text, stacklevel=3)
+    call = unsynchronised_norm(emitted.divisions[0].whole) if config.units > 1 else None
+    if call is not None:
+        text = (
+            f"{example.name}: {call.where}: batch norm takes its statistics of the batch of one unit, and there are "
+            f"{config.units}, so that results and running statistics differ from those of the global batch. The ranks "
+            "inside a unit share statistics: use one unit with the policy 'data', or a norm that does not mix samples"
+        )
+        proof.append(text)
         warnings.warn(text, stacklevel=3)
     lines = [] if smaller is None else lines_not_compared(emitted.source, smaller.source)
     if lines:
@@ -290,6 +305,7 @@ def _divisions(example: Example, policy: Any, config: ComputeConfig, recorded: S
         programs = {mode: example.program(training=mode) for mode in wanted}
         if len(wanted) == 2 and program_text(programs[False]) == program_text(programs[True]):
             del programs[False]
+    config = with_module_paths(config, example.module)
     for program in programs.values():
         check_outputs(example.module, program, config)
     if config.inference_only:

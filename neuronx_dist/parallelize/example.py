@@ -62,12 +62,12 @@ class Example:
         except Exception as error:
             raise self.failure(error) from error
 
-    def failure(self, error: Exception) -> ValueError:
-        """Returns an error that says where forward failed, and on which arguments."""
+    def failure(self, error: Exception, direction: str = "forward") -> ValueError:
+        """Returns an error that says where forward (or backward) failed, and on which arguments."""
         frames = traceback.extract_tb(error.__traceback__)
         libraries = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
         lines = [f" at {frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(libraries)]
         return ValueError(
-            f"{self.name}.forward fails on {self.origin} {describe(self.arguments)}{lines[-1] if lines else ''}: "
+            f"{self.name}.{direction} fails on {self.origin} {describe(self.arguments)}{lines[-1] if lines else ''}: "
             f"{type(error).__name__}: {error}"
         )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from .. import accelerator
-from ..program.program import Program, Value
+from ..program.program import Call, Program, Value
 from ..program.record import check_arguments
 from ..torch_internals.tensors import pytree
 from .config import ComputeConfig
@@ -25,6 +27,8 @@ __all__ = [
     "initial_values",
     "named_tensors",
     "smaller_example_of",
+    "unsynchronised_norm",
+    "with_module_paths",
 ]
 
 
@@ -147,6 +151,32 @@ def check_outputs(module: nn.Module, program: Program, config: ComputeConfig) ->
             f"use_end2end: {type(module).__name__}.forward returns {returns} first; an end2end module returns its loss "
             "first, a tensor of one element: return its mean or sum, or compile with use_end2end=False"
         )
+
+
+def unsynchronised_norm(program: Program) -> Call | None:
+    """Returns the first batch norm of a program that takes its statistics of the batch."""
+    for call in program.calls if program.training else ():
+        training = call.args[5] if len(call.args) > 5 else call.kwargs.get("training", False)
+        if call.function in (torch.batch_norm, F.batch_norm) and training:
+            return call
+    return None
+
+
+def with_module_paths(config: ComputeConfig, module: nn.Module) -> ComputeConfig:
+    """Returns the configuration with paths in `recompute_modules` in the place of ends of paths and class names."""
+    names = config.pas_config.get("recompute_modules")
+    if not names:
+        return config
+    modules = {path: type(child) for path, child in module.named_modules() if path}
+    paths: list[str] = []
+    for name in map(str.strip, str(names).split(",")):
+        ended = [
+            path
+            for path, cls in modules.items()
+            if any(f".{text}".endswith(f".{name}") for text in (path, f"{cls.__module__}.{cls.__qualname__}"))
+        ]
+        paths += [name] if name in modules or not ended else ended
+    return replace(config, pas_config={**config.pas_config, "recompute_modules": ",".join(dict.fromkeys(paths))})
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

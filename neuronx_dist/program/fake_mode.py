@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..torch_internals.fake_tensors import FakeTensor, FakeTensorMode, guard_data_pointer
-from ..torch_internals.operators import OpOverload, schema_of
+from ..torch_internals.operators import OpOverload, grouped_mm, schema_of
 from ..torch_internals.tensors import DisableTorchFunction, dispatch_keys, make_subclass, storage_key
 
 __all__ = ["QuietFakeMode"]
@@ -107,7 +107,11 @@ class QuietFakeMode(FakeTensorMode):
             known = _known.get(key)
             if known is not None:
                 return known.make(self, tensors)
-            result = super().__torch_dispatch__(func, types, args, kwargs or {})
+            result: Any
+            if func is grouped_mm and args[0].dtype is not torch.bfloat16:
+                result = _grouped_mm(*args, **(kwargs or {}))
+            else:
+                result = super().__torch_dispatch__(func, types, args, kwargs or {})
             if key not in _known:
                 if len(_known) >= _SIZE:
                     _known.clear()
@@ -179,6 +183,24 @@ class QuietFakeMode(FakeTensorMode):
                 return None
             items.append(item)
         return _CachedResult(container, tuple(items))
+
+
+def _grouped_mm(
+    input: torch.Tensor,
+    mat2: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Returns the grouped product's shape, its rows padded to 16 bytes; torch's fake form takes bfloat16 alone."""
+    rows, columns = input.shape[-2], mat2.shape[-1]
+    groups = [offs.shape[0]] if input.dim() == mat2.dim() == 2 and offs is not None else []
+    groups = [input.shape[0]] if input.dim() == mat2.dim() == 3 else groups
+    dtype = out_dtype or input.dtype
+    aligned = 16 // dtype.itemsize
+    padded = -(-columns // aligned) * aligned
+    strides = [rows * padded, padded, 1][-len(groups) - 2 :]
+    return input.new_empty_strided([*groups, rows, columns], strides, dtype=dtype)
 
 
 def _memory(x: torch.Tensor) -> int:

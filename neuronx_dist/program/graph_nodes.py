@@ -120,7 +120,7 @@ class Nodes:
             self._nodes[id(x)] = node
             self._alive.append(x)
         spec = node.meta["info"].spec
-        if x.requires_grad and not spec.requires_grad:  # `requires_grad` was set since
+        if x.requires_grad and x.is_leaf and not spec.requires_grad:  # set since, and not by a write to a view of it
             node.meta["info"].spec = spec._replace(requires_grad=True)
         return node
 

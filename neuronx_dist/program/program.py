@@ -297,15 +297,23 @@ def fresh(name: str, taken: set[str]) -> str:
     return new
 
 
-def run_program(program: Program, tensors: Mapping[Value, torch.Tensor]) -> Any:
-    """Returns the recorded forward's result, computed with `tensors` in the place of `program.leaves`."""
+def run_program(
+    program: Program,
+    tensors: Mapping[Value, torch.Tensor],
+    changed: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+) -> Any:
+    """Returns the recorded forward's result, computed with `tensors` in the place of `program.leaves`.
+
+    Args:
+        changed: returns the tensor that later calls read in the place of a call's result.
+    """
     known = dict(tensors)
     for call in program.calls:
         args, kwargs = substituted((call.args, call.kwargs), Value, known.__getitem__)
         with surroundings(call):
             result = call.function(*args, **kwargs)
         for value, tensor in zip(call.results, result if call.several else [result]):
-            known[value] = tensor
+            known[value] = changed(tensor)
     outputs = [known[leaf] if isinstance(leaf, Value) else leaf for leaf in program.outputs]
     return pytree.tree_unflatten(outputs, program.output_structure)
 

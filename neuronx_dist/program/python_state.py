@@ -13,26 +13,22 @@ from __future__ import annotations
 
 import random
 import sys
-import sysconfig
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..call_site import USER, owner_of
+from ..call_site import USER, is_installed, owner_of
 from .recording import describe
 
 __all__ = ["Change", "PythonState", "RandomState", "user_code"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_PATHS = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-_LIBRARIES = tuple({str(form) for path in _PATHS for form in (path, path.resolve())})
 # Packages whose objects, but for modules, have a state that other threads change, and that no forward reads.
 _RUN_TIME = frozenset((*sys.stdlib_module_names, "torch", "numpy", __name__.partition(".")[0]))
 _LONGEST = 10_000  # items of a container that are looked into
@@ -180,7 +176,7 @@ class PythonState:
 def user_code(code: CodeType) -> bool:
     """Returns whether code is the user's: no installed library's, torch's or this package's."""
     file = code.co_filename
-    return owner_of(file) is USER and not file.startswith(_LIBRARIES)
+    return owner_of(file) is USER and not is_installed(file)
 
 
 def _is_state(cls: type) -> bool:

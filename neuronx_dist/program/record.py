@@ -19,7 +19,7 @@ from .program import Program
 from .python_state import RandomState
 from .recorder import record
 from .recording import Recording, TracingError, describe
-from .repeated import first_difference
+from .repeated import check_repeated, first_difference
 from .translate import translate
 
 __all__ = ["check_arguments", "record_program"]
@@ -51,6 +51,8 @@ def record_program(module: nn.Module, arguments: Mapping[str, Any], *, training:
             _check_generators(forward, program, before)
             _check_state(forward, program, recording)
             _check_requires_grad(forward, program, recording)
+            if _CLOCKS & state.names:
+                check_repeated(program, forward.recorded()[0], type(module).__name__)
             if not training and "is_grad_enabled" in state.names:
                 _check_without_gradients(forward, program)
         finally:
@@ -151,6 +153,11 @@ def _check_without_gradients(forward: _Forward, program: Program) -> None:
         )
 
 
+# Functions of clocks and of generators without a global state; code of the user that names one is recorded twice.
+_CLOCKS = frozenset(
+    "time time_ns perf_counter perf_counter_ns monotonic monotonic_ns process_time now utcnow today "
+    "urandom default_rng SystemRandom uuid1 uuid4 token_bytes token_hex randbelow".split()
+)
 _SHOWN = 3  # changes of Python's state that a message lists
 
 

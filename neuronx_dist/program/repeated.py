@@ -13,8 +13,20 @@ import torch
 from ..rules.containers import substituted
 from ..torch_internals.tensors import pytree
 from .program import Call, Program, Value, surroundings, values_in
+from .recording import TracingError
 
-__all__ = ["first_difference"]
+__all__ = ["check_repeated", "first_difference"]
+
+
+def check_repeated(a: Program, b: Program, name: str) -> None:
+    """Raises TracingError if two recordings of the same call of `name`.forward differ."""
+    different = first_difference(a, b)
+    if different:
+        raise TracingError(
+            f"{different}: two recordings of {name}.forward differ here, so that it depends on more than its "
+            "arguments, parameters and buffers, such as a clock, or a generator of random numbers that is not torch's: "
+            "pass such a value as an argument, or draw it by torch"
+        )
 
 
 def first_difference(a: Program, b: Program) -> str:

@@ -29,6 +29,9 @@ attention_operators: set[Any] = {
     for name in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 }
 
+# Products of groups of rows with different matrices, as layers of experts call. Without it those are not checked.
+grouped_mm = _aten._grouped_mm.default
+
 # Forms of `interpolate` that have no public operator: nearest-exact over 1, 2 and 3 dims, and antialiased.
 # Without them `interpolate` gathers whole ShardTensors.
 upsample_nearest_exact = tuple(getattr(_aten, f"_upsample_nearest_exact{dims}d") for dims in (1, 2, 3))

@@ -29,6 +29,7 @@ from neuronx_dist.parallelize import (
     parallelize,
 )
 from neuronx_dist.parallelize.generated.generated_files import ForeignFilesError, GeneratedFilesError
+from neuronx_dist.program.recording import TracingError
 from tests.support.paths import ROOT
 from tests.support.pool import processes
 
@@ -64,6 +65,32 @@ class Nothing(Net):
 class Sized(Net):
     def __init__(self, width: int) -> None:
         super().__init__(width)
+
+
+class OfTheClock(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) * time.perf_counter()
+
+
+class OfAGenerator(Net):
+    generator = torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) * torch.rand(16, generator=self.generator)
+
+
+class NotDifferentiable(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) // 2
+
+
+class OfALocalFunction(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        class Copied(torch.autograd.Function):
+            forward = staticmethod(lambda ctx, x: x.clone())  # type: ignore[assignment]
+            backward = staticmethod(lambda ctx, gradient: gradient)  # type: ignore[assignment]
+
+        return super().forward(Copied.apply(x))
 
 
 @torch.library.custom_op("neuronx_dist_tests::twice", mutates_args=())
@@ -148,6 +175,24 @@ CASES = {
         {"arguments": {"x": torch.zeros(8, 16).long()}},
         ValueError,
         r"Net.forward fails on dummy_forward_args \{'x': Tensor\[8, 16\]\} at .*input.py:\d+: .*Long and Float",
+    ),
+    "clock": Case(
+        {"module": OfTheClock()}, TracingError, r"input.py:\d+: .*perf_counter\(\).*: two recordings of OfTheClo"
+    ),
+    "generator of random numbers": Case(
+        {"module": OfAGenerator()},
+        ValueError,
+        r"input.py:\d+: a Generator cannot be written.*: draw without generator=",
+    ),
+    "derivative that torch lacks": Case(
+        {"module": NotDifferentiable()},
+        ValueError,
+        r"^NotDifferentiable.backward fails on dummy_forward_args \{'x': Tensor\[8, 16\]\}: .*derivative for .*div",
+    ),
+    "autograd function without a name": Case(
+        {"module": OfALocalFunction()},
+        ValueError,
+        r"input.py:\d+: .*Copied'> cannot be imported by an emitted file: define it at the top level of a module",
     ),
     "no tensor returned": Case({"module": Nothing()}, ValueError, "Nothing.forward returns no computed tensor"),
     "loss that is no scalar": Case(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
+from neuronx_dist import Mesh
+from neuronx_dist.comm import threads
+from neuronx_dist.parallelize import ComputeConfig, parallelize
 from neuronx_dist.program.record import record_program
 from neuronx_dist.program.recording import TracingError
+from neuronx_dist.weights.shard_spec import gather_full, spec_of
 from tests.parallelize.support.programs import Function, assert_equal, sample
 from tests.support.architectures import ARCHITECTURES
 
@@ -49,6 +54,36 @@ def test_autograd_functions_are_one_call() -> None:
     program = assert_equal(Function(lambda self, x: sum(Scaled.apply(x, self.weight))), {"x": sample()})
     first = program.calls[0]
     assert first.name == "apply" and first.function.__self__ is Scaled and first.several  # type: ignore[attr-defined]
+
+
+class Unregistered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 5, dtype=torch.float64))
+        self.layer = nn.Linear(5, 4, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(sum(Scaled.apply(x, self.weight)) ** 2)
+
+
+def test_an_autograd_function_without_a_registration_is_computed_whole(tmp_path: Path) -> None:
+    """BLOOM's GELU. Its class is imported by the file, and the recorded program is saved for `ReuseType.GRAPH`."""
+    module, x = Unregistered(), sample()
+
+    def rank() -> list[torch.Tensor]:
+        parallel = parallelize(module, {"x": x}, "tp", ComputeConfig(2, 2), gen_savedir=tmp_path)
+        result = parallel(x)
+        result.square().sum().backward()
+        return [result.detach(), *(gather_full(p.grad, spec_of(p)) for p in parallel.parameters())]
+
+    ranks = threads.run(Mesh(2, tp=2), rank)
+    result = module(x)
+    result.square().sum().backward()
+    for computed in ranks:
+        for a, b in zip(computed, [result, *(p.grad for p in module.parameters())], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    assert "= Scaled.apply(" in next(tmp_path.rglob("gencode0.py")).read_text()
+    assert '["", "' + __name__ + '", "Scaled.apply"]' in next(tmp_path.rglob("programs.json")).read_text()
 
 
 class WithoutSecond(Scaled):
@@ -101,7 +136,8 @@ def test_functions_that_need_values(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [call.function for call in program.calls].count(experts) == 2
 
 
-def test_torch_functions_without_a_fake_form(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.slow
+def test_grouped_products(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """Mixtral in float32 calls torch's grouped product, whose fake form takes bfloat16 alone."""
     model = MIXTRAL.make(2).float()
     model.config._experts_implementation = "grouped_mm"
@@ -109,6 +145,8 @@ def test_torch_functions_without_a_fake_form(caplog: pytest.LogCaptureFixture) -
         program = assert_equal(model, MIXTRAL.inputs())
     assert [call.name for call in program.calls].count("_grouped_mm") == 4
     assert not caplog.records
+    parallelize(model, MIXTRAL.inputs(), "tp", ComputeConfig(2, 2), gen_savedir=tmp_path, load_module=False)
+    assert "values: equal to one process" in next(tmp_path.rglob("proof.txt")).read_text()
 
 
 def test_what_fails_on_values_too_says_why() -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
@@ -394,3 +399,36 @@ def test_objects_of_a_class_begin_in_the_mode_of_module_fn(training: bool, tmp_p
         )
         assert parallel_class().training == training
         assert all(child.training == training for child in parallel_class().modules())
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x))
+
+
+@pytest.mark.parametrize("units", [1, 2])
+def test_batch_norm_over_units_is_warned_of(units: int, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = ComputeConfig(2, 2 * units)
+        parallelize(Normed(), {"x": torch.ones(8, 4)}, "tp", config, gen_savedir=tmp_path, load_module=False)
+    texts = [str(warning.message) for warning in caught if "batch norm" in str(warning.message)]
+    assert (
+        len(texts) == units - 1 == next(tmp_path.rglob("proof.txt")).read_text().count("batch norm takes its statist")
+    )
+    assert all(re.search(r"^Normed: .*test_parallelize.py:\d+: .* of one unit, and there are 2", x) for x in texts)
+
+
+def test_a_parallel_module_is_copied_and_not_pickled(tmp_path: Path) -> None:
+    parallel, x = made(nn.Sequential(nn.Linear(16, 16)).double(), {"input": X}, tmp_path), torch.ones(8, 16).double()
+    copied = copy.deepcopy(parallel)
+    assert type(copied) is type(parallel) and torch.equal(copied(x), parallel(x))
+    nn.init.zeros_(next(iter(copied.parameters())))
+    assert not torch.equal(copied(x), parallel(x)) and copy.copy(parallel)(x).equal(parallel(x))
+    for save in (pickle.dumps, lambda module: torch.save({"model": module}, io.BytesIO())):
+        with pytest.raises(pickle.PicklingError, match=r"^Sequential is a parallel module, .* save its state_dict\(\)"):
+            save(parallel)

@@ -151,3 +151,33 @@ def test_what_a_span_is_given_is_not_written(tmp_path: Path) -> None:
     )  # values are compared
     (source,) = (file.read_text() for file in tmp_path.rglob("gencode0.py"))
     assert "all_reduce" in source.partition("def recomputed_0")[2].partition("checkpoint(")[0]
+
+
+class Block(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize(
+    "names, spans", [("Block", 2), ("test_recompute.Block", 2), ("0.1", 1), ("0.0, 0.1", 2), ("Tanh,0.0", 2)]
+)
+def test_modules_are_recomputed_by_the_end_of_their_path_or_by_their_class(
+    names: str, spans: int, tmp_path: Path
+) -> None:
+    module = nn.Sequential(nn.Sequential(Block(), Block()), nn.Linear(WIDTH, WIDTH))
+    config = ComputeConfig(1, 1, pas_config={"recompute_modules": names})
+    arguments = {"input": torch.ones(4, WIDTH)}
+    parallelize(module, arguments, "autodist", config, gen_savedir=tmp_path, load_module=False)
+    assert next(tmp_path.rglob("gencode0.py")).read_text().count(" = checkpoint(") == spans
+
+
+def test_adjacent_spans_of_two_calls_stay_two(tmp_path: Path) -> None:
+    """Layer after layer: one span of all layers would hold all their values at once in backward. A plan has both."""
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    plan = tmp_path / "plan.json"
+    saving = {"recompute_modules": "0,1,2,3", "save_plan_path": str(plan)}
+    for policy, options in (("autodist", saving), (str(plan), {})):
+        folder = tmp_path / policy.replace("/", "_")
+        compute = ComputeConfig(1, 1, pas_config=options)
+        parallelize(module, {"input": torch.ones(4, WIDTH)}, policy, compute, gen_savedir=folder, load_module=False)
+        assert next(folder.rglob("gencode0.py")).read_text().count(" = checkpoint(") == 4

@@ -203,6 +203,7 @@ CASES: dict[str, Callable[[], None]] = {
     "_merged:comm.all_gather#1": mutations.attention_merged,
     "_merged:comm.all_reduce#1": mutations.attention_merged,
     "broadcast_weights:comm.broadcast#1": sent_weights.from_rank_0,
+    "_check_values:comm.gather_objects#1": sent_weights.a_sender_without_values,
     "_received:comm.broadcast#1": sent_weights.deduped,
     "Pipelined._everywhere:comm.broadcast#1": pipelines.tied_step,
     "Pipelined.train:comm.all_reduce#1": pipelines.tied_step,

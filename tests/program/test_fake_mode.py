@@ -116,3 +116,19 @@ def test_an_out_tensor_is_resized_each_time():
         for _ in range(2):
             out = torch.empty(1)
             assert torch.add(x, x, out=out).shape == out.shape == (4, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dims", [(2, 3), (3, 3), (2, 2), (3, 2)])
+def test_a_grouped_product_has_the_sizes_and_strides_of_torch(dims, dtype):
+    """torch's fake form takes bfloat16 alone. Rows are padded to 16 bytes."""
+    columns = 12 if dims == (2, 3) and dtype is torch.float32 else 24
+    a, b = (torch.ones((2, *shape)[-n:], dtype=dtype) for n, shape in zip(dims, ((8, 16), (16, columns)), strict=True))
+    last = {(2, 3): 8, (2, 2): 16, (3, 2): columns}
+    offsets = torch.tensor([8, last[dims]], dtype=torch.int32) if dims in last else None
+    real = torch._grouped_mm(a, b, offs=offsets)
+    mode = QuietFakeMode()
+    operands = [None if x is None else mode.from_tensor(x) for x in (a, b, offsets)]
+    with mode:
+        fake = torch._grouped_mm(operands[0], operands[1], offs=operands[2])
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)

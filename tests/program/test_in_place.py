@@ -89,6 +89,15 @@ def _written_twice(self: Function, x: torch.Tensor) -> torch.Tensor:
     return y + z.sum()
 
 
+def _put_together(self: Function, x: torch.Tensor) -> torch.Tensor:
+    """DeepSeek's keys of two parts, in a new tensor that gets its gradient from the first write to a view."""
+    y = x.new_empty(6, 10)
+    y[..., :5].copy_(x * self.weight)
+    y[..., 5:].copy_(self.weight.detach()[:1].expand(6, -1))
+    y[:, 5:].mul_(self.weight)
+    return y[:, :5] * y[:, 5:] + y[:, 2:7]
+
+
 def _outputs_given(self: Function, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         y = torch.empty_like(x)
@@ -118,6 +127,7 @@ VALUES: dict[str, Callable[[Function, torch.Tensor], torch.Tensor]] = {
     "copies": _copies,
     "views are read": _views_read_what_was_written,
     "views are written": _views_are_written,
+    "put together": _put_together,
     "several views": _several_views,
     "written twice": _written_twice,
     "out": _outputs_given,

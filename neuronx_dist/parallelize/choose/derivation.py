@@ -199,8 +199,18 @@ def _strategies_of_like_constructors(facts: Facts) -> Iterator[Template]:
     if rule is None or rule.kind not in ("zero", "uniform") or len(facts.slots) != 1 or len(facts.results) != 1:
         return
     for spmd_type in _any_type(facts.slots[0], facts.size):
-        like = rule.spec is not None and isinstance(spmd_type, Shard)
+        like = isinstance(spmd_type, Shard) and _follows_operand(facts, rule, spmd_type)
         yield Template(f"{spmd_type} of operand 0", (spmd_type,), (spmd_type if like else R,), None)
+
+
+def _follows_operand(facts: Facts, rule: Rule, shard: Shard) -> bool:
+    """Returns whether the result has the operand's shape, globally and for a shard: `zeros_like`, not `new_full`."""
+    if rule.spec is None or facts.results[0] != facts.slots[0].shape:
+        return False
+    args, kwargs = substituted(facts.arguments, TensorSlot, _local_tensor(facts, (shard,)))
+    spec: Spec = rule.spec(*args, **kwargs)
+    local = tuple(prod(spec.sizes[label] for label in dim) for dim in spec.outs[0])
+    return local == local_shape(facts.slots[0].shape, shard, facts.size)
 
 
 def _groups(rule: Rule, count: int) -> list[tuple[int, ...]]:

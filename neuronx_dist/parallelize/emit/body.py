@@ -121,7 +121,7 @@ class _Body:
         function, args, kwargs = strategy.local
         if "inplace" in kwargs and function in OPERATORS.values() and not self._overwrites(args[0], call, spans):
             kwargs = {name: item for name, item in kwargs.items() if name != "inplace"}
-        text = call_text(function, args, kwargs, self.imports, variable)
+        text = call_text(function, args, kwargs, self.imports, variable, call.where)
         results = [value.name for value in call.results]
         if call.several:
             text = f"{', '.join(results)}{',' if len(results) == 1 else ''} = {text}"

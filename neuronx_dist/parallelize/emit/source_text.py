@@ -67,6 +67,8 @@ class Imports:
         Raises:
             ValueError: it cannot be found by its name.
         """
+        if isinstance(owner := getattr(target, "__self__", None), type):  # a class method, which a base may define
+            return f"{self.name(owner)}.{target.__name__}"
         module, path = getattr(target, "__module__", None), getattr(target, "__qualname__", "")
         name, *inner = path.split(".")  # `Function.apply`
         if not module or not all(part.isidentifier() for part in (name, *inner)) or module == "__main__":
@@ -157,7 +159,8 @@ def _container(x: Any, imports: Imports, text: Callable[[Any], str]) -> str:
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         fields = [field for field in dataclasses.fields(x) if field.init]
         return f"{imports.name(kind)}({', '.join(f'{f.name}={text(getattr(x, f.name))}' for f in fields)})"
-    raise ValueError(f"a {kind.__name__} cannot be written into a program: {x!r}")
+    advice = ": draw without generator=, or pass the numbers as an argument" if kind is torch.Generator else ""
+    raise ValueError(f"a {kind.__name__} cannot be written into a program: {x!r}{advice}")
 
 
 def call_text(
@@ -166,12 +169,22 @@ def call_text(
     kwargs: Mapping[str, Any],
     imports: Imports,
     variable: Callable[[Any], str | None],
+    where: str = "",
 ) -> str:
-    """Returns the source of a call: `F.linear(x, w)`, `x + y`, `x.view(2, 3)`, `x[:, 0]`, `x.T`."""
+    """Returns the source of a call: `F.linear(x, w)`, `x + y`, `x.view(2, 3)`, `x[:, 0]`, `x.T`.
 
-    def text(x: Any) -> str:
-        return literal(x, imports, variable)
+    Raises:
+        ValueError: the function or an argument cannot be written; the message begins with `where`.
+    """
+    try:
+        return _call_text(function, args, kwargs, imports, lambda x: literal(x, imports, variable))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}" if where else str(error)) from error
 
+
+def _call_text(
+    function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], imports: Imports, text: Callable[[Any], str]
+) -> str:
     name = getattr(function, "__name__", "")
     if name == "__get__":
         return f"{text(args[0])}.{function.__self__.__name__}"
@@ -203,7 +216,9 @@ def program_text(program: Program) -> str:
     for call in program.calls:
         results = ", ".join(map(repr, call.results))
         context = f"{call.grad} {call.autocast} {call.checkpoints}"
-        lines.append(f"{results} = {call_text(call.function, call.args, call.kwargs, imports, variable)}  {context}")
+        lines.append(
+            f"{results} = {call_text(call.function, call.args, call.kwargs, imports, variable, call.where)}  {context}"
+        )
     outputs = pytree.tree_unflatten(program.outputs, program.output_structure)
     return "\n".join([*lines, literal(outputs, imports, variable), *imports.lines.values()])
 
@@ -213,7 +228,7 @@ def _defaults(function: Any) -> dict[str, Any]:
     code = getattr(function, "__code__", None)
     if code is None:
         return {}
-    parameters = inspect.signature(function).parameters.values()
+    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()  # may wrap a built-in function
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
@@ -226,6 +241,8 @@ def _grouped(text: str) -> str:
 
 
 def _operator(function: Any, name: str, args: tuple[Any, ...], text: Callable[[Any], str]) -> str | None:
+    if getattr(Tensor, f"__{name}__", None) == function:  # `Tensor.__pow__` is named `pow`
+        name = f"__{name}__"
     if not (_method(function, name) or getattr(operator, name, None) is function):
         return None
     bare = name[2:-2] if name.startswith("__") else name

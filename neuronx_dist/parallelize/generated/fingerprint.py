@@ -15,7 +15,6 @@ import hashlib
 import inspect
 import re
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from importlib import metadata
@@ -26,20 +25,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...call_site import is_installed
 from ...weights.host_memory import as_bytes
 
 __all__ = ["digest", "module_entries", "package_digest", "value_entries"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
 _PRINTED = (torch.dtype, torch.device, torch.layout, torch.memory_format, range, Path)
-_LIBRARY = tuple(
-    {str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
 # Packages whose objects have a state that is no part of the program.
 _RUN_TIME = (*sys.stdlib_module_names, "torch")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # Python's `hash()` of a text, which differs between processes; transformers stores it on a generation config.
 _OF_THIS_PROCESS = frozenset({"_original_object_hash"})
+_MEMO = functools.cached_property  # the attribute that it stores follows from the others
 _CLASS_INTERNALS = ("__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__firstlineno__")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
@@ -145,8 +143,11 @@ class _Describer:
         if type(value).__module__.partition(".")[0] in _RUN_TIME:  # locks, loggers: their state does not count
             return _ADDRESS.sub("", f"{_name_of(type(value))} {value!r}")
         instance_attributes = getattr(value, "__dict__", {})
+        derived = {name for cls in type(value).__mro__ for name, x in vars(cls).items() if type(x) is _MEMO}
         attributes = {
-            name: attribute for name, attribute in instance_attributes.items() if name not in _OF_THIS_PROCESS
+            name: attribute
+            for name, attribute in instance_attributes.items()
+            if name not in _OF_THIS_PROCESS and name not in derived
         }
         for cls in type(value).__mro__:
             slots = cls.__dict__.get("__slots__", ())
@@ -255,7 +256,7 @@ def _library_file(file: str, package: str) -> str | None:
     path = Path(file).resolve()
     if package == this_package.name and path.is_relative_to(this_package):
         return "this package"
-    if not str(path).startswith(_LIBRARY):
+    if not is_installed(str(path)):
         return None
     return f"{package} {_version(package)} {digest(path.read_bytes()) if package != 'torch' else ''}"
 

@@ -121,8 +121,12 @@ def _name(function: Callable[..., Any]) -> list[str]:
     name = getattr(function, "__name__", "")
     candidates = [["get", getattr(getattr(function, "__self__", None), "__name__", "")]] if name == "__get__" else []
     candidates += [[owner, name] for owner in _OWNERS]
+    candidates += [["Tensor", f"__{name}__"]]  # `Tensor.__pow__` is named `pow`
     if isinstance(function, OpOverload):
         candidates = [["op", *str(function).split(".")]]
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type):  # a class method, which a base may define
+        candidates.append(["", owner.__module__, f"{owner.__qualname__}.{name}"])
     candidates.append(["", str(getattr(function, "__module__", "")), str(getattr(function, "__qualname__", ""))])
     for name_parts in candidates:
         try:

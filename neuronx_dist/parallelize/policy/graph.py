@@ -34,7 +34,6 @@ from .two_axes import SecondAxis
 __all__ = ["IRDataOperation", "IRFwOperation", "IRGraph", "IRSegment"]
 
 NodeType = type[Node] | tuple[type[Node], ...]
-_BY_POLICY = -1  # stands for a checkpoint's number where a policy recomputes an operation
 
 
 class IRGraph:
@@ -81,6 +80,7 @@ class IRGraph:
         ]
         self._number = {node: number for number, node in enumerate(self.operations)}
         self._segments: list[IRSegment] = []
+        self._recompute_calls = 0
 
     # Queries.
 
@@ -213,9 +213,13 @@ class IRGraph:
         part.device = device
 
     def recompute(self, nodes: Iterable[IRFwOperation]) -> None:
-        """Computes these operations again in backward, instead of saving their results."""
+        """Computes these operations again in backward, instead of saving their results.
+
+        Adjacent operations of one call are recomputed together, those of two calls one after the other.
+        """
+        self._recompute_calls += 1
         for node in nodes:
-            node.recompute = True
+            node.recompute, node.span = True, -self._recompute_calls
 
     def staging(self, nodes: Sequence[IRFwOperation]) -> None:
         """Cuts the program into pipeline stages, each of which begins with one of these operations.
@@ -357,7 +361,7 @@ class IRGraph:
 
     def _recomputed(self) -> list[tuple[int, int]]:
         """Returns (first, end) of each span of calls that is computed again in backward."""
-        around = [(node.call.checkpoints or (_BY_POLICY,)) if node.recompute else () for node in self.operations]
+        around = [(node.call.checkpoints or (node.span,)) if node.recompute else () for node in self.operations]
         spans: set[tuple[int, int]] = set()
         for depth in range(max(map(len, around), default=0)):
             inside = [path[: depth + 1] if len(path) > depth else None for path in around]

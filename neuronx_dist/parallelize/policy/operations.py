@@ -134,11 +134,13 @@ class IRFwOperation(Node):
 
     Attributes:
         recompute: it is computed again in backward, by `graph.recompute` or the module's activation checkpoints.
+        span: a number, negative, of the operations that a policy has recomputed together.
     """
 
     call: Call = field(kw_only=True)
     strategies: Strategies = field(kw_only=True)
     recompute: bool = False
+    span: int = 0
 
     def inputs(self) -> list[Value]:
         return operands_of(self.call)

@@ -12,6 +12,7 @@ A policy may also be a `planning.Plan`, the path of one, or a function `(IRGraph
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
@@ -103,11 +104,23 @@ def costs_of(config: ComputeConfig) -> Costs:
 
 
 def _check_options(policy: str, config: ComputeConfig, options: set[str]) -> None:
-    for name in config.pas_config:
-        if name not in options:
+    """Warns of options of nnScaler, or of another policy, that this policy does not read.
+
+    Raises:
+        PlanError: a name is unknown.
+    """
+    unread = sorted(config.pas_config.keys() - options)
+    known = _OF_NNSCALER.union(*(names for _, names in POLICIES.values()))
+    for name in unread:
+        if name not in known:
             raise PlanError(
                 f"pas_config[{name!r}] is no option of the policy {policy!r}; nearest: {nearest(name, sorted(options))}"
             )
+    if unread:
+        read = ", ".join(sorted(options))
+        warnings.warn(
+            f"pas_config: the policy {policy!r} does not read {', '.join(unread)}; it reads {read}", stacklevel=2
+        )
 
 
 # The policies.
@@ -284,6 +297,12 @@ def _step_time(graph: IRGraph, division: Division) -> float:
     return (sum(stages) + (division.microbatches - 1) * max(stages)) / division.microbatches
 
 
+# Options of nnScaler's autodist without a counterpart here, where costs are computed and not profiled.
+_OF_NNSCALER = frozenset(
+    "update_freq task_name use_fp16 use_memory_efficient_fp16 use_bf16 use_memory_efficient_bf16 re_profile verbose "
+    "partition_constraints_path pipeline_pivots use_apex_fused_adam_v2 parallel_profile transient_mem_coef solver "
+    "max_partition_degree max_pipeline_bubble_ratio max_pipeline_unbalance_ratio profile_dir recompute_ratio".split()
+)
 _COMMON = {"costs"}
 _PIPELINE = {"pipeline_nmicros", "pipeline_scheduler"}
 _AUTODIST = {

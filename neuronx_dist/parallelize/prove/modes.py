@@ -1,7 +1,8 @@
-"""Modes in which an emitted program and its original are compared: without random numbers, and in float64."""
+"""Modes in which an emitted program and its original are compared: with equal random numbers, and in float64."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -12,27 +13,44 @@ from torch.overrides import TorchFunctionMode
 
 from ...spmd.checkpoint_hooks import treated_checkpoints
 from ...spmd.random import checkpoint
+from ...torch_internals.operators import TorchDispatchMode
 from ...torch_internals.tensors import pytree
 
-__all__ = ["Deterministic", "InDouble", "checkpoint_in", "in_double", "wide_dtype", "without_checkpoints"]
+__all__ = ["InDouble", "checkpoint_in", "deterministic", "in_double", "wide_dtype", "without_checkpoints"]
 
 
-class Deterministic(TorchFunctionMode):
-    """Replaces random numbers: dropout passes everything, and each drawn number is 0.5."""
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Dropout passes everything; any other operator draws the numbers of seed 0, in each call."""
+    with _WithoutDropout(), _SeededCalls():
+        yield
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Replaces dropout, whose masks for shards are no part of the mask for the whole, by its input."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
         if func in _DROPOUT:
             return args[0] if args else (kwargs or {})["input"]
         if func is F.scaled_dot_product_attention:
             args, kwargs = (*args[:4], *([0.0] if len(args) > 4 else ()), *args[5:]), dict(kwargs or {})
             kwargs.pop("dropout_p", None)
-        result = func(*args, **(kwargs or {}))
-        if name.rstrip("_") in _DRAWN and isinstance(result, torch.Tensor):
-            return torch.full_like(result, 0.5) if result.is_floating_point() else torch.zeros_like(result)
-        return result
+        return func(*args, **(kwargs or {}))
+
+
+class _SeededCalls(TorchDispatchMode):
+    """Seeds torch's generator before each operator that draws; ranks as threads share the generator, and take turns."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        with _DRAWING, torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            return func(*args, **(kwargs or {}))
 
 
 class InDouble(TorchFunctionMode):
@@ -64,7 +82,7 @@ def checkpoint_in(mode: Callable[[], AbstractContextManager[Any]], function: Cal
     """Checkpoints a function that enters these modes itself, because torch leaves them in backward."""
 
     def in_modes(*args: Any) -> Any:
-        with mode(), Deterministic():
+        with mode(), deterministic():
             return function(*args)
 
     return checkpoint(in_modes, *args)
@@ -88,4 +106,4 @@ def _unchanged(x: torch.Tensor) -> torch.Tensor:
 _DROPOUT = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
 }  # fmt: skip
-_DRAWN = {"rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "bernoulli", "normal", "uniform"}
+_DRAWING = threading.RLock()  # a checkpoint enters these modes again

@@ -20,7 +20,7 @@ from ..emit.emitted_class import EmittedProgram
 from ..emit.source_text import attribute
 from .boundaries import compare_stages
 from .emitted import imported
-from .value_comparison import EmittedProgramError, check_values
+from .value_comparison import EmittedProgramError, check_original, check_values
 
 __all__ = ["HOW", "NOT_COMPARED", "Verdict", "check_types", "too_large", "verify"]
 
@@ -71,9 +71,14 @@ def verify(emitted: EmittedProgram, smaller: EmittedProgram | None = None) -> li
     """
     verdicts = []
     for number, division in enumerate(emitted.divisions):
-        report = check_types(emitted.source, division, emitted.example.arguments, emitted.constants)
-        _check_weights(emitted.source, division)
         reason = too_large(division.whole)
+        try:
+            report = check_types(emitted.source, division, emitted.example.arguments, emitted.constants)
+        except Exception:
+            if not reason:
+                check_original(emitted.example, division.whole)
+            raise
+        _check_weights(emitted.source, division)
         if reason and smaller is None:
             verdicts.append(Verdict(report, reason))
             continue

@@ -26,6 +26,7 @@ def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None
     Raises:
         ValueError: `stride_size` does not divide the job into ranks that hold equal parts; or it is None, and the
             parallel modules inside have units of several sizes.
+        RuntimeError: a buffer of a rank that sends has no value.
     """
     sizes = {child.compute_config.plan_ngpus for child in parallel_modules(module).values()}
     if stride_size is None:
@@ -43,6 +44,7 @@ def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None
             f"broadcast_weights: stride_size={stride_size} must divide the {world} ranks of the job and be a multiple "
             f"of plan_ngpus {sorted(sizes)}" + (f", such as {max(sizes)}" if sizes else "")
         )
+    _check_values(module, stride_size)
     lists = [list(range(first, world, stride_size)) for first in range(stride_size)]
     group = comm.communicator("dp")
     if list(group.ranks) not in lists:
@@ -55,6 +57,18 @@ def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None
         if isinstance(child, Container):
             for name in list(child._buffers):
                 child.initialised(name)
+
+
+def _check_values(module: nn.Module, stride_size: int) -> None:
+    """Raises RuntimeError, on every rank, if one of the first `stride_size` ranks has a buffer without a value."""
+    containers = [child for child in module.modules() if isinstance(child, Container)]
+    missing = comm.gather_objects([name for child in containers for name in child.__dict__["_uninitialised"].values()])
+    for rank, names in enumerate(missing[:stride_size]):
+        if names:
+            raise RuntimeError(
+                f"broadcast_weights: buffer {names[0]!r} of rank {rank}, which sends its weights, has no value: make "
+                f"the module with init_module_params=True on ranks 0 to {stride_size - 1}, or load a state dict there"
+            )
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:

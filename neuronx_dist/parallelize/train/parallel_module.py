@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache, wraps
+from pickle import PicklingError
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -82,6 +83,22 @@ class Container(ShardedModule):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         for name in [name for name in self.__dict__["_uninitialised"] if prefix + name in state_dict]:
             self.initialised(name)
+
+
+class _NewObject:
+    """Makes an object without `__init__`, for copies; it cannot be pickled."""
+
+    def __init__(self, cls: type[ParallelModule]) -> None:
+        self.cls = cls
+
+    def __call__(self) -> Any:
+        return object.__new__(self.cls)
+
+    def __reduce__(self) -> Any:
+        raise PicklingError(
+            f"{self.cls.__name__} is a parallel module, whose class is in generated files that pickle cannot import: "
+            "save its state_dict(), and make the module by parallelize where it is loaded"
+        )
 
 
 class ParallelModule(Container):
@@ -221,6 +238,11 @@ class ParallelModule(Container):
             elsewhere = [name for name in self.STORED if name not in held]
             metadata[LAYOUT] = layout_data(self, self._index, self.compute_config, elsewhere)
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Copies are made as of any module; pickling is refused, since no other process can import the class."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _NewObject(type(self)), (), *reduced[2:]
+
     @property
     def device(self) -> torch.device:
         """The device of its tensors; on a rank that holds none, the device of its mesh's backend."""
@@ -246,7 +268,7 @@ class ParallelModule(Container):
                 has = repr(x) if isinstance(x, Enum) else describe(x)
                 raise ValueError(
                     f"{type(self).__name__}: {name}={has}, but the program was recorded with {value!r}: "
-                    "call parallelize with this value among dummy_forward_args"
+                    "call parallelize with this value among dummy_forward_args, or with a tensor if the value varies"
                 )
         for path, names in _containers((*self.INPUTS, *self.FIXED)).items():
             x = _at(given, path)

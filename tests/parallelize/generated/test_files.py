@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import threading
 from pathlib import Path
@@ -356,3 +357,52 @@ def test_an_instance_name_is_an_identifier(tmp_path, name):
 def test_no_files_at_all(tmp_path):
     with pytest.raises(GeneratedFilesError, match="has no generated files.*broadcast_strategy='all'"):
         GeneratedFolder(tmp_path, Net).read()
+
+
+LIBRARY = """
+import functools, torch
+_TABLE = {}
+
+class Options:
+    def __init__(self):
+        self.factor = 2.0
+
+    @functools.cached_property
+    def doubled(self):
+        return 2 * self.factor
+
+def scaled(x, options):
+    return x * _TABLE.setdefault(tuple(x.shape), options.doubled)
+"""
+
+
+class Memoising(nn.Linear):
+    """Calls a function of a library that has a memo table, as einops has, with an object of its that has a memo."""
+
+    def __init__(self, library):
+        super().__init__(4, 4)
+        self.options, self.scaled = library.Options(), library.scaled
+
+    def forward(self, x):
+        return self.scaled(super().forward(x), self.options)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_memo_tables_of_libraries_do_not_count(installed, tmp_path, monkeypatch):
+    """Installed is what a distribution's metadata lists, in any folder of the path; all else is the user's."""
+    name = f"memoising_{'library' if installed else 'script'}"
+    (tmp_path / f"{name}.py").write_text(LIBRARY)
+    if installed:
+        (tmp_path / "memoising-1.0.dist-info").mkdir()
+        (tmp_path / "memoising-1.0.dist-info" / "RECORD").write_text(f"{name}.py,sha256=,1\nother.py,,\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = Memoising(importlib.import_module(name))
+    before = keyed(module)
+    module(torch.zeros(2, 4))
+    differences = keyed(module).differences(before)
+    assert vars(module.options)["doubled"] == 4.0
+    assert (
+        differences == []
+        if installed
+        else [line.partition(":")[0] for line in differences] == [f"source of {name}.scaled"]
+    )

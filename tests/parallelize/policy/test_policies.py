@@ -138,6 +138,17 @@ def test_unknown_policies_and_options_are_refused_with_the_nearest():
         divide(mlp(), lambda graph, config: None, config(2))
 
 
+def test_options_of_nnscaler_that_a_policy_does_not_read_are_warned_of():
+    options = {"update_freq": 2, "task_name": "run", "pipeline_nmicros": 4, "seed": 1}
+    with pytest.warns(
+        UserWarning, match="'tp' does not read pipeline_nmicros, task_name, update_freq; it reads costs,"
+    ):
+        division = divide(mlp(2, 16), "tp", config(2, **options))
+    assert division.size == 2
+    with pytest.raises(PlanError, match=r"pas_config\['task_nam'\] is no option of the policy 'tp'"):
+        divide(mlp(2, 16), "tp", config(2, task_nam="run"))
+
+
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "dp"])
 def test_every_policy_divides_llama(policy):
     options = {"pipeline_nmicros": 4} if policy in ("pp", "hybrid", "autodist") else {}

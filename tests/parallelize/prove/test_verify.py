@@ -18,6 +18,7 @@ from neuronx_dist.parallelize import ComputeConfig, EmittedProgramError, paralle
 from neuronx_dist.parallelize.emit import emitted_class as source_module
 from neuronx_dist.parallelize.prove import value_comparison as compare_module
 from neuronx_dist.parallelize.prove import verify as verify_module
+from neuronx_dist.program.recording import TracingError
 from tests.parallelize.support.models import model
 
 pytestmark = pytest.mark.slow
@@ -43,11 +44,16 @@ def generated(tmp_path: Path, dtype: torch.dtype) -> str:
 
 def scaled(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """From now on emitted programs scale what they all-reduce first."""
+    edit(monkeypatch, r"= (spmd\.all_reduce\([^)]*\))", rf"= {factor} * \1")
+
+
+def edit(monkeypatch: pytest.MonkeyPatch, pattern: str, replacement: str) -> None:
+    """From now on the first text of `pattern` in emitted programs is replaced."""
     right: Any = vars(source_module)["emit"]
 
     def wrong(*args: Any, **kwargs: Any) -> str:
         source: str = right(*args, **kwargs)
-        return re.sub(r"= (spmd\.all_reduce\([^)]*\))", rf"= {factor} * \1", source, count=1)
+        return re.sub(pattern, replacement, source, count=1)
 
     monkeypatch.setattr(source_module, "emit", wrong)
 
@@ -97,10 +103,10 @@ def test_functions_that_are_not_for_float64_are_compared_as_they_are(
 ) -> None:
     right: Any = vars(compare_module)["run_program"]
 
-    def refusing(program: Any, tensors: Any) -> Any:
+    def refusing(program: Any, tensors: Any, *changed: Any) -> Any:
         if any(x.dtype == torch.float64 for x in tensors.values()):
             raise RuntimeError("not for float64")
-        return right(program, tensors)
+        return right(program, tensors, *changed)
 
     monkeypatch.setattr(compare_module, "run_program", refusing)
     proof = generated(tmp_path, torch.float32)
@@ -149,11 +155,42 @@ def test_the_module_itself_is_what_an_emitted_program_is_compared_with(
     with torch.device(device):
         module = Forgetful(*counts)
     config = ComputeConfig(2, 2, inference_only=True)
-    with pytest.raises(
-        EmittedProgramError, match="the recording of Forgetful.forward computes other values than forward: "
-    ):
+    with pytest.raises(TracingError, match="the result of forward: two recordings of Forgetful.forward differ here"):
         parallelize(module, {"input": torch.zeros(4, 4)}, "tp", config, gen_savedir=tmp_path, load_module=False)
-    assert (tmp_path / "refused_Forgetful.py").exists()
+
+
+class AsksForClass(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * (2.0 if type(input) is torch.Tensor else 3.0)
+
+
+def test_a_recording_of_other_values_than_the_module(tmp_path: Path) -> None:
+    with pytest.raises(
+        EmittedProgramError,
+        match="the recording of AsksForClass.forward computes other values than forward: (.|\n)*of another class",
+    ):
+        arguments = {"input": torch.ones(4, 4)}
+        parallelize(AsksForClass(4, 4), arguments, "tp", ComputeConfig(2, 2), gen_savedir=tmp_path, load_module=False)
+    assert (tmp_path / "refused_AsksForClass.py").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_running_mean_that_is_zero_but_for_rounding(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A linear layer between two batch norms, as MobileNetV2 has: another order of additions leaves no equal digit."""
+    layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8)]
+    module, arguments = nn.Sequential(*layers).to(dtype), {"input": torch.randn(16, 8, dtype=dtype)}
+    config = ComputeConfig(2, 2)
+    parallelize(module, arguments, "data", config, gen_savedir=tmp_path / "right", load_module=False)
+    assert "values: equal to one process" in next(tmp_path.rglob("proof.txt")).read_text()
+    edit(
+        monkeypatch, r"composites\.batch_norm\(linear_1,", "composites.batch_norm(linear_1 + 1e-3,"
+    )  # only the mean differs
+    with pytest.raises(
+        EmittedProgramError, match="explains: buffer 3.running_mean on rank 0: [^,]*, buffer 3.running_m"
+    ):
+        parallelize(module, arguments, "data", config, gen_savedir=tmp_path / "wrong", load_module=False)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -11,10 +11,29 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallelize.config import ComputeConfig
 from neuronx_dist.parallelize.train.broadcast import broadcast_weights
 from neuronx_dist.parallelize.train.optimizer import build_optimizer
+from neuronx_dist.parallelize.train.parallel_module import Container
 from neuronx_dist.parallelize.train.state_dicts import deduped_state_dict, load_deduped_state_dict
 from tests.parallelize.support.training import ADAMW, close, loss_of, parallel, whole
 
-__all__ = ["deduped", "from_rank_0"]
+__all__ = ["a_sender_without_values", "deduped", "from_rank_0"]
+
+
+def a_sender_without_values() -> None:
+    """`broadcast_weights` of two ranks that send, of which one has a buffer without a value: refused on both."""
+
+    def program() -> str:
+        module = Container()
+        module._buffers["table"] = torch.zeros(2)
+        if comm.current().rank == 1:
+            module.__dict__["_uninitialised"]["table"] = "table"
+        try:
+            broadcast_weights(module, 2)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    for text in comm.threads.run(Mesh(2), program):
+        assert "buffer 'table' of rank 1, which sends its weights, has no value: make the module with" in text
 
 
 def from_rank_0() -> None:

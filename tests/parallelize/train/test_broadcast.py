@@ -7,8 +7,10 @@ import torch
 
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.parallelize import parallelize
 from neuronx_dist.parallelize.config import ComputeConfig
 from neuronx_dist.parallelize.train.broadcast import broadcast_weights
+from tests.parallelize.support import sent_weights
 from tests.parallelize.support.training import Parent, close, original, parallel, whole
 
 
@@ -68,3 +70,19 @@ def test_modules_of_several_sizes_need_a_stride():
             broadcast_weights(module, 2)
 
         comm.threads.run(Mesh(2, tp=2), program)
+
+
+@pytest.mark.filterwarnings("ignore:.*batch norm takes its statistics")
+def test_buffers_without_a_value_are_not_sent(tmp_path):
+    def program():
+        config = ComputeConfig(1, 2)
+        module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        options = {"gen_savedir": tmp_path, "init_module_params": False}
+        parallel_module = parallelize(module, {"input": torch.ones(8, 4)}, "dp", config, **options)
+        with pytest.raises(
+            RuntimeError, match="buffer '1.running_mean' of rank 0, which sends its weights, has no val"
+        ):
+            broadcast_weights(parallel_module)
+
+    comm.threads.run(Mesh(2), program)
+    sent_weights.a_sender_without_values()
