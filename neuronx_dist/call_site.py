@@ -139,20 +139,15 @@ def call_site(frame: FrameType | None = None) -> str:
 
 
 def call_in_words(frame: FrameType | None = None) -> str:
-    """Returns `call_site()`, and the public function of this package that the user's code called there, if it did.
-
-    `train.py:12 (in save_checkpoint)`. `frame`: as of `call_site`.
-    """
+    """Returns `call_site()`, and the function of this package that was called: `train.py:12 (in save_checkpoint)`."""
     frame = frame or sys._getframe(1)
     line, called = call_site(frame), ""
-    while frame is not None:
-        owner, name = owner_of(frame.f_code.co_filename), frame.f_code.co_name
+    while frame is not None and (owner := owner_of(frame.f_code.co_filename)) != DRIVER:
+        name = frame.f_code.co_name
         if owner == USER:
             return f"{line} (in {called})" if called else line
         if owner == LIBRARY:
             called = ""  # the user's code called torch
-        elif owner == DRIVER:
-            break
         elif owner != TRANSPORT and not name.startswith(("_", "<")):
             called = name
         frame = frame.f_back
