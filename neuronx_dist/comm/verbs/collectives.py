@@ -336,11 +336,7 @@ def barrier(axis: AxisLike = "world") -> None:
 
 
 def gather_objects(obj: Any, axis: AxisLike = "world") -> list[Any]:
-    """Returns every rank's (small, picklable) object, in the order of the group. Not for the hot path.
-
-    Raises:
-        CommError: a rank is in `barrier` or `broadcast_object` instead.
-    """
+    """Returns every rank's (small, picklable) object, in the order of the group. Not for the hot path."""
     return _gather("gather_objects", obj, communicator(axis))
 
 
