@@ -21,7 +21,7 @@ examples:
   $ neuronx-dist convert models/llama runs/start                       # a folder of Hugging Face's, for load_checkpoint
   $ neuronx-dist convert models/llama nxd --to nxd --tp 8 --pp 4       # for NeuronX Distributed
   $ neuronx-dist convert nxd out --config models/llama                 # and what it wrote, back
-  $ neuronx-dist convert model.gguf out                                # a GGUF file, with its tokenizer, for transformers
+  $ neuronx-dist convert model.gguf out                                # a GGUF file and its tokenizer, for transformers
 
   $ neuronx-dist convert runs/llama nxd --to nxd --tp 8 --dp 4 --optimizer --config models/llama --fused weight_q --xser
   $ neuronx-dist convert nxd runs/start --to ours --optimizer --config models/llama
