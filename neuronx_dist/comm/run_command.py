@@ -35,9 +35,28 @@ WRONG_USE = 2  # exit code of argparse for a wrong flag: ranks that are started 
 _LOGGERS = ("torch.distributed.run", "torch.distributed.elastic", "torch.distributed.launcher")
 
 
+_EXAMPLES = """\
+Runs a script on several processes, as torchrun does, and shows only the output of the script.
+
+examples:
+
+  $ neuronx-dist run --nproc-per-node 4 train.py --steps 10          # 4 ranks on this host
+  $ neuronx-dist run --nproc-per-node gpu train.py                   # a rank for each GPU
+  $ neuronx-dist run --standalone --max-restarts 3 --nproc-per-node 4 train.py    # started again after a failure
+
+  on each of 2 hosts:
+  $ neuronx-dist run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --nproc-per-node 4 train.py
+
+The options are torchrun's:
+"""
+
+
 def arguments() -> argparse.ArgumentParser:
     """Returns the parser of `run`: torchrun's options, a script, and the arguments of the script."""
-    return torchrun.get_args_parser()
+    parser = torchrun.get_args_parser()
+    parser.usage = "%(prog)s [options] script.py [arguments of the script]"
+    parser.description, parser.formatter_class = _EXAMPLES, argparse.RawDescriptionHelpFormatter
+    return parser
 
 
 class _Agent(LocalElasticAgent):

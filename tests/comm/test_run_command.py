@@ -94,7 +94,9 @@ def test_help_lists_the_commands_and_the_options_of_torchrun(capsys):
     assert "run a script on several processes" in capsys.readouterr().out
     assert command.main(["run", "--help"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("usage: neuronx-dist run ") and "--nproc-per-node" in text
+    examples, _, options = text.partition("The options are torchrun's:")
+    assert text.startswith("usage: neuronx-dist run [options] script.py") and "--nproc-per-node" in options
+    assert "$ neuronx-dist run --nproc-per-node 4 train.py" in examples and len(examples.splitlines()) < 20
     assert command.main(["run", "--nproc-per-node"]) == 2
     assert "neuronx-dist run: error: " in capsys.readouterr().err
     assert command.main(["walk"]) == 2 and command.main([]) == 2
