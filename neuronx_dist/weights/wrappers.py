@@ -93,9 +93,9 @@ def refuse_whole(
     """
     for name, spec in specs.items():
         saved, param = state_dict.get(prefix + name), parameters.get(name)
-        if param is None or not spec.is_sharded or not isinstance(saved, torch.Tensor) or saved.dim() != param.dim():
+        if param is None or not isinstance(saved, torch.Tensor) or saved.dim() != param.dim():
             continue
-        if saved.shape[spec.dim] > param.shape[spec.dim]:
+        if spec.is_sharded and spec.dim is not None and saved.shape[spec.dim] > param.shape[spec.dim]:
             raise RuntimeError(
                 f"{prefix}{name} of the state dict has shape {[*saved.shape]}, and this rank holds a shard of shape "
                 f"{[*param.shape]}: load weights of the whole model by hf.load_pretrained(model, state_dict) or "

@@ -86,7 +86,7 @@ class FailureMonitor:
     def start(self) -> None:
         self._previous_hook = sys.excepthook
         sys.excepthook = self._excepthook
-        self._previous_exit, sys.exit = sys.exit, self._exit  # type: ignore[assignment]
+        self._previous_exit, sys.exit = sys.exit, self._exit_with_line
         self._thread = threading.Thread(target=self._watch, name="neuronx_dist-failure-monitor", daemon=True)
         self._thread.start()
         # A thread that comes back from C++ when Python is taken down aborts the process: "terminate called".
@@ -97,7 +97,7 @@ class FailureMonitor:
         """Ends the watch (at destroy_model_parallel)."""
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._previous_hook
-        if sys.exit == self._exit:
+        if sys.exit == self._exit_with_line:
             sys.exit = self._previous_exit
         self._end_watch()
         atexit.unregister(self._end)
@@ -118,7 +118,7 @@ class FailureMonitor:
         if self._ending:
             _write_for_launcher(self._ending)
 
-    def _exit(self, status: Any = None, /) -> NoReturn:
+    def _exit_with_line(self, status: Any = None, /) -> NoReturn:
         self._ending = f"sys.exit({status!r:.200}) at {call_site()}"
         self._previous_exit(status)
         raise SystemExit(status)  # somebody else's function has returned
