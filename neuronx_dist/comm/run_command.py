@@ -95,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
         torchrun.run(args)
     except ChildFailedError as error:
         rank, failure = _first(error.failures)
-        _say(_end_of(rank, failure))
+        if failure.exitcode != WRONG_USE:  # a refusal of the script is the same for all ranks
+            _say(_end_of(rank, failure))
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except (RendezvousError, run_network.NetworkError) as error:
         _say(f"the hosts could not connect: {error}")
