@@ -2,8 +2,8 @@
 
 Every source file has an owner:
 
-    USER       neither torch nor this package
-    LIBRARY    torch, torch_xla, and code without a file ("<string>")
+    USER       none of the others
+    LIBRARY    torch, torch_xla, Python's standard library, and code without a file ("<string>")
     PACKAGE    this package: a layer, a pipeline, an optimizer
     MACHINERY  a room of this package that acts for its caller: `hide(__name__)`
     TRANSPORT  the same, below all others: its callers communicate: `hide(__name__, TRANSPORT)`
@@ -33,6 +33,7 @@ __all__ = [
     "PACKAGE",
     "TRANSPORT",
     "USER",
+    "call_in_words",
     "call_site",
     "call_sites",
     "calling_module",
@@ -49,8 +50,9 @@ USER, LIBRARY, PACKAGE = "user", "library", "package"
 MACHINERY, TRANSPORT, DRIVER = "machinery", "transport", "driver"
 
 _PACKAGE_FOLDER = str(Path(__file__).parent) + os.sep
-_TORCH_FOLDER = str(Path(torch.__file__).parent)
-_LIBRARY_PREFIXES = (_TORCH_FOLDER + os.sep, "<")
+_LIBRARY_PREFIXES = (str(Path(torch.__file__).parent) + os.sep, "<")
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_INSTALLED = tuple(_STANDARD_LIBRARY + folder for folder in ("site-packages", "dist-packages"))
 _HANDLE_TORCH_FUNCTION = handle_torch_function.__code__
 
 _PATHS = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -82,10 +84,11 @@ def owner_of(file: str) -> str:
     """Returns the owner of a source file, by the file name in its code objects."""
     owner = _owners.get(file)
     if owner is None:
+        standard = file.startswith(_STANDARD_LIBRARY) and not file.startswith(_INSTALLED)
         if file.startswith(_LIBRARY_PREFIXES) or "/torch_xla/" in file:
             owner = LIBRARY
         elif not file.startswith(_PACKAGE_FOLDER):
-            owner = USER
+            owner = LIBRARY if standard else USER
         else:
             prefixes = [prefix for prefix in _hidden if file.startswith(prefix)]
             owner = _hidden[max(prefixes, key=len)] if prefixes else PACKAGE
@@ -139,6 +142,22 @@ def call_site(frame: FrameType | None = None) -> str:
             inside = line_of(frame)
         frame = frame.f_back
     return inside or fallback or "an unknown line"
+
+
+def call_in_words(frame: FrameType | None = None) -> str:
+    """Returns `call_site()`, and the function of this package that was called: `train.py:12 (in save_checkpoint)`."""
+    frame = frame or sys._getframe(1)
+    line, called = call_site(frame), ""
+    while frame is not None and (owner := owner_of(frame.f_code.co_filename)) != DRIVER:
+        name = frame.f_code.co_name
+        if owner == USER:
+            return f"{line} (in {called})" if called else line
+        if owner == LIBRARY:
+            called = ""  # the user's code called torch
+        elif owner != TRANSPORT and not name.startswith(("_", "<")):
+            called = name
+        frame = frame.f_back
+    return line
 
 
 def call_sites() -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from queue import Queue
@@ -25,6 +26,8 @@ FILES = {
     "library": os.path.join(os.path.dirname(torch.__file__), "nn", "made_up.py"),
     "xla": "/usr/lib/torch_xla/made_up.py",
     "text": "<string>",
+    "standard": os.path.join(os.path.dirname(os.__file__), "contextlib.py"),
+    "installed": os.path.join(os.path.dirname(os.__file__), "site-packages", "trainer.py"),
     "package": f"{FOLDER}/made_up_layers/linear.py",
     "machinery": f"{FOLDER}/made_up_machine/play.py",
     "transport": f"{FOLDER}/made_up_machine/wire/send.py",
@@ -97,6 +100,8 @@ def _asking(owner: str, function: Callable[..., Any], *arguments: Any) -> Callab
         ("library", "library"),
         ("xla", "library"),
         ("text", "library"),
+        ("standard", "library"),
+        ("installed", "user"),
         ("package", "package"),
         ("machinery", "machinery"),
         ("transport", "transport"),
@@ -137,6 +142,8 @@ CALL_SITES: list[tuple[str, int | None]] = [
     ("text text", 1),
     ("library machinery", 0),
     ("user library", 0),
+    ("user package standard package transport", 0),
+    ("installed package", 0),
     ("machinery transport", None),
 ]
 
@@ -154,6 +161,25 @@ def test_who_asked_in_another_frame() -> None:
     assert _asking("user", sites.call_site, frames[0])() == lines[0]
     lines, _ = _stack("package package", lambda: frames.append(sys._getframe(2)))
     assert _asking("user", sites.call_site, frames[1])() == lines[0]
+
+
+# A stack, and whether the function that the user's code called is named.
+NAMED: list[tuple[str, bool]] = [
+    ("user package", True),
+    ("user package user package", True),
+    ("user package standard package transport", True),
+    ("user machinery transport", True),
+    ("user transport", False),
+    ("user library package", False),
+    ("driver package", False),
+    ("package", False),
+]
+
+
+@pytest.mark.parametrize("owners, named", NAMED)
+def test_which_function_was_called_there(owners: str, named: bool) -> None:
+    _, words = _stack(owners, _asking("transport", sites.call_in_words))
+    assert re.fullmatch(rf"\S+:\d+{re.escape(' (in call)') if named else ''}", words)
 
 
 # A stack -> the frames of the user's line and of the innermost one that is neither transport nor torch.

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from ..call_site import LIBRARY, USER, nearest_line, owner_of
 from ..mesh import DENSE_AXES, Mesh
 from ..spmd.axes import PartOfAxisError, mesh_of
@@ -70,12 +72,18 @@ def check(
 
     Raises:
         ValueError: the mesh or the level is not valid.
+        TypeError: `model_fn` is a module, or another object that cannot be called.
         SpmdTypeError: with `raise_errors`, there is a problem.
     """
     deadline = Deadline(time_limit)
     grid = mesh_of(mesh)
     if level is not None and level not in LEVELS:
         raise ValueError(f"check: level {level!r} is neither 'G' (global) nor 'L' (local)")
+    if isinstance(model_fn, nn.Module) or not callable(model_fn):
+        raise TypeError(
+            f"check: model_fn is a {type(model_fn).__name__}: pass a function that builds the model of the current "
+            "rank, such as the class of a module, or `lambda: Model(config)`"
+        )
     caller = nearest_line(USER)
     subject = Subject(model_fn, example_inputs, dict(options or {}), step, optimizer, in_types, level)
     report = Report(_sizes(grid), level=level)

@@ -17,7 +17,7 @@ import torch
 from torch.overrides import has_torch_function_unary
 
 from ..axis_sizes import size_along
-from ..call_site import call_site
+from ..call_site import call_in_words
 from ..mesh import Mesh
 from ..torch_internals.tensors import DisableTorchFunction
 from . import recording
@@ -170,7 +170,7 @@ class Communicator:
 
     def describe(self, verb: str, site: str = "") -> str:
         ranks = f"ranks {list(self.ranks)}, seen from rank {self.global_rank}"
-        return f"{verb} over {self.axis} ({ranks}) at {site or call_site()}"
+        return f"{verb} over {self.axis} ({ranks}) at {site or call_in_words()}"
 
     def _unsupported(self, verb: str) -> CommError:
         return CommError(f"{type(self).__name__} has no {verb}")

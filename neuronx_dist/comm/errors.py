@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["CommError", "CommTimeout", "RemoteRankError"]
+__all__ = ["ALL_RANKS", "CommError", "CommTimeout", "RemoteRankError"]
+
+ALL_RANKS = "All ranks of the group make this call, so that it cannot be inside of an `if rank == 0:`"  # for messages
 
 
 class CommError(RuntimeError):

@@ -3,7 +3,7 @@
 torchrun answers a rank's exit code with a traceback of 25 lines, which bury the message of the rank, and Ctrl-C with a
 line for each process. Its options, environment variables and exit codes stay as they are. This command adds two
 things: between several hosts it finds the network by the rendezvous (`run_network.py`), and ranks that have ended
-because a flag is wrong are not started again.
+because a flag is wrong are not started again. Below the output of the ranks is a line with the rank that failed first.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,28 @@ WRONG_USE = 2  # exit code of argparse for a wrong flag: ranks that are started 
 _LOGGERS = ("torch.distributed.run", "torch.distributed.elastic", "torch.distributed.launcher")
 
 
+_EXAMPLES = """\
+Runs a script on several processes, as torchrun does, and shows only the output of the script.
+
+examples:
+
+  $ neuronx-dist run --nproc-per-node 4 train.py --steps 10          # 4 ranks on this host
+  $ neuronx-dist run --nproc-per-node gpu train.py                   # a rank for each GPU
+  $ neuronx-dist run --standalone --max-restarts 3 --nproc-per-node 4 train.py    # started again after a failure
+
+  on each of 2 hosts:
+  $ neuronx-dist run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --nproc-per-node 4 train.py
+
+The options are torchrun's:
+"""
+
+
 def arguments() -> argparse.ArgumentParser:
     """Returns the parser of `run`: torchrun's options, a script, and the arguments of the script."""
-    return torchrun.get_args_parser()
+    parser = torchrun.get_args_parser()
+    parser.usage = "%(prog)s [options] script.py [arguments of the script]"
+    parser.description, parser.formatter_class = _EXAMPLES, argparse.RawDescriptionHelpFormatter
+    return parser
 
 
 class _Agent(LocalElasticAgent):
@@ -47,17 +67,13 @@ class _Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state != WorkerState.FAILED:
             return result
-        # The launcher has ended the other ranks since; times are in whole seconds.
-        consequence = -signal.SIGTERM
-        rank, failure = min(
-            result.failures.items(), key=lambda item: (item[1].exitcode == consequence, item[1].timestamp, item[0])
-        )
+        rank, failure = _first(result.failures)
         if failure.exitcode == WRONG_USE:
             self._remaining_restarts = 0
         if self._remaining_restarts > 0:
             most = worker_group.spec.max_restarts
             count = f"restart {most - self._remaining_restarts + 1} of {most}"
-            _say(f"{_end_of(rank, failure.exitcode)}; restarting all ranks ({count})")
+            _say(f"{_end_of(rank, failure)}; restarting all ranks ({count})")
         return result
 
 
@@ -78,9 +94,9 @@ def run(args: argparse.Namespace) -> int:
         names["LocalElasticAgent"] = _Agent
         torchrun.run(args)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:  # it could not print a message itself
-            _say(_end_of(rank, failure.exitcode))
+        rank, failure = _first(error.failures)
+        if failure.exitcode != WRONG_USE:  # a refusal of the script is the same for all ranks
+            _say(_end_of(rank, failure))
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except (RendezvousError, run_network.NetworkError) as error:
         _say(f"the hosts could not connect: {error}")
@@ -102,9 +118,25 @@ def _silence_stores() -> None:
             ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = 2
 
 
-def _end_of(rank: int, exitcode: int) -> str:
-    how = f"was ended by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"failed with exit code {exitcode}"
-    return f"rank {rank} {how}"
+def _first(failures: Mapping[int, Any]) -> tuple[int, Any]:
+    """Returns the rank that failed first, and its failure.
+
+    The launcher has ended other ranks since, and ranks whose errors are consequences write no error file. Times are in
+    whole seconds.
+    """
+
+    def order(item: tuple[int, Any]) -> tuple[bool, bool, int, int]:
+        rank, failure = item
+        return failure.exitcode == -signal.SIGTERM, not os.path.isfile(failure.error_file), failure.timestamp, rank
+
+    return min(failures.items(), key=order)
+
+
+def _end_of(rank: int, failure: Any) -> str:
+    code = failure.exitcode
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+    has_line = os.path.isfile(failure.error_file) and isinstance(failure.message, str)  # not of torch's `record`
+    return f"rank {rank} {how}" + (f": {failure.message}" if has_line else "")
 
 
 def _say(text: str) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from .sources import StateDict, WeightSource
 
-__all__ = ["gguf_file", "open_gguf"]
+__all__ = ["gguf_file", "open_gguf", "write_configs"]
 
 # Of transformers: they change neither shape nor name of a tensor, and the first ones no order of rows.
 _BY_ELEMENT = {"TensorProcessor", "NemotronTensorProcessor", "Gemma2TensorProcessor"}
@@ -64,6 +64,16 @@ def open_gguf(file: Path, model: Any) -> WeightSource:
     return _GgufTensors(
         str(file), {names[tensor.name]: tensor for tensor in reader.tensors if tensor.name in names}, processor
     )
+
+
+def write_configs(file: Path, folder: Path) -> None:
+    """Writes the config in a GGUF file, and its tokenizer if it has one, as files of Hugging Face's."""
+    from gguf import GGUFReader
+    from transformers import AutoConfig, AutoTokenizer
+
+    AutoConfig.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    if "tokenizer.ggml.tokens" in GGUFReader(file).fields:
+        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
 
 
 class _GgufTensors:

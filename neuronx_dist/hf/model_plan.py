@@ -45,6 +45,12 @@ _LLAMA = {
 ARCHITECTURES: dict[str, dict[str, str]] = {"stablelm": _LLAMA}
 
 
+_OTHER_WAYS = (
+    "Without swap, pipelines (NxDPPModel) and data parallelism take the model as it is, and neuronx_dist.parallelize "
+    'shards any module; with swap, plan={"name.of.*.a.layer": "colwise", ...} gives the style of each torch.nn.Linear'
+)
+
+
 class UnsupportedModelError(ValueError):
     """A model whose layers the swap cannot shard; the message names the model and the layers."""
 
@@ -139,7 +145,7 @@ def read_plan(model: nn.Module, words: Mapping[str, str] | None = None) -> Model
         words: transformers' words by layer name, `*` for the number of a layer; None: those of transformers.
 
     Raises:
-        ValueError: words for layers that the model has not.
+        ValueError: words for layers that the model has not, or that are no styles.
         UnsupportedModelError: it is none, transformers has no plan for it, or the plan leaves layers out or asks for a
             style that this swap has not; the layers are listed.
     """
@@ -152,17 +158,17 @@ def read_plan(model: nn.Module, words: Mapping[str, str] | None = None) -> Model
             f"{what} is not a Hugging Face causal LM: it needs a config, input embeddings and an output head"
         )
     names = {id(module): name for name, module in model.named_modules()}
+    ends = {names[id(embedding)], names[id(head)]}
     if words is None:
         words = _words(model)
     else:
-        _check_words(words, {_pattern(name) for name in names.values()} | set(names.values()))
-    ends = {names[id(embedding)], names[id(head)]}
+        _check_words(words, {_pattern(name) for name in names.values()} | set(names.values()), ends)
 
     styles = {name: style for name in names.values() if name not in ends and (style := _style(words, name)) is not None}
     if not styles:
         raise UnsupportedModelError(
             f"{what} has no tensor-parallel plan in transformers (its config's base_model_tp_plan); "
-            f"these layers would stay unsharded: {_listed(_uncovered(model, {}, ends))}"
+            f"these layers would stay unsharded: {_listed(_uncovered(model, {}, ends))}. {_OTHER_WAYS}"
         )
     problems = [f"{name} (not in the plan)" for name in _uncovered(model, styles, ends)]
     for name, style in styles.items():
@@ -179,7 +185,9 @@ def read_plan(model: nn.Module, words: Mapping[str, str] | None = None) -> Model
             f"{names[id(head)]} (the head must be a torch.nn.Linear with one of the styles {', '.join(_HEAD_STYLES)})"
         )
     if problems:
-        raise UnsupportedModelError(f"{what} cannot be swapped: its plan does not cover {_listed(problems)}")
+        raise UnsupportedModelError(
+            f"{what} cannot be swapped: its plan does not cover {_listed(problems)}. {_OTHER_WAYS}"
+        )
 
     shape = ModelShape.of(config)
     if shape.heads is None or shape.kv_heads is None:
@@ -206,12 +214,14 @@ def _words(model: nn.Module) -> Mapping[str, str]:
     return plan or ARCHITECTURES.get(config.model_type, {})
 
 
-def _check_words(words: Mapping[str, str], known: Collection[str]) -> None:
-    for name in words:
+def _check_words(words: Mapping[str, str], known: Collection[str], ends: Collection[str]) -> None:
+    for name, style in words.items():
         if name not in known:
             raise ValueError(
                 f"the plan names {name}, but the model has no such layer; nearest: {nearest(name, sorted(known))}"
             )
+        if name not in ends and style not in _STYLES:
+            raise ValueError(f"the plan gives {name} the unknown style {style!r}; the styles are {', '.join(_STYLES)}")
 
 
 def _pattern(name: str) -> str:

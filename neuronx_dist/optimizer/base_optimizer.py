@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..gradients.elementwise import refuse_not_elementwise
+from ..nearest import nearest
 
 __all__ = ["OptimizerFactory", "check_factory", "make_base_optimizer"]
 
@@ -18,31 +20,48 @@ __all__ = ["OptimizerFactory", "check_factory", "make_base_optimizer"]
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
-def check_factory(wrapper: str, params: Any, factory: Any) -> None:
+def check_factory(wrapper: type, params: Any, factory: Any, options: Collection[str] = ()) -> None:
     """Refuses a factory that cannot build an optimizer of shards, as far as that is known before the call.
 
     Args:
-        wrapper: name of the class that wraps the optimizer, for messages.
-        params: what was given as the parameters.
+        wrapper: the class that wraps the optimizer, for messages.
+        params: the argument in the place of the parameters.
+        options: names of options for the factory.
 
     Raises:
-        TypeError: an optimizer was given instead of its class, or something that cannot be called.
+        TypeError: an optimizer was given instead of its class, something that cannot be called, a module in place of
+            parameters, or an option that neither class has.
         ValueError: the optimizer's update is not elementwise.
     """
+    name = wrapper.__name__
+    if isinstance(params, nn.Module):
+        raise TypeError(
+            f"{name} got a {type(params).__name__}, a module, in place of parameters: pass model.parameters(), or "
+            "model.local_parameters() of a pipeline model"
+        )
     for given in (params, factory):
         if isinstance(given, torch.optim.Optimizer):
             raise TypeError(
-                f"{wrapper} creates its optimizer itself, over shards, but got an optimizer over full parameters. "
-                f"Pass the class: {wrapper}(params, {_call(given)})"
+                f"{name} creates its optimizer itself, over shards, but got an optimizer over full parameters. "
+                f"Pass the class: {name}(params, {_call(given)})"
             )
     if not callable(factory):
         raise TypeError(
-            f"{wrapper}: optimizer_class is {reprlib.repr(factory)}; pass a class such as torch.optim.AdamW and its "
+            f"{name}: optimizer_class is {reprlib.repr(factory)}; pass a class such as torch.optim.AdamW and its "
             "options, or a function that takes parameters and returns an optimizer"
         )
     factory = factory.func if isinstance(factory, partial) else factory
     if isinstance(factory, type):
         _refuse_shards(factory)
+        accepted = inspect.signature(factory).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+        for option in () if takes_any else options:
+            if option not in accepted:
+                known = [*accepted, *inspect.signature(wrapper).parameters]
+                raise TypeError(
+                    f"{name}: neither it nor {factory.__name__} takes the option {option!r}; nearest: "
+                    f"{nearest(option, known)}"
+                )
 
 
 def make_base_optimizer(

@@ -110,7 +110,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
     Raises:
         RuntimeError: there is no mesh; the message says what to call.
-        TypeError: an optimizer is given instead of its class.
+        TypeError: an optimizer is given instead of its class, a module in place of parameters, or an option that
+            neither class has.
         ValueError: the optimizer's update is not elementwise, or the groups do not fit.
     """
 
@@ -140,7 +141,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         average: bool = True,
         **defaults: Any,
     ) -> None:
-        check_factory(type(self).__name__, params, optimizer_class)
+        check_factory(type(self), params, optimizer_class, defaults)
         comm.current()
         self.optimizer_class = optimizer_class
         self.optimizer_dtype = optimizer_dtype

@@ -50,6 +50,7 @@ def parallel_cross_entropy(
             under `torch.func` and in a type check.
 
     Raises:
+        TypeError: labels are floating-point numbers.
         ValueError: shapes do not match, or smoothing is outside [0, 1]; the logits are whole (the output of a layer
             with `gather_output=True`), as `vocab_size` shows, or their autograd graph, or without one their memory, of
             which the logits are the result of the layer or a view.
@@ -92,11 +93,15 @@ def _cross_entropy(
     inplace_logits: bool = False,
     tensor_model_parallel_group: AxisLike | None = None,
 ) -> torch.Tensor:
+    if labels.is_floating_point():
+        raise TypeError(
+            f"parallel_cross_entropy: labels are {labels.dtype} of shape {tuple(labels.shape)}: pass ids, as integers: "
+            "labels.long(). Probabilities of classes are not supported"
+        )
     if labels.shape != parallel_logits.shape[:-1]:
         raise ValueError(
             f"parallel_cross_entropy: labels of shape {tuple(labels.shape)} do not match logits of shape "
-            f"{tuple(parallel_logits.shape)}; "
-            f"expected {tuple(parallel_logits.shape[:-1])}"
+            f"{tuple(parallel_logits.shape)}; expected {tuple(parallel_logits.shape[:-1])}"
         )
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"parallel_cross_entropy: label_smoothing must be in [0, 1], got {label_smoothing}")

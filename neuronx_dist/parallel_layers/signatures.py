@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..nearest import nearest
+
 __all__ = ["IGNORED", "REFUSED", "SIGNATURES", "Signature", "accepts", "ignore", "refuse"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -153,7 +155,7 @@ def accepts(name: str) -> Callable[[_Function], _Function]:
         common = len(os.path.commonprefix([parameters, *([signature.ours(x) for x in o] for o in orders.values())]))
 
         @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def _call(*args: Any, **kwargs: Any) -> Any:
             if len(args) <= common and kwargs.keys() <= accepted and not _is_bool(kwargs.get("device")):
                 return function(*args, **kwargs)
             order = parameters if len(args) <= common else _fitting(name, orders, args, common, len(bound))
@@ -166,14 +168,17 @@ def accepts(name: str) -> Callable[[_Function], _Function]:
                     refuse(name, key, value)
                 elif key in IGNORED:
                     ignore(key, value)
-                else:  # or the function does not know it, and says so
+                elif key in accepted:
                     given[key] = value
+                else:
+                    near = nearest(key, parameters[len(bound) :])
+                    raise TypeError(f"{name}() got an unexpected keyword argument {key!r}; nearest: {near}")
             if _is_bool(given.get("device")):
                 _refuse_true(name, given["device"])
                 given["device"] = None  # the guide's default, False: no device
             return function(**given)
 
-        return call  # type: ignore[return-value]
+        return _call  # type: ignore[return-value]
 
     return decorate
 

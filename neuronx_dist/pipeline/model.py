@@ -45,7 +45,7 @@ from .run.comparison import PipelineComparison
 from .run.microbatches import Batch, evaluating
 from .run.run_batch import check_pieces, check_runs, run_batch
 from .run.stage_program import Programs, StageProgram, build_program, program_key
-from .run.step_loss import report_loss
+from .run.step_loss import report_loss, without_backward
 from .run.trace import Trace
 from .run.trace_file import checked_path
 from .run.transport import Channels
@@ -249,7 +249,7 @@ class NxDPPModel(CutModule):
         program, losses = self._execute(self.training_schedule, kwargs)
         average_over_data = not (self.use_zero1_optimizer or self.use_optimizer_wrapper)
         reduce_gradients(self, average_over_data=average_over_data)
-        return self._report(program, losses)
+        return without_backward(self._report(program, losses))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, `run_train` adds to the gradients and does not reduce them; see `neuronx_dist.no_sync`.

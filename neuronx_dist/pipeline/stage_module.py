@@ -395,6 +395,11 @@ class StageModule(nn.Module):
         except AttributeError:
             if name == "original_module":
                 raise
+            if name == "generate":
+                raise AttributeError(
+                    "a pipeline model does not generate: run_eval(return_outputs=True, ...) returns the logits of a "
+                    "batch. Save the weights, and generate with the model of one process, or with hf.swap over tp alone"
+                ) from None
             return getattr(self.original_module, name)
 
 

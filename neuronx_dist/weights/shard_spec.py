@@ -276,6 +276,7 @@ class ShardedModule(nn.Module):
                     f"holds shard {local_number} of {local_count}: load the state dict that this rank saved, or save "
                     "and load by neuronx_dist.save_checkpoint and load_checkpoint, for any layout"
                 )
+        weights.wrappers.refuse_whole(state_dict, prefix, self._parameters, self.__dict__.get(_TABLE, {}))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
     def _shard_numbers(self) -> dict[str, tuple[int, int]]:

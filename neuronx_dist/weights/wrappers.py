@@ -1,4 +1,4 @@
-"""Refusal of wrappers and savers that take the shards of several ranks for copies of one parameter.
+"""Refusal of wrappers and savers that take the shards of several ranks for copies, and of whole weights for a shard.
 
 DistributedDataParallel and FSDP assume that all ranks of their group hold one model: they broadcast rank 0's
 parameters, average gradients, or divide each parameter over the group. Over the data-parallel ranks that is so. Over
@@ -10,7 +10,7 @@ tensor once for all ranks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ..torch_internals.distributed import before_saving
 from ..torch_internals.tensors import pytree
 from .shard_spec import ShardSpec, named_specs
 
-__all__ = ["check_mesh", "note_saved", "watch_wrappers"]
+__all__ = ["check_mesh", "note_saved", "refuse_whole", "watch_wrappers"]
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 _REPAIR = (
@@ -78,6 +78,30 @@ def check_mesh(mesh: Any, name: str, spec: ShardSpec) -> None:
             "neuronx_dist.parallel_state.get_data_parallel_group(), device_type)), or leave it out and use "
             "NeuronZero1Optimizer",
         )
+
+
+def refuse_whole(
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    parameters: Mapping[str, nn.Parameter | None],
+    specs: Mapping[str, ShardSpec],
+) -> None:
+    """Refuses tensors in a state dict that are larger than the shards of this module, whose names have a prefix there.
+
+    Raises:
+        RuntimeError: one is, as torch raises for a wrong shape.
+    """
+    for name, spec in specs.items():
+        saved, param = state_dict.get(prefix + name), parameters.get(name)
+        if param is None or not isinstance(saved, torch.Tensor) or saved.dim() != param.dim():
+            continue
+        if spec.is_sharded and spec.dim is not None and saved.shape[spec.dim] > param.shape[spec.dim]:
+            raise RuntimeError(
+                f"{prefix}{name} of the state dict has shape {[*saved.shape]}, and this rank holds a shard of shape "
+                f"{[*param.shape]}: load weights of the whole model by hf.load_pretrained(model, state_dict) or "
+                "model.load_state_dict(get_sharded_model_dict(model, state_dict)) of "
+                "neuronx_dist.parallel_layers.checkpointing"
+            )
 
 
 def note_saved(tensor: torch.Tensor, name: str) -> None:

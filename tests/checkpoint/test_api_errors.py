@@ -20,6 +20,7 @@ from neuronx_dist.checkpoint.dcp.checksums import with_checksums
 from neuronx_dist.checkpoint.errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch
 from neuronx_dist.checkpoint.storage import LocalStorage, open_storage
 from neuronx_dist.checkpoint.tags import CheckpointFolder, Entry
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from tests.checkpoint.saved_runs import on_ranks, saved
 from tests.checkpoint.small_run import Run, equal
@@ -69,6 +70,23 @@ def test_a_rank_that_saves_something_else(tmp_path: Path) -> None:
         run.save(tmp_path, "a")
 
     on_ranks(rank)
+
+
+@pytest.mark.parametrize("then", [comm.barrier, lambda: None], ids=["a barrier", "the end"])
+def test_a_save_on_rank_0_alone_is_an_error_at_the_users_line(tmp_path: Path, then: Callable[[], None]) -> None:
+    def rank() -> str:
+        run = Run()
+        try:
+            if comm.rank("world") == 0:
+                nxd.save_checkpoint(tmp_path, "a", run.model)  # the line that the message names
+            then()
+        except comm.CommError as error:
+            return str(error)
+        return ""
+
+    message = threads.run(Mesh(2, tp=2), rank, timeout=0.5)[0]
+    line = next(n for n, code in enumerate(Path(__file__).read_text().splitlines(), 1) if "# the line that" in code)
+    assert f"{__file__}:{line} (in save_checkpoint)" in message and "cannot be inside of an `if rank == 0:`" in message
 
 
 @pytest.mark.parametrize("options", [dict(num_kept_ckpts=0), dict(num_kept_ckpts=-2), dict(when_busy="drop")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 
@@ -21,6 +22,9 @@ def main(how: str) -> None:
     comm.all_reduce(x, "tp")
     comm.barrier()
     print(f"started at {time.time()}", flush=True)
+    if how == "all":
+        print(f"failing at {time.time()}", flush=True)
+        raise ValueError("the parrot is dead")
     if how == "different":  # each waits for a verb that the other does not call
         comm.all_reduce(x, "tp") if rank == 0 else comm.all_gather(torch.ones(2, 3, dtype=torch.int32), "tp")
     if how == "shapes":
@@ -36,10 +40,16 @@ def main(how: str) -> None:
         print(f"failing at {time.time()}", flush=True)
         if how == "killed":
             os._exit(9)
+        if how == "exits":
+            sys.exit(3)
+        if how == "returns":
+            return
+        if how == "interrupted":
+            os.kill(os.getpid(), signal.SIGINT)
         raise ValueError("the parrot is dead")
     elif how == "computing":
         time.sleep(60)
-    elif how in ("collective", "killed"):
+    elif how in ("collective", "killed", "exits", "returns", "interrupted"):
         for _ in range(1000):
             comm.all_reduce(x, "tp")
             time.sleep(0.01)

@@ -65,6 +65,31 @@ def test_a_rank_that_dies_without_a_word_ends_the_others_too():
     assert len(re.findall(told, outputs[0])) == 1 and len(outputs[0].splitlines()) == 2, outputs[0]
 
 
+@pytest.mark.parametrize(
+    "how, code, text, said",
+    [
+        ("exits", 3, "sys.exit(3)", r"ended by itself: sys.exit\(3\) at .*{line} "),
+        ("returns", 0, "", "ended by itself: its script ended while others wait for it "),
+        ("interrupted", 130, "os.kill(os.getpid(), signal.SIGINT)", r"interrupted \(Ctrl-C\) at .*{line} "),
+    ],
+)
+def test_a_rank_that_ends_by_itself_is_named_with_its_line(how: str, code: int, text: str, said: str):
+    outputs, codes, _ = run(how)
+    assert codes[1] == code and codes[0] != 0
+    said = said.format(line=line(text) if text else "")
+    assert re.search(rf"RemoteRankError: rank 1 failed first: {said}\(met in all_reduce of \[4", outputs[0]), outputs[0]
+    assert "Traceback" not in outputs[0] + outputs[1]
+    own = outputs[1].splitlines()[2:]
+    assert len(own) == (how == "interrupted"), own
+
+
+def test_equal_errors_of_all_ranks_are_one_traceback():
+    outputs, codes, _ = run("all")
+    assert codes == [1, 1]
+    text = "".join(outputs)
+    assert text.count("Traceback") == 1 and text.count("ValueError, as on rank") == 1, text
+
+
 def test_a_silent_rank_is_a_timeout_that_names_verb_axis_and_call_site():
     outputs, codes, seconds = run("silent")
     assert codes[0] != 0

@@ -192,6 +192,7 @@ def test_ranks_as_threads_that_disagree() -> None:
         "another verb": told(lambda: comm.all_reduce(X, "tp"), lambda: comm.all_gather(X, "tp")),
         "another shape": told(lambda: comm.all_reduce(X[0], "tp"), lambda: comm.all_reduce(X, "tp", op="max")),
         "a message": told(lambda: comm.recv(X[0], "tp", src=0), lambda: comm.send(X, "tp", dst=1).shape),
+        "a barrier": told(lambda: comm.gather_objects(1, "tp"), lambda: comm.barrier("tp")),
         "nobody comes": told(lambda: comm.barrier("tp"), lambda: None, 0.2),
         "a note": "".join(getattr(first.value, "__notes__", ["raised on rank 1 of " + str(Mesh(2, tp=2))])),
         "another rank failed": heard[0],

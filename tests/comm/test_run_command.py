@@ -46,9 +46,9 @@ def test_a_job_that_ends_well(run):
 
 
 @pytest.mark.process
-def test_the_first_failure_is_all_that_is_seen(run):
+def test_the_first_failure_and_its_rank_are_all_that_is_seen(run):
     script = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('no such layout')\ntime.sleep(60)"
-    assert run(script) == (1, "", "no such layout\n")
+    assert run(script) == (1, "", "no such layout\nneuronx-dist run: rank 1 failed with exit code 1\n")
 
 
 @pytest.mark.process
@@ -73,7 +73,24 @@ raise SystemExit(3)
     third = r"neuronx-dist run: rank [01] failed with exit code 3; restarting all ranks \(restart 2 of 2\)"
     code, out, err = run(script, "--max-restarts", "2")
     assert code == 3 and out == "" and err.splitlines()[0] == again
-    assert re.fullmatch(third, err.splitlines()[1]) and len(err.splitlines()) == 2
+    assert re.fullmatch(third, err.splitlines()[1]) and len(err.splitlines()) == 3
+
+
+@pytest.mark.process
+def test_a_rank_that_exits_by_itself_is_named_with_its_line(run):
+    """The launcher ends the other rank before it notices."""
+    script = """
+import sys, time, neuronx_dist
+neuronx_dist.init_distributed("cpu", timeout=60)
+neuronx_dist.initialize_model_parallel(tensor_model_parallel_size=2)
+if neuronx_dist.comm.rank("tp") == 1:
+    sys.exit(3)
+neuronx_dist.comm.barrier()
+"""
+    code, out, err = run(script)
+    assert code == 3 and out == ""
+    said = r"neuronx-dist run: rank 1 failed with exit code 3: sys.exit\(3\) at .*script.py:6"
+    assert re.fullmatch(said, err.splitlines()[-1]), err
 
 
 @pytest.mark.process
@@ -94,7 +111,9 @@ def test_help_lists_the_commands_and_the_options_of_torchrun(capsys):
     assert "run a script on several processes" in capsys.readouterr().out
     assert command.main(["run", "--help"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("usage: neuronx-dist run ") and "--nproc-per-node" in text
+    examples, _, options = text.partition("The options are torchrun's:")
+    assert text.startswith("usage: neuronx-dist run [options] script.py") and "--nproc-per-node" in options
+    assert "$ neuronx-dist run --nproc-per-node 4 train.py" in examples and len(examples.splitlines()) < 20
     assert command.main(["run", "--nproc-per-node"]) == 2
     assert "neuronx-dist run: error: " in capsys.readouterr().err
     assert command.main(["walk"]) == 2 and command.main([]) == 2
@@ -125,9 +144,16 @@ def torchrun(monkeypatch):
         logger.setLevel(before[name])
 
 
-def failed(exitcode, rank=3):
+def failed(exitcode, rank=3, message="", **others):
+    """`message`: in the rank's error file; `others`: exit codes of more ranks, `rank0=1`, in the same second."""
+
+    def failure(exitcode, message=""):
+        file = __file__ if message else "<N/A>"  # a file that exists
+        return SimpleNamespace(exitcode=exitcode, timestamp=7, message=message, error_file=file)
+
     error = ChildFailedError.__new__(ChildFailedError)
-    error.get_first_failure = lambda: (rank, SimpleNamespace(exitcode=exitcode))
+    error.failures = {int(name.removeprefix("rank")): failure(code) for name, code in others.items()}
+    error.failures[rank] = failure(exitcode, message)
     return error
 
 
@@ -135,8 +161,12 @@ def failed(exitcode, rank=3):
     "error, code, words",
     [
         (None, 0, ""),
-        (failed(1), 1, ""),
-        (failed(77), 77, ""),
+        (failed(1), 1, "neuronx-dist run: rank 3 failed with exit code 1\n"),
+        (failed(77), 77, "neuronx-dist run: rank 3 failed with exit code 77\n"),
+        (failed(3, message="said"), 3, "neuronx-dist run: rank 3 failed with exit code 3: said\n"),
+        (failed(3, message="said", rank0=1), 3, "neuronx-dist run: rank 3 failed with exit code 3: said\n"),
+        (failed(9, rank0=-15), 9, "neuronx-dist run: rank 3 failed with exit code 9\n"),
+        (failed(9, message={"message": "a dict"}), 9, "neuronx-dist run: rank 3 failed with exit code 9\n"),
         (failed(-15), 128 + 15, "neuronx-dist run: rank 3 was ended by SIGTERM\n"),
         (failed(-9, 0), 128 + 9, "neuronx-dist run: rank 0 was ended by SIGKILL\n"),
         (SignalException("", signal.SIGINT), 130, ""),

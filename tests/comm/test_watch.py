@@ -339,7 +339,8 @@ def test_what_is_said_of_a_long_wait(capsys, monkeypatch):
     line = capsys.readouterr().err
     assert line.startswith("[rank 3] has been waiting for 5 s in creating the group tp at ")
     assert line.endswith(
-        ". Some rank of the group has not come there: it is slow, or it has called another collective. With "
+        ". Some rank of the group has not come there: it is slow, or it has called another collective. All "
+        "ranks of the group make this call, so that it cannot be inside of an `if rank == 0:`. With "
         "NEURONX_DIST_DEBUG=collectives in the environment of all ranks an error names the other side\n"
     )
     assert waiting.operand_of(torch.ones(2)) == ((2,), torch.float32) and waiting.operand_of([]) == (0, None)

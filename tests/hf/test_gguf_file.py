@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from neuronx_dist import comm, hf
 from neuronx_dist.checkpoint.convert.weights import convert
@@ -27,6 +27,10 @@ NAMES = {
 }
 
 
+MERGES = [("a", "b"), ("ab", "c")]
+TOKENS = ["<s>", "</s>", *(chr(code) for code in range(33, 125)), *map("".join, MERGES)]
+
+
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
 def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose matrices are quantized to 8 bits. Rows of a Llama's query and key are permuted in such files."""
@@ -43,6 +47,11 @@ def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(VOCAB)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_merges([f"{first} {second}" for first, second in MERGES])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
     generator = torch.Generator().manual_seed(2)
 
     def add(name: str, *shape: int, quantized: bool = True) -> None:
@@ -111,12 +120,14 @@ def test_a_slice_dequantizes_its_rows_alone(file: Path, expected: Any, monkeypat
 
 
 def test_convert(file: Path, expected: Any, tmp_path: Path) -> None:
-    assert convert(file, tmp_path / "ours") == "ours"
-    convert(file.parent, tmp_path / "hf", to="hf")
+    assert convert(file, tmp_path / "hf") == "hf"
+    convert(file.parent, tmp_path / "ours", to="ours")
     convert(tmp_path / "ours", tmp_path / "again", config=file)
     for folder in ("hf", "again"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
         assert all(torch.equal(value, expected.state_dict()[name]) for name, value in loaded.state_dict().items())
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / folder)
+        assert tokenizer("abcab!").input_ids[-3:] == [TOKENS.index(token) for token in ("abc", "ab", "!")]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ def test_a_model_without_a_plan_is_refused() -> None:
     message = _refusal(lambda: _from_config(GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=VOCAB)))
     assert "GPT2LMHeadModel (model type 'gpt2') has no tensor-parallel plan" in message
     assert "transformer.h.*.attn.c_attn" in message
+    for way in ("pipelines (NxDPPModel) and data parallelism", "neuronx_dist.parallelize shards any module", "plan={"):
+        assert way in message
 
 
 def test_a_given_plan_that_does_not_fit_is_refused() -> None:
@@ -43,6 +45,8 @@ def test_a_given_plan_that_does_not_fit_is_refused() -> None:
         "names model.layer.*.mlp.up_proj, but the model has no such layer; nearest: model.layers.*.mlp.up_proj"
         in refusal({"model.layer.*.mlp.up_proj": "colwise"})
     )
+    unknown = "the plan gives model.layers.*.mlp.up_proj the unknown style 'column'; the styles are colwise, rowwise, "
+    assert unknown in refusal({"model.layers.*.mlp.up_proj": "column"})
     layers = read_plan(meta_model(llama_config())).layers(meta_model(llama_config()), 2)
     assert "the plan must shard lm_head" in refusal(layers[:-1])
     assert "has no layers to replace" in refusal(Plan())

@@ -73,6 +73,12 @@ def test_an_optimizer_that_is_made_already_is_refused_with_the_call_to_write(
     comm.threads.run(Mesh(1), rank_main)
 
 
+@pytest.mark.parametrize("wrapper", [NeuronZero1Optimizer, MasterWeightsOptimizer])
+def test_a_module_in_place_of_parameters_is_refused(wrapper: Any) -> None:
+    with comm.as_rank(Mesh(1), 0), pytest.raises(TypeError, match="got a Linear, a module, .* pass model.parameters()"):
+        wrapper(torch.nn.Linear(2, 2), torch.optim.AdamW)
+
+
 @pytest.mark.parametrize(
     "factory,error,message",
     [

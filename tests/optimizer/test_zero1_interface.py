@@ -250,10 +250,14 @@ def test_without_a_mesh_the_error_says_what_to_call() -> None:
         NeuronZero1Optimizer([nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=0.1)
 
 
-def test_bad_option_of_the_optimizer_is_refused_by_it() -> None:
-    with pytest.raises(TypeError, match="momentun"):
+def test_an_unknown_option_is_refused_with_the_nearest() -> None:
+    with pytest.raises(TypeError, match="neither it nor SGD takes the option 'momentun'; nearest: momentum"):
         comm.threads.run(
             Mesh(1), lambda: NeuronZero1Optimizer([nn.Parameter(torch.ones(2))], torch.optim.SGD, momentun=0.9)
+        )
+    with pytest.raises(TypeError, match="neither it nor SGD takes the option 'clip_grad'; nearest: .*grad_clipping"):
+        comm.threads.run(
+            Mesh(1), lambda: NeuronZero1Optimizer([nn.Parameter(torch.ones(2))], torch.optim.SGD, clip_grad=True)
         )
 
 

@@ -20,6 +20,8 @@ K = 16
         (torch.tensor([0, K]), {}, IndexError, ["16", "vocabulary of 16", "-100"]),
         (torch.tensor([0, -1]), {}, IndexError, ["-1"]),
         (torch.tensor([0, -100]), dict(ignore_index=-1), IndexError, ["-100", "ignore_index=-1"]),
+        (torch.zeros(2), {}, TypeError, ["labels are torch.float32", "integers: labels.long()"]),
+        (torch.zeros(2, K), {}, TypeError, ["shape (2, 16)", "Probabilities of classes are not supported"]),
         (torch.tensor([0]), {}, ValueError, ["(1,)", "(2, 8)", "(2,)"]),
         (torch.tensor([0, 1]), dict(label_smoothing=1.5), ValueError, ["1.5"]),
         (torch.tensor([0, 1]), dict(label_smoothing=-0.1), ValueError, ["-0.1"]),

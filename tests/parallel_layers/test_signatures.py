@@ -200,8 +200,12 @@ def test_what_no_type_tells_is_refused(monkeypatch):
 
 def test_errors_of_calls_are_pythons():
     with comm.as_rank(tp_mesh(2), 0):
-        with pytest.raises(TypeError, match="unexpected keyword argument 'inputsize'"):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'inputsize'; nearest: input_size"):
             ColumnParallelLinear(8, 4, inputsize=3)
+        with pytest.raises(TypeError, match=r"ColumnParallelLinear\(\) got .* 'gather'; nearest: gather_output"):
+            ColumnParallelLinear(8, 4, gather=True)
+        with pytest.raises(TypeError, match="'num_micro_batches'; nearest: num_microbatches"):
+            NxDPPModel(torch.nn.Linear(2, 2), num_micro_batches=2)
         with pytest.raises(TypeError, match="multiple values for argument 'bias'"):
             ColumnParallelLinear(8, 4, True, False, True, bias=True)
         with pytest.raises(TypeError, match="multiple values for argument 'labels'"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 from typing import Any
 
 import pytest
@@ -71,6 +72,32 @@ def test_what_it_is_not_ready_for() -> None:
             list(model.local_parameters())
         with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
             _ = model.nonsense
+
+
+def test_backward_of_a_reported_loss_is_refused_and_the_loss_is_else_a_tensor() -> None:
+    with comm.as_rank(Mesh(1), 0):
+        model = alone(output_loss_value_spec=True)
+        loss = model.run_train(**batch())
+        losses = alone(output_loss_value_spec=True, return_mb_loss=True, num_microbatches=2).run_train(**batch())
+    assert type(loss) is torch.Tensor and isinstance(losses, list) and len(losses) == 2
+    for reported in (loss, *losses):
+        with pytest.raises(RuntimeError, match=r"run_train has done .* leave out loss.backward\(\)"):
+            reported.backward()
+        file = io.BytesIO()
+        torch.save(reported, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        assert torch.equal(loaded, reported) and not vars(loaded)
+        assert torch.equal(copy.deepcopy(reported), reported) and f"{reported:.3f}" == f"{reported.item():.3f}"
+
+
+def test_a_pipeline_model_does_not_generate() -> None:
+    model = make()
+    model.generate = lambda ids: ids  # type: ignore[assignment]
+    with comm.as_rank(Mesh(1), 0):
+        pipeline = NxDPPModel(model)
+    with pytest.raises(AttributeError, match="a pipeline model does not generate: run_eval"):
+        pipeline.generate(None)
 
 
 def test_without_a_mesh_it_says_what_to_call() -> None:

@@ -14,6 +14,7 @@ import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.gradients.guards import watch_clipping, watch_optimizers
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.parallel_layers.checkpointing import get_sharded_model_dict
 from tests.strangers.toy import BATCH, HIDDEN, Net, batch, local_batch, trained_alone, whole_weights
 
 
@@ -223,6 +224,25 @@ def test_a_state_dict_of_another_rank_is_refused(by_file):
     messages = on_threads(Mesh(2, tp=2), load)
     assert messages[0] == ""
     assert "embed.weight of the state dict is shard 0 of 2, and rank 1 holds shard 1 of 2" in messages[1]
+
+
+def test_weights_of_the_whole_model_are_refused_and_loaded_by_what_the_error_names():
+    with comm.as_rank(Mesh(1), 0):
+        whole = Net().state_dict()
+
+    def load() -> tuple[str, bool]:
+        model = Net()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        message = _error(lambda: model.load_state_dict(whole))
+        model.load_state_dict(get_sharded_model_dict(model, whole))
+        return message, all(torch.equal(weight, whole[name]) for name, weight in whole_weights(model).items())
+
+    for message, equal in on_threads(Mesh(2, tp=2), load):
+        assert "embed.weight of the state dict has shape [32, 16], and this rank holds a shard of" in message
+        assert "hf.load_pretrained(model, state_dict) or model.load_state_dict(get_sharded_model_dict(" in message
+        assert equal
 
 
 @pytest.mark.parametrize("by_file", [False, True])

@@ -160,12 +160,12 @@ def test_objects_are_gathered_by_a_rendezvous(monkeypatch):
 
     def rendezvous(tag: str, payload: bytes) -> list[bytes]:
         asked.append((tag, pickle.loads(payload)))
-        return [pickle.dumps(f"of rank {rank}") for rank in range(4)]
+        return [pickle.dumps(("gather_objects", f"of rank {rank}")) for rank in range(4)]
 
     monkeypatch.setattr(xm, "rendezvous", rendezvous)
     group = xla.XlaBackend().communicator("dp", [[0, 2], [1, 3]], 1)
     assert comm.gather_objects("mine", group) == ["of rank 1", "of rank 3"]
-    assert asked == [("nxd.dp", "mine")]
+    assert asked == [("nxd.dp", ("gather_objects", "mine"))]
 
 
 def test_ranks_that_torch_distributed_knows_have_a_board(monkeypatch):

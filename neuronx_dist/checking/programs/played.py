@@ -14,13 +14,14 @@ from __future__ import annotations
 import functools
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as modules
 from torch.nn.parallel import distributed
 
 from ... import comm
@@ -39,6 +40,7 @@ from ...pipeline.schedule.derived import OneMicrobatch
 from ...program.fake_mode import QuietFakeMode
 from ...program.recorder import record
 from ...program.recording import Recording
+from ...spmd.errors import SpmdTypeError
 from ...torch_internals.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 from ..types.axis_powers import tracked
 from ..types.handlers.seeds import OUTSIDE, kept_seeds
@@ -147,6 +149,7 @@ class Played:
     def build(self) -> Phase:
         """Calls the user's function, and replaces the tensors of its result by fakes."""
         with self._phase("build", self.rank) as phase:
+            _check_call(self.subject.model_fn, (), self.subject.options, "model_fn is called with the options {given}")
             with torch.device("meta"), OpRecorder(self.deadline):
                 built = self.subject.model_fn(**self.subject.options)
             self.model, self.optimizer = built if isinstance(built, tuple) else (built, None)
@@ -181,7 +184,7 @@ class Played:
                     self._message_types.connect(self.types, self.model, inputs)
             with kept_hooks(self.model), self._fake, torch.enable_grad(), self._trace(phase):
                 if self.subject.step is not None:
-                    _check_signature(self.subject.step, self.model, self.optimizer, inputs)
+                    _check_step(self.subject.step, self.model, self.optimizer, inputs)
                     self.subject.step(self.model, self.optimizer, inputs)
                 elif isinstance(self.model, NxDPPModel):
                     self.model.run_train(**inputs)
@@ -250,6 +253,11 @@ class Played:
                     raise TypeError(
                         "DistributedDataParallel cannot be checked: leave it out, and call reduce_gradients(model) "
                         "after the last backward"
+                    ).with_traceback(error.__traceback__) from None
+                if _moves_to_a_device(error):
+                    raise TypeError(
+                        f"{type(error).__name__}: {error}. A check has no device and no values: leave .cuda(), "
+                        '.to(device) and device="cuda" out of the function that is checked'
                     ).with_traceback(error.__traceback__) from None
                 raise
             finally:
@@ -346,19 +354,33 @@ def default_optimizer(model: nn.Module, params: list[torch.Tensor]) -> torch.opt
     return torch.optim.SGD(params, lr=0.1)
 
 
-def _check_signature(step: Callable[..., Any], *arguments: Any) -> None:
+def _check_step(step: Callable[..., Any], *arguments: Any) -> None:
     """Raises a TypeError that says how `step` is called, if it cannot be called so."""
+    inputs = arguments[-1]
+    what = f"a {type(inputs).__name__} of {len(inputs)}" if isinstance(inputs, (tuple, list, dict)) else "a tensor"
+    words = f"step is called as step(model, optimizer, inputs), where inputs, all of the example inputs, is {what}"
+    _check_call(step, arguments, {}, words)
+
+
+def _check_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], words: str) -> None:
+    """Raises a TypeError that says how the function is called, if it cannot be called so; `{given}`: the keywords."""
     try:
-        inspect.signature(step).bind(*arguments)
+        signature = inspect.signature(function)
+    except ValueError:  # it is not known
+        return
+    try:
+        signature.bind(*args, **kwargs)
     except TypeError as error:
-        inputs = arguments[-1]
-        what = f"a {type(inputs).__name__} of {len(inputs)}" if isinstance(inputs, (tuple, list, dict)) else "a tensor"
-        raise TypeError(
-            f"{_name(step)}: {error}: step is called as step(model, optimizer, inputs), where inputs, all of the "
-            f"example inputs, is {what}"
-        ) from None
-    except ValueError:  # its signature is not known
-        pass
+        words = words.format(given=f"{[*kwargs]}; its parameters are {[*signature.parameters]}")
+        raise TypeError(f"{_name(function)}: {error}: {words}") from None
+
+
+def _moves_to_a_device(error: Exception) -> bool:
+    """Whether an error is of a tensor or module that the program moves to a device."""
+    if isinstance(error, SpmdTypeError):
+        return False
+    names = {frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename == modules.__file__}
+    return "_apply" in names or "CUDA" in str(error) or "meta tensor" in str(error)
 
 
 def _averages(optimizer: Any) -> bool:
@@ -368,9 +390,10 @@ def _averages(optimizer: Any) -> bool:
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
     """Calls a module with a dict of keyword arguments, a tuple or list of positional ones, or one tensor."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+    args = args if isinstance(args, (tuple, list)) else (args,)
+    _check_call(getattr(model, "forward", model), args, kwargs, "forward is called with the example inputs {given}")
+    return model(*args, **kwargs)
 
 
 def find_loss(output: Any) -> torch.Tensor:

@@ -21,6 +21,7 @@ examples:
   $ neuronx-dist convert models/llama runs/start                       # a folder of Hugging Face's, for load_checkpoint
   $ neuronx-dist convert models/llama nxd --to nxd --tp 8 --pp 4       # for NeuronX Distributed
   $ neuronx-dist convert nxd out --config models/llama                 # and what it wrote, back
+  $ neuronx-dist convert model.gguf out                                # a GGUF file and its tokenizer, for transformers
 
   $ neuronx-dist convert runs/llama nxd --to nxd --tp 8 --dp 4 --optimizer --config models/llama --fused weight_q --xser
   $ neuronx-dist convert nxd runs/start --to ours --optimizer --config models/llama
@@ -37,7 +38,7 @@ def arguments() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("source", metavar="SRC", help="a folder of any of these formats, of one tag of it, or a weight file")
     add("target", metavar="DST", help="a folder that is new or empty")
-    add("--to", choices=FORMATS, help="the format to write; default: ours of a folder of Hugging Face's, else hf")
+    add("--to", choices=FORMATS, help="the format to write; default: ours of a folder of safetensors, else hf")
     add("--tag", help="the checkpoint to read (default: the newest), or to write (default: as read, or converted)")
     add("--tp", type=count, default=1, metavar="N", help="tensor-parallel ranks, of nxd (1)")
     add("--pp", type=count, default=1, metavar="N", help="pipeline stages, of nxd (1)")

@@ -15,7 +15,7 @@ from torch import nn
 
 from ... import comm
 from ...hf.conversion import named_as_in
-from ...hf.gguf_file import gguf_file, open_gguf
+from ...hf.gguf_file import gguf_file, open_gguf, write_configs
 from ...hf.sources import WeightSource, has_weights, open_source
 from ...hf.swap import swap
 from ...hf.writing import copy_configs, write_weights
@@ -106,7 +106,7 @@ def convert(
             Distributed's.
         target: a folder, or a URL of fsspec if it is to be "ours".
         to: "hf" (safetensors), "nxd" (a file for each tp and pp rank), "ours" (any layout loads it); None: "ours" of a
-            folder of Hugging Face's, else "hf".
+            folder of Hugging Face's, else "hf", which of a GGUF file has its config and tokenizer.
         tag: of the checkpoint in `source`, None: the newest; and of the checkpoint in `target`, None: the tag of the
             source, or "converted".
         tp, pp, dp: degrees of the layout of "nxd"; dp is the degree of ZeRO-1's state.
@@ -134,7 +134,7 @@ def convert(
     source_of_state: CheckpointSource | None = None
     gguf = None if has_weights(folder) else gguf_file(folder)
     of_hf = has_weights(folder) or folder.is_file() or gguf is not None
-    to = to or ("ours" if of_hf else "hf")
+    to = to or ("ours" if of_hf and gguf is None else "hf")
     if to not in FORMATS:
         raise ValueError(f"to is one of {', '.join(FORMATS)}, not {to!r}")
     if to != "nxd" and (tp, pp) != (1, 1):
@@ -179,7 +179,7 @@ def convert(
             write_weights(weights, path, done=lambda done: progress(done, count))
             if config is not None:
                 if Path(config).is_file():
-                    _config(config).save_pretrained(path)
+                    write_configs(Path(config), path)
                 else:
                     copy_configs(Path(config), path)
     elif to == "nxd":

@@ -34,7 +34,7 @@ from ...torch_internals.distributed import (
     set_ranks,
 )
 from ..base import TAGS, Backend, Communicator, WorkLike, Works
-from ..errors import CommError, CommTimeout, RemoteRankError
+from ..errors import ALL_RANKS, CommError, CommTimeout, RemoteRankError
 from ..health.board import StoreBoard
 from ..health.failure import FailureMonitor
 from ..health.waiting import noted
@@ -202,7 +202,7 @@ class C10dCommunicator(Communicator):
         if timed_out:
             raise CommTimeout(
                 f"{what} timed out: a rank of the group did not join this collective. It hangs, is much slower, or "
-                f"took a different path through the program. ({_first_line(text)})"
+                f"took a different path through the program. {ALL_RANKS}. ({_first_line(text)})"
             ) from error
         reason = _first_line(text)
         if _LOST.search(text):

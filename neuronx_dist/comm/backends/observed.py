@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ...call_site import call_site, call_sites
+from ...call_site import call_in_words, call_sites
 from ...mesh import Groups, Mesh
 from .. import backends
 from ..base import Backend, Communicator, WorkLike
@@ -242,7 +242,7 @@ class CheckCommunicator(ShapesCommunicator):
 
     def describe(self, verb: str, site: str = "") -> str:
         ranks = f"ranks {list(self.concrete_ranks)}, seen from rank {self._observed.number}"
-        return f"{verb} over {self.axis} ({ranks}) at {site or call_site()}"
+        return f"{verb} over {self.axis} ({ranks}) at {site or call_in_words()}"
 
     def __repr__(self) -> str:
         ranks, rank = list(self.concrete_ranks), concrete(self.rank)

@@ -16,7 +16,7 @@ import torch
 from ...mesh import Mesh
 from ..base import DONE, Backend, Communicator, WorkLike
 from ..context import Context, use
-from ..errors import CommError, CommTimeout, RemoteRankError
+from ..errors import ALL_RANKS, CommError, CommTimeout, RemoteRankError
 from ..health.board import Board
 
 __all__ = ["ThreadsBackend", "ThreadsCommunicator", "run"]
@@ -53,7 +53,9 @@ class _World:
                     and time.monotonic() >= deadline
                 ):
                     missing = [index for index in indices if index not in slots]
-                    raise CommTimeout(f"{what()} timed out after {self.timeout:g} s; missing: group indices {missing}")
+                    raise CommTimeout(
+                        f"{what()} timed out after {self.timeout:g} s; missing: group indices {missing}. {ALL_RANKS}"
+                    )
             values = [slots[index] for index in indices]
             self.reads[key] = self.reads.get(key, 0) + 1
             if self.reads[key] == readers:

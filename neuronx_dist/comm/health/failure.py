@@ -3,7 +3,11 @@
 The first rank with an uncaught exception writes it to the job's store and waits a moment until the others have read it;
 a watching thread on every rank reads the store twice a second, and in jobs of more than 100 ranks less often
 (`interval`). A rank that is in a collective at that time gets the message as a `RemoteRankError`; every rank prints it,
-and one that is stuck, or computes for long, is ended after a grace period.
+and one that is stuck, or computes for long, is ended after a grace period. Of equal errors on all ranks one traceback
+is printed; of Ctrl-C, one line.
+
+A rank whose script ends by itself writes the reason into the store: `sys.exit` is replaced by a function that notes its
+line. For the launcher a rank writes its error, or its `sys.exit`, into torchrun's error file.
 
 The same thread prints where this rank waits long for others (`slow_waits.py`).
 """
@@ -18,10 +22,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
+from ...call_site import USER, call_site, owner_of
 from ..errors import RemoteRankError
 from . import gloo_aborts
 from .slow_waits import SlowWaits
@@ -32,7 +39,9 @@ _SHORTEST, _LONGEST = 0.5, 8.0  # seconds between looks at the store
 _REQUESTS = 200  # looks per second of all ranks together, as long as each looks at least every _LONGEST seconds
 _GRACE = 5.0  # seconds in which a rank may end by itself once all know of a failure
 _ACKNOWLEDGE = 2.5  # seconds that the failed rank waits for the last reader, after that reader's turn to look
+_INTERRUPTED = "interrupted (Ctrl-C)"
 _NOBODY = -1  # the rank of a failure that no rank has reported: all ranks that are alive report being alive
+_ENDED = "ended by itself: "
 _LOST = "lost without a message: it was killed (out of memory?), its host is down, or it ended its script early"
 
 
@@ -70,28 +79,49 @@ class FailureMonitor:
         self._acknowledged = False
         self._thread: threading.Thread | None = None
         self._previous_hook: Any = None
+        self._previous_exit: Any = None
+        self._has_raised = False
+        self._ending = ""  # the last call of sys.exit, with its line
 
     def start(self) -> None:
         self._previous_hook = sys.excepthook
         sys.excepthook = self._excepthook
+        self._previous_exit, sys.exit = sys.exit, self._exit_with_line
         self._thread = threading.Thread(target=self._watch, name="neuronx_dist-failure-monitor", daemon=True)
         self._thread.start()
         # A thread that comes back from C++ when Python is taken down aborts the process: "terminate called".
-        atexit.register(self._end_watch)
+        atexit.register(self._end)
         gloo_aborts.install(self.rank, self.report)
 
     def stop(self) -> None:
         """Ends the watch (at destroy_model_parallel)."""
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._previous_hook
+        if sys.exit == self._exit_with_line:
+            sys.exit = self._previous_exit
         self._end_watch()
-        atexit.unregister(self._end_watch)
+        atexit.unregister(self._end)
         gloo_aborts.uninstall()
 
     def _end_watch(self) -> None:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=2 * _SHORTEST)
+
+    def _end(self) -> None:
+        """Ends the watch when Python ends; without an exception, the others may wait for this rank."""
+        self._end_watch()
+        if self._has_raised:
+            return
+        with suppress(RuntimeError):
+            self._store.set(f"ended/{self.rank}", self._ending or "its script ended while others wait for it")
+        if self._ending:
+            _write_for_launcher(self._ending)
+
+    def _exit_with_line(self, status: Any = None, /) -> NoReturn:
+        self._ending = f"sys.exit({status!r:.200}) at {call_site()}"
+        self._previous_exit(status)
+        raise SystemExit(status)  # somebody else's function has returned
 
     def first_failure(self, wait: float = 2.0) -> Failure | None:
         """Returns the first failure of the job, or None if no rank reports one within `wait` seconds."""
@@ -116,7 +146,10 @@ class FailureMonitor:
             missing = self.world_size - self._store.add("acknowledged", 0)
             if failure is None and missing:
                 more = f" (and {missing - 1} more)" if missing > 1 else ""
-                text = json.dumps({"rank": self._first_missing(), "message": _LOST + more})
+                rank = self._first_missing()
+                ended = self._store.check([f"ended/{rank}"])
+                why = _ENDED + self._store.get(f"ended/{rank}").decode() if ended else _LOST
+                text = json.dumps({"rank": rank, "message": why + more})
                 self._store.compare_set("lost", "", text)
             return failure or self._read()
         except RuntimeError:
@@ -133,14 +166,8 @@ class FailureMonitor:
 
     def report(self, error: BaseException) -> None:
         """Publishes `error` as the first failure, unless there is one already, and lets the others read it."""
-        if not isinstance(error, RemoteRankError):
-            text = json.dumps({"rank": self.rank, "message": f"{type(error).__name__}: {error}"})
-            try:
-                first = self._store.compare_set("first", "", text)
-                if json.loads(first)["rank"] == _NOBODY:
-                    self._store.compare_set("lost", "", text)
-            except RuntimeError:
-                return  # the store is gone: nobody is left to read it
+        if not isinstance(error, RemoteRankError) and self._publish(_in_words(error)) is None:
+            return  # the store is gone: nobody is left to read it
         self._acknowledge()
         deadline = time.monotonic() + self._interval + _ACKNOWLEDGE
         while time.monotonic() < deadline:
@@ -151,9 +178,31 @@ class FailureMonitor:
                 return
             time.sleep(0.1 * self._interval)  # after a failure all ranks reach this line
 
+    def _publish(self, message: str) -> Failure | None:
+        """Writes a failure of this rank, unless there is one, and returns the first; None: the store is gone."""
+        text = json.dumps({"rank": self.rank, "message": message})
+        try:
+            first = Failure(**json.loads(self._store.compare_set("first", "", text)))
+            if first.rank == _NOBODY:
+                first = Failure(**json.loads(self._store.compare_set("lost", "", text)))
+        except RuntimeError:
+            return None
+        return first
+
     def _excepthook(self, kind: Any, error: BaseException, traceback: Any) -> None:
-        if isinstance(error, RemoteRankError):  # the fault is not in this rank's line
+        self._has_raised = True
+        message = _in_words(error)
+        is_consequence = isinstance(error, RemoteRankError)
+        first = None if is_consequence else self._publish(message)
+        if not is_consequence:
+            _write_for_launcher(message.partition("\n")[0])
+        if is_consequence:  # the fault is not in this rank's line
             self._say(f"RemoteRankError: {error}")
+        elif isinstance(error, KeyboardInterrupt):
+            if first is None or first.rank == self.rank or not first.message.startswith(_INTERRUPTED):
+                self._say(message)  # else the ranks were interrupted together
+        elif first is not None and first.rank != self.rank and first.message == message:
+            self._say(f"{type(error).__name__}, as on rank {first.rank}")
         else:
             self._previous_hook(kind, error, traceback)
             sys.stderr.flush()
@@ -201,16 +250,36 @@ class FailureMonitor:
                 return
             # Printed before it is acknowledged: a launcher ends the others as soon as the failed rank has gone.
             said = f"rank {failure.rank} failed first: {failure.message}"
-            if not failure.message.startswith(_LOST):  # for lost ranks a collective prints one line
+            if not failure.message.startswith((_LOST, _ENDED)):  # for lost ranks a collective prints one line
                 self._say(said)
             self._acknowledge()
             grace = self._interval + _GRACE
             if self._stop.wait(grace):
                 return
-            if failure.message.startswith(_LOST):
+            if failure.message.startswith((_LOST, _ENDED)):
                 self._say(said)
             self._say(f"this rank did not exit within {grace:g} s and is terminated now")
             os._exit(1)
 
     def _say(self, text: str) -> None:
         print(f"[rank {self.rank}] {text}", file=sys.stderr, flush=True)
+
+
+def _in_words(error: BaseException) -> str:
+    """The error as a message; of Ctrl-C, the line of the user's code that was running."""
+    if not isinstance(error, KeyboardInterrupt):
+        return f"{type(error).__name__}: {error}"
+    lines = [
+        f"{frame.f_code.co_filename}:{number}"
+        for frame, number in walk_tb(error.__traceback__)
+        if owner_of(frame.f_code.co_filename) == USER
+    ]
+    return f"{_INTERRUPTED} at {lines[-1]}" if lines else _INTERRUPTED
+
+
+def _write_for_launcher(message: str) -> None:
+    """Writes torchrun's error file, which the launcher reads if this rank's exit code is not 0."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if file and not os.path.exists(file):  # else torch's `record` has written it
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))

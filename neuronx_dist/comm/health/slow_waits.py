@@ -6,7 +6,8 @@ import os
 import sys
 import time
 
-from ...call_site import TRANSPORT, call_site, owner_of
+from ...call_site import TRANSPORT, call_in_words, owner_of
+from ..errors import ALL_RANKS
 from .waiting import Wait, in_words, waits
 
 __all__ = ["SlowWaits", "descriptions", "seconds_of"]
@@ -41,7 +42,7 @@ def _description(thread: int, wait: Wait) -> str:
     innermost = frame = sys._current_frames().get(thread)
     while frame is not None and owner_of(frame.f_code.co_filename) != TRANSPORT:
         frame = frame.f_back  # inside of functions that the collective calls: torch, the standard library
-    site = call_site(frame or innermost) if innermost is not None else "an unknown line"
+    site = call_in_words(frame or innermost) if innermost is not None else "an unknown line"
     return group.describe(in_words(verb, x), site)
 
 
@@ -77,8 +78,8 @@ class SlowWaits:
     def _say(self, text: str, seconds: float) -> None:
         print(
             f"[rank {self.rank}] has been waiting for {seconds:.3g} s in {text}. Some rank of the group has not come "
-            "there: it is slow, or it has called another collective. With NEURONX_DIST_DEBUG=collectives in the "
-            "environment of all ranks an error names the other side",
+            f"there: it is slow, or it has called another collective. {ALL_RANKS}. With "
+            "NEURONX_DIST_DEBUG=collectives in the environment of all ranks an error names the other side",
             file=sys.stderr,
             flush=True,
         )

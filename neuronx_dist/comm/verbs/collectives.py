@@ -26,6 +26,7 @@ from ...call_site import reissues
 from .. import recording
 from ..base import TAGS, Communicator
 from ..context import AxisLike, communicator
+from ..errors import ALL_RANKS, CommError
 from ..ranks.rank_numbers import concrete
 from .compiled import verb_operator
 from .dispatch import Result, Tensors, alone, coalesced, compiled, message, run
@@ -331,23 +332,30 @@ def recv(out: torch.Tensor, axis: AxisLike, *, src: int, tag: int = 0, async_op:
 
 def barrier(axis: AxisLike = "world") -> None:
     """Waits until every rank of the group has called this."""
-    gather_objects(None, axis)
+    _gather("barrier", None, communicator(axis))
 
 
 def gather_objects(obj: Any, axis: AxisLike = "world") -> list[Any]:
     """Returns every rank's (small, picklable) object, in the order of the group. Not for the hot path."""
-    comm = communicator(axis)
-    if comm.size == 1:
-        return [obj]
-    objects: list[Any] = comm.waited("gather_objects", None, lambda: comm.gather_objects(obj))
-    return objects
+    return _gather("gather_objects", obj, communicator(axis))
 
 
 def broadcast_object(obj: Any, axis: AxisLike = "world", src: int = 0) -> Any:
     """Returns the object of the rank with group index `src`, on every rank. Not for the hot path."""
     comm = communicator(axis)
     _index(comm, src, "broadcast_object", "src")
-    return gather_objects(obj if concrete(comm.rank) == src else None, comm)[src]
+    return _gather("broadcast_object", obj if concrete(comm.rank) == src else None, comm)[src]
+
+
+def _gather(verb: str, obj: Any, comm: Communicator) -> list[Any]:
+    """Gathers objects with the name of the verb that each rank has called, which must be one."""
+    if comm.size == 1:
+        return [obj]
+    gathered = comm.waited("gather_objects", None, lambda: comm.gather_objects((verb, obj)))
+    for rank, (other, _) in zip(comm.ranks, gathered):
+        if other != verb:
+            raise CommError(f"{comm.describe(verb)}: the ranks disagree: rank {rank} called {other}. {ALL_RANKS}")
+    return [gathered_object for _, gathered_object in gathered]
 
 
 @reissues

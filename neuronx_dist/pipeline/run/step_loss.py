@@ -3,12 +3,13 @@
 NxDPPModel(output_loss_value_spec=...)                                              find_loss
 NxDPPModel(check_finite=True)                                                       refuse_infinite_loss
 NxDPPModel(return_mb_loss, broadcast_and_average_loss, return_loss_on_cpu)          report_loss
+run_train(...).backward()                                                           without_backward
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -19,7 +20,7 @@ from ...spmd.watching import active
 from ...torch_internals.tensors import pytree
 from ..schedule import Task
 
-__all__ = ["find_loss", "refuse_infinite_loss", "report_loss"]
+__all__ = ["find_loss", "refuse_infinite_loss", "report_loss", "without_backward"]
 
 
 # --- which output is the loss
@@ -156,3 +157,24 @@ def report_loss(
         if active() is not None:
             spmd.assert_type(mean, dict.fromkeys(("pp", "dp", "cp"), spmd.R))
     return mean.to(report_on)
+
+
+_Loss = TypeVar("_Loss", bound=torch.Tensor | list[torch.Tensor] | None)
+
+
+def without_backward(loss: _Loss) -> _Loss:
+    """Makes `backward()` of reported losses raise a RuntimeError that says who has done it; returns the losses.
+
+    The attributes are of these tensors alone: their copies in files and results of calculations have none.
+    """
+    for reported in loss if isinstance(loss, list) else [loss]:
+        if reported is not None:
+            vars(reported).update(backward=_refuse_backward, __getstate__=lambda: None)
+    return loss
+
+
+def _refuse_backward(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "run_train has done forward and backward of all microbatches, and its loss is for reports: leave out "
+        "loss.backward(), and call optimizer.step()"
+    )

@@ -190,6 +190,29 @@ def test_step_is_given_all_inputs_as_one():
     assert report.ok
 
 
+def test_a_module_is_no_function_that_builds_one():
+    for wrong, name in ((nn.Linear(2, 2), "Linear"), ("model", "str")):
+        with pytest.raises(TypeError, match=f"check: model_fn is a {name}: pass a function that builds the model"):
+            spmd.check(wrong, torch.zeros(2, 2), MESH)
+
+
+def test_options_and_inputs_that_do_not_fit():
+    text = problem(lambda width: nn.Linear(width, 2))
+    assert (
+        "missing a required argument: 'width': model_fn is called with the options []; its parameters are ['width']"
+        in text
+    )
+    text = problem(lambda: nn.Linear(8, 2), inputs={"inputs": torch.zeros(4, 8)})
+    assert "forward is called with the example inputs ['inputs']; its parameters are ['input']" in text
+    assert "Linear.forward: missing a required argument: 'input'" in text
+
+
+@pytest.mark.parametrize("move", [lambda m: m.cuda(), lambda m: m.to("cuda"), lambda m: m.weight.cuda() or m])
+def test_a_move_to_a_device_is_left_out(move):
+    text = problem(lambda: move(nn.Linear(8, 2)))
+    assert "A check has no device and no values: leave .cuda(), .to(device)" in text and "test_new_users.py" in text
+
+
 def test_logits_are_named_once():
     def forward(self, x):
         logits = self.column(x)

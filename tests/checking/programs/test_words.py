@@ -79,14 +79,14 @@ def test_a_step_that_is_called_otherwise(inputs: Any, words: str) -> None:
     def step(model: Any) -> None: ...
 
     with pytest.raises(TypeError) as error:
-        played._check_signature(step, None, None, inputs)
+        played._check_step(step, None, None, inputs)
     name = "test_a_step_that_is_called_otherwise.<locals>.step"
     assert str(error.value) == (
         f"{name}: too many positional arguments: step is called as step(model, optimizer, inputs), where inputs, all "
         f"of the example inputs, is {words}"
     )
-    played._check_signature(lambda model, optimizer, inputs: None, None, None, inputs)
-    played._check_signature(dict, None, None, inputs)  # whose signature nobody knows
+    played._check_step(lambda model, optimizer, inputs: None, None, None, inputs)
+    played._check_step(dict, None, None, inputs)  # whose signature nobody knows
     assert played._name(nn.Linear) == "Linear" and played._name(3) == "3"
 
 

@@ -194,15 +194,15 @@ def test_a_tensor_that_is_on_no_xla_device(runtime: Any) -> None:
 
 def test_objects_go_by_a_rendezvous_of_all_ranks(runtime: Any) -> None:
     asked: list[Any] = []
-    answers = [pickle.dumps(rank * 10) for rank in range(8)]
+    answers = [pickle.dumps(("gather_objects", rank * 10)) for rank in range(8)]
     xm = runtime.package.core.xla_model
     xm.rendezvous = lambda name, payload: asked.append((name, pickle.loads(payload))) or answers
     with comm.as_rank(MESH, 5, xla.XlaBackend(MESH)):
-        assert comm.gather_objects({"a": 1}, "tp") == [40, 50] and asked == [("nxd.tp", {"a": 1})]
+        assert comm.gather_objects({"a": 1}, "tp") == [40, 50] and asked == [("nxd.tp", ("gather_objects", {"a": 1}))]
         del answers[5:]
         with pytest.raises(comm.CommError, match=r"gather_objects over tp .*: 5 ranks answered, not all of the job"):
             comm.gather_objects(1, "tp")
-        answers.append(pickle.dumps(7))
+        answers.append(pickle.dumps(("gather_objects", 7)))
         assert comm.gather_objects(1, "tp") == [40, 7]
 
 
