@@ -188,6 +188,7 @@ def shutdown() -> None:
 def _serve(connection: Connection, stacks: str) -> None:
     """A worker's life: take a task, be a rank, answer."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # the flight recorder of torch 2.15 asks a group in Python for its name
     import torch
 
     torch.set_num_threads(1)

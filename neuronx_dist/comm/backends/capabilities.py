@@ -154,7 +154,7 @@ def capabilities_of(group: dist.ProcessGroup) -> Capabilities:
         limits = dict(LIMITS.get(backend, {}))
         if python is not None and backend not in LIMITS:
             limits["unequal_all_to_all"] = False  # not known: padding works with either
-        if "allgather" not in methods - lacks:
+        if not {"allgather", "all_gather_single"} <= methods - lacks:  # torch 2.15 gathers objects by the latter
             limits["gathers_objects"] = False
         _known[key] = Capabilities(backend, methods - lacks, **limits)
     return _known[key]

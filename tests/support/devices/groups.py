@@ -202,6 +202,7 @@ def imitate(words: str) -> str:
     missing = frozenset(lacking.split())
     inherited = {method: getattr(ProcessGroup, method) for method in missing}
     kind = type(whole.__name__, (whole,), {"MISSING": missing, **inherited})
-    capabilities.LIMITS[registered] = capabilities.LIMITS.get(name, {})
+    if name in capabilities.LIMITS:
+        capabilities.LIMITS[registered] = capabilities.LIMITS[name]
     dist.Backend.register_backend(registered, lambda options, _: kind(options), extended_api=True, devices=["cpu"])
     return registered
