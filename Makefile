@@ -11,9 +11,11 @@ TORCH_ARGS ?=
 VENV_XLA  ?= .venv-xla
 TORCH_XLA ?= torch==2.9.0 torch_xla==2.9.0
 
-# A third environment, for `make test-versions`: another version of torch, with the packages of requirements-dev.txt.
+# A third environment, for `make test-versions`: another version of torch, with the packages of requirements-dev.txt, and
+# one for each Python that is asked for by PYTHON=.
 VERSION      ?= 2.15.0
-VENV_VERSION ?= .venv-$(VERSION)
+asked_python := $(if $(filter file,$(origin PYTHON)),,-py$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'))
+VENV_VERSION ?= .venv-$(VERSION)$(asked_python)
 
 # The layout of `make train`; the data-parallel size is what is left of NPROC. ARGS goes to the script as it is.
 TP    ?= 2
@@ -40,8 +42,8 @@ LOOPBACK := $(if $(filter Linux,$(shell uname -s)),GLOO_SOCKET_IFNAME=lo)
 # as `$(PY) -m pytest tests/...` is, for debugging.
 WORKERS ?= logical
 PYTEST  := -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations 15
-# TABLE=1: a run that passes writes its row of the README's table.
-row = $(if $(TABLE),--write-table '$(1)')
+# TABLE=1: a run that passes writes its row of the README's table, of the whole tier.
+row = $(if $(TABLE),$(if $(ARGS),$(error TABLE=1 writes the row of a whole tier: leave out ARGS=$(ARGS)))--write-table '$(1)')
 RUN := env $(LOOPBACK) $(PY) -m neuronx_dist run --standalone --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
@@ -54,6 +56,7 @@ help:  ## list what there is to make
 	@echo '  make train TP=2 PP=1 NPROC=4 ARGS=--zero1 with data parallelism 2, and flags of the script'
 	@echo '  make train ARGS=--help                    the flags of the script'
 	@echo '  make test-versions VERSION=2.9.0 SHORT=1  the fast tests, and a few others, on another version of torch'
+	@echo '  make test-versions PYTHON=python3.13      on another Python, in an environment of that version'
 
 setup: $(STAMP)  ## create .venv with pinned versions, and install this package into it in place
 
@@ -95,6 +98,8 @@ setup-version: $(STAMP_VERSION)  ## create .venv-VERSION: another torch (VERSION
 
 # torch first, as above.
 $(STAMP_VERSION): requirements-dev.txt pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	    "The pinned packages need Python 3.11 or later; this is %s. Choose another with PYTHON=python3.12" % sys.version.split()[0])'
 	@echo 'setup-version: 4 steps, some minutes; an environment in $(VENV_VERSION)'
 	@test -x $(PY_VERSION) || $(PYTHON) -m venv $(VENV_VERSION)
 	@echo 'setup-version: 1 of 4: torch==$(VERSION), the largest download; its progress follows'

@@ -19,6 +19,7 @@ from neuronx_dist.comm.doctor import command as doctor
 from neuronx_dist.comm.doctor import machine, network, pair, probe
 from neuronx_dist.comm.doctor.findings import Finding, text_of
 from tests.support.paths import ROOT
+from tests.support.pool import processes
 
 
 def by_subject(findings: Any) -> dict[str, Finding]:
@@ -133,6 +134,23 @@ def test_an_error_on_one_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     found = by_subject(pair.findings("cpu", 30))
     assert found.pop("two processes on cpu: send and recv")[0::2] == ("failed", "wrong result")
     assert {finding.status for finding in found.values()} == {"ok"} and len(found) == len(probe.CALLS) - 1
+
+
+def outcomes() -> dict[str, str]:
+    return {name: probe.error_of(name, torch.device("cpu")) for name in probe.CALLS}
+
+
+@pytest.mark.process
+def test_calls_that_this_package_replaces_are_no_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = processes(2).run(outcomes, initialize=False, backend="neuron without allreduce")
+    works = {"all_gather"}
+    assert {name for name, error in found.items() if not error} == works
+    assert all(error.startswith(probe.REPLACED) for name, error in found.items() if name not in works), found
+    pair_of(monkeypatch, *[said(JOINED, *found.items())] * 2)
+    shown = by_subject(pair.findings("neuron", 30))["two processes on neuron: send and recv"]
+    assert shown.status == "missing" and "ProcessGroupNeuron has no send; other calls replace it" in text_of(shown)
+    found, _ = processes(2).run(outcomes, initialize=False, backend="neuron without allgather _allgather_base")
+    assert found["all_gather"] == "NotImplementedError: ProcessGroupNeuron has no allgather"
 
 
 @pytest.mark.process

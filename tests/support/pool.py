@@ -188,6 +188,7 @@ def shutdown() -> None:
 def _serve(connection: Connection, stacks: str) -> None:
     """A worker's life: take a task, be a rank, answer."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # the flight recorder of torch 2.15 asks a group in Python for its name
     import torch
 
     torch.set_num_threads(1)
@@ -218,9 +219,10 @@ def _be_rank(
     function, args = pickle.loads(payload)
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
+    shared = dist.FileStore(store, size)
     dist.init_process_group(
         backend if backend == "gloo" else imitate(backend),
-        store=dist.FileStore(store, size),
+        store=shared,
         rank=rank,
         world_size=size,
         timeout=datetime.timedelta(seconds=timeout),
@@ -230,7 +232,8 @@ def _be_rank(
         names = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "ep": "expert_model"}
         initialize_model_parallel(**{f"{names[axis]}_parallel_size": count for axis, count in mesh.items()})
     result = function(*args)
-    dist.barrier()  # a rank that leaves closes connections which others may still be making
+    shared.set(f"done/{rank}", "")  # a rank that leaves closes connections which others may still be making
+    shared.wait([f"done/{other}" for other in range(size)])
     destroy_model_parallel()
     dist.destroy_process_group()
     return result

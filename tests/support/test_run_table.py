@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,23 @@ def test_a_session_writes_its_row_if_it_passes(passes: bool, tmp_path: Path, pyt
     pytester.runpytest_inprocess("-p", "no:cacheprovider")
     assert ("| a tier | " in page.read_text()) is passes
     assert not passes or page.read_text().split("|")[-3:-1] == [" 1 ", " 1 "]
+
+
+THIS = f"PYTHON={sys.executable}"
+ENVIRONMENT = ".venv-2.15.0-py{}.{}/bin/python".format(*sys.version_info)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "arguments, status, words",
+    [
+        (["VERSION=2.15.0", THIS, "TABLE=1"], 0, ["--write-table 'selection'", f"{ENVIRONMENT} -m pytest"]),
+        (["TABLE=1", "ARGS=tests/hf"], 2, ["TABLE=1 writes the row of a whole tier: leave out ARGS=tests/hf"]),
+    ],
+)
+def test_make_test_versions(arguments: list[str], status: int, words: list[str]) -> None:
+    """Python that is asked for has an environment of its version; a part of a tier writes no row."""
+    command = ["make", "-C", str(ROOT), "--dry-run", "test-versions", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, done.stderr
+    assert all(word in done.stdout + done.stderr for word in words), done.stdout + done.stderr

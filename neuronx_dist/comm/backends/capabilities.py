@@ -19,6 +19,7 @@ from ..errors import CommError
 
 __all__ = [
     "LACKS_VARIABLE",
+    "LIMITS",
     "METHODS",
     "Capabilities",
     "advice_on_missing",
@@ -58,7 +59,7 @@ _NEEDS = {
 }
 
 # Limits that no method shows, by the name of the backend, as published (docs/devices.md).
-_LIMITS: dict[str, dict[str, bool]] = {
+LIMITS: dict[str, dict[str, bool]] = {
     "neuron": {"unequal_all_to_all": False},
     "tpu_dist": {"gathers_objects": False, "any_order": False},
 }
@@ -150,10 +151,10 @@ def capabilities_of(group: dist.ProcessGroup) -> Capabilities:
     key = (backend, python, lacks)
     if key not in _known:
         methods = _ALL if python is None else frozenset(name for name in _ALL if overrides(python, name))
-        limits = dict(_LIMITS.get(backend, {}))
-        if python is not None and backend not in _LIMITS:
+        limits = dict(LIMITS.get(backend, {}))
+        if python is not None and backend not in LIMITS:
             limits["unequal_all_to_all"] = False  # not known: padding works with either
-        if "allgather" not in methods - lacks:
+        if not {"allgather", "all_gather_single"} <= methods - lacks:  # torch 2.15 gathers objects by the latter
             limits["gathers_objects"] = False
         _known[key] = Capabilities(backend, methods - lacks, **limits)
     return _known[key]

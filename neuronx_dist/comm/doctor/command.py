@@ -17,7 +17,7 @@ _EXAMPLE = """\
 example:
 
   $ neuronx-dist doctor
-  ok       torch: 2.13.0+cpu; the tests ran on 2.9, 2.13, 2.15
+  ok       torch: 2.13.0+cpu; the tests ran on 2.9, 2.13, 2.14, 2.15
   missing  torch_xla: not installed (for device xla: Trn1, TPU); pip install torch==2.9.0 torch_xla==2.9.0, ...
   ok       two processes on cpu: all_reduce: works
 

@@ -41,7 +41,12 @@ def findings(device: str, seconds: float) -> list[Finding]:
             remedy = f"it works with {_INTERFACE}={_loopback()}: set {_INTERFACE} to the interface that hosts share"
     subject = f"two processes on {device}"
     found = [Finding("ok", f"{subject}: {name}", "works") for name, error in results.items() if error == ""]
-    found += [Finding("failed", f"{subject}: {name}", error, remedy) for name, error in results.items() if error]
+    for name, error in results.items():
+        if error and error.startswith(probe.REPLACED):
+            text = error.removeprefix(probe.REPLACED)
+            found.append(Finding("missing", f"{subject}: {name}", text, "other calls replace it: docs/devices.md"))
+        elif error:
+            found.append(Finding("failed", f"{subject}: {name}", error, remedy))
     not_tried = [name for name, error in results.items() if error is None]
     if not_tried:
         found.append(Finding("missing", f"{subject}: other calls", f"not tried: {', '.join(not_tried)}"))

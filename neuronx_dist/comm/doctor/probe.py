@@ -15,9 +15,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from ...torch_internals.distributed import default_group
+from ..backends.capabilities import Capabilities, capabilities_of, is_missing_call
 from ..launch import init_distributed
 
-__all__ = ["CALLS", "main"]
+__all__ = ["CALLS", "REPLACED", "error_of", "main"]
+
+REPLACED = "replaced: "  # before the error of a call that this package replaces (docs/devices.md)
 
 _LIMIT = datetime.timedelta(seconds=8)  # of one call
 
@@ -98,6 +102,11 @@ CALLS: dict[str, Callable[[dist.ProcessGroup, torch.device], bool]] = {
     "all_to_all of unequal parts": _uneven_all_to_all,
     "barrier of a sub-group": _barrier,
 }
+_METHODS = {
+    "all_gather": {"allgather"},
+    "reduce_scatter": {"reduce_scatter"},
+    "send and recv": {"send", "recv"},
+} | dict.fromkeys((name for name in CALLS if "all_reduce" in name), {"allreduce"})
 
 
 def main(device_type: str) -> None:
@@ -105,15 +114,29 @@ def main(device_type: str) -> None:
     _say("init_process_group", None)
     device = init_distributed(device_type, timeout=_LIMIT.total_seconds())
     _say("init_process_group", "")
-    for name, call in CALLS.items():
+    for name in CALLS:
         _say(name, None)
-        try:
-            group = dist.new_group([0, 1], timeout=_LIMIT)
-            _say(name, "" if call(group, device) else "wrong result")
-        except Exception as error:
-            _say(name, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+        _say(name, error_of(name, device))
     sys.stdout.flush()
     os._exit(0)  # groups whose calls have failed may wait for the other process when they are destroyed
+
+
+def error_of(name: str, device: torch.device) -> str:
+    """Returns the first line of a call's error, empty if the call worked; after `REPLACED`, if jobs run without it."""
+    try:
+        return "" if CALLS[name](dist.new_group([0, 1], timeout=_LIMIT), device) else "wrong result"
+    except Exception as error:
+        text = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+        is_replaced = _is_replaced(name, capabilities_of(default_group()), error)
+    return f"{REPLACED}{text}" if is_replaced else text
+
+
+def _is_replaced(name: str, capabilities: Capabilities, error: Exception) -> bool:
+    if name == "barrier of a sub-group":  # `comm.barrier` gathers objects
+        return is_missing_call(error)
+    if name == "all_to_all of unequal parts":
+        return not (capabilities.has("all_to_all") and capabilities.unequal_all_to_all)
+    return capabilities.has("all_gather") and not _METHODS[name] <= capabilities.methods
 
 
 def _say(name: str, error: str | None) -> None:

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions, ProcessGroup
 
+from neuronx_dist.comm.backends import capabilities
+
 __all__ = ["BACKENDS", "imitate"]
 
 _NAMES_OF_COLLECTIVES = {
@@ -200,5 +202,7 @@ def imitate(words: str) -> str:
     missing = frozenset(lacking.split())
     inherited = {method: getattr(ProcessGroup, method) for method in missing}
     kind = type(whole.__name__, (whole,), {"MISSING": missing, **inherited})
+    if name in capabilities.LIMITS:
+        capabilities.LIMITS[registered] = capabilities.LIMITS[name]
     dist.Backend.register_backend(registered, lambda options, _: kind(options), extended_api=True, devices=["cpu"])
     return registered
