@@ -58,11 +58,15 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """The garbage collector searches none of the modules and tests of a session: they stay until its end."""
+    """The garbage collector searches none of the modules and tests of a session: they stay until its end.
+
+    Afterwards it runs less often than Python's default: fake tensors, ASTs and graphs are many small objects.
+    """
     gc.disable()
     result = yield
     gc.enable()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     return result
 
 
