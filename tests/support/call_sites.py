@@ -35,6 +35,7 @@ from neuronx_dist.comm.backends.c10d import C10dCommunicator
 from neuronx_dist.comm.backends.threads import ThreadsCommunicator
 from neuronx_dist.comm.base import DONE, Communicator, Works
 from neuronx_dist.spmd import collectives
+from tests.support.sources import nodes_of, tree_of
 
 __all__ = ["MUTATIONS", "Mutant", "Site", "find_sites", "hidden_imports", "mutate", "sites_of"]
 
@@ -115,7 +116,7 @@ def sites_of(paths: Sequence[Path], also: Sequence[str] = ()) -> dict[str, Site]
 
 @cache
 def _calls_of(path: Path) -> list[tuple[str, ast.Call]]:
-    return list(_calls(ast.parse(path.read_text())))
+    return list(_calls(tree_of(path)))
 
 
 def _calls(tree: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[tuple[str, ast.Call]]:
@@ -145,7 +146,7 @@ def hidden_imports() -> list[str]:
     """Imports of a verb by its bare name, whose calls `find_sites` would not see."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[-1] in (
                 "comm",
                 "verbs",
