@@ -36,6 +36,8 @@ PIP_VERSION := $(PY_VERSION) -m pip install --disable-pip-version-check
 # One thread per process: the processes are the parallelism. Nothing here needs a model hub, so none is asked.
 export OMP_NUM_THREADS = 1
 export HF_HUB_OFFLINE = 1
+# Modules are compiled once, not by every process of the tests, whatever the shell says.
+unexport PYTHONDONTWRITEBYTECODE
 # All processes of a run are on this machine: torchrun and gloo meet on loopback, whatever the host name resolves to.
 LOOPBACK := $(if $(filter Linux,$(shell uname -s)),GLOO_SOCKET_IFNAME=lo)
 # One pytest worker per core, each with its own processes; who is done takes over tests of the others. WORKERS=0 is one process,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -53,6 +54,20 @@ def pytest_configure(config):
         config.pluginmanager.register(fast.Total())
         if config.option.write_table:
             config.pluginmanager.register(run_table.RunTable(config.option.write_table))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """The garbage collector searches none of the modules and tests of a session: they stay until its end.
+
+    Afterwards it runs less often than Python's default: fake tensors, ASTs and graphs are many small objects.
+    """
+    gc.disable()
+    result = yield
+    gc.enable()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    return result
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks

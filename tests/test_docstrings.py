@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sources import tree_of
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "neuronx_dist"
 WIDTH = 120  # columns of a line of source
@@ -58,7 +60,7 @@ def all_faults(path: Path) -> list[str]:
     name = path.relative_to(ROOT)
     return [
         f"{name}:{line + offset}: {fault}"
-        for line, column, text in docstrings(ast.parse(path.read_text()))
+        for line, column, text in docstrings(tree_of(path))
         for offset, fault in faults(text, column)
     ]
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sources import nodes_of
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "neuronx_dist"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -141,9 +143,8 @@ def test_only_comm_calls_collectives_and_names_backends():
     for path in SOURCES:
         if part_of(path) == "comm":
             continue
-        tree = ast.parse(path.read_text())
         aliases = {"torch.distributed", "torch_xla.core.xla_model"}
-        for node in ast.walk(tree):
+        for node in nodes_of(path):
             names = node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else []
             base = f"{node.module}." if isinstance(node, ast.ImportFrom) and node.module else ""
             aliases |= {
@@ -151,7 +152,7 @@ def test_only_comm_calls_collectives_and_names_backends():
                 for a in names
                 if f"{base}{a.name}" in ("torch.distributed", "torch_xla.core.xla_model")
             }
-        for node in ast.walk(tree):
+        for node in nodes_of(path):
             if (
                 isinstance(node, ast.Attribute)
                 and COLLECTIVES.fullmatch(node.attr)

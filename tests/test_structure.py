@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from tests.support.paths import ROOT
+from tests.support.sources import nodes_of, tree_of
 
 PACKAGE = ROOT / "neuronx_dist"
 
@@ -97,11 +98,6 @@ class Import(NamedTuple):
 
 
 @cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-@cache
 def files(package: Path = PACKAGE) -> dict[str, Path]:
     """Dotted module name -> file."""
     found = {}
@@ -115,7 +111,7 @@ def imports_of(path: Path, package: Path = PACKAGE) -> Iterator[Import]:
     """Everything that a file imports of this package, at any depth, `TYPE_CHECKING` included."""
     known = files(package)
     inside = path.relative_to(package.parent).parts[:-1]
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (Import(path, node.lineno, alias.name, None) for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom):
@@ -204,13 +200,13 @@ def test_lazy_names_are_the_only_doors_up():
     doors: dict[str, set[str]] = defaultdict(set)
     by_name = []
     for name, path in files().items():
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
                 by_name.append(name)
         if path.name != "__init__.py" or name == PACKAGE.name:
             continue
         here = room_of(path)
-        tables = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Dict)]
+        tables = [node for node in nodes_of(path) if isinstance(node, ast.Dict)]
         for table in tables:
             for key, value in zip(table.keys, table.values):
                 if isinstance(key, ast.Constant) and isinstance(value, ast.Constant) and isinstance(value.value, str):
@@ -229,7 +225,7 @@ def test_lazy_names_are_the_only_doors_up():
 def test_functions_import_only_optional_packages():
     late = []
     for path in files().values():
-        for function in ast.walk(tree_of(path)):
+        for function in nodes_of(path):
             if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
                 for node in ast.walk(function):
                     names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
@@ -255,11 +251,11 @@ def test_no_room_reaches_for_anothers_private_members():
     """A `_name` is used in the room that defines it. (Of `x._name` it counts where any class or module defines it.)"""
     defined: dict[str, set[str]] = defaultdict(set)
     for path in set(files().values()) - {PACKAGE / "__init__.py"}:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 defined[node.name].add(room_of(path))
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                if ast.unparse(node.value) in ("self", "cls"):
+                if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
                     defined[node.attr].add(room_of(path))
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 defined[node.id].add(room_of(path))
@@ -268,11 +264,11 @@ def test_no_room_reaches_for_anothers_private_members():
         here = room_of(path)
         if here == "torch_internals":
             continue  # its private names are torch's
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             name = node.attr if isinstance(node, ast.Attribute) else ""
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls", "super()"):
+            if not _private(name) or ast.unparse(node.value) in ("self", "cls", "super()"):
                 continue
-            if _private(name) and defined[name] and here not in defined[name]:
+            if defined[name] and here not in defined[name]:
                 reached.append(f"{path.relative_to(PACKAGE.parent)}:{node.lineno} uses {ast.unparse(node)}")
         for each in imports_of(path):
             if each.name and _private(each.name) and room_of(files()[each.module]) != here:
@@ -295,7 +291,7 @@ def test_no_file_knows_another_by_its_path():
     for path in files().values():
         tree = tree_of(path)
         documentation = _docstrings(tree)
-        for node in ast.walk(tree):
+        for node in nodes_of(path):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
                 for name in re.findall(r"\w+/[\w/]*\.py\b", node.value):
                     if any(known.as_posix().endswith("/" + name) for known in files().values()):

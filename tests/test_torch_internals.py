@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import state_dict_saver as saver
 
 import neuronx_dist
 from neuronx_dist.torch_internals import autograd, distributed, fake_tensors, modules, operators, tensors, transforms
+from tests.support.sources import nodes_of, tree_of
 
 PACKAGE = Path(neuronx_dist.__file__).parent
 ROOM = Path(tensors.__file__).parent
@@ -37,7 +38,7 @@ def wrapped_names() -> set[str]:
     """Private names that the room uses, as attributes and in strings."""
     names = set()
     for path in ROOM.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Attribute):
                 names.add(node.attr)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
@@ -53,12 +54,11 @@ def owned_names() -> set[str]:
     return {name for holder in holders for name in dir(holder) if is_private(name)} - EXTENDED
 
 
-def private_uses(source: str, attributes: set[str]) -> Iterator[tuple[int, str]]:
+def private_uses(tree: ast.AST, attributes: set[str]) -> Iterator[tuple[int, str]]:
     """Private names of torch in a file, with their lines: by import, below torch's modules, or by an attribute's name.
 
     Attributes of `self` and `cls` are the file's own, and so are those that it sets there and reads elsewhere.
     """
-    tree = ast.parse(source)
     roots, own = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -100,7 +100,7 @@ def test_only_this_room_names_what_is_private_to_torch():
         f"{path.relative_to(PACKAGE.parent)}:{line}: {name}"
         for path in sorted(PACKAGE.rglob("*.py"))
         if ROOM not in path.parents
-        for line, name in private_uses(path.read_text(), attributes)
+        for line, name in private_uses(tree_of(path), attributes)
     ]
     assert found == []
 
@@ -119,7 +119,7 @@ def test_only_this_room_names_what_is_private_to_torch():
     ],
 )
 def test_a_private_name_elsewhere_is_seen(line):
-    assert len([*private_uses(line, wrapped_names())]) >= 1
+    assert len([*private_uses(ast.parse(line), wrapped_names())]) >= 1
 
 
 @pytest.mark.parametrize("owner", modules.EXTENDED)

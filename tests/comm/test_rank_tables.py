@@ -67,6 +67,7 @@ def test_slices_are_equal_where_nobody_can_tell_two_coordinates_apart(name):
             assert (slices[i] == slices[j]) == same
 
 
+@pytest.mark.slow
 def test_coordinates_are_taken_out_of_a_number_without_a_list_of_all_ranks():
     sizes = {"pp": 1 << 20, "dp": 1 << 20, "tp": 8}
     assert sizes["pp"] * sizes["dp"] > LARGEST

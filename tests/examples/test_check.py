@@ -23,12 +23,12 @@ def run(*flags: str, ranks: int = 1) -> tuple[int, str]:
 
 def test_check_alone_starts_nothing_and_knows_any_number_of_processes(tmp_path):
     out = tmp_path / "run"
-    flags = ["--tp", "2", "--pp", "2", "--sequence-parallel", "--zero1", "--check", "64", "--global-batch", "128"]
+    flags = ["--tp", "2", "--pp", "2", "--sequence-parallel", "--zero1", "--check", "16", "--global-batch", "32"]
     code, text = run(*flags, "--out", str(out))
     assert code == 0, text
     first, *details = text.splitlines()
-    assert first.startswith("check ok: 64 ranks, level G: gradients, collectives and pipeline messages agree")
-    assert "programs on 64 ranks" in details[0] and not out.exists()
+    assert first.startswith("check ok: 16 ranks, level G: gradients, collectives and pipeline messages agree")
+    assert "programs on 16 ranks" in details[0] and not out.exists()
 
 
 def test_check_alone_takes_tp_x_pp_processes_and_refuses_what_cannot_be():
@@ -51,15 +51,8 @@ def test_every_launch_is_checked_on_rank_0(tmp_path):
     assert text.count("check ok: ") == 1 and "step 1/1" in text
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--check-limit", "0"], "warning: not checked to the end in 0 s (--check-limit), going on"),
-        (["--no-check"], None),
-    ],
-)
-def test_the_check_gives_way(tmp_path, flags, said):
-    code, text = run(*SMALL, *flags, "--out", str(tmp_path / "run"), ranks=2)
+def test_the_check_gives_way(tmp_path):
+    code, text = run(*SMALL, "--check-limit", "0", "--out", str(tmp_path / "run"), ranks=2)
     assert code == 0 and "step 1/1" in text, text
     assert "check ok" not in text
-    assert said is None and "warning: not checked" not in text or said in text
+    assert "warning: not checked to the end in 0 s (--check-limit), going on" in text

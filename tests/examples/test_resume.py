@@ -122,6 +122,12 @@ def test_a_run_that_is_ended_saves_once_and_says_one_line(results: dict[str, tup
     assert last_line(results["interrupted"]).startswith("train_llama: interrupted")
 
 
+def test_a_launch_without_a_check(results: dict[str, tuple[int, str]]) -> None:
+    for name in ("whole", "tp"):
+        code, text = results[name]
+        assert code == 0 and "step 6/6" in text and "check ok" not in text and "not checked" not in text, text
+
+
 def test_it_goes_on_to_the_bit(results: dict[str, tuple[int, str]], root: Path) -> None:
     code, text = results["resumed"]
     assert code == 0 and "resumed after step 3\n" in text, text

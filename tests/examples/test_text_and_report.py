@@ -81,6 +81,7 @@ def test_held_out_batches_walk_through_the_held_out_text(folder):
     assert torch.equal(rows[windows:], rows[: len(rows) - windows])  # then from the start
 
 
+@pytest.mark.slow
 def test_the_default_text_is_there_and_capped():
     data = TextData(seq_len=64, global_batch=2, max_bytes=200_000)
     assert 190_000 < len(data.train) + len(data.held_out) < 210_000
@@ -96,6 +97,7 @@ def test_it_says_how_much_was_read_of_how_much(folder):
     assert len(whole.train) + len(whole.held_out) == 8002
 
 
+@pytest.mark.slow
 def test_all_that_is_read_needs_no_hint(tmp_path):
     (tmp_path / "a.txt").write_text(some_text(3 << 20))
     assert "3.00 of 3.00 MiB, from 1 of 1 files" in TextData([tmp_path], seq_len=16, global_batch=2).summary
@@ -145,6 +147,7 @@ def run(report, steps=4):
                 report.held_out(4.0)
 
 
+@pytest.mark.slow
 def test_metrics_hold_one_object_a_step(tmp_path, capsys):
     report = Report(4, 1000, out=tmp_path / "run", log_every=2, terminal=False)
     run(report)
@@ -173,6 +176,7 @@ def test_an_interrupted_run_leaves_what_it_has(tmp_path):
     assert Report(4, 1000, active=False).interrupted() == "after step 0 of 4"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_in_its_files(tmp_path, capsys):
     """Steps after the checkpoint are made again; what a killed run has left of a line is dropped."""
     record = {"flags": {"tp": 2}}

@@ -89,7 +89,7 @@ def test_a_run_records_what_it_was_made_with(trained):
 def test_processes_give_the_losses_of_one(trained, tmp_path):
     out = tmp_path / "run"
     flags = ["--tp", "2", "--pp", "2", "--sequence-parallel", "--out", str(out)]
-    code, text = launched([str(SCRIPT), *SMALL, *flags], processes=4)
+    code, text = run(*SMALL, *flags, ranks=4)
     assert code == 0, text
     assert losses(out) == pytest.approx(losses(trained[0]), rel=1e-5)
 

@@ -21,6 +21,7 @@ def _weights(tp: int, config: Any, **options: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.slow
 def test_equal_at_any_layout(tied: bool) -> None:
     config = llama_config(tied=tied, attention_bias=True, pad_token_id=3)
     whole = _weights(1, config)

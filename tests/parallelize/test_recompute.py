@@ -111,6 +111,7 @@ def test_the_file_says_what_is_computed_again(tmp_path: Path) -> None:
     assert "batch_norm" not in span  # it writes its statistics, which would be written twice
 
 
+@pytest.mark.slow
 def test_spans_in_pipeline_stages(tmp_path: Path) -> None:
     """A span goes over the cut between two stages: each stage recomputes its part."""
 

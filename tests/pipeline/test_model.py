@@ -184,6 +184,7 @@ def test_evaluation_without_a_loss_returns_the_outputs_of_each_microbatch() -> N
         torch.testing.assert_close(found, {k: v if v is None else v.detach() for k, v in expected.items()})
 
 
+@pytest.mark.slow
 def test_losses_of_microbatches_and_of_all_ranks() -> None:
     model = make()
     losses, _ = train(PP2, model, batch(), 4, return_mb_loss=True)

@@ -284,7 +284,10 @@ def test_whatever_lies_between_layers(model_class: Any, pp: int, microbatches: i
         check_parity(Mesh(pp, pp=pp), model, batch(), microbatches, transformer_layer_cls=block)
 
 
-@pytest.mark.parametrize("model_class,pp,microbatches", [(SharedLayer, 2, 2), (OutOfOrder, 2, 2), (OutOfOrder, 4, 4)])
+@pytest.mark.parametrize(
+    "model_class,pp,microbatches",
+    [(SharedLayer, 2, 2), (OutOfOrder, 2, 2), pytest.param(OutOfOrder, 4, 4, marks=pytest.mark.slow)],
+)
 def test_layers_that_run_in_another_order(model_class: Any, pp: int, microbatches: int) -> None:
     """Layers are placed in the order in which they run, with example inputs or those of the first run."""
     model = make(model_class)

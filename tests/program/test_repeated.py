@@ -226,10 +226,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "gpt2, hidden states": (gpt2, {"input_ids": IDS, "use_cache": False, "output_hidden_states": True}),
     "bert": (bert, {"input_ids": IDS, "output_hidden_states": True, "output_attentions": True}),
 }
+FAST = ("statistics", "convolutions", "llama")
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in MODELS])
 def test_nothing_of_a_module_is_different_afterwards(name, training):
     build, arguments = MODELS[name]
     torch.manual_seed(0)

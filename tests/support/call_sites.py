@@ -15,6 +15,7 @@ A mutation may also be a function: it is called in the place of the call, with w
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ from neuronx_dist.comm.backends.c10d import C10dCommunicator
 from neuronx_dist.comm.backends.threads import ThreadsCommunicator
 from neuronx_dist.comm.base import DONE, Communicator, Works
 from neuronx_dist.spmd import collectives
+from tests.support.sources import nodes_of, tree_of
 
 __all__ = ["MUTATIONS", "Mutant", "Site", "find_sites", "hidden_imports", "mutate", "sites_of"]
 
@@ -59,6 +61,7 @@ _STARTS = tuple(f"start_{verb}" for verb in _VERBS)
 _TORCH = ("all_reduce", "all_to_all_single", "broadcast", "batch_isend_irecv", "all_gather_object")
 _GROUP = ("send", "recv")  # of a torch ProcessGroup
 _NCCL = ("_all_gather_single", "_reduce_scatter_single")
+_NAMES = {*_VERBS, *_OBJECT_VERBS, *_OPERATORS, *_STARTS, *_TORCH, *_GROUP, *_NCCL}
 
 
 class Site(NamedTuple):
@@ -91,7 +94,10 @@ def sites_of(paths: Sequence[Path], also: Sequence[str] = ()) -> dict[str, Site]
         ValueError: functions of one name in two files communicate; a call site's name must mean one place.
     """
     sites: dict[str, Site] = {}
+    called = re.compile(rf"\b({'|'.join(sorted({*_NAMES, *also}))})\(")
     for path in paths:
+        if not called.search(path.read_text()):  # parsing takes most of the time
+            continue
         seen: Counter[str] = Counter()
         for function, call in _calls_of(path):
             verb = _verb(call.func, path)
@@ -110,7 +116,7 @@ def sites_of(paths: Sequence[Path], also: Sequence[str] = ()) -> dict[str, Site]
 
 @cache
 def _calls_of(path: Path) -> list[tuple[str, ast.Call]]:
-    return list(_calls(ast.parse(path.read_text())))
+    return list(_calls(tree_of(path)))
 
 
 def _calls(tree: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[tuple[str, ast.Call]]:
@@ -140,7 +146,7 @@ def hidden_imports() -> list[str]:
     """Imports of a verb by its bare name, whose calls `find_sites` would not see."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[-1] in (
                 "comm",
                 "verbs",

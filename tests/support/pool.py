@@ -29,6 +29,9 @@ __all__ = ["WorkerFailure", "processes", "shutdown"]
 
 MAX_WORKERS = 4
 TIMEOUT = 60.0  # seconds for one run
+# The workers fork from a process that has imported what most of their tests use; a module that is missing is left out.
+_PRELOADED = ["torch", "pytest", "neuronx_dist", "neuronx_dist.hf", "transformers.models.llama.modeling_llama"]
+_PRELOADED += ["neuronx_dist.checking", "neuronx_dist.parallelize", "neuronx_dist.shard_tensor"]
 _AFTERMATH = 1.0  # seconds the other ranks get to tell their own failure, after the first
 
 
@@ -164,7 +167,7 @@ class Processes:
         global _pool
         if _pool is None:
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["torch", "neuronx_dist", "pytest"])
+            context.set_forkserver_preload(_PRELOADED)
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             _pool = _Pool()
         return _pool.run(self.size, function, args, (mesh or {}) if initialize else None, timeout, backend)

@@ -98,6 +98,7 @@ def test_names_that_move_between_neighbouring_modules_are_seen():
     assert not tree.is_current()
 
 
+@pytest.mark.slow
 def test_a_replaced_parameter_is_freed():
     model = network()
     tree = ModuleTree(model)

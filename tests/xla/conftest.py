@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 
@@ -24,6 +23,6 @@ def _workers():
 def pytest_collection_modifyitems(items):
     """Programs are lowered and executed in processes of their own."""
     for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
+        if item.nodeid.startswith("tests/xla/"):
             item.add_marker("process")
     return (yield)

@@ -25,6 +25,7 @@ from neuronx_dist import attention, checking, comm, parallelize, planning, shard
 from neuronx_dist.checking.types.handlers import autograd
 from tests.checking.mutation.programs import PROGRAMS
 from tests.support.call_sites import PACKAGE, Site
+from tests.support.sources import tree_of
 
 __all__ = ["EXEMPT", "MUTANTS", "PROGRAM_OF", "SITES", "ScaleSite", "factors_of", "refusal"]
 
@@ -49,7 +50,7 @@ def _find() -> dict[str, ScaleSite]:
     for path in sorted(PACKAGE.rglob("*.py")):
         if Site("", "", str(path), 0, 0).is_in(*_OUTSIDE):
             continue
-        for function, node in factors_of(ast.parse(path.read_text())):
+        for function, node in factors_of(tree_of(path)):
             site = ScaleSite(path, function, ast.unparse(node), (node.lineno, node.col_offset))
             name = f"{function}:{site.factor}"
             same = sum(known.startswith(f"{name}#") for known in found)

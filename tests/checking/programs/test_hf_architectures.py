@@ -18,7 +18,7 @@ from neuronx_dist.hf import loss as hf_loss
 from neuronx_dist.hf.model_plan import UnsupportedModelError, read_plan
 from tests.support.paths import file_name
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_rank_of_a_kind_is_confirmed")]
 
 ARCHITECTURES = """arcee cohere cohere2 cwm ernie4_5 exaone4 gpt_neox granite helium hrm_text hyperclovax internlm3
     iquestcoder jais2 llama ministral ministral3 mistral nanochat nemotron olmo phi qwen2 qwen3 seed_oss smollm3

@@ -18,7 +18,7 @@ from neuronx_dist.parallel_layers import embedding, linear, loss_functions, mapp
 from tests.checking.programs import layer_models as models
 from tests.support.paths import file_name
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_rank_of_a_kind_is_confirmed")]
 FULL = os.environ.get("NXD_FULL") == "1"
 
 X = torch.randn(models.ROWS, models.SEQ, models.HIDDEN)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,9 +11,10 @@ import torch
 import neuronx_dist as nxd
 from neuronx_dist import spmd
 from neuronx_dist.parallel_layers.linear import RowParallelLinear
+from tests.support import forked
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_rank_of_a_kind_is_confirmed")]
 
 transformers = pytest.importorskip("transformers")
 
@@ -158,11 +157,9 @@ def test_forgotten_sequence_parallel_marks_are_refused_by_the_gate():
 
 
 def test_the_example_checks_a_large_model_and_says_how_long_it_took():
-    command = [sys.executable, str(ROOT / "examples" / "check_llama.py"), "--size", "1b", "--tp", "4", "--pp", "2"]
-    done = subprocess.run(
-        [*command, "--dp", "2", "--sequence-parallel"], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    report, cost = done.stdout.splitlines()
+    command = [str(ROOT / "examples" / "check_llama.py"), "--size", "1b", "--tp", "4", "--pp", "2", "--dp", "2"]
+    done = forked.run([*command, "--sequence-parallel"])
+    assert done.codes == [0], done.outputs + done.errors
+    report, cost = done.outputs[0].splitlines()
     assert report.startswith("check ok: 16 ranks, level G: gradients, collectives and pipeline messages agree")
     assert " s, " in cost and float(cost.split(" s, ")[1].split()[0]) < 1.0  # GiB

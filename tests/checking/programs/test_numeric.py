@@ -62,7 +62,8 @@ def test_a_wrong_gradient_is_named_with_its_parameter():
     )
 
 
-@pytest.mark.parametrize("zero1", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero1", [False, True])
 def test_pipelines_have_the_values_of_one_process(zero1):
     class Stack(models.Stack):
         def forward(self, x, target):

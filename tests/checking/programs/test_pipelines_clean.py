@@ -97,6 +97,7 @@ def test_backwards_in_halves_are_ok():
     assert not report.assumed
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_along_dp_alone_run_one_program():
     """A second rank of each kind is played after the first has stepped: it must not seem to do something else."""
     mesh, options = {"pp": 2, "dp": 2, "tp": 2}, {"zero1": True}

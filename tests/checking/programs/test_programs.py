@@ -222,6 +222,7 @@ def test_differences_that_are_allowed_are_listed():
 # --- what may be given -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_inputs_may_be_a_dict_a_tuple_a_tensor_or_a_function():
     x = models.example_inputs()
     for inputs in (x, (x,), [x], {"x": x}, lambda: x, lambda: {"x": x}, x.to("meta")):

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from neuronx_dist.parallelize import ComputeConfig
 from tests.parallelize.support.parity import assert_equal, trained, trained_parallel
 
+pytestmark = pytest.mark.slow
+
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 

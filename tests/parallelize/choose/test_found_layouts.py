@@ -27,6 +27,8 @@ from neuronx_dist.program.program import Division, operands_of
 from neuronx_dist.program.record import record_program
 from neuronx_dist.spmd.types import I, S, Shard
 
+pytestmark = pytest.mark.slow
+
 LLAMA_8B = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
     "vocab_size": 128256, "use_cache": False,
@@ -166,7 +168,6 @@ def test_an_emitted_llama_block_issues_the_collectives_of_hf_swap(tmp_path):
     assert source.read_text().count("dst=I, inplace=True)") == 2  # of the outputs of o_proj and down_proj
 
 
-@pytest.mark.slow
 def test_compiling_32_layers_takes_seconds():
     """CPU seconds; a call is recorded in less than 2 ms."""
     model, arguments = on_meta(llama, 32, torch.float32), tokens(1, 4096)

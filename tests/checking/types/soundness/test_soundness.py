@@ -23,7 +23,7 @@ from tests.checking.types.soundness.program import Input, Program, Step
 pytestmark = pytest.mark.slow
 
 FULL = bool(os.environ.get("NXD_FULL"))
-PROGRAMS = 2500 if FULL else 150  # 3 s of CPU a case; seeds that the whole run covers, too
+PROGRAMS = 2500 if FULL else 75  # 1 s of CPU a case; seeds that the whole run covers, too
 FIRST = int(os.environ.get("NXD_SEED", "0"))
 GRIDS = {"tp2": {"tp": 2}, "tp4": {"tp": 4}, "dp2-tp2": {"dp": 2, "tp": 2}}
 BATCH = 50
