@@ -3,14 +3,16 @@
 DistributedDataParallel and FSDP assume that all ranks of their group hold one model: they broadcast rank 0's
 parameters, average gradients, or divide each parameter over the group. Over the data-parallel ranks that is so. Over
 all ranks, which is their default and that of accelerate and of Hugging Face's Trainer, they would mix the shards of
-tensor parallelism without any error, since all shards have one shape. torch.distributed.checkpoint writes a plain
-tensor once for all ranks.
+tensor parallelism without any error, since all shards have one shape. Models that run by other methods than `forward`
+(`run_train`, `train_step`) or sum gradients in another way are refused over any group: their classes say by the
+attribute `instead_of_wrappers` how they reduce gradients. torch.distributed.checkpoint writes a plain tensor once for
+all ranks.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +25,13 @@ from ..torch_internals.distributed import before_saving
 from ..torch_internals.tensors import pytree
 from .shard_spec import ShardSpec, named_specs
 
-__all__ = ["check_mesh", "note_saved", "watch_wrappers"]
+__all__ = ["check_mesh", "note_saved", "note_saved_state", "refuse_wrapper", "watch_wrappers", "wrapper_of"]
 
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
+_WRAPPERS = {
+    "DistributedDataParallel": "DistributedDataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "FSDPModule": "fully_shard",  # makes a module's class a subclass of this one
+}
 _REPAIR = (
     "Pass process_group=neuronx_dist.parallel_state.get_data_parallel_group(), or leave the wrapper out: call "
     "neuronx_dist.reduce_gradients(model) after backward, or use NeuronZero1Optimizer. accelerate.prepare(model) and "
@@ -44,9 +50,11 @@ def watch_wrappers() -> None:
 
 def _check(wrapper: nn.Module, attribute: str, module: nn.Module | None) -> None:
     """Checks a group when its wrapper takes a module, before the wrapper communicates; torch calls it."""
-    kind = next((cls.__name__ for cls in type(wrapper).__mro__ if cls.__name__ in _WRAPPERS), None)
+    kind = wrapper_of(type(wrapper))
     if kind is None or module is None or not comm.is_initialized():
         return
+    for child in module.modules():
+        refuse_wrapper(kind, type(child))
     holders = [name for name, param in module.named_parameters() if getattr(type(param), "holds_local", False)]
     if holders:
         raise RuntimeError(
@@ -61,6 +69,25 @@ def _check(wrapper: nn.Module, attribute: str, module: nn.Module | None) -> None
             ranks = comm.communicator(wrapper.process_group).ranks
             part = f"{name} is one of {spec.num_partitions} shards" if spec.num_partitions > 1 else name
             _refuse_parts(kind, ranks, part, _REPAIR, expert)
+
+
+def wrapper_of(module_class: type) -> str | None:
+    """Returns the name of the data-parallel wrapper that a class is, or None."""
+    return next((_WRAPPERS[cls.__name__] for cls in module_class.__mro__ if cls.__name__ in _WRAPPERS), None)
+
+
+def refuse_wrapper(wrapper: str | None, module_class: type) -> None:
+    """Refuses a data-parallel wrapper around a module whose class has `instead_of_wrappers`.
+
+    Raises:
+        RuntimeError: the class has it; the message ends with its text.
+    """
+    instead = getattr(module_class, "instead_of_wrappers", "")
+    if wrapper is not None and instead:
+        raise RuntimeError(
+            f"{wrapper} around a {module_class.__name__}: {instead}. Leave the wrapper out; accelerate.prepare(model) "
+            "and Hugging Face's Trainer wrap a model where there is more than one rank (see docs/other-libraries.md)"
+        )
 
 
 def check_mesh(mesh: Any, name: str, spec: ShardSpec) -> None:
@@ -84,6 +111,14 @@ def note_saved(tensor: torch.Tensor, name: str) -> None:
     """Makes torch.distributed.checkpoint refuse a tensor that `state_dict` has returned: a shard of a parameter."""
     before_saving(_check_saved)
     _saved_shards[tensor] = name
+
+
+def note_saved_state(optimizer: str, state: Mapping[Any, Mapping[Any, Any]]) -> None:
+    """Makes torch.distributed.checkpoint refuse the tensors in an optimizer's state, by number of the parameter."""
+    for number, entries in state.items():
+        for entry, value in entries.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                note_saved(value, f"{entry} of parameter {number} in the state of {optimizer}")
 
 
 def _check_saved(state_dict: Any) -> None:
