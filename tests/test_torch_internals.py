@@ -177,6 +177,16 @@ def modules_case() -> None:
     finally:
         vars(nn.utils.clip_grad).update(before)
         nn.utils.clip_grad_norm_ = clip
+    unscale, shared = torch.amp.GradScaler._unscale_grads_, list[tuple[Any, ...]]()
+    modules.after_unscaling(lambda *found: shared.append(found))
+    try:
+        optimizer = torch.optim.SGD([x])
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(x.sum()).backward()
+        scaler.unscale_(optimizer)
+        assert shared == [(optimizer, torch.tensor(0.0))]
+    finally:
+        torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]
 
 
 def autograd_case() -> None:

@@ -19,20 +19,23 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import comm
 from ..spmd.watching import active
-from ..torch_internals.modules import before_clipping
+from ..torch_internals.modules import after_unscaling, before_clipping
 from ..weights.wrappers import note_saved_state
 from .elementwise import refuse_not_elementwise
 from .gradient import DATA_AXES, gradient_of
 from .state import ReductionState, is_summed_over_units
 
-__all__ = ["PartOfJob", "watch_clipping", "watch_module", "watch_optimizers"]
+__all__ = ["PartOfJob", "share_found_inf", "watch_clipping", "watch_module", "watch_optimizers"]
 
 
 class PartOfJob(Protocol):
     """Protocol of a module with a gradient of one unit, or with some of the model's pipeline stages."""
 
-    num_units: int
-    num_stages: int
+    @property
+    def num_units(self) -> int: ...
+
+    @property
+    def num_stages(self) -> int: ...
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
@@ -52,9 +55,10 @@ def watch_optimizers() -> None:
     """Makes optimizers refuse, from now on, gradients that are not averaged over the data.
 
     Those whose update is not elementwise refuse shards too. An optimizer whose `step` averages gradients itself has
-    an attribute `averages_over_data` that is true.
+    an attribute `averages_over_data` that is true. `torch.amp.GradScaler` leaves a step out on all ranks or on none.
     """
     register_optimizer_step_pre_hook(_check_step)
+    after_unscaling(share_found_inf)
 
 
 def watch_module(module: PartOfJob) -> None:
@@ -135,6 +139,13 @@ def _stages(parameters: Sequence[torch.Tensor]) -> frozenset[str]:
 
 def _is_left_to_zero1(stages: frozenset[str]) -> bool:
     return "step" in stages and "data" not in stages and comm.size(DATA_AXES) > 1
+
+
+def share_found_inf(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> None:
+    """Makes the flag of an infinite gradient 1 on all ranks that make a step together, if it is on one of them."""
+    if comm.is_initialized():
+        axis = "world" if getattr(optimizer, "averages_over_data", False) else ("pp", "tp")
+        comm.all_reduce(found_inf, axis, op="max", out=found_inf)
 
 
 def _note_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

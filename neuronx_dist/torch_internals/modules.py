@@ -51,6 +51,23 @@ def before_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
         nn.utils.clip_grad_norm_ = _checked(nn.utils.clip_grad_norm_, check)
 
 
+def after_unscaling(share: Callable[[torch.optim.Optimizer, torch.Tensor], None]) -> None:
+    """Makes `torch.amp.GradScaler` call `share(optimizer, found_inf)` with what it has found, a 0-dim 1 or 0.
+
+    Without it the ranks that hold an infinite gradient leave a step out, and the other ranks make it.
+    """
+    unscale = torch.amp.GradScaler._unscale_grads_
+
+    @functools.wraps(unscale)
+    def shared(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        found = unscale(scaler, optimizer, *args, **kwargs)
+        for found_inf in found.values():
+            share(optimizer, found_inf)
+        return found
+
+    torch.amp.GradScaler._unscale_grads_ = shared  # type: ignore[method-assign]
+
+
 def _checked(clip: Callable[..., Any], check: Callable[[Sequence[torch.Tensor]], None]) -> Callable[..., Any]:
     """Returns `clip`, called after `check` with the same list of parameters."""
 
