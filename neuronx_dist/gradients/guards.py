@@ -20,7 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .. import comm
 from ..spmd.watching import active
 from ..torch_internals.modules import after_unscaling, before_clipping
-from ..weights.wrappers import note_saved_state
+from ..weights.shard_spec import spec_of
+from ..weights.wrappers import check_group, note_saved_state
 from .elementwise import refuse_not_elementwise
 from .gradient import DATA_AXES, gradient_of
 from .state import ReductionState, is_summed_over_units
@@ -118,6 +119,9 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 "weights: make the optimizer by build_optimizer(module, optimizer_class), which sums them"
             )
         parts = _shards(group["params"]) > 1
+        if parts and getattr(optimizer, "process_group", None) is not None:  # torch's ZeroRedundancyOptimizer
+            for number, param in enumerate(group["params"]):
+                check_group(type(optimizer).__name__, optimizer.process_group, number, spec_of(param))
         if parts and _NOTES_STATE not in optimizer.__dict__:
             optimizer.__dict__[_NOTES_STATE] = optimizer.register_state_dict_post_hook(_note_state)
         if (parts or comm.size("pp") > 1) and not isinstance(optimizer, torch.optim.SparseAdam):

@@ -23,9 +23,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import comm
 from ..torch_internals.distributed import before_saving
 from ..torch_internals.tensors import pytree
-from .shard_spec import ShardSpec, named_specs
+from .shard_spec import ShardSpec, named_specs, specs_without_parameters
 
-__all__ = ["check_mesh", "note_saved", "note_saved_state", "refuse_wrapper", "watch_wrappers", "wrapper_of"]
+__all__ = [
+    "check_group",
+    "check_mesh",
+    "note_saved",
+    "note_saved_state",
+    "refuse_wrapper",
+    "watch_wrappers",
+    "wrapper_of",
+]
 
 _WRAPPERS = {
     "DistributedDataParallel": "DistributedDataParallel",
@@ -69,6 +77,10 @@ def _check(wrapper: nn.Module, attribute: str, module: nn.Module | None) -> None
             ranks = comm.communicator(wrapper.process_group).ranks
             part = f"{name} is one of {spec.num_partitions} shards" if spec.num_partitions > 1 else name
             _refuse_parts(kind, ranks, part, _REPAIR, expert)
+    for name, spec in specs_without_parameters(module):
+        if spec.num_partitions > 1:
+            ranks = comm.communicator(wrapper.process_group).ranks
+            _refuse_parts(kind, ranks, f"{name} is one of {spec.num_partitions} shards", _REPAIR)
 
 
 def wrapper_of(module_class: type) -> str | None:
@@ -91,20 +103,31 @@ def refuse_wrapper(wrapper: str | None, module_class: type) -> None:
 
 
 def check_mesh(mesh: Any, name: str, spec: ShardSpec) -> None:
-    """Checks the DeviceMesh of a DTensor, which `fully_shard` puts in the place of a parameter.
+    """Checks the DeviceMesh of a DTensor, which `fully_shard` or `distribute_module` puts in the place of a parameter.
 
     Raises:
         RuntimeError: its ranks hold other shards of the parameter; the message says which mesh to pass.
     """
     if spec.num_partitions > 1 and comm.is_initialized():
         _refuse_parts(
-            "fully_shard",
+            "A DTensor (of fully_shard, distribute_module)",
             mesh.mesh.flatten().tolist(),
             f"{name} is one of {spec.num_partitions} shards",
             "Pass it a mesh of the data-parallel ranks: fully_shard(module, mesh=DeviceMesh.from_group("
             "neuronx_dist.parallel_state.get_data_parallel_group(), device_type)), or leave it out and use "
             "NeuronZero1Optimizer",
         )
+
+
+def check_group(optimizer: str, group: Any, number: int, spec: ShardSpec) -> None:
+    """Checks the process group of an optimizer that divides or averages parameters over it.
+
+    Raises:
+        RuntimeError: its ranks hold other shards of parameter `number`.
+    """
+    if spec.num_partitions > 1:
+        part = f"parameter {number} is one of {spec.num_partitions} shards"
+        _refuse_parts(optimizer, comm.communicator(group).ranks, part, _REPAIR)
 
 
 def note_saved(tensor: torch.Tensor, name: str) -> None:
