@@ -156,12 +156,15 @@ def test_the_module_itself_is_what_an_emitted_program_is_compared_with(
     assert (tmp_path / "refused_Forgetful.py").exists()
 
 
+@pytest.mark.parametrize("use_cache", [False, True])  # a program leaves out the cache, which is no tensor
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_hooks_that_the_first_forward_registers_are_registered_once(device: str, tmp_path: Path) -> None:
+def test_hooks_that_the_first_forward_registers_are_registered_once(
+    device: str, use_cache: bool, tmp_path: Path
+) -> None:
     """Hidden states of transformers: a second set of hooks would return each of them twice."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "use_cache": False, "output_hidden_states": True}
+    heads = {"num_attention_heads": 4, "use_cache": use_cache, "output_hidden_states": True}
     with torch.device(device):
         module = transformers.LlamaModel(transformers.LlamaConfig(**sizes, **heads))
     hooks = sum(len(each._forward_hooks) for each in module.modules())
