@@ -119,9 +119,10 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 "weights: make the optimizer by build_optimizer(module, optimizer_class), which sums them"
             )
         parts = _shards(group["params"]) > 1
-        if parts and getattr(optimizer, "process_group", None) is not None:  # torch's ZeroRedundancyOptimizer
+        process_group = getattr(optimizer, "process_group", None)  # of torch's ZeroRedundancyOptimizer
+        if parts and process_group is not None:
             for number, param in enumerate(group["params"]):
-                check_group(type(optimizer).__name__, optimizer.process_group, number, spec_of(param))
+                check_group(type(optimizer).__name__, process_group, number, spec_of(param))
         if parts and _NOTES_STATE not in optimizer.__dict__:
             optimizer.__dict__[_NOTES_STATE] = optimizer.register_state_dict_post_hook(_note_state)
         if (parts or comm.size("pp") > 1) and not isinstance(optimizer, torch.optim.SparseAdam):

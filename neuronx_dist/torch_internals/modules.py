@@ -65,7 +65,7 @@ def after_unscaling(share: Callable[[torch.optim.Optimizer, torch.Tensor], None]
             share(optimizer, found_inf)
         return found
 
-    torch.amp.GradScaler._unscale_grads_ = shared  # type: ignore[method-assign]
+    torch.amp.GradScaler._unscale_grads_ = shared  # type: ignore[method-assign,assignment]
 
 
 def _checked(clip: Callable[..., Any], check: Callable[[Sequence[torch.Tensor]], None]) -> Callable[..., Any]:
