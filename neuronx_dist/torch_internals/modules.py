@@ -39,6 +39,11 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Returns whether a module has forward or backward hooks, which a module in its place would not have."""
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+
+
 def before_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
     """Makes `torch.nn.utils.clip_grad_norm_` call `check(parameters)` before it scales gradients.
 
