@@ -166,6 +166,11 @@ def modules_case() -> None:
     layer.register_buffer("passing", torch.zeros(1), persistent=False)
     assert modules.non_persistent_buffers(layer) == {"passing"}
     assert modules.call_with_hooks(nn.Identity())(3) == 3
+    assert not modules.has_hooks(layer)
+    for register in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
+        handle = getattr(layer, f"register_{register}")(lambda *args: None)
+        assert modules.has_hooks(layer)
+        handle.remove()
     checked: list[Any] = []
     before, clip = nn.utils.clip_grad.__dict__.copy(), nn.utils.clip_grad_norm_
     modules.before_clipping(checked.append)
@@ -177,6 +182,16 @@ def modules_case() -> None:
     finally:
         vars(nn.utils.clip_grad).update(before)
         nn.utils.clip_grad_norm_ = clip
+    unscale, shared = torch.amp.GradScaler._unscale_grads_, list[tuple[Any, ...]]()
+    modules.after_unscaling(lambda *found: shared.append(found))
+    try:
+        optimizer = torch.optim.SGD([x])
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(x.sum()).backward()
+        scaler.unscale_(optimizer)
+        assert shared == [(optimizer, torch.tensor(0.0))]
+    finally:
+        torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]
 
 
 def autograd_case() -> None:

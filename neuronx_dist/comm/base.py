@@ -178,6 +178,12 @@ class Communicator:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(axis={self.axis!r}, ranks={list(self.ranks)}, rank={self.rank})"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{self} belongs to the processes of this job and cannot be pickled: save the state_dict() of the module "
+            "or optimizer that holds it, in place of the object"
+        )
+
     def __deepcopy__(self, memo: Any) -> Communicator:
         return self  # a connection is not copied with the module that uses it
 

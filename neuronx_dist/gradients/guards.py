@@ -2,26 +2,47 @@
 
 `torch.nn.utils.clip_grad_norm_` takes the norm of this rank's shards, so that each rank scales by another factor.
 A torch optimizer in a step whose mean over the data was left to ZeRO-1 (`NxDPPModel(use_zero1_optimizer=True)`,
-`reduce_gradients(average_over_data=False)`) makes the weights of data-parallel ranks drift apart.
+`reduce_gradients(average_over_data=False)`) makes the weights of data-parallel ranks drift apart; so does one whose
+parameters are of a module of `parallelize` on several units, since only `build_optimizer` adds the sum over the units.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import comm
 from ..spmd.watching import active
-from ..torch_internals.modules import before_clipping
+from ..torch_internals.modules import after_unscaling, before_clipping
+from ..weights.shard_spec import spec_of
+from ..weights.wrappers import check_group, note_saved_state
 from .elementwise import refuse_not_elementwise
 from .gradient import DATA_AXES, gradient_of
-from .state import ReductionState
+from .state import ReductionState, is_summed_over_units
 
-__all__ = ["watch_clipping", "watch_optimizers"]
+__all__ = ["PartOfJob", "share_found_inf", "watch_clipping", "watch_module", "watch_optimizers"]
+
+
+class PartOfJob(Protocol):
+    """Protocol of a module with a gradient of one unit, or with some of the model's pipeline stages."""
+
+    @property
+    def num_units(self) -> int: ...
+
+    @property
+    def num_stages(self) -> int: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+_NOTES_STATE = "_nxd_notes_state"
+_watched: WeakSet[Any] = WeakSet()
 
 
 @functools.cache
@@ -35,14 +56,23 @@ def watch_optimizers() -> None:
     """Makes optimizers refuse, from now on, gradients that are not averaged over the data.
 
     Those whose update is not elementwise refuse shards too. An optimizer whose `step` averages gradients itself has
-    an attribute `averages_over_data` that is true.
+    an attribute `averages_over_data` that is true. `torch.amp.GradScaler` leaves a step out on all ranks or on none.
     """
     register_optimizer_step_pre_hook(_check_step)
+    after_unscaling(share_found_inf)
+
+
+def watch_module(module: PartOfJob) -> None:
+    """Makes clipping and plain optimizers refuse, from now on, what the gradients of this module are not enough for."""
+    watch_clipping()
+    watch_optimizers()
+    _watched.add(module)
 
 
 def _check_clipping(parameters: Sequence[torch.Tensor]) -> None:
     if not comm.is_initialized():
         return
+    of_units = _watched_module(parameters)
     stages, num_shards = _stages(parameters), _shards([param for param in parameters if param.grad is not None])
     if num_shards > 1:
         why = f"gradients are shards, of {num_shards}"
@@ -50,8 +80,18 @@ def _check_clipping(parameters: Sequence[torch.Tensor]) -> None:
         why = f"the model has {comm.size('pp')} pipeline stages"
     elif _is_left_to_zero1(stages):
         why = f"gradients are not averaged over the {comm.size(DATA_AXES)} data-parallel ranks: ZeRO-1 does that"
+    elif of_units is not None and of_units.num_stages > 1:
+        why = f"the model has {of_units.num_stages} pipeline stages"
+    elif of_units is not None and _are_of_one_unit(parameters, of_units):
+        why = f"gradients are not summed over the {of_units.num_units} units"
     else:
         return
+    if of_units is not None:
+        raise RuntimeError(
+            "torch.nn.utils.clip_grad_norm_ takes the norm of this rank's gradients, so that each rank would scale its "
+            f"gradients by another factor ({why}; {comm.current().mesh}): call clip_gnorm(max_norm) of the optimizer "
+            "that build_optimizer returns, which takes the norm of the model's gradients, summed over the units"
+        )
     how = "pass max_norm to NeuronZero1Optimizer, or " if _is_left_to_zero1(stages) else ""
     raise RuntimeError(
         "torch.nn.utils.clip_grad_norm_ takes the norm of this rank's gradients, so that each rank would scale its "
@@ -71,8 +111,23 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 "reduce_gradients(average_over_data=False)), so that each of them would get other weights: use "
                 "NeuronZero1Optimizer, or leave these options out"
             )
-        if _shards(group["params"]) > 1 and not isinstance(optimizer, torch.optim.SparseAdam):
-            refuse_not_elementwise(type(optimizer), advice=" for a model with tensor-parallel shards")
+        of_units = _watched_module(group["params"])
+        if of_units is not None and _are_of_one_unit(group["params"], of_units):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step: parameters are of a {type(of_units).__name__} on "
+                f"{of_units.num_units} units, whose gradients are not summed, so that each unit would get other "
+                "weights: make the optimizer by build_optimizer(module, optimizer_class), which sums them"
+            )
+        parts = _shards(group["params"]) > 1
+        process_group = getattr(optimizer, "process_group", None)  # of torch's ZeroRedundancyOptimizer
+        if parts and process_group is not None:
+            for number, param in enumerate(group["params"]):
+                check_group(type(optimizer).__name__, process_group, number, spec_of(param))
+        if parts and _NOTES_STATE not in optimizer.__dict__:
+            optimizer.__dict__[_NOTES_STATE] = optimizer.register_state_dict_post_hook(_note_state)
+        if (parts or comm.size("pp") > 1) and not isinstance(optimizer, torch.optim.SparseAdam):
+            advice = " for a model with tensor-parallel shards" if parts else " for a pipeline"
+            refuse_not_elementwise(type(optimizer), parts=parts, advice=advice)
 
 
 def _shards(parameters: Sequence[torch.Tensor]) -> int:
@@ -89,3 +144,32 @@ def _stages(parameters: Sequence[torch.Tensor]) -> frozenset[str]:
 
 def _is_left_to_zero1(stages: frozenset[str]) -> bool:
     return "step" in stages and "data" not in stages and comm.size(DATA_AXES) > 1
+
+
+def share_found_inf(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> None:
+    """Makes the flag of an infinite gradient 1 on all ranks that make a step together, if it is on one of them."""
+    if comm.is_initialized():
+        axis = "world" if getattr(optimizer, "averages_over_data", False) else ("pp", "tp")
+        comm.all_reduce(found_inf, axis, op="max", out=found_inf)
+
+
+def _note_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Marks the states of shards in a state dict, which torch.distributed.checkpoint would save once for all ranks."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = [number for number, param in enumerate(params) if _shards([param]) > 1]
+    state = {number: state_dict["state"][number] for number in numbers if number in state_dict["state"]}
+    note_saved_state(type(optimizer).__name__, state)
+
+
+def _watched_module(parameters: Iterable[torch.Tensor]) -> PartOfJob | None:
+    """Returns the watched module that has one of the parameters."""
+    if not _watched:
+        return None
+    ids = {*map(id, parameters)}
+    return next((module for module in [*_watched] if not ids.isdisjoint(map(id, module.parameters()))), None)
+
+
+def _are_of_one_unit(parameters: Iterable[torch.Tensor], module: PartOfJob) -> bool:
+    """Returns whether a gradient of a module is not summed over its units."""
+    grads = [grad for param in parameters if (grad := gradient_of(param)) is not None]
+    return module.num_units > 1 and not all(map(is_summed_over_units, grads))

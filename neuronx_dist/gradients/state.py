@@ -18,8 +18,18 @@ import torch
 
 from ..torch_internals.tensors import version_of
 
-__all__ = ["ReductionState", "keeping_reductions", "left_to_reduce", "mark_reduced", "mark_step", "refuse_reduced"]
+__all__ = [
+    "ReductionState",
+    "is_summed_over_units",
+    "keeping_reductions",
+    "left_to_reduce",
+    "mark_reduced",
+    "mark_step",
+    "mark_summed_over_units",
+    "refuse_reduced",
+]
 
+_SUMMED = "_nxd_summed_over_units"
 _ATTRIBUTE = "_nxd_reduction_state"
 _NONE: frozenset[str] = frozenset()
 
@@ -112,3 +122,13 @@ def keeping_reductions(grads: Iterable[torch.Tensor]) -> Iterator[None]:
     yield
     for grad, state in states:
         ReductionState.write(grad, state.stages, state.unasked)
+
+
+def mark_summed_over_units(grad: torch.Tensor, is_summed: bool) -> None:
+    """Records whether a gradient of a module of `parallelize` is the sum over the units; writes in place leave it."""
+    setattr(grad, _SUMMED, is_summed)
+
+
+def is_summed_over_units(grad: torch.Tensor) -> bool:
+    """Returns whether `build_optimizer` has summed a gradient over the units."""
+    return getattr(grad, _SUMMED, False)

@@ -11,7 +11,7 @@ import torch
 from .. import comm
 from .shards import ParameterShard
 
-__all__ = ["check_loadable", "state_path", "turns"]
+__all__ = ["check_loadable", "rank_of_shards", "state_path", "turns"]
 
 
 def check_loadable(optimizer: str, state_dict: dict[str, Any], shards: Sequence[ParameterShard]) -> None:
@@ -21,7 +21,8 @@ def check_loadable(optimizer: str, state_dict: dict[str, Any], shards: Sequence[
         optimizer: name of the class that loads it, for messages.
 
     Raises:
-        ValueError: it is no state dict of such an optimizer, of other parameters, or of another sharding degree.
+        ValueError: it is no state dict of such an optimizer, of other parameters, of another sharding degree, or of
+            another rank.
     """
     missing = [name for name in ("state", "param_groups", "base_state", "shape_info") if name not in state_dict]
     if missing:
@@ -47,6 +48,22 @@ def check_loadable(optimizer: str, state_dict: dict[str, Any], shards: Sequence[
                     f"the state dict has another sharding degree: shards of parameter {index} have shape "
                     f"{tuple(value.shape)} there and {shape} here; load it in the layout in which it was saved"
                 )
+    here = rank_of_shards(shards)
+    there = state_dict.get("rank_of_shards", here)  # NxD's files have none
+    if there != here:
+        raise ValueError(
+            f"the state dict is of another rank, at {there}, and rank {comm.rank('world')} is at {here}: load what "
+            "this rank saved, or save and load by neuronx_dist.save_checkpoint and load_checkpoint, for any layout"
+        )
+
+
+def rank_of_shards(shards: Sequence[ParameterShard]) -> dict[str, Any]:
+    """Returns the places of this rank that decide which part of the model's state it has.
+
+    "data": its numbers in the sharding groups, of their sizes; "tp" and "pp": its coordinates.
+    """
+    numbers = sorted({(shard.group.rank, shard.degree) for shard in shards})
+    return {"data": numbers, "tp": comm.rank("tp"), "pp": comm.rank("pp")}
 
 
 def state_path(output_dir: str | os.PathLike[str]) -> str:

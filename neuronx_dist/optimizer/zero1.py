@@ -33,10 +33,11 @@ from ..parallel_layers.utils import (
     move_all_tensor_to_cpu,
 )
 from ..spmd.watching import active
+from ..weights.wrappers import note_saved_state
 from .base_optimizer import OptimizerFactory, check_factory, make_base_optimizer
 from .gathers import Gathers
 from .loss_scaler import LossScaler
-from .rank_state import check_loadable, state_path, turns
+from .rank_state import check_loadable, rank_of_shards, state_path, turns
 from .shard_buckets import (
     cut_buckets,
     finish_all_gather,
@@ -428,12 +429,14 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
         base_state              state of the base optimizer on the shards
         shape_info              whole shapes of the parameters
+        rank_of_shards          the places of this rank: another rank's shards are refused
         sharded_master_weights  the master shards; with `save_master_weights`
         loss_scaler             its state; with `loss_scaler`
         """
         state = super().state_dict()
         state["base_state"] = self._make_base().state_dict()["state"]
         state["shape_info"] = {index: tuple(shard.param.shape) for index, shard in enumerate(self.shards)}
+        state["rank_of_shards"] = rank_of_shards(self.shards)
         if self.loss_scaler is not None:
             state["loss_scaler"] = self.loss_scaler.state_dict()
         if self.save_master_weights:
@@ -442,7 +445,15 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
                 index: shard.master.detach().clone() if shard.is_view else shard.master.detach()
                 for index, shard in enumerate(self.shards)
             }
+        note_saved_state(type(self).__name__, state["base_state"])
+        note_saved_state(type(self).__name__, {"sharded_master_weights": state.get("sharded_master_weights", {})})
         return state
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled, since it shares its parameters with other ranks: make "
+            "an optimizer of the other model's parameters, and call load_state_dict(optimizer.state_dict()) of it"
+        )
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -451,7 +462,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         Load the model's weights first: without `sharded_master_weights` the masters are made of them.
 
         Raises:
-            ValueError: it is of other parameters, or of another sharding degree.
+            ValueError: it is of other parameters, of another sharding degree, or of another rank.
         """
         base = self._make_base()
         self.wait()

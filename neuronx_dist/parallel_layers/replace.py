@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from .. import comm
+from ..torch_internals.modules import has_hooks
 from ..weights.shard_spec import ShardedModule, set_spec, spec_of
 from .embedding import ParallelEmbedding
 from .linear import ColumnParallelLinear, RowParallelLinear, check_fusable, fuse_columns
@@ -175,6 +176,10 @@ def _checked(model: nn.Module, plans: Sequence[LayerPlan]) -> dict[str, nn.Modul
             actual, expected = type(layer).__name__, style.layer_type.__name__
             problems.append(f"{plan.name} is a {actual}, but the style {plan.style!r} replaces torch.nn.{expected}")
         elif style.build is not None:
+            if has_hooks(layer):
+                problems.append(
+                    f"{plan.name} has hooks, which the layer in its place would not have: register them afterwards"
+                )
             size = getattr(layer, style.size_attribute)
             padded = size if plan.padded_size is None else plan.padded_size
             if padded < size:

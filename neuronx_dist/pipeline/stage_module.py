@@ -12,6 +12,7 @@ from .. import comm
 from ..torch_internals.modules import IncompatibleKeys
 from ..weights.module_tree import ModuleTree, ParameterSlot
 from ..weights.partial_model import install_parameter, join
+from ..weights.wrappers import refuse_wrapper, wrapper_of
 from .cut.placement import Placement
 from .options import takes_device
 
@@ -39,6 +40,15 @@ class StageModule(nn.Module):
         last_stage: the stage that holds the end of the model.
         placement_is_open: see above.
     """
+
+    instead_of_wrappers = (
+        "run_train calls the layers of a stage, and not the wrapper's forward, and averages gradients over the "
+        "data-parallel ranks (with use_zero1_optimizer=True NeuronZero1Optimizer does)"
+    )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_wrapper(wrapper_of(cls), StageModule)  # `fully_shard` makes a subclass
 
     def __init__(self, module: nn.Module, *, stage: int, num_stages: int, last_stage: int) -> None:
         super().__init__()
@@ -93,6 +103,7 @@ class StageModule(nn.Module):
     def module_tree(self) -> ModuleTree:
         """The current modules and parameters of the whole model."""
         if self._tree.modules[0] is not self.original_module or not self._tree.is_current():
+            _refuse_wrapped_layers(self.original_module)
             self._tree, self._stage_slots = ModuleTree(self.original_module), None
         return self._tree
 
@@ -404,8 +415,14 @@ class StageModule(nn.Module):
 
 
 def _refuse_wrapped_layers(model: nn.Module) -> None:
-    """Refuses results of `torch.compile(layer)`: modules of another class, with other names of parameters."""
+    """Refuses wrappers around layers: data-parallel ones, and results of `torch.compile(layer)`, with other names."""
     for name, module in model.named_modules():
+        wrapper = wrapper_of(type(module))
+        if wrapper is not None:
+            raise ValueError(
+                f"{name or 'the model'} is wrapped in {wrapper}, whose communication would be recorded as a part of "
+                f"the forward: {StageModule.instead_of_wrappers}. Leave the wrapper out"
+            )
         if "_orig_mod" in module._modules:
             raise ValueError(
                 f"{name or 'the model'} is the result of torch.compile(module), a wrapper around the module that a "

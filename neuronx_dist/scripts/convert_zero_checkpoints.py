@@ -161,7 +161,7 @@ def _is_divided(entry: str, value: Any) -> bool:
 
 def _without_tensors(state: Mapping[str, Any]) -> dict[Any, Any]:
     """The content of a file without tensors, as a new dict."""
-    result = {key: value for key, value in state.items() if key not in _DIVIDED}
+    result = {key: value for key, value in state.items() if key not in (*_DIVIDED, "rank_of_shards")}
     result["base_state"] = {
         number: {entry: value for entry, value in entries.items() if not isinstance(value, StoredTensor)}
         for number, entries in state["base_state"].items()

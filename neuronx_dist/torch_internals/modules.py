@@ -39,6 +39,11 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Returns whether a module has forward or backward hooks, which a module in its place would not have."""
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+
+
 def before_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
     """Makes `torch.nn.utils.clip_grad_norm_` call `check(parameters)` before it scales gradients.
 
@@ -49,6 +54,23 @@ def before_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
     clip_grad._clip_grads_with_norm_ = _checked(clip_grad._clip_grads_with_norm_, check)
     if nn.utils.clip_grad_norm_ is not clip_grad.clip_grad_norm_:  # torch_xla replaced it
         nn.utils.clip_grad_norm_ = _checked(nn.utils.clip_grad_norm_, check)
+
+
+def after_unscaling(share: Callable[[torch.optim.Optimizer, torch.Tensor], None]) -> None:
+    """Makes `torch.amp.GradScaler` call `share(optimizer, found_inf)` with what it has found, a 0-dim 1 or 0.
+
+    Without it the ranks that hold an infinite gradient leave a step out, and the other ranks make it.
+    """
+    unscale = torch.amp.GradScaler._unscale_grads_
+
+    @functools.wraps(unscale)
+    def shared(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        found = unscale(scaler, optimizer, *args, **kwargs)
+        for found_inf in found.values():
+            share(optimizer, found_inf)
+        return found
+
+    torch.amp.GradScaler._unscale_grads_ = shared  # type: ignore[method-assign,assignment]
 
 
 def _checked(clip: Callable[..., Any], check: Callable[[Sequence[torch.Tensor]], None]) -> Callable[..., Any]:

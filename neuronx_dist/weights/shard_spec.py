@@ -18,7 +18,16 @@ from .. import comm, weights
 from ..mesh import Axis, part_of
 from ..torch_internals.tensors import state_dict_metadata
 
-__all__ = ["ShardSpec", "ShardedModule", "gather_full", "named_specs", "restamp", "set_spec", "spec_of"]
+__all__ = [
+    "ShardSpec",
+    "ShardedModule",
+    "gather_full",
+    "named_specs",
+    "restamp",
+    "set_spec",
+    "spec_of",
+    "specs_without_parameters",
+]
 
 _ATTRIBUTE = "_shard_spec"
 _TABLE = "_shard_specs"
@@ -219,6 +228,14 @@ def named_specs(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardSpe
         yield name, param, spec_of(param)
 
 
+def specs_without_parameters(module: nn.Module) -> Iterator[tuple[str, ShardSpec]]:
+    """`(name, layout)` of parameters that are no longer in their modules: FSDP puts them into a flat one."""
+    for prefix, child in module.named_modules():
+        for name, spec in child.__dict__.get(_TABLE, {}).items():
+            if name not in child._parameters:
+                yield f"{prefix}.{name}" if prefix else name, spec
+
+
 def restamp(module: nn.Module) -> None:
     """Writes the attributes again on parameters that have lost them (re-wrapped, moved or copied tensors)."""
     for child in module.modules():
@@ -244,12 +261,19 @@ class ShardedModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if isinstance(value, nn.Parameter):
-            spec = self.__dict__.get(_TABLE, {}).get(name)
-            if spec is not None and getattr(value, _ATTRIBUTE, None) is None:
-                if hasattr(value, "device_mesh"):
-                    weights.wrappers.check_mesh(value.device_mesh, name, spec)
-                _stamp(value, spec)
+        self._adopt(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self._adopt(name, param)
+
+    def _adopt(self, name: str, value: Any) -> None:
+        """Writes the layout on a parameter that was put in the place of another one."""
+        spec = self.__dict__.get(_TABLE, {}).get(name) if isinstance(value, nn.Parameter) else None
+        if spec is not None and getattr(value, _ATTRIBUTE, None) is None:
+            if hasattr(value, "device_mesh"):
+                weights.wrappers.check_mesh(value.device_mesh, name, spec)
+            _stamp(value, spec)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -3,8 +3,10 @@
 DistributedDataParallel and FSDP assume that all ranks of their group hold one model: they broadcast rank 0's
 parameters, average gradients, or divide each parameter over the group. Over the data-parallel ranks that is so. Over
 all ranks, which is their default and that of accelerate and of Hugging Face's Trainer, they would mix the shards of
-tensor parallelism without any error, since all shards have one shape. torch.distributed.checkpoint writes a plain
-tensor once for all ranks.
+tensor parallelism without any error, since all shards have one shape. Models that run by other methods than `forward`
+(`run_train`, `train_step`) or sum gradients in another way are refused over any group: their classes say by the
+attribute `instead_of_wrappers` how they reduce gradients. torch.distributed.checkpoint writes a plain tensor once for
+all ranks.
 """
 
 from __future__ import annotations
@@ -21,11 +23,24 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import comm
 from ..torch_internals.distributed import before_saving
 from ..torch_internals.tensors import pytree
-from .shard_spec import ShardSpec, named_specs
+from .shard_spec import ShardSpec, named_specs, specs_without_parameters
 
-__all__ = ["check_mesh", "note_saved", "refuse_whole", "watch_wrappers"]
+__all__ = [
+    "check_group",
+    "check_mesh",
+    "note_saved",
+    "note_saved_state",
+    "refuse_whole",
+    "refuse_wrapper",
+    "watch_wrappers",
+    "wrapper_of",
+]
 
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
+_WRAPPERS = {
+    "DistributedDataParallel": "DistributedDataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "FSDPModule": "fully_shard",  # makes a module's class a subclass of this one
+}
 _REPAIR = (
     "Pass process_group=neuronx_dist.parallel_state.get_data_parallel_group(), or leave the wrapper out: call "
     "neuronx_dist.reduce_gradients(model) after backward, or use NeuronZero1Optimizer. accelerate.prepare(model) and "
@@ -44,9 +59,11 @@ def watch_wrappers() -> None:
 
 def _check(wrapper: nn.Module, attribute: str, module: nn.Module | None) -> None:
     """Checks a group when its wrapper takes a module, before the wrapper communicates; torch calls it."""
-    kind = next((cls.__name__ for cls in type(wrapper).__mro__ if cls.__name__ in _WRAPPERS), None)
+    kind = wrapper_of(type(wrapper))
     if kind is None or module is None or not comm.is_initialized():
         return
+    for child in module.modules():
+        refuse_wrapper(kind, type(child))
     holders = [name for name, param in module.named_parameters() if getattr(type(param), "holds_local", False)]
     if holders:
         raise RuntimeError(
@@ -61,17 +78,40 @@ def _check(wrapper: nn.Module, attribute: str, module: nn.Module | None) -> None
             ranks = comm.communicator(wrapper.process_group).ranks
             part = f"{name} is one of {spec.num_partitions} shards" if spec.num_partitions > 1 else name
             _refuse_parts(kind, ranks, part, _REPAIR, expert)
+    for name, spec in specs_without_parameters(module):
+        if spec.num_partitions > 1:
+            ranks = comm.communicator(wrapper.process_group).ranks
+            _refuse_parts(kind, ranks, f"{name} is one of {spec.num_partitions} shards", _REPAIR)
+
+
+def wrapper_of(module_class: type) -> str | None:
+    """Returns the name of the data-parallel wrapper that a class is, or None."""
+    return next((_WRAPPERS[cls.__name__] for cls in module_class.__mro__ if cls.__name__ in _WRAPPERS), None)
+
+
+def refuse_wrapper(wrapper: str | None, module_class: type) -> None:
+    """Refuses a data-parallel wrapper around a module whose class has `instead_of_wrappers`.
+
+    Raises:
+        RuntimeError: the class has it; the message ends with its text.
+    """
+    instead = getattr(module_class, "instead_of_wrappers", "")
+    if wrapper is not None and instead:
+        raise RuntimeError(
+            f"{wrapper} around a {module_class.__name__}: {instead}. Leave the wrapper out; accelerate.prepare(model) "
+            "and Hugging Face's Trainer wrap a model where there is more than one rank (see docs/other-libraries.md)"
+        )
 
 
 def check_mesh(mesh: Any, name: str, spec: ShardSpec) -> None:
-    """Checks the DeviceMesh of a DTensor, which `fully_shard` puts in the place of a parameter.
+    """Checks the DeviceMesh of a DTensor, which `fully_shard` or `distribute_module` puts in the place of a parameter.
 
     Raises:
         RuntimeError: its ranks hold other shards of the parameter; the message says which mesh to pass.
     """
     if spec.num_partitions > 1 and comm.is_initialized():
         _refuse_parts(
-            "fully_shard",
+            "A DTensor (of fully_shard, distribute_module)",
             mesh.mesh.flatten().tolist(),
             f"{name} is one of {spec.num_partitions} shards",
             "Pass it a mesh of the data-parallel ranks: fully_shard(module, mesh=DeviceMesh.from_group("
@@ -104,10 +144,29 @@ def refuse_whole(
             )
 
 
+def check_group(optimizer: str, group: Any, number: int, spec: ShardSpec) -> None:
+    """Checks the process group of an optimizer that divides or averages parameters over it.
+
+    Raises:
+        RuntimeError: its ranks hold other shards of parameter `number`.
+    """
+    if spec.num_partitions > 1:
+        part = f"parameter {number} is one of {spec.num_partitions} shards"
+        _refuse_parts(optimizer, comm.communicator(group).ranks, part, _REPAIR)
+
+
 def note_saved(tensor: torch.Tensor, name: str) -> None:
     """Makes torch.distributed.checkpoint refuse a tensor that `state_dict` has returned: a shard of a parameter."""
     before_saving(_check_saved)
     _saved_shards[tensor] = name
+
+
+def note_saved_state(optimizer: str, state: Mapping[Any, Mapping[Any, Any]]) -> None:
+    """Makes torch.distributed.checkpoint refuse the tensors in an optimizer's state, by number of the parameter."""
+    for number, entries in state.items():
+        for entry, value in entries.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                note_saved(value, f"{entry} of parameter {number} in the state of {optimizer}")
 
 
 def _check_saved(state_dict: Any) -> None:

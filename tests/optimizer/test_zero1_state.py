@@ -88,7 +88,9 @@ def test_state_dict_keys() -> None:
         assert optimizer.state_dict()["base_state"] == {}
         train(model, optimizer, last=1)
         state = optimizer.state_dict()
-        assert set(state) == {"state", "param_groups", "base_state", "shape_info", "sharded_master_weights"}
+        assert set(state) == {
+            *("state", "param_groups", "base_state", "shape_info", "rank_of_shards", "sharded_master_weights")
+        }
         assert state["shape_info"] == {index: LAYOUTS[name].shape for index, name in enumerate(LAYOUTS)}
         for index, values in state["base_state"].items():
             shape = LAYOUTS[list(LAYOUTS)[index]].shape or (1,)

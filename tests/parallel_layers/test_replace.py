@@ -130,6 +130,21 @@ def test_plans_that_do_not_fit_are_refused_and_the_model_is_left_as_it_was(wrong
     comm.threads.run(Mesh(2, tp=2), rank_main)
 
 
+@pytest.mark.parametrize(
+    "register",
+    ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"],
+)
+def test_hooks_of_a_replaced_layer_are_refused(register):
+    def rank_main():
+        model = whole_model()
+        getattr(model.gate, f"register_{register}")(lambda *args: None)
+        with pytest.raises(ValueError, match="gate has hooks, which the layer in its place would not have: register"):
+            apply(model, plans())
+        assert type(model.gate) is nn.Linear
+
+    comm.threads.run(Mesh(2, tp=2), rank_main)
+
+
 def test_a_copied_plan_is_equal():
     assert copy.deepcopy(plans()) == plans()
 

@@ -22,6 +22,7 @@ from transformers import LlamaForCausalLM
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf, spmd
+from neuronx_dist.gradients.guards import share_found_inf
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import grads, mappings, parallel_state
 from neuronx_dist.shard_tensor.device_mesh import DeviceMesh
@@ -193,6 +194,17 @@ def norms() -> None:
         for kind in (2, math.inf):
             expected = torch.linalg.vector_norm(torch.cat(whole), kind)
             _close(grads.get_grad_norm(module.parameters(), kind), expected, f"norm {kind}")
+
+    comm.threads.run(Mesh(2, tp=2), rank_main, timeout=20.0)
+
+
+def flags_of_a_scaler() -> None:
+    """One rank has an infinite gradient."""
+
+    def rank_main() -> None:
+        found = torch.tensor(float(comm.rank("tp") == 1))
+        share_found_inf(torch.optim.SGD([torch.zeros(1)]), found)
+        _close(found, torch.tensor(1.0), "infinite gradient")
 
     comm.threads.run(Mesh(2, tp=2), rank_main, timeout=20.0)
 

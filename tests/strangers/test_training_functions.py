@@ -201,6 +201,37 @@ def test_other_optimizers_refuse_shards(name):
         assert step() == ""
 
 
+def scaled(with_zero1: bool, infinite: str) -> dict[str, torch.Tensor]:
+    """Weights after three steps with `torch.amp.GradScaler`, in whose second step one rank has an infinite gradient."""
+    model = Net()
+    options = {"lr": 0.5, "grad_clipping": False}
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+    if with_zero1:
+        optimizer = nxd.NeuronZero1Optimizer(model.parameters(), torch.optim.SGD, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(3):
+        scaler.scale(model(**local_batch(step))).backward()
+        if step == 1 and comm.rank(infinite) == comm.size(infinite) - 1:
+            model.head.weight.grad[0, 0] = float("inf")
+        nxd.reduce_gradients(model, average_over_data=not with_zero1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 4.0
+    return whole_weights(model)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2, tp=2), Mesh(2), Mesh(4, tp=2)], ids=str)
+@pytest.mark.parametrize("with_zero1", [False, True])
+@pytest.mark.parametrize("infinite", ["tp", "dp"])
+def test_a_gradient_scaler_leaves_steps_out_on_all_ranks(mesh, with_zero1, infinite):
+    with comm.as_rank(Mesh(1), 0):
+        reference = scaled(False, infinite)
+    for weights in on_threads(mesh, scaled, with_zero1, infinite):
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, reference[name], rtol=1e-10, atol=1e-12)
+
+
 def saved(model: nn.Module, by_file: bool) -> Any:
     if not by_file:
         return model.state_dict()

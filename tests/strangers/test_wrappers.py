@@ -25,9 +25,8 @@ from tests.strangers.toy import BATCH, HIDDEN, Net, local_batch, trained_alone, 
 from tests.support.pool import processes
 
 MESHES = [{"tp": 2}, {"tp": 2, "dp": 2}]
-REFUSAL = (
-    r"over ranks \[0, 1.*they hold different parts \((embed.)?weight is one of 2 shards; .*get_data_parallel_group"
-)
+PART = r"\(((embed.)?weight|parameter 0) is one of 2 shards; "
+REFUSAL = r"over ranks \[0, 1.*they hold different parts " + PART + ".*get_data_parallel_group"
 
 without_torch_xla = pytest.mark.skipif(
     find_spec("torch_xla") is not None, reason="accelerate prepares for torch_xla where it is installed"
@@ -89,7 +88,35 @@ def by_accelerate(model: nn.Module) -> nn.Module:
             AcceleratorState._reset_state(reset_partial_state=True)
 
 
-WRAPPERS = {"ddp": by_ddp, "fsdp1": by_fsdp1, "fully_shard": by_fully_shard, "accelerate": by_accelerate}
+def by_fsdp1_flat(model: nn.Module) -> nn.Module:
+    """FSDP's default: the parameters leave their modules before FSDP takes the module."""
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def by_distribute_module(model: nn.Module) -> nn.Module:
+    from torch.distributed.tensor import distribute_module
+
+    return distribute_module(model, torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+
+
+def by_zero_redundancy(model: nn.Module) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    model(**local_batch(0)).backward()
+    optimizer.step()
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "ddp": by_ddp,
+    "fsdp1": by_fsdp1,
+    "fsdp1, flat": by_fsdp1_flat,
+    "fully_shard": by_fully_shard,
+    "distribute_module": by_distribute_module,
+    "ZeroRedundancyOptimizer": by_zero_redundancy,
+    "accelerate": by_accelerate,
+}
+IN_PLACE = ("fsdp1", "fsdp1, flat", "fully_shard", "distribute_module")  # parameters are replaced one by one
 
 
 def refusal(wrapper: str) -> str:
@@ -98,7 +125,7 @@ def refusal(wrapper: str) -> str:
     try:
         WRAPPERS[wrapper](model)
     except RuntimeError as error:
-        assert wrapper in ("fsdp1", "fully_shard") or all(
+        assert wrapper in IN_PLACE or all(
             torch.equal(param, before[name]) for name, param in model.named_parameters()
         ), "the refusal came after a broadcast"
         return str(error)
@@ -108,7 +135,7 @@ def refusal(wrapper: str) -> str:
 @pytest.mark.process
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize(
-    "wrapper", ["ddp", "fsdp1", "fully_shard", pytest.param("accelerate", marks=without_torch_xla)]
+    "wrapper", [pytest.param(name, marks=[without_torch_xla] * (name == "accelerate")) for name in WRAPPERS]
 )
 def test_a_group_with_other_shards_is_refused(wrapper, mesh):
     for message in on(mesh, refusal, wrapper):
@@ -122,9 +149,9 @@ def over_data(wrapper: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     model: nn.Module = Net(sequence_parallel=sequence_parallel)
     if "ddp" in wrapper:
         model = DistributedDataParallel(model, process_group=group)
-    elif wrapper == "fsdp1":
+    elif "fsdp1" in wrapper:
         model = FullyShardedDataParallel(
-            model, process_group=group, device_id=torch.device("cpu"), use_orig_params=True
+            model, process_group=group, device_id=torch.device("cpu"), use_orig_params="flat" not in wrapper
         )
     else:
         fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
@@ -145,7 +172,7 @@ def over_data(wrapper: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 @pytest.mark.process
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2, "dp": 2}], ids=str)
-@pytest.mark.parametrize("wrapper", ["ddp", "ddp, sequence parallel", "fsdp1", "fully_shard"])
+@pytest.mark.parametrize("wrapper", ["ddp", "ddp, sequence parallel", "fsdp1", "fsdp1, flat", "fully_shard"])
 def test_over_the_data_it_is_one_process(wrapper, mesh):
     """Losses of the third step show the weights after two."""
     losses, weights = trained_alone()

@@ -350,8 +350,8 @@ def _outcome(result: Any, inputs: list[Any], module: ParallelModule, training: b
 
 
 def _results(result: Any) -> dict[str, torch.Tensor]:
-    leaves = pytree.tree_leaves(result)
-    return {f"result {n}": x.detach() for n, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
+    tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]  # a program leaves out a cache
+    return {f"result {n}": x.detach() for n, x in enumerate(tensors)}
 
 
 def _backward(result: Any, training: bool) -> None:

@@ -12,13 +12,12 @@ from ... import comm
 from ...gradients.gradient import ParameterGradient, gradient_of, parameters_of
 from ...gradients.in_backward import paused
 from ...gradients.norm import clip_grads_with_norm, norm_groups, norm_of, scale_grads
+from ...gradients.state import is_summed_over_units, mark_summed_over_units
 from ...mesh import Mesh
 from ...optimizer.zero1 import NeuronZero1Optimizer
 from .reducer import Hook, Reducer
 
 __all__ = ["GradientSync", "ShardedSync"]
-
-_MARK = "_nxd_summed_over_units"
 
 
 class GradientSync:
@@ -44,19 +43,19 @@ class GradientSync:
         for reducer in self.reducers:
             reducer.drop()
         for grad in self._held():
-            _mark(grad, False)
+            mark_summed_over_units(grad, False)
 
     @torch.no_grad()
     def synchronise(self) -> None:
         """Sums the gradients over the units, unless they were summed since the last backward."""
-        if self._suspensions or (self._is_done and all(getattr(grad, _MARK, False) for grad in self._held())):
+        if self._suspensions or (self._is_done and all(map(is_summed_over_units, self._held()))):
             return
         self._is_done = False
         with _some_mesh():
             self._sum()
         self._is_done = True
         for grad in self._held():
-            _mark(grad, True)
+            mark_summed_over_units(grad, True)
 
     def step_is_done(self) -> None:
         """Notes that the optimizer has used the gradients."""
@@ -163,14 +162,10 @@ def _grads_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [grad for tensor in tensors if (grad := gradient_of(tensor)) is not None]
 
 
-def _mark(grad: torch.Tensor, is_summed: bool) -> None:
-    setattr(grad, _MARK, is_summed)
-
-
 def _refuse_summed(param: torch.Tensor) -> None:
     """Raises RuntimeError if backward has added to a summed gradient."""
     grad = ParameterGradient(param).tensor
-    if grad is not None and getattr(grad, _MARK, False):
+    if grad is not None and is_summed_over_units(grad):
         raise RuntimeError(
             f"backward added to a gradient that was already summed over the units (parameter of shape "
             f"{tuple(param.shape)}): call optimizer.zero_grad() before the next step, and accumulate inside "

@@ -170,6 +170,7 @@ class _Synchronized(torch.optim.Optimizer):
     _non_parallel_module_reducer: Reducer | None
     _module: nn.Module
     _config: ComputeConfig | None
+    averages_over_data = True  # `step` sums over the units
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if closure is None:

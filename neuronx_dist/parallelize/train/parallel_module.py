@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from ... import comm
+from ...gradients.guards import watch_module
 from ...gradients.in_backward import paused
 from ...gradients.norm import clip_grad_norm
 from ...program.program import FILE_NAMES, argument_name
@@ -31,6 +32,7 @@ from ...program.recording import describe, register_dataclass
 from ...torch_internals.modules import non_persistent_buffers
 from ...torch_internals.tensors import pytree, state_dict_metadata
 from ...weights.shard_spec import ShardedModule, set_spec
+from ...weights.wrappers import refuse_wrapper
 from ..config import ComputeConfig
 from .buffers import buffers_kept
 from .devices import device_of
@@ -47,8 +49,38 @@ def pipelined(module: ParallelModule) -> Pipelined | None:
     return module._pipeline
 
 
+def _if_called(register: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method of `nn.Module` that registers hooks, refused where nothing calls the module."""
+
+    @wraps(register)
+    def checked(module: Container, *args: Any, **kwargs: Any) -> Any:
+        reason = module._not_called()
+        if reason:
+            raise RuntimeError(
+                f"{register.__name__}: {reason}, so that the hook would never run. Register it on the original module, "
+                "before parallelize, which records what it computes"
+            )
+        return register(module, *args, **kwargs)
+
+    return checked
+
+
 class Container(ShardedModule):
     """One level of the original's names: `self.layers[0].weight`."""
+
+    register_forward_hook = _if_called(nn.Module.register_forward_hook)
+    register_forward_pre_hook = _if_called(nn.Module.register_forward_pre_hook)
+    register_full_backward_hook = _if_called(nn.Module.register_full_backward_hook)
+    register_full_backward_pre_hook = _if_called(nn.Module.register_full_backward_pre_hook)
+
+    def _not_called(self) -> str:
+        """Returns why the module's forward is not called; "": it is."""
+        return "the emitted forward uses the weights of a layer, and does not call the layer"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Parameter) and hasattr(value, "device_mesh"):
+            refuse_wrapper("fully_shard", ParallelModule)  # which makes parameters DTensors
+        super().__setattr__(name, value)
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,6 +161,9 @@ class ParallelModule(Container):
     SCHEDULE: ClassVar[str] = ""
     STAGES: ClassVar[StageTable] = {}
     EVAL_STAGES: ClassVar[StageTable] = {}  # those of evaluation mode, if they differ
+    instead_of_wrappers = (
+        "gradients are summed over the units by the optimizer that neuronx_dist.parallelize.build_optimizer returns"
+    )
     compute_config: ClassVar[ComputeConfig]
     run: ClassVar[Callable[..., Any]]  # the emitted forward; `forward` refuses on an end2end module
 
@@ -146,6 +181,29 @@ class ParallelModule(Container):
             self._register(name, self.STORED[first], tensors[first], weights is None)
         self._pipeline = self._make_pipeline() if self.RANKS > 1 else None
         self.train(not self.IN_EVALUATION)
+        self._watch()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Makes torch's clipping, and optimizers that `build_optimizer` did not make, refuse gradients of one unit."""
+        if self.num_units > 1 or self.num_stages > 1:
+            watch_module(self)
+
+    @property
+    def num_units(self) -> int:
+        """Number of units over which its gradients are summed."""
+        return self.compute_config.units
+
+    @property
+    def num_stages(self) -> int:
+        """Number of groups of ranks that hold its pipeline stages."""
+        return self.RANKS
+
+    def _not_called(self) -> str:
+        return "train_step and infer_step do not call forward" if self.compute_config.use_end2end else ""
 
     def _shard_index(self) -> int:
         """Returns the index of the shard that this rank holds."""

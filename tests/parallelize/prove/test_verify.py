@@ -193,12 +193,15 @@ def test_a_running_mean_that_is_zero_but_for_rounding(
         parallelize(module, arguments, "data", config, gen_savedir=tmp_path / "wrong", load_module=False)
 
 
+@pytest.mark.parametrize("use_cache", [False, True])  # a program leaves out the cache, which is no tensor
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_hooks_that_the_first_forward_registers_are_registered_once(device: str, tmp_path: Path) -> None:
+def test_hooks_that_the_first_forward_registers_are_registered_once(
+    device: str, use_cache: bool, tmp_path: Path
+) -> None:
     """Hidden states of transformers: a second set of hooks would return each of them twice."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "use_cache": False, "output_hidden_states": True}
+    heads = {"num_attention_heads": 4, "use_cache": use_cache, "output_hidden_states": True}
     with torch.device(device):
         module = transformers.LlamaModel(transformers.LlamaConfig(**sizes, **heads))
     hooks = sum(len(each._forward_hooks) for each in module.modules())
