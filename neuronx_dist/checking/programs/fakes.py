@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ...torch_internals.fake_tensors import LOGGER, FakeTensor, FakeTensorMode
 from ...torch_internals.tensors import backward_hooks, has_storage, post_accumulate_hooks, pytree, storage_key
 from ...weights.partial_model import is_partial, join, partial_model
 
-__all__ = ["fake_inputs", "make_fake", "no_messages", "optimizers_of"]
+__all__ = ["built_anew", "fake_inputs", "make_fake", "no_messages", "optimizers_of"]
 
 
 @contextmanager
@@ -26,6 +28,36 @@ def no_messages() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+def built_anew(build: Callable[[], Any], *, with_values: bool = False) -> Any:
+    """Returns the result of `build`, a module or `(module, optimizer)`; a copy if the module existed before the call.
+
+    A check plays each rank with a model of its own, and leaves existing modules as they are.
+
+    Args:
+        with_values: copy the values of parameters and buffers too; else the copy has the same tensors.
+
+    Raises:
+        TypeError: the module existed before, and cannot be copied.
+    """
+    new: set[int] = set()
+    hook = register_module_parameter_registration_hook(lambda module, name, param: new.add(id(param)))
+    try:
+        built = build()
+    finally:
+        hook.remove()
+    model = built[0] if isinstance(built, tuple) and built else built
+    if not isinstance(model, nn.Module) or all(id(param) in new for param in model.parameters()):
+        return built
+    tensors = {} if with_values else {id(x): x for x in (*model.parameters(), *model.buffers())}
+    try:
+        return deepcopy(built, tensors)
+    except Exception as error:
+        raise TypeError(
+            f"model_fn returned a {type(model).__name__} that existed before, and cannot be copied ({error}): build "
+            "the module in model_fn, which is called for each rank"
+        ) from error
 
 
 def make_fake(

@@ -23,6 +23,7 @@ from ...weights.partial_model import parameter_names, partial_model
 from ...weights.shard_spec import gather_full, spec_of
 from ..report import Problem
 from .calls import Deadline
+from .fakes import built_anew
 from .played import Subject, call_model, default_optimizer, find_loss
 
 __all__ = ["compare_values"]
@@ -63,7 +64,7 @@ def compare_values(subject: Subject, mesh: Mesh, deadline: Deadline, notes: list
 def _step(subject: Subject, parts: int) -> Values | None:
     """Runs forward, backward and reduction on this rank, on a batch of the inputs of `parts` data-parallel ranks."""
     with _building():
-        built = subject.model_fn(**subject.options)
+        built = built_anew(lambda: subject.model_fn(**subject.options), with_values=True)
     model = built[0] if isinstance(built, tuple) else built
     _fill(model)
     inputs = _inputs(subject.inputs, model, parts)

@@ -46,7 +46,7 @@ from ..types.axis_powers import tracked
 from ..types.handlers.seeds import OUTSIDE, kept_seeds
 from ..types.mode import SpmdTypeMode
 from .calls import Deadline, Op, OpRecorder
-from .fakes import fake_inputs, make_fake, no_messages, optimizers_of
+from .fakes import built_anew, fake_inputs, make_fake, no_messages, optimizers_of
 from .gate import check_buffers, gated
 from .inputs import declare_inputs
 from .kept_hooks import kept_hooks
@@ -151,7 +151,7 @@ class Played:
         with self._phase("build", self.rank) as phase:
             _check_call(self.subject.model_fn, (), self.subject.options, "model_fn is called with the options {given}")
             with torch.device("meta"), OpRecorder(self.deadline):
-                built = self.subject.model_fn(**self.subject.options)
+                built = built_anew(lambda: self.subject.model_fn(**self.subject.options))
             self.model, self.optimizer = built if isinstance(built, tuple) else (built, None)
             if not isinstance(self.model, nn.Module):
                 raise TypeError(

@@ -234,3 +234,34 @@ def test_a_declaration_that_does_not_hold_is_answered_by_code():
 def test_a_mesh_is_a_mapping():
     with pytest.raises(ValueError, match="mesh: 'dp=2' has no sizes by axis: write {'dp': 2, 'tp': 4}"):
         spmd.check(model, torch.zeros(4, 8), mesh="dp=2")
+
+
+def attributes(module: nn.Module) -> list:
+    """All that a check could change of a module: its tables, tensors and hooks, the mode, and torch's generator."""
+    modules = [{name: dict(x) if isinstance(x, dict) else x for name, x in vars(m).items()} for m in module.modules()]
+    values = [x.clone() for x in module.state_dict().values()]
+    return [modules, values, torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_module_that_existed_before_keeps_its_tensors(device):
+    """`lambda: module` in place of a function that builds one: the check has a copy for each rank."""
+    with torch.device(device):
+        existing = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Linear(32, 8)).eval()
+        existing.register_forward_hook(lambda module, args, result: None)
+        existing.tied = existing[0].weight
+    before, versions = attributes(existing), [x._version for x in existing.parameters()]
+    tensors = [*existing.parameters()]
+
+    def step(module, optimizer, inputs):
+        module(inputs).square().mean().backward()
+        nxd.reduce_gradients(module)
+        optimizer.step()
+
+    report = spmd.check(lambda: existing, torch.zeros(4, 8), {"dp": 2}, step=step, numeric=device == "cpu")
+    assert report.ok, report
+    after = attributes(existing)
+    assert before[0] == after[0] and all(x is y for x, y in zip(tensors, existing.parameters()))
+    assert all(map(torch.equal, before[1], after[1])) if device == "cpu" else all(x.is_meta for x in tensors)
+    assert torch.equal(before[2], after[2]) and versions == [x._version for x in existing.parameters()]
+    assert not any(x.grad is not None for x in existing.parameters())
