@@ -451,8 +451,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> Any:
         raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled, since it shares its parameters with other ranks: make "
-            "an optimizer of the other model's parameters, and call load_state_dict(optimizer.state_dict()) of it"
+            f"{type(self).__name__} cannot be pickled, or copied without its parameters: call copy.deepcopy((model, "
+            "optimizer)), or make an optimizer of the other model's parameters and call its "
+            "load_state_dict(optimizer.state_dict())"
         )
 
     @torch.no_grad()
