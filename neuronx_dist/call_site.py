@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TypeVar
@@ -39,7 +37,6 @@ __all__ = [
     "calling_module",
     "frames",
     "hide",
-    "is_installed",
     "line_of",
     "nearest_line",
     "owner_of",
@@ -55,8 +52,6 @@ _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(_STANDARD_LIBRARY + folder for folder in ("site-packages", "dist-packages"))
 _HANDLE_TORCH_FUNCTION = handle_torch_function.__code__
 
-_PATHS = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-_LIBRARY_FOLDERS = tuple({str(form) + os.sep for path in _PATHS for form in (path, path.resolve())})
 
 _hidden: dict[str, str] = {}  # prefix of file names -> owner
 _owners: dict[str, str] = {}  # file name -> owner
@@ -199,23 +194,3 @@ def calling_module() -> str:
         if path:
             return f"{name} {path} of {type(whole).__name__}"
     return name
-
-
-@lru_cache(maxsize=4096)
-def is_installed(file: str) -> bool:
-    """Returns whether a source file is the interpreter's, or an installed distribution's in any folder.
-
-    Distributions stand in other folders than the interpreter's with `pip install --user` or `--target`, and in layered
-    environments: there their metadata lists their files. The files of an editable installation are the user's.
-    """
-    path = Path(file)
-    if file.startswith(_LIBRARY_FOLDERS) or str(path.resolve()).startswith(_LIBRARY_FOLDERS):
-        return True
-    return any(path.relative_to(folder).as_posix() in _listed_files(folder) for folder in path.parents)
-
-
-@lru_cache(maxsize=256)
-def _listed_files(folder: Path) -> frozenset[str]:
-    """Returns the files that the metadata of a folder's distributions list, relative to the folder."""
-    records = [record.read_text() for record in folder.glob("*.dist-info/RECORD")]
-    return frozenset(line.partition(",")[0] for text in records for line in text.splitlines())

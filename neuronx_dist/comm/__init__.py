@@ -21,7 +21,6 @@ from .base import Communicator, Handle
 from .context import Context, communicator, current, is_initialized
 from .errors import CommError, CommTimeout, RemoteRankError
 from .recording import Call
-from .scopes import as_rank, record
 from .verbs.collectives import (
     all_gather,
     all_reduce,
@@ -70,7 +69,15 @@ __all__ = [
 
 hide(__name__, TRANSPORT)
 
-__getattr__ = lazy_names(__name__, {"threads": "comm.backends", "exchange": "comm.verbs.exchange", "launch": "comm"})
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "threads": "comm.backends",
+        "exchange": "comm.verbs.exchange",
+        "launch": "comm",
+        **dict.fromkeys(("as_rank", "record"), "comm.scopes"),
+    },
+)
 
 
 def size(axis: context.AxisLike) -> int:

@@ -11,24 +11,29 @@ Tensors and functions count as the objects that they are: values in tensors are 
 
 from __future__ import annotations
 
+import os
 import random
 import sys
+import sysconfig
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..call_site import USER, is_installed, owner_of
+from ..call_site import USER, owner_of
 from .recording import describe
 
-__all__ = ["Change", "PythonState", "RandomState", "user_code"]
+__all__ = ["Change", "PythonState", "RandomState", "is_installed", "user_code"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_PATHS = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_LIBRARY_FOLDERS = tuple({str(form) + os.sep for path in _PATHS for form in (path, path.resolve())})
 # Packages whose objects, but for modules, have a state that other threads change, and that no forward reads.
 _RUN_TIME = frozenset((*sys.stdlib_module_names, "torch", "numpy", __name__.partition(".")[0]))
 _LONGEST = 10_000  # items of a container that are looked into
@@ -171,6 +176,26 @@ class PythonState:
         if _state_in(found):
             self._saved.append(_of_names(function.__module__, module, _state_in(found)))
         yield from found.items()
+
+
+@lru_cache(maxsize=4096)
+def is_installed(file: str) -> bool:
+    """Returns whether a source file is the interpreter's, or an installed distribution's in any folder.
+
+    Distributions stand in other folders than the interpreter's with `pip install --user` or `--target`, and in layered
+    environments: there their metadata lists their files. The files of an editable installation are the user's.
+    """
+    path = Path(file)
+    if file.startswith(_LIBRARY_FOLDERS) or str(path.resolve()).startswith(_LIBRARY_FOLDERS):
+        return True
+    return any(path.relative_to(folder).as_posix() in _listed_files(folder) for folder in path.parents)
+
+
+@lru_cache(maxsize=256)
+def _listed_files(folder: Path) -> frozenset[str]:
+    """Returns the files that the metadata of a folder's distributions list, relative to the folder."""
+    records = [record.read_text() for record in folder.glob("*.dist-info/RECORD")]
+    return frozenset(line.partition(",")[0] for text in records for line in text.splitlines())
 
 
 def user_code(code: CodeType) -> bool:

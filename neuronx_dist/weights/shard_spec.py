@@ -18,16 +18,7 @@ from .. import comm, weights
 from ..mesh import Axis, part_of
 from ..torch_internals.tensors import state_dict_metadata
 
-__all__ = [
-    "ShardSpec",
-    "ShardedModule",
-    "gather_full",
-    "named_specs",
-    "restamp",
-    "set_spec",
-    "spec_of",
-    "specs_without_parameters",
-]
+__all__ = ["ShardSpec", "ShardedModule", "gather_full", "named_specs", "restamp", "set_spec", "spec_of"]
 
 _ATTRIBUTE = "_shard_spec"
 _TABLE = "_shard_specs"
@@ -226,14 +217,6 @@ def named_specs(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardSpe
     restamp(module)
     for name, param in module.named_parameters():
         yield name, param, spec_of(param)
-
-
-def specs_without_parameters(module: nn.Module) -> Iterator[tuple[str, ShardSpec]]:
-    """`(name, layout)` of parameters that are no longer in their modules: FSDP puts them into a flat one."""
-    for prefix, child in module.named_modules():
-        for name, spec in child.__dict__.get(_TABLE, {}).items():
-            if name not in child._parameters:
-                yield f"{prefix}.{name}" if prefix else name, spec
 
 
 def restamp(module: nn.Module) -> None:

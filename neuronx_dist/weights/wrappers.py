@@ -12,7 +12,7 @@ all ranks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import comm
 from ..torch_internals.distributed import before_saving
 from ..torch_internals.tensors import pytree
-from .shard_spec import ShardSpec, named_specs, specs_without_parameters
+from .shard_spec import _TABLE, ShardSpec, named_specs
 
 __all__ = [
     "check_group",
@@ -78,10 +78,18 @@ def _check(wrapper: nn.Module, attribute: str, module: nn.Module | None) -> None
             ranks = comm.communicator(wrapper.process_group).ranks
             part = f"{name} is one of {spec.num_partitions} shards" if spec.num_partitions > 1 else name
             _refuse_parts(kind, ranks, part, _REPAIR, expert)
-    for name, spec in specs_without_parameters(module):
+    for name, spec in _specs_without_parameters(module):
         if spec.num_partitions > 1:
             ranks = comm.communicator(wrapper.process_group).ranks
             _refuse_parts(kind, ranks, f"{name} is one of {spec.num_partitions} shards", _REPAIR)
+
+
+def _specs_without_parameters(module: nn.Module) -> Iterator[tuple[str, ShardSpec]]:
+    """`(name, layout)` of parameters that are no longer in their modules: FSDP puts them into a flat one."""
+    for prefix, child in module.named_modules():
+        for name, spec in child.__dict__.get(_TABLE, {}).items():
+            if name not in child._parameters:
+                yield f"{prefix}.{name}" if prefix else name, spec
 
 
 def wrapper_of(module_class: type) -> str | None:

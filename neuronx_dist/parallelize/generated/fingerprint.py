@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...call_site import is_installed
+from ...program.python_state import is_installed
 from ...weights.host_memory import as_bytes
 
 __all__ = ["digest", "module_entries", "package_digest", "value_entries"]
