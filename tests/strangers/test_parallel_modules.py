@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -27,6 +25,7 @@ from neuronx_dist.weights.shard_spec import gather_full, spec_of
 from tests.parallelize.support import pipelines
 from tests.parallelize.support.training import batch, loss_of, original, parallel, whole
 from tests.strangers.test_wrappers import by_accelerate, without_torch_xla
+from tests.strangers.toy import by_safetensors, by_torch_save, message_of
 from tests.support.pool import processes
 
 Weights = dict[str, torch.Tensor]
@@ -83,17 +82,6 @@ def loaded(module: nn.Module, by_file: Callable[[Weights], Weights]) -> Weights:
             param.zero_()
     module.load_state_dict(state)
     return trained(module)
-
-
-def by_torch_save(state: Weights) -> Weights:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)
-
-
-def by_safetensors(state: Weights) -> Weights:
-    return safetensors.torch.load(safetensors.torch.save({name: value.clone() for name, value in state.items()}))
 
 
 def by_average(module: nn.Module) -> Weights:
@@ -182,14 +170,6 @@ def test_values_are_those_of_one_process(name, config):
             for key, weight in weights.items():
                 rtol = 2e-2 if name == "autocast" else 1e-9
                 torch.testing.assert_close(weight, reference[key], rtol=rtol, atol=rtol / 10)
-
-
-def message_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (RuntimeError, ValueError, TypeError) as error:
-        return str(error)
-    return "not refused"
 
 
 def plain(module: nn.Module, make: Any) -> torch.optim.Optimizer:

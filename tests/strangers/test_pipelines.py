@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -27,6 +26,7 @@ from neuronx_dist.gradients.guards import watch_clipping, watch_optimizers
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import parallel_state
 from tests.strangers.test_wrappers import by_accelerate, without_torch_xla
+from tests.strangers.toy import by_safetensors, by_torch_save, message_of
 from tests.support.pool import processes
 
 Weights = dict[str, torch.Tensor]
@@ -122,17 +122,6 @@ def loaded(by_file: Callable[[Weights], Weights]) -> Weights:
     trained(source, steps=1)
     model.load_state_dict(by_file(source.state_dict()))
     return trained(model)
-
-
-def by_torch_save(state: Weights) -> Weights:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)
-
-
-def by_safetensors(state: Weights) -> Weights:
-    return safetensors.torch.load(safetensors.torch.save({name: value.clone() for name, value in state.items()}))
 
 
 def by_average() -> Weights:
@@ -241,14 +230,6 @@ def test_values_are_those_of_one_process(name, mesh):
 @pytest.mark.parametrize("name", ON_PROCESSES)
 def test_on_processes(name):
     check(ON_PROCESSES[name], processes(4).run(ON_PROCESSES[name], mesh={"pp": 2}))
-
-
-def message_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (RuntimeError, ValueError, TypeError) as error:
-        return str(error)
-    return "not refused"
 
 
 def lbfgs() -> None:

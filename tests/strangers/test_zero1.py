@@ -25,7 +25,7 @@ from neuronx_dist.gradients.guards import watch_optimizers
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import parallel_state
 from tests.strangers.test_wrappers import launched, without_torch_xla
-from tests.strangers.toy import Net, local_batch, whole_weights
+from tests.strangers.toy import Net, local_batch, message_of, whole_weights
 from tests.support.pool import processes
 
 Weights = dict[str, torch.Tensor]
@@ -156,14 +156,6 @@ def by_accelerate() -> Weights:
 )
 def test_under_wrappers(case, tp):
     check(trained, processes(2 * tp).run(case, mesh={"tp": tp}))
-
-
-def message_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (RuntimeError, ValueError, TypeError) as error:
-        return str(error)
-    return "not refused"
 
 
 @pytest.mark.parametrize("call", [copy.copy, pickle.dumps])

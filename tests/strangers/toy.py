@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -71,3 +74,22 @@ def trained_alone(steps: int = 3, lr: float = 0.5) -> tuple[list[float], dict[st
             optimizer.zero_grad()
             losses.append(loss.item())
         return losses, whole_weights(model)
+
+
+def by_torch_save(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def by_safetensors(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load(safetensors.torch.save({name: value.clone() for name, value in state.items()}))
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError, TypeError) as error:
+        return str(error)
+    return "not refused"
