@@ -119,9 +119,9 @@ class Nodes:
             self.bind(node, stand_in, Info(kind, where=where, constant=x if kind == "constant" else None))
             self._nodes[id(x)] = node
             self._alive.append(x)
-        spec = node.meta["info"].spec
-        if x.requires_grad and x.is_leaf and not spec.requires_grad:  # set since, and not by a write to a view of it
-            node.meta["info"].spec = spec._replace(requires_grad=True)
+        info = node.meta["info"]
+        if x.requires_grad and not info.spec.requires_grad:  # set since; of no leaf: by a write to a view of it
+            info.spec, info.grad_by_write = info.spec._replace(requires_grad=True), not x.is_leaf
         return node
 
 

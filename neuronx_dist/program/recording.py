@@ -78,6 +78,7 @@ class Info(CallFacts):
         constant: the tensor itself, for `constant`.
         function: the called object, as a `TorchFunctionMode` receives it, for `function`.
         items: length of the tuple or list that it returns.
+        grad_by_write: its result required no gradient until a view of it was written.
     """
 
     kind: str
@@ -90,6 +91,7 @@ class Info(CallFacts):
     constant: torch.Tensor | None = None
     function: Callable[..., Any] | None = None
     items: int = 0
+    grad_by_write: bool = False
 
     @property
     def checkpoint(self) -> int | None:

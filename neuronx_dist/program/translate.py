@@ -152,8 +152,11 @@ class _Translator:
                     f"{info.where}: {call.name} returns tensors in nested containers, or mixed with other objects. "
                     f"Return a tensor, or a tuple of tensors."
                 )
-        specs = [info_of(n).spec for n in nodes]
-        results = [ResultSpec(spec.shape, spec.dtype, spec.requires_grad) for spec in specs if spec is not None]
+        results = [
+            ResultSpec(spec.shape, spec.dtype, spec.requires_grad and not info_of(n).grad_by_write)
+            for n in nodes
+            if (spec := info_of(n).spec) is not None
+        ]
         values = self.builder.add(call, results, several=info.spec is None)
         for index, (result_node, value) in enumerate(zip(nodes, values)):
             self._bind(result_node, value, call, index, [*node.all_input_nodes])

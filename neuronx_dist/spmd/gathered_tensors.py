@@ -10,6 +10,7 @@ from torch.overrides import has_torch_function_unary
 
 from ..comm import Communicator
 from ..torch_internals.autograd import input_metadata
+from ..torch_internals.tensors import has_storage
 from .rows import OperatorArguments, Row
 
 __all__ = ["carry_note", "is_gathered", "note_gathered"]
@@ -40,7 +41,7 @@ def carry_note(x: torch.Tensor, result: torch.Tensor) -> None:
 
 
 def _has_memory(x: torch.Tensor) -> bool:
-    return not torch.compiler.is_compiling() and not has_torch_function_unary(x)
+    return not torch.compiler.is_compiling() and not has_torch_function_unary(x) and has_storage(x)
 
 
 def is_gathered(x: torch.Tensor, communicator: Communicator) -> bool:
