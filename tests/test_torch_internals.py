@@ -166,11 +166,16 @@ def modules_case() -> None:
     layer.register_buffer("passing", torch.zeros(1), persistent=False)
     assert modules.non_persistent_buffers(layer) == {"passing"}
     assert modules.call_with_hooks(nn.Identity())(3) == 3
-    assert not modules.has_hooks(layer)
-    for register in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
-        handle = getattr(layer, f"register_{register}")(lambda *args: None)
-        assert modules.has_hooks(layer)
-        handle.remove()
+    called: list[Any] = []
+    old, new = nn.Linear(2, 2), nn.Linear(2, 2)
+    registers = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
+    handles = [getattr(old, f"register_{register}")(lambda *args: called.append(args[0])) for register in registers]
+    modules.move_hooks(old, new)
+    for _ in range(2):
+        new(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        for handle in handles:
+            handle.remove()
+    assert called == [new] * 4
     checked: list[Any] = []
     before, clip = nn.utils.clip_grad.__dict__.copy(), nn.utils.clip_grad_norm_
     modules.before_clipping(checked.append)

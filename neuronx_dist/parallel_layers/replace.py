@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from .. import comm
-from ..torch_internals.modules import has_hooks
+from ..torch_internals.modules import move_hooks
 from ..weights.shard_spec import ShardedModule, set_spec, spec_of
 from .embedding import ParallelEmbedding
 from .linear import ColumnParallelLinear, RowParallelLinear, check_fusable, fuse_columns
@@ -100,7 +100,7 @@ def apply(model: nn.Module, plans: Sequence[LayerPlan]) -> nn.Module:
     """Replaces the layers that `plans` name, in place, by parallel ones over "tp". Returns the model.
 
     A layer on meta stays there (`materialize` or `load_pretrained` give it values); a real one is sliced. Layers that
-    share their weight go on sharing it; `requires_grad` and training mode are kept.
+    share their weight go on sharing it; `requires_grad`, training mode and hooks are those of the layer.
 
     Raises:
         ValueError: a plan that does not fit the model; all of them are listed, and the model is left as it was.
@@ -176,10 +176,6 @@ def _checked(model: nn.Module, plans: Sequence[LayerPlan]) -> dict[str, nn.Modul
             actual, expected = type(layer).__name__, style.layer_type.__name__
             problems.append(f"{plan.name} is a {actual}, but the style {plan.style!r} replaces torch.nn.{expected}")
         elif style.build is not None:
-            if has_hooks(layer):
-                problems.append(
-                    f"{plan.name} has hooks, which the layer in its place would not have: register them afterwards"
-                )
             size = getattr(layer, style.size_attribute)
             padded = size if plan.padded_size is None else plan.padded_size
             if padded < size:
@@ -220,5 +216,6 @@ def _install(
         setattr(parallel, parameter, local)
         set_spec(parallel, parameter, spec)
     parallel.train(original.training)
+    move_hooks(original, parallel)
     parent, _, child = plan.name.rpartition(".")
     setattr(model.get_submodule(parent), child, parallel)

@@ -39,9 +39,20 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Returns whether a module has forward or backward hooks, which a module in its place would not have."""
-    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
+)
+
+
+def move_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Gives the forward and backward hooks of a module to the one in its place; handles of the hooks remove them there.
+
+    Without it a replaced layer loses them: Hugging Face's reentrant checkpointing has one on the embedding.
+    """
+    for name in _HOOKS:
+        setattr(new, name, getattr(old, name))
 
 
 def before_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
