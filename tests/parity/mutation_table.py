@@ -84,7 +84,7 @@ CASES: dict[str, Callable[[], None]] = {
         f"Communicator.start_coalesced:self.start_{v}#1": verbs_on_threads
         for v in ("all_reduce", "all_gather", "reduce_scatter")
     },
-    "gather_objects:comm.gather_objects#1": verbs_on_threads,
+    "_gather:comm.gather_objects#1": verbs_on_threads,
     "_communicate:comm.exchange#1": exchange_of_a_plan,
     "_start_passing:comm.exchange#1": turn_of_a_ring,
     **{f"{kernel}#1": conformance for kernel in KERNELS},

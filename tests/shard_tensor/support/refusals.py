@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -155,6 +156,12 @@ REFUSALS = {
         lambda mesh: ShardTensor.from_local(torch.ones(2 + mesh.get_rank()), mesh, [Replicate()]),
         ValueError,
         "must be equal, but the ranks have",
+    ),
+    "an attribute that a mesh has not": (lambda mesh: mesh.no_such, AttributeError, r"'no_such'. .*mesh.to_torch\(\)"),
+    "a mesh of this package for fully_shard": (
+        lambda mesh: fully_shard(nn.Linear(2, 2), mesh=mesh),
+        TypeError,
+        r"is a mesh of neuronx_dist. .*pass mesh.to_torch\(\)",
     ),
     "a placement too many": (
         lambda mesh: distribute_tensor(torch.ones(4), mesh, [Shard(0), Replicate()], src=None),
