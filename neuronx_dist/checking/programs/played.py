@@ -379,8 +379,9 @@ def _moves_to_a_device(error: Exception) -> bool:
     """Whether an error is of a tensor or module that the program moves to a device."""
     if isinstance(error, SpmdTypeError):
         return False
-    names = {frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename == modules.__file__}
-    return "_apply" in names or "CUDA" in str(error) or "meta tensor" in str(error)
+    frames = {(frame.filename, frame.name) for frame in traceback.extract_tb(error.__traceback__)}
+    starts_cuda = (torch.cuda.__file__, "_lazy_init")  # without a device or a driver
+    return bool(frames & {(modules.__file__, "_apply"), starts_cuda}) or "meta tensor" in str(error)
 
 
 def _averages(optimizer: Any) -> bool:
