@@ -21,7 +21,7 @@ __all__ = ["backends", "devices", "packages", "shared_memory", "threads", "versi
 _OLDEST = "2.9"  # of torch
 _SHARED = 1 << 30  # bytes of /dev/shm below which loaders of a few processes fail
 _EXTRAS = {  # package -> what it is for, how to install it
-    "transformers": ("Hugging Face models", "pip install 'transformers>=5.0'"),
+    "transformers": ("Hugging Face models", "pip install 'transformers>=5.2'"),
     "safetensors": ("weights of Hugging Face models", "pip install safetensors"),
     "s3fs": ("checkpoints on s3://", "pip install s3fs"),
     "matplotlib": ("pictures of `neuronx-dist timeline`", "pip install matplotlib"),
