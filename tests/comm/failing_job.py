@@ -45,6 +45,7 @@ def main(how: str) -> None:
         if how == "returns":
             return
         if how == "interrupted":
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
             time.sleep(10 if os.kill(os.getpid(), signal.SIGINT) is None else 0)  # another thread may get the signal
         raise ValueError("the parrot is dead")
     elif how == "computing":
