@@ -52,7 +52,6 @@ _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(_STANDARD_LIBRARY + folder for folder in ("site-packages", "dist-packages"))
 _HANDLE_TORCH_FUNCTION = handle_torch_function.__code__
 
-
 _hidden: dict[str, str] = {}  # prefix of file names -> owner
 _owners: dict[str, str] = {}  # file name -> owner
 _reissuing: set[CodeType] = set()

@@ -133,7 +133,7 @@ def test_pieces_that_do_not_fit_are_refused():
     ],
 )
 def test_pieces_that_overlap_are_refused(rectangles, whole):
-    """Their elements add up, but others are in no piece: these kept the old weights."""
+    """Elements that are in no piece kept the old weights, where those of overlapping pieces add up to the whole."""
     chunks = [StoredChunk(*at, Extent("a", 8 * index, 8)) for index, at in enumerate(rectangles)]
     with pytest.raises(CheckpointCorrupted, match=r"two pieces of w overlap, \(.*\) at \(.*\), and others are missing"):
         unpickled(pickled(Catalog({"w": SavedTensor(whole, torch.float32, chunks)}, {}, {})), "name")

@@ -141,7 +141,7 @@ def by_parametrization() -> Weights:
 
 
 def by_swapping() -> Weights:
-    """What `module.to` does with this setting."""
+    """Swaps parameters in `module.to`, which this setting makes it do."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:

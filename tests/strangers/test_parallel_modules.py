@@ -34,7 +34,7 @@ CONFIGS = [ComputeConfig(2, 2), ComputeConfig(2, 4), ComputeConfig(1, 2), Comput
 
 @pytest.fixture(autouse=True)
 def watched() -> None:
-    """What `initialize_model_parallel` does in a job."""
+    """Watches clipping and optimizers, as `initialize_model_parallel` does in a job."""
     watch_clipping()
     watch_optimizers()
 

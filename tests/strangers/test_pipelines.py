@@ -36,7 +36,7 @@ MESHES = [Mesh(2, pp=2), Mesh(4, pp=2), Mesh(4, pp=4)]
 
 @pytest.fixture(autouse=True)
 def watched() -> None:
-    """What `initialize_model_parallel` does in a job."""
+    """Watches clipping and optimizers, as `initialize_model_parallel` does in a job."""
     watch_clipping()
     watch_optimizers()
 
@@ -175,7 +175,7 @@ def parametrized(model: Any) -> None:
 
 
 def by_swapping() -> Weights:
-    """What `module.to` does with this setting."""
+    """Swaps parameters in `module.to`, which this setting makes it do."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:

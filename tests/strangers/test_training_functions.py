@@ -24,7 +24,7 @@ def on_threads(mesh: Mesh, function: Any, *args: Any) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def watched() -> None:
-    """What `initialize_model_parallel` does in a job."""
+    """Watches clipping and optimizers, as `initialize_model_parallel` does in a job."""
     watch_clipping()
     watch_optimizers()
 
