@@ -64,8 +64,9 @@ class Worker:
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], timeout)
         if not ready:
+            log = self._end_of_log()
             self.close()
-            raise WorkerError(f"{self.module}: no answer within {timeout:g} s; its log ends:\n{self._end_of_log()}")
+            raise WorkerError(f"{self.module}: no answer within {timeout:g} s; its log ends:\n{log}")
         data = _read(self._process.stdout)
         if data is None:
             raise self._died()
@@ -83,15 +84,17 @@ class Worker:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Ends the process, which this object started."""
-        if self._process.stdin is not None:
-            with suppress(BrokenPipeError):  # the process died before it read everything
-                self._process.stdin.close()
+        """Ends the process, which this object started, and closes its pipes and its log."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):  # the process died before it read everything
+            self._process.stdin.close()
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._process.stdout.close()
+        self._log.close()
 
     def _died(self) -> WorkerError:
         code = self._process.wait()

@@ -85,6 +85,7 @@ def test_one_that_is_closed_ends(answering: Worker) -> None:
     answering.ask(1)
     answering.close()
     assert not answering.alive and answering._process.returncode == 0
+    assert answering._process.stdout.closed and answering._log.closed  # else the collector warns in another test
 
 
 def test_messages_have_their_length_in_front() -> None:

@@ -30,6 +30,7 @@ def _forget():
     known = dict(RULES)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.simplefilter("default", ResourceWarning)  # the collector also frees what other tests left
         yield
     for function in [function for function in RULES if function not in known]:
         del RULES[function]
