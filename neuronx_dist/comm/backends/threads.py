@@ -163,7 +163,8 @@ class _World:
 
     def fail(self, rank: int, error: BaseException) -> None:
         with self.changed:
-            if self.failure is None and not isinstance(error, RemoteRankError):
+            follows = self.failure is not None and self.failure[0] == rank  # from a deadlock that was found
+            if (self.failure is None or follows) and not isinstance(error, RemoteRankError):
                 self.failure = (rank, error)
             self.changed.notify_all()
 

@@ -254,3 +254,14 @@ def test_a_context_of_ones_own():
     assert not comm.is_initialized()
     with pytest.raises(ValueError, match="rank 4"), comm.as_rank(Mesh(4), 4):
         pass
+
+
+def test_an_error_that_follows_from_a_deadlock_is_the_one_that_is_raised():
+    def work():
+        try:
+            if comm.rank("tp"):
+                comm.barrier()
+        except CommDeadlock as error:
+            raise KeyError("mine") from error
+
+    assert isinstance(fails(work, match="mine", kind=KeyError).__cause__, CommDeadlock)
