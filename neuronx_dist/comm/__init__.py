@@ -19,7 +19,7 @@ from ..lazy_names import lazy_names
 from . import context
 from .base import Communicator, Handle
 from .context import Context, communicator, current, is_initialized
-from .errors import CommError, CommTimeout, RemoteRankError
+from .errors import CommDeadlock, CommError, CommTimeout, RemoteRankError
 from .recording import Call
 from .verbs.collectives import (
     all_gather,
@@ -37,6 +37,7 @@ from .verbs.collectives import (
 
 __all__ = [
     "Call",
+    "CommDeadlock",
     "CommError",
     "CommTimeout",
     "Communicator",

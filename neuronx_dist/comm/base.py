@@ -264,12 +264,10 @@ class Backend:
         generator: random generator of the ranks' devices, where torch has no access to it (XLA); else None.
         board: where ranks publish texts (`board.Board`); None: they cannot, or are played one by one.
         device: default device of the tensors that it communicates.
-        ranks_are_threads: whether ranks are threads of one process, which share torch's default generator.
     """
 
     name = "none"
     has_messages = True
-    ranks_are_threads = False
     generator: DeviceGenerator | None = None
     board: Any = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -78,6 +79,22 @@ def test_low_precision(dtype: torch.dtype, options: dict[str, Any]) -> None:
         return weights_of(model)
 
     both(Mesh(2), use)
+
+
+@pytest.mark.parametrize("order", range(20 if os.environ.get("NXD_FULL") else 3))
+def test_the_order_of_ranks_changes_no_bit(order: int) -> None:
+    """A race between backward's collectives and the next forward's would."""
+
+    def use(overlap: bool) -> dict[str, torch.Tensor]:
+        model = Chain()
+        wrapped = zero1(model, overlap, "AdamW", max_norm=1.0)
+        for step in range(STEPS):
+            wrapped.zero_grad()
+            model(rows(step)).backward()
+            wrapped.step()
+        return weights_of(model)
+
+    both(Mesh(4), use, order=order)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -216,14 +216,10 @@ def test_initial_weights_are_those_of_one_rank(meta: bool) -> None:
                 model = ColumnParallelLinear(HIDDEN, 8, gather_output=False, replicas=comm.size("tp") // 2 or 1)
             materialize(model, seed=3)
         else:
-            with threads_one_at_a_time:
-                torch.manual_seed(3)
-                model = ColumnParallelLinear(HIDDEN, 8, gather_output=False, replicas=comm.size("tp") // 2 or 1)
+            torch.manual_seed(3)
+            model = ColumnParallelLinear(HIDDEN, 8, gather_output=False, replicas=comm.size("tp") // 2 or 1)
         return [gather_full(param, spec_of(param)) for param in model.parameters()]
 
-    import threading
-
-    threads_one_at_a_time = threading.Lock()  # torch's generator is one for all threads
     one, *others = [weights for tp in (1, 2, 4, 8) for weights in threads.run(Mesh(tp, tp=tp), rank)]
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(one, other))

@@ -35,7 +35,6 @@ from tests.parallelize.support.pipelines import (
     pipelined,
 )
 from tests.parallelize.support.training import SGD
-from tests.support.pool import processes
 
 pytestmark = pytest.mark.slow
 
@@ -127,9 +126,6 @@ def _rank_steps(how: str, size: int, folder: Path) -> Step:
 
 
 def _parallel(how: str, size: int, folder: Path) -> list[Step]:
-    """Several ranks are processes: threads draw their dropout from one generator, in the order in which they come."""
-    if size > 1:
-        return processes(size).run(_rank_steps, how, size, folder, mesh=dict(tp=size))
     return threads.run(ComputeConfig(size).mesh(), _rank_steps, how, size, folder)
 
 

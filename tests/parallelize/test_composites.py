@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import combinations
 from math import prod
-from threading import Lock
 from typing import Any
 
 import pytest
@@ -22,8 +21,6 @@ from neuronx_dist.rules.containers import substituted
 from neuronx_dist.spmd import I, P, R, S
 from tests.parallelize.support.mutations import running_statistics
 from tests.parallelize.support.pieces import Case, wrong_pieces, wrong_types
-
-lock = Lock()
 
 
 def f(*shape: int) -> Tensor:
@@ -166,12 +163,11 @@ def test_dropout_draws_each_shards_own_mask():
     (value,) = operands_of(call)
 
     def run() -> Any:
-        with lock:
-            torch.manual_seed(3)
-            before = torch.get_rng_state()
-            args, kwargs = substituted(cut_.local[1:], Value, {value: torch.ones(4, 6)}.__getitem__)
-            first, second = (cut_.local.function(*args, **kwargs) for _ in range(2))
-            return first, second, torch.equal(before, torch.get_rng_state())
+        torch.manual_seed(3)
+        before = torch.get_rng_state()
+        args, kwargs = substituted(cut_.local[1:], Value, {value: torch.ones(4, 6)}.__getitem__)
+        first, second = (cut_.local.function(*args, **kwargs) for _ in range(2))
+        return first, second, torch.equal(before, torch.get_rng_state())
 
     (a, b, same), (c, d, also) = threads.run(Mesh(2, tp=2), run)
     assert same and also

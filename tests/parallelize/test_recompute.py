@@ -18,7 +18,6 @@ from neuronx_dist.parallelize.policy.operations import IRFwOperation
 from neuronx_dist.spmd.random import manual_seed
 from tests.parallelize.support.models import WIDTH
 from tests.parallelize.support.pipelines import accumulated, assert_same, config, pipelined
-from tests.support.pool import processes
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -94,10 +93,8 @@ def test_less_is_saved_and_values_are_equal_to_the_bit(tmp_path: Path) -> None:
     assert_recomputed(*steps)
 
 
-@pytest.mark.process
 def test_less_is_saved_on_two_ranks(tmp_path: Path) -> None:
-    """On processes: ranks as threads share one random generator, so that their dropout depends on their order."""
-    for steps in processes(2).run(_both, 2, str(tmp_path), mesh={"tp": 2}):
+    for steps in threads.run(ComputeConfig(2).mesh(), _both, 2, str(tmp_path)):
         assert_recomputed(*steps)
 
 

@@ -25,7 +25,6 @@ from neuronx_dist.pipeline import NxDPPModel
 from tests.hf.models import batch as llama_batch
 from tests.hf.models import llama_config, reference_model
 from tests.support.pipeline_models import Block, Model, batch, error, make, on_ranks, reference
-from tests.support.pool import processes
 
 pytestmark = pytest.mark.slow  # together more than the fast tier has room for
 
@@ -247,8 +246,9 @@ class DroppingModel(Model):
 
 
 @pytest.mark.parametrize("how", ["layers", "around"])
-def test_recomputation_replays_the_random_streams(how: str) -> None:
-    """One rank, as threads share torch's generator; the schedule has several microbatches in flight."""
+@pytest.mark.parametrize("mesh", [Mesh(1), PP2], ids=str)
+def test_recomputation_replays_the_random_streams(how: str, mesh: Mesh) -> None:
+    """The schedule has several microbatches in flight."""
     results = []
     for checkpointed in (False, True):
         model = make(DroppingModel)
@@ -262,18 +262,16 @@ def test_recomputation_replays_the_random_streams(how: str) -> None:
             with random.get_rng_tracker().fork():
                 drawn = torch.rand(2)
             return (
-                torch.stack([*losses]),
+                losses,
                 {n: p.grad for n, p in pipeline.local_named_parameters()},
                 drawn,
                 torch.rand(2),
             )
 
-        results.append(
-            on_ranks(Mesh(1), model, use, transformer_layer_cls=Dropping, **{**TRAIN, "num_microbatches": 4})[0]
-        )
-    (loss, grads, *drawn), (expected, expected_grads, *expected_drawn) = results
-    assert torch.equal(loss, expected) and all(map(torch.equal, drawn, expected_drawn))
-    assert all(error(grad, expected_grads[name]) < 1e-12 for name, grad in grads.items())
+        results.append(on_ranks(mesh, model, use, transformer_layer_cls=Dropping, **{**TRAIN, "num_microbatches": 4}))
+    for (loss, grads, *drawn), (expected, expected_grads, *expected_drawn) in zip(*results):
+        assert loss == expected and all(map(torch.equal, drawn, expected_drawn))
+        assert all(error(grad, expected_grads[name]) < 1e-12 for name, grad in grads.items())
 
 
 # --- Hugging Face's own -----------------------------------------------------------------------------------------------
@@ -370,11 +368,10 @@ def dropping_llama_gradients(enable: str) -> Any:
     return {name: p.grad for name, p in pipeline.local_named_parameters()}
 
 
-@pytest.mark.process
 def test_attention_dropout_of_sharded_heads_is_replayed() -> None:
     """Dropout draws from this rank's stream, which torch's checkpoint (Hugging Face's default) does not restore."""
     plain, *others = (
-        processes(2).run(dropping_llama_gradients, enable, mesh=dict(tp=2)) for enable in ("", "hf", "layers")
+        comm.threads.run(Mesh(2, tp=2), dropping_llama_gradients, enable) for enable in ("", "hf", "layers")
     )
     for ranks in others:
         for grads, expected in zip(ranks, plain):

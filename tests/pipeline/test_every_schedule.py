@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -55,6 +56,19 @@ def test_as_one_process(setting: Setting) -> None:
     check(setting, results)
     if not setting.tied:
         check_bits(setting, results)
+
+
+@pytest.mark.parametrize("schedule", CHUNKS)
+def test_the_order_of_ranks_changes_no_bit(schedule: str) -> None:
+    """A race between ranks would: in a random order ranks also stop after they send."""
+    setting = Setting(schedule, 4, 5, tied=True)
+    orders = ["round-robin", *range(20 if os.environ.get("NXD_FULL") else 2)]
+    expected, *results = (
+        [{name: asdict(steps) for name, steps in rank.items()} for rank in train_on_threads(setting, order=order)]
+        for order in orders
+    )
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
 
 
 @pytest.mark.full

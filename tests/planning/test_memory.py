@@ -155,6 +155,7 @@ CASES = [
     Case("deep-pp2-dp2-zero1", layout(4, pp=2, zero1=True, seq_len=192), DEEP),
     Case("gpipe-pp4-5-microbatches", layout(4, pp=4, num_microbatches=5, global_batch=10, schedule="gpipe"), TIED),
     Case("interleaved-pp2-dp2-7-microbatches", layout(4, pp=2, num_microbatches=7, global_batch=28, **CHUNKS), TIED),
+    Case("interleaved-pp2-7-microbatches", layout(2, pp=2, num_microbatches=7, global_batch=14, **CHUNKS), TIED),
     Case("interleaved-pp4-8-microbatches", layout(4, pp=4, num_microbatches=8, **CHUNKS), DEEP),
     Case("zb_h1-pp4-7-microbatches", layout(4, pp=4, num_microbatches=7, global_batch=14, schedule="zb_h1"), TIED),
     Case("zb_h1-tp2-pp2-sp", layout(4, tp=2, pp=2, num_microbatches=5, global_batch=10, **SPLIT), WIDE),
@@ -170,7 +171,7 @@ SAMPLE = (
     "tp2-pp2-sp",
     "tp2-sp-dp2-zero1-bf16",
     "padded",
-    "interleaved-pp2-dp2-7-microbatches",
+    "interleaved-pp2-7-microbatches",
     "zb_v-pp2-dp2-zero1-5-microbatches",
     "one-process-recomputing",
 )

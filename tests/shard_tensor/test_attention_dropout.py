@@ -11,12 +11,10 @@ from neuronx_dist.shard_tensor.attention_method import attention_method
 from neuronx_dist.shard_tensor.placements import Shard
 from tests.shard_tensor.support.cases import assert_close, on_ranks, sizes
 from tests.shard_tensor.test_attention import SHAPE, attend, normal, triple
-from tests.support.pool import processes
 
 
-def _dropped(seed: int) -> list[torch.Tensor]:
-    """Attention with dropout on this process, at several layouts."""
-    mesh = DeviceMesh("cpu", [0, 1])
+def _dropped(mesh: DeviceMesh, seed: int) -> list[torch.Tensor]:
+    """Attention with dropout at several layouts."""
     results = []
     for dims in ((2, 2, 2), (None, 2, 2), (2, None, None), (1, 1, 1), (0, 0, 0)):
         torch.manual_seed(seed)
@@ -34,7 +32,7 @@ def test_dropout_has_the_values_of_one_process():
     expected = F.scaled_dot_product_attention(*plain, dropout_p=0.4)
     drawn = torch.rand(1)
     expected.backward(normal(*SHAPE, seed=9))
-    for by_layout in processes(2).run(_dropped, 3, mesh={}):
+    for by_layout in on_ranks(2, lambda mesh: _dropped(mesh, 3)):
         for each in by_layout:
             for actual, other in zip(each, [drawn, expected.detach(), *(x.grad for x in plain)]):
                 assert_close(actual, other, "with dropout")
@@ -51,8 +49,8 @@ def test_dropout_in_short_types_has_the_values_of_one_process(dtype):
         given = [distribute_tensor(x, mesh, [Shard(2)], src=None) for x in plain]
         return F.scaled_dot_product_attention(*given, dropout_p=0.4).full_tensor()
 
-    (actual,) = on_ranks(1, alone)  # threads have one generator
-    assert_close(actual, expected, "with dropout", tolerance=3e-2 if dtype is torch.bfloat16 else 1e-6)
+    for actual in on_ranks(2, alone):
+        assert_close(actual, expected, "with dropout", tolerance=3e-2 if dtype is torch.bfloat16 else 1e-6)
 
 
 def test_of_the_noise_of_dropout_a_rank_keeps_its_part():

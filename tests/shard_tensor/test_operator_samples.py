@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from neuronx_dist.comm import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.shard_tensor import DeviceMesh, Shard, ShardTensor, distribute_tensor, fallback
-from tests.support.pool import processes
+from tests.shard_tensor.support.cases import on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ REFUSED = {
     "norm.nuc": "norm of order 'nuc' is not supported: call full_tensor() first, or use a numeric order",
     "to_sparse": "a ShardTensor must be strided: call full_tensor() on the operands first",
 }
-# Ranks that are threads draw from one generator. In processes each draws what the others do, as one process would.
+# Every rank draws what the others do, as one process would.
 RANDOM = """
 bernoulli cauchy exponential geometric log_normal multinomial nn.functional.alpha_dropout nn.functional.dropout
 nn.functional.dropout2d nn.functional.dropout3d nn.functional.feature_alpha_dropout.with_train
@@ -192,8 +192,7 @@ def test_samples_of_torchs_operators(part):
     assert checked > 200
 
 
-def draw_on_this_rank() -> list[str]:
-    mesh = DeviceMesh("cpu", [0, 1])
+def draw_on_this_rank(mesh: DeviceMesh) -> list[str]:
     wrong, checked = [], 0
     warnings.simplefilter("ignore")
     for op in [op for op in all_operators() if name_of(op) in RANDOM]:
@@ -206,6 +205,5 @@ def draw_on_this_rank() -> list[str]:
     return wrong
 
 
-@pytest.mark.process
 def test_samples_of_operators_that_draw():
-    assert processes(2).run(draw_on_this_rank, mesh={}) == [[], []]
+    assert on_ranks(2, draw_on_this_rank) == [[], []]

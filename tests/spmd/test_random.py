@@ -1,7 +1,4 @@
-"""Random streams: what agrees across ranks, what differs, and that recomputation draws the same again.
-
-On real processes: threads share torch's one generator.
-"""
+"""Random streams: what agrees across ranks, what differs, and that recomputation draws the same again."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import torch.nn.functional as F
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import random
-from tests.support.pool import processes
 
 KEEP = 64
 
@@ -36,7 +32,7 @@ def masks() -> dict[str, list[float]]:
 
 
 def test_dropout_agrees_in_the_default_stream_and_differs_in_the_tensor_parallel_one():
-    ranks = processes(4).run(masks, mesh=dict(tp=2))
+    ranks = comm.threads.run(Mesh(4, tp=2), masks)
     assert all(found["default"] == ranks[0]["default"] for found in ranks)
     assert all(found["default again"] == ranks[0]["default again"] for found in ranks)
     for draw in ("tp", "tp again"):
@@ -74,7 +70,7 @@ def recomputed(nested: bool) -> bool:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_recomputation_draws_the_same_numbers(nested):
-    assert processes(2).run(recomputed, nested, mesh=dict(tp=2)) == [True, True]
+    assert comm.threads.run(Mesh(2, tp=2), recomputed, nested) == [True, True]
 
 
 def test_streams_by_name():

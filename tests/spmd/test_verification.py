@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import warnings
 from collections.abc import Callable
 
@@ -18,8 +17,6 @@ from neuronx_dist.pipeline import NxDPPModel
 from neuronx_dist.spmd import SpmdTypeError, verification, verify
 from neuronx_dist.spmd.verification import Verified
 from tests.support.pool import processes
-
-_one_at_a_time = threading.Lock()  # torch's random generator is one for all threads
 
 
 class Block(nn.Module):
@@ -45,10 +42,9 @@ class Model(nn.Module):
 
 
 def build(cls: type[nn.Module] = Model) -> nn.Module:
-    with _one_at_a_time:
-        torch.manual_seed(0)
-        model = cls()
-        torch.manual_seed(0)
+    torch.manual_seed(0)
+    model = cls()
+    torch.manual_seed(0)
     return model
 
 
@@ -66,7 +62,6 @@ def of_every_rank(mesh: Mesh, change: Callable[[nn.Module, dict], None] | None =
         with torch.no_grad():
             if change is not None:
                 change(model, inputs)
-        comm.barrier()  # threads have one random stream
         try:
             return str(verify(model, inputs, **options))
         except SpmdTypeError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 import types
 from dataclasses import dataclass
 from typing import Any
@@ -158,17 +157,9 @@ def optimizer_of(options: Options, name: str) -> tuple[type[torch.optim.Optimize
     return optimizer_class, arguments
 
 
-_BUILDING = threading.Lock()  # torch's random state is one for all threads
-
-
+@functools.lru_cache(maxsize=256)
 def initial_state(heads: str, tied: bool, layers: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Weights of a whole model, the norms' too away from their trivial initial values."""
-    with _BUILDING:  # the first thread draws them, the others find them
-        return _initial_state(heads, tied, layers, dtype)
-
-
-@functools.lru_cache(maxsize=256)
-def _initial_state(heads: str, tied: bool, layers: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config(Options(heads, tied, layers))).to(dtype)
@@ -237,7 +228,7 @@ def reference(options: Options, name: str, steps: int = STEPS) -> Report:
 def build(case: Case) -> Any:
     """This rank's part of the model, on meta."""
     options = case.options
-    with _BUILDING, torch.device("meta"):
+    with torch.device("meta"):
         module = LlamaForCausalLM(config(options)).to(options.dtype)
     hf.swap(module, sequence_parallel=case.sequence_parallel, pad_heads=case.heads in ("padded", "replicated"))
     without_float32_inside(module, options.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,6 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline import NxDPPModel
 
 VOCAB, HIDDEN, SEQ, BATCH = 13, 8, 6, 8
-
-_COPYING = threading.Lock()
 
 
 class Block(nn.Module):
@@ -61,7 +58,7 @@ class Model(nn.Module):
 
 def make(model_class: Callable[..., nn.Module] = Model, **options: Any) -> nn.Module:
     """A model in float64, with the same values every time."""
-    with _COPYING, torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return model_class(**options).double()
 
@@ -117,9 +114,7 @@ def on_ranks(
     cuts = options.pop("pipeline_cuts", []) if example is not None else []
 
     def main() -> Any:
-        with _COPYING:
-            mine = copy.deepcopy(model)
-        pipeline = NxDPPModel(mine, **options)
+        pipeline = NxDPPModel(copy.deepcopy(model), **options)
         if example is not None:
             pipeline.trace(kwargs=example)
             for cut in cuts:

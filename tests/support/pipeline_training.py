@@ -168,5 +168,5 @@ def check(setting: Setting, results: list[dict[str, Steps]]) -> None:
     assert worst < tolerance, f"{setting}: {what} differs by {worst:.2e} from one process"
 
 
-def train_on_threads(setting: Setting) -> list[dict[str, Steps]]:
-    return comm.threads.run(Mesh(setting.pp, pp=setting.pp), train, setting)
+def train_on_threads(setting: Setting, **options: Any) -> list[dict[str, Steps]]:
+    return comm.threads.run(Mesh(setting.pp, pp=setting.pp), train, setting, **options)

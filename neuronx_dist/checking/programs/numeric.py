@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +14,6 @@ from ...gradients.reduce import reduce_gradients
 from ...mesh import Mesh
 from ...optimizer import NeuronZero1Optimizer
 from ...pipeline.model import NxDPPModel
-from ...pipeline.run.comparison import compared_later
 from ...torch_internals.tensors import pytree
 from ...weights.materialize import materialize
 from ...weights.partial_model import parameter_names, partial_model
@@ -29,7 +26,6 @@ from .played import Subject, call_model, default_optimizer, find_loss
 __all__ = ["compare_values"]
 
 SEED = 0
-_BUILDING = threading.Lock()  # libraries change the default dtype for the process while they build a model
 TOLERANCE = 1e-4  # relative to the largest element, in float64
 Values = tuple[float | None, dict[str, torch.Tensor]]
 
@@ -63,7 +59,7 @@ def compare_values(subject: Subject, mesh: Mesh, deadline: Deadline, notes: list
 
 def _step(subject: Subject, parts: int) -> Values | None:
     """Runs forward, backward and reduction on this rank, on a batch of the inputs of `parts` data-parallel ranks."""
-    with _building():
+    with torch.device("meta"):
         built = built_anew(lambda: subject.model_fn(**subject.options), with_values=True)
     model = built[0] if isinstance(built, tuple) else built
     _fill(model)
@@ -85,13 +81,6 @@ def _step(subject: Subject, parts: int) -> Values | None:
         mean = comm.all_reduce(result.detach(), DATA_AXES) / comm.size(DATA_AXES)
         value = float(mean)
     return value, _gradients(names)
-
-
-@contextmanager
-def _building() -> Iterator[None]:
-    """Holds the lock of model building, so that ranks build one after the other, on meta."""
-    with _BUILDING, compared_later(), torch.device("meta"):
-        yield
 
 
 def _user_step(

@@ -6,6 +6,7 @@ the ranks disagree (verb, shape, dtype) is an error that shows both sides.
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -16,61 +17,154 @@ import torch
 from ...mesh import Mesh
 from ..base import DONE, Backend, Communicator, WorkLike
 from ..context import Context, use
-from ..errors import ALL_RANKS, CommError, CommTimeout, RemoteRankError
+from ..errors import ALL_RANKS, CommDeadlock, CommError, CommTimeout, RemoteRankError
+from ..generators import ProcessGenerators
 from ..health.board import Board
+from ..health.slow_waits import description_of
 
 __all__ = ["ThreadsBackend", "ThreadsCommunicator", "run"]
 
 
 class _World:
-    """State that the ranks share: a table of posted values, and the first failure."""
+    """State that the ranks share: whose turn it is, a table of posted values, and the first failure.
 
-    def __init__(self, timeout: float) -> None:
+    One rank runs at a time. Where it waits for others it saves its random state and hands the turn on, to the next rank
+    that can go on: so neither a race between ranks nor their shared random generators change a result.
+    """
+
+    def __init__(self, mesh: Mesh, timeout: float, order: int | None) -> None:
+        self.size = mesh.world_size
         self.timeout = timeout
         self.changed = threading.Condition()
         self.posted: dict[Hashable, dict[int, Any]] = {}
         self.reads: dict[Hashable, int] = {}
         self.boards: dict[int, _ThreadsBoard] = {}
         self.failure: tuple[int, BaseException] | None = None
+        self.moves = 0  # number of posts, and of turns but those in which a rank polls
+        self.threads: dict[int, int] = {}  # rank by the thread's identity
+        self._running: int | None = None
+        self._since = time.monotonic()  # when that rank's turn began
+        self._gates = [threading.Semaphore(0) for _ in range(self.size)]
+        self._ready: dict[int, Callable[[], bool]] = {rank: lambda: True for rank in range(self.size)}  # of who waits
+        self._generators = ProcessGenerators()
+        self._random = [self._generators.state()] * self.size
+        self._choice = None if order is None else random.Random(order)
+
+    def begin(self) -> None:
+        """Gives the first turn."""
+        with self.changed:
+            self._next(self.size - 1)
+
+    def end(self) -> None:
+        """Lets the caller go on with the random state of rank 0."""
+        self._generators.restore(self._random[0])
+
+    def enter(self, rank: int) -> None:
+        """Waits for the rank's turn.
+
+        Raises:
+            CommTimeout: the rank whose turn it is has computed for the time-out, or stands still.
+        """
+        started = rank in self.threads.values()
+        self.threads[threading.get_ident()] = rank
+        while not self._gates[rank].acquire(timeout=min(1.0, self.timeout)):
+            if started and time.monotonic() - self._since >= self.timeout:
+                self._ready.pop(rank, None)
+                raise CommTimeout(
+                    f"rank {self._running} has neither ended nor waited for others within {self.timeout:g} s; ranks as "
+                    "threads run one at a time, and none may wait for another one but in a call of neuronx_dist.comm"
+                )
+        self._ready.pop(rank, None)
+        self._generators.restore(self._random[rank])
+
+    def leave(self, rank: int, ready: Callable[[], bool] | None) -> None:
+        """Hands the turn on; the rank can go on when `ready()`. None: it has ended."""
+        if self._running != rank:
+            return  # it raised the time-out of `enter`
+        self._random[rank] = self._generators.state()
+        with self.changed:
+            if ready is not None:
+                self._ready[rank] = ready
+            self._next(rank)
+
+    def _next(self, rank: int) -> None:
+        """Gives the turn to the next rank after `rank` that can go on, or to any of them if the order is random."""
+        waiting = sorted(self._ready, key=lambda other: (other - rank - 1) % self.size)
+        able = [other for other in waiting if self.failure is not None or self._ready[other]()]
+        if waiting and not able:
+            able = sorted(waiting)
+            self.failure = able[0], CommDeadlock(self._deadlock(able))
+        self._running = (self._choice.choice(able) if self._choice else able[0]) if able else None
+        self._since = time.monotonic()
+        if self._running is not None:
+            self._gates[self._running].release()
+
+    def _deadlock(self, waiting: Sequence[int]) -> str:
+        lines = [f"no rank can go on: each waits for a call that another rank has not made. {ALL_RANKS}."]
+        thread_of = {rank: thread for thread, rank in self.threads.items()}
+        for rank in range(self.size):
+            lines.append(
+                f"rank {rank} " + (f"waits in {description_of(thread_of[rank])}" if rank in waiting else "has ended")
+            )
+        return "\n  ".join(lines)
+
+    def give_way(self, rank: int) -> None:
+        """Hands the turn on for once, if the order of ranks is random: another rank may come first."""
+        if self._choice is not None and self.threads.get(threading.get_ident()) == rank:
+            self.leave(rank, lambda: True)
+            self.enter(rank)
+
+    def wait(self, ready: Callable[[], bool], polls: bool = False) -> None:
+        """Hands the turn on until `ready()`, which looks at posts and moves; `polls`: it is asked more than once."""
+        rank = self.threads.get(threading.get_ident())
+        if rank is None:  # a thread that a rank has started
+            with self.changed:
+                self.changed.wait_for(lambda: ready() or self.failure is not None, self.timeout)
+            return
+        if not ready():
+            self.leave(rank, ready)
+            self.enter(rank)
+            self.moves += not polls
 
     def post(self, key: Hashable, index: int, value: Any) -> None:
         with self.changed:
             self.posted.setdefault(key, {})[index] = value
+            self.moved()
             self.changed.notify_all()
+
+    def moved(self) -> None:
+        """Notes that a rank did something for which others may wait."""
+        self.moves += 1
 
     def collect(self, key: Hashable, indices: Sequence[int], readers: int, what: Callable[[], str]) -> list[Any]:
         """Waits until all `indices` have posted under `key`; the last of `readers` to read clears the table."""
-        deadline = time.monotonic() + self.timeout
+        self.wait(lambda: len(self.posted.get(key, ())) == len(indices))
         with self.changed:
-            while True:
-                slots = self.posted.get(key, {})
-                if all(index in slots for index in indices):
-                    break
-                if self.failure is not None:
-                    self.check(what())
-                if (
-                    not self.changed.wait(max(0.0, min(1.0, deadline - time.monotonic())))
-                    and time.monotonic() >= deadline
-                ):
-                    missing = [index for index in indices if index not in slots]
-                    raise CommTimeout(
-                        f"{what()} timed out after {self.timeout:g} s; missing: group indices {missing}. {ALL_RANKS}"
-                    )
+            slots = self.posted.get(key, {})
+            if len(slots) < len(indices):
+                self.check(what)
+                missing = [index for index in indices if index not in slots]
+                raise CommTimeout(
+                    f"{what()} timed out after {self.timeout:g} s; missing: group indices {missing}. {ALL_RANKS}"
+                )
             values = [slots[index] for index in indices]
             self.reads[key] = self.reads.get(key, 0) + 1
             if self.reads[key] == readers:
                 del self.posted[key], self.reads[key]
             return values
 
-    def check(self, what: str) -> None:
-        """Raises RemoteRankError if a rank has failed."""
+    def check(self, what: Callable[[], str]) -> None:
+        """Raises RemoteRankError if a rank has failed; on that rank, if it was found to wait for ever, its error."""
         if self.failure is not None:
             rank, error = self.failure
-            raise RemoteRankError(f"{what}: rank {rank} failed first: {type(error).__name__}: {error}", rank=rank)
+            if self.threads.get(threading.get_ident()) == rank:
+                raise error
+            raise RemoteRankError(f"{what()}: rank {rank} failed first: {type(error).__name__}: {error}", rank=rank)
 
     def fail(self, rank: int, error: BaseException) -> None:
         with self.changed:
-            if self.failure is None and not isinstance(error, RemoteRankError):
+            follows = self.failure is not None and self.failure[0] == rank  # from a deadlock that was found
+            if (self.failure is None or follows) and not isinstance(error, RemoteRankError):
                 self.failure = (rank, error)
             self.changed.notify_all()
 
@@ -95,6 +189,7 @@ class ThreadsCommunicator(Communicator):
         key = (self._uid, self._count)
         self._count += 1
         self._world.post(key, self.rank, (verb, signature, value))
+        self._world.give_way(self.global_rank)
 
         def complete() -> None:
             slots = self._world.collect(key, range(self.size), self.size, lambda: self.describe(verb))
@@ -162,6 +257,7 @@ class ThreadsCommunicator(Communicator):
 
     def start_send(self, x: torch.Tensor, dst: int, tag: int) -> WorkLike:
         self._world.post(self._mail(self.rank, dst, tag), 0, x.clone())
+        self._world.give_way(self.global_rank)
         return DONE
 
     def start_recv(self, out: torch.Tensor, src: int, tag: int) -> WorkLike:
@@ -198,10 +294,15 @@ class _ThreadsBoard(Board):
         self._texts: dict[tuple[str, int], str] = {}
         world.boards[rank] = self
 
+    def exchange(self, topic: str, number: int, text: str, ranks: Sequence[int], what: str) -> dict[int, str]:
+        texts = super().exchange(topic, number, text, ranks, what)
+        self._world.moved()  # what this rank does next may be an answer to others
+        return texts
+
     def _post(self, topic: str, number: int, text: str) -> None:
         with self._world.changed:
             self._texts[topic, number] = text
-            self._world.changed.notify_all()
+            self._world.moved()
 
     def _read(self, topic: str, number: int, rank: int) -> str | None:
         board = self._world.boards.get(rank)
@@ -214,9 +315,9 @@ class _ThreadsBoard(Board):
         del self._texts[topic, number]
 
     def _pause(self, what: str, seconds: float) -> None:
-        with self._world.changed:
-            self._world.check(what)
-            self._world.changed.wait(seconds)
+        seen = self._world.moves
+        self._world.wait(lambda: self._world.moves != seen, polls=True)
+        self._world.check(lambda: what)
 
     def _ask(self, topic: str, number: int, what: str) -> None:
         pass  # done by `_read`
@@ -226,7 +327,6 @@ class ThreadsBackend(Backend):
     """Backend of one rank of a shared world."""
 
     name = "threads"
-    ranks_are_threads = True
 
     def __init__(self, world: _World, rank: int) -> None:
         self._world = world
@@ -242,24 +342,39 @@ class ThreadsBackend(Backend):
         return ThreadsCommunicator(self._world, (label, ranks, number), label, ranks, global_rank)
 
 
-def run(mesh: Mesh, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def run(
+    mesh: Mesh, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, order: str | int = "round-robin"
+) -> list[Any]:
     """Runs `fn(*args)` on every rank of `mesh`, each in a thread with its own context; returns the results by rank.
 
-    All threads share the default random generator of torch: build models from given state dicts, or under a lock.
-    Under a lock no rank may wait for another one; an `NxDPPModel` waits when it is cut: cut it outside.
+    One rank runs at a time, until it waits for others. Every rank begins with the random states of the caller (torch's,
+    the accelerator's, Python's and numpy's) and has its own from then on, as processes would; the caller goes on with
+    rank 0's. So a run is repeated exactly. No rank may wait for others while it holds a lock that they take.
+
+    Args:
+        timeout: seconds that a rank may compute while others wait for it.
+        order: the order of turns: "round-robin", or the seed of a random order, in which ranks also stop after
+            they send, to search for races.
 
     Raises:
         the first exception of any rank, unchanged (the others are notified, and end).
+        CommDeadlock: all ranks wait; the message has each rank's call and its line.
+        ValueError: another `order`.
     """
-    world = _World(timeout)
+    if order != "round-robin" and not isinstance(order, int):
+        raise ValueError(f'order={order!r}: it is "round-robin", or an integer, the seed of a random order')
+    world = _World(mesh, timeout, order if isinstance(order, int) else None)
     results: list[Any] = [None] * mesh.world_size
 
     def rank_main(rank: int) -> None:
         try:
+            world.enter(rank)
             with use(Context(mesh, rank, ThreadsBackend(world, rank))):
                 results[rank] = fn(*args)
         except BaseException as error:  # noqa: B902 - whatever it was, the other ranks must not wait for this one
             world.fail(rank, error)
+        finally:
+            world.leave(rank, None)
 
     threads = [
         threading.Thread(target=rank_main, args=(rank,), name=f"rank{rank}", daemon=True)
@@ -267,8 +382,10 @@ def run(mesh: Mesh, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -
     ]
     for thread in threads:
         thread.start()
+    world.begin()
     for thread in threads:
         thread.join()
+    world.end()
     if world.failure is not None:
         rank, error = world.failure
         error.add_note(f"raised on rank {rank} of {mesh}") if hasattr(error, "add_note") else None

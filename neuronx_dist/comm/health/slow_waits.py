@@ -10,7 +10,7 @@ from ...call_site import TRANSPORT, call_in_words, owner_of
 from ..errors import ALL_RANKS
 from .waiting import Wait, in_words, waits
 
-__all__ = ["SlowWaits", "descriptions", "seconds_of"]
+__all__ = ["SlowWaits", "description_of", "descriptions", "seconds_of"]
 
 VARIABLE = "NEURONX_DIST_DEBUG_WAIT"
 _SECONDS = 20.0
@@ -35,6 +35,12 @@ def seconds_of(variable: str, default: float) -> float:
 def descriptions() -> list[str]:
     """Describes the wait of each thread: verb, shape, dtype, axis, ranks, and the line of the user's code."""
     return [_description(thread, wait) for thread, wait in waits.copy().items()]
+
+
+def description_of(thread: int) -> str:
+    """Describes the wait of the thread with this identity, as `descriptions` does."""
+    wait = waits.get(thread)
+    return "a function of its program" if wait is None else _description(thread, wait)
 
 
 def _description(thread: int, wait: Wait) -> str:

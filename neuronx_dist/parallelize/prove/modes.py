@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -41,14 +40,14 @@ class _WithoutDropout(TorchFunctionMode):
 
 
 class _SeededCalls(TorchDispatchMode):
-    """Seeds torch's generator before each operator that draws; ranks as threads share the generator, and take turns."""
+    """Seeds torch's generator before each operator that draws."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
-        with _DRAWING, torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             return func(*args, **(kwargs or {}))
 
@@ -106,4 +105,3 @@ def _unchanged(x: torch.Tensor) -> torch.Tensor:
 _DROPOUT = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
 }  # fmt: skip
-_DRAWING = threading.RLock()  # a checkpoint enters these modes again

@@ -28,11 +28,9 @@ def whole_values(axis: str) -> Iterator[None]:
     """Draws equal random numbers on all ranks of `axis`, which enter together, and others on all other ranks.
 
     A job of one rank draws from torch's generator, as one process does. So does a type check, which assumes equal seeds
-    on an axis, and so do ranks as threads: they share one generator, and a rank that restored its state would change it
-    in the middle of another rank's forward.
+    on an axis.
     """
-    is_one = not comm.is_initialized() or comm.size("world") == 1
-    if is_one or active() is not None or comm.current().backend.ranks_are_threads:
+    if not comm.is_initialized() or comm.size("world") == 1 or active() is not None:
         yield
         return
     all_streams = streams()

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,7 +22,7 @@ from ..cut.placement import Placement
 from ..schedule import Schedule
 from .stage_program import StageProgram
 
-__all__ = ["SAME_ARGUMENTS", "PipelineComparison", "CutStatement", "compared_later", "difference"]
+__all__ = ["SAME_ARGUMENTS", "PipelineComparison", "CutStatement", "difference"]
 
 SAME_ARGUMENTS = "Give NxDPPModel the same model and the same arguments on all ranks."
 
@@ -176,21 +175,6 @@ class PipelineComparison:
             extras = comm.current().extras
             self._model = extras["compared_models"] = extras.get("compared_models", -1) + 1
         return self._model
-
-
-@contextmanager
-def compared_later() -> Iterator[None]:
-    """Inside, a model is cut without waiting for the other ranks; the first batch compares the cuts.
-
-    For ranks that build their models one after another, as under a lock: the first rank would wait for a rank that
-    waits for the first rank to finish.
-    """
-    backend = comm.current().backend
-    board, backend.board = backend.board, None
-    try:
-        yield
-    finally:
-        backend.board = board
 
 
 class _Passes:

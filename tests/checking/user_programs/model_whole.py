@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -17,7 +15,6 @@ from tests.checking.user_programs.support import integers, normal, programs
 
 HF_TOKENS = dict(input_ids=integers(VOCAB, BATCH, SEQ), labels=integers(VOCAB, BATCH, SEQ))
 UNEVEN = dict(input_ids=integers(VOCAB, BATCH, SEQ), labels=integers(VOCAB, BATCH, SEQ, ignored=0.3))
-BUILDING = threading.Lock()  # while a model is built transformers replaces functions of torch.nn.init, for the process
 
 
 def llama(**options):
@@ -26,8 +23,7 @@ def llama(**options):
     sizes = dict(hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=2, num_attention_heads=4)
     config = LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, max_position_embeddings=SEQ, **sizes, **options)
     config._attn_implementation = "eager"
-    with BUILDING:
-        return LlamaForCausalLM(config).to(torch.get_default_dtype())
+    return LlamaForCausalLM(config).to(torch.get_default_dtype())
 
 
 @programs(

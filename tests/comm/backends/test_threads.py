@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
+import re
 import threading
 import time
 
+import numpy
 import pytest
 import torch
 
 from neuronx_dist import comm
-from neuronx_dist.comm import CommError, CommTimeout, RemoteRankError
+from neuronx_dist.comm import CommDeadlock, CommError, CommTimeout, RemoteRankError
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 
@@ -81,13 +84,115 @@ def test_the_first_failure_is_raised_as_it_was_and_ends_all_ranks():
     assert "raised on rank 2" in error.__notes__[0] if hasattr(error, "__notes__") else True
 
 
-def test_a_silent_rank_is_a_timeout_that_names_verb_axis_and_call_site():
+@pytest.mark.parametrize("order", ["round-robin", 0, 1])
+def test_ranks_that_all_wait_are_an_error_at_once_with_the_line_of_each(order):
     def work():
         if comm.rank("tp") == 0:
             comm.all_gather(torch.ones(2), "tp")
+        elif comm.rank("tp") == 1:
+            comm.recv(torch.ones(3), "tp", src=2)
 
-    message = str(fails(work, match="all_gather over tp", kind=CommTimeout, timeout=0.5))
-    assert "test_threads.py" in message and "group indices [1]" in message and "0.5 s" in message
+    start = time.monotonic()
+    with pytest.raises(CommDeadlock) as error:
+        threads.run(Mesh(3, tp=3), work, order=order)
+    assert time.monotonic() - start < 30  # the time-out is 60 s
+    lines = str(error.value).splitlines()[1:]
+    assert re.search(r"rank 0 waits in all_gather of \[2\] float32 over tp .*test_threads.py:\d+", lines[0]), lines
+    assert re.search(r"rank 1 waits in recv of \[3\] float32 over tp .*test_threads.py:\d+", lines[1]), lines
+    assert lines[2] == "  rank 2 has ended"
+
+
+def test_a_rank_that_computes_for_too_long_is_a_timeout_on_the_others():
+    def work():
+        comm.barrier()
+        if comm.rank("tp") == 0:
+            time.sleep(1.0)
+        comm.barrier()
+
+    fails(work, match="rank 0 has neither ended nor waited for others within 0.2 s", kind=CommTimeout, timeout=0.2)
+
+
+def test_orders_that_are_refused():
+    with pytest.raises(ValueError, match="order='sideways': it is \"round-robin\", or an integer"):
+        threads.run(TWO, lambda: None, order="sideways")
+
+
+def test_ranks_draw_as_processes_do_whatever_the_order():
+    """Draws of torch, Python and numpy, with waits between them: on each rank as if it ran alone."""
+
+    def draw(number):
+        return torch.rand(number + 1).tolist(), random.random(), numpy.random.normal()
+
+    def alone(rank):
+        torch.manual_seed(0 if rank < 2 else rank)
+        random.seed(rank)
+        numpy.random.seed(rank)
+        return [draw(number) for number in range(4)]
+
+    def together():
+        rank = comm.rank("world")
+        torch.manual_seed(0 if rank < 2 else rank)
+        random.seed(rank)
+        numpy.random.seed(rank)
+        found = []
+        for number in range(4):
+            comm.barrier()
+            found.append(draw(number))
+        return found
+
+    expected = [alone(rank) for rank in range(3)]
+    for order in ("round-robin", 0, 1, 2):
+        assert threads.run(Mesh(3), together, order=order) == expected
+
+
+def test_all_ranks_begin_with_the_random_state_of_the_caller_which_goes_on_with_that_of_rank_0():
+    torch.manual_seed(3)
+    expected = torch.rand(2), torch.rand(2)
+    torch.manual_seed(3)
+    for drawn in threads.run(TWO, lambda: torch.rand(2)):
+        assert torch.equal(drawn, expected[0])
+    assert torch.equal(torch.rand(2), expected[1])
+
+
+def test_one_rank_runs_at_a_time_and_seeds_give_other_orders():
+    def trace(order):
+        inside, places = [], []
+
+        def work():
+            for step in range(4):
+                inside.append(comm.rank("world"))
+                places.append((comm.rank("world"), step))
+                time.sleep(0)
+                assert inside.pop() == comm.rank("world") and not inside
+                comm.barrier()
+
+        threads.run(Mesh(4), work, order=order)
+        return places
+
+    assert trace("round-robin") == trace("round-robin")
+    traces = [trace(seed) for seed in range(8)]
+    assert traces == [trace(seed) for seed in range(8)]
+    assert len({tuple(each) for each in traces}) > 4
+
+
+def test_a_random_order_finds_a_race_that_the_usual_order_hides():
+    """Rank 0 writes, sends a message and writes again; rank 1 reads where it may see either."""
+
+    def work():
+        if comm.rank("tp") == 0:
+            shared.append(1)
+            comm.send(torch.ones(1), "tp", dst=1)
+            shared.append(2)
+            return None
+        comm.recv(torch.ones(1), "tp", src=0)
+        return len(shared)
+
+    seen = set()
+    for order in ("round-robin", *range(20)):
+        shared = []
+        seen.add((order == "round-robin", threads.run(TWO, work, order=order)[1]))
+    assert {count for usual, count in seen if usual} == {2}
+    assert {count for usual, count in seen if not usual} == {1, 2}
 
 
 def test_no_thread_is_left_behind():
@@ -149,3 +254,14 @@ def test_a_context_of_ones_own():
     assert not comm.is_initialized()
     with pytest.raises(ValueError, match="rank 4"), comm.as_rank(Mesh(4), 4):
         pass
+
+
+def test_an_error_that_follows_from_a_deadlock_is_the_one_that_is_raised():
+    def work():
+        try:
+            if comm.rank("tp"):
+                comm.barrier()
+        except CommDeadlock as error:
+            raise KeyError("mine") from error
+
+    assert isinstance(fails(work, match="mine", kind=KeyError).__cause__, CommDeadlock)

@@ -122,7 +122,7 @@ def test_injected_bugs_of_jobs(bug: str, tmp_path: Path, monkeypatch: pytest.Mon
         parallel.train_step(samples("mlp", 4))
         optimizer.step()
 
-    with pytest.raises(error, match=text):
+    with pytest.raises((error, RuntimeError), match=text):  # on rank 0, or on another one, which reports it
         threads.run(settings.mesh(4), rank)
     assert bool(reached) == (by == "first step")
 

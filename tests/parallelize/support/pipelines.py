@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import tempfile
-import threading
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -55,11 +54,10 @@ MODULES: dict[str, tuple[type[nn.Module], Callable[[torch.Generator], Sample]]] 
 
 
 _SGD = partial(torch.optim.SGD, lr=0.1)
-_SEEDED = threading.Lock()
 
 
 def module(name: str) -> nn.Module:
-    with _SEEDED, torch.random.fork_rng():  # ranks are threads, which share the generator
+    with torch.random.fork_rng():
         torch.manual_seed(0)
         return MODULES[name][0]().double()
 

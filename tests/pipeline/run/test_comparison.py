@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ from neuronx_dist.comm.errors import RemoteRankError
 from neuronx_dist.comm.health.board import Board
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline import NxDPPModel
-from neuronx_dist.pipeline.run.comparison import _Passes, compared_later
+from neuronx_dist.pipeline.run.comparison import _Passes
 from tests.support.pipeline_models import HIDDEN, Block, Model, batch, error, make, on_ranks, reference
 from tests.support.pool import WorkerFailure, processes
 
@@ -374,23 +373,6 @@ def test_several_models_and_copies_of_them() -> None:
 
     for loss in on_ranks(PP2, model, use, **OPTIONS)[1]:
         assert error(loss, expected) < 1e-10
-
-
-@pytest.mark.parametrize("second", [0, 1])
-def test_models_that_are_built_under_a_lock_are_compared_later(second: int) -> None:
-    lock = threading.Lock()
-
-    def program() -> None:
-        with lock, compared_later():
-            pipeline = NxDPPModel(make(), Block, **{**OPTIONS, "auto_partition": False}, pipeline_cuts=[of_rank(*cuts)])
-        train(pipeline)
-        NxDPPModel(make(), Block, **OPTIONS)
-
-    cuts = "layers.0", f"layers.{second}"
-    if second == 0:
-        comm.threads.run(PP2, program, timeout=20)
-    else:
-        refused(PP2, program, f"disagree about pipeline_cuts\n  rank 0 (stage 0): ['layers.0']\n...{ARGUMENTS}")
 
 
 def test_a_rank_that_fails_does_not_leave_the_others_waiting() -> None:

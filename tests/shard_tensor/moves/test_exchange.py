@@ -168,5 +168,5 @@ def test_a_rank_that_stays_away_is_an_error() -> None:
         if comm.rank("tp"):
             exchange(torch.zeros(8), repartition((0, 8, 16), (0, 7, 16)), "tp", 0)
 
-    with pytest.raises(CommError, match="exchange over tp .* timed out after 0.2 s"):
-        threads.run(Mesh(2, tp=2), rank_main, timeout=0.2)
+    with pytest.raises(CommError, match="rank 0 has ended\n  rank 1 waits in exchange of 2 tensors"):
+        threads.run(Mesh(2, tp=2), rank_main)

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from neuronx_dist import comm
 from neuronx_dist.shard_tensor import DeviceMesh, Partial, Replicate, Shard, ShardTensor, distribute_tensor
 from tests.shard_tensor.sharding import Foreign
 from tests.shard_tensor.support.cases import assert_close, on_ranks
@@ -22,15 +21,9 @@ def on(mesh, x, placement, sizes=None):
     return distribute_tensor(x.clone().requires_grad_(), mesh, [placement], sizes=[sizes], src=None)
 
 
-def one_after_the_other(mesh, function):
-    """`function()` with the generator seeded alike: that of threads is one."""
-    result = None
-    for index in range(mesh.size()):
-        if index == mesh.get_local_rank():
-            torch.manual_seed(7)
-            result = function()
-        comm.barrier(mesh.communicator())
-    return result
+def seeded(function):
+    torch.manual_seed(7)
+    return function()
 
 
 LAYOUTS = [(Shard(0), (1, 5)), (Shard(1), (2, 2)), (Shard(2), (0, 7)), (Replicate(), None)]
@@ -62,7 +55,7 @@ def test_values_and_gradients_of_one_process(name):
     def step(mesh):
         for placement, sizes in LAYOUTS if x.dim() == 3 else LAYOUTS[:2]:
             own = on(mesh, x, placement, sizes)
-            y = one_after_the_other(mesh, lambda own=own: function(own))
+            y = seeded(lambda own=own: function(own))
             assert_close(y.full_tensor().detach(), expected.detach(), f"{name}, {placement}")
             y.backward(expected.detach().cos())
             assert_close(own.grad.full_tensor(), given.grad, f"gradient of {name}, {placement}")
@@ -99,9 +92,9 @@ def test_random_numbers_in_place():
             for name, fill in fills.items():
                 x = distribute_tensor(randn(6, 4), mesh, [placement], sizes=[sizes], src=None)
                 x.requires_grad_(name in ("init", "of fans"))
-                assert one_after_the_other(mesh, lambda x=x, fill=fill: fill(x)) is x
+                assert seeded(lambda x=x, fill=fill: fill(x)) is x
                 expected = randn(6, 4)
-                one_after_the_other(mesh, lambda fill=fill, expected=expected: fill(expected))
+                seeded(lambda fill=fill, expected=expected: fill(expected))
                 assert_close(x.full_tensor().detach(), expected, name)
 
     on_ranks(2, step)
@@ -116,7 +109,7 @@ def test_random_numbers_in_place_of_a_partial_and_of_a_result():
         assert_close(summands.full_tensor(), randn(6, 4) * 2, "it is as it was")
         x = on(mesh, randn(6, 4), Shard(0), (1, 5))
         y = x * 2
-        one_after_the_other(mesh, lambda: y.uniform_())
+        seeded(lambda: y.uniform_())
         (Foreign.apply(y).sum() + x.sum()).backward()
         assert_close(x.grad.full_tensor(), torch.ones(6, 4, dtype=torch.float64), "nothing of what was overwritten")
 
