@@ -20,8 +20,9 @@ from ...mesh import Mesh
 from ...rules import Rule
 from ...spmd.axes import atoms_of, mesh_of
 from ...spmd.tensor_type import EQUAL, NAME, NOTE, Note, Origin, TensorType, note_of, tensors_in, version
-from ...spmd.types import R, scaled
+from ...spmd.types import I, R, scaled
 from ...weights.partial_model import partial_model
+from ...weights.shard_spec import spec_of
 from .judge import Judgement
 
 __all__ = ["Session", "new_session"]
@@ -142,6 +143,17 @@ class Session(TorchFunctionMode):
         for param in self._parameters.values():
             if param.grad is not None:
                 self.adopt(param, param.grad)
+
+    def undeclared(self, axis: str) -> list[nn.Parameter]:
+        """Returns all parameters of the model, if `axis` is of tp and none of them is declared to be a shard there."""
+        params = [*self._parameters.values()]
+        if axis not in self.atoms(("tp",)):
+            return []
+        layouts = [spec_of(param) for param in params]
+        notes = [note_of(param) for param in params]
+        declared = any(layout.axis is not None or layout.sequence_parallel for layout in layouts)
+        asserted = any(note is not None and note.type.get(axis) not in (None, I) for note in notes)
+        return [] if declared or asserted else params
 
     # --- the mesh
 
