@@ -62,8 +62,9 @@ class Session(TorchFunctionMode):
         symbolic: ranks are RankValues: one rank is played in place of many.
         seeds: `(line of a draw, seed) -> axes` on which the seed of that draw is known to differ.
         outside_seed: first seed of the default generator; None: the seeds of the ranks are not compared.
-        received: `(tensor, axis) -> type` of a tensor that `comm.recv` writes to; None: not known.
-        sent: `(tensor, axis)`, called at each `comm.send`.
+        received: `(tensor, axis, source, tag) -> function`, called at each `comm.recv`; the function, called when the
+            tensor has been received, returns its type, or None if that is not known.
+        sent: `(tensor, axis, destination, tag)`, called at each `comm.send`.
         averaged: axes over which the gradients of every backward are averaged: known before for a pipeline.
         gradient_scales: axis -> scale that the loss of the last backward gave to gradients, where it is not 0.
     """
@@ -82,8 +83,8 @@ class Session(TorchFunctionMode):
         self.writes: dict[int, Any] = {}
         self.compared: set[Any] = set()
         self.paused = 0
-        self.received: Callable[[Tensor, Any], TensorType | None] | None = None
-        self.sent: Callable[[Tensor, Any], None] | None = None
+        self.received: Callable[[Tensor, Any, int, int], Callable[[], TensorType | None]] | None = None
+        self.sent: Callable[[Tensor, Any, int, int], None] | None = None
         self.entered = self.probing = 0
         self.stand_in: Callable[[Tensor, str], Any] | None = None
         self.unrecorded = 0
