@@ -191,7 +191,11 @@ def _explore(subject: Subject, mesh: Mesh, deadline: Deadline, twice: bool) -> E
     explored = Explored(mesh)
     models: list[list[Played]] = [[] for _ in range(mesh.pp)]  # the models that were built so far, by stage
     try:
-        for stage, chunk in _order(subject, deadline, explored, models[0]):
+        order = _order(subject, deadline, explored, models[0])
+        if order and models[0] and models[0][0].schedule is None:
+            _explore_in_turns(subject, deadline, explored, models)
+            order = []
+        for stage, chunk in order:
             if chunk is None:
                 _explore_stage(subject, stage, deadline, explored, models[stage])
             else:
@@ -247,10 +251,29 @@ def _play_ahead(
         explored.programs.add(program, played.answers())
 
 
-def _explore_stage(subject: Subject, stage: int, deadline: Deadline, explored: Explored, models: list[Played]) -> None:
+def _explore_stage(subject: Subject, stage: int, deadline: Deadline, explored: Explored, models: list[Played]) -> bool:
+    """Plays the ranks of a stage; returns whether to the end, which a message that was not sent yet prevents."""
     while (rank := explored.programs.missing(stage)) is not None:
         played, program = _play(subject, rank, deadline, explored, models)
+        if stage in explored.message_types.waiting and program.failure is None:
+            explored.plays -= 1
+            return False
         explored.programs.add(program, played.answers())
+    return True
+
+
+def _explore_in_turns(subject: Subject, deadline: Deadline, explored: Explored, models: list[list[Played]]) -> None:
+    """Plays stages that send and receive by themselves, until each has received all that it waits for."""
+    messages = explored.message_types
+    left = [*range(explored.mesh.pp)]
+    while left:
+        before = len(left), len(messages.by_hand)
+        for stage in [*left]:
+            if _explore_stage(subject, stage, deadline, explored, models[stage]):
+                left.remove(stage)
+            if any(program.failure is not None for program in explored.distinct):
+                return
+        messages.all_wait = before == (len(left), len(messages.by_hand))
 
 
 def _play(
@@ -289,12 +312,13 @@ def _run(played: Played, rank: int, phases: Iterable[str], halt_after: int | Non
     failure = None
     play: dict[str, Callable[[], Any]] = {
         "build": played.build,
-        "train": lambda: played.train(rank) if halt_after is None else played.train_until_sent(rank, halt_after),
+        "train": lambda: played.train_until_halted(rank, halt_after),
         "step": lambda: played.step(rank),
     }
     for name in phases:
         try:
-            play[name]()
+            if play[name]() is False:
+                break
         except OutOfTime:
             raise
         except Exception as error:  # noqa: B902 - a finding, whatever it is

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from ... import comm
+from ...call_site import call_in_words
+from ...comm.ranks.rank_numbers import concrete
+from ...mesh import Mesh
 from ...pipeline.schedule import Kind
+from ...spmd.axes import atoms_of
+from ...spmd.errors import SpmdTypeError
 from ...spmd.tensor_type import TensorType, type_of, write
+from ...spmd.types import SAME, V
 from ..types.mode import SpmdTypeMode
 
 __all__ = ["Halted", "MessageTypes"]
@@ -43,19 +50,31 @@ class MessageTypes:
     scale of a loss whose gradients are averaged over the data, which the last stage must have. A receive can be posted
     before that is known; its buffer then gets its type later.
 
+    A step that sends and receives by itself is played until it waits for a message that was not sent yet, and from the
+    start again when it was.
+
     Attributes:
         halt_after: the chunk of the stage that is played whose last message ends the play; None: it runs to its end.
+        waiting: by stage, the receive that ended its last play.
+        all_wait: whether no stage can be played further: then a receive raises.
+        by_hand: by channel and number, the type of a message that a step sends by itself.
     """
 
     def __init__(self) -> None:
         self.halt_after: int | None = None
+        self.waiting: dict[int, str] = {}
+        self.all_wait = False
+        self.by_hand: dict[tuple[Any, int], TensorType | None] = {}
         # By piece of the model and index of the tensor: for each pass over the schedule.
         self._sent: dict[tuple[int, int], list[TensorType | None]] = {}
 
-    def connect(self, mode: SpmdTypeMode, model: Any, inputs: Any) -> None:
-        """Follows the messages of one play of a pipeline model's stage."""
+    def connect(self, mode: SpmdTypeMode, model: Any, inputs: Any, mesh: Mesh, rank: int) -> None:
+        """Follows the messages of one play of a rank."""
         stage = getattr(model, "stage", None)
-        if stage is None or model.num_stages == 1:
+        if stage is None:
+            self._connect_by_hand(mode, mesh, rank)
+            return
+        if model.num_stages == 1:
             return
         schedule, channels = model.training_schedule, model.stage_channels
         tasks = schedule.tasks(stage)
@@ -75,7 +94,7 @@ class MessageTypes:
         expected: dict[tuple[int, int], TensorType] = {}
         mine: dict[tuple[int, int], list[TensorType | None]] = defaultdict(list)
 
-        def on_send(x: torch.Tensor, axis: Any) -> None:
+        def on_send(x: torch.Tensor, axis: Any, dst: int, tag: int) -> None:
             if axis is None or axis not in channels.of(Kind.SEND_FORWARD):
                 return
             sent_type = type_of(x)
@@ -93,7 +112,11 @@ class MessageTypes:
             if chunk == self.halt_after and index == last[chunk]:
                 raise Halted
 
-        def on_receive(buffer: torch.Tensor, axis: Any) -> TensorType | None:
+        def on_receive(buffer: torch.Tensor, axis: Any, src: int, tag: int) -> Callable[[], TensorType | None]:
+            type_ = received_type(buffer, axis)
+            return lambda: type_
+
+        def received_type(buffer: torch.Tensor, axis: Any) -> TensorType | None:
             if axis is None:
                 return None
             if axis in channels.of(Kind.RECV_FORWARD):
@@ -110,3 +133,46 @@ class MessageTypes:
         mode.sent, mode.received = on_send, on_receive
         mode.averaged = mode.data_axes()
         mode.gradient_scales = dict.fromkeys(mode.averaged, 1)
+
+    def _connect_by_hand(self, mode: SpmdTypeMode, mesh: Mesh, rank: int) -> None:
+        """Follows sends and receives of a step: between two stages, or along an axis of one stage.
+
+        Messages of a channel stay in order. Ranks of a stage send equal types, so the ends of a channel are stages.
+        """
+        here = mesh.coordinate("pp", rank)
+        counts: Counter[Any] = Counter()
+
+        def number(axis: Any, peer: int, tag: int, sends: bool) -> tuple[Any, int]:
+            group = comm.communicator(axis)
+            there = mesh.coordinate("pp", concrete(group.ranks[concrete(peer)]))
+            ends = (here, there) if sends else (there, here)
+            channel = (*ends, tag, group.axis if here == there else None)
+            counts[channel, sends] += 1
+            return channel, counts[channel, sends]
+
+        def on_send(x: torch.Tensor, axis: Any, dst: int, tag: int) -> None:
+            self.by_hand[number(axis, dst, tag, True)] = type_of(x)
+
+        def on_receive(buffer: torch.Tensor, axis: Any, src: int, tag: int) -> Callable[[], TensorType | None]:
+            key = number(axis, src, tag, False)
+            (source, *_), count = key
+            line = call_in_words()
+
+            def type_when_received() -> TensorType | None:
+                if key not in self.by_hand:
+                    self.waiting[here] = f"stage {here} waits for message {count} of stage {source}, at {line}"
+                    if not self.all_wait:
+                        raise Halted
+                    waits = "; ".join(self.waiting[stage] for stage in sorted(self.waiting))
+                    raise SpmdTypeError("comm.recv", f"this message is never sent: {waits}", rule="deadlock")
+                type_ = self.by_hand[key]
+                if type_ is None or source != here:
+                    return type_
+                passed = {atom: type_.get(atom) for atom in atoms_of(comm.communicator(axis), mesh)}
+                others = {atom: V for atom, old in passed.items() if old is not None and old.letter not in SAME}
+                return TensorType.of({**dict(type_), **others}, type_.rest)
+
+            return type_when_received
+
+        self.waiting.pop(here, None)
+        mode.sent, mode.received = on_send, on_receive

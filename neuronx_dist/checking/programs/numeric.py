@@ -47,7 +47,7 @@ def compare_values(subject: Subject, mesh: Mesh, deadline: Deadline, notes: list
     if expected is None or None in values_by_rank:
         notes.append(
             "values not compared: the optimizer was made before the weights have values (pass optimizer=), reduces "
-            "gradients itself, or does not step"
+            "gradients itself, or does not step; or the step sends between stages that one process does not have"
         )
         return None
     problems = _compare(expected, [values for values in values_by_rank if values is not None], mesh)
@@ -62,6 +62,8 @@ def _step(subject: Subject, parts: int) -> Values | None:
     with torch.device("meta"):
         built = built_anew(lambda: subject.model_fn(**subject.options), with_values=True)
     model = built[0] if isinstance(built, tuple) else built
+    if comm.size("pp") > 1 and not isinstance(model, NxDPPModel):
+        return None
     _fill(model)
     inputs = _inputs(subject.inputs, model, parts)
     names = _names(model)

@@ -181,7 +181,7 @@ class Played:
             if self.types is not None:
                 declare_inputs(inputs, self.subject.in_types, self.types)
                 if self._message_types is not None:
-                    self._message_types.connect(self.types, self.model, inputs)
+                    self._message_types.connect(self.types, self.model, inputs, self.mesh, rank)
             with kept_hooks(self.model), self._fake, torch.enable_grad(), self._trace(phase):
                 if self.subject.step is not None:
                     _check_step(self.subject.step, self.model, self.optimizer, inputs)
@@ -197,17 +197,28 @@ class Played:
             self._restore(states)
         return phase
 
-    def train_until_sent(self, rank: int, chunk: int) -> None:
-        """Plays until this chunk of the stage has sent its results, so that the next stage can be played."""
-        assert self._message_types is not None
-        self._message_types.halt_after = chunk
+    def train_until_halted(self, rank: int, chunk: int | None = None) -> bool:
+        """Plays as `train` does; returns whether to the end.
+
+        Args:
+            chunk: the chunk of the stage that ends the play when it has sent its results, so that the next stage can be
+                played; None: a receive of a message that was not sent yet ends it.
+        """
+        states = self._states()
+        if self._message_types is not None:
+            self._message_types.halt_after = chunk
         try:
             self.train(rank)
         except Halted:
-            pass
+            self._restore(states)
+            del self.phases["train"]
+            return False
         finally:
-            self._message_types.halt_after = None
-        del self.phases["train"]
+            if self._message_types is not None:
+                self._message_types.halt_after = None
+        if chunk is not None:
+            del self.phases["train"]
+        return True
 
     def step(self, rank: int) -> Phase:
         """Plays the optimizer's step, unless the user's own step has done it."""

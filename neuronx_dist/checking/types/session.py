@@ -20,8 +20,9 @@ from ...mesh import Mesh
 from ...rules import Rule
 from ...spmd.axes import atoms_of, mesh_of
 from ...spmd.tensor_type import EQUAL, NAME, NOTE, Note, Origin, TensorType, note_of, tensors_in, version
-from ...spmd.types import R, scaled
+from ...spmd.types import I, R, scaled
 from ...weights.partial_model import partial_model
+from ...weights.shard_spec import spec_of
 from .judge import Judgement
 
 __all__ = ["Session", "new_session"]
@@ -61,8 +62,9 @@ class Session(TorchFunctionMode):
         symbolic: ranks are RankValues: one rank is played in place of many.
         seeds: `(line of a draw, seed) -> axes` on which the seed of that draw is known to differ.
         outside_seed: first seed of the default generator; None: the seeds of the ranks are not compared.
-        received: `(tensor, axis) -> type` of a tensor that `comm.recv` writes to; None: not known.
-        sent: `(tensor, axis)`, called at each `comm.send`.
+        received: `(tensor, axis, source, tag) -> function`, called at each `comm.recv`; the function, called when the
+            tensor has been received, returns its type, or None if that is not known.
+        sent: `(tensor, axis, destination, tag)`, called at each `comm.send`.
         averaged: axes over which the gradients of every backward are averaged: known before for a pipeline.
         gradient_scales: axis -> scale that the loss of the last backward gave to gradients, where it is not 0.
     """
@@ -81,8 +83,8 @@ class Session(TorchFunctionMode):
         self.writes: dict[int, Any] = {}
         self.compared: set[Any] = set()
         self.paused = 0
-        self.received: Callable[[Tensor, Any], TensorType | None] | None = None
-        self.sent: Callable[[Tensor, Any], None] | None = None
+        self.received: Callable[[Tensor, Any, int, int], Callable[[], TensorType | None]] | None = None
+        self.sent: Callable[[Tensor, Any, int, int], None] | None = None
         self.entered = self.probing = 0
         self.stand_in: Callable[[Tensor, str], Any] | None = None
         self.unrecorded = 0
@@ -142,6 +144,17 @@ class Session(TorchFunctionMode):
         for param in self._parameters.values():
             if param.grad is not None:
                 self.adopt(param, param.grad)
+
+    def undeclared(self, axis: str) -> list[nn.Parameter]:
+        """Returns all parameters of the model, if `axis` is of tp and none of them is declared to be a shard there."""
+        params = [*self._parameters.values()]
+        if axis not in self.atoms(("tp",)):
+            return []
+        layouts = [spec_of(param) for param in params]
+        notes = [note_of(param) for param in params]
+        declared = any(layout.axis is not None or layout.sequence_parallel for layout in layouts)
+        asserted = any(note is not None and note.type.get(axis) not in (None, I) for note in notes)
+        return [] if declared or asserted else params
 
     # --- the mesh
 

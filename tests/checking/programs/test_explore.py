@@ -107,14 +107,17 @@ def test_a_play_ahead_ends_with_the_last_message_of_its_chunk(monkeypatch: pytes
         assert halt is None, "it went on"
         return result
 
-    def until(self: Played, rank: int, chunk: int) -> None:
-        ahead.append((self.mesh.coordinate("pp", rank), chunk))
-        original(self, rank, chunk)
-        assert "train" not in self.phases and self._message_types is not None and self._message_types.halt_after is None
+    def until(self: Played, rank: int, chunk: int | None = None) -> bool:
+        done = original(self, rank, chunk)
+        if chunk is not None:
+            ahead.append((self.mesh.coordinate("pp", rank), chunk))
+            assert not done and "train" not in self.phases
+            assert self._message_types is not None and self._message_types.halt_after is None
+        return done
 
-    original = Played.train_until_sent
+    original = Played.train_until_halted
     monkeypatch.setattr(Played, "train", watched)
-    monkeypatch.setattr(Played, "train_until_sent", until)
+    monkeypatch.setattr(Played, "train_until_halted", until)
 
     def model_fn() -> Any:
         return nxd.NxDPPModel(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import neuronx_dist as nxd
-from neuronx_dist import spmd
+from neuronx_dist import comm, spmd
 from neuronx_dist.parallel_layers import mappings
 from neuronx_dist.parallel_layers import parallel_state as ps
 
@@ -265,3 +265,51 @@ def test_a_module_that_existed_before_keeps_its_tensors(device):
     assert all(map(torch.equal, before[1], after[1])) if device == "cpu" else all(x.is_meta for x in tensors)
     assert torch.equal(before[2], after[2]) and versions == [x._version for x in existing.parameters()]
     assert not any(x.grad is not None for x in existing.parameters())
+
+
+class Shards(nn.Module):
+    """A Megatron block by hand: half of the columns, then half of the rows, of a feed-forward layer of 32."""
+
+    def __init__(self, declare=()):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+        for name, dim, shape in declare:
+            spec = spmd.ShardSpec("tp", dim=dim, num_partitions=2, full_shape=shape)
+            spmd.set_spec(getattr(self, name), "weight", spec)
+
+    def forward(self, x):
+        h = F.gelu(self.up(spmd.convert(x, "tp", src=spmd.I, dst=spmd.R)))
+        return self.reduced(self.down(h)).square().mean()
+
+    def reduced(self, y):
+        return spmd.all_reduce(y, "tp", src=spmd.P, dst=spmd.I)
+
+
+class ByVerb(Shards):
+    def reduced(self, y):
+        return comm.all_reduce(y, "tp")
+
+
+class Gathered(Shards):
+    def reduced(self, y):
+        return spmd.all_gather(y, "tp", src=spmd.S(0), dst=spmd.R)
+
+
+@pytest.mark.parametrize("build", [Shards, ByVerb, Gathered])
+def test_shards_that_are_not_declared_are_told_first_and_no_reduction_is_to_be_dropped(build):
+    text = problem(build)
+    assert "no parameter of the model is declared as a shard of tp: up.weight [16, 8], down.weight [8, 16]" in text
+    spec = 'spmd.ShardSpec("tp", dim=0, num_partitions=2, full_shape=(32, 8))'
+    assert f'repair: spmd.set_spec(up, "weight", {spec}) where the model is built' in text
+    assert "drop" not in text
+
+
+def test_declared_shards_pass_and_a_sum_too_many_is_told_as_before():
+    declared = [("up", 0, (32, 8)), ("down", 1, (8, 32))]
+    assert spmd.check(lambda: Shards(declared), torch.zeros(4, 8), MESH).ok
+
+    class Twice(Shards):
+        def reduced(self, y):
+            return super().reduced(super().reduced(y))
+
+    assert "it is I already, drop this one" in problem(lambda: Twice(declared))

@@ -85,17 +85,17 @@ def test_a_schedule_that_runs_is_ok_and_its_messages_have_types(name, monkeypatc
     typed_when_posted: list[bool] = []
     connect = MessageTypes.connect
 
-    def listen(self, mode, model, inputs):
-        connect(self, mode, model, inputs)
+    def listen(self, mode, model, *given):
+        connect(self, mode, model, *given)
         arrived = mode.received
 
-        def keep(buffer, axis):
-            type_ = arrived(buffer, axis)
+        def keep(buffer, axis, *peer):
+            type_of_message = arrived(buffer, axis, *peer)
             if self.halt_after is None:
                 received.append(buffer)
                 if axis in model.stage_channels.of(Kind.RECV_BACKWARD):
-                    typed_when_posted.append(type_ is not None)
-            return type_
+                    typed_when_posted.append(type_of_message() is not None)
+            return type_of_message
 
         mode.received = keep
 

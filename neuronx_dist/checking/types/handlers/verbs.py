@@ -269,7 +269,7 @@ def _send(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     mode.operators += 1
     mode.collectives += 1
     if mode.sent is not None:
-        mode.sent(args[0], args[1])
+        mode.sent(args[0], args[1], kwargs["dst"], kwargs.get("tag", 0))
     with mode.pause():
         return func(*args, **kwargs)
 
@@ -279,10 +279,19 @@ def _recv(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     mode.collectives += 1
     with mode.pause():
         result = func(*args, **kwargs)
-    if mode.received is not None:
-        type_ = mode.received(args[0], args[1])
+    if mode.received is None:
+        return result
+    type_of_message = mode.received(args[0], args[1], kwargs["src"], kwargs.get("tag", 0))
+
+    def finish(_: Any) -> None:
+        type_ = type_of_message()
         if type_ is not None:
             mode.stamp(args[0], type_)
+
+    if isinstance(result, Handle):
+        result.then(finish)
+    else:
+        finish(result)
     return result
 
 

@@ -257,7 +257,15 @@ def operator_error(
     else:
         code = f'spmd.assert_type({named.code}, {{"{axis}": spmd.R}})'
         repairs = [Repair(f"{code} where it is made", edit_of(here, named.node, code))]
-    if actual is not None and rule == "source" and not _same_shard(actual, src, x):
+    params = mode.undeclared(axis) if actual is not None and actual.letter in SAME and _takes_parts(name, src) else []
+    if params:
+        names = [f"{name_of(param)} {[*param.shape]}" for param in params[:4]] + ["..."] * (len(params) > 4)
+        why = (
+            f"{named.label or 'it'} is taken for whole on every rank, since no parameter of the model is declared as a "
+            f"shard of {axis}: {', '.join(names)}"
+        )
+        repairs = _declarations(params[0], axis, mode.mesh)
+    elif actual is not None and rule == "source" and not _same_shard(actual, src, x):
         why = f"it is {actual}{_MEANING.get(actual.letter, '')}, not {src}"
     if why.startswith("it is ") and named.label:
         why = named.label + why[2:]
@@ -272,6 +280,26 @@ def operator_error(
         dst=dst,
         types=[note.type],
     )
+
+
+def _takes_parts(name: str, src: Any) -> bool:
+    """Returns whether a collective puts together what differs between the ranks."""
+    return name.removeprefix("comm.") in ("all_reduce", "reduce_scatter", "all_gather") and src not in (R, I)
+
+
+def _declarations(param: Tensor, axis: str, mesh: Any) -> list[Repair]:
+    """Repairs of a model whose parameters are shards and are not declared, with `param` as the example."""
+    size = mesh.size(axis)
+    path, _, name = name_of(param).rpartition(".")
+    full = (param.shape[0] * size, *param.shape[1:])
+    spec = f'spmd.ShardSpec("{axis}", dim=0, num_partitions={size}, full_shape={full})'
+    return [
+        Repair(
+            f'spmd.set_spec({path or "model"}, "{name}", {spec}) where the model is built, if it is divided along dim '
+            "0, and likewise for every shard"
+        ),
+        Repair("ColumnParallelLinear and RowParallelLinear in the place of nn.Linear: they declare their shards"),
+    ]
 
 
 def _counted(spmd_type: Any, x: Tensor) -> Any:
