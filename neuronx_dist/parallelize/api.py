@@ -48,7 +48,8 @@ from .prove.smaller import lines_not_compared, smaller_program
 from .prove.value_comparison import EmittedProgramError, OriginalError, RecordingError
 from .prove.verify import HOW, NOT_COMPARED, too_large, verify
 from .prove.whole_mesh import check_mesh
-from .train.parallel_module import ParallelModule, parallel_class
+from .train.loaded_class import parallel_class
+from .train.parallel_module import ParallelModule
 
 __all__ = ["parallelize"]
 
