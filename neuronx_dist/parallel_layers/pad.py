@@ -8,8 +8,15 @@ remembers the real size, so that saving strips the padding and counts do not see
 With grouped-query attention the unit is the group: key/value heads are padded to a multiple of tp and each brings its
 group of query heads, 9 query heads over 3 key/value heads become 12 over 4 at tp=2. `pad_model` does this when
 `n_heads` is the number of key/value heads: every padded size grows by the same ratio, here 4/3.
-`neuronx_dist.hf.swap(model, pad_heads=True)` does it by itself; beyond as many ranks as key/value heads it replicates
-these (`ColumnParallelLinear(replicas=)`) and adds zeros at the end of each group, which is fewer.
+`neuronx_dist.hf.swap(model, pad_heads=True)` pads by itself.
+
+With fewer key/value heads than ranks, m = tp / kv_heads, rank r holds key/value head r // m. The layout of its weight
+is `ShardSpec("tp/m", ...)`: sharded over the outer part of tp, replicated on the inner part.
+`ColumnParallelLinear(replicas=m)` uses the weight through `reinterpret(I, V)` over `"tp%m"`, whose backward sums the
+gradients of the replicas, so that they are complete and equal. (NxD sums dK and dV, `[tokens, head_dim]`, before it
+computes dW.) `swap` then pads query heads at the end of each group (`ShardSpec.group`), which is fewer: 48 query heads
+over 8 key/value heads become 64 over 8 at tp=32. A padded query head in a real group attends uniformly to real values:
+its columns of the output projection are zero and would get a gradient, which `ZerosStay` masks.
 """
 
 from __future__ import annotations
