@@ -55,15 +55,15 @@ def watch_clipping() -> None:
 def watch_optimizers() -> None:
     """Makes optimizers refuse, from now on, gradients that are not averaged over the data.
 
-    Those whose update is not elementwise refuse shards too. An optimizer whose `step` averages gradients itself has
-    an attribute `averages_over_data` that is true. `torch.amp.GradScaler` leaves a step out on all ranks or on none.
+    Optimizers whose update is not elementwise refuse shards too. An optimizer whose attribute `averages_over_data` is
+    true averages in `step`, and is not refused. `torch.amp.GradScaler` skips a step on all ranks or on none.
     """
     register_optimizer_step_pre_hook(_check_step)
     after_unscaling(share_found_inf)
 
 
 def watch_module(module: PartOfJob) -> None:
-    """Makes clipping and plain optimizers refuse, from now on, what the gradients of this module are not enough for."""
+    """Makes clipping and plain optimizers refuse, from now on, gradients that are only a part of this module's."""
     watch_clipping()
     watch_optimizers()
     _watched.add(module)
@@ -136,7 +136,7 @@ def _shards(parameters: Sequence[torch.Tensor]) -> int:
 
 
 def _stages(parameters: Sequence[torch.Tensor]) -> frozenset[str]:
-    """Returns the reductions that the first gradient has been through: one call reduces all of a model's."""
+    """Returns the reductions that the first gradient has been through: one call reduces all gradients of a model."""
     grads = map(gradient_of, parameters)
     first = next((grad for grad in grads if grad is not None), None)
     return frozenset() if first is None else ReductionState.of(first).stages
@@ -147,7 +147,7 @@ def _is_left_to_zero1(stages: frozenset[str]) -> bool:
 
 
 def share_found_inf(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> None:
-    """Makes the flag of an infinite gradient 1 on all ranks that make a step together, if it is on one of them."""
+    """Sets the flag of an infinite gradient on all ranks that make a step together, if one rank has set it."""
     if comm.is_initialized():
         axis = "world" if getattr(optimizer, "averages_over_data", False) else ("pp", "tp")
         comm.all_reduce(found_inf, axis, op="max", out=found_inf)
