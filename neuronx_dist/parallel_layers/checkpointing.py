@@ -105,8 +105,8 @@ def load(
         return checkpoint
     if model_key is not None and model_key not in checkpoint:
         raise KeyError(
-            f"checkpointing.load: {path} has no {model_key!r}, but {', '.join(map(repr, [*checkpoint][:8]))}: name one "
-            "of these as model_key, or give model_key=None if all of it is the state"
+            f"checkpointing.load: {path} has no {model_key!r}, only {', '.join(map(repr, [*checkpoint][:8]))}: pass "
+            "one of these as model_key, or model_key=None if the checkpoint itself is the state dict"
         )
     state = checkpoint if model_key is None else checkpoint[model_key]
     if isinstance(target, torch.optim.Optimizer):

@@ -85,8 +85,8 @@ def _check_generators(forward: _Forward, program: Program, before: RandomState) 
     changed, name = before.changed(), type(forward.module).__name__
     if "torch" in changed:
         raise TracingError(
-            f"{name}.forward seeds the random numbers of torch, as torch.manual_seed does, and the program would not: "
-            "seed before forward"
+            f"{name}.forward seeds the random numbers of torch, as torch.manual_seed does, which the "
+            "program would not do: seed before forward"
         )
     if not changed:
         return
@@ -98,7 +98,7 @@ def _check_generators(forward: _Forward, program: Program, before: RandomState) 
     if drawn or different:
         raise TracingError(
             f"{name}.forward draws from the generator of {' and '.join(drawn or changed)}, and the program would "
-            f"have the outcome of one draw for ever{f' ({different})' if different else ''}: draw tensors, such as "
+            f"repeat the outcome of one draw{f' ({different})' if different else ''}: draw tensors, such as "
             "torch.rand(()), and choose by torch.where"
         )
 

@@ -261,7 +261,7 @@ class _Recorder(TorchFunctionMode):
             if effects.random and not self.leaves and "torch" in self.random_state.changed():
                 raise TracingError(
                     f"{where}: {name_of(target)} draws random numbers that forward has seeded, as torch.manual_seed "
-                    "does, and the program would not: draw them before forward, and pass them as an argument"
+                    "does, and the program would not seed them: draw them before forward, and pass them as an argument"
                 )
             info = Info(
                 "module" if op == "call_module" else "function",
