@@ -1,6 +1,6 @@
 """Buckets: many tensors in a few large collectives.
 
-Collectives of lists are `comm.verbs`; they overlap with the copies in and out of them, where there are any.
+A verb of `comm` takes the list of a bucket's tensors. Communication overlaps with the copies into and out of buckets.
 
 Buckets are cut by the parameters alone (order, dtype, size), never by which gradients happen to be there, so that every
 rank of a group cuts the same ones. A `BucketPlan` keeps them from step to step.
@@ -40,7 +40,7 @@ def cap_in_bytes(cap_mb: float | None, env: str, default_mb: float) -> int:
 
 
 def cut(items: Iterable[T], key: Callable[[T], Hashable], nbytes: Callable[[T], int], cap: int) -> list[list[T]]:
-    """Puts items of one key into buckets of at most `cap` bytes, in their order; a larger item has one to itself."""
+    """Puts items of one key into buckets of at most `cap` bytes, in order; a larger item is a bucket alone."""
     open_buckets: dict[Hashable, tuple[list[T], int]] = {}
     buckets: list[list[T]] = []
     for item in items:
@@ -57,7 +57,7 @@ def cut(items: Iterable[T], key: Callable[[T], Hashable], nbytes: Callable[[T], 
 class BucketPlan:
     """The buckets of a list of tensors: cut at the first use, then cached.
 
-    They are cut again when the list, a tensor's key or size, or the cap is another one than last time.
+    The list is cut again when its tensors, a tensor's key or size, or the cap have changed.
     """
 
     def __init__(self) -> None:
@@ -85,9 +85,9 @@ def overlap(
     limit: int = 2,
     cost: Callable[[T], int] = lambda item: 1,
 ) -> None:
-    """Starts each item and finishes it, in order, with several under way: one is packed while another communicates.
+    """Starts and finishes items in order, several at a time: one is packed while another communicates.
 
-    No more than `limit` by the sum of their costs, or one, because each holds memory.
+    The costs of the items under way sum to at most `limit`, since each item holds memory; one above `limit` runs alone.
     """
     started: deque[tuple[T, W]] = deque()
     under_way = 0
@@ -104,10 +104,11 @@ def overlap(
 def presence(present: Sequence[bool], like: torch.Tensor, group: Communicator) -> torch.Tensor:
     """Flags `[len(present)]` of a bucket: 1 where this rank has a gradient, else 0.
 
-    They travel at the end of the bucket, and are summed.
+    The flags are sent at the end of the bucket, and are summed.
 
-    A parameter may have a gradient on some ranks only (an expert that got no tokens). Missing ones count as zero, but
-    one that no rank has must stay None, as in one process: weight decay and momentum move a parameter by zeros.
+    A parameter may have a gradient on some ranks only (an expert that got no tokens): a missing gradient counts as
+    zero. A gradient that no rank has must stay None, as in one process, because weight decay and momentum change a
+    parameter whose gradient is zero.
     """
     flags = like.new_ones(len(present)) if all(present) else like.new_tensor([float(flag) for flag in present])
     return spmd.trust(flags, group, P)

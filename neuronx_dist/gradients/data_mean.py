@@ -32,7 +32,7 @@ def start_sum(
     """Starts the sum of `scale *` gradients of a bucket over a group, in place.
 
     Args:
-        present: which of them are this rank's own, and not zeros in their place.
+        present: which gradients this rank has; the others are zeros.
 
     Returns:
         A handle of the gradients and, at the end, how many ranks have each.

@@ -22,11 +22,11 @@ def refuse_not_elementwise(optimizer_class: type, *, parts: bool = True, advice:
     """Refuses an optimizer whose update of a part of the model needs the rest.
 
     Args:
-        parts: parameters are parts of the model's; False: whole, but not all of the model's.
+        parts: True: the optimizer gets parts of parameters; False: whole parameters, but not all of the model.
         advice: what else to do, for the message.
 
     Raises:
-        ValueError: the update is not elementwise (of whole parameters: takes all of them together).
+        ValueError: the update is not elementwise (where parameters are whole: it takes all parameters together).
     """
     for ancestor in optimizer_class.__mro__:
         reason = _NOT_ELEMENTWISE.get(ancestor.__name__)

@@ -34,8 +34,8 @@ def parameters_of(source: torch.optim.Optimizer | nn.Module | Parameters) -> lis
 class ParameterGradient:
     """The gradient of one parameter.
 
-    It is a view, which holds the parameter and nothing that could be out of date: whoever needs one may make one. What
-    has been done to the gradient in this step is kept with the gradient's tensor (`state.ReductionState`).
+    An object is a view: it holds the parameter and nothing that could go stale, so that any code may construct one. The
+    reductions of this step are recorded on the gradient's tensor (`state.ReductionState`).
 
     The gradient is `param.main_grad` if the parameter has this attribute and it is not None, else `param.grad`.
     `main_grad` is a wider accumulator of microbatches; `accumulate_in_main_grad` makes it, or a script does.
@@ -86,7 +86,7 @@ class ParameterGradient:
 
     @property
     def data_axis(self) -> tuple[str, ...]:
-        """The axis along which the data of one value of the parameter is spread; the mean always divides by dp * cp."""
+        """The axis over which the parameter's gradient is summed; the mean always divides the sum by dp * cp."""
         return ("edp",) if self.is_expert and comm.size("ep") > 1 else DATA_AXES
 
     def accumulate_in_main_grad(self) -> None:

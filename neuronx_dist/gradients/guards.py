@@ -1,6 +1,6 @@
 """Refusal of torch's own clipping and optimizers, where the gradients of one rank are not enough for them.
 
-`torch.nn.utils.clip_grad_norm_` takes the norm of this rank's shards, so that each rank scales by another factor.
+`torch.nn.utils.clip_grad_norm_` takes the norm of this rank's shards, so that ranks scale by different factors.
 A torch optimizer in a step whose mean over the data was left to ZeRO-1 (`NxDPPModel(use_zero1_optimizer=True)`,
 `reduce_gradients(average_over_data=False)`) makes the weights of data-parallel ranks drift apart; so does one whose
 parameters are of a module of `parallelize` on several units, since only `build_optimizer` adds the sum over the units.
@@ -55,15 +55,15 @@ def watch_clipping() -> None:
 def watch_optimizers() -> None:
     """Makes optimizers refuse, from now on, gradients that are not averaged over the data.
 
-    Those whose update is not elementwise refuse shards too. An optimizer whose `step` averages gradients itself has
-    an attribute `averages_over_data` that is true. `torch.amp.GradScaler` leaves a step out on all ranks or on none.
+    Optimizers whose update is not elementwise refuse shards too. An optimizer whose attribute `averages_over_data` is
+    true averages in `step`, and is not refused. `torch.amp.GradScaler` skips a step on all ranks or on none.
     """
     register_optimizer_step_pre_hook(_check_step)
     after_unscaling(share_found_inf)
 
 
 def watch_module(module: PartOfJob) -> None:
-    """Makes clipping and plain optimizers refuse, from now on, what the gradients of this module are not enough for."""
+    """Makes clipping and plain optimizers refuse, from now on, gradients that are only a part of this module's."""
     watch_clipping()
     watch_optimizers()
     _watched.add(module)
@@ -88,14 +88,14 @@ def _check_clipping(parameters: Sequence[torch.Tensor]) -> None:
         return
     if of_units is not None:
         raise RuntimeError(
-            "torch.nn.utils.clip_grad_norm_ takes the norm of this rank's gradients, so that each rank would scale its "
-            f"gradients by another factor ({why}; {comm.current().mesh}): call clip_gnorm(max_norm) of the optimizer "
+            "torch.nn.utils.clip_grad_norm_ takes the norm of this rank's gradients, so that ranks would scale by "
+            f"different factors ({why}; {comm.current().mesh}): call clip_gnorm(max_norm) of the optimizer "
             "that build_optimizer returns, which takes the norm of the model's gradients, summed over the units"
         )
     how = "pass max_norm to NeuronZero1Optimizer, or " if _is_left_to_zero1(stages) else ""
     raise RuntimeError(
-        "torch.nn.utils.clip_grad_norm_ takes the norm of this rank's gradients, so that each rank would scale its "
-        f"gradients by another factor ({why}; {comm.current().mesh}): {how}call neuronx_dist.clip_grad_norm("
+        "torch.nn.utils.clip_grad_norm_ takes the norm of this rank's gradients, so that ranks would scale by "
+        f"different factors ({why}; {comm.current().mesh}): {how}call neuronx_dist.clip_grad_norm("
         "parameters, max_norm), which takes the whole model's norm, after reduce_gradients or run_train"
     )
 
@@ -107,16 +107,16 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         if _is_left_to_zero1(_stages(group["params"])):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step: the gradients are not averaged over the {comm.size(DATA_AXES)} "
-                "data-parallel ranks, because the optimizer was to do that (use_zero1_optimizer=True, or "
-                "reduce_gradients(average_over_data=False)), so that each of them would get other weights: use "
+                "data-parallel ranks, because that was left to the optimizer (use_zero1_optimizer=True, or "
+                "reduce_gradients(average_over_data=False)), so that the weights of these ranks would differ: use "
                 "NeuronZero1Optimizer, or leave these options out"
             )
         of_units = _watched_module(group["params"])
         if of_units is not None and _are_of_one_unit(group["params"], of_units):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step: parameters are of a {type(of_units).__name__} on "
-                f"{of_units.num_units} units, whose gradients are not summed, so that each unit would get other "
-                "weights: make the optimizer by build_optimizer(module, optimizer_class), which sums them"
+                f"{of_units.num_units} units, whose gradients are not summed, so that the weights of units "
+                "would differ: make the optimizer by build_optimizer(module, optimizer_class), which sums them"
             )
         parts = _shards(group["params"]) > 1
         process_group = getattr(optimizer, "process_group", None)  # of torch's ZeroRedundancyOptimizer
@@ -136,7 +136,7 @@ def _shards(parameters: Sequence[torch.Tensor]) -> int:
 
 
 def _stages(parameters: Sequence[torch.Tensor]) -> frozenset[str]:
-    """Returns the reductions that the first gradient has been through: one call reduces all of a model's."""
+    """Returns the reductions that the first gradient has been through: one call reduces all gradients of a model."""
     grads = map(gradient_of, parameters)
     first = next((grad for grad in grads if grad is not None), None)
     return frozenset() if first is None else ReductionState.of(first).stages
@@ -147,7 +147,7 @@ def _is_left_to_zero1(stages: frozenset[str]) -> bool:
 
 
 def share_found_inf(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> None:
-    """Makes the flag of an infinite gradient 1 on all ranks that make a step together, if it is on one of them."""
+    """Sets the flag of an infinite gradient on all ranks that make a step together, if one rank has set it."""
     if comm.is_initialized():
         axis = "world" if getattr(optimizer, "averages_over_data", False) else ("pp", "tp")
         comm.all_reduce(found_inf, axis, op="max", out=found_inf)

@@ -1,4 +1,4 @@
-"""Reductions that start while backward still runs: a bucket's when its last gradient is complete.
+"""Reductions that start while backward runs: a bucket starts when its last gradient is complete.
 
     reduction = BackwardReduction(buckets)      # buckets(): in the order in which they start, on all ranks the same
     reduction.watch(param)                      # each of them, once
@@ -9,8 +9,8 @@ What starts in backward is final: a gradient that is written afterwards is an er
 `finish`. So all backwards of a step but the last are inside of `no_sync(model)`, which pauses the hooks.
 
 Buckets start in one fixed order, as those of torch's DistributedDataParallel do (Li et al., 2020): a rank's autograd
-may finish them in another one, and a collective must be the same on all ranks. One that lacks a gradient therefore
-holds back those after it, and they start after backward.
+may complete gradients in another order, but all ranks must start the same collective. So a bucket that lacks a gradient
+holds back the later buckets, which then start after backward.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ __all__ = ["BackwardReduction", "Bucket", "is_late", "paused", "release", "start
 
 @dataclass
 class Bucket:
-    """Gradients that travel together.
+    """Gradients that are reduced together.
 
     Attributes:
         gradients: of the parameters.
         start: starts their reduction; returns what is awaited.
         finish: awaits it and stores the result.
-        in_backward: whether they are complete as backward leaves them. Else something is added to them after it, over
-            tp for instance, and they start after those that are.
+        in_backward: whether backward completes the gradients. If not, a later sum completes them, over tp for instance,
+            and the bucket starts after those that backward completes.
     """
 
     gradients: list[ParameterGradient]
@@ -89,7 +89,7 @@ class BackwardReduction:
     def watch(self, param: torch.Tensor) -> None:
         """Makes backward report this parameter's gradient to this object, and to no other of this class.
 
-        A hook that moves gradients elsewhere (`main_grad`) is registered before.
+        A hook that moves gradients (to `main_grad`) must be registered before.
         """
         release(param)
         param.register_post_accumulate_grad_hook(_Hook(self))
@@ -128,7 +128,7 @@ class BackwardReduction:
 
     @torch.no_grad()
     def accumulated(self, param: torch.Tensor) -> None:
-        """Records that backward has added to the gradient of `param`. A type check sees all collectives in the step."""
+        """Records that backward has added to a gradient. In a type check the step starts all reductions."""
         if self._pauses or active() is not None:
             return
         with self._lock:
@@ -203,7 +203,7 @@ def _hooks(param: torch.Tensor) -> dict[int, _Hook]:
 def is_late(gradient: ParameterGradient) -> bool:
     """Returns whether a sum follows backward: over tp, or over the stages that hold a tied weight.
 
-    On a pipeline that may be each; of one that says `param.complete_in_backward = True` nothing is.
+    On a pipeline any parameter may be late, unless it has the attribute `complete_in_backward = True`.
     """
     may_be_tied = comm.size("pp") > 1 and not getattr(gradient.param, "complete_in_backward", False)
     return may_be_tied or (gradient.is_partial_over_tp and comm.size("tp") > 1)
@@ -217,7 +217,7 @@ def release(param: torch.Tensor) -> None:
 
 
 def start_complete(params: Iterable[torch.Tensor]) -> None:
-    """Starts the reductions of these parameters, whose gradients are complete. A type check sees them in the step."""
+    """Starts the reductions of these parameters, whose gradients are complete. In a type check the step starts them."""
     for reduction in _reductions_of(params):
         reduction.start()
 

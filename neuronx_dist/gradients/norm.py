@@ -40,9 +40,9 @@ def get_grad_norm(
 
     Every rank calls it.
 
-    Shards over tp add up, what is replicated over tp counts once, parameters marked `shared` (later copies of a tied
-    weight) are left out, and stages add up: one scalar all-reduce over the merged (pp, tp). Sums are taken in fp32, or
-    in the dtype of the gradients if that is wider.
+    Shards over tp and stages are added; parameters replicated over tp count once, and parameters marked `shared` (later
+    copies of a tied weight) do not count. This is one scalar all-reduce over the merged (pp, tp). Sums are taken in
+    fp32, or in the dtype of the gradients if that is wider.
 
     Args:
         parameters: any iterable of parameters, generators too, or one; those without a gradient are skipped.
@@ -80,7 +80,7 @@ def clip_grad_norm(
 def clip_grads_with_norm(parameters: Parameters, total_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """Multiplies all gradients in place by `min(1, max_norm / (total_norm + 1e-6))`; returns `total_norm`.
 
-    The host does not wait for the device. A norm that is not finite makes the gradients so too, or zero, on all ranks.
+    The host does not wait for the device. Where the norm is infinite or NaN, gradients become zero or NaN on all ranks.
     """
     if not math.isinf(max_norm):
         scale_grads(parameters, (max_norm / (total_norm + 1.0e-6)).clamp(max=1.0))
@@ -121,8 +121,8 @@ def norm_groups(zero1_optimizer: bool, zero1_optimizer_groups: Any) -> list[Any]
 def check_norm_groups(groups: Any) -> None:
     """Refuses groups other than those over which the mesh spreads a model.
 
-    NxD's trainer passes its tp groups here, and means the whole model's norm. That norm is what is taken, so that
-    groups have nothing to change: they are the tp groups, or the tp and pp (and ep) groups merged.
+    NxD's trainer passes its tp groups here, and expects the norm of the whole model, which is computed in any case.
+    Accepted are the tp groups, and the tp groups merged with pp (and ep).
 
     Args:
         groups: lists of ranks which together are the world, a Communicator, or a ProcessGroup.
@@ -148,7 +148,7 @@ def check_norm_groups(groups: Any) -> None:
 def group_of_ranks(groups: Any) -> comm.Communicator:
     """The communicator over lists of ranks which together are the world.
 
-    It is the mesh's own if the mesh has one with these lists.
+    Where the mesh has a communicator for these lists, it is returned.
 
     Raises:
         ValueError: the lists do not hold this rank.
@@ -180,11 +180,12 @@ def norm_of(
     """The norm of `grads`, summed over `groups`; and the norms of parts of them, `[parts]`.
 
     Args:
-        params: say how each gradient is laid out.
+        params: parameters, which have the layouts of the gradients.
         grads: of the parameters, or shards of them.
         groups: over which the powers of the ranks' norms are summed, one after the other.
-        replicas: for each gradient, the ranks that have the same one, beside those that the layout of `params` names.
-        parts: how many gradients each part has, in order; all ranks give as many parts. None: they are one part.
+        replicas: for each gradient, the ranks with an equal copy, in addition to those that the layout of `params`
+            names.
+        parts: number of gradients of each part, in order; all ranks pass the same number of parts. None: one part.
         watch_copies: make the norm NaN where a copy of a gradient that does not count is not finite.
 
     Raises:
@@ -266,8 +267,8 @@ def _counts_here(param: torch.Tensor, holders: Sequence[comm.Communicator]) -> b
 def _holders(param: torch.Tensor, over_ep: bool) -> list[comm.Communicator]:
     """The groups of ranks that hold copies of this gradient; the first rank counts.
 
-    `over_ep`: the sum is over ep ranks too, which have the same gradients but for experts (not so over the world: there
-    the gradients are shards, and the ep ranks, which are data ranks, have different ones).
+    `over_ep`: whether the sum is over ep ranks too, which have equal gradients, except for experts. (In a sum over the
+    world gradients are shards, and the ep ranks, which are data ranks, have different ones.)
     """
     spec = spec_of(param)
     copied = [spec.replicated_over] if spec.replicated_over else []

@@ -1,7 +1,7 @@
 """Gradients after backward: reducing them over the mesh, and the number of items that a loss is divided by.
 
 The one rule (docs/architecture.md): the engine divides each microbatch's loss by the number of microbatches, gradients
-are averaged over dp x cp, and the loss is given `global_num_items`; the result is the mean over the whole global batch.
+are averaged over dp x cp, and a loss is divided by `global_num_items`: the result is the mean over the global batch.
 
     local gradients
       -> sum over tp            parameters that see a shard of the sequence only (`sequence_parallel`)
@@ -160,7 +160,7 @@ def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer | nn.
 def allreduce_context_parallel_gradients(optimizer: torch.optim.Optimizer | nn.Module | Parameters) -> None:
     """NxD's name for the mean over cp, in place; `bucket_allreduce_gradients` after it averages over dp.
 
-    ZeRO-1 averages over dp x cp: going before it changes nothing.
+    ZeRO-1 averages over dp x cp: a call of this function before it changes nothing.
 
     Raises:
         RuntimeError: this is the second such call since the last backward.
@@ -241,7 +241,7 @@ def _all_reduce(
 ) -> list[bool]:
     """Sums `scale *` gradients over a group, in place and in the buckets of a plan.
 
-    `present` says which of them are this rank's own, not zeros in their place; returns which of them any rank has.
+    `present` marks the gradients that this rank has; the others are zeros. Returns which gradients any rank has.
     """
     somewhere = list(present)
     if group.size == 1:

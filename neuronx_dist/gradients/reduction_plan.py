@@ -39,7 +39,7 @@ class ModelGradients:
 
     Attributes:
         gradients: one for each trainable parameter of this rank, in the order of the model.
-        plan: the model's plan. It is kept from step to step, and made anew when it no longer fits.
+        plan: the model's plan. It is cached from step to step, and built again when it no longer fits.
     """
 
     def __init__(self, model: nn.Module | Parameters) -> None:
@@ -137,8 +137,8 @@ _PLANS: WeakKeyDictionary[nn.Module, GradientPlan] = WeakKeyDictionary()
 def _traits(params: Sequence[torch.Tensor]) -> list[Any]:
     """The properties of a parameter's layout that decide its groups.
 
-    That it is sharded does not, but a parameter that was stamped so and is no longer must be stamped again
-    (`restamp`), which making a plan does.
+    Sharding decides no group, but a change of it needs NxD's attributes written again (`restamp`), which building a
+    plan does.
     """
     return [
         (

@@ -1,6 +1,6 @@
 """The record of the reductions that a gradient has been through in this step.
 
-    left = left_to_reduce(grads, "data")       # raises if this was asked for already; without those that are done
+    left = left_to_reduce(grads, "data")       # the gradients not reduced yet; raises at a second call
     with keeping_reductions(left):
         ...                                    # sums them over the mesh, in place
     mark_reduced(grads, "data")
@@ -37,15 +37,15 @@ _NONE: frozenset[str] = frozenset()
 class ReductionState(NamedTuple):
     """The reductions that a gradient has been through since the last backward.
 
-    It is an attribute of the gradient's tensor, because NxD's functions are given gradients without their parameters.
-    It holds as long as the tensor has the version counter that it had then. Backward and `zero_grad` make a new tensor
-    or a new version, and so take the state away.
+    The state is an attribute of the gradient's tensor, because NxD's functions receive gradients without their
+    parameters. It is valid as long as the tensor's version counter is unchanged: backward and `zero_grad` make a new
+    tensor or a new version, and thereby end it.
 
     Attributes:
         version: the tensor's version counter when the state was written.
         stages: "tp", "cp", "data" and "ep" are the sums and means of NxD's functions; "step" is `reduce_gradients`.
-        unasked: those of `stages` that `reduce_gradients` did and no call of NxD's function has asked for yet. Scripts
-            for NxD make these calls after `run_train`: the first one finds its work done.
+        unasked: `stages` that `reduce_gradients` did, and for which NxD's function has not been called yet. Scripts for
+            NxD call it after `run_train`: the first call has nothing left to do.
     """
 
     version: int
@@ -86,7 +86,7 @@ def left_to_reduce(grads: Sequence[torch.Tensor], stage: str) -> list[torch.Tens
     """Returns the gradients that have not been through `stage`.
 
     Raises:
-        RuntimeError: one has, and this stage was asked for before: it is the second call in the step.
+        RuntimeError: a gradient has, at an earlier call for this stage in the step.
     """
     left = []
     for grad in grads:
@@ -125,7 +125,7 @@ def keeping_reductions(grads: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def mark_summed_over_units(grad: torch.Tensor, is_summed: bool) -> None:
-    """Records whether a gradient of a module of `parallelize` is the sum over the units; writes in place leave it."""
+    """Records whether a gradient of a `parallelize` module is a sum over units; in-place writes do not change that."""
     setattr(grad, _SUMMED, is_summed)
 
 

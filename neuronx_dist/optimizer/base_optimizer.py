@@ -70,8 +70,8 @@ def make_base_optimizer(
     """Builds the optimizer of shards, which are passed as parameter groups.
 
     Raises:
-        TypeError: the factory made something else.
-        ValueError: it is of other parameters than those that were given, or its update is not elementwise.
+        TypeError: the factory returned no optimizer.
+        ValueError: the optimizer has other parameters than those passed, or its update is not elementwise.
     """
     given = [list(group["params"]) for group in groups]
     optimizer = factory(groups, **options)

@@ -1,12 +1,12 @@
-"""Parameters whose new values are still on their way, while the forward that will use them runs.
+"""Parameters whose new values are still being gathered while the next forward runs.
 
     gathers = Gathers()
-    gathers.append(params, finish)      # from here on whatever uses one of `params` calls `finish()` before
-    gathers.wait()                      # calls all that were not called yet
+    gathers.append(params, finish)      # before one of `params` is used, `finish()` is called
+    gathers.wait()                      # calls each `finish` that was not called yet
 
-Until then a parameter is of a class of its own, `_Awaited`, by whose `__torch_function__` torch hands over every call
-that is given it: the layer's own, `state_dict`, a user's arithmetic. So nobody has to name the modules that use it, and
-reading is right everywhere. (torch's uninitialized parameters of lazy modules change their class likewise.)
+Until then the class of the parameter is `_Awaited`, whose `__torch_function__` intercepts every call with the
+parameter: by a layer, `state_dict`, a user's arithmetic. So no code has to name the modules that use it, and every read
+has the new value. (torch's uninitialized parameters of lazy modules change their class in the same way.)
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Gathers:
         finalize(self, _end, self._gathers)  # at the end of the script too: other ranks need this one's part
 
     def append(self, params: Sequence[Tensor], finish: Callable[[], None]) -> None:
-        """Schedules `finish` for the first use of a parameter; calls it now if one has a class of its own."""
+        """Schedules `finish` for the first use of a parameter; calls it now if one has another subclass."""
         if all(type(param) is nn.Parameter for param in params):
             self._gathers.append(_Gather(params, finish))
         else:

@@ -4,8 +4,8 @@
     scaler.scaled(loss).backward()
     optimizer.step()                # divides by the scale, or leaves the step out and makes the scale smaller
 
-The scheme is that of "Mixed Precision Training" (Micikevicius et al., 2018) and of `torch.amp.GradScaler`. That a
-gradient is not finite on any rank is seen in the norm, which all ranks have: they agree without asking one another.
+The scheme is that of "Mixed Precision Training" (Micikevicius et al., 2018) and of `torch.amp.GradScaler`. All ranks
+have the same norm, which shows an infinite or NaN gradient of any rank: so ranks agree without another collective.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class LossScaler:
     """The factor of the loss, the same on all ranks.
 
     Args:
-        scale: to begin with.
+        scale: the initial scale.
         growth: factor of the scale after `interval` steps without an overflow.
         backoff: factor of the scale after a step with one.
 
@@ -42,7 +42,7 @@ class LossScaler:
         self._good_steps = 0
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call `backward` of."""
+        """The scaled loss, to call `backward` on."""
         return loss * self.scale
 
     def update(self, finite: bool) -> None:

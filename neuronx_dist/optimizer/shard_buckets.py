@@ -32,7 +32,7 @@ def cut_buckets(
     """Shards in the buckets of a plan, of which two take `cap` bytes at most.
 
     Args:
-        in_backward: keep gradients that backward does not complete apart from the others.
+        in_backward: put gradients that backward does not complete into separate buckets.
     """
     keys: list[Hashable] = [
         (
@@ -68,7 +68,7 @@ def start_reduce_scatter(bucket: list[ParameterShard]) -> Any:
 
 
 def finish_reduce_scatter(bucket: list[ParameterShard], handle: Any) -> None:
-    """Gives each master the mean of its gradients, in its dtype; None if no rank has one."""
+    """Sets each master's gradient to the mean over the group, in the master's dtype; None if no rank has a gradient."""
     first = bucket[0]
     *parts, flags = reduced = handle.wait()
     if first.replicas.size > 1:
@@ -106,6 +106,7 @@ def gradient_bucket(bucket: list[ParameterShard]) -> Bucket:
 def _scales_first(shard: ParameterShard) -> bool:
     """Returns whether a gradient is divided before the sum: in fp16, whose sum may overflow, and under a type check.
 
-    A type check refuses the sum of what is equal on all ranks already. Afterwards there is less to divide.
+    A type check refuses the sum of a value that is equal on all ranks. Otherwise the result is divided, which has only
+    the rows of this rank.
     """
     return shard.grad_dtype == torch.float16 or active() is not None

@@ -29,7 +29,7 @@ class Sharding(NamedTuple):
     Attributes:
         group: the ranks that divide its rows.
         replicas: the ranks that have the same rows as this one, over which their gradient is summed too.
-        scale: what the sum of their gradients is multiplied by: what makes it the mean over the data, or 1.
+        scale: factor of the sum of their gradients: it makes the sum the mean over the data, or is 1.
     """
 
     group: comm.Communicator
@@ -57,9 +57,9 @@ class DataSharding:
     """The sharding of each parameter. All ranks of the job make it together.
 
     Args:
-        groups: lists of ranks which together are the world, or the Communicator of an axis. Each has a part of the data
-            ranks of one model replica, of equal sizes; experts are divided by the ranks of it that hold the same ones.
-            None: all data ranks.
+        groups: lists of ranks which together are the world, or the Communicator of an axis. Each list is a part of the
+            data ranks of one model replica, and all parts have equal sizes. Experts are divided among the ranks of a
+            list that hold the same experts. None: all data ranks.
         average: gradients become the mean over the data; False: their sum.
 
     Attributes:

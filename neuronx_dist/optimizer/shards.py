@@ -4,8 +4,8 @@
     padded      [degree * ceil(rows / degree), ...]   zeros at the end; only while it is communicated
     master      [ceil(rows / degree), ...]            this rank's rows: a parameter of the base optimizer
 
-It travels as `[degree, columns]`, whose row r is what rank r owns: one reduce-scatter of a list of them gives a rank
-its shards, one all-gather of a list of shards gives them all.
+Collectives send a parameter as `[degree, columns]`, whose row r is the shard of rank r. One reduce-scatter of a list of
+these returns a rank's shards, one all-gather of a list of shards returns all rows.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class ParameterShard:
     Attributes:
         gradient: of the model's parameter, which is `param`.
         group: the ranks that share it, `degree` of them.
-        replicas: the ranks that have the same rows of it: one, but with hybrid sharding.
-        scale: what the sum of their gradients is multiplied by.
-        grad_dtype: dtype in which its gradient travels.
-        nbytes: memory that the parameter's gradient takes while it is communicated: `[degree, columns]`, and as much
-            for a copy where it is padded, cast or (fp16) divided before. Buckets of the all-gather are cut by it too.
+        replicas: the ranks that have the same rows: this rank alone, except with hybrid sharding.
+        scale: factor of the sum of their gradients.
+        grad_dtype: dtype in which its gradient is communicated.
+        nbytes: bytes of the parameter's gradient while it is communicated: `[degree, columns]`, twice where a copy is
+            padded, cast or (fp16) divided first. Buckets of the all-gather are cut by it too.
         master: the shard that the base optimizer updates.
         is_param: the master is the parameter itself, because nothing distinguishes them: one rank, one dtype.
-        is_view: the master is this rank's rows in the memory of the parameter, so that what is written to one is in the
-            other: the dtypes are the same, and no row is padded.
+        is_view: the master is this rank's rows in the memory of the parameter, so that a write to one changes the
+            other: the dtypes are equal, and no row is padded.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ParameterShard:
 
     @property
     def own_rows(self) -> range:
-        """The rows of the parameter that are this rank's, padding left out: the last ranks may have fewer, or none."""
+        """This rank's rows of the parameter, without padding: the last ranks may have fewer, or none."""
         rows, rows_per_rank = (self.param.shape or (1,))[0], self.shape[0]
         begin = min(self.group.rank * rows_per_rank, rows)
         return range(begin, min(begin + rows_per_rank, rows))
@@ -118,8 +118,8 @@ class ParameterShard:
     def set_master(self, value: torch.Tensor) -> None:
         """Sets the master to values that may differ from the parameter's; the next step writes them to the parameter.
 
-        A master in the parameter's memory then gets memory of its own: else the parameter would have new rows here,
-        and, until that step, those of other ranks as they were.
+        A master in the parameter's memory is moved to separate memory first. Otherwise the parameter would have new
+        rows of this rank beside old rows of other ranks until that step.
         """
         if self.is_view and not torch.equal(value.to(self.master), self.master):
             self.is_view = False
@@ -130,7 +130,7 @@ class ParameterShard:
     def follow(self) -> None:
         """Moves the master to the parameter's new memory, where it was a view and `param.data` was assigned.
 
-        It takes the present value, as if it had been written into the parameter.
+        The master gets the present value, as if that had been written into the parameter.
         """
         if self.is_view and not is_alias_of(self.master, self.param):
             self.master.data = self._rows_or_copy(self.master.dtype)
@@ -145,7 +145,7 @@ class ParameterShard:
             rows.copy_(block)
 
     def split(self, full: torch.Tensor) -> torch.Tensor:
-        """Splits a whole tensor, `[rows, ...] -> [degree, columns]`, zero-padded; a view where nothing is added."""
+        """Splits a whole tensor, `[rows, ...] -> [degree, columns]`, zero-padded; a view where there is no padding."""
         flat = spmd.local(full.detach()).reshape(-1)
         missing = self.degree * self.columns - flat.numel()
         return (F.pad(flat, (0, missing)) if missing else flat).view(self.degree, self.columns)
@@ -166,7 +166,7 @@ class ParameterShard:
         return grad
 
     def take_own_grad(self) -> None:
-        """Gives the master this rank's gradient, where there are no others, in a copy, which clipping may write."""
+        """Copies this rank's gradient to the master, where no other rank has one: clipping may write the copy."""
         grad = self.own_grad
         if not self.is_param:
             self.master.grad = None if grad is None else grad.reshape(self.shape).to(self.master.dtype, copy=True)

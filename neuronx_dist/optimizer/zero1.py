@@ -64,15 +64,15 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
     Each parameter is split along dim 0 over the sharding group, zero-padded to a multiple of its size: a rank holds
     1/degree of the optimizer's state and of the master weights. Before `step`, gradients must be summed over tp under
     sequence parallelism and over pp for tied weights, which `reduce_gradients(model, average_over_data=False)` does
-    (`run_train` calls it); `step` averages over the data, and having averaged before changes nothing.
+    (`run_train` calls it); `step` averages over the data, which changes nothing where gradients are averaged already.
 
     A parameter that is frozen at construction is left alone. One without a gradient on this rank counts as zero if
     another rank of the group has one, and is skipped, as torch does, if none has.
 
     Args:
         params: parameters or parameter groups of this rank (`local_parameters()` of a pipeline model).
-        optimizer_class: a torch optimizer whose update is elementwise: SGD, Adam, AdamW, ...; or what makes one of the
-            parameter groups that it is called with: a `functools.partial` of a class, a function.
+        optimizer_class: a torch optimizer whose update is elementwise: SGD, Adam, AdamW, ...; or a factory that returns
+            one for parameter groups: a `functools.partial` of a class, a function.
         optimizer_dtype: dtype of master weights and state. None: fp32, or the parameter's if that is wider.
         grad_clipping: False leaves gradients as they are, and `grad_norm` None.
         max_norm: norm to clip at; None means 1.0, `inf` only measures.
@@ -95,8 +95,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             and a warning says so.
         loss_scaler: scales an fp16 loss: gradients and the norm are divided by its scale, and steps are left out as
             with `skip_nonfinite`. None: the loss is not scaled.
-        norms_by_group: measure `grad_norms` too, in the same all-reduce. All ranks have as many parameter groups; on a
-            stage that has nothing of a group it is empty.
+        norms_by_group: measure `grad_norms` too, in the same all-reduce. All ranks need the same number of parameter
+            groups; a group is empty on a stage without any of its parameters.
         overlap: start the reduce-scatter of a bucket in backward, when its last gradient is there, and await the
             all-gather of updated parameters bucket by bucket in the next forward. All backwards of a step but the last
             are inside of `no_sync(model)`; a pipeline model knows its last one. Without effect on XLA, whose compiler
@@ -105,9 +105,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         defaults: arguments of `optimizer_class`.
 
     Attributes:
-        base_optimizer: the optimizer of the shards; None as long as `lazy_init` puts it off.
+        base_optimizer: the optimizer of the shards; None as long as `lazy_init` postpones it.
         skipped_steps: how many steps were left out because a gradient was not finite.
-        shards: what this rank holds of each trainable parameter, in order; empty as long as `lazy_init` puts it off.
+        shards: this rank's shard of each trainable parameter, in order; empty as long as `lazy_init` postpones it.
 
     Raises:
         RuntimeError: there is no mesh; the message says what to call.
@@ -167,7 +167,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self._start(params, overlap, lazy_init)
 
     def _start(self, params: Any, overlap: bool, lazy_init: bool) -> None:
-        """Sets up what belongs to these parameters: shards, buckets, hooks, norms."""
+        """Sets up shards, buckets, hooks and norms of these parameters."""
         self._grad_norm: torch.Tensor | None = None
         self._grad_norms: torch.Tensor | None = None
         self._group_sizes: list[int] = []  # trainable parameters of each parameter group
@@ -222,7 +222,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
                 shard.pull()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, with options of their own, as torch does."""
+        """Adds parameters with separate options, as torch does."""
         super().add_param_group(param_group)
         if self.base_optimizer is not None:
             self.base_optimizer.add_param_group(self._shard_group(self.param_groups[-1]))
@@ -230,10 +230,10 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Makes one step, on all ranks together.
+        """Makes one step; all ranks call it together.
 
         Args:
-            closure: makes the loss and the gradients anew.
+            closure: computes the loss and the gradients again.
 
         Returns:
             What `closure` returned.
@@ -267,7 +267,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reduce_scatter(self) -> None:
-        """Gives each master its gradient now, so that a script can read or scale it before `step`.
+        """Sets the gradient of each master now, so that a script can read or scale it before `step`.
 
         A second call before `step` or `zero_grad` changes nothing.
         """
@@ -295,7 +295,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
     # --- the parts of a step -----------------------------------------------------------------------------------------
 
     def _reduce_scatter(self) -> None:
-        """Gives each master the mean of its gradients over the group, in its dtype; None if no rank has one."""
+        """Sets each master's gradient to the mean over the group, in the master's dtype; None if no rank has one."""
         for shard in self.shards:
             if shard.is_alone:
                 shard.take_own_grad()
@@ -342,7 +342,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         return finite
 
     def _all_gather(self) -> None:
-        """Sets the parameters, in their dtype, from everybody's masters; with `overlap` when they are used."""
+        """Sets the parameters, in their dtype, from the masters of all ranks; with `overlap`, at their first use."""
         for shard in self.shards:
             if shard.degree == 1 and not shard.is_param:
                 shard.push(shard.master.detach().view(1, -1))
@@ -358,7 +358,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
     def wait(self) -> None:
         """With `overlap`, waits until all parameters have the values of the last step; without, they always have.
 
-        Whatever uses a parameter waits for it by itself. Another tensor in its memory does not, nor `torch.func`.
+        A use of a parameter waits by itself. A use of another tensor in its memory does not, and `torch.func` does not.
         """
         self._gathers.wait()
 
@@ -481,7 +481,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
                 shard.set_master(masters[index])
 
     def save_sharded_state_dict(self, output_dir: str | os.PathLike[str], num_workers_per_step: int = 8) -> None:
-        """Writes each rank's state to a file of its own in `output_dir`, `num_workers_per_step` ranks at a time."""
+        """Writes each rank's state to a separate file in `output_dir`, `num_workers_per_step` ranks at a time."""
         os.makedirs(output_dir, exist_ok=True)
         path = state_path(output_dir)
         state = move_all_tensor_to_cpu(self.state_dict(), convert=False)  # what is still to be computed, all ranks do
@@ -505,7 +505,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
 
 class MasterWeightsOptimizer(NeuronZero1Optimizer):
-    """Keeps fp32 master weights and state for low-precision parameters: each rank all of its own, not sharded.
+    """Stores unsharded fp32 master weights and state for this rank's low-precision parameters.
 
     Gradients must have been averaged over the data before, by `reduce_gradients(model)`.
     Arguments are those of NeuronZero1Optimizer.

@@ -1,15 +1,15 @@
 """NeuronX Distributed's parallel layers, by its names.
 
-linear.py            column and row layers; autograd_linear.py: their autograd functions, with the formulas
+linear.py            column and row layers, fused where they have one input; autograd_linear.py: their formulas
 embedding.py         `ParallelEmbedding`; layer_norm.py: norms; loss_functions.py: `parallel_cross_entropy`
 mappings.py          region functions (`copy_to_...`, `gather_from_...`)
 parallel_state.py    `initialize_model_parallel`, and the getters
-replace.py           a model's layers replaced by a list of `LayerPlan`; pad.py: padded heads
+replace.py           a model's layers replaced by a list of `LayerPlan`; pad.py: padded heads, repeated ones
 activation_checkpoint.py   layers that are recomputed in backward
 checkpointing.py     NxD's files of one layout; random.py: seeds; utils.py: small functions
 signatures.py        the positional orders of NxD's release and guide; attributes.py: attributes that scripts read;
                      layers.py, grads.py: NxD's import paths
-misfits.py           errors for inputs that do not fit a layer; first_batch.py: for ranks that are given different data
+misfits.py           errors for inputs that do not fit a layer; first_batch.py: for ranks that have different data
 """
 
 from ..lazy_names import lazy_names

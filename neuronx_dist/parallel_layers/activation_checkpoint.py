@@ -2,9 +2,9 @@
 
     checkpoint_layers(model, LlamaDecoderLayer)          # a class, its name, names of layers, or several of these
 
-This is "Training Deep Nets with Sublinear Memory Cost" (Chen et al., 2016). A layer stays the module that it is, with
-its names: only its `forward` is wrapped, so hooks run once. Recomputation draws the same random numbers, from every
-stream, and communicates what the forward did.
+This is "Training Deep Nets with Sublinear Memory Cost" (Chen et al., 2016). A layer stays the same module, with its
+names: only its `forward` is wrapped, so that hooks run once. Recomputation draws the same random numbers from every
+stream, and calls the same collectives, as the forward.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def checkpoint_layers(model: nn.Module, layers: Any = None) -> list[str]:
         The names of these layers in the model.
 
     Raises:
-        ValueError: one of `layers` matches nothing; the message names the nearest. Or None is given for a model that
-            does not say which its layers are.
+        ValueError: one of `layers` matches nothing; the message names the nearest. Or `layers` is None, and the model
+            does not name its layers.
     """
     if layers is None:
         layers = _named_layers(model)
@@ -77,7 +77,7 @@ def apply_activation_checkpointing(
 
     Args:
         model: a module, or a pipeline model; it is not wrapped itself.
-        checkpoint_wrapper_fn: this module's `checkpoint_wrapper`, or what else changes a module in place.
+        checkpoint_wrapper_fn: this module's `checkpoint_wrapper`, or another function that changes a module in place.
         check_fn: module -> whether this module is recomputed as a whole.
 
     Raises:
@@ -93,7 +93,7 @@ def apply_activation_checkpointing(
 
 
 def keep_random_streams(model: nn.Module) -> None:
-    """Has Hugging Face's own checkpointing replay every random stream, whenever it is switched on.
+    """Makes Hugging Face's checkpointing replay every random stream, whenever it is switched on.
 
     `gradient_checkpointing_enable()` gives layers torch's checkpoint, which replays the default stream alone.
     """

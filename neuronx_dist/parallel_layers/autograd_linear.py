@@ -9,8 +9,8 @@ Names (b tokens, in/out features, t ranks; `[b, in]` stands for any leading dims
              dX[b, in/t] = dY[b, out] · W,   dW = dYᵀ · X  no communication
 
 With sequence parallelism X (column) and Y (row) are sharded on the sequence: the all-reduces become an all-gather
-forward and a reduce-scatter backward (column), and the other way round (row); only the shard of X is kept for backward,
-and gathered again there. Source: Megatron-LM (arXiv:1909.08053, arXiv:2205.05198).
+forward and a reduce-scatter backward (column), and the other way round (row); only the shard of X is saved for
+backward, which gathers it again. Source: Megatron-LM (arXiv:1909.08053, arXiv:2205.05198).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
 def call(function: Any, *args: Any) -> Any:
     """Calls one of these functions; under transforms of `torch.func` the operators of its composition.
 
-    Tensors that hold local ones have a handler for it.
+    Tensors that hold a local tensor have a handler for this function.
     """
     if holds_local(*args):
         return handle_torch_function(call, args, function, *args)
@@ -69,7 +69,7 @@ def cast_if_autocast_enabled(*tensors: torch.Tensor | None) -> tuple[torch.Tenso
 class ColumnLinear(torch.autograd.Function):
     """n linear layers on one input, with one input-gradient collective.
 
-    It is started before the weight gradients are computed, and awaited after them.
+    The collective is started before the weight gradients are computed, and awaited after them.
     """
 
     splits_backward = True  # for pipeline/run/halves.py: only requested gradients are computed
@@ -151,8 +151,8 @@ def linear_alone(
 ) -> torch.Tensor:
     """`F.linear`, on a group of one.
 
-    On XLA autograd keeps of it the transposed weight, which becomes a copy wherever a program ends: in a pipeline, one
-    for each microbatch under way.
+    On XLA autograd would save the transposed weight, which becomes a copy at each end of a program: in a pipeline, one
+    copy for each microbatch in flight.
     """
     if in_one_program(x):
         biases = [] if bias is None else [bias]
@@ -164,7 +164,7 @@ def linear_alone(
 class RowLinear(torch.autograd.Function):
     """A linear layer whose output is a partial sum.
 
-    The reduction is done in the output's own memory, and the bias is added to the sum.
+    The reduction is done in the output's memory, unless it is in a wider dtype; then the bias is added to the sum.
     """
 
     splits_backward = True  # the second half uses the input that the first half gathered
@@ -244,7 +244,7 @@ class ZerosStay(torch.autograd.Function):
 def _parameter_grads(
     x: torch.Tensor, flat: Sequence[torch.Tensor], need: Sequence[bool], count: int, has_bias: bool
 ) -> list[torch.Tensor | None]:
-    """dW = dYᵀ · X and db = Σ dY, for those that are needed; `flat` holds each layer's dY as `[tokens, out/t]`."""
+    """dW = dYᵀ · X and db = Σ dY, where they are needed; `flat` holds each layer's dY as `[tokens, out/t]`."""
     flat_x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # also of no features
     weight_grads: list[torch.Tensor | None] = [g.t().mm(flat_x) if need[i] else None for i, g in enumerate(flat)]
     if has_bias:

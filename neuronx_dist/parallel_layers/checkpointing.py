@@ -3,7 +3,7 @@
     output_dir/tp_rank_00_pp_rank_00/checkpoint.pt
 
 `neuronx_dist.save_checkpoint` is what new scripts use: its checkpoints load into any layout. Files are read with
-`weights_only=True`, whatever a call says, so that nothing in them runs.
+`weights_only=True`, whatever the arguments, so that no code in them runs.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ def save(
 
     Args:
         checkpoint: plain data with this rank's tensors: `{"model": model.state_dict(), "step": 100}`.
-        output_dir: a folder that all ranks see.
+        output_dir: a folder that all ranks can reach.
         down_cast_bf16: write floating-point tensors as bf16.
-        master_dp_only: only data-parallel rank 0 writes; False: every one, its number in the name of the folder.
+        master_dp_only: only data-parallel rank 0 writes; False: every data-parallel rank, with its number in the
+            folder's name.
         save_serially, save_xser: without effect: ranks write at the same time, in one format.
 
     Raises:
-        RuntimeError: on the ranks that have written, with the messages of those that could not; these raise their own.
+        RuntimeError: another rank could not write; the message has its error. The rank that could not write raises the
+            error itself.
     """
     error: Exception | None = None
     try:
@@ -74,18 +76,18 @@ def load(
 
     Args:
         chkpt_path: the `output_dir` of `save`; with `sharded=False` a file, or a folder with one `checkpoint.pt`.
-        model, model_or_optimizer: what to load into, if anything; one of them.
-        model_key: what it gets of the checkpoint; None: all of it.
-        sharded: False: the weights are whole, and each rank takes its shards.
+        model, model_or_optimizer: the object to load into, in one of the two; None in both: nothing is loaded.
+        model_key: key of the loaded part of the checkpoint; None: the entire checkpoint.
+        sharded: False: the weights are full, and each rank loads its shards.
         strict: of `load_state_dict` of a model.
         load_xser, weights_only: without effect: files are always read with `weights_only=True`.
 
     Returns:
-        All that was read.
+        The entire checkpoint.
 
     Raises:
         FileNotFoundError: there is no file for this rank's coordinates: another layout, or another folder.
-        KeyError: what was read has no `model_key`; the message names what it has.
+        KeyError: the checkpoint has no `model_key`; the message names its keys.
     """
     if model is not None and model_or_optimizer is not None:
         raise ValueError("checkpointing.load: pass either model or model_or_optimizer, not both")
@@ -103,8 +105,8 @@ def load(
         return checkpoint
     if model_key is not None and model_key not in checkpoint:
         raise KeyError(
-            f"checkpointing.load: {path} has no {model_key!r}, but {', '.join(map(repr, [*checkpoint][:8]))}: name one "
-            "of these as model_key, or give model_key=None if all of it is the state"
+            f"checkpointing.load: {path} has no {model_key!r}, only {', '.join(map(repr, [*checkpoint][:8]))}: pass "
+            "one of these as model_key, or model_key=None if the checkpoint itself is the state dict"
         )
     state = checkpoint if model_key is None else checkpoint[model_key]
     if isinstance(target, torch.optim.Optimizer):

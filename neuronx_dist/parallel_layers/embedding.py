@@ -34,7 +34,7 @@ class ParallelEmbedding(EmbeddingAttributes):
 
     Args:
         num_embeddings, embedding_dim: rows and columns of the whole table.
-        padding_idx: this row is zero at first and gets no gradient.
+        padding_idx: the index of a row that is initialised to zero and gets no gradient.
         max_norm, norm_type: rows are renormalised when looked up (vocabulary sharding only).
         sparse: sparse weight gradients.
         init_method: fills the whole table `[V, H]` in place.
@@ -47,7 +47,7 @@ class ParallelEmbedding(EmbeddingAttributes):
         tensor_model_parallel_group: an axis or a group other than "tp".
 
     Raises:
-        ValueError: the sharded size does not divide by tp; an option that this sharding cannot honour.
+        ValueError: the sharded size is not divisible by tp; an option that is impossible with this sharding.
         IndexError: (when called) an id is outside the vocabulary; checked on CPU.
     """
 
@@ -187,7 +187,7 @@ class ParallelEmbedding(EmbeddingAttributes):
 
     @torch.no_grad()
     def _renormalise(self, ids: torch.Tensor, weight: torch.Tensor, max_norm: float) -> None:
-        """Scales the rows of these ids that are longer than `max_norm` down to it."""
+        """Scales rows of these ids whose norm is above `max_norm` down to that norm."""
         if not isinstance(comm.communicator(self.axis).coordinate(ids), int):
             raise ValueError(
                 "ParallelEmbedding: max_norm needs shapes that depend on the ids, which XLA does not support"

@@ -1,7 +1,7 @@
-"""Comparison of the first batch over the ranks of tensor parallelism, which must all be given the same one.
+"""Comparison of the first batch over the ranks of tensor parallelism, which must all have the same batch.
 
 A data loader that divides the data over all ranks, as samplers do by default, gives tensor-parallel ranks different
-batches: the loss goes down, and nothing is what one process would compute. So the first ids, the first labels and the
+batches: the loss falls, but results are not those of one process. So the first ids, the first labels and the
 first input of a linear layer are compared, through the job's store, without a collective; later ones are not.
 """
 
@@ -27,7 +27,7 @@ _VALUES = 1 << 16  # of a float tensor, at most: as many are projected
 
 
 def note_first(x: torch.Tensor, communicator: comm.Communicator, what: str) -> None:
-    """Notes a tensor for `compare_noted`, at the first call for `what` on this mesh.
+    """Records a tensor for `compare_noted`, at the first call for `what` on this mesh.
 
     Args:
         x: ids or labels, compared exactly, or activations, which ranks may round differently.
@@ -45,7 +45,7 @@ def note_first(x: torch.Tensor, communicator: comm.Communicator, what: str) -> N
 
 
 def compare_noted(communicator: comm.Communicator) -> None:
-    """Compares what was noted since the last call; to be called where all ranks of the communicator meet.
+    """Compares the tensors recorded since the last call; to be called where all ranks of the communicator meet.
 
     Raises:
         ValueError: ranks have different tensors; the message has the values and says what to do.

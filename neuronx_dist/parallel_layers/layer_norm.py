@@ -1,4 +1,4 @@
-"""Norms whose parameters know that sequence parallelism makes their gradients partial."""
+"""Norms, whose parameters are marked if sequence parallelism makes their gradients partial."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Norm(ShardedModule):
 
 
 class LayerNorm(_Norm):
-    """`torch.nn.LayerNorm` over the last dims: `[.., *normalized_shape]`, same shape out, same dtype out.
+    """`torch.nn.LayerNorm` over the last dims: `[.., *normalized_shape]`; the output has the same shape and dtype.
 
     `sequence_parallel_enabled`: the input is a shard of the sequence, so `grads.reduce_gradients` sums the gradients
     over tp.

@@ -126,7 +126,7 @@ class _ParallelLinear(LinearAttributes):
 
     @torch.no_grad()
     def _draw(self, name: str, init_method: InitMethod) -> torch.Tensor:
-        """Draws an unsharded parameter, and stores this rank's slice; returns what was drawn."""
+        """Draws an unsharded parameter, and stores this rank's slice; returns the unsharded parameter."""
         param = self._parameters[name]
         assert param is not None
         spec = spmd.spec_of(param)
@@ -139,7 +139,7 @@ class _ParallelLinear(LinearAttributes):
         return None if self.skip_bias_add else self.bias
 
     def _sequence_dim(self, x: torch.Tensor) -> int | None:
-        """The dim of an input, and of its output, that is sharded; None: none is."""
+        """The sequence dim of the input and the output, if it is sharded; else None."""
         if not self.sequence_parallel_enabled:
             return None
         dim = self.sequence_dimension
@@ -163,7 +163,7 @@ class ColumnParallelLinear(_ParallelLinear):
         input_size, output_size: features of the whole layer.
         bias: add a bias: sharded, or with `gather_output` whole on every rank.
         gather_output: return `[.., out]` on every rank instead of this rank's shard.
-        stride: the output is made of `stride` fused blocks (gate and up: 2), each sharded by itself.
+        stride: number of fused blocks of the output (gate and up: 2), each sharded separately.
         init_method: fills the whole weight `[out, in]` in place; None: as `nn.Linear`.
         sequence_parallel_enabled: the input is sharded along `sequence_dimension` (0 by default), and is gathered here.
         skip_bias_add: return `(output, bias)` and leave adding to the caller.
@@ -171,8 +171,8 @@ class ColumnParallelLinear(_ParallelLinear):
         reduce_dtype: input gradients are summed in `promote_types(dtype, reduce_dtype)`.
         input_is_replicated: the input's gradient is summed elsewhere (the input is R, not I): no collective in
             backward.
-        replicas: so many adjacent ranks hold each shard, of which there are tp / replicas: key/value heads that are
-            fewer than the ranks. The weight's gradient is summed over them in backward (upstream: kv_size_multiplier).
+        replicas: number of adjacent ranks that hold each of the tp / replicas shards, for fewer key/value heads than
+            ranks. The weight's gradient is summed over them in backward (upstream: kv_size_multiplier).
         device: "meta" builds without memory; `materialize` then draws the weights.
 
     NxD's other arguments, and the positional orders of its release and its API guide: `signatures.py`.
@@ -252,7 +252,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return (out, self._used_parameter(self.bias)) if self.skip_bias_add else out
 
     def _used_parameter(self, param: torch.Tensor | None) -> torch.Tensor | None:
-        """A parameter as this rank uses it: where other ranks hold the same shard, their gradients are summed."""
+        """Returns a parameter for use: backward sums the gradients of all ranks with the same shard."""
         if param is None or self.replicas == 1:
             return param
         replicas = f"tp%{self.replicas}"
@@ -295,10 +295,10 @@ def _shards(layers: Sequence[ColumnParallelLinear], x: torch.Tensor) -> Sequence
 class _FusedColumns:
     """Column layers on one input, computed together when the first of them is called.
 
-    The parameters stay apart, so a state dict has a model's own names and nothing is copied; what is fused is the input
-    gradient, which is one sum and one collective instead of one for each layer.
+    The parameters stay separate, so that a state dict has the model's names, and no parameter is copied. Fused is the
+    input gradient: one sum and one collective, not one for each layer.
 
-    Hazard: the outputs of a layer that is never called stay alive, with their graph, until the next input comes.
+    Hazard: the output of a layer that is never called stays in memory, with its graph, until the next input.
     """
 
     def __init__(self, layers: Sequence[ColumnParallelLinear]) -> None:
@@ -318,7 +318,7 @@ class _FusedColumns:
 def fuse_columns(layers: Sequence[ColumnParallelLinear]) -> None:
     """Makes column layers that are always called on the same tensor share one input-gradient collective.
 
-    q, k and v are such layers, and gate and up.
+    Such layers are q, k and v, or gate and up.
 
     Raises:
         ValueError: they differ in input, group, sequence parallelism or bias, or gather their output.

@@ -1,4 +1,4 @@
-"""NxD's cross entropy of logits that are sharded over the vocabulary: its arguments, and which it refuses."""
+"""NxD's cross entropy of logits that are sharded over the vocabulary: its arguments, and the refusal of wrong ones."""
 
 from __future__ import annotations
 
@@ -36,25 +36,27 @@ def parallel_cross_entropy(
     `[.., vocab/tp]`, labels `[..]` (whole) `-> [..]`.
 
     Args:
-        parallel_logits: this rank's shard, left as it is. Columns of -inf are no part of the vocabulary.
+        parallel_logits: this rank's shard, not changed without `inplace_logits`. Columns of -inf are not part of the
+            vocabulary.
         labels: ids in the whole vocabulary, the same on all ranks; a label equal to `ignore_index` gives loss 0 and no
             gradient.
         label_smoothing: NeMo's and Megatron's definition, as NxD documents: with `s = label_smoothing * K / (K - 1)`
             for a vocabulary of K, `(1 - s) * nll - s * mean(log p)`; `torch.nn.functional.cross_entropy` calls that s
             its label_smoothing.
-        vocab_size: of the whole vocabulary, to be compared with the shards; None: not compared. If tp does not divide
-            it, the shards are those of a vocabulary padded to the next multiple, whose last columns do not count.
-        inplace_logits: the loss may write over the logits, and then takes no memory of their size; nobody may use their
-            values afterwards: autograd raises an error in a function that saved them for its backward. Leaves of
-            autograd are left as they are, and so is everything without gradients (`no_grad`), in compiled code, on XLA,
-            under `torch.func` and in a type check.
+        vocab_size: size of the whole vocabulary, which is compared with the shards; None: not compared. If tp does not
+            divide it, the shards are those of a vocabulary padded to the next multiple, whose last columns do not
+            count.
+        inplace_logits: the loss may overwrite the logits, and then needs no memory of their size. No code may use their
+            values afterwards: a function that saved them for backward gets autograd's error. Not overwritten are leaves
+            of autograd, and all logits without gradients (`no_grad`), in compiled code, on XLA, under `torch.func` and
+            in a type check.
 
     Raises:
         TypeError: labels are floating-point numbers.
-        ValueError: shapes do not match, or smoothing is outside [0, 1]; the logits are whole (the output of a layer
-            with `gather_output=True`), as `vocab_size` shows, or their autograd graph, or without one their memory, of
-            which the logits are the result of the layer or a view.
-        RuntimeError: in backward, with `inplace_logits=True`: it is the second one, or the logits have other users.
+        ValueError: shapes do not match, or smoothing is outside [0, 1]; the logits are of the whole vocabulary (the
+            output of a layer with `gather_output=True`), as is seen by `vocab_size`, by their autograd graph, or,
+            without a graph, by their memory, which is the output of the layer.
+        RuntimeError: in backward, with `inplace_logits=True`: a second backward, or other uses of the logits.
         IndexError: a label is outside the vocabulary (checked on CPU, where it costs no synchronisation).
     """
     if has_torch_function_variadic(parallel_logits, labels):

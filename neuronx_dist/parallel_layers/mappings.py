@@ -1,4 +1,4 @@
-"""NxD's and Megatron's region functions: a line each over the typed collectives.
+"""NxD's and Megatron's region functions, each one line of typed collectives.
 
 A *region* is a part of the program where the tensor has a type on the tensor-parallel axis: `copy_to` enters it (I ->
 R), `reduce_from` leaves it (P -> I), `scatter_to` and `gather_from` shard and unshard (I <-> S). Two rows of the spmd
@@ -62,7 +62,7 @@ def gather_from_sequence_parallel_region(
     tiles a collective for Neuron's compiler.
 
     Raises:
-        TypeError: `sequence_dimension` is a bool: Megatron's second argument goes by keyword.
+        TypeError: `sequence_dimension` is a bool: pass Megatron's second argument by keyword.
     """
     if isinstance(sequence_dimension, bool):
         raise TypeError(
@@ -127,8 +127,8 @@ def all_to_all(group: Any, x: torch.Tensor) -> torch.Tensor:
 def enter_expert_parallel_region(x: torch.Tensor, scatter_gather: bool = False) -> torch.Tensor:
     """`[e, c, h] -> [e/ep, ep, c, h]`: every expert's tokens come to the rank that holds the expert.
 
-    With `scatter_gather` each tensor-parallel rank first takes its piece of the capacity `c`, and it is gathered again
-    afterwards, so that tokens which all tp ranks hold travel once.
+    With `scatter_gather` each tensor-parallel rank first takes its piece of the capacity `c`, which is gathered again
+    afterwards, so that tokens that all tp ranks hold are sent once.
     """
     experts, capacity, hidden = x.shape
     x = x.view(experts, -1, capacity, hidden)  # dim 1 is that of the ranks: of ep, where each has its own tokens
@@ -139,7 +139,7 @@ def enter_expert_parallel_region(x: torch.Tensor, scatter_gather: bool = False) 
 
 
 def exit_expert_parallel_region(x: torch.Tensor, scatter_gather: bool = False) -> torch.Tensor:
-    """`[e/ep, ep, c, h] -> [e, c, h]`: the tokens go back to the ranks they came from."""
+    """`[e/ep, ep, c, h] -> [e, c, h]`: tokens return to the ranks from which they were sent."""
     if scatter_gather:
         x = spmd.convert(x, "tp", src=I, dst=S(2))
     x = spmd.all_to_all(x, "ep", src=S(0), dst=S(1))

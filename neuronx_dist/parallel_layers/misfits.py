@@ -1,4 +1,4 @@
-"""Errors for inputs that do not fit a layer: when torch refuses an input, the message says which the layer takes."""
+"""Errors for inputs that do not fit a layer: where torch refuses an input, the message says what the layer expects."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def refuse_ids(layer: Any, ids: torch.Tensor, cause: Exception) -> None:
     """Explains why an embedding failed, if its ids are no integers; called from its forward.
 
     Raises:
-        ValueError: they are not.
+        ValueError: the ids are no integers.
     """
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(

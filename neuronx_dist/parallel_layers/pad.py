@@ -5,11 +5,18 @@ So it adds nothing to the output, and its gradient is exactly zero: it stays zer
 zero for a zero gradient and a zero weight, AdamW with weight decay included. The layout (`ShardSpec.unpadded`)
 remembers the real size, so that saving strips the padding and counts do not see it.
 
-With grouped-query attention the unit is the group: key/value heads are padded to a multiple of tp and each brings its
-group of query heads, 9 query heads over 3 key/value heads become 12 over 4 at tp=2. `pad_model` does this when
-`n_heads` is the number of key/value heads: every padded size grows by the same ratio, here 4/3.
-`neuronx_dist.hf.swap(model, pad_heads=True)` does it by itself; beyond as many ranks as key/value heads it replicates
-these (`ColumnParallelLinear(replicas=)`) and adds zeros at the end of each group, which is fewer.
+With grouped-query attention the unit is the group: key/value heads are padded to a multiple of tp, each with its group
+of query heads. 9 query heads over 3 key/value heads become 12 over 4 at tp=2. `pad_model` does this when `n_heads` is
+the number of key/value heads: every padded size grows by the same ratio, here 4/3.
+`neuronx_dist.hf.swap(model, pad_heads=True)` pads by itself.
+
+With fewer key/value heads than ranks, m = tp / kv_heads, rank r holds key/value head r // m. The layout of its weight
+is `ShardSpec("tp/m", ...)`: sharded over the outer part of tp, replicated on the inner part.
+`ColumnParallelLinear(replicas=m)` uses the weight through `reinterpret(I, V)` over `"tp%m"`, whose backward sums the
+gradients of the replicas, so that they are complete and equal. (NxD sums dK and dV, `[tokens, head_dim]`, before it
+computes dW.) `swap` then pads query heads at the end of each group (`ShardSpec.group`), which is fewer: 48 query heads
+over 8 key/value heads become 64 over 8 at tp=32. A padded query head in a real group attends uniformly to real values:
+its columns of the output projection are zero and would get a gradient, which `ZerosStay` masks.
 """
 
 from __future__ import annotations
@@ -59,10 +66,10 @@ def pad_model(
     Returns the model.
 
     Column layers grow in their output (weight and bias), row layers in their input, by the ratio padded / n_heads.
-    Padding goes at the end of the whole dim, not of each rank's shard, so the padded model computes what the original
-    one does; a model that has values already is re-sharded for this, one parameter at a time (a collective: all tp
-    ranks call it). The attention code reads its own number of heads: it takes `n_heads +
-    get_number_of_extra_heads(n_heads, tp)` over tp.
+    Padding is at the end of the whole dim, not of each rank's shard, so the padded model computes what the original one
+    does; a model that has values already is re-sharded for this, one parameter at a time (a collective: all tp ranks
+    call it). Attention code computes its number of local heads:
+    `(n_heads + get_number_of_extra_heads(n_heads, tp)) / tp`.
 
     Args:
         model: built with parallel layers.
@@ -163,8 +170,8 @@ def generate_padding_mask(
     divide tp nor are divided by it are padded first, by whole groups at the end: 9 over 3 become 12 over 4 at tp 2.
 
     Args:
-        hardware_type: which ranks share a key/value head: "trn2", and None for the layers of this package: adjacent
-            ones; "trn1" and "inf2": ranks as far apart as there are key/value heads. A string, or an enum of them.
+        hardware_type: a string or an enum that says which ranks share a key/value head. "trn2", and None for the layers
+            of this package: adjacent ranks; "trn1" and "inf2": ranks at a distance of the number of key/value heads.
 
     Raises:
         ValueError: counts that do not divide, padding that is no equal part of every group.

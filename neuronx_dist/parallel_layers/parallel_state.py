@@ -1,8 +1,8 @@
 """NxD's `parallel_state`: one mesh, and one getter for each fact that a training script reads from it.
 
-The state itself is the current context (`neuronx_dist.comm.context`): what `initialize_model_parallel` sets for the
-process, or what `comm.as_rank` sets for a thread. Names and rank orders are those of NeuronX Distributed; sizes that do
-not divide raise, nothing is clamped.
+The state is the current context (`neuronx_dist.comm.context`), which `initialize_model_parallel` sets for the process,
+or `comm.as_rank` for a thread. Names and rank orders are those of NeuronX Distributed. Sizes that do not divide raise;
+no size is clamped.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def initialize_model_parallel(
 ) -> ParallelGroups | None:
     """Lays the ranks out as (pp, dp, cp, tp), tp fastest, and creates their process groups.
 
-    dp is what the other sizes leave of the world. A second call for the same layout changes nothing.
+    dp is the size of the world divided by the other sizes. A second call for the same layout changes nothing.
 
-    NxD looks at the hardware and takes another order by itself: "trn1" on trn1 and inf2 at a tensor parallel size of 4;
-    "trn2" on trn2 at 64 with lnc_size=1, and at 32 with lnc_size=2 and 64 or more ranks. Nothing is guessed here.
+    NxD chooses another order by the hardware: "trn1" on trn1 and inf2 at a tensor parallel size of 4; "trn2" on trn2 at
+    64 with lnc_size=1, and at 32 with lnc_size=2 and 64 or more ranks. Here only `topology` chooses.
 
     Args:
         tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size, expert_model_parallel_size:
             degrees.
         skip_collective_init: make process groups when first used instead of now.
-        lnc_size: accepted for compatibility; `topology` says what NxD concludes from it.
+        lnc_size: accepted for compatibility; NxD derives from it what `topology` states here.
         mesh_only: return the replica groups as lists of ranks, and set up nothing.
         topology: "trn1" or "trn2" (`neuronx_dist/topology.py`), for nodes of LOCAL_WORLD_SIZE ranks, where torchrun has
             set it; None: the linear order.
@@ -117,7 +117,7 @@ def _group(axis: Axis, as_list: bool) -> Any:
 def process_group(communicator: comm.Communicator) -> Any:
     """The torch ProcessGroup of a communicator.
 
-    The communicator itself where the backend has none (ranks as threads, shapes).
+    Where the backend has no process groups (ranks as threads, shapes), the communicator itself.
     """
     return context.current().backend.process_group(communicator)
 
@@ -267,13 +267,13 @@ def get_pipeline_model_parallel_sr_group(parity: int | None = None) -> list[list
 def get_next_rank_group(as_list: bool = False) -> Any:
     """The group of this rank and the next stage's rank; as lists: these pairs for all stages of the same parity.
 
-    The first call, of this or `get_prev_rank_group`, makes the groups: all ranks make it together.
+    The first call, of this function or `get_prev_rank_group`, makes the groups: all ranks call it together.
     """
     return _pair_of_stages(get_pipeline_model_parallel_rank(), as_list)
 
 
 def get_prev_rank_group(as_list: bool = False) -> Any:
-    """The group of the previous stage's rank and this rank; otherwise like `get_next_rank_group`."""
+    """The group of the previous stage's rank and this rank, like `get_next_rank_group`."""
     return _pair_of_stages(get_pipeline_model_parallel_rank() - 1, as_list)
 
 

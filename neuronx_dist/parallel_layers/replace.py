@@ -7,7 +7,7 @@
         LayerPlan("embed", "embedding"),
     ])
 
-Whoever decides how a model is sharded makes such a list: `hf.swap` from the plans of transformers, or a user by hand.
+`hf.swap` makes such a list from the plans of transformers; a user can write it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class LayerPlan:
     Attributes:
         name: the layer's qualified name in the model.
         style: a key of `STYLES`.
-        padded_size: of the sharded dim (a column's output, a row's input, an embedding's rows), zeros included; None:
-            no padding. `ShardSpec.unpadded` remembers the real size, so that saving strips the zeros.
+        padded_size: size of the sharded dim (a column's output, a row's input, an embedding's rows), padding included;
+            None: no padding. `ShardSpec.unpadded` has the size without padding, so that saving strips the zeros.
         fused_with: names of column layers that are always called on the same tensor: one input gradient for all.
-        options: keyword arguments of the parallel layer's class, beside sizes, bias, dtype and device; of a column of
-            key/value heads that are fewer than tp, `replicas`.
-        group: with `padded_size`: zeros are at the end of each group of query heads, whose sizes without and with them
-            these are; None: at the end of the dim.
+        options: keyword arguments of the parallel layer's class, in addition to sizes, bias, dtype and device;
+            for example `replicas`, for a column of key/value heads that are fewer than tp.
+        group: with `padded_size`: the sizes of a group of query heads without and with padding, which is at the end of
+            each group; None: padding is at the end of the dim.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Style:
 
     Attributes:
         layer_type: the class that it replaces, exactly: a subclass may compute more. None: any module.
-        build: `build(layer, sharded size, options)` gives the parallel layer, on meta. None: the layer stays.
+        build: `build(layer, sharded size, options)` returns the parallel layer, on meta. None: the layer stays.
         size_attribute: the layer's attribute that holds the size of the sharded dim.
     """
 
@@ -100,10 +100,10 @@ def apply(model: nn.Module, plans: Sequence[LayerPlan]) -> nn.Module:
     """Replaces the layers that `plans` name, in place, by parallel ones over "tp". Returns the model.
 
     A layer on meta stays there (`materialize` or `load_pretrained` give it values); a real one is sliced. Layers that
-    share their weight go on sharing it; `requires_grad`, training mode and hooks are those of the layer.
+    share a weight still share it; `requires_grad`, training mode and hooks are those of the replaced layer.
 
     Raises:
-        ValueError: a plan that does not fit the model; all of them are listed, and the model is left as it was.
+        ValueError: plans do not fit the model; the message lists all of them, and the model is not changed.
     """
     layers = _checked(model, plans)
     groups = dict.fromkeys(frozenset((plan.name, *plan.fused_with)) for plan in plans if plan.fused_with)
@@ -138,7 +138,7 @@ def _build(plan: LayerPlan, layer: nn.Module) -> Any:
 
 
 def mark_partial_gradients(module: nn.Module) -> None:
-    """Marks a module's replicated parameters: each rank has a part of their gradient, which is summed over tp."""
+    """Marks a module's replicated parameters, whose gradients are partial: they are summed over tp."""
     for name, param in module.named_parameters(recurse=False):
         set_spec(module, name, replace(spec_of(param), sequence_parallel=True))
 

@@ -1,7 +1,7 @@
-"""NeuronX Distributed's signatures as a table: calls that are written for its release, or for its API guide, work here.
+"""NeuronX Distributed's signatures as a table: calls written for its release, or for its API guide, work here.
 
     @accepts("ColumnParallelLinear")
-    def __init__(self, input_size, ...):   # a signature of our own
+    def __init__(self, input_size, ...):   # our signature
 
 The guide and the release order some positional arguments differently; then the types of the values decide. Parameters
 that have no counterpart here are ignored with a warning, or refused if they would change values or layouts.
@@ -31,8 +31,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class Signature:
     """Positional orders of one function: the order in NxD's release and, where it differs, the order in its API guide.
 
-    A "?" after one of the names that tell orders apart says that None is one of its values. `renamed`: other names of
-    parameters -> ours.
+    A "?" after a name by which orders are distinguished says that None is one of the parameter's values. `renamed`:
+    other names of parameters -> ours.
     """
 
     release: str
@@ -135,11 +135,12 @@ _warned: set[str] = set()
 
 
 def accepts(name: str) -> Callable[[_Function], _Function]:
-    """Makes a function, or a method, take the calls of `SIGNATURES[name]` beside the calls by its own signature.
+    """Makes a function, or a method, accept calls by `SIGNATURES[name]` in addition to calls by its signature.
 
-    The function's parameters are NxD's names, or `renamed` to; those in `REFUSED` and `IGNORED` it does not have.
+    The function's parameters have NxD's names, or the names in `renamed`; it has no parameters of `REFUSED` and
+    `IGNORED`.
 
-    Raises (the function that is made):
+    Raises (in the returned function):
         TypeError: positional arguments whose types fit no order, or several.
         ValueError: a parameter in `REFUSED` with another value than its default.
     """

@@ -55,7 +55,7 @@ def divide(numerator: int, denominator: int) -> int:
 
 
 def get_padding_length(numerator: int, denominator: int) -> int:
-    """The amount missing to the next multiple of `denominator`."""
+    """The difference to the next multiple of `denominator`."""
     return -numerator % denominator
 
 
@@ -95,7 +95,7 @@ def set_tensor_model_parallel_attributes(
     """Marks a tensor as sharded, in NxD's way. `num_partitions=-1` means the tensor-parallel size.
 
     Raises:
-        ValueError: the tensor is marked already; or a `rank_ordering`, which is the mesh's here.
+        ValueError: the tensor is marked already; or a `rank_ordering` is passed: the order is the mesh's here.
     """
     refuse("set_tensor_model_parallel_attributes", "rank_ordering", rank_ordering)
     for name in _DEFAULTS:
@@ -144,13 +144,13 @@ class EmbeddingUtility:
 def move_all_tensor_to_cpu(data: T, convert: bool = True) -> T:
     """Copies nested containers with every tensor on the CPU, to save a model or an optimizer of any device.
 
-    One wait for the device, whatever the number of tensors. On XLA they are computed by one program, which all ranks
-    must ask for together, as they do for a training step, if it holds collectives.
+    The host waits for the device once, whatever the number of tensors. On XLA one program computes the tensors; if it
+    has collectives, all ranks must call this function together, as in a training step.
 
     Args:
         data: containers that torch's pytrees know (dict, list, tuple, ...). Tensors on the CPU are not copied.
-        convert: False leaves the tensors where they are, and only waits until their values are there: then ranks may
-            take turns at copying.
+        convert: False does not copy tensors, and only waits until their values are computed, so that ranks can take
+            turns at copying.
     """
     on_cpu = on_host([x for x in pytree.tree_leaves(data) if isinstance(x, torch.Tensor)], copy=convert)
     copies = iter(on_cpu)
@@ -165,14 +165,15 @@ def load_optimizer_state_dict(
     state_dict: Mapping[str, Any],
     load: Callable[[dict[str, Any]], Any] | None = None,
 ) -> None:
-    """`optimizer.load_state_dict(state_dict)`, for a state that was saved on whatever device.
+    """`optimizer.load_state_dict(state_dict)`, for a state that was saved on any device.
 
-    How a step is computed stays as it is here (`capturable`, `foreach`, `fused`, `differentiable`): `capturable` of an
-    XLA run is refused by torch on the CPU, and without it the number of a step is read on the host at each. A learning
-    rate that is a tensor stays that tensor and takes the value. The ZeRO-1 optimizer does all this by itself.
+    Options for the computation of a step (`capturable`, `foreach`, `fused`, `differentiable`) are those of `optimizer`,
+    not the saved ones: torch refuses `capturable` of an XLA run on the CPU, and on XLA without it the host reads the
+    number of the step at each step. A learning rate that is a tensor stays the same tensor, with the saved value. The
+    ZeRO-1 optimizer does all this by itself.
 
     Args:
-        load: what loads, if it is not the optimizer's own `load_state_dict`.
+        load: function that loads; None: the optimizer's `load_state_dict`.
     """
     before = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     groups = [dict(group) for group in state_dict["param_groups"]]
@@ -204,15 +205,15 @@ def load_optimizer_state_dict(
 def move_model_to_device(model: nn.Module, device: Any) -> nn.Module:
     """Moves a model to a device, in place.
 
-    Every parameter stays the object that it is: tied ones stay tied, attributes and gradients stay on them; a buffer
-    that several modules share stays one.
+    Every parameter stays the same object: tied parameters stay tied, and have their attributes and gradients. A buffer
+    that several modules share stays one buffer.
 
     (`.to` makes new parameters when the kind of device changes, as from the CPU to XLA, and a weight tied to another
     becomes two.) A torch optimizer that was made before holds the same parameters, but no step may have been taken:
     its state stays where it is. Sharded optimizers and hooks on parameters are made after the move.
 
     Raises:
-        RuntimeError: a parameter or buffer has no value yet; or it is part of a graph whose backward is still to come.
+        RuntimeError: a parameter or buffer has no value yet, or is part of a graph whose backward has not run.
     """
     names = parameter_names(model)
     if torch.device(device).type != "meta":

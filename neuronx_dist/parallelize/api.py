@@ -1,8 +1,8 @@
-"""`parallelize`: a module in, a parallel module out.
+"""`parallelize`: from a module to a parallel module.
 
     recorded (program/) -> divided (policy/, choose/) -> emitted (emit/) -> proven (prove/) -> files (generated/)
 
-Rank 0 does this, unless there are files of an earlier run; every rank then makes its part of the module from the files.
+Rank 0 does this, unless there are files of an earlier run; afterwards every rank builds its part from the files.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ from .prove.smaller import lines_not_compared, smaller_program
 from .prove.value_comparison import EmittedProgramError, OriginalError, RecordingError
 from .prove.verify import HOW, NOT_COMPARED, too_large, verify
 from .prove.whole_mesh import check_mesh
-from .train.parallel_module import ParallelModule, parallel_class
+from .train.loaded_class import parallel_class
+from .train.parallel_module import ParallelModule
 
 __all__ = ["parallelize"]
 
@@ -77,7 +78,7 @@ def parallelize(
     verify_with: nn.Module | None = None,
     verify_args: dict[str, Any] | None = None,
 ) -> None | ParallelModule | type[ParallelModule]:
-    """Divides a module over the ranks of a unit: an object becomes an object, a class a class.
+    """Divides a module over the ranks of a unit: returns an object for an object, a class for a class.
 
     Args:
         module_or_module_class: a parallel module or class is returned as it is. May be on meta; an object then has no
@@ -91,24 +92,24 @@ def parallelize(
         load_module: False: generate files, and return None. Needs no process group.
         module_dtype: converts the module to this dtype first, in place; None: no conversion.
         module_fn: makes the module if a class is passed; None: the class is called without arguments.
-        init_module_params: an object keeps the values that it has on rank 0, also if files of an earlier run are
-            used; False: empty parameters.
+        init_module_params: an object gets the values of the module on rank 0, also if files of an earlier run are used;
+            False: empty parameters.
         broadcast_strategy: selects the newly generated files that rank 0 sends to hosts without access to its folder.
-        verify_with: a smaller module of the same class, whose values are compared with one process where the module is
-            too large for that: it is divided and emitted as the module is. None: the module itself, with `verify_args`.
+        verify_with: a smaller module of the same class, divided and emitted in the same way, whose values are compared
+            with one process where the module is too large for that. None: the module itself, with `verify_args`.
         verify_args: arguments of forward for `verify_with`; None: `dummy_forward_args`. Without both the values of a
             module that is too large are not compared, and a warning says so.
 
     Returns:
         The parallel module, in the mode (`training`) of the module, or the class, whose objects begin in the mode of
-        what `module_fn` makes; None without `load_module`.
+        the result of `module_fn`; None without `load_module`.
 
     Raises:
         TypeError: arguments that forward does not take, an end2end module with a second required argument, or a
             `verify_with` of another class.
         ValueError: forward has positional-only arguments or fails on the dummy ones, the module has parallel ones
-            inside, an unknown policy, a mesh of other sizes, a `verify_with` that cannot be divided as the module is.
-        GeneratedFilesError: with `ReuseType.MATCH` the files are of something else; or files are missing on this host.
+            inside, an unknown policy, a mesh of other sizes, a `verify_with` that cannot be divided in the same way.
+        GeneratedFilesError: with `ReuseType.MATCH` the files do not match; or files are missing on this host.
         EmittedProgramError: a bug of this package; the file is kept.
     """
     is_class = isinstance(module_or_module_class, type)
@@ -201,7 +202,7 @@ def _join(config: ComputeConfig, stages: int = 1) -> bool:
 
 
 def _is_of(module: Any, module_class: type, is_made: bool) -> bool:
-    """Returns whether a module is of a class; if a function makes modules of the class, those may be of subclasses."""
+    """Returns whether a module is of a class, or, if a function makes modules of the class, of a subclass."""
     return isinstance(module, module_class) if is_made else type(module) is module_class
 
 
@@ -216,8 +217,8 @@ def _emitted(
     """Records, divides, emits and proves a module; returns its files.
 
     Args:
-        smaller: by whose values a program that is too large to run is compared.
-        recorded: programs of an earlier recording of the same; those that it lacks are recorded.
+        smaller: the module whose values are compared where the program is too large to run.
+        recorded: programs that were recorded earlier of the same module; missing ones are recorded.
     """
     divisions = _divisions(example, policy, config, recorded)
     emitted = emitted_program(example, divisions)

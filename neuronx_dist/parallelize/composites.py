@@ -1,7 +1,7 @@
 """Functions that emitted programs call by name where a rank has a shard.
 
-Those of a dim that torch's function needs all of are `sharded_functions`; they take the axis over which it is sharded.
-Dropout and attention draw their masks from this rank's own random stream.
+Functions that need an entire dim are those of `sharded_functions`, which take the axis over which the dim is sharded.
+Dropout and attention draw their masks from this rank's local random stream.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def cross_entropy(
 
 
 def _with_local_numbers(shared_axis: str | None, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """A call that draws from this rank's own stream; torch's own generator, of whole values, stays where it is.
+    """Calls a function that draws from this rank's local stream; torch's generator, for whole values, is not advanced.
 
-    If the stream is not seeded (`spmd.random.manual_seed`), it begins at the seed of torch's own generator and this
-    rank's number, so that units differ too.
+    If the stream is not seeded (`spmd.random.manual_seed`), it begins at the seed of torch's generator and this rank's
+    number, so that units differ too.
 
     Args:
         shared_axis: part of tp ("tp/2") along which the ranks draw the same numbers, from a stream of that part.

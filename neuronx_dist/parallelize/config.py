@@ -1,7 +1,7 @@
 """The number of ranks of a parallel module and its training: `ComputeConfig`, and the options of `parallelize`.
 
     unit     `plan_ngpus` adjacent ranks, which together hold one model: rank r is part r % plan_ngpus
-    units    `runtime_ngpus / plan_ngpus` of them, each with its own data: rank r is in unit r // plan_ngpus
+    units    `runtime_ngpus / plan_ngpus`, with different data: rank r is in unit r // plan_ngpus
 
 Gradients are summed over the units. Names and defaults are nnScaler's.
 """
@@ -62,7 +62,7 @@ class ReuseType(_Option):
     MATCH: reuse files of the same module, config and policy; generate if there are no files; other files are an error.
     OVERRIDE: generate always.
     MOO: match or override: reuse files that match, generate otherwise.
-    GRAPH: reuse the recorded programs of the module if they match, and choose and emit anew.
+    GRAPH: reuse the recorded programs of the module if they match, and choose and emit again.
     """
 
     MATCH = "match"
@@ -174,7 +174,7 @@ class ComputeConfig:
         self._check_pas_config()
 
     def _check_pas_config(self) -> None:
-        """Checks the options that all policies read in the same way; a policy refuses unknown names itself."""
+        """Checks the options that all policies read in the same way; each policy refuses unknown names."""
         config = self.pas_config
         for name in ("pipeline_nmicros", "pipeline_nstages", "pp_size", "tp_size", "seed"):
             number = config.get(name)
@@ -284,7 +284,7 @@ class ComputeConfig:
 
 
 def schedule_named(name: str) -> str:
-    """Returns our name of a schedule of nnScaler.
+    """Returns this package's name of a schedule of nnScaler.
 
     Raises:
         ValueError: the schedule is unknown, or not implemented here.

@@ -25,7 +25,8 @@ class Example:
     """A module and the arguments of one call of its forward.
 
     Attributes:
-        arguments: by name; of tensors shapes, dtypes and `requires_grad` count, values only where a program is run.
+        arguments: by name. Of a tensor, shape, dtype and `requires_grad` are used, and values only where a program is
+            run.
         origin: the parameter of `parallelize` that the arguments come from, for messages.
     """
 
@@ -52,7 +53,7 @@ class Example:
         """Records forward in a mode.
 
         Raises:
-            TracingError: forward branches on values of tensors, or writes what it may not.
+            TracingError: forward branches on values of tensors, or writes a tensor that it may not write.
             ValueError: forward fails on these arguments.
         """
         try:

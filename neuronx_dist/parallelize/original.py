@@ -47,8 +47,9 @@ def example_of(
         origin: the parameter of `parallelize` that the arguments come from.
 
     Raises:
-        TypeError: `given` is neither, a class needs arguments, or forward does not take these.
-        ValueError: it has a parallel module inside, or positional-only arguments.
+        TypeError: `given` is no module and no class of modules, a class needs arguments, or forward does not take
+            these.
+        ValueError: the module has a parallel module inside, or forward has positional-only arguments.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"module_dtype must be a torch.dtype, such as torch.bfloat16, got {dtype!r}")
@@ -85,7 +86,7 @@ def smaller_example_of(
 
 
 def _instance(module_class: type, module_fn: Callable[[], nn.Module] | None) -> Any:
-    """Makes a module of a class, and restores random generators: only rank 0 makes it, and ranks must not diverge."""
+    """Makes a module of a class, and restores random generators: only rank 0 makes it, and ranks must stay equal."""
     if module_fn is None and issubclass(module_class, nn.Module):
         parameters = inspect.signature(module_class).parameters.values()
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -130,7 +131,7 @@ def _differs(given: Any, default: Any) -> bool:
 
 
 def _with_gradient(x: torch.Tensor) -> torch.Tensor:
-    """Returns an input with a gradient, as the module may be in the middle of a graph."""
+    """Returns an input with a gradient, since the module may be in the middle of a graph."""
     if x.requires_grad or not (x.is_floating_point() or x.is_complex()):
         return x
     return x.detach().requires_grad_()

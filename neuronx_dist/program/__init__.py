@@ -14,4 +14,10 @@ record.py         a module's forward as a `Program`; translate.py: from graph to
                   aliasing.py; decompose.py: means as sums
 python_state.py   state of Python that forward can reach, and of random generators, saved and restored;
                   repeated.py: two recordings of one forward compared
+
+A recorded forward has two forms. In the `fx.Graph`, which pipelines cut, a leaf layer is one call, and views, writes
+in place, containers, hooks and set attributes are as in the code. In a `Program`, which `parallelize` divides, every
+call is of a function, every write is a new value, and operands are tensors. One form for both would need all that
+pipelines need, and most of `translate`, which turns writes into values, would remain. `CallFacts` has the seven facts
+that both forms have.
 """

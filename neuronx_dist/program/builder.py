@@ -43,7 +43,7 @@ class Builder:
         self._names: dict[str, int] = dict.fromkeys([*_TAKEN, *taken, *(value.name for value in values)], 0)
 
     def name(self, wish: str) -> str:
-        """Returns an unused identifier: the wish, or the wish and a number."""
+        """Returns an unused identifier: `wish`, or `wish` and a number."""
         base = re.sub(r"\W", "_", wish).strip("_") or "value"
         base = f"v{base}" if base[0].isdigit() else base
         name = base

@@ -25,7 +25,7 @@ _Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 class Checkpoints:
-    """Numbers the checkpoints of one forward: torch's of both kinds, and this package's."""
+    """Numbers the checkpoints of one forward: both kinds of torch's, and this package's."""
 
     def __init__(self, *, strict: bool) -> None:
         """`strict`: refuse checkpoints and hooks that an emitted program would not reproduce."""

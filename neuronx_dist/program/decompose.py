@@ -1,8 +1,8 @@
-"""Means rewritten as a sum and a division: the typing rules forbid the former on shards, and allow the latter.
+"""Means rewritten as a sum and a division: on shards the typing rules forbid means, and allow sums and divisions.
 
 The mean of the shards' means is not the global mean where shards count different numbers of positions: a cross entropy
-leaves out ignored labels. The sum of the shards' sums is the global sum, and likewise for counts. Element counts
-written here are global: a strategy that shards a dim does not change them.
+leaves out ignored labels. The sum of the shards' sums is the global sum, and the sum of their counts the global count.
+Element counts written here are global: a strategy that shards a dim does not change them.
 
     mean over all elements      sum / number of elements; for 16-bit inputs in float32, as torch computes it
     cross entropy, nll          sum / (target != ignore_index).sum()
@@ -10,7 +10,7 @@ written here are global: a strategy that shards a dim does not change them.
 
 The elements of a 16-bit loss are computed in 16 bits, as in torch; their sum and the division in float32.
 
-Not rewritten: means over some dims (on shards they are P("avg"), which is all-reduced as such), losses with class
+Not rewritten: means over some dims (on shards they are P("avg"), which an all-reduce averages), losses with class
 weights (the denominator has them too), and calls with torch's old arguments `size_average` and `reduce`.
 """
 

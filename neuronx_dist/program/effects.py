@@ -67,7 +67,7 @@ def _effects_of(func: Any) -> tuple[bool, list[tuple[int, str]]]:
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
     """FLOPs of attention's two matrix products, by torch's formula.
 
-    torch has no such count on CPU, and before 2.10 none for shared key/value heads.
+    torch has no FLOP count of attention on CPU, and before 2.10 none for shared key/value heads.
 
     query `[batch, heads, queries, width]`; key and value `[batch, heads or a divisor, keys, width]`
     """

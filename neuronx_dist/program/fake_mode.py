@@ -31,8 +31,8 @@ class _CachedTensor(NamedTuple):
     """A tensor that a call returns: new memory, a view of an argument's memory, or that argument itself.
 
     Attributes:
-        argument: index, among the call's tensor arguments, of the one whose memory it has; None: its memory is new.
-        same: it is that argument.
+        argument: index of the tensor argument whose memory it has; None: its memory is new.
+        same: the tensor is that argument.
         attributes: attributes of the fake tensor, without its mode.
     """
 
@@ -80,7 +80,7 @@ _known: dict[tuple[Any, ...], _CachedResult | None] = {}  # shared by all modes;
 
 
 class QuietFakeMode(FakeTensorMode):
-    """A mode for fake tensors that no TorchFunctionMode sees at work.
+    """A mode for fake tensors whose internal calls no TorchFunctionMode sees.
 
     Fake tensors call torch functions internally, which are no part of the program: in backward, where autograd
     computes with fake tensors, a TorchFunctionMode would see those calls.
@@ -91,7 +91,7 @@ class QuietFakeMode(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Returns False: `super`'s dispatch is wrapped against Dynamo already, and once is enough."""
+        """Returns False: the dispatch of `super` already has the wrapper that this would add against Dynamo."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -79,7 +79,7 @@ class Nodes:
                 self.bind(child, item, Info("part", where=info.where))
 
     def argument(self, x: Any, where: str) -> Any:
-        """Returns a node's argument for `x`: tensors become nodes, all else stays."""
+        """Returns a node's argument for `x`: tensors become nodes, other objects stay."""
         if isinstance(x, torch.Tensor):
             return self._node(x, where)
         if isinstance(x, _OPAQUE):

@@ -57,8 +57,8 @@ class _BetweenStages(Communicator):
 def restored(module: nn.Module) -> Iterator[PythonState]:
     """Restores, on exit, the state of Python that forward can reach: caches, counters, hooks, attributes of objects.
 
-    Models of transformers, for example, write the chosen loss to their config, and register forward hooks when they are
-    first asked for hidden states.
+    Models of transformers, for example, write the chosen loss to their config, and register forward hooks at the first
+    call that returns hidden states.
 
     Yields:
         The state at the beginning.

@@ -1,8 +1,8 @@
 """Evaluation on values of layers and functions that cannot run on fake tensors, to learn the shapes of their results.
 
-A layer of experts asks which of them has tokens; a kernel may have no fake implementation, or one that accepts fewer
-arguments. Weights have their real values where those exist; other weights, and inputs, get made-up values. That is
-enough, since the shapes of results cannot depend on values in a model that is cut into pipeline stages.
+A layer of experts, for example, reads which experts have tokens; a kernel may have no fake implementation, or one that
+accepts fewer arguments. Weights have their real values where those exist; other weights, and inputs, get arbitrary
+values. These suffice, since shapes of results cannot depend on values in a model that is cut into stages.
 """
 
 from __future__ import annotations

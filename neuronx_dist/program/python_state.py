@@ -6,7 +6,7 @@ A recording saves it before a call of forward, and compares and restores it afte
     class attributes, closures and globals that functions of the user name
     generators of random numbers that a module holds
 
-Tensors and functions count as the objects that they are: values in tensors are the business of the recorder.
+Tensors and functions are compared by identity: the recorder handles values in tensors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Change(NamedTuple):
 
     Attributes:
         text: the first difference, such as `layers.0.calls: 0 -> 1`.
-        apply: puts the state after forward into place again.
+        apply: sets the state after forward again.
     """
 
     text: str
@@ -67,7 +67,7 @@ class PythonState:
     """The state of Python that the forward of `module` can reach, at the time of construction.
 
     Attributes:
-        names: the globals and attributes that the user's functions name which forward can reach.
+        names: the globals and attributes named in those functions of the user that forward can reach.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -182,8 +182,8 @@ class PythonState:
 def is_installed(file: str) -> bool:
     """Returns whether a source file is the interpreter's, or an installed distribution's in any folder.
 
-    Distributions stand in other folders than the interpreter's with `pip install --user` or `--target`, and in layered
-    environments: there their metadata lists their files. The files of an editable installation are the user's.
+    With `pip install --user` or `--target`, and in layered environments, distributions are outside the interpreter's
+    folders: then their metadata lists their files. The files of an editable installation are the user's.
     """
     path = Path(file)
     if file.startswith(_LIBRARY_FOLDERS) or str(path.resolve()).startswith(_LIBRARY_FOLDERS):
@@ -209,7 +209,7 @@ def _is_state(cls: type) -> bool:
 
 
 def _of_names(path: str, owner: Any, content: dict[str, Any]) -> _Saved:
-    """Saves attributes of a class or module: these alone, since others may change at the same time."""
+    """Saves only these attributes of a class or module, since others may change at the same time."""
     names = [*content]
 
     def read() -> dict[str, Any]:
@@ -288,7 +288,7 @@ def _joined(path: str, key: Any) -> str:
 class RandomState:
     """The states of the global generators of Python, numpy and torch (on the host), to compare and restore.
 
-    Ranks that are threads share these: there nothing counts as changed, nor is anything restored.
+    Ranks that are threads share these generators, so that no change is reported, and no state is restored.
     """
 
     def __init__(self) -> None:
@@ -306,7 +306,7 @@ class RandomState:
         return states
 
     def changed(self) -> list[str]:
-        """Returns the names of the generators that are in another state now."""
+        """Returns the names of the generators whose state has changed."""
         if self._shared:
             return []
         now = self._now()
@@ -322,7 +322,7 @@ class RandomState:
             self._numpy.set_state(self._states["numpy.random"])
 
     def seed_otherwise(self) -> None:
-        """Puts the generators of Python and numpy into states that are neither this one nor the present one."""
+        """Sets the generators of Python and numpy to states that differ from the saved and the present one."""
         random.seed(random.getrandbits(64))
         if self._numpy is not None:
             self._numpy.seed(random.getrandbits(32))

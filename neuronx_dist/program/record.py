@@ -31,9 +31,9 @@ def record_program(module: nn.Module, arguments: Mapping[str, Any], *, training:
     Args:
         module: may be on meta.
         arguments: forward's arguments by name: tensors (only shape, strides and dtype count) in any containers, and
-            other objects. Tensors are taken to be on the module's device.
-        training: the mode to record in. Submodules that `module.train(training)` leaves unchanged (frozen ones) stay
-            so; a module that is in that mode already is recorded as it is.
+            other objects. Tensors are assumed to be on the module's device.
+        training: the mode to record in. Submodules that `module.train(training)` leaves unchanged (frozen ones) keep
+            their mode; a module that is in the mode already is recorded in its present state.
 
     Raises:
         TracingError: the forward branches on values of tensors, or writes a tensor that it may not write; or its calls
@@ -80,13 +80,13 @@ class _Forward:
 def _check_generators(forward: _Forward, program: Program, before: RandomState) -> None:
     """Raises TracingError if a global generator of Python or numpy decides what forward calls, or forward seeds torch.
 
-    A forward that seeds the generator itself is recorded again with another seed, and must call the same.
+    A forward that seeds the generator is recorded again with another seed, and its calls must be the same.
     """
     changed, name = before.changed(), type(forward.module).__name__
     if "torch" in changed:
         raise TracingError(
-            f"{name}.forward seeds the random numbers of torch, as torch.manual_seed does, and the program would not: "
-            "seed before forward"
+            f"{name}.forward seeds the random numbers of torch, as torch.manual_seed does, which the "
+            "program would not do: seed before forward"
         )
     if not changed:
         return
@@ -98,13 +98,13 @@ def _check_generators(forward: _Forward, program: Program, before: RandomState) 
     if drawn or different:
         raise TracingError(
             f"{name}.forward draws from the generator of {' and '.join(drawn or changed)}, and the program would "
-            f"have the outcome of one draw for ever{f' ({different})' if different else ''}: draw tensors, such as "
+            f"repeat the outcome of one draw{f' ({different})' if different else ''}: draw tensors, such as "
             "torch.rand(()), and choose by torch.where"
         )
 
 
 def _check_state(forward: _Forward, program: Program, recording: Recording) -> None:
-    """Raises TracingError if forward calls something else from the state in which the first call leaves Python."""
+    """Raises TracingError if forward's calls change in a second run, from the state of Python after the first run."""
     if not recording.left:
         return
     for change in recording.left:
@@ -122,7 +122,7 @@ def _check_state(forward: _Forward, program: Program, recording: Recording) -> N
 
 
 def _check_requires_grad(forward: _Forward, program: Program, recording: Recording) -> None:
-    """Raises TracingError if forward reads `requires_grad` of its arguments, and calls something else by it."""
+    """Raises TracingError if forward reads `requires_grad` of its arguments, and its calls depend on that."""
     if not recording.reads_requires_grad:
         return
     leaves = pytree.tree_leaves(forward.arguments)
@@ -144,7 +144,7 @@ def _check_requires_grad(forward: _Forward, program: Program, recording: Recordi
 
 
 def _check_without_gradients(forward: _Forward, program: Program) -> None:
-    """Raises TracingError if forward in evaluation mode calls something else where gradients are off."""
+    """Raises TracingError if the calls of forward in evaluation mode change where gradients are off."""
     different = first_difference(program, forward.recorded(grad=False)[0])
     if different:
         raise TracingError(

@@ -2,11 +2,11 @@
 
 The real `forward` runs once on fake tensors, which have shapes and no values, under a mode that sees every torch
 function. Transformer layers, parallel layers and single layers such as `nn.Linear` are *leaves*: one call each, whose
-inside is not recorded. So Python control flow, masks, rotary embeddings and output classes just work, and the layers
-receive the arguments that the model itself passes.
+inside is not recorded. So Python control flow, masks, rotary embeddings and output classes work, and the layers receive
+the arguments that the model passes.
 
-Values that do not depend on the inputs (`torch.arange` of a sequence length) are really computed, so that a model may
-branch on them. A branch on the *values* of an input cannot be recorded; it is an error that names the line.
+Values that do not depend on the inputs (`torch.arange` of a sequence length) are computed, so that a model may branch
+on them. A branch on the *values* of an input cannot be recorded: the error names the line.
 
 Each node's `meta["info"]` is an `Info`: the source line of the call, its result's shape and dtype, and the calls that
 must run before it, because they change its arguments in place.
@@ -64,7 +64,7 @@ def record(
         inputs: tensors (real or meta; only shapes, strides and dtypes count) in any containers; other objects are
             recorded as constants.
         leaf_classes: module classes to record as one call.
-        device: the device that the model will run on; inputs and meta parameters are taken to be there. None: the
+        device: the device that the model will run on; inputs and meta parameters are assumed to be there. None: the
             device of the first input that is not on meta.
         leaves: record layers as one call each; False: record calls of functions only.
         bodies: the Python body to run and record in the place of a function, by function.
@@ -261,7 +261,7 @@ class _Recorder(TorchFunctionMode):
             if effects.random and not self.leaves and "torch" in self.random_state.changed():
                 raise TracingError(
                     f"{where}: {name_of(target)} draws random numbers that forward has seeded, as torch.manual_seed "
-                    "does, and the program would not: draw them before forward, and pass them as an argument"
+                    "does, and the program would not seed them: draw them before forward, and pass them as an argument"
                 )
             info = Info(
                 "module" if op == "call_module" else "function",

@@ -41,7 +41,7 @@ class CallFacts:
     Attributes:
         where: `file:line` of the user's call.
         module: qualified name of the module whose forward was running, or of the called leaf module.
-        flops: floating-point operations of its matrix products and convolutions, forward.
+        flops: floating-point operations of its matrix products and convolutions, in forward.
         random: it draws random numbers.
         grad: gradients were enabled, in a forward that is run with gradients.
         autocast: `(device type, dtype, enabled)` where that differed from the state around the forward.

@@ -1,7 +1,7 @@
-"""Programs that Python's state, a generator of random numbers or `requires_grad` decides: recorded again, compared.
+"""Programs that depend on Python's state, a generator of random numbers or `requires_grad`: found by two recordings.
 
-The program of one recording would have the outcome of one call for ever, in silence: a counter's value, one draw of
-layer drop, the branch of tensors without gradients.
+A program from one recording would silently repeat the outcome of one call: a counter's value, one draw of layer drop,
+the branch of tensors without gradients.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def check_repeated(a: Program, b: Program, name: str) -> None:
 def first_difference(a: Program, b: Program) -> str:
     """Returns where two programs of one forward differ; "": they compute the same.
 
-    What depends on no argument, parameter or buffer counts by its value: a table may be computed in the first call of
-    forward, and read from an attribute in the second one.
+    Tensors that depend on no argument, parameter or buffer are compared by value: a table may be computed in the first
+    call of forward, and read from an attribute in the second one.
     """
     comparison = _Comparison(_known(a) | _known(b))
     calls = [[call for call in program.calls if comparison.is_live(call)] for program in (a, b)]

@@ -7,8 +7,8 @@ index.py           the spec of `x[index]`; bodies.py: functions that are typed b
 
 The others fill the registry, one family of functions each:
 
-pointwise.py, reduce.py, matmul.py (convolutions too), views.py, splits.py, moves.py, indexing.py, losses.py, nn.py,
-recurrent.py, factories.py, others.py; meta.py: functions with nothing to type
+pointwise.py, reduce.py, matmul.py (products; conv2d and other convolutions), views.py, splits.py, moves.py,
+indexing.py, losses.py, nn.py, recurrent.py, factories.py, others.py; meta.py: functions with nothing to type
 """
 
 from ..call_site import hide

@@ -8,8 +8,8 @@ handlers.py      how functions get handlers; the recipe         labels.py       
 fallback.py      functions without a handler                    free_labels.py  calls on shards, if they are independent
 typed.py         declarations for the type checker              report.py       the communication, by function
 module.py        distribute_module                              manager.py      DistributedManager
-checkpoint.py    torch.distributed.checkpoint                   compiling.py    torch.compile
-xla.py           XLA's partition specs                          bounded.py      tables of plans, of limited size
+checkpoint.py    torch.distributed.checkpoint                   bounded.py      tables of plans, of limited size
+xla.py           XLA's partition specs
 halo.py, ring.py halos and rings of plain tensors               points.py       nearest neighbours
 attention_plan.py, attention_method.py  where and how attention is computed
 moves/           shards on their way: plans, exchanges, from one layout to another

@@ -7,6 +7,9 @@ backward runs on plain tensors, and nothing is recorded twice.
 The wrapper itself is *linked*: it is the output of an autograd function of its local tensor, so that foreign autograd
 functions (those of FSDP and DDP, users' own) find a `grad_fn`. No other backward visits it. A wrapper that such a
 function returned has a graph that its local tensor does not have: `local_of` takes it through a second function, once.
+
+For `torch.compile` a function of ShardTensors is a break of the graph and runs in eager mode (`skip_in_compiler`):
+Dynamo would trace the handlers' code, down to process groups and caches. Plain tensors between breaks are compiled.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 
 from ..spmd import no_typecheck
 from ..torch_internals.autograd import apply_without_transforms
+from ..torch_internals.operators import skip_in_compiler
 from ..torch_internals.tensors import (
     DisableTorchFunction,
     base_of_view,
@@ -27,7 +31,6 @@ from ..torch_internals.tensors import (
     refuse_address,
 )
 from . import handlers
-from .compiling import run_as_it_is
 from .device_mesh import DeviceMesh, current_mesh
 from .handlers import DISPATCH, FUNCTIONS, UNHANDLED
 from .local_shapes import check_plain, local_spec, weighed
@@ -64,7 +67,7 @@ class ShardTensor(torch.Tensor):
     # --- the protocol of torch
 
     @classmethod
-    @run_as_it_is
+    @skip_in_compiler
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = FUNCTIONS.get(func)
         if handler is None:
@@ -72,7 +75,7 @@ class ShardTensor(torch.Tensor):
         return handler(func, types, args, kwargs or {})
 
     @classmethod
-    @run_as_it_is
+    @skip_in_compiler
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         handler = DISPATCH.get(func)
         if handler is not None:
@@ -96,7 +99,7 @@ class ShardTensor(torch.Tensor):
     # --- from and to other tensors
 
     @staticmethod
-    @run_as_it_is
+    @skip_in_compiler
     def from_local(
         local_tensor: torch.Tensor,
         device_mesh: DeviceMesh | None = None,
@@ -154,7 +157,7 @@ class ShardTensor(torch.Tensor):
     def _local_tensor(self) -> torch.Tensor:
         return self._local
 
-    @run_as_it_is
+    @skip_in_compiler
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Returns this rank's part, a plain tensor in the same autograd graph.
 
@@ -167,12 +170,12 @@ class ShardTensor(torch.Tensor):
         """
         return local_view(local_of(self), self._spec, grad_placements)
 
-    @run_as_it_is
+    @skip_in_compiler
     def full_tensor(self) -> torch.Tensor:
         """Gathers the complete tensor on every rank; differentiable."""
         return redistributed(local_of(self), self._spec, self._spec.replicated())
 
-    @run_as_it_is
+    @skip_in_compiler
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,

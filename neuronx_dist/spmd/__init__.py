@@ -1,8 +1,8 @@
 """SPMD types: typed, differentiable collectives, and the checker that proves a program's types.
 
 types.py          R, I, V, P, S(i); tensor_type.py: the type of a tensor, and how it is written on tensors
-rows.py           the table of operators; collectives.py: the operators; linear_operator.py: under `torch.func`
-illegal_pairs.py  messages for pairs of types that no operator takes; errors.py: `SpmdTypeError` and its family
+rows.py           the table of operators; collectives.py: the operators, and messages for pairs of types without one
+linear_operator.py  operators under `torch.func`; errors.py: `SpmdTypeError` and its family
 declarations.py   declarations of users and layers about a tensor
 local_code.py     `local_map` and `on_own_shard`, scopes for code that computes on this rank's shard
 gathered_tensors.py  gathered tensors, from autograd's graph; local_holders.py: tensors that hold a local tensor

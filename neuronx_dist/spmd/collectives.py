@@ -20,7 +20,6 @@ from ..comm.context import AxisLike
 from ..comm.verbs.transformed_tensors import transforming
 from .errors import SpmdTypeError, dim_of
 from .gathered_tensors import note_gathered
-from .illegal_pairs import advice
 from .linear_operator import linear
 from .rows import ROWS, Key, OperatorArguments, Row
 from .types import P, R, Shard, SpmdType, V
@@ -141,7 +140,7 @@ def _operate(
         return _averaged(function, x, axis, src, dst, reduce_dtype=reduce_dtype, stack_dim=stack_dim, inplace=inplace)
     row = ROWS.get(key)
     if row is None:
-        raise SpmdTypeError(advice(function.__name__, src, dst))
+        raise SpmdTypeError(_advice(function.__name__, src, dst))
     if row.expert and not expert_mode:
         raise SpmdTypeError(f"{function.__name__}({src}, {dst}) needs expert_mode=True: {row.instead}")
     if isinstance(src, Shard) or isinstance(dst, Shard) or stack_dim or inplace or reduce_dtype is not None:
@@ -330,3 +329,52 @@ def _letter(type_: SpmdType) -> str:
         return type_.letter
     except AttributeError:
         raise SpmdTypeError(f"{type_!r} is not an SPMD type: use R, I, V, P or S(dim)") from None
+
+
+def _advice(operation: str, src: SpmdType, dst: SpmdType) -> str:
+    """Returns the message for `operation(src, dst)`, which does not exist: the fault, and the probable intention."""
+    legal = ", ".join(f"({s}, {d})" for (name, s, d) in ROWS if name == operation)
+    why = _why(operation, src, dst)
+    text = f"{operation}({src}, {dst}) does not exist: {why}{_instead(src, dst)}"
+    return f"{text}. {operation} takes {legal}"
+
+
+def _why(operation: str, src: SpmdType, dst: SpmdType) -> str:
+    a, b = src.letter, dst.letter
+    reduces = operation in ("all_reduce", "reduce_scatter")
+    if a in "RI" and reduces:
+        return f"a {a} value is the same on all ranks already, and a sum multiplies it by their number: drop it; "
+    if a in "RI" and operation in ("all_gather", "all_to_all"):
+        return f"a {a} value is whole on every rank already; "
+    if a == "S" and reduces:
+        return "the ranks hold pieces, and a sum adds them up; "
+    if a == "P" and operation in ("all_gather", "all_to_all"):
+        return "the ranks hold summands, and pieces of summands are not pieces of the sum; "
+    if operation in ("all_reduce", "all_gather") and b not in "RI":
+        return f"what it gives is the same on all ranks, so dst is R or I and not {b}; "
+    if operation in ("reduce_scatter", "all_to_all"):
+        return f"what it gives is another piece on every rank, so dst is V or S(dim) and not {b}; "
+    if operation == "reinterpret":
+        return "it keeps each rank's data, which is not what makes the one of the other; "
+    return "it does not communicate; "
+
+
+def _instead(src: SpmdType, dst: SpmdType) -> str:
+    """Returns the call that converts one type into another."""
+    a, b = src.letter, dst.letter
+    same_dim = isinstance(src, Shard) and isinstance(dst, Shard) and src.dim == dst.dim
+    if same_dim or (a == b and a != "S"):
+        return f"it is {dst} already, so leave the call out" + (", or reduce it: dst=R or dst=I" if a == "P" else "")
+    if a == "P":
+        return f"use {'all_reduce' if b in 'RI' else 'reduce_scatter'}(x, axis, dst={dst})"
+    if {a, b} == {"V", "S"}:
+        return f"use convert(x, axis, src={src}, dst={dst}): the data is the same"
+    if a in "VS" and b in "RI":
+        summed = f", or all_reduce(x, axis, src=V, dst={dst}) if the values are to be added up"
+        return f"use all_gather(x, axis, src={src}, dst={dst}){summed if a == 'V' else ''}"
+    if a == b == "S":
+        return f"use all_to_all(x, axis, src={src}, dst={dst})"
+    if (a, b) == ("V", "P"):
+        return "use reinterpret(x, axis, src=V, dst=P) if the ranks hold summands"
+    expert = ", expert_mode=True" if ROWS["convert", a, b].expert else ""
+    return f"use convert(x, axis, src={src}, dst={dst}{expert})"

@@ -1,8 +1,8 @@
 """The table of typed collectives.
 
 A row states that an operation from one type to another is a certain kernel, and its backward another row. The
-operators (`collectives.py`), the errors for pairs that do not exist (`illegal_pairs.py`), the table in the
-documentation (`table()`) and the checker's rules are all read from the same rows.
+operators and the errors for pairs that do not exist (`collectives.py`), the table in the documentation (`table()`) and
+the checker's rules are all read from the same rows.
 """
 
 from __future__ import annotations

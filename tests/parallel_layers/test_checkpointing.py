@@ -118,7 +118,7 @@ def test_a_state_that_is_not_there_is_named_with_what_is(tmp_path: Path) -> None
     with comm.as_rank(Mesh(1), 0):
         net = model()
         torch.save(net.state_dict(), tmp_path / "whole.bin")
-        with pytest.raises(KeyError, match=r"whole.bin has no 'model', but '0.weight', .*model_key=None"):
+        with pytest.raises(KeyError, match=r"whole.bin has no 'model', only '0.weight', .*model_key=None"):
             checkpointing.load(tmp_path / "whole.bin", net, sharded=False)
         checkpointing.load(tmp_path / "whole.bin", net, sharded=False, model_key=None)
 

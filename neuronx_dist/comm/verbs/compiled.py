@@ -6,7 +6,7 @@ compiled code runs, the operator calls the verb itself: same backend, same error
 
 The operators are ordered: a compiler may neither drop one nor exchange two, or ranks whose programs differ (in a
 constant, say) could start their collectives in different orders. Each is complete when it returns: compiled code does
-not overlap communication with computation, as eager code does.
+not overlap communication with computation, as eager code does. Ranks as threads are not compiled: Dynamo has one state.
 """
 
 from __future__ import annotations

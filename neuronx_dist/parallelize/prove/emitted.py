@@ -12,7 +12,8 @@ from types import ModuleType
 import torch
 
 from ..config import ComputeConfig
-from ..train.parallel_module import ParallelModule, parallel_class
+from ..train.loaded_class import parallel_class
+from ..train.parallel_module import ParallelModule
 
 __all__ = ["imported"]
 

@@ -10,14 +10,10 @@ Parameters and buffers stand in containers under their original names, so that s
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import is_dataclass
-from enum import Enum
-from functools import cache, wraps
+from functools import wraps
 from pickle import PicklingError
-from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -27,8 +23,6 @@ from ... import comm
 from ...gradients.guards import watch_module
 from ...gradients.in_backward import paused
 from ...gradients.norm import clip_grad_norm
-from ...program.program import FILE_NAMES, argument_name
-from ...program.recording import describe, register_dataclass
 from ...torch_internals.modules import non_persistent_buffers
 from ...torch_internals.tensors import pytree, state_dict_metadata
 from ...weights.shard_spec import ShardedModule, set_spec
@@ -39,9 +33,10 @@ from .devices import device_of
 from .layouts import LAYOUT, layout_data
 from .pipelined import Pipelined, StageTable
 from .random_stream import whole_values
+from .recorded_arguments import at_path, check_arguments
 from .stored import Stored
 
-__all__ = ["Container", "ParallelModule", "parallel_class", "pipelined"]
+__all__ = ["Container", "ParallelModule", "pipelined"]
 
 
 def pipelined(module: ParallelModule) -> Pipelined | None:
@@ -310,33 +305,7 @@ class ParallelModule(Container):
 
     def check_arguments(self, /, **given: Any) -> None:
         """Raises ValueError if arguments differ from the recorded ones in structure, shape, dtype or plain values."""
-        for path, (shape, dtype) in self.INPUTS.items():
-            x = _at(given, path)
-            if not isinstance(x, torch.Tensor) or list(x.shape) != shape or x.dtype != dtype:
-                has = (
-                    f"{list(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else "missing" if x is None else repr(x)
-                )
-                raise ValueError(
-                    f"{type(self).__name__}: {path} is {has}, but the program was recorded with {shape} {dtype}: "
-                    "call parallelize with dummy_forward_args of these shapes, or pad the input"
-                )
-        for name, value in self.FIXED.items():
-            x = _at(given, name)
-            if x is not value and (isinstance(x, torch.Tensor) or x != value):
-                has = repr(x) if isinstance(x, Enum) else describe(x)
-                raise ValueError(
-                    f"{type(self).__name__}: {name}={has}, but the program was recorded with {value!r}: "
-                    "call parallelize with this value among dummy_forward_args, or with a tensor if the value varies"
-                )
-        for path, names in _containers((*self.INPUTS, *self.FIXED)).items():
-            x = _at(given, path)
-            items = x if isinstance(x, Mapping) else dict(enumerate(x)) if isinstance(x, (list, tuple)) else {}
-            more = [key for key, item in items.items() if str(key) not in names and pytree.tree_leaves(item)]
-            if more:
-                raise ValueError(
-                    f"{type(self).__name__}: {path} has {', '.join(map(repr, more))}, but the program was recorded "
-                    f"with only {', '.join(sorted(names))}: call parallelize with dummy_forward_args of this structure"
-                )
+        check_arguments(type(self).__name__, self.INPUTS, self.FIXED, given)
 
     def train_step(
         self,
@@ -442,7 +411,7 @@ class ParallelModule(Container):
 
     def _is_sample(self, x: Any) -> bool:
         within = [path.partition(".")[2] for path in self.INPUTS]
-        return bool(within) and all(isinstance(_at(x, path), torch.Tensor) for path in within)
+        return bool(within) and all(isinstance(at_path(x, path), torch.Tensor) for path in within)
 
     # --- its parameters -----------------------------------------------------------------------------------------------
 
@@ -485,94 +454,9 @@ class ParallelModule(Container):
         return clip_grad_norm(self.parameters(), float("inf") if max_norm is None else max_norm)
 
 
-def parallel_class(
-    module: ModuleType,
-    compute_config: ComputeConfig,
-    weights: Callable[[], Mapping[str, torch.Tensor]],
-    constants: Mapping[str, torch.Tensor],
-) -> type[ParallelModule]:
-    """Returns the class that an emitted file defines, with its values and its configuration.
-
-    Args:
-        module: the file, imported.
-        weights: reads the whole initial values by name; called when a module is made with `init_params=True`.
-        constants: tensors of the program that the original has under no name.
-
-    Raises:
-        ImportError: the file defines no `ParallelModule`.
-    """
-    classes = [cls for cls in vars(module).values() if inspect.isclass(cls)]
-    for cls in classes:  # this process may not have recorded
-        if is_dataclass(cls):
-            register_dataclass(cls)
-    for cls in classes:
-        if issubclass(cls, ParallelModule) and cls.__module__ == module.__name__:
-            cls.WEIGHTS, cls.CONSTANTS, cls.compute_config = staticmethod(weights), constants, compute_config
-            cls.run = cls.forward = _with_random_numbers(cls, _with_names_of_arguments(cls.forward))
-            if compute_config.use_end2end:
-                cls.forward = _refused
-            return cls
-    raise ImportError(f"{module.__file__} defines no ParallelModule: parallelize did not write this file")
-
-
 def _holders(stored: Stored, ranks: int) -> list[int]:
     """Returns the groups of ranks that hold a tensor of these stages."""
     return sorted({stage % ranks for stage in stored.stages})
-
-
-def _with_names_of_arguments(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a forward that takes its arguments by the names of the original."""
-    parameters = inspect.signature(forward).parameters
-    renamed = {name: argument_name(name) for name in FILE_NAMES if argument_name(name) in parameters}
-
-    @wraps(forward)
-    def by_name(self: ParallelModule, /, *args: Any, **given: Any) -> Any:
-        return forward(self, *args, **{renamed.get(name, name): value for name, value in given.items()})
-
-    return by_name if renamed else forward
-
-
-def _with_random_numbers(cls: type[ParallelModule], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a forward whose whole values get equal random numbers on all ranks of a unit."""
-    if not cls.DRAWS:
-        return forward
-
-    @wraps(forward)
-    def drawing(self: ParallelModule, /, *args: Any, **given: Any) -> Any:
-        with self._random_numbers():
-            return forward(self, *args, **given)
-
-    return drawing
-
-
-def _refused(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError(
-        f"{type(self).__name__} is end2end: call train_step or infer_step; to call forward, compile it with "
-        "ComputeConfig(use_end2end=False)"
-    )
-
-
-@cache
-def _containers(paths: tuple[str, ...]) -> dict[str, set[str]]:
-    """Returns the names in each container, by the container's path, from the paths of all leaves."""
-    containers: dict[str, set[str]] = {}
-    for path in paths:
-        while "." in path:
-            path, _, name = path.rpartition(".")
-            containers.setdefault(path, set()).add(name)
-    return containers
-
-
-def _at(x: Any, path: str) -> Any:
-    """Returns the object at a path of keys, positions and attributes; None: there is none."""
-    for part in path.split(".") if path else ():
-        if isinstance(x, Mapping):
-            x = x.get(part, x.get(int(part)) if part.isdigit() else None)
-        elif isinstance(x, (list, tuple)) and part.isdigit():
-            x = x[int(part)] if int(part) < len(x) else None
-        else:
-            x = getattr(x, part, None)
-    return x
 
 
 def _loss_of(result: Any) -> torch.Tensor:

@@ -152,7 +152,7 @@ def _listed(call: JudgedCall, names: Sequence[Named]) -> str:
 
 
 def _of_each_type(violation: Violation, call: JudgedCall) -> Sequence[int]:
-    """The operands of a violation; if they are many, the first of each type."""
+    """The operands of a violation; if there are many, the first operand of each type."""
     if len(violation.operands) <= _MANY:
         return violation.operands
     types = {index: call.operands[index].type.get(violation.axis) for index in reversed(violation.operands)}
@@ -160,7 +160,7 @@ def _of_each_type(violation: Violation, call: JudgedCall) -> Sequence[int]:
 
 
 def _beneath(violation: Violation, call: JudgedCall) -> Violation:
-    """The violation of the call without gradients, if there is one; else `violation`."""
+    """The violation of the call with gradients off, if there is one; else `violation`."""
     axis = violation.axis
     operands = [
         Operand(TensorType.of({axis: R if spmd_type.letter == "I" else spmd_type}), False)
@@ -175,7 +175,7 @@ def _beneath(violation: Violation, call: JudgedCall) -> Violation:
 
 
 def explain_shapes(mode: Session, call: JudgedCall, error: Exception | None = None) -> SpmdTypeError | None:
-    """The error for shapes that do not fit, if a gather or a cut of an operand makes them fit; else None."""
+    """The error for shapes that do not fit, where gathering or slicing an operand makes them fit; else None."""
     here = site()
     names = name_operands(call.tensors, here)
     of_torch = f" ({str(error).splitlines()[0]})" if error is not None else ""
@@ -238,10 +238,10 @@ def operator_error(
     rule: str,
     takes: SpmdType | None = None,
 ) -> SpmdTypeError:
-    """The error for a collective on a tensor that is not what it takes.
+    """The error for a collective on a tensor of a type that it does not take.
 
     Args:
-        src, dst: as the call states them; None for a plain verb.
+        src, dst: types stated in the call; None for a plain verb.
         takes: the type that a plain verb needs; None: unknown.
     """
     if mode.probing:
@@ -309,7 +309,7 @@ def _counted(spmd_type: Any, x: Tensor) -> Any:
 
 
 def _same_shard(one: SpmdType, other: Any, x: Tensor) -> bool:
-    """Whether two types are shards of one dim, so that the dim is not the problem."""
+    """Whether two types are shards of one dim, so that the dim is not the fault."""
     return isinstance(one, Shard) and isinstance(other, Shard) and (one.dim - other.dim) % max(1, x.dim()) == 0
 
 
@@ -367,7 +367,7 @@ def write_error(
     axis: str,
     after: SpmdType | None,
 ) -> SpmdTypeError:
-    """The error for a write in place that would change a type that has to stay."""
+    """The error for a write in place that would change a type that must not change."""
     here = site()
     names = name_operands(tensors, here)
     at = next((i for i, x in enumerate(tensors) if x is target), None)

@@ -1,10 +1,10 @@
-"""Loops over parameters of which some are sharded: a repair for one of them is wrong for another.
+"""Loops over parameters, some of which are sharded: a repair for one parameter is wrong for another.
 
 So the repair of a term that such a loop computes depends on the layout of the parameter:
 
     total = total + (spmd.all_reduce(p.sum(), "tp", dst=spmd.I) if spmd.spec_of(p).axis == "tp" else p.sum())
 
-and the variable in which the loop accumulates is not changed: at the next turn it has another type.
+and the variable in which the loop accumulates is not changed: in the next iteration it has another type.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class ParameterLoop(NamedTuple):
 
 
 def parameter_loop(here: Site | None, axis: str, node: ast.AST | None = None) -> ParameterLoop | None:
-    """The innermost loop over parameters around the expression here, or around another `node` of its function.
+    """The innermost loop over parameters around this expression, or around another `node` of its function.
 
-    None on an axis of the data, over which no layer is sharded.
+    None for an axis of the data, over which no layer is sharded.
     """
     if axis in DATA_ATOMS:
         return None
@@ -123,7 +123,7 @@ def loop_repairs(axis: str, call: JudgedCall, names: Sequence[Named], here: Site
 
 
 def _terms(here: Site) -> Iterator[ast.AST]:
-    """The expressions that may be the term that a loop computes for each parameter."""
+    """The expressions that may be the term that a loop computes for a parameter."""
     node = here.node
     statement = here.statement()
     if isinstance(node, ast.Call):  # sum(f(p) for p in ...), torch.stack([f(p) for p in ...])

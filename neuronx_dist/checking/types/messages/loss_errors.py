@@ -1,4 +1,4 @@
-"""Errors for a loss: its logits, the value at which backward starts, or its scale."""
+"""Errors for a loss: for its logits, for the tensor at which backward starts, or for its scale."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def logits_error(mode: Session, name: str, logits: Tensor, type_: TensorType, ax
 
 
 def loss_error(mode: Session, loss: Tensor, type_: TensorType, axis: str, spmd_type: SpmdType) -> SpmdTypeError:
-    """The error for a loss at which backward cannot start: one that is R, or varies."""
+    """The error for a loss of type R, or of one that varies, at which backward cannot start."""
     here = site()
     name = name_operands([loss], here)[0]
     origin = origins_of(loss).get(axis)
@@ -74,7 +74,7 @@ def loss_error(mode: Session, loss: Tensor, type_: TensorType, axis: str, spmd_t
 
 
 def scale_error(mode: Session, losses: Sequence[Tensor], axis: str) -> SpmdTypeError:
-    """The error for losses of one backward that are sums and means, or for one that should be a mean."""
+    """The error for losses of one backward that mix sums and means, or for a sum that should be a mean."""
     names = [operand.label or "a loss" for operand in name_operands(losses, site())]
     types = [str((type_of(x) or UNTYPED).get(axis)) for x in losses]
     if len(losses) > 1:

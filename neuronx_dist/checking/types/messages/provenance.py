@@ -29,7 +29,7 @@ __all__ = ["Named", "Site", "editable", "leaf_of", "module_path", "name_of", "na
 
 
 def module_path(names: Mapping[int, str]) -> str:
-    """The path of the module whose forward is running; `names`: id of the module -> its path."""
+    """The path of the module whose forward is running; `names`: paths by the module's id."""
     if not names:
         return ""
     frame: FrameType | None = sys._getframe(1)
@@ -50,8 +50,8 @@ class Site(NamedTuple):
     Attributes:
         frame, file, source: the place of the expression.
         node: the expression; None: not found.
-        called: tensors among the arguments of the module or function that the expression calls, if that one makes the
-            call that is judged; None: the expression makes it.
+        called: tensors among the arguments of the module or function that the expression calls, if the judged call is
+            inside of it; None: the expression is the judged call.
     """
 
     frame: FrameType
@@ -62,7 +62,7 @@ class Site(NamedTuple):
 
     @property
     def editable(self) -> bool:
-        """Whether the expression stands in the user's own code, not in an installed package or in this one."""
+        """Whether the expression is in the user's code, not in an installed package or in this one."""
         return editable(self.file)
 
     def statement(self) -> ast.stmt | None:
@@ -91,10 +91,10 @@ class Named(NamedTuple):
     """The name of an operand in the user's code.
 
     Attributes:
-        label: for reading: "layers.3.mlp.down_proj.weight".
-        code: for writing: "self.weight", or the expression that made it; "<mlp.weight>" or "<operand 1>" where the
-            user's frame has none.
-        node: that expression in the line under evaluation; None: it is not in the line.
+        label: name in messages: "layers.3.mlp.down_proj.weight".
+        code: name in repairs: "self.weight", or the expression that computed it; "<mlp.weight>" or "<operand 1>" where
+            the user's frame has no name.
+        node: this expression in the line under evaluation; None: the line does not have it.
     """
 
     label: str
@@ -118,7 +118,7 @@ def site() -> Site | None:
 
 
 def editable(file: str) -> bool:
-    """Whether a file is the user's own: not of torch, of this package, or of an installed one."""
+    """Whether a file is the user's: not part of torch, this package or an installed one."""
     return owner_of(file) == USER and not any(folder in file for folder in _INSTALLED)
 
 
@@ -257,7 +257,7 @@ _COMPREHENSIONS = (ast.GeneratorExp, ast.ListComp, ast.DictComp, ast.SetComp)
 
 
 def name_of(x: Tensor) -> str:
-    """The name of a tensor: its own if it has one, else a variable or an expression in the user's code."""
+    """The name of a tensor: a registered one, else a variable or an expression in the user's code."""
     return name_operands([x])[0].label
 
 
@@ -338,7 +338,7 @@ def _leaves(start: Any, matches: Callable[[Tensor], bool], limit: int = 300) -> 
 def contracts(x: Tensor, varies: Callable[[Tensor], bool]) -> bool:
     """Whether `x` comes, apart from views and sums, from a product of two operands that both vary.
 
-    `varies` has to be true for the operand, or for a tensor in its graph.
+    `varies` must be true for the operand, or for a tensor in its graph.
     """
     queue: list[Any] = [_node_of(x)]
     seen: set[Any] = set()

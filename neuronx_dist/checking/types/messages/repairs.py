@@ -1,9 +1,9 @@
 """Repairs of a call that the types forbid, found by trying.
 
-For each operand of a violation, every operator that changes its type is tried: the call is judged again with the type
-and the shape that the operator would give, and operators that make it legal are offered. All of these keep the global
-value, so that a repair is right if the declared types are. The most frequent mistakes come first: a reduction before
-all others, and no repair that would hide a missing one.
+For each operand of a violation, every operator that changes its type is tried: the call is judged again with the
+resulting type and shape, and operators that make the call legal are suggested. They do not change the global value, so
+that a repair is right if the declared types are right. The most frequent mistakes come first: a reduction before all
+others, and no repair that would hide a missing one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GATHERED = 17  # the order behind gathers, and before exchanges
 
 
 class _Expression(NamedTuple):
-    """The call that is to be repaired, as it stands in the user's source.
+    """The call to be repaired, in the user's source.
 
     `loop`: the loop over parameters around the call; its repairs must be right for each parameter.
     """
@@ -54,12 +54,12 @@ class _Expression(NamedTuple):
     loop: ParameterLoop | None
 
     def accumulates(self, index: int) -> bool:
-        """Whether a loop accumulates in an operand, which then has another type at the next turn."""
+        """Whether a loop accumulates in an operand, which then has another type in the next iteration."""
         node = self.names[index].node
         return self.loop is not None and isinstance(node, ast.Name) and node.id in self.loop.assigned
 
     def repair(self, index: int, change: Change) -> Repair:
-        """The repair that makes a change of an operand; a change of the meaning has no edit."""
+        """The repair for a change of an operand; a change of the meaning has no edit."""
         name, code = self.names[index], change.code
         repeated = sum(x is self.call.tensors[index] for x in self.call.tensors) > 1 and name.code.isidentifier()
         statement = self.here.statement() if self.here is not None and repeated else None
@@ -141,12 +141,12 @@ def _involved(call: JudgedCall, violation: Violation, names: Sequence[Named], he
 
 
 class Operation(NamedTuple):
-    """An operator of `spmd`, or a plain verb of `comm`, on a tensor that is not what it takes.
+    """An operator of `spmd`, or a plain verb of `comm`, on a tensor of a type that it does not take.
 
     Attributes:
         name: "all_reduce", "comm.all_gather".
-        actual: what the tensor is on the axis.
-        takes, gives: types that it must have, and that the result has; None: the verb states none.
+        actual: type of the tensor on the axis.
+        takes, gives: types of the operand and of the result; None: the verb states none.
         differentiable: whether the tensor receives a gradient, which plain verbs do not pass back.
     """
 
@@ -159,7 +159,7 @@ class Operation(NamedTuple):
 
 
 def operator_repairs(operation: Operation, operand: Named, here: Site | None, rule: str) -> list[Repair]:
-    """Repairs of an operator or a plain verb: another one in its place, or another argument."""
+    """Repairs of an operator or a plain verb: another operator, or another argument."""
     code, actual, axis = operand.code, operation.actual, operation.axis
     node, loop = here.node if here is not None else None, parameter_loop(here, axis)
     direct = isinstance(node, ast.Call) and operand.node is not None and operand.node in node.args
@@ -230,7 +230,7 @@ def operator_repairs(operation: Operation, operand: Named, here: Site | None, ru
 
 
 def _of_verb(operation: Operation, verb: str, code: str, offer: Callable[..., None]) -> None:
-    """Repairs of a plain verb; operators with a derivative, where a gradient goes through it."""
+    """Repairs of a plain verb: verbs, or operators with a derivative where a gradient is computed."""
     actual, axis = operation.actual, operation.axis
     if actual.letter in SAME:
         offer(code, ": it is the same on all ranks already, drop this one")

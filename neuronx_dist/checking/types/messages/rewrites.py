@@ -1,6 +1,6 @@
-"""Repairs that are not an operator on one operand: another order, another function, another line.
+"""Repairs other than an operator on one operand: another order of calls, another function, a change in another line.
 
-Each function takes a violation of one rule and yields repairs, as code where the call's own source allows it.
+Each function takes a violation of one rule and yields repairs, as code where the source of the call allows it.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ _PICKING = frozenset("topk sort argsort msort kthvalue median argmax argmin cums
 
 
 def local_code(violation: Violation, call: JudgedCall) -> Iterator[Repair]:
-    """Yields a `local_map` for code that picks positions of a shard and means this rank's own."""
+    """Yields a `local_map` for code that selects positions of this rank's shard."""
     picks = call.spec is not None and bool(call.spec.selected or call.spec.looked_up)
     if violation.rule == "fixed" and (picks or call.rule.name in _PICKING):
         yield Repair(f'spmd.local_map(function, out_types={{"{violation.axis}": ...}}) around it, if this rank\'s own '
@@ -184,7 +184,7 @@ def local_code(violation: Violation, call: JudgedCall) -> Iterator[Repair]:
 
 
 def otherwise(mode: Any, violation: Violation, call: JudgedCall, names: Sequence[Named]) -> Iterator[Repair]:
-    """Yields repairs that are no operator: another rule, another layout, an exception from the check."""
+    """Yields repairs without an operator: another rule, another layout, an exception from the check."""
     function = call.rule.name
     if call.rule.spec is None and call.rule.kind == "op" and call.function not in RULES:
         yield Repair(f"@spmd.register_rule({function}, linear=((0,),)) on a function that returns its effect on dims, "
@@ -221,7 +221,7 @@ def _undeclared_shard(call: JudgedCall, index: int, axis: str, name: Named) -> I
 
 
 def _scalar(mode: Any, violation: Violation, call: JudgedCall, names: Any, here: Site | None, size: Any) -> Any:
-    """Yields the repair of a number made of a tensor without values: leave it out of the checked step."""
+    """Yields the repair for a number read from a tensor without values: leave it out of the checked step."""
     if isinstance(call.tensors[violation.operands[0]], FakeTensor):
         yield Repair("leave printing and logging out of the step that is checked: return the tensor instead")
 

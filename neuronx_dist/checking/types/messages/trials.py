@@ -1,6 +1,6 @@
 """Trials of changes of a call's operands: candidates, and whether the call is legal with them.
 
-A candidate is an operator on one operand: its code, and the type and the shape that it gives. The call is judged again
+A candidate is an operator on one operand: its code, and the type and the shape of its result. The call is judged again
 with these; nothing is communicated, and shapes are tried on the meta device.
 """
 
@@ -71,7 +71,7 @@ class Repair(str):
 
 
 class JudgedCall(NamedTuple):
-    """A call that a violation forbids; `operands` are those of the judgement, also for numbers that it draws."""
+    """A call with a violation; `operands` are those of the judgement, including random numbers drawn."""
 
     rule: Rule
     function: Callable[..., Any]
@@ -108,7 +108,7 @@ def call_of(
 
 
 def out_of_reach(x: Tensor, name: Named, here: Site | None) -> bool:
-    """Whether an operand is a layer's own parameter in the layer's own code, which users do not change."""
+    """Whether an operand is a parameter of a layer in the code of that layer, which users do not change."""
     return isinstance(x, nn.Parameter) and name.node is None and here is not None and here.called is not None
 
 
@@ -121,11 +121,11 @@ def size_of(mode: Any, axis: str) -> int | None:
 
 
 def _companions(call: JudgedCall, index: int, axis: str) -> tuple[set[Shard], bool, tuple[SpmdType, SpmdType]]:
-    """Facts about the other operands of a call, for the choice of a repair of one of them.
+    """Facts about the other operands of a call, for choosing the repair of one operand.
 
     Returns:
-        Their shards; whether one of them is a sum that is not reduced; I and R in the order in which they are likely
-        for a value that is the same on all ranks.
+        Their shards; whether one of them is an unreduced sum; I and R, the more likely first, for a value that is the
+        same on all ranks.
     """
     x = call.tensors[index]
     others = [
@@ -214,13 +214,13 @@ def changes_of(call: JudgedCall, index: int, axis: str, size: int | None, name: 
 
 
 def blocks_gathered(name: Named, axis: str, shard: Shard, dst: SpmdType | None) -> str:
-    """Code that gathers a dim which is made of blocks, each sharded by itself."""
+    """Code that gathers a dim of several blocks, each sharded separately."""
     part = call_of("all_gather", "part", axis, Shard(shard.dim), dst)
     return f"torch.cat([{part} for part in {name.code}.chunk({shard.stride}, {shard.dim})], {shard.dim})"
 
 
 def atom_of(code: str) -> str:
-    """An expression in parentheses, if it needs them as an operand."""
+    """An expression, in parentheses if an operand needs them."""
     body = expression_of(code or "x")
     if body is None:
         return code
@@ -305,7 +305,7 @@ def misfit(call: JudgedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def on_meta(call: JudgedCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call without their values."""
+    """The arguments of a call, on the meta device."""
     with DisableTorchFunction():
         new = {id(x): x.new_empty(x.shape, device="meta") for x in call.tensors}
     return _with(call.args, new), _with(dict(call.kwargs), new)
@@ -322,7 +322,7 @@ def _with(value: Any, new: Mapping[int, Tensor]) -> Any:
 
 
 def edit_of(here: Site | None, node: ast.AST | None, text: str) -> Edit | None:
-    """The edit that replaces an expression by `text`; None if its place is not known, or not the user's own code."""
+    """The edit that replaces an expression by `text`; None if its place is unknown, or not in the user's code."""
     if here is None or not here.editable or not isinstance(node, (ast.expr, ast.stmt)):
         return None
     if isinstance(getattr(node, "ctx", None), ast.Store):
