@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
+from ...spmd.tensor_type import TensorType, type_of
 from ...torch_internals.fake_tensors import LOGGER, FakeTensor, FakeTensorMode
 from ...torch_internals.tensors import backward_hooks, has_storage, post_accumulate_hooks, pytree, storage_key
 from ...weights.partial_model import is_partial, join, partial_model
 
-__all__ = ["built_anew", "fake_inputs", "make_fake", "no_messages", "optimizers_of"]
+__all__ = ["MadeLike", "built_anew", "fake_inputs", "make_fake", "no_messages", "optimizers_of"]
+
+_LIBRARIES = {"torch", "builtins", "transformers", "neuronx_dist"}
+_OF_MODULES = {*nn.Module().__dict__}  # that every module has
 
 
 @contextmanager
@@ -88,6 +94,10 @@ def make_fake(
         for name, value in module.__dict__.items():
             if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and _is_alone(value, has_others):
                 module.__dict__[name] = fakes.of(value)
+            elif name not in _OF_MODULES:
+                module.__dict__[name] = fakes.inside(value)
+    for _, param in [*fakes.made.values()]:
+        param.__dict__.update((name, fakes.inside(value)) for name, value in param.__dict__.items())
     held = [value for module in full_model.modules() for value in vars(module).values()]
     for wrapped in optimizers_of(optimizer, *(value for value in held if isinstance(value, torch.optim.Optimizer))):
         for group in wrapped.param_groups:
@@ -133,6 +143,7 @@ class _Fakes:
         self.device = device
         self.made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._new: set[int] = set()
+        self._seen: dict[int, tuple[Any, Any]] = {}  # containers, and what `inside` returned
         self._by_storage: dict[int, torch.Tensor] = {}  # the first tensor of each
 
     def known(self, x: Any) -> Any:
@@ -160,6 +171,39 @@ class _Fakes:
             self._new.add(id(fake))
         return self.made[id(x)][1]
 
+    def inside(self, value: Any, depth: int = 4, shared: bool = False) -> Any:
+        """The value, with fakes in its containers: lists, tuples, dicts, their keys too, objects, closures.
+
+        A closure may be shared with a model that existed before the check: only tensors on meta get fakes there.
+        """
+        if isinstance(value, torch.Tensor):
+            known = id(value) in self.made and not shared
+            return self.of(value) if not isinstance(value, FakeTensor) and (value.is_meta or known) else value
+        if id(value) in self._seen:
+            return self._seen[id(value)][1]
+        if depth == 0 or isinstance(value, (str, type, nn.Module, torch.optim.Optimizer)):
+            return value
+        self._seen[id(value)] = value, value
+        if type(value) is tuple:
+            result = tuple(self.inside(item, depth - 1, shared) for item in value)
+            if any(a is not b for a, b in zip(result, value)):
+                self._seen[id(value)] = value, result
+                return result
+        elif isinstance(value, list):
+            value[:] = [self.inside(item, depth - 1, shared) for item in value]
+        elif isinstance(value, dict):
+            keys, items = ([self.inside(x, depth - 1, shared) for x in part] for part in (value, value.values()))
+            if any(a is not b for a, b in zip([*keys, *items], [*value, *value.values()])):
+                value.clear()
+                value.update(zip(keys, items))
+        elif isinstance(value, FunctionType):
+            for cell in value.__closure__ or ():
+                with suppress(ValueError):  # it is empty
+                    cell.cell_contents = self.inside(cell.cell_contents, depth - 1, True)
+        elif hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in _LIBRARIES:
+            self.inside(value.__dict__, depth, shared)
+        return value
+
     def _part(self, x: torch.Tensor) -> torch.Tensor | None:
         """A fake view for `x`, where `x` is a row range of another tensor's storage: a master of its parameter, say."""
         if not has_storage(x) or not x.numel():
@@ -171,6 +215,47 @@ class _Fakes:
             return None
         fake: torch.Tensor = self.made[id(whole)][1]
         return fake.detach().view(-1)[begin : begin + x.numel()].view(x.shape)
+
+
+class MadeLike(TorchFunctionMode):
+    """Records which tensors a program makes from another one of equal shape: `zeros_like(p)`, `p.detach().clone()`."""
+
+    _FUNCTIONS = {
+        torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like, torch.clone, torch.detach,
+        *(getattr(torch.Tensor, name) for name in "clone detach float double half bfloat16 contiguous".split()),
+        torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+    }  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: dict[int, tuple[torch.Tensor, Any, tuple[Any, ...], dict[str, Any]]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in self._FUNCTIONS and id(result) not in self._calls and result is not args[0]:
+            self._calls[id(result)] = (result, func, args, kwargs or {})
+        return result
+
+    def types(self, fakes: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, TensorType]]:
+        """Returns the fakes of those that begin with a parameter, with the types that the calls give them."""
+        found = []
+        for old, fake in fakes.values():
+            if id(old) in self._calls and not isinstance(old, nn.Parameter):
+                again = self._repeated(old, fakes)
+                type_ = None if again is None else type_of(again)
+                if type_ is not None:
+                    found.append((fake, type_))
+        return found
+
+    def _repeated(self, x: Any, fakes: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        """The result of the calls that made `x`, on the fake of their first tensor; None: it is no parameter."""
+        if isinstance(x, nn.Parameter):
+            return fakes[id(x)][1] if id(x) in fakes else None
+        if id(x) not in self._calls:
+            return None
+        _, func, args, kwargs = self._calls[id(x)]
+        source = self._repeated(args[0], fakes)
+        return None if source is None else func(source, *args[1:], **kwargs)
 
 
 def _replace(table: Any, fakes: _Fakes, depth: int = 4) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ...gradients.gradient import DATA_AXES, ParameterGradient, parameters_of
+from ...gradients.gradient import DATA_AXES, parameters_of
 from ...optimizer import NeuronZero1Optimizer
 from ...optimizer.shards import ParameterShard
 from ...spmd.axes import atoms_of
@@ -27,7 +27,7 @@ from ...spmd.types import SAME, VARYING, P, SpmdType, V
 from ...weights.shard_spec import spec_of
 from ..types.axis_powers import AxisNumber, plain
 from ..types.mode import SpmdTypeMode
-from .optimizer_steps import OptimizerStep
+from .optimizer_steps import OptimizerStep, gradient_read_by
 
 __all__ = ["check_buffers", "gated"]
 
@@ -74,7 +74,7 @@ def gated(mode: SpmdTypeMode) -> Iterator[None]:
 def _check(mode: SpmdTypeMode, optimizer: Any) -> None:
     shards = {id(s.param): s for s in optimizer.shards} if isinstance(optimizer, NeuronZero1Optimizer) else {}
     for param in parameters_of(optimizer):
-        grad = ParameterGradient(param).tensor
+        grad = gradient_read_by(optimizer, param)
         if grad is None:
             continue
         shard = shards.get(id(param))

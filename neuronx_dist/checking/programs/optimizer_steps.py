@@ -30,10 +30,19 @@ from ...spmd.types import SAME, Shard, SpmdType, V
 from ...torch_internals.tensors import DisableTorchFunction
 from ..types.mode import SpmdTypeMode
 
-__all__ = ["OptimizerStep"]
+__all__ = ["OptimizerStep", "gradient_read_by"]
 
 _HOW = ("foreach", "fused", "capturable")
 _MOST = 100_000  # numbers that one step may read: a loop may wait for one that never comes
+
+
+def gradient_read_by(optimizer: Any, param: Tensor) -> Tensor | None:
+    """Returns the gradient that a step reads: torch's optimizers know of no `main_grad`."""
+    return param.grad if _is_torchs(optimizer) else ParameterGradient(param).tensor
+
+
+def _is_torchs(optimizer: Any) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim")
 
 
 class OptimizerStep:
@@ -45,7 +54,7 @@ class OptimizerStep:
 
     def __init__(self, mode: SpmdTypeMode, optimizer: torch.optim.Optimizer) -> None:
         self.mode, self.optimizer = mode, optimizer
-        self.is_torchs = type(optimizer).__module__.startswith("torch.optim")
+        self.is_torchs = _is_torchs(optimizer)
         self._options = [
             (group, key, value)
             for group in optimizer.param_groups
@@ -103,7 +112,7 @@ class OptimizerStep:
         """The parameters of a group, one for each set of equal types, shapes and options."""
         first: dict[Any, Tensor] = {}
         for param in params:
-            grad, (full, ranks) = ParameterGradient(param).tensor, param.__dict__.get(SHARD_OF, (None, None))
+            grad, (full, ranks) = gradient_read_by(self.optimizer, param), param.__dict__.get(SHARD_OF, (None, None))
             piece = (full is not None and type_of(full), id(ranks), getattr(param, "expert_model_parallel", False))
             key: Any = (type_of(param), param.shape, param.dtype, piece)
             if grad is not None:
@@ -119,7 +128,7 @@ class OptimizerStep:
             return
         type_ = _as_piece(self.mode, param, note)
         if type_ is not note.type:
-            grad = ParameterGradient(param).tensor
+            grad = gradient_read_by(self.optimizer, param)
             for x in (param, grad):
                 before = type_of(x) if x is not None else None
                 if x is not None and before is not None:

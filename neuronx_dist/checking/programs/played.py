@@ -41,12 +41,13 @@ from ...program.fake_mode import QuietFakeMode
 from ...program.recorder import record
 from ...program.recording import Recording
 from ...spmd.errors import SpmdTypeError
+from ...spmd.tensor_type import TensorType
 from ...torch_internals.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 from ..types.axis_powers import tracked
 from ..types.handlers.seeds import OUTSIDE, kept_seeds
 from ..types.mode import SpmdTypeMode
 from .calls import Deadline, Op, OpRecorder
-from .fakes import built_anew, fake_inputs, make_fake, no_messages, optimizers_of
+from .fakes import MadeLike, built_anew, fake_inputs, make_fake, no_messages, optimizers_of
 from .gate import check_buffers, gated
 from .inputs import declare_inputs
 from .kept_hooks import kept_hooks
@@ -126,6 +127,8 @@ class Played:
         self.phases: dict[str, Phase] = {}
         self._events: list[Event] = []  # of all phases, since communicators of one are used in the next
         self._extras: dict[str, Any] = {}
+        self._made_like: list[tuple[torch.Tensor, TensorType]] = []  # tensors of `model_fn`, with their types
+        self._main_grads: dict[Any, torch.Tensor | None] = {}
         self._fake = QuietFakeMode()
         self.types: PlayedTypeMode | None = None
         self._message_types = message_types
@@ -150,7 +153,7 @@ class Played:
         """Calls the user's function, and replaces the tensors of its result by fakes."""
         with self._phase("build", self.rank) as phase:
             _check_call(self.subject.model_fn, (), self.subject.options, "model_fn is called with the options {given}")
-            with torch.device("meta"), OpRecorder(self.deadline):
+            with torch.device("meta"), OpRecorder(self.deadline), MadeLike() as made_like:
                 built = built_anew(lambda: self.subject.model_fn(**self.subject.options))
             self.model, self.optimizer = built if isinstance(built, tuple) else (built, None)
             if not isinstance(self.model, nn.Module):
@@ -160,9 +163,14 @@ class Played:
                 )
             if isinstance(self.model, NxDPPModel):
                 self.schedule = self.model.training_schedule
-            make_fake(self.model, self.optimizer, self._fake, _DEVICE)
+            fakes = make_fake(self.model, self.optimizer, self._fake, _DEVICE)
             if self.types is not None:
                 self.types.watch(self.model)
+                with self._fake, torch.no_grad(), self.types:
+                    self._made_like = made_like.types(fakes)
+            self._main_grads = {
+                param: param.main_grad for param in self.model.parameters() if hasattr(param, "main_grad")
+            }
             if self.optimizer is None:
                 make = self.subject.optimizer or (lambda params: default_optimizer(self.model, params))
                 with self._fake, OpRecorder(self.deadline):
@@ -316,8 +324,14 @@ class Played:
             self.model.program(inputs)
 
     def _forget_gradients(self) -> None:
+        """Restores the gradients, and the types of tensors that were made like parameters, from before a step."""
         for param in self.model.parameters():
             ParameterGradient(param).clear()
+        for param, main_grad in self._main_grads.items():
+            param.main_grad = main_grad
+        for x, type_ in self._made_like:
+            assert self.types is not None
+            self.types.stamp(x, type_)
 
     def _states(self) -> list[tuple[Any, Any]]:
         return [(wrapped, dict(wrapped.state)) for wrapped in optimizers_of(self.optimizer)]

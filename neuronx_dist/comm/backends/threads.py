@@ -18,9 +18,9 @@ from ...mesh import Mesh
 from ..base import DONE, Backend, Communicator, WorkLike
 from ..context import Context, use
 from ..errors import ALL_RANKS, CommDeadlock, CommError, CommTimeout, RemoteRankError
-from ..generators import ProcessGenerators
 from ..health.board import Board
 from ..health.slow_waits import description_of
+from .process_generators import ProcessGenerators
 
 __all__ = ["ThreadsBackend", "ThreadsCommunicator", "run"]
 
