@@ -50,7 +50,8 @@ def check(
     Args:
         model_fn: `model_fn(**options)` builds the model of the current rank, as a training script does, up to the
             point where values would be needed: no `materialize`, no loading of weights. It is called on the meta device
-            with the rank and the mesh set. It returns a module, an `NxDPPModel`, or `(model, optimizer)`.
+            with the rank and the mesh set. It returns a module, an `NxDPPModel`, or `(model, optimizer)`. A module
+            in its place is copied for each rank.
         example_inputs: of one rank and one step: keyword arguments in a dict, positional ones in a tuple, one tensor,
             or a function without arguments that makes them. Only shapes and dtypes count.
         mesh: sizes of the axes, `{"pp": 2, "dp": 2, "tp": 4}`, or a Mesh.
@@ -72,14 +73,17 @@ def check(
 
     Raises:
         ValueError: the mesh or the level is not valid.
-        TypeError: `model_fn` is a module, or another object that cannot be called.
+        TypeError: `model_fn` cannot be called.
         SpmdTypeError: with `raise_errors`, there is a problem.
     """
     deadline = Deadline(time_limit)
     grid = mesh_of(mesh)
     if level is not None and level not in LEVELS:
         raise ValueError(f"check: level {level!r} is neither 'G' (global) nor 'L' (local)")
-    if isinstance(model_fn, nn.Module) or not callable(model_fn):
+    if isinstance(model_fn, nn.Module):
+        module = model_fn
+        model_fn = lambda: module  # noqa: E731
+    if not callable(model_fn):
         raise TypeError(
             f"check: model_fn is a {type(model_fn).__name__}: pass a function that builds the model of the current "
             "rank, such as the class of a module, or `lambda: Model(config)`"

@@ -25,7 +25,7 @@ from .. import comm
 from .partial_model import buffer_slots, install_parameter, parameter_names, parameter_slots, partial_model
 from .shard_spec import ShardSpec, spec_of
 
-__all__ = ["materialize", "materialize_buffers"]
+__all__ = ["fill", "materialize", "materialize_buffers"]
 
 Initialiser = Callable[[nn.Module], Any]
 
@@ -59,6 +59,18 @@ def materialize(
     Raises:
         ValueError: no initialiser sets a parameter or buffer; the message names it.
     """
+    return fill(model, seed, device, dtype, init_fn)
+
+
+def fill(
+    model: nn.Module,
+    seed: int,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    init_fn: Initialiser | None = None,
+    otherwise: Initialiser | None = None,
+) -> nn.Module:
+    """Does what `materialize` does; `otherwise` initialises what nothing else does, in place of the error."""
     names = parameter_names(model)
     whole = partial_model(model).original_module
     for slot in parameter_slots(model):
@@ -71,22 +83,26 @@ def materialize(
         prefix, _, name = qualified.rpartition(".")
         owner = _stand_in(whole.get_submodule(prefix))
         value = torch.empty(spec.unpadded_shape, dtype=torch.float32)
-        full = _draw(owner, name, value, qualified, seed, _initialisers(whole, prefix, init_fn))
+        full = _draw(owner, name, value, qualified, seed, _initialisers(whole, prefix, init_fn, otherwise))
         local = _local_slice(full, spec).to(device=device, dtype=dtype or param.dtype, copy=True)
         install_parameter(param, local.contiguous())
         del full, value, owner  # before the next one is drawn
-    return materialize_buffers(model, seed, device, init_fn)
+    return materialize_buffers(model, seed, device, init_fn, otherwise)
 
 
 def materialize_buffers(
-    model: nn.Module, seed: int = 0, device: str | torch.device = "cpu", init_fn: Initialiser | None = None
+    model: nn.Module,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    init_fn: Initialiser | None = None,
+    otherwise: Initialiser | None = None,
 ) -> nn.Module:
     """The buffers' part of `materialize`: those on meta (rotary frequencies, ...) get real values from initialisers."""
     whole = partial_model(model).original_module
     for name, module, key, buffer in buffer_slots(model):
         if buffer.is_meta:
             value = torch.empty(buffer.shape, dtype=buffer.dtype)
-            initialisers = _initialisers(whole, name.rpartition(".")[0], init_fn)
+            initialisers = _initialisers(whole, name.rpartition(".")[0], init_fn, otherwise)
             module._buffers[key] = _draw(_stand_in(module), key, value, name, seed, initialisers).to(device)
     return model
 
@@ -112,7 +128,9 @@ def _on_meta(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return nn.Parameter(meta, requires_grad=False) if isinstance(tensor, nn.Parameter) else meta
 
 
-def _initialisers(whole: nn.Module, prefix: str, init_fn: Initialiser | None) -> list[Initialiser]:
+def _initialisers(
+    whole: nn.Module, prefix: str, init_fn: Initialiser | None, otherwise: Initialiser | None
+) -> list[Initialiser]:
     """Returns the initialisers to try on module `prefix`, in order; see `materialize`."""
     initialisers: list[Initialiser] = [init_fn] if init_fn is not None else []
     ancestors: list[nn.Module] = [whole]
@@ -127,7 +145,7 @@ def _initialisers(whole: nn.Module, prefix: str, init_fn: Initialiser | None) ->
             initialisers.append(convention)
             break
     initialisers.append(_reset_parameters)
-    return initialisers
+    return initialisers if otherwise is None else [*initialisers, otherwise]
 
 
 def _default_init_method(layer: nn.Module) -> Any:

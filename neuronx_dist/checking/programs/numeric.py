@@ -15,7 +15,7 @@ from ...mesh import Mesh
 from ...optimizer import NeuronZero1Optimizer
 from ...pipeline.model import NxDPPModel
 from ...torch_internals.tensors import pytree
-from ...weights.materialize import materialize
+from ...weights.materialize import fill
 from ...weights.partial_model import parameter_names, partial_model
 from ...weights.shard_spec import gather_full, spec_of
 from ..report import Problem
@@ -37,7 +37,7 @@ def compare_values(subject: Subject, mesh: Mesh, deadline: Deadline, notes: list
 
     Weights are those of `materialize(model, 0)`, equal in every layout, in float64. Example inputs belong to one
     data-parallel rank; the other ranks get them rolled along dim 0 or, with one row, along dim 1. A function that
-    makes the inputs is called on each rank, to make that rank's part of one batch.
+    makes the inputs is called on each rank, to make that rank's part of one batch; the generator is seeded equally.
     """
     single = Mesh(1)
     expected = comm.threads.run(single, _step, subject, mesh.size(DATA_AXES))[0]
@@ -115,12 +115,21 @@ def _gradients(names: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
 
 def _fill(model: nn.Module) -> None:
     """Fills all tensors on meta with values in float64, so that rounding is no difference."""
-    materialize(model, SEED)
+    fill(model, SEED, otherwise=_draw)
     model.double()
     for _, module in partial_model(model).local_named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 module._buffers[name] = buffer.double()
+
+
+def _draw(module: nn.Module) -> None:
+    """Draws the tensors of a module that has no initialiser: any numbers do, if they are equal in every layout."""
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        if tensor.is_floating_point():
+            tensor.normal_()
+        else:
+            tensor.zero_()
 
 
 def _names(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -131,6 +140,7 @@ def _names(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def _inputs(example: Any, model: nn.Module, parts: int) -> Any:
     if callable(example):
+        torch.manual_seed(SEED)
         return pytree.tree_map_only(torch.Tensor, _real, example())
     ranks = range(parts) if parts > 1 else [int(comm.rank(DATA_AXES))]
     leaves, structure = pytree.tree_flatten(example)

@@ -190,10 +190,40 @@ def test_step_is_given_all_inputs_as_one():
     assert report.ok
 
 
-def test_a_module_is_no_function_that_builds_one():
-    for wrong, name in ((nn.Linear(2, 2), "Linear"), ("model", "str")):
-        with pytest.raises(TypeError, match=f"check: model_fn is a {name}: pass a function that builds the model"):
-            spmd.check(wrong, torch.zeros(2, 2), MESH)
+class Loss(nn.Module):
+    """A model with a parameter and a buffer that no initialiser sets."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = model()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.register_buffer("shift", torch.ones(8))
+
+    def forward(self, x):
+        return (self.layers(x) * self.scale + self.shift).square().mean()
+
+
+def test_a_module_in_the_place_of_a_function():
+    with comm.as_rank(nxd.Mesh(4, tp=2), 0):
+        module = Loss()
+    before = {name: (value, value.clone()) for name, value in module.state_dict(keep_vars=True).items()}
+    assert spmd.check(module, torch.zeros(4, 8), MESH).ok
+    for name, value in module.state_dict(keep_vars=True).items():
+        assert value is before[name][0] and torch.equal(value, before[name][1]) and value.grad is None
+    with pytest.raises(TypeError, match="check: model_fn is a str: pass a function that builds the model"):
+        spmd.check("model", torch.zeros(2, 2), MESH)
+
+
+@pytest.mark.parametrize("inputs", [torch.zeros(4, 8), lambda: torch.randn(4, 8)], ids=["tensor", "unseeded function"])
+def test_values_where_nothing_initialises_a_tensor_and_inputs_are_drawn(inputs):
+    report = spmd.check(Loss, inputs, MESH, numeric=True)
+    assert report.ok and "loss and 5 gradients equal those of one process" in report.details(), report
+
+    class Twice(Loss):
+        def forward(self, x):
+            return 2 * super().forward(x) if comm.size("tp") > 1 else super().forward(x)
+
+    assert not spmd.check(Twice, inputs, MESH, numeric=True).ok
 
 
 def test_options_and_inputs_that_do_not_fit():
