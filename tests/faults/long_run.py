@@ -18,6 +18,7 @@ from neuronx_dist import comm
 from tests.checkpoint.small_run import Run
 
 EVERY = 25  # steps between two checkpoints
+WIDTH = 1024  # of the hidden layer: each of its two weights has 32 kB
 
 
 def held() -> list[int]:
@@ -32,7 +33,7 @@ def main(steps: int, folder: Path) -> None:
     nxd.init_distributed("cpu", timeout=120)
     nxd.initialize_model_parallel(tensor_model_parallel_size=1)
     nxd.model_parallel_manual_seed(0)
-    run = Run(dropout=0.1)
+    run = Run(width=WIDTH, dropout=0.1)
     seen = []
     while run.step < steps:
         run.train()

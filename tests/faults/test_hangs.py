@@ -63,4 +63,4 @@ def test_the_hang_timeout_names_the_rank_and_the_job_is_started_again(tmp_path: 
     waits = rf"rank {other} (has been waiting for [\d.]+ s|waits) in {WAITS.format(other)}"
     words = rf"{STILL.format(1) if victim else SILENT}; {waits}, and the hang timeout is 3 s"
     assert re.fullmatch(rf"neuronx-dist run: {words}; restarting all ranks \(restart 1 of 1\)\n", done.stderr)
-    assert done.stdout == "ended well\n" * 2 and not (tmp_path / "was_left").exists()
+    assert done.stdout.count("ended well") == 2 and not (tmp_path / "was_left").exists()

@@ -13,7 +13,7 @@ from tests.support import forked
 
 pytestmark = pytest.mark.process
 
-MOST = 4 << 20  # bytes: of allocators, which keep what is freed; 2,000 steps that hold one tensor of 8 kB are 16 MB
+MOST = 4 << 20  # bytes, which allocators keep; 300 steps that keep one gradient of 32 kB are 9.6 MB
 
 
 @pytest.mark.slow
