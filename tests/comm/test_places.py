@@ -208,8 +208,17 @@ def test_a_wait_beyond_the_hang_timeout_ends_the_job(clock, capsys, is_missing):
         )
     else:
         assert rank == 3 and text.startswith("rank 3 has been waiting for 5 s in an exchange at ")
-        assert text.endswith(", and no rank is missing: all wait. The hang timeout is 5 s")
+        assert text.endswith(", and no rank is missing: all wait; the hang timeout is 5 s")
     assert capsys.readouterr().err == ""
+
+
+def test_the_hang_timeout_without_places_claims_nothing_of_other_ranks(clock):
+    ended: list[tuple[int, str]] = []
+    watch = SlowWaits(3, 0, 5, None, lambda *words: ended.append(words))
+    with noted("an exchange"):
+        looked(watch, clock, 5.5)
+    ((rank, text),) = ended
+    assert rank == 3 and "missing" not in text and text.endswith("; the hang timeout is 5 s")
 
 
 def test_the_hang_timeout_is_that_of_the_environment(monkeypatch):

@@ -123,7 +123,8 @@ class SlowWaits:
         waiting = f"rank {self.rank} has been waiting for {age:.3g} s in {text}"
         limit = f"the hang timeout is {self.hang_timeout:g} s"
         if found is None:
-            self._end(self.rank, f"{waiting}, and no rank is missing: all wait. {others}{limit.capitalize()}")
+            all_wait = "" if self._places is None else f", and no rank is missing: all wait. {others}".rstrip(". ")
+            self._end(self.rank, f"{waiting}{all_wait}; {limit}")
         else:
             self._end(found.rank, f"{found.text}; {waiting}, and {limit}")
 
