@@ -230,6 +230,18 @@ def test_the_hang_timeout_is_that_of_the_environment(monkeypatch):
         SlowWaits(0)
 
 
+def test_a_failure_of_a_rank_is_not_replaced_by_a_hang(monkeypatch, tmp_path):
+    ended: list[int] = []
+    monkeypatch.setattr(failure, "_end_process", ended.append)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    store = dist.HashStore()
+    monitor = FailureMonitor(store, 0, 1)
+    FailureMonitor(store, 1, 1).report(ValueError("first"))
+    monitor._end_hang(1, "Rank 1 stands still")
+    assert not ended and not (tmp_path / "error.json").exists() and not monitor._is_ending
+    assert monitor.first_failure(0.0) == (1, "ValueError: first")
+
+
 class StoppedStore(dist.Store):
     """A store whose process is stopped, as soon as `stop` is set."""
 

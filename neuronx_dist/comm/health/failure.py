@@ -297,7 +297,9 @@ class FailureMonitor:
         os._exit(1)
 
     def _end_hang(self, rank: int, message: str) -> None:
-        """Ends all ranks that run, since `rank` is missing for longer than the hang timeout."""
+        """Ends all ranks that run, since `rank` is missing for longer than the hang timeout; not after a failure."""
+        if self._read() is not None:
+            return
         self._is_ending, self._turn = True, math.inf
         _write_for_launcher(message)
         self._publish(_HANGS + message, rank)
@@ -318,8 +320,7 @@ class FailureMonitor:
                 resumed = now
             looked = now
             silent = now - max(turn, resumed)
-            waiting = " and ".join(descriptions())
-            if not waiting or not slow.shortest or silent < slow.shortest:
+            if not slow.shortest or silent < slow.shortest or not (waiting := " and ".join(descriptions())):
                 continue
             rest = f"answered for {silent:.3g} s (it is stopped, in a debugger, or its host does not answer)"
             if _launcher_has_store():
