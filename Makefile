@@ -49,7 +49,7 @@ row = $(if $(TABLE),$(if $(ARGS),$(error TABLE=1 writes the row of a whole tier:
 RUN := env $(LOOPBACK) $(PY) -m neuronx_dist run --standalone --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-xla setup-version train ci-train test test-fast test-full test-devices test-cuda test-xla test-versions mutate models lint types bench clean
+.PHONY: help setup setup-xla setup-version train ci-train test test-fast test-full test-devices test-faults test-cuda test-xla test-versions mutate models lint types bench clean
 
 help:  ## list what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,7 @@ help:  ## list what there is to make
 	@echo '  make train TP=4 PP=1                      another layout, on TP x PP processes'
 	@echo '  make train TP=2 PP=1 NPROC=4 ARGS=--zero1 with data parallelism 2, and flags of the script'
 	@echo '  make train ARGS=--help                    the flags of the script'
+	@echo '  make test-faults NXD_FULL=1               more kills, more steps (docs/reliability.md)'
 	@echo '  make test-versions VERSION=2.9.0 SHORT=1  the fast tests, and a few others, on another version of torch'
 	@echo '  make test-versions PYTHON=python3.13      on another Python, in an environment of that version'
 
@@ -127,7 +128,7 @@ ci-train: $(STAMP)  ## two short training runs, and a look at what they leave in
 	$(PY) -m tests.support.run_folder runs/ci/dp2-zero1 10
 
 test: $(STAMP)  ## run the tests: every layout once, and a pairwise covering set
-	$(PY) $(PYTEST) --ignore tests/devices $(call row,all) $(ARGS)
+	$(PY) $(PYTEST) --ignore tests/devices --ignore tests/faults $(call row,all) $(ARGS)
 
 test-fast: $(STAMP)  ## run the tests for every save: the short ones, which start no process
 	$(PY) $(PYTEST) -m fast $(ARGS)
@@ -137,6 +138,10 @@ test-full: $(STAMP)  ## run all tests: the whole layout matrix, all mutants, man
 
 test-devices: $(STAMP)  ## run the parity tests on imitated devices: backends that lack calls
 	$(PY) $(PYTEST) tests/devices $(call row,imitated devices) $(ARGS)
+
+# NXD_FULL=1: 80 kills in place of 12, 2,000 steps, the training example on two hosts.
+test-faults: $(STAMP)  ## run the fault tests: ranks that are killed or stand still, full disks, damaged files
+	$(LOOPBACK) $(PY) $(PYTEST) tests/faults $(ARGS)
 
 test-xla: $(STAMP_XLA)  ## run the tests that need torch_xla, in their own environment
 	$(PY_XLA) $(PYTEST) tests/xla $(call row,XLA tier) $(ARGS)

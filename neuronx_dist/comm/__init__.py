@@ -19,7 +19,7 @@ from ..lazy_names import lazy_names
 from . import context
 from .base import Communicator, Handle
 from .context import Context, communicator, current, is_initialized
-from .errors import CommDeadlock, CommError, CommTimeout, RemoteRankError
+from .errors import CommError, CommTimeout, RemoteRankError
 from .recording import Call
 from .verbs.collectives import (
     all_gather,
@@ -73,6 +73,7 @@ hide(__name__, TRANSPORT)
 __getattr__ = lazy_names(
     __name__,
     {
+        "CommDeadlock": "comm.backends.threads",
         "threads": "comm.backends",
         "exchange": "comm.verbs.exchange",
         "launch": "comm",

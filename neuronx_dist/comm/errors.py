@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ALL_RANKS", "CommDeadlock", "CommError", "CommTimeout", "RemoteRankError"]
+__all__ = ["ALL_RANKS", "CommError", "CommTimeout", "RemoteRankError"]
 
 ALL_RANKS = "All ranks of the group make this call, so that it cannot be inside of an `if rank == 0:`"  # for messages
 
@@ -13,10 +13,6 @@ class CommError(RuntimeError):
 
 class CommTimeout(CommError):
     """Some rank did not take part in time: it is slow, stuck, or took another path through the program."""
-
-
-class CommDeadlock(CommTimeout):
-    """All ranks wait: each for a call that another one has not made. The message has the line of each."""
 
 
 class RemoteRankError(CommError):

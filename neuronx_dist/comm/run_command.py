@@ -29,6 +29,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api as launcher
 
 from . import run_network
+from .health.failure import HANG
+from .health.slow_waits import HANG_VARIABLE
 
 __all__ = ["WRONG_USE", "arguments", "run"]
 
@@ -44,6 +46,7 @@ examples:
   $ neuronx-dist run --nproc-per-node 4 train.py --steps 10          # 4 ranks on this host
   $ neuronx-dist run --nproc-per-node gpu train.py                   # a rank for each GPU
   $ neuronx-dist run --standalone --max-restarts 3 --nproc-per-node 4 train.py    # started again after a failure
+  $ neuronx-dist run --standalone --max-restarts 3 --hang-timeout 900 --nproc-per-node 4 train.py    # and after a hang
 
   on each of 2 hosts:
   $ neuronx-dist run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --nproc-per-node 4 train.py
@@ -56,12 +59,36 @@ def arguments() -> argparse.ArgumentParser:
     """Returns the parser of `run`: torchrun's options, a script, and the arguments of the script."""
     parser = torchrun.get_args_parser()
     parser.usage = "%(prog)s [options] script.py [arguments of the script]"
+    parser.add_argument(
+        "--hang-timeout",
+        "--hang_timeout",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="ends the job, with the rank that is missing, where a rank waits for others for longer than this; must be "
+        "longer than any wait that goes on: for a checkpoint, a download, a compilation (default: 0, never)",
+    )
     parser.description, parser.formatter_class = _EXAMPLES, argparse.RawDescriptionHelpFormatter
     return parser
 
 
 class _Agent(LocalElasticAgent):
     """Prints why ranks are restarted, and does not restart them where a restart would not help."""
+
+    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+        """Starts the ranks; where they are ended, those that are stopped (SIGSTOP) run again, to receive SIGTERM."""
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        context: Any = self._pcontext
+        close = context.close
+
+        def continue_and_close(*args: Any, **options: Any) -> None:
+            for pid in context.pids().values():
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGCONT)
+            close(*args, **options)
+
+        context.close = continue_and_close
+        return pids
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
@@ -89,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
         for name in [name for name in logging.root.manager.loggerDict if name.startswith(_LOGGERS)]:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     names = vars(launcher)
+    if args is not None and args.hang_timeout:
+        os.environ[HANG_VARIABLE] = str(args.hang_timeout)
     try:
         run_network.complete(args)
         names["LocalElasticAgent"] = _Agent
@@ -134,6 +163,8 @@ def _first(failures: Mapping[int, Any]) -> tuple[int, Any]:
 
 def _end_of(rank: int, failure: Any) -> str:
     code = failure.exitcode
+    if code == HANG and os.path.isfile(failure.error_file):
+        return str(failure.message)  # names the rank that is missing, not the one that waits for it
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     has_line = os.path.isfile(failure.error_file) and isinstance(failure.message, str)  # not of torch's `record`
     return f"rank {rank} {how}" + (f": {failure.message}" if has_line else "")

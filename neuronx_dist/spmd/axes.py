@@ -64,10 +64,7 @@ def mesh_of(sizes: Mapping[str, int] | Mesh) -> Mesh:
     known = set(DENSE_AXES) | set(EXPERT_AXES)
     unknown = sorted(set(sizes) - known)
     if unknown:
-        raise ValueError(
-            f"mesh: unknown axes {', '.join(unknown)}; the axes are {', '.join(sorted(known))}: "
-            "tp is tensor (model) parallel, dp data parallel, pp pipeline stages, cp context, ep experts"
-        )
+        raise ValueError(f"mesh: unknown axes {', '.join(unknown)}; axes are tp (tensor), dp (data), pp, cp, ep, edp")
     for axis, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"mesh: {axis} must be a positive integer, got {size!r}")

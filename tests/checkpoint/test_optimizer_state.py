@@ -98,6 +98,32 @@ def test_state_of_frozen_parameters_that_only_some_optimizers_have(tmp_path: Pat
     on_ranks(rank)
 
 
+@pytest.mark.parametrize("saved", [False, True], ids=["plain", "zero1"])
+@pytest.mark.parametrize("loaded", [False, True], ids=["plain", "zero1"])
+def test_state_of_a_trained_parameter_that_the_optimizer_lacks_is_an_error(
+    tmp_path: Path, saved: bool, loaded: bool
+) -> None:
+    """It would go on with half of its state, and save the other half away."""
+
+    def make(zero1: bool, most: int | None) -> Any:
+        def of(params: Any) -> torch.optim.Optimizer:
+            chosen = list(params)[:most]
+            return nxd.NeuronZero1Optimizer(chosen, AdamW, lr=0.1) if zero1 else AdamW(chosen, lr=0.1)
+
+        return of
+
+    def rank() -> None:
+        nxd.save_checkpoint(tmp_path, "a", *trained(make(saved, None)))
+        model, optimizer = trained(make(loaded, -1), steps=0)
+        before = [param.detach().clone() for param in model.parameters()]
+        last = [name for name, _ in model.named_parameters()][-1]
+        with pytest.raises(CheckpointMismatch, match=rf"optimizer\.state\.{last}\."):
+            nxd.load_checkpoint(tmp_path, "a", model, optimizer)
+        assert all(map(torch.equal, before, model.parameters()))
+
+    on_ranks(rank)
+
+
 PAIRS, HALVES, SINGLES = [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0], [1], [2], [3]]
 
 

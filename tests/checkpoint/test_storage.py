@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from neuronx_dist.checkpoint import storage as storage_module
 from neuronx_dist.checkpoint.storage import LocalStorage, RemoteStorage, Storage, open_storage
 
 
@@ -75,6 +79,21 @@ def test_a_write_that_fails_leaves_what_was_there(storage: Storage) -> None:
         assert storage.read("tag/file") == b"old"
     assert storage.list("tag") in ([], ["file"])
     assert not storage.exists("tag/file") or storage.read("tag/file") == b"old"
+
+
+@pytest.mark.parametrize("most", [1, 7, 1000])
+def test_a_write_that_writes_less_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """The operating system may write less than it is asked to: 2 GiB at once on Linux, what is left before a limit."""
+
+    class Short(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(data[:most])
+
+    monkeypatch.setattr(storage_module, "open", lambda path, mode, buffering: Short(path, mode), raising=False)
+    chunks = [bytes(range(50)), torch.arange(6, dtype=torch.int32).numpy(), b"", b"end"]
+    LocalStorage(tmp_path).write("a", chunks)
+    monkeypatch.undo()
+    assert (tmp_path / "a").read_bytes() == b"".join(bytes(memoryview(chunk).cast("B")) for chunk in chunks)
 
 
 def test_renaming_without_an_atomic_rename_moves_one_file_first_and_last() -> None:

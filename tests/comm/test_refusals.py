@@ -18,7 +18,7 @@ from neuronx_dist.comm import context, generators, launch
 from neuronx_dist.comm.backends import c10d, call_agreement, threads
 from neuronx_dist.comm.backends.observed import CheckBackend, CheckCommunicator
 from neuronx_dist.comm.base import Backend, Communicator
-from neuronx_dist.comm.health import slow_waits, waiting
+from neuronx_dist.comm.health import places, waiting
 from neuronx_dist.comm.ranks.rank_tables import RankTable
 from neuronx_dist.mesh import Mesh
 from tests.support.reviewed import assert_reviewed, with_code_for_lines
@@ -133,7 +133,7 @@ def described() -> dict[str, str]:
         observed["an observed line"] = group.describe("recv")
     assert waiting.waits == {}
     with waiting.noted("creating the group"):
-        (waits,) = slow_waits.descriptions()
+        (waits,) = places.descriptions()
     bare = Bare()
     long = RankTable.of_values(("dp", "tp"), (3, 3), tuple(range(8, -1, -1)))
     listed = RankTable.of_values(("dp", "tp"), (3, 3), (1, 5, 2, 8, 8, 7, 0, 0, "x"))

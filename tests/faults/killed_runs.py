@@ -1,8 +1,9 @@
 """Runs whose ranks are killed, and started again: a program, which forks the ranks, so that torch is loaded once.
 
-    python -m tests.faults.killed_runs FOLDER RANKS SCENARIOS
+    python -m tests.faults.killed_runs FOLDER LAYOUT SCENARIOS
 
-SCENARIOS is a JSON list of [rank that is killed, at which point, at which occurrence of it]; [] is an undisturbed run.
+LAYOUT is one of `LAYOUTS`. SCENARIOS is a JSON list of [rank that is killed, at which point, at which occurrence of
+it]; [] is an undisturbed run. With a fourth word, "SIGTERM", the rank receives this signal in place of SIGKILL.
 For each a line of JSON is printed: whether a rank was killed, checkpoints that were whole then, and a digest of the
 final weights and optimizer state of each rank.
 """
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
@@ -33,18 +35,63 @@ from neuronx_dist.checkpoint.tags import CheckpointFolder
 from tests.checkpoint.small_run import Run
 
 STEPS, DROPOUT, KEPT = 8, 0.1, 2
+LAYOUTS: dict[str, tuple[int, dict[str, int], bool]] = {  # ranks, degrees, ZeRO-1
+    "tp 2": (2, dict(tensor_model_parallel_size=2), True),
+    "dp 2, ZeRO-1": (2, {}, True),
+    "pp 2": (2, dict(pipeline_model_parallel_size=2), False),
+    "tp 2, dp 2, ZeRO-1": (4, dict(tensor_model_parallel_size=2), True),
+}
 POINTS = ("backward", "step", "copy", "write", "sync", "rename", "remove", "replace", "load")
 
 
-def kill_at(point: str, occurrence: int, run: Run) -> None:
-    """From now on this process is killed at an occurrence of `point`."""
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+class PipelinedRun(Run):
+    """The same of a pipeline, which holds a stage of its layers."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        options: dict[str, Any] = dict(num_microbatches=2, input_names=["x"], output_loss_value_spec=True)
+        self.model: Any = nxd.NxDPPModel(Layers(), transformer_layer_cls=nn.Linear, auto_partition=True, **options)
+        self.optimizer = torch.optim.AdamW(self.model.local_parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+        self.step, self.zero1 = 0, False
+
+    def train(self, steps: int = 1) -> list[float]:
+        for _ in range(steps):
+            self.model.run_train(x=torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * self.step)))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            self.step += 1
+        return []
+
+    def values(self) -> list[torch.Tensor]:
+        return [value for value in super().values() if not value.is_meta]  # of other stages
+
+
+def make_run(zero1: bool) -> Run:
+    return PipelinedRun() if comm.size("pp") > 1 else Run(dropout=DROPOUT, zero1=zero1)
+
+
+def kill_at(point: str, occurrence: int, run: Run, sent: int = signal.SIGKILL) -> None:
+    """From now on this process is ended by a signal at an occurrence of `point`."""
     count = 0
 
     def counted(*args: Any) -> None:
         nonlocal count
         count += 1
         if count == occurrence:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), sent)
 
     def before(owner: Any, name: str) -> None:
         original = getattr(owner, name)
@@ -56,7 +103,7 @@ def kill_at(point: str, occurrence: int, run: Run) -> None:
         setattr(owner, name, wrapper)
 
     if point == "backward":
-        run.model.up.weight.register_hook(counted)
+        next(param for param in run.model.parameters() if not param.is_meta).register_hook(counted)
     elif point == "write":
         write = LocalStorage.write
 
@@ -66,7 +113,8 @@ def kill_at(point: str, occurrence: int, run: Run) -> None:
         LocalStorage.write = chunk_by_chunk  # type: ignore[method-assign]
     else:
         places = {
-            "step": (torch.optim.AdamW, "step"),
+            # A scheduler has put a method of the object in place of the class's.
+            "step": (torch.optim.AdamW if run.zero1 else run.optimizer, "step"),
             "copy": (WritePlan, "stage"),
             "sync": (os, "fsync"),
             "rename": (os, "replace"),
@@ -77,13 +125,13 @@ def kill_at(point: str, occurrence: int, run: Run) -> None:
         before(*places[point])
 
 
-def train(folder: Path, point: str | None, occurrence: int) -> str:
+def train(folder: Path, point: str | None, occurrence: int, sent: int = signal.SIGKILL, zero1: bool = True) -> str:
     """Resumes if there is something to resume, trains and saves; returns a digest of the result."""
     torch.manual_seed(0)
     nxd.model_parallel_manual_seed(0)
-    run = Run(dropout=DROPOUT)
+    run = make_run(zero1)
     if point is not None:
-        kill_at(point, occurrence, run)
+        kill_at(point, occurrence, run, sent)
     if nxd.has_checkpoint(folder):
         run.load(folder)
     while run.step < STEPS:
@@ -94,23 +142,25 @@ def train(folder: Path, point: str | None, occurrence: int) -> str:
     return hashlib.sha256(b"".join(value.numpy().tobytes() for value in run.values())).hexdigest()
 
 
-def rank_main(rank: int, ranks: int, store: Path, answer: Callable[[int], str]) -> None:
+def rank_main(rank: int, layout: str, store: Path, answer: Callable[[int], str]) -> None:
+    ranks, degrees, _ = LAYOUTS[layout]
     dist.init_process_group("gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks)
-    nxd.initialize_model_parallel(tensor_model_parallel_size=2)
+    nxd.initialize_model_parallel(**degrees)
     digest = answer(rank)
     store.with_suffix(f".{rank}").write_text(digest)
     comm.barrier()
 
 
-def run_ranks(ranks: int, store: Path, answer: Callable[[int], str]) -> list[str] | None:
+def run_ranks(layout: str, store: Path, answer: Callable[[int], str]) -> list[str] | None:
     """What each rank answered; None if one was killed, whereupon the others are, as a launcher does."""
     children = {}
+    ranks = LAYOUTS[layout][0]
     for rank in range(ranks):
         child = os.fork()
         if child == 0:
             status = 1
             try:
-                rank_main(rank, ranks, store, answer)
+                rank_main(rank, layout, store, answer)
                 status = 0
             except BaseException as error:  # noqa: B902
                 print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -143,27 +193,31 @@ def whole(folder: Path) -> list[str]:
     return [tag.name for tag in complete]
 
 
-def main(root: Path, ranks: int, scenarios: list[Any]) -> None:
+def main(root: Path, layout: str, scenarios: list[Any]) -> None:
     assert api and storage
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).zero_grad()  # imports what the first optimizer does
     for number, scenario in enumerate(scenarios):
-        answer = scenario_of(root / f"run_{number}", root / f"store_{number}", ranks, scenario)
+        answer = scenario_of(root / f"run_{number}", root / f"store_{number}", layout, scenario)
         print(json.dumps(answer), flush=True)
 
 
-def scenario_of(folder: Path, store: Path, ranks: int, scenario: Any) -> dict[str, Any]:
+def scenario_of(folder: Path, store: Path, layout: str, scenario: Any) -> dict[str, Any]:
     """Runs it, and again if a rank was killed."""
-    victim, point, occurrence = scenario or (-1, None, 0)
+    victim, point, occurrence, *name = scenario or (-1, None, 0)
+    sent = signal.Signals[name[0]] if name else signal.SIGKILL
+    zero1 = LAYOUTS[layout][2]
 
     def first(rank: int) -> str:
-        return train(folder, point if rank == victim else None, occurrence)
+        return train(folder, point if rank == victim else None, occurrence, sent, zero1)
 
-    digests = run_ranks(ranks, store, first)
+    digests = run_ranks(layout, store, first)
     killed, left = digests is None, whole(folder)
     if killed:
-        digests = run_ranks(ranks, store.with_name(store.name + "_again"), lambda rank: train(folder, None, 0))
+        digests = run_ranks(
+            layout, store.with_name(store.name + "_again"), lambda rank: train(folder, None, 0, zero1=zero1)
+        )
     return {"killed": killed, "left": left, "end": sorted(whole(folder)), "digests": digests}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))

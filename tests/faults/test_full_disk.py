@@ -1,8 +1,9 @@
-"""A disk that is full: 20 MB of memory as a file system, where this may be mounted."""
+"""A disk that is full: 20 MB of memory as a file system, where this may be mounted, and a limit of a file's size."""
 
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -65,3 +66,39 @@ def test_what_was_there_is_intact_and_the_run_goes_on(small_disk: Path, async_sa
         assert Run().load(small_disk)["step"] == 4
 
     threads.run(Mesh(2, tp=2), rank)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_file_that_may_not_grow_fails_the_save_alone(tmp_path: Path, async_save: bool) -> None:
+    """RLIMIT_FSIZE, which needs no rights: a write writes less than it is asked to, and the next one fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(soft: int) -> None:
+        comm.barrier()
+        if comm.rank("world") == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, before[1]))
+        comm.barrier()
+
+    def rank() -> None:
+        run = Run()
+        run.train()
+        run.save(tmp_path, "a", async_save=async_save)
+        nxd.finalize_checkpoint()
+        large = {"step": 2, "data": torch.zeros(1 << 20)}
+        run.train()
+        limit(1 << 20)
+        try:
+            with pytest.raises(nxd.CheckpointError, match="b could not be written: rank 0: OSError: .*File too large"):
+                run.save(tmp_path, "b", user_content=large, async_save=async_save)
+                nxd.finalize_checkpoint()
+        finally:
+            limit(before[0])
+        assert sorted(os.listdir(tmp_path)) == ["a"] and Run().load(tmp_path)["step"] == 1
+        run.save(tmp_path, "b", user_content=large, async_save=async_save)
+        nxd.finalize_checkpoint()
+        assert Run().load(tmp_path)["step"] == 2
+
+    try:
+        threads.run(Mesh(2, tp=2), rank)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -69,7 +69,7 @@ def test_the_ranks_of_one_host_are_killed(hosts: list[Host], tmp_path: Path) -> 
     words = ["-m", "tests.faults.launched_run", str(tmp_path), "2,3", "write", "30"]
     started = launched(hosts, words, tmp_path, "neuronx-dist run")
     (tmp_path / "alone").mkdir()
-    (undisturbed,) = results(tmp_path / "alone", 4, [[]], timeout=120)
+    (undisturbed,) = results(tmp_path / "alone", "tp 2, dp 2, ZeRO-1", [[]], timeout=120)
     codes, texts = end_of(started, tmp_path, 120)
     assert codes == [0, 0], texts
     assert texts[1].count("was ended by SIGKILL; restarting all ranks (restart 1 of 1)") == 1, texts[1]

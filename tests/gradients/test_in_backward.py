@@ -109,6 +109,26 @@ def test_the_second_step_starts_in_backward_in_reverse_and_ends_in_the_call() ->
     comm.threads.run(Mesh(2), rank_main)
 
 
+def test_another_dtype_of_the_sums_holds_from_the_next_backward_on() -> None:
+    def rank_main() -> None:
+        model = linears(2, 3, 4).bfloat16()
+
+        def dtypes(**options: Any) -> set[torch.dtype]:
+            model.zero_grad()
+            with comm.record() as calls:
+                model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+                nxd.reduce_gradients(model, overlap=True, **options)
+            return {call.dtype for call in calls if call.verb == "all_reduce"}
+
+        assert dtypes() == {torch.bfloat16}  # the first step has no overlap: it sums as this call says
+        assert dtypes(reduce_dtype=torch.float32) == {torch.bfloat16}  # began in backward, as the call before said
+        assert dtypes(reduce_dtype=torch.float32) == {torch.float32}
+        assert dtypes() == {torch.float32}
+        assert dtypes() == {torch.bfloat16}
+
+    comm.threads.run(Mesh(2), rank_main)
+
+
 def test_it_is_switched_off_and_follows_the_options_and_the_parameters() -> None:
     def rank_main() -> None:
         model = linears(2, 3, 4)

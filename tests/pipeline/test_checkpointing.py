@@ -161,7 +161,7 @@ def test_two_checkpoints_are_not_one(model_class: type[Model]) -> None:
     [{"schedule": "gpipe"}, {"virtual_pipeline_size": 2}, {"schedule": "zb_h1"}, {"schedule": "zb_v"}],
     ids=str,
 )
-@pytest.mark.parametrize("model_class", [Model, Around])
+@pytest.mark.parametrize("model_class", [Model, Around, Nested])
 def test_every_schedule_recomputes_once(model_class: type[Model], options: dict[str, Any]) -> None:
     """Halves of a backward share what was recomputed."""
     model = make(model_class)

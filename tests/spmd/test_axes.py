@@ -74,8 +74,7 @@ def test_a_mesh_of_sizes(sizes, mesh) -> None:
 
 NO_MESHES = {
     "mesh: 4 has no sizes by axis: write {'dp': 2, 'tp': 4}, or give a Mesh": 4,
-    "mesh: unknown axes sp, x; the axes are cp, dp, edp, ep, pp, tp: tp is tensor (model) parallel, dp data parallel, "
-    "pp pipeline stages, cp context, ep experts": dict(x=1, tp=2, sp=2),
+    "mesh: unknown axes sp, x; axes are tp (tensor), dp (data), pp, cp, ep, edp": dict(x=1, tp=2, sp=2),
     "mesh: tp must be a positive integer, got 0": dict(tp=0),
     "mesh: dp must be a positive integer, got 2.0": dict(dp=2.0, tp=0),
     "mesh: edp 4 does not fit dp 4 x cp 1 = edp x ep 2": dict(dp=4, ep=2, edp=4),

@@ -17,12 +17,17 @@ import torch
 from ...mesh import Mesh
 from ..base import DONE, Backend, Communicator, WorkLike
 from ..context import Context, use
-from ..errors import ALL_RANKS, CommDeadlock, CommError, CommTimeout, RemoteRankError
+from ..errors import ALL_RANKS, CommError, CommTimeout, RemoteRankError
 from ..health.board import Board
-from ..health.slow_waits import description_of
+from ..health.places import description
+from ..health.waiting import waits
 from .process_generators import ProcessGenerators
 
-__all__ = ["ThreadsBackend", "ThreadsCommunicator", "run"]
+__all__ = ["CommDeadlock", "ThreadsBackend", "ThreadsCommunicator", "run"]
+
+
+class CommDeadlock(CommTimeout):
+    """All ranks wait: each for a call that another one has not made. The message has the line of each."""
 
 
 class _World:
@@ -103,9 +108,9 @@ class _World:
         lines = [f"no rank can go on: each waits for a call that another rank has not made. {ALL_RANKS}."]
         thread_of = {rank: thread for thread, rank in self.threads.items()}
         for rank in range(self.size):
-            lines.append(
-                f"rank {rank} " + (f"waits in {description_of(thread_of[rank])}" if rank in waiting else "has ended")
-            )
+            thread = thread_of[rank]
+            place = description(thread, waits[thread]) if thread in waits else "a function of its program"
+            lines.append(f"rank {rank} " + (f"waits in {place}" if rank in waiting else "has ended"))
         return "\n  ".join(lines)
 
     def give_way(self, rank: int) -> None:

@@ -29,7 +29,7 @@ def connect(timeout: float | None = None) -> C10dBackend:
     number = connection_number(store, rank)
     monitor = None
     if world_size > 1:
-        monitor = FailureMonitor(store, rank, world_size, number)
+        monitor = FailureMonitor(_connection_of_its_own(store), rank, world_size, number)
         monitor.start()
     limit = datetime.timedelta(seconds=timeout) if timeout is not None else None
     try:
@@ -48,3 +48,14 @@ def connection_number(store: Any, rank: int) -> int:
         return int(store.add(f"neuronx_dist/connections/{rank}", 1))
     except RuntimeError:  # a store that holds nothing (torch's FakeStore)
         return here
+
+
+def _connection_of_its_own(store: Any) -> Any:
+    """Returns a store with the same entries, whose requests do not wait for those of other threads.
+
+    A rank that waits for others to make a group holds the lock of the default store.
+    """
+    try:
+        return store.clone()
+    except (RuntimeError, NotImplementedError):  # torch's FakeStore
+        return store

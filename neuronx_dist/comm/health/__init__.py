@@ -2,6 +2,6 @@
 
 failure.py      a rank that fails ends the job on all ranks, with its message
 board.py        what ranks publish in the job's store, without a collective
-waiting.py      where the threads of this rank wait for other ranks; slow_waits.py: a line on stderr about a long wait
+waiting.py      waits of this rank's threads; places.py: where each rank is; slow_waits.py: a report, or a job's end
 gloo_aborts.py  the name of the collective in which gloo aborts the process
 """

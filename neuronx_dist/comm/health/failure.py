@@ -9,13 +9,16 @@ is printed; of Ctrl-C, one line.
 A rank whose script ends by itself writes the reason into the store: `sys.exit` is replaced by a function that notes its
 line. For the launcher a rank writes its error, or its `sys.exit`, into torchrun's error file.
 
-The same thread prints where this rank waits long for others (`slow_waits.py`).
+The same thread leaves this rank's place in the store (`places.py`), prints which rank is missing where this rank waits
+long for others (`slow_waits.py`), and ends the job after the hang timeout. The store is in one process, most often
+rank 0: if this process stands still, so does the watching thread of every rank, and a second thread says so.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import sys
 import threading
@@ -31,9 +34,12 @@ import torch.distributed as dist
 from ...call_site import USER, call_site, owner_of
 from ..errors import RemoteRankError
 from . import gloo_aborts
+from .places import Place, Places, descriptions
 from .slow_waits import SlowWaits
 
-__all__ = ["Failure", "FailureMonitor", "interval"]
+__all__ = ["HANG", "Failure", "FailureMonitor", "interval"]
+
+HANG = 124  # exit code of ranks whose job hangs, as of timeout(1)
 
 _SHORTEST, _LONGEST = 0.5, 8.0  # seconds between looks at the store
 _REQUESTS = 200  # looks per second of all ranks together, as long as each looks at least every _LONGEST seconds
@@ -42,6 +48,7 @@ _ACKNOWLEDGE = 2.5  # seconds that the failed rank waits for the last reader, af
 _INTERRUPTED = "interrupted (Ctrl-C)"
 _NOBODY = -1  # the rank of a failure that no rank has reported: all ranks that are alive report being alive
 _ENDED = "ended by itself: "
+_HANGS = "the job hangs: "
 _LOST = "lost without a message: it was killed (out of memory?), its host is down, or it ended its script early"
 
 
@@ -73,7 +80,13 @@ class FailureMonitor:
         self._store = dist.PrefixStore(f"neuronx_dist/failure/{number}", store)  # type: ignore[attr-defined]
         self.duties: list[Callable[[], None]] = []
         self._interval = interval(world_size)
-        self._slow_waits = SlowWaits(rank)
+        self._places: Places | None = None
+        if store.has_extended_api():  # a FileStore would grow with every place
+            self._places = Places(self._store, rank, world_size, self._interval)
+        self._slow_waits = SlowWaits(rank, places=self._places, end=self._end_hang)
+        self._turn = math.inf  # when the watching thread began its turn, which asks the store
+        self._host_place: Place | None = None  # of rank 0, read last
+        self._is_ending = False
         self._stop = threading.Event()
         self._seen: Failure | None = None
         self._acknowledged = False
@@ -89,6 +102,8 @@ class FailureMonitor:
         self._previous_exit, sys.exit = sys.exit, self._exit_with_line
         self._thread = threading.Thread(target=self._watch, name="neuronx_dist-failure-monitor", daemon=True)
         self._thread.start()
+        if self._places is not None and (self.rank or _launcher_has_store()):
+            threading.Thread(target=self._guard, name="neuronx_dist-store-guard", daemon=True).start()
         # A thread that comes back from C++ when Python is taken down aborts the process: "terminate called".
         atexit.register(self._end)
         gloo_aborts.install(self.rank, self.report)
@@ -178,9 +193,9 @@ class FailureMonitor:
                 return
             time.sleep(0.1 * self._interval)  # after a failure all ranks reach this line
 
-    def _publish(self, message: str) -> Failure | None:
-        """Writes a failure of this rank, unless there is one, and returns the first; None: the store is gone."""
-        text = json.dumps({"rank": self.rank, "message": message})
+    def _publish(self, message: str, rank: int | None = None) -> Failure | None:
+        """Writes a failure of `rank` (None: this one), unless there is one, and returns the first; None: no store."""
+        text = json.dumps({"rank": self.rank if rank is None else rank, "message": message})
         try:
             first = Failure(**json.loads(self._store.compare_set("first", "", text)))
             if first.rank == _NOBODY:
@@ -190,6 +205,8 @@ class FailureMonitor:
         return first
 
     def _excepthook(self, kind: Any, error: BaseException, traceback: Any) -> None:
+        while self._is_ending:  # the watching thread ends the process
+            time.sleep(_SHORTEST)
         self._has_raised = True
         message = _in_words(error)
         is_consequence = isinstance(error, RemoteRankError)
@@ -235,31 +252,90 @@ class FailureMonitor:
     def _watch(self) -> None:
         # Each rank looks at another time, so that the requests do not arrive at once.
         next_look = time.monotonic() + self._interval * (self.rank + 1) / self.world_size
-        while not self._stop.wait(min(_SHORTEST, self._slow_waits.seconds or _SHORTEST)):
-            self._slow_waits.look()
-            if time.monotonic() < next_look:
-                continue
-            next_look += self._interval
-            failure = self._read()
-            if failure is None:
-                with suppress(RuntimeError):  # the store's host has gone
+        while not self._stop.wait(min(_SHORTEST, self._slow_waits.shortest or _SHORTEST)):
+            self._turn = time.monotonic()
+            with suppress(RuntimeError):  # the store's host has gone
+                self._slow_waits.look()
+            if time.monotonic() >= next_look:
+                next_look += self._interval
+                failure = self._read()
+                if failure is not None:
+                    self._turn = math.inf
+                    self._end_after(failure)
+                    return
+                with suppress(RuntimeError):
+                    self._leave_place()
                     for duty in self.duties:
                         duty()
-                continue
-            if failure.rank == self.rank:
-                return
-            # Printed before it is acknowledged: a launcher ends the others as soon as the failed rank has gone.
-            said = f"rank {failure.rank} failed first: {failure.message}"
-            if not failure.message.startswith((_LOST, _ENDED)):  # for lost ranks a collective prints one line
-                self._say(said)
+            self._turn = math.inf
+
+    def _leave_place(self) -> None:
+        if self._places is not None:
+            self._places.leave()
+            if self.rank and not _launcher_has_store():
+                self._host_place = self._places.read([0]).get(0)
+
+    def _end_after(self, failure: Failure) -> None:
+        """Ends this rank after the first failure of the job, if it does not end by itself."""
+        if failure.message.startswith(_HANGS):
+            self._is_ending = True
             self._acknowledge()
-            grace = self._interval + _GRACE
-            if self._stop.wait(grace):
-                return
-            if failure.message.startswith((_LOST, _ENDED)):
-                self._say(said)
-            self._say(f"this rank did not exit within {grace:g} s and is terminated now")
-            os._exit(1)
+            _end_process(HANG)
+        if failure.rank == self.rank:
+            return
+        # Printed before it is acknowledged: a launcher ends the others as soon as the failed rank has gone.
+        said = f"rank {failure.rank} failed first: {failure.message}"
+        if not failure.message.startswith((_LOST, _ENDED)):  # for lost ranks a collective prints one line
+            self._say(said)
+        self._acknowledge()
+        grace = self._interval + _GRACE
+        if self._stop.wait(grace):
+            return
+        if failure.message.startswith((_LOST, _ENDED)):
+            self._say(said)
+        self._say(f"this rank did not exit within {grace:g} s and is terminated now")
+        os._exit(1)
+
+    def _end_hang(self, rank: int, message: str) -> None:
+        """Ends all ranks that run, since `rank` is missing for longer than the hang timeout; not after a failure."""
+        if self._read() is not None:
+            return
+        self._is_ending, self._turn = True, math.inf
+        _write_for_launcher(message)
+        self._publish(_HANGS + message, rank)
+        self._acknowledge()
+        deadline = time.monotonic() + self._interval + _ACKNOWLEDGE
+        with suppress(RuntimeError):
+            while self._store.add("acknowledged", 0) < self.world_size and time.monotonic() < deadline:
+                time.sleep(0.1 * self._interval)
+        _end_process(HANG)
+
+    def _guard(self) -> None:
+        """Reports that the job's store does not answer the watching thread, while threads wait for other ranks."""
+        slow, reported = self._slow_waits, math.inf  # the turn that was reported
+        resumed = looked = time.monotonic()
+        while not self._stop.wait(_SHORTEST):
+            now, turn = time.monotonic(), self._turn
+            if now - looked > 10 * _SHORTEST:  # this process was stopped itself
+                resumed = now
+            looked = now
+            silent = now - max(turn, resumed)
+            if not slow.shortest or silent < slow.shortest or not (waiting := " and ".join(descriptions())):
+                continue
+            rest = f"answered for {silent:.3g} s (it is stopped, in a debugger, or its host does not answer)"
+            if _launcher_has_store():
+                text = f"The launcher stands still: the job's store, which is in its process, has not {rest}"
+            else:
+                last = f"; its last place: {self._host_place.text}" if self._host_place is not None else ""
+                text = f"Rank 0 stands still: the job's store, which is in its process, has not {rest}{last}"
+            if slow.hang_timeout and silent >= slow.hang_timeout:
+                self._is_ending = True
+                limit = f"the hang timeout is {slow.hang_timeout:g} s"
+                _write_for_launcher(f"{text}; rank {self.rank} waits in {waiting}, and {limit}")
+                _end_process(HANG)
+            if slow.seconds and silent >= slow.seconds and reported != turn:
+                reported = turn
+                self._say(f"has been waiting in {waiting}. {text}")
 
     def _say(self, text: str) -> None:
         print(f"[rank {self.rank}] {text}", file=sys.stderr, flush=True)
@@ -283,3 +359,16 @@ def _write_for_launcher(message: str) -> None:
     if file and not os.path.exists(file):  # else torch's `record` has written it
         with suppress(OSError):
             Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+
+
+def _launcher_has_store() -> bool:
+    """Returns whether the job's store is in the process of torchrun, and not in that of rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _end_process(code: int) -> NoReturn:
+    """Ends the process, whose main thread may wait for ever."""
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import CommError
-from .slow_waits import descriptions
+from .places import descriptions
 
 __all__ = ["install", "uninstall"]
 

@@ -1,19 +1,23 @@
-"""Waits of this rank's threads, read from another thread; a line on stderr about a wait that takes long."""
+"""Long waits of this rank's threads, seen from another thread: a line on stderr, or the end of a job that hangs."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from ...call_site import TRANSPORT, call_in_words, owner_of
 from ..errors import ALL_RANKS
-from .waiting import Wait, in_words, waits
+from .places import Missing, Place, Places, description, missing
+from .waiting import waits
 
-__all__ = ["SlowWaits", "description_of", "descriptions", "seconds_of"]
+__all__ = ["HANG_VARIABLE", "SlowWaits", "seconds_of"]
 
 VARIABLE = "NEURONX_DIST_DEBUG_WAIT"
+HANG_VARIABLE = "NEURONX_DIST_HANG_TIMEOUT"
 _SECONDS = 20.0
+_MOST = 3  # other waits that a line names
 
 
 def seconds_of(variable: str, default: float) -> float:
@@ -32,60 +36,104 @@ def seconds_of(variable: str, default: float) -> float:
     return seconds
 
 
-def descriptions() -> list[str]:
-    """Describes the wait of each thread: verb, shape, dtype, axis, ranks, and the line of the user's code."""
-    return [_description(thread, wait) for thread, wait in waits.copy().items()]
+@dataclass
+class _Seen:
+    """A wait of a thread, since it was first seen."""
 
-
-def description_of(thread: int) -> str:
-    """Describes the wait of the thread with this identity, as `descriptions` does."""
-    wait = waits.get(thread)
-    return "a function of its program" if wait is None else _description(thread, wait)
-
-
-def _description(thread: int, wait: Wait) -> str:
-    _, verb, x, group = wait
-    innermost = frame = sys._current_frames().get(thread)
-    while frame is not None and owner_of(frame.f_code.co_filename) != TRANSPORT:
-        frame = frame.f_back  # inside of functions that the collective calls: torch, the standard library
-    site = call_in_words(frame or innermost) if innermost is not None else "an unknown line"
-    return group.describe(in_words(verb, x), site)
+    number: int
+    since: float
+    places: dict[int, Place] = field(default_factory=dict)  # of all ranks, read at `read_at`
+    read_at: float | None = None
+    is_reported: bool = False
 
 
 class SlowWaits:
-    """Reports once, for each line of the user's code, that a wait there takes longer than `seconds`.
+    """Reports that a wait takes longer than `seconds`: which rank is missing, and where that rank is.
+
+    A job has one such line for each missing rank and line of the user's code. If no rank is missing, since all wait,
+    each reports its wait, once for each line of the user's code.
 
     Args:
         seconds: None: the value of the environment variable NEURONX_DIST_DEBUG_WAIT, or 20; 0: never report.
+        hang_timeout: seconds after which `end` is called; None: the value of NEURONX_DIST_HANG_TIMEOUT, which
+            `neuronx-dist run --hang-timeout` sets; 0: never.
+        places: where the ranks are; None: unknown.
+        end: receives the rank that is missing, this rank if none is, and a message.
 
     Raises:
-        ValueError: the environment variable is no number.
+        ValueError: an environment variable is no number.
     """
 
-    def __init__(self, rank: int, seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        seconds: float | None = None,
+        hang_timeout: float | None = None,
+        places: Places | None = None,
+        end: Callable[[int, str], None] = lambda rank, message: None,
+    ) -> None:
         self.rank = rank
         self.seconds = seconds_of(VARIABLE, _SECONDS) if seconds is None else seconds
-        self._since: dict[int, tuple[int, float]] = {}  # by thread: number of a wait, and when it was first seen
+        self.hang_timeout = seconds_of(HANG_VARIABLE, 0) if hang_timeout is None else hang_timeout
+        self.shortest = min(filter(None, [self.seconds, self.hang_timeout]), default=0.0)
+        self._places = places
+        self._end = end
+        self._seen: dict[int, _Seen] = {}  # by thread
         self._said: set[str] = set()
 
     def look(self) -> None:
         """Looks at all waits; called now and then, from a thread that waits for no rank."""
         now = time.monotonic()
         for thread, wait in waits.copy().items():
-            number, since = self._since.get(thread, (-1, now))
-            if number != wait[0]:
-                self._since[thread] = (wait[0], now)
-            elif self.seconds and now - since >= self.seconds:
-                text = _description(thread, wait)
-                if text not in self._said:
-                    self._said.add(text)
-                    self._say(text, now - since)
+            seen = self._seen.get(thread)
+            if seen is None or seen.number != wait[0]:
+                seen = self._seen[thread] = _Seen(wait[0], now)
+            age = now - seen.since
+            span = 0.0 if self._places is None else self._places.span
+            if not self.shortest or age < self.shortest - span:
+                continue
+            if self._places is not None and seen.read_at is None:
+                seen.places, seen.read_at = self._places.read(), now
+            if age < self.shortest or (seen.read_at is not None and now - seen.read_at < span):
+                continue
+            if self.hang_timeout and age >= self.hang_timeout:
+                self._end_job(description(thread, wait), wait[3].ranks, seen, age)
+            elif self.seconds and age >= self.seconds and not seen.is_reported:
+                seen.is_reported = True
+                self._report(description(thread, wait), wait[3].ranks, seen, age)
 
-    def _say(self, text: str, seconds: float) -> None:
-        print(
-            f"[rank {self.rank}] has been waiting for {seconds:.3g} s in {text}. Some rank of the group has not come "
-            f"there: it is slow, or it has called another collective. {ALL_RANKS}. With "
-            "NEURONX_DIST_DEBUG=collectives in the environment of all ranks an error names the other side",
-            file=sys.stderr,
-            flush=True,
-        )
+    def _report(self, text: str, ranks: Sequence[int], seen: _Seen, age: float) -> None:
+        begin = f"[rank {self.rank}] has been waiting for {age:.3g} s in {text}. "
+        found, others = self._look_for(text, ranks, seen)
+        if found is not None:
+            if self._places is None or self._places.claim(found.key):
+                print(begin + found.text, file=sys.stderr, flush=True)
+        elif text not in self._said:
+            self._said.add(text)
+            print(
+                f"{begin}Some rank of the group has not come there: it is slow, or it has called another collective. "
+                f"{others}{ALL_RANKS}. With NEURONX_DIST_DEBUG=collectives in the environment of all ranks an error "
+                "names the other side",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _end_job(self, text: str, ranks: Sequence[int], seen: _Seen, age: float) -> None:
+        found, others = self._look_for(text, ranks, seen)
+        waiting = f"rank {self.rank} has been waiting for {age:.3g} s in {text}"
+        limit = f"the hang timeout is {self.hang_timeout:g} s"
+        if found is None:
+            all_wait = "" if self._places is None else f", and no rank is missing: all wait. {others}".rstrip(". ")
+            self._end(self.rank, f"{waiting}{all_wait}; {limit}")
+        else:
+            self._end(found.rank, f"{found.text}; {waiting}, and {limit}")
+
+    def _look_for(self, text: str, ranks: Sequence[int], seen: _Seen) -> tuple[Missing | None, str]:
+        """Returns the missing rank, and a sentence about ranks of the group that wait elsewhere."""
+        if self._places is None:
+            return None, ""
+        now = self._places.read()
+        found = missing(ranks, seen.places, now, self.rank)
+        others = [rank for rank in ranks if rank in now and now[rank].waits and rank != self.rank]
+        words = [f"Rank {rank} waits in {now[rank].text}. " for rank in others[:_MOST]]
+        return found, "".join(words)

@@ -1,6 +1,6 @@
 """Table of the waits of this rank's threads for other ranks.
 
-A collective writes its wait into `waits`, in under a microsecond; `slow_waits.py` reads the table from another thread.
+A collective writes its wait into `waits`, in under a microsecond; other threads read the table (`places.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ class Operand(NamedTuple):
 
 
 class Group(Protocol):
-    """Description of the ranks that wait."""
+    """Description of the ranks that wait; `ranks` is empty where they are not known."""
+
+    ranks: tuple[int, ...]
 
     def describe(self, verb: str, site: str) -> str: ...
 
@@ -48,6 +50,8 @@ def in_words(verb: str, x: Any, detail: str = "") -> str:
 
 
 class _Task:
+    ranks: tuple[int, ...] = ()
+
     def describe(self, verb: str, site: str) -> str:
         return f"{verb} at {site}"
 

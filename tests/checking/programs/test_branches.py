@@ -61,6 +61,19 @@ def test_the_first_difference(what: str) -> None:
     assert differences(explored((0, first), (4, second))) == [], "stages do different things"
 
 
+@pytest.mark.parametrize("other, tp, dp, is_problem", [
+    (3, R, R, True), (3, V, R, False), (3, R, V, False), (1, R, V, True), (1, V, R, False), (2, V, R, True),
+])  # fmt: skip
+def test_ranks_that_differ_on_two_axes(other: int, tp: Any, dp: Any, is_problem: bool) -> None:
+    """Rank 3 is apart from rank 0 on tp and dp: a result that varies on one of them may be another on rank 3."""
+
+    def calls(number: int) -> list[Op]:
+        return [Op("view", (number,), ("a.py", 1), False, TensorType.of({"tp": tp, "dp": dp}))]
+
+    assert len(compare_branches(explored((0, calls(1)), (other, calls(2))))) == is_problem
+    assert len(compare_branches(explored((0, calls(1)), (other, [])))) == is_problem
+
+
 def test_differences_are_told_once_and_not_all_of_them() -> None:
     many = explored((0, [op("view", 0)]), *((rank % 4, [op("view", rank)]) for rank in range(1, 30)))
     assert len(differences(many)) == 20 and len(differences(many, most=3)) == 3

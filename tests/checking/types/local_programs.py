@@ -459,6 +459,20 @@ def chunks_put_together_in_another_order(x, y, w):
     return (torch.cat([second, first]) @ w - y).pow(2).sum()
 
 
+@case(x=t({"dp": S(0)}, 12, 4), w=p({"dp": R}, 4, 3), mesh=DP, refused="are not neighbours in the whole", right=False)
+def chunks_put_together_without_the_middle(x, w):
+    first, _, last = x.chunk(3)
+    return (torch.cat([first, last]) @ w).pow(2).sum()
+
+
+@case(x=t({"dp": S(0)}, 12, 4), y=t({"dp": S(0)}, 12, 3), w=p({"dp": R}, 4, 3), mesh=DP,
+      refused="they are parts of each rank's piece", right=False)  # fmt: skip
+def chunks_without_the_middle_against_other_chunks(x, y, w):
+    first, _, last = x.chunk(3)
+    one, other, _ = y.chunk(3)
+    return (torch.cat([first, last]) @ w - torch.cat([one, other])).pow(2).sum()
+
+
 @case(**BATCH, mesh=DP, refused="are not neighbours in the whole", right=False)
 def a_half_of_the_samples_against_the_other(x, y, w):
     first, second = (x @ w).chunk(2)

@@ -107,6 +107,34 @@ def test_every_change_is_another_key(monkeypatch):
         assert other().digest == other().digest != key.digest
 
 
+def test_unlike_hooks_and_persistence_are_unlike_keys():
+    """Each pair differs in nothing else."""
+
+    def hooked(hook, *registers):
+        module = Net()
+        for register in registers:
+            getattr(module.linear, register)(hook)
+        return keyed(module)
+
+    def one(module, args, output):
+        return output + 1
+
+    def two(module, args, output):
+        return output + 2
+
+    two.__name__, two.__qualname__ = one.__name__, one.__qualname__
+    forward = [hooked(hook, "register_forward_hook") for hook in (one, two, one)]
+    assert forward[0].digest == forward[2].digest != forward[1].digest
+    before = hooked(lambda module, args: (args[0] + 1,), "register_forward_pre_hook")
+    backward = hooked(lambda module, *grads: None, "register_full_backward_hook")
+    both = hooked(one, "register_forward_hook", "register_forward_hook")
+    assert len({key.digest for key in (*forward[:2], before, backward, both, keyed())}) == 6
+    hidden = Net()
+    hidden.register_buffer("shift", hidden.shift, persistent=False)
+    (line,) = keyed().differences(keyed(hidden))
+    assert line.startswith("buffer shift") and "persistent=True" in line and "persistent=False" in line
+
+
 def test_tied_parameters_count():
     pair = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     key = keyed(pair)

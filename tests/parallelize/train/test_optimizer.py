@@ -67,6 +67,24 @@ def test_training_equals_one_process(plan, units, zero, parent, factory):
         close(found, {name: param.detach() for name, param in weights.items()})
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_rows_of_a_state_from_the_start_are_those_of_the_group(groups: int) -> None:
+    """Each element has another initial state, and a unit has the rows of its place in its group."""
+
+    def factory(params):
+        optimizer = torch.optim.Adagrad(params, lr=0.02)
+        for state in optimizer.state.values():
+            state["sum"].view(-1).copy_(torch.arange(state["sum"].numel()) / 100)
+        return optimizer
+
+    module = original()
+    expected = one_process(module, factory(module.parameters()), STEPS, 4, 0.5)
+    config = ComputeConfig(1, 4, use_zero=True, zero_ngroups=groups)
+    for results, found in trained(config, lambda module: build_optimizer(module, factory), "", 0.5):
+        close(results, expected)
+        close(found, {name: param.detach() for name, param in module.named_parameters()})
+
+
 def test_the_optimizer_is_of_its_class_and_has_what_is_added():
     def body(module, optimizer, *_):
         return (

@@ -106,6 +106,36 @@ def test_the_checker_follows_axes_together_and_other_dims_one_by_one() -> None:
     threads.run(Mesh(4), rank, 2)
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_log_sum_exp_of_columns_of_minus_infinity(dim: int) -> None:
+    """A column of nothing else, one where a rank's shard has nothing else, one with +inf; and what is not NaN there."""
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[:, 0] = x[:2, 1] = -torch.inf
+    x[1, 2] = torch.inf
+
+    def rank(mesh: Any) -> None:
+        given = distribute_tensor(x, mesh, [Shard(dim)], src=None)
+        for reduced in (0, 1, (0, 1)):
+            torch.testing.assert_close(given.logsumexp(reduced).full_tensor(), x.logsumexp(reduced), rtol=0, atol=1e-12)
+
+    on_ranks(2, rank)
+
+
+def test_a_bool_is_the_correction_and_not_a_dim() -> None:
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def rank(mesh: Any) -> None:
+        given = distribute_tensor(x, mesh, [Shard(0)], src=None)
+        for unbiased in (False, True):
+            for name in ("var", "std"):
+                expected = getattr(x, name)(unbiased)
+                result = getattr(given, name)(unbiased)
+                assert result.shape == ()
+                torch.testing.assert_close(result.full_tensor(), expected, rtol=0, atol=1e-12)
+
+    on_ranks(2, rank)
+
+
 HALVES = {  # fp16 ends at 65504: the sum over a dim, or what divides it, is larger
     "sum-dim": lambda x, t: (x / 8).sum(0),
     "mean": lambda x, t: x.mean(),
