@@ -150,8 +150,9 @@ def load_checkpoint(
     folders of torch.distributed.checkpoint with `{"model": ..., "optimizer": get_optimizer_state_dict(...)}`.
 
     Weights, optimizer state and masters are bit-equal in any layout; random generators go on where they were in the
-    same layout. All files are compared with their checksums, tensors while they are read: an error says whether weights
-    have been overwritten. The optimizer, the scheduler and random generators are set after all files are verified.
+    same layout. All files are compared with their checksums: local ones before anything is changed, tensors in other
+    storages while they are read, and an error says whether weights have been overwritten. The optimizer, the scheduler
+    and random generators are set after all files are verified.
 
     Args:
         path: the folder of `save_checkpoint`, or NeuronX Distributed's.

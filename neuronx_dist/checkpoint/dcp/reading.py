@@ -1,7 +1,9 @@
 """Reads a checkpoint into any layout: of each file the slices that this rank needs, through a memory map.
 
-One rank compares each block of the files with its checksum: if that rank reads the block, in the same pass over memory
-in which it copies it. So a damaged block may be found after other tensors were overwritten, and the error says so.
+One rank compares each block of the files with its checksum, a rank that reads the block if any does. Local files are
+compared before anything is changed, and read from the page cache afterwards. Files elsewhere are read once, and compared in
+the same pass over memory in which they are copied: a damaged block may be found after other tensors were overwritten, and
+the error says so.
 """
 
 from __future__ import annotations
@@ -209,7 +211,8 @@ class _File:
 class CheckpointFiles:
     """The files of `save_checkpoint`, or of torch.distributed.checkpoint.
 
-    All blocks are verified: after `share` each block by one rank, and in `finish` the blocks that no rank reads.
+    Each block is verified by one rank: in `share` if the files are local, so that no damage is found after a tensor was
+    overwritten; otherwise while it is read, and in `finish` the blocks that no rank reads.
 
     Args:
         checksums: whether files without checksums count as damaged.
@@ -246,6 +249,8 @@ class CheckpointFiles:
             assert blocks is not None
             for index in blocks.overlapping(extent.start, extent.start + extent.length):
                 blocks.wanted[index] = 1
+        if self._storage.local_path("") is not None:
+            self.finish()
 
     def object(self, extent: Extent) -> Any:
         return unpacked(extent.file, self._file(extent.file).bytes(extent.start, extent.start + extent.length))
