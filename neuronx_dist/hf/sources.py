@@ -7,14 +7,14 @@ mapped into memory, its pages.
 from __future__ import annotations
 
 import json
-import pickle
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 import torch
+
+from ..weights.torch_files import read_plain
 
 __all__ = [
     "SAFETENSORS_DTYPES",
@@ -161,7 +161,10 @@ class SafetensorsFiles:
             try:
                 handle = safe_open(str(file), framework="pt", device="cpu")
             except SafetensorError as error:
-                raise ValueError(_unreadable(file, error)) from error
+                size = file.stat().st_size
+                raise ValueError(
+                    f"{file} ({size} bytes) is cut off, damaged, or a Git LFS pointer: {str(error).strip()}"
+                ) from error
             self._where.update(dict.fromkeys(handle.keys(), handle))
 
     def names(self) -> Iterable[str]:
@@ -183,18 +186,10 @@ class SafetensorsFiles:
 
 def _mapped(file: Path) -> dict[str, torch.Tensor]:
     """The tensors of a `.bin` file, mapped into memory. (Before torch 1.6 files were no zip: these are read whole.)"""
-    try:
-        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(_unreadable(file, error)) from error
+    tensors = read_plain(file, mmap=True)
     if not isinstance(tensors, Mapping):
         raise ValueError(f"{file} is no state dict: it holds a {type(tensors).__name__}")
     strange = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
     if strange:
         raise ValueError(f"{file} is no state dict: {strange[0]!r} is a {type(tensors[strange[0]]).__name__}")
     return dict(tensors)
-
-
-def _unreadable(file: Path, error: Exception) -> str:
-    size = file.stat().st_size
-    return f"{file} ({size} bytes) is cut off, a Git LFS pointer, or holds more than tensors: {str(error).strip()}"

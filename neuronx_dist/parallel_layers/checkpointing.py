@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from .. import comm
 from ..torch_internals.tensors import pytree
 from ..weights.partial_model import parameter_names, parameter_slots
 from ..weights.shard_spec import spec_of
+from ..weights.torch_files import read_plain
 from .utils import load_optimizer_state_dict, move_all_tensor_to_cpu
 
 __all__ = ["ensure_directory_exists", "get_sharded_model_dict", "load", "save"]
@@ -86,6 +88,7 @@ def load(
     Raises:
         FileNotFoundError: there is no file for this rank's coordinates: another layout, or another folder.
         KeyError: what was read has no `model_key`; the message names what it has.
+        ValueError: the file is damaged, or holds more than tensors and plain data; the message names it.
     """
     if model is not None and model_or_optimizer is not None:
         raise ValueError("checkpointing.load: pass either model or model_or_optimizer, not both")
@@ -98,15 +101,21 @@ def load(
         raise FileNotFoundError(
             f"checkpointing.load: there is no {path}; {there}: load it in the layout it was saved in"
         )
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    checkpoint = read_plain(path)
     if target is None:
         return checkpoint
+    if not isinstance(checkpoint, Mapping):
+        raise ValueError(f"checkpointing.load: {path} has a {type(checkpoint).__name__} in place of a state dict")
     if model_key is not None and model_key not in checkpoint:
         raise KeyError(
             f"checkpointing.load: {path} has no {model_key!r}, but {', '.join(map(repr, [*checkpoint][:8]))}: name one "
             "of these as model_key, or give model_key=None if all of it is the state"
         )
     state = checkpoint if model_key is None else checkpoint[model_key]
+    if not isinstance(state, Mapping):
+        raise ValueError(
+            f"checkpointing.load: {path} has a {type(state).__name__} under {model_key!r}, in place of a state dict"
+        )
     if isinstance(target, torch.optim.Optimizer):
         if not sharded:
             raise ValueError(

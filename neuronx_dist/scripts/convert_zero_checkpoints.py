@@ -80,10 +80,10 @@ def convert_zero_checkpoints(
     tensors: list[DividedTensor] = []
     constants: dict[str, dict[Any, Any]] = {}
     for (tp, pp), paths in sorted(by_rank.items()):
-        missing = sorted(set(range(degree)) - paths.keys())
-        if missing:
+        if len(paths) < degree:
+            missing = next(rank for rank in range(degree) if rank not in paths)
             raise CheckpointCorrupted(
-                f"{input_dir}/optim lacks dp rank {missing[0]} of {degree}, beside {paths[min(paths)]}"
+                f"{input_dir}/optim lacks dp rank {missing} of {degree}, beside {paths[min(paths)]}"
             )
         states = [stored_state(storage, paths[dp], apart) for dp in range(degree)]
         if "base_state" not in states[0] or "shape_info" not in states[0]:

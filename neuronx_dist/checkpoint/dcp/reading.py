@@ -1,9 +1,9 @@
 """Reads a checkpoint into any layout: of each file the slices that this rank needs, through a memory map.
 
 One rank compares each block of the files with its checksum, a rank that reads the block if any does. Local files are
-compared before anything is changed, and read from the page cache afterwards. Files elsewhere are read once, and compared in
-the same pass over memory in which they are copied: a damaged block may be found after other tensors were overwritten, and
-the error says so.
+compared before anything is changed, and read from the page cache afterwards. Files elsewhere are read once, and
+compared in the same pass over memory in which they are copied: a damaged block may be found after other tensors were
+overwritten, and the error says so.
 """
 
 from __future__ import annotations
@@ -223,8 +223,12 @@ class CheckpointFiles:
         self._storage = storage
         self._folder = folder
         self._files: dict[str, _File] = {}
+        if storage.local_path("") is not None:  # elsewhere it takes a request for each file
+            self._check_sizes(self.catalog.extents())
 
     def needs(self, objects: Iterable[Extent], reads: Iterable[RectangleRead]) -> dict[str, Ranges]:
+        objects, reads = list(objects), list(reads)
+        self._check_sizes([*objects, *(read.chunk.extent for read in reads)])
         needs: dict[str, list[tuple[int, int]]] = {}
         if self.catalog.checksums:
             for extent in objects:
@@ -232,6 +236,22 @@ class CheckpointFiles:
             for read in reads:
                 needs.setdefault(read.chunk.extent.file, []).extend(_bytes_of(read))
         return {file: merged(ranges) for file, ranges in needs.items()}
+
+    def _check_sizes(self, extents: Iterable[Extent]) -> None:
+        """Raises a CheckpointCorrupted if a file is missing, or shorter than the catalog says."""
+        ends: dict[str, int] = {}
+        for extent in extents:
+            ends[extent.file] = max(extent.start + extent.length, ends.get(extent.file, 0))
+        for file, end in ends.items():
+            path = f"{self._folder}/{file}"
+            try:
+                size = self._storage.size(path)
+            except FileNotFoundError as error:
+                raise CheckpointCorrupted(f"{path} is missing") from error
+            if size < end:
+                raise CheckpointCorrupted(
+                    f"{path} is truncated: it has {size} bytes, and {METADATA} refers to {end} of it"
+                )
 
     def share(self, needs: Sequence[Mapping[str, Ranges]], objects: Iterable[Extent]) -> None:
         if not self.catalog.checksums:
