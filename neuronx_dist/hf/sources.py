@@ -102,16 +102,8 @@ def checkpoint_files(source: str | PathLike[str], *, subfolder: str = "", varian
         )
     if first.suffix != ".json":
         return [first]
-    try:
-        listed = sorted(set(json.loads(first.read_text())["weight_map"].values()))
-        if not listed:
-            raise ValueError("weight_map is empty")
-        outside = [name for name in listed if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{first} ({first.stat().st_size} bytes) is cut off, a Git LFS pointer, or no index of weight files: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    listed = _listed_files(first)
+    outside = [name for name in listed if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
     if outside:
         raise ValueError(f"{first} lists {', '.join(outside[:3])}, outside of its folder: do not trust this folder")
     files = [path / name for name in listed]
@@ -119,6 +111,24 @@ def checkpoint_files(source: str | PathLike[str], *, subfolder: str = "", varian
     if missing:
         raise FileNotFoundError(f"{path}: {first.name} lists {', '.join(missing)}, missing in the folder")
     return files
+
+
+def _listed_files(index: Path) -> list[str]:
+    """Returns the names of the files in an index, in order."""
+    content: Any = None
+    reason = 'it needs {"weight_map": {name of a tensor: name of a file}}'
+    try:
+        content = json.loads(index.read_text())
+    except (ValueError, RecursionError) as error:
+        reason = f"it is not JSON ({error})"
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    files = [*weight_map.values()] if isinstance(weight_map, dict) else []
+    if not files or not all(isinstance(file, str) and file for file in files):
+        raise ValueError(
+            f"{index} ({index.stat().st_size} bytes) is cut off, a Git LFS pointer, or no index of weight files: "
+            f"{reason}"
+        )
+    return sorted(set(files))
 
 
 def _names(variant: str | None) -> Sequence[str]:

@@ -85,6 +85,8 @@ def load_pretrained(
     check_fit(whole, expected, weights, strict=strict)
     present = set(weights.names())
     _check_tied(model, aliases, weights)
+    if not isinstance(source, Mapping):
+        _read_generation_config(whole, Path(source) / subfolder)
     filled: set[int] = set()
     for slot in parameter_slots(model):
         param = slot.tensor
@@ -103,8 +105,6 @@ def load_pretrained(
         if name in present:
             target = device if buffer.is_meta else buffer.device
             module._buffers[key] = weights.read(name).to(device=target, dtype=buffer.dtype, copy=True)
-    if not isinstance(source, Mapping):
-        _read_generation_config(whole, Path(source) / subfolder)
     return materialize(model, seed, device, dtype)
 
 
@@ -250,8 +250,15 @@ def _check_tied(model: Any, aliases: dict[int, list[str]], weights: WeightSource
 
 def _read_generation_config(model: Any, folder: Path) -> None:
     """Reads the generation config of a model that can generate, as `from_pretrained` does."""
-    if getattr(model, "generation_config", None) is not None and (folder / "generation_config.json").is_file():
-        model.generation_config = type(model.generation_config).from_pretrained(folder)
+    file = folder / "generation_config.json"
+    if getattr(model, "generation_config", None) is not None and file.is_file():
+        try:
+            if not isinstance(json.loads(file.read_text()), dict):
+                raise ValueError("it is no JSON object")
+            model.generation_config = type(model.generation_config).from_pretrained(folder)
+        except Exception as error:  # transformers checks no types
+            text = " ".join(str(error).split())
+            raise ValueError(f"{file} cannot be read, repair or remove it: {type(error).__name__}: {text}") from error
 
 
 @contextmanager

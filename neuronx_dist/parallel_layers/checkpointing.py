@@ -89,6 +89,7 @@ def load(
         FileNotFoundError: there is no file for this rank's coordinates: another layout, or another folder.
         KeyError: what was read has no `model_key`; the message names what it has.
         ValueError: the file is damaged, or holds more than tensors and plain data; the message names it.
+        RuntimeError: `load_state_dict` of the model or optimizer refuses what was read.
     """
     if model is not None and model_or_optimizer is not None:
         raise ValueError("checkpointing.load: pass either model or model_or_optimizer, not both")
@@ -116,14 +117,21 @@ def load(
         raise ValueError(
             f"checkpointing.load: {path} has a {type(state).__name__} under {model_key!r}, in place of a state dict"
         )
-    if isinstance(target, torch.optim.Optimizer):
-        if not sharded:
-            raise ValueError(
-                "checkpointing.load: an optimizer's state must be loaded by the rank that saved it: pass sharded=True"
-            )
-        load_optimizer_state_dict(target, state)
-    else:
-        target.load_state_dict(state if sharded else get_sharded_model_dict(target, state), strict=strict)
+    is_optimizer = isinstance(target, torch.optim.Optimizer)
+    if is_optimizer and not sharded:
+        raise ValueError(
+            "checkpointing.load: an optimizer's state must be loaded by the rank that saved it: pass sharded=True"
+        )
+    try:
+        if is_optimizer:
+            load_optimizer_state_dict(target, state)
+        else:
+            target.load_state_dict(state if sharded else get_sharded_model_dict(target, state), strict=strict)
+    except comm.CommError:
+        raise
+    except Exception as error:  # of torch, without the file's name and of many lines
+        reason = " ".join(str(error).split())
+        raise RuntimeError(f"checkpointing.load: {path} does not fit the {type(target).__name__}: {reason}") from error
     return checkpoint
 
 

@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import comm
 from ...hf.conversion import named_as_in
 from ...hf.gguf_file import gguf_file, open_gguf, write_configs
 from ...hf.sources import WeightSource, has_weights, open_source
-from ...hf.swap import swap
 from ...hf.writing import copy_configs, write_weights
-from ...mesh import Mesh
 from ...model_shape import stage_layers
 from ...weights.partial_model import parameter_names
 from ...weights.shard_spec import ShardSpec, spec_of
@@ -40,12 +37,12 @@ from ..rank_tensors import key_of
 from ..storage import Storage, open_storage
 from ..tags import CheckpointFolder, Entry, check_tag
 from .convert_optimizer import add_optimizer, items_of_optimizer, nxd_optimizer, read_piece
+from .model_config import model_of
 
 __all__ = ["FORMATS", "SavedWeights", "convert"]
 
 FORMATS = ("hf", "nxd", "ours")
 _PREFIX = "model."  # of the keys of weights in a checkpoint
-MAX_MODULES = 10_000  # layers, and experts, of a config
 Progress = Callable[[int, int], None]
 
 
@@ -149,7 +146,7 @@ def convert(
     if config is None and (folder / "config.json").is_file():
         config = folder
     config = config or gguf
-    model = None if config is None else _model(config, 1)
+    model = None if config is None else model_of(config, 1)
     parameters = {} if model is None else specs_of(model)
     if gguf is not None:
         weights = open_gguf(gguf, model)
@@ -269,52 +266,6 @@ def _compare(weights: WeightSource, parameters: Mapping[str, WholeParameter], co
         )
 
 
-def _model(config: str | os.PathLike[str], tp: int) -> Any:
-    """The model of a `config.json` on meta, with parallel layers, which say how each parameter is divided.
-
-    Raises:
-        ValueError: the config is damaged, or too large.
-    """
-    from transformers import AutoModelForCausalLM
-
-    read = _config(config)
-    _check_limits(config, read)
-    with comm.as_rank(Mesh(tp, tp=tp), 0), torch.device("meta"):
-        try:
-            model = AutoModelForCausalLM.from_config(read)
-        except Exception as error:  # values of any type
-            raise ValueError(f"{config}: no model can be built of this config: {_line(error)}") from error
-        return swap(model, pad_vocab=True)
-
-
-def _config(path: str | os.PathLike[str]) -> Any:
-    """The config in a folder, or in a GGUF file."""
-    from transformers import AutoConfig
-
-    source = Path(path)
-    try:
-        if source.is_file():
-            return AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
-        return AutoConfig.from_pretrained(source)
-    except Exception as error:  # transformers checks types by errors of its own class, or not at all
-        raise ValueError(f"{path}: its config cannot be read: {_line(error)}") from error
-
-
-def _check_limits(path: str | os.PathLike[str], config: Any) -> None:
-    """Raises a ValueError if a config has more layers or experts than a model that fits into memory as objects."""
-    for name, value in config.to_dict().items():
-        is_number_of_modules = any(word in name for word in ("layer", "expert"))
-        if is_number_of_modules and isinstance(value, (int, float)) and value > MAX_MODULES:
-            raise ValueError(f"{path}: its config has {name}={value}, more than {MAX_MODULES} (MAX_MODULES)")
-        if isinstance(value, dict) and hasattr(getattr(config, name, None), "to_dict"):
-            _check_limits(path, getattr(config, name))
-
-
-def _line(error: Exception) -> str:
-    """The type and text of an error, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
 def _ranked(
     weights: WeightSource, config: str | os.PathLike[str] | None, tp: int, pp: int, fused: FusedNames | None
 ) -> list[RankedTensor]:
@@ -324,7 +275,7 @@ def _ranked(
             "tp and pp need the model's layers, to shard its tensors: pass the folder with its config.json "
             "(--config FOLDER)"
         )
-    model = _model(config, tp)
+    model = model_of(config, tp)
     parameters = {id(param): param for param in model.parameters()}
     stage_of = _stages(model, pp)
     present = set(weights.names())

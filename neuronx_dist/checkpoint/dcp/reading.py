@@ -20,7 +20,7 @@ from ... import comm
 from ...weights.host_memory import as_bytes, as_tensor
 from ...weights.materialize import materialize_buffers
 from ..agreement import together
-from ..errors import CheckpointCorrupted, CheckpointMismatch
+from ..errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch
 from ..pieces import overlap
 from ..rank_tensors import ShardedTensor, State, key_of
 from ..run_state import check, expect, restore
@@ -107,7 +107,10 @@ def load_from(
         source.share(needs, objects.values())
         for path, extent in objects.items():
             state.objects[path] = source.object(extent)
-        check(state, model, optimizer, catalog)
+        try:
+            check(state, model, optimizer, catalog)
+        except CheckpointError as error:
+            raise type(error)(f"{name}: {error}") from None
     try:
         with together(f"{name} was loaded in part"):
             for tensor, saved in tensors:

@@ -160,6 +160,15 @@ class NxdFiles:
             saved = {writer: self._load(path) for writer, path in _of_checkpointing(storage, folder)}
             self.model = {writer: _part(state, model_key) for writer, state in saved.items() if writer.dp == 0}
             self.optimizer = {writer: state["optimizer"] for writer, state in saved.items() if "optimizer" in state}
+        for writer, state in self.optimizer.items():
+            wrong = _fault_of_optimizer(state)
+            if wrong:
+                raise CheckpointCorrupted(
+                    f"{self.name}: {wrong} in the optimizer of tp rank {writer.tp}, pp rank {writer.pp}, dp rank "
+                    f"{writer.dp} is not what NeuronX Distributed writes"
+                )
+        if len({"base_state" in state for state in self.optimizer.values()}) > 1:
+            raise CheckpointCorrupted(f"{self.name}: base_state is in the optimizer's files of some ranks alone")
         if not self.model:
             raise CheckpointMismatch(f"{self.name} holds no weights saved by NeuronX Distributed")
         writers = (*self.model, *self.optimizer)
@@ -207,8 +216,44 @@ class NxdFiles:
             state[name] = StoredTensor.stacked([state[name], *(other[name] for other in others)])
         return state
 
-    def _load(self, path: str) -> Any:
-        return stored_state(self._storage, path, self._apart)
+    def _load(self, path: str) -> Mapping[Any, Any]:
+        state = stored_state(self._storage, path, self._apart)
+        if not isinstance(state, Mapping):
+            raise CheckpointCorrupted(
+                f"{self._storage.describe(path)} has a {type(state).__name__} in place of a state dict"
+            )
+        return state
+
+
+def _fault_of_optimizer(state: Any) -> str:
+    """Returns the part of an optimizer's state that has other types than torch's or ZeRO-1's, by name; "" if none."""
+
+    def is_entry(value: Any) -> bool:
+        return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+    def is_shape(value: Any) -> bool:
+        return isinstance(value, (list, tuple)) and all(isinstance(size, int) for size in value)
+
+    tables: dict[str, Callable[[Any], bool]] = {
+        "state": is_entry,
+        "base_state": is_entry,
+        "shape_info": is_shape,
+        "sharded_master_weights": lambda value: isinstance(value, StoredTensor),
+    }
+    if not isinstance(state, Mapping) or not ("state" in state or "base_state" in state):
+        return "the state"
+    groups = state.get("param_groups")
+    if not isinstance(groups, list) or not all(
+        is_entry(group) and isinstance(group.get("params"), list) for group in groups
+    ):
+        return "param_groups"
+    for name, is_right in tables.items():
+        entries = state.get(name, {})
+        if not isinstance(entries, Mapping) or not all(
+            isinstance(number, int) and is_right(value) for number, value in entries.items()
+        ):
+            return name
+    return ""
 
 
 def stored_state(storage: Storage, path: str, apart: list[StoredTensor]) -> Any:
@@ -223,6 +268,13 @@ def stored_state(storage: Storage, path: str, apart: list[StoredTensor]) -> Any:
     info: Mapping[int, Any] = {}
     if storage.exists(f"{path}.info.pt"):
         info = _loaded(storage, f"{path}.info.pt")
+        if not isinstance(info, Mapping) or not all(
+            isinstance(entry, Mapping)
+            and isinstance(entry.get("shape"), (list, tuple))
+            and isinstance(entry.get("dtype"), torch.dtype)
+            for entry in info.values()
+        ):
+            raise CheckpointCorrupted(f"{storage.describe(path)}.info.pt has no shape and dtype for each tensor")
 
     def stored(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -232,7 +284,10 @@ def stored_state(storage: Storage, path: str, apart: list[StoredTensor]) -> Any:
         file = f"{path}.tensors/tensor_{leaf.tid}.pt"
         read = partial(_loaded, storage, file)
         if leaf.tid not in info:
-            return StoredTensor.of(read())
+            value = read()
+            if not isinstance(value, torch.Tensor):
+                raise CheckpointCorrupted(f"{storage.describe(file)} holds a {type(value).__name__}, and no tensor")
+            return StoredTensor.of(value)
         if is_of_other_experts and not info[leaf.tid].get("expert_model_parallel"):
             return None  # ep rank 0 has written it
         shape, dtype = tuple(info[leaf.tid]["shape"]), info[leaf.tid]["dtype"]

@@ -351,7 +351,7 @@ def _manifest(path: Path) -> dict[str, Any]:
         raise foreign
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, f"{MANIFEST} cannot be read: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("written by") != _WRITER:
         raise foreign
@@ -360,7 +360,13 @@ def _manifest(path: Path) -> dict[str, Any]:
     files, weights = manifest["files"], manifest["weights"]
     entries = [*files.values()] if isinstance(files, dict) else []
     tables = [manifest["program"], manifest["choice"], files, weights, *entries]
-    if not all(isinstance(table, dict) for table in tables) or not all("bytes" in entry for entry in entries):
+    texts = [manifest["program"], manifest["choice"], weights]
+    if (
+        not all(isinstance(table, dict) for table in tables)
+        or not all(isinstance(text, str) for table in texts for text in table.values())
+        or not all(isinstance(entry.get("bytes"), int) for entry in entries)
+        or not all(isinstance(files[name].get("sha256"), str) for name in files if not name.startswith(WEIGHTS + "/"))
+    ):
         raise _damaged(path, f"{MANIFEST} has entries of other types than this package writes")
     outside = [name for name in files if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
     if outside:
