@@ -25,7 +25,7 @@ import os
 import re
 import shutil
 import sys
-import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -41,6 +41,7 @@ from ...hf.writing import write_weights
 from ...weights.host_memory import as_bytes
 from .fingerprint import digest
 from .keys import Key
+from .ownership import writable_by_others
 
 __all__ = ["MANIFEST", "WEIGHTS", "ForeignFilesError", "Generated", "GeneratedFilesError", "GeneratedFolder", "Weights"]
 
@@ -54,7 +55,7 @@ class GeneratedFilesError(RuntimeError):
 
 
 class ForeignFilesError(GeneratedFilesError):
-    """A folder with files that `parallelize` did not write, and never removes."""
+    """A folder with files that `parallelize` did not write, or another user could have; it never removes them."""
 
 
 class Weights(Mapping[str, torch.Tensor]):
@@ -154,6 +155,8 @@ class GeneratedFolder:
         gen_savedir: where all generated files are.
         module_class: the class of the module.
         instance_name: tells apart what is generated for one class; None: "_".
+        only_own: refuse files that another user could have written, since their code runs; False where the user has
+            named the folder.
 
     Attributes:
         path: of the folder.
@@ -163,7 +166,12 @@ class GeneratedFolder:
     """
 
     def __init__(
-        self, gen_savedir: str | os.PathLike[str], module_class: type, instance_name: str | None = None
+        self,
+        gen_savedir: str | os.PathLike[str],
+        module_class: type,
+        instance_name: str | None = None,
+        *,
+        only_own: bool = False,
     ) -> None:
         name = "_" if instance_name is None else instance_name
         if not isinstance(name, str) or not name.isidentifier():
@@ -173,6 +181,7 @@ class GeneratedFolder:
             )
         parts = [*module_class.__module__.split("."), *module_class.__qualname__.split("."), name]
         self.path = Path(gen_savedir, "_parallel_modules", *(re.sub(r"[^\w]", "_", part) for part in parts)).resolve()
+        self._base = Path(gen_savedir).resolve() if only_own else None
 
     def state(self, key: Key) -> str:
         """Compares the folder's key with a key: "empty", "same", "same program" (another choice), "different".
@@ -264,9 +273,9 @@ class GeneratedFolder:
     def beside(self) -> Iterator[Path]:
         """Makes a new folder beside this one, and removes it at the end if it is still there."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", suffix=".new", dir=self.path.parent))
+        new = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}.new")
+        new.mkdir()  # with the mode that the user's umask says
         try:
-            new.chmod(0o755)
             yield new
         finally:
             shutil.rmtree(new, ignore_errors=True)
@@ -303,6 +312,12 @@ class GeneratedFolder:
             yield
 
     def _read(self) -> Generated | None:
+        fault = "" if self._base is None else writable_by_others(self._base, self.path)
+        if fault:
+            raise ForeignFilesError(
+                f"{fault}: code in it does not run. Remove {self._base}, or name the folder that you trust by "
+                "gen_savedir="
+            )
         if not self.path.exists() and not self._backup.exists():
             return None
         with self._locked():
