@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..weights.sums_file import check_sums
 from ..weights.torch_files import read_plain
 
 __all__ = [
@@ -68,12 +69,22 @@ def has_weights(folder: str | PathLike[str], *, subfolder: str = "", variant: st
 
 
 def open_source(
-    source: str | PathLike[str] | Mapping[str, torch.Tensor], *, subfolder: str = "", variant: str | None = None
+    source: str | PathLike[str] | Mapping[str, torch.Tensor],
+    *,
+    subfolder: str = "",
+    variant: str | None = None,
+    share: int = 0,
+    shares: int = 1,
 ) -> WeightSource:
-    """Opens the source for a state dict, a file, or a folder in Hugging Face's layout; see `load_pretrained`."""
+    """Opens the source for a state dict, a file, or a folder in Hugging Face's layout; see `load_pretrained`.
+
+    Args:
+        share, shares: the part of the folder's files to compare with its `SHA256SUMS`, if any, and the number of parts.
+    """
     if isinstance(source, Mapping):
         return StateDict(source)
     files = checkpoint_files(source, subfolder=subfolder, variant=variant)
+    check_sums(Path(source) / subfolder, share, shares)
     if files[0].suffix == ".safetensors":
         return SafetensorsFiles(files, str(source))
     tensors: dict[str, torch.Tensor] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,6 +164,25 @@ def _read_model(folder: Path) -> Any:
     return comm.threads.run(Mesh(1), lambda: hf.load_pretrained(model, folder).state_dict())[0]
 
 
+def _write_converted(folder: Path, **options: Any) -> None:
+    """Our conversions, which have checksums."""
+    source = folder.with_name("source")
+    shutil.rmtree(source, ignore_errors=True)
+    _llama().save_pretrained(source)
+    convert(source, folder, tag="a", **options) if options["to"] == "nxd" else convert(source, folder, **options)
+
+
+def _read_converted_to_nxd(folder: Path) -> Any:
+    with comm.as_rank(Mesh(1), 0), torch.device("meta"):
+        model = hf.swap(LlamaForCausalLM(_llama().config))
+
+    def rank() -> Any:
+        nxd.load_checkpoint(folder, "a", model)
+        return model.state_dict()
+
+    return on_one_rank(rank)
+
+
 def _read_by_convert(folder: Path) -> Any:
     """Weights by the config, which says how they are divided and named."""
     out = folder.with_name("out")
@@ -225,6 +245,9 @@ READERS = {
     "checkpointing.load": Reader(_write_first_way, _read_first_way),
     "safetensors": Reader(_write_safetensors, _read_model),
     ".bin": Reader(_write_bin, _read_model),
+    "converted to Hugging Face": Reader(partial(_write_converted, to="hf"), _read_model, sums=True),
+    "converted to NxD": Reader(partial(_write_converted, to="nxd"), _read_converted_to_nxd, sums=True),
+    "converted to NxD, xser": Reader(partial(_write_converted, to="nxd", xser=True), _read_converted_to_nxd, sums=True),
     "convert with config.json": Reader(_write_safetensors, _read_by_convert),
     "trace": Reader(_write_trace, _read_trace),
     "plan": Reader(_write_plan, lambda folder: Plan.load(folder / "plan.json")),

@@ -20,6 +20,7 @@ from ...hf.writing import copy_configs, write_weights
 from ...model_shape import stage_layers
 from ...weights.partial_model import parameter_names
 from ...weights.shard_spec import ShardSpec, spec_of
+from ...weights.sums_file import write_sums
 from ..dcp.checkpoint_source import CheckpointSource
 from ..dcp.flattened_groups import JoinedGroups, flattened_groups
 from ..dcp.plain_data import packed
@@ -180,6 +181,7 @@ def convert(
                     write_configs(Path(config), path)
                 else:
                     copy_configs(Path(config), path)
+            write_sums(path, [*path.glob("*.safetensors"), *path.glob("*.safetensors.index.json")])
     elif to == "nxd":
         names = None
         if fused is not None and config is not None:

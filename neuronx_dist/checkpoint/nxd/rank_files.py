@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...torch_internals.tensors import pytree
+from ...weights.sums_file import check_sums
 from ...weights.torch_files import read_plain
 from ..errors import CheckpointCorrupted, CheckpointMismatch
 from ..storage import Storage
@@ -148,6 +149,7 @@ class NxdFiles:
         model_key: str = "model",
     ) -> None:
         self._storage = storage
+        self._folder = folder
         self._apart: list[StoredTensor] = []  # in separate files
         self.name = storage.describe(folder)
         models = _of_trainer(storage, f"{folder}/model") or _of_trainer(storage, folder)
@@ -179,14 +181,20 @@ class NxdFiles:
             self._check_complete("optim", self.optimizer, self.dp)
 
     def check(self, share: int, shares: int) -> None:
-        """Opens files of single tensors (`use_xser`), which are otherwise opened on access.
+        """Compares files with `SHA256SUMS`, if a local folder has it, and opens files of single tensors (`use_xser`).
 
         Args:
             share, shares: the part of the files to open, and the number of parts.
 
         Raises:
-            CheckpointCorrupted: a file is missing, cut off, or does not hold its tensor.
+            CheckpointCorrupted: a file is missing, cut off, differs, or does not hold its tensor.
         """
+        local = self._storage.local_path(self._folder)
+        if local is not None:
+            try:
+                check_sums(local, share, shares)
+            except ValueError as error:
+                raise CheckpointCorrupted(str(error)) from error
         for tensor in self._apart[share::shares]:
             tensor.tensor()
 
