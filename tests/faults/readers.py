@@ -26,9 +26,11 @@ from neuronx_dist.parallelize.generated.generated_files import GeneratedFolder
 from neuronx_dist.parallelize.generated.keys import Key
 from neuronx_dist.pipeline.timeline.recorded import recorded
 from neuronx_dist.planning.plan import CallPlan, Plan, TensorPlan
-from tests.checkpoint import nxd_runs
+from neuronx_dist.scripts.convert_zero_checkpoints import convert_zero_checkpoints
+from tests.checkpoint import nxd_folder, nxd_runs
 from tests.checkpoint.small_run import Run
 from tests.checkpoint.test_dcp import Plain
+from tests.hf.gguf_writing import write_gguf
 
 
 class Reader(NamedTuple):
@@ -192,6 +194,33 @@ def _read_by_convert(folder: Path) -> Any:
     return dict(torch.load(path, weights_only=True))
 
 
+def _read_gguf(folder: Path) -> Any:
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    return on_one_rank(lambda: hf.load_pretrained(model, folder / "model.gguf").state_dict())
+
+
+def _write_zero_states(folder: Path) -> None:
+    nxd_folder.write(folder / "a", nxd_runs.parameters(), 1, 1, 2, masters=True)
+
+
+def _read_zero_states(folder: Path) -> Any:
+    """The states of ZeRO-1 at another dp."""
+    out = folder.with_name("out")
+    shutil.rmtree(out, ignore_errors=True)
+    convert_zero_checkpoints(str(folder / "a"), str(out), 1)
+    return torch.load(out / "optim" / "dp_rank_00_tp_rank_00_pp_rank_00.pt", weights_only=True)
+
+
 # --- others
 
 
@@ -249,6 +278,8 @@ READERS = {
     "converted to NxD": Reader(partial(_write_converted, to="nxd"), _read_converted_to_nxd, sums=True),
     "converted to NxD, xser": Reader(partial(_write_converted, to="nxd", xser=True), _read_converted_to_nxd, sums=True),
     "convert with config.json": Reader(_write_safetensors, _read_by_convert),
+    "GGUF": Reader(lambda folder: write_gguf(folder / "model.gguf", "llama"), _read_gguf),
+    "nxd_convert_zero_checkpoints": Reader(_write_zero_states, _read_zero_states),
     "trace": Reader(_write_trace, _read_trace),
     "plan": Reader(_write_plan, lambda folder: Plan.load(folder / "plan.json")),
     "generated files": Reader(_write_generated, _read_generated, sums=True),

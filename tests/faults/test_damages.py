@@ -77,12 +77,13 @@ def is_clear(error: BaseException, folder: Path, file: Path) -> bool:
 def same(one: Any, other: Any) -> bool:
     leaves, structure = pytree.tree_flatten(one)
     others, other_structure = pytree.tree_flatten(other)
-    return structure == other_structure and all(
-        a.dtype == b.dtype and torch.equal(a, b)
-        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-        else a == b
-        for a, b in zip(leaves, others)
-    )
+    return str(structure) == str(other_structure) and all(map(_same_leaf, leaves, others))
+
+
+def _same_leaf(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return type(one) is type(other) and one.dtype == other.dtype and torch.equal(one, other)
+    return bool(one == other)
 
 
 @pytest.mark.parametrize(

@@ -340,15 +340,18 @@ class _SavedRectangle:
         self._file = file
         self._shape = chunk.shape
         self._dtype = dtype
-        self._whole: torch.Tensor | None = None
+        self._whole: Any = None
         start, stop = chunk.extent.start, chunk.extent.start + chunk.extent.length
         around = archive(dtype, chunk.shape)
         self._start = start + len(around.head)
         self._row = around.nbytes // max(1, chunk.shape[0]) if chunk.shape else around.nbytes
         if chunk.extent.length != around.length or file.bytes(start, self._start) != around.head:
             self._whole = file.unpacked(start, stop)  # of torch.save, or of another version of this one
-            if tuple(self._whole.shape) != chunk.shape:
-                raise CheckpointCorrupted(f"{file.path} has a tensor {tuple(self._whole.shape)}, not {chunk.shape}")
+            shape = tuple(self._whole.shape) if isinstance(self._whole, torch.Tensor) else type(self._whole).__name__
+            if shape != chunk.shape:
+                raise CheckpointCorrupted(
+                    f"{file.path} has {shape} from byte {start} on, in place of a tensor {chunk.shape}"
+                )
 
     def copy(self, slices: Sequence[slice], target: torch.Tensor) -> None:
         """Copies a part, and verifies it block by block while a block is in the cache."""

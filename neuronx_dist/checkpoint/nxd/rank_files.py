@@ -29,6 +29,7 @@ __all__ = [
     "StoredTensor",
     "TensorReference",
     "Writer",
+    "fault_of_optimizer",
     "file_of",
     "is_nxd_folder",
     "is_of_checkpointing",
@@ -163,7 +164,7 @@ class NxdFiles:
             self.model = {writer: _part(state, model_key) for writer, state in saved.items() if writer.dp == 0}
             self.optimizer = {writer: state["optimizer"] for writer, state in saved.items() if "optimizer" in state}
         for writer, state in self.optimizer.items():
-            wrong = _fault_of_optimizer(state)
+            wrong = fault_of_optimizer(state)
             if wrong:
                 raise CheckpointCorrupted(
                     f"{self.name}: {wrong} in the optimizer of tp rank {writer.tp}, pp rank {writer.pp}, dp rank "
@@ -233,7 +234,7 @@ class NxdFiles:
         return state
 
 
-def _fault_of_optimizer(state: Any) -> str:
+def fault_of_optimizer(state: Any) -> str:
     """Returns the part of an optimizer's state that has other types than torch's or ZeRO-1's, by name; "" if none."""
 
     def is_entry(value: Any) -> bool:

@@ -143,6 +143,8 @@ class Generated:
             )
         try:
             source = open_source(self.path / WEIGHTS)
+            if {*source.names()} != self.manifest["weights"].keys():
+                raise ValueError(f"{WEIGHTS} and {MANIFEST} have different names")
             return Weights(source, self.manifest["weights"], self.path)
         except (ValueError, OSError) as error:
             raise _damaged(self.path, str(error)) from error
