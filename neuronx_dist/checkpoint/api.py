@@ -266,6 +266,9 @@ def _load(
             for file in (_SCHEDULER, _USER_CONTENT, random_state.file_of(present))
             if file in present
         }
+        if scheduler is not None and not isinstance(content[_SCHEDULER], dict):
+            kind = type(content[_SCHEDULER]).__name__
+            raise CheckpointCorrupted(f"{where}/{_SCHEDULER} has a {kind} in place of a scheduler's state dict")
     common: Any = dict(strict=strict, overwritten=overwritten, device=device)
     if not is_nxd:
         is_ours = checkpoint.files is not None
