@@ -17,7 +17,7 @@ __all__ = ["local_tcp_store", "of_environment"]
 
 def local_tcp_store(
     host: str, port: int, world_size: int | None = None, is_master: bool = False, *args: Any, **options: Any
-) -> dist.TCPStore:
+) -> Any:
     """Makes a TCPStore, with its arguments; a server of a loopback address listens there alone.
 
     Raises:
@@ -31,7 +31,7 @@ def local_tcp_store(
             raise RuntimeError(f"{host}:{port} cannot be listened on: {error}") from error
         port = listener.getsockname()[1]
         options["master_listen_fd"] = listener.detach()  # the store closes it
-    return dist.TCPStore(host, port, world_size, is_master, *args, **options)
+    return dist.TCPStore(host, port, world_size, is_master, *args, **options)  # type: ignore[attr-defined]
 
 
 def of_environment(timeout: Any) -> dict[str, Any]:

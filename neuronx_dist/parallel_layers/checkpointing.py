@@ -135,7 +135,7 @@ def load(
     return checkpoint
 
 
-def get_sharded_model_dict(model: nn.Module, model_state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def get_sharded_model_dict(model: nn.Module, model_state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """This rank's shards of an unsharded model's weights, by the layout of its parameters."""
     aliases = parameter_names(model)
     shards = dict(model_state_dict)

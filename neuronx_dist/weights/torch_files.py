@@ -47,7 +47,7 @@ def read_plain(source: str | PathLike[str] | bytes | memoryview, name: str = "",
     except FileNotFoundError:
         raise
     except Exception as error:  # damaged bytes become errors of any class
-        raise ValueError(f"{name or source} {_reason(content, error)}") from error
+        raise ValueError(f"{name or content} {_reason(content, error)}") from error
     return value
 
 

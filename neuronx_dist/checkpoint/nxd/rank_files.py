@@ -12,7 +12,7 @@ All files are read with `weights_only=True`: nothing in a file runs.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -225,9 +225,9 @@ class NxdFiles:
             state[name] = StoredTensor.stacked([state[name], *(other[name] for other in others)])
         return state
 
-    def _load(self, path: str) -> Mapping[Any, Any]:
+    def _load(self, path: str) -> MutableMapping[Any, Any]:
         state = stored_state(self._storage, path, self._apart)
-        if not isinstance(state, Mapping):
+        if not isinstance(state, MutableMapping):
             raise CheckpointCorrupted(
                 f"{self._storage.describe(path)} has a {type(state).__name__} in place of a state dict"
             )

@@ -36,7 +36,8 @@ def recorded(paths: Sequence[str], step: int | None = None) -> Chart:
         ValueError: no trace, a damaged one, a trace without this step, or files of several runs.
     """
     events = [event for path in paths for event in _events(path)]
-    tasks, stages_of, trained = defaultdict(list), {}, set()
+    tasks, trained = defaultdict(list), set()
+    stages_of: dict[int, int] = {}
     for event in events:
         args = event["args"]
         if event["cat"] == "step":
@@ -112,7 +113,7 @@ def _is_of_a_chart(name: str, event: dict[str, Any]) -> bool:
     sizes = [args.get(field) for field in ("step", "stages" if category == "step" else "stage")]
     if category in _KINDS:
         sizes += [event.get("pid"), args.get("chunk"), args.get("microbatch")]
-        times = [event.get("ts"), event.get("dur")]
+        times: list[Any] = [event.get("ts"), event.get("dur")]
         if not all(isinstance(time, (int, float)) and abs(time) < MAX_MICROSECONDS for time in times) or times[1] < 0:
             raise ValueError(
                 f"{name}, a {category}, has ts and dur {short(times)}: both are numbers, and dur is from 0 on"
