@@ -162,7 +162,7 @@ def parallelize(
         return _emitted(example(), smaller(), pas_policy, compute_config, Path(gen_savedir), recorded)
 
     is_named = os.fspath(gen_savedir) != GEN_SAVEDIR
-    folder = GeneratedFolder(gen_savedir, module_class, instance_name, only_own=not is_named)
+    folder = GeneratedFolder(gen_savedir, module_class, instance_name, only_owned=not is_named)
     generated = generate(
         folder,
         key,

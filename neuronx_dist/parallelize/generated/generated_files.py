@@ -157,7 +157,7 @@ class GeneratedFolder:
         gen_savedir: where all generated files are.
         module_class: the class of the module.
         instance_name: tells apart what is generated for one class; None: "_".
-        only_own: refuse files that another user could have written, since their code runs; False where the user has
+        only_owned: refuse files that another user could have written, since their code runs; False where the user has
             named the folder.
 
     Attributes:
@@ -173,7 +173,7 @@ class GeneratedFolder:
         module_class: type,
         instance_name: str | None = None,
         *,
-        only_own: bool = False,
+        only_owned: bool = False,
     ) -> None:
         name = "_" if instance_name is None else instance_name
         if not isinstance(name, str) or not name.isidentifier():
@@ -183,7 +183,7 @@ class GeneratedFolder:
             )
         parts = [*module_class.__module__.split("."), *module_class.__qualname__.split("."), name]
         self.path = Path(gen_savedir, "_parallel_modules", *(re.sub(r"[^\w]", "_", part) for part in parts)).resolve()
-        self._base = Path(gen_savedir).resolve() if only_own else None
+        self._base = Path(gen_savedir).resolve() if only_owned else None
 
     def state(self, key: Key) -> str:
         """Compares the folder's key with a key: "empty", "same", "same program" (another choice), "different".

@@ -428,9 +428,9 @@ def test_code_that_another_user_could_have_written_does_not_run(what, tmp_path, 
     """In the default folder; the one that is named by gen_savedir= is trusted."""
     base = tmp_path / "generated"
     GeneratedFolder(base, Net).write(keyed(), {"gencode0.py": "VALUE = 1"})
-    assert GeneratedFolder(base, Net, only_own=True).read().module("gencode0.py").VALUE == 1
+    assert GeneratedFolder(base, Net, only_owned=True).read().module("gencode0.py").VALUE == 1
     _changed(GeneratedFolder(base, Net), base, what, monkeypatch)
-    refused = GeneratedFolder(base, Net, only_own=True)
+    refused = GeneratedFolder(base, Net, only_owned=True)
     for use in (refused.read, lambda: refused.state(keyed())):
         with pytest.raises(ForeignFilesError, match=r": code in it does not run\. .* by gen_savedir="):
             use()
@@ -443,7 +443,7 @@ def test_the_default_folder_is_checked_and_a_named_one_is_not(tmp_path, monkeypa
 
     class Noted(GeneratedFolder):
         def __init__(self, *args, **options):
-            made.append(options["only_own"])
+            made.append(options["only_owned"])
             raise ZeroDivisionError
 
     monkeypatch.setattr(api, "GeneratedFolder", Noted)
