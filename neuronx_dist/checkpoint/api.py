@@ -150,8 +150,9 @@ def load_checkpoint(
     folders of torch.distributed.checkpoint with `{"model": ..., "optimizer": get_optimizer_state_dict(...)}`.
 
     Weights, optimizer state and masters are bit-equal in any layout; random generators go on where they were in the
-    same layout. All files are compared with their checksums, tensors while they are read: an error says whether weights
-    have been overwritten. The optimizer, the scheduler and random generators are set after all files are verified.
+    same layout. All files are compared with their checksums: local ones before anything is changed, tensors in other
+    storages while they are read, and an error says whether weights have been overwritten. The optimizer, the scheduler
+    and random generators are set after all files are verified.
 
     Args:
         path: the folder of `save_checkpoint`, or NeuronX Distributed's.
@@ -265,6 +266,9 @@ def _load(
             for file in (_SCHEDULER, _USER_CONTENT, random_state.file_of(present))
             if file in present
         }
+        if scheduler is not None and not isinstance(content[_SCHEDULER], dict):
+            kind = type(content[_SCHEDULER]).__name__
+            raise CheckpointCorrupted(f"{where}/{_SCHEDULER} has a {kind} in place of a scheduler's state dict")
     common: Any = dict(strict=strict, overwritten=overwritten, device=device)
     if not is_nxd:
         is_ours = checkpoint.files is not None

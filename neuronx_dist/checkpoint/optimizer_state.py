@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from ..parallel_layers.utils import load_optimizer_state_dict
 from ..spmd.local_holders import local_tensor
 from ..torch_internals.tensors import pytree
 from .dcp.catalog import Catalog
-from .errors import CheckpointMismatch
+from .errors import CheckpointCorrupted, CheckpointMismatch
 from .parameters import Parameter
 from .pieces import TensorPiece, rows_of, whole_piece
 from .rank_tensors import Path, ShardedTensor, State, is_laid_out, key_of
@@ -166,7 +168,21 @@ def check_groups(state: State, optimizer: torch.optim.Optimizer, parameters: Map
 
     Raises:
         CheckpointMismatch: the groups are of another class of optimizers, or divided in another way.
+        CheckpointCorrupted: the number of steps is missing, or no number.
     """
+    paths = [
+        path for path in (*state.objects, *(tensor.paths[0] for tensor in state.tensors.values())) if path[:2] == _STATE
+    ]
+    for scalar in _SCALARS & {path[-1] for path in paths}:
+        lacking = {path[2] for path in paths} - {path[2] for path in paths if path[-1] == scalar}
+        if lacking:
+            raise CheckpointCorrupted(f"the state of {min(map(str, lacking))} has no {scalar}, which others have")
+    for path, value in state.objects.items():
+        if path[:2] == _STATE and path[-1] in _SCALARS and not isinstance(value, (int, float)):
+            raise CheckpointCorrupted(f"{key_of(path)} is {short(value)}, and no number")
+    for key, sharded in state.tensors.items():
+        if sharded.paths[0][:2] == _STATE and sharded.paths[0][-1] in _SCALARS and math.prod(sharded.shape) != 1:
+            raise CheckpointCorrupted(f"{key} has shape {sharded.shape}, and is one number")
     if state.objects[GROUPS] is not None:
         _restored_groups(optimizer, parameters, state.objects[GROUPS])
 
@@ -249,6 +265,10 @@ def _restored_groups(
     Raises:
         CheckpointMismatch: a group has parameters of several saved groups, or options of another class of optimizers.
     """
+    if not isinstance(saved, (list, tuple)) or not all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in saved
+    ):
+        raise CheckpointCorrupted("the parameter groups of the checkpoint are no list of dicts with params")
     base = _slots(optimizer, parameters)[1]
     group_of = {name: index for index, group in enumerate(saved) for name in group["params"]}
     groups, count = [], 0
@@ -271,10 +291,28 @@ def _restored_groups(
                 f"{type(base).__name__} has {', '.join(lacking)}. Load it into an optimizer of the saved class, or "
                 "leave the optimizer out, to continue with the weights alone"
             )
+        for name in base.defaults.keys() & options.keys():
+            if not _is_alike(options[name], group.get(name)):
+                raise CheckpointMismatch(
+                    f"the option {name} of parameter group {source} is {short(options[name])} in the checkpoint, and "
+                    f"{short(group.get(name))} in this optimizer: the checkpoint is damaged, or of another class"
+                )
         numbers = list(range(count, count + len(names)))
         count += len(names)
         groups.append({**{name: value for name, value in options.items() if name != "param_names"}, "params": numbers})
     return groups
+
+
+def _is_alike(saved: Any, current: Any) -> bool:
+    """Returns whether two values of an option are of one sort: numbers, sequences of as many, texts; None fits all."""
+    number = (int, float, torch.Tensor)
+    if saved is None or current is None:
+        return True
+    if isinstance(current, number):
+        return isinstance(saved, number)
+    if isinstance(current, (list, tuple)):
+        return isinstance(saved, (list, tuple)) and len(saved) == len(current) and all(map(_is_alike, saved, current))
+    return isinstance(saved, type(current))
 
 
 def _loss_scaler(optimizer: torch.optim.Optimizer) -> LossScaler | None:

@@ -267,8 +267,17 @@ def _decode(content: bytes) -> tuple[float, dict[str, Entry]]:
     text, _, crc32 = content.decode(errors="replace").rstrip("\n").rpartition("\n")
     if content[-1:] != b"\n" or crc32 != f"{zlib.crc32(text.encode()):08x}":
         raise CheckpointCorrupted("is not what was written")
-    values = json.loads(text)
-    outside = [path for path in values["files"] if path.startswith("/") or ".." in path.split("/")]
+    try:
+        values = json.loads(text)
+        saved = float(values["saved"])
+        files = {path: Entry(*entry) for path, entry in values["files"].items()}
+        outside = [path for path in files if path.startswith("/") or ".." in path.split("/")]
+        if not all(
+            isinstance(entry.size, int) and isinstance(entry.crc32, (int, type(None))) for entry in files.values()
+        ):
+            raise TypeError("sizes and checksums are integers")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointCorrupted("lists files in another form than save_checkpoint does") from error
     if outside:
         raise CheckpointCorrupted(f"refers to files outside of its folder: {outside[:3]}")
-    return float(values["saved"]), {path: Entry(*entry) for path, entry in values["files"].items()}
+    return saved, files

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..mesh import Axis, Mesh
-from . import backends, context
+from . import backends, context, local_store
 from .rank_selection import XLA
 
 __all__ = ["connect", "disconnect", "end_step", "init_distributed", "world"]
@@ -51,6 +51,8 @@ def init_distributed(device: str = "auto", timeout: float | None = None) -> torc
         options: dict[str, Any] = {"timeout": limit}
         if "RANK" not in os.environ:
             options.update(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        else:
+            options.update(local_store.of_environment(limit))
         dist.init_process_group(backend, **options)
     if selected is None:
         selected = backends.local_device.select(device_type)

@@ -14,8 +14,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,14 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api as launcher
 
 from . import run_network
 from .health.failure import HANG
 from .health.slow_waits import HANG_VARIABLE
+from .local_store import local_tcp_store
 
 __all__ = ["WRONG_USE", "arguments", "run"]
 
@@ -121,7 +123,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         run_network.complete(args)
         names["LocalElasticAgent"] = _Agent
-        torchrun.run(args)
+        with _local_stores():
+            torchrun.run(args)
     except ChildFailedError as error:
         rank, failure = _first(error.failures)
         if failure.exitcode != WRONG_USE:  # a refusal of the script is the same for all ranks
@@ -137,6 +140,20 @@ def run(args: argparse.Namespace) -> int:
     finally:
         names["LocalElasticAgent"] = LocalElasticAgent
     return 0
+
+
+@contextmanager
+def _local_stores() -> Iterator[None]:
+    """Makes torchrun's rendezvous of one host listen on this host alone."""
+    modules = [vars(c10d_rendezvous_backend), vars(static_tcp_rendezvous)]
+    before = [names["TCPStore"] for names in modules]
+    for names in modules:
+        names["TCPStore"] = local_tcp_store
+    try:
+        yield
+    finally:
+        for names, store in zip(modules, before):
+            names["TCPStore"] = store
 
 
 def _silence_stores() -> None:

@@ -25,7 +25,7 @@ class NetworkError(ValueError):
 
 
 def complete(args: argparse.Namespace) -> None:
-    """Fills in, for several hosts, what the user left out: this host's address, the rendezvous host, gloo's interface.
+    """Fills in what the user left out: this host's address, of several hosts also the rendezvous and gloo's interface.
 
     Args:
         args: the arguments of torchrun; `local_addr` and `rdzv_conf` are changed.
@@ -34,6 +34,8 @@ def complete(args: argparse.Namespace) -> None:
         NetworkError: the name of the rendezvous does not resolve, or resolves to this host alone.
     """
     if args.standalone or not any(number.isdecimal() and int(number) > 1 for number in args.nnodes.split(":")):
+        if args.local_addr is None:
+            args.local_addr = "127.0.0.1"  # the store of one host, which torchrun would serve on its network
         return
     if args.rdzv_backend == "static" and not args.rdzv_endpoint:
         host, port = args.master_addr, args.master_port or 29500

@@ -7,14 +7,15 @@ mapped into memory, its pages.
 from __future__ import annotations
 
 import json
-import pickle
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 import torch
+
+from ..weights.sums_file import check_sums
+from ..weights.torch_files import read_plain
 
 __all__ = [
     "SAFETENSORS_DTYPES",
@@ -68,12 +69,22 @@ def has_weights(folder: str | PathLike[str], *, subfolder: str = "", variant: st
 
 
 def open_source(
-    source: str | PathLike[str] | Mapping[str, torch.Tensor], *, subfolder: str = "", variant: str | None = None
+    source: str | PathLike[str] | Mapping[str, torch.Tensor],
+    *,
+    subfolder: str = "",
+    variant: str | None = None,
+    share: int = 0,
+    shares: int = 1,
 ) -> WeightSource:
-    """Opens the source for a state dict, a file, or a folder in Hugging Face's layout; see `load_pretrained`."""
+    """Opens the source for a state dict, a file, or a folder in Hugging Face's layout; see `load_pretrained`.
+
+    Args:
+        share, shares: the part of the folder's files to compare with its `SHA256SUMS`, if any, and the number of parts.
+    """
     if isinstance(source, Mapping):
         return StateDict(source)
     files = checkpoint_files(source, subfolder=subfolder, variant=variant)
+    check_sums(Path(source) / subfolder, share, shares)
     if files[0].suffix == ".safetensors":
         return SafetensorsFiles(files, str(source))
     tensors: dict[str, torch.Tensor] = {}
@@ -102,16 +113,8 @@ def checkpoint_files(source: str | PathLike[str], *, subfolder: str = "", varian
         )
     if first.suffix != ".json":
         return [first]
-    try:
-        listed = sorted(set(json.loads(first.read_text())["weight_map"].values()))
-        if not listed:
-            raise ValueError("weight_map is empty")
-        outside = [name for name in listed if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{first} ({first.stat().st_size} bytes) is cut off, a Git LFS pointer, or no index of weight files: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    listed = _listed_files(first)
+    outside = [name for name in listed if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
     if outside:
         raise ValueError(f"{first} lists {', '.join(outside[:3])}, outside of its folder: do not trust this folder")
     files = [path / name for name in listed]
@@ -119,6 +122,24 @@ def checkpoint_files(source: str | PathLike[str], *, subfolder: str = "", varian
     if missing:
         raise FileNotFoundError(f"{path}: {first.name} lists {', '.join(missing)}, missing in the folder")
     return files
+
+
+def _listed_files(index: Path) -> list[str]:
+    """Returns the names of the files in an index, in order."""
+    content: Any = None
+    reason = 'it needs {"weight_map": {name of a tensor: name of a file}}'
+    try:
+        content = json.loads(index.read_text())
+    except (ValueError, RecursionError) as error:
+        reason = f"it is not JSON ({error})"
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    files = [*weight_map.values()] if isinstance(weight_map, dict) else []
+    if not files or not all(isinstance(file, str) and file for file in files):
+        raise ValueError(
+            f"{index} ({index.stat().st_size} bytes) is cut off, a Git LFS pointer, or no index of weight files: "
+            f"{reason}"
+        )
+    return sorted(set(files))
 
 
 def _names(variant: str | None) -> Sequence[str]:
@@ -161,7 +182,10 @@ class SafetensorsFiles:
             try:
                 handle = safe_open(str(file), framework="pt", device="cpu")
             except SafetensorError as error:
-                raise ValueError(_unreadable(file, error)) from error
+                size = file.stat().st_size
+                raise ValueError(
+                    f"{file} ({size} bytes) is cut off, damaged, or a Git LFS pointer: {str(error).strip()}"
+                ) from error
             self._where.update(dict.fromkeys(handle.keys(), handle))
 
     def names(self) -> Iterable[str]:
@@ -183,18 +207,10 @@ class SafetensorsFiles:
 
 def _mapped(file: Path) -> dict[str, torch.Tensor]:
     """The tensors of a `.bin` file, mapped into memory. (Before torch 1.6 files were no zip: these are read whole.)"""
-    try:
-        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(_unreadable(file, error)) from error
+    tensors = read_plain(file, mmap=True)
     if not isinstance(tensors, Mapping):
         raise ValueError(f"{file} is no state dict: it holds a {type(tensors).__name__}")
     strange = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
     if strange:
         raise ValueError(f"{file} is no state dict: {strange[0]!r} is a {type(tensors[strange[0]]).__name__}")
     return dict(tensors)
-
-
-def _unreadable(file: Path, error: Exception) -> str:
-    size = file.stat().st_size
-    return f"{file} ({size} bytes) is cut off, a Git LFS pointer, or holds more than tensors: {str(error).strip()}"

@@ -33,6 +33,7 @@ from ..weights.partial_model import (
     partial_model,
 )
 from ..weights.shard_spec import ShardSpec, gather_full, spec_of
+from ..weights.sums_file import SUMS
 from .conversion import named_as_in
 from .gguf_file import gguf_file, open_gguf
 from .mismatch import check_fit
@@ -58,7 +59,8 @@ def load_pretrained(
     It takes what `from_pretrained` of transformers takes from a local folder: safetensors and `.bin`, one file or
     several with an index, a GGUF file (dequantized a tensor at a time), checkpoints of the base model alone, or of
     another head; old names. Of what is left over, and of a head that is newly initialised, world rank 0 warns. A
-    `generation_config.json` is read too.
+    `generation_config.json` is read too. Of a folder with `SHA256SUMS`, which `neuronx-dist convert` writes, each rank
+    compares a share of the files.
 
     Args:
         model: on meta (then its buffers get their values too) or real; of a pipeline model the local stage is filled.
@@ -74,7 +76,7 @@ def load_pretrained(
 
     Raises:
         ValueError: other names are missing from the source, or a shape is another one: all are listed, nothing is
-            changed; or a tied weight has two values there.
+            changed; a tied weight has two values there; a file is damaged, or differs from its checksum.
         FileNotFoundError: the folder has no weights, or lacks a file that its index lists.
     """
     whole = partial_model(model).original_module
@@ -85,6 +87,8 @@ def load_pretrained(
     check_fit(whole, expected, weights, strict=strict)
     present = set(weights.names())
     _check_tied(model, aliases, weights)
+    if not isinstance(source, Mapping):
+        _read_generation_config(whole, Path(source) / subfolder)
     filled: set[int] = set()
     for slot in parameter_slots(model):
         param = slot.tensor
@@ -103,8 +107,6 @@ def load_pretrained(
         if name in present:
             target = device if buffer.is_meta else buffer.device
             module._buffers[key] = weights.read(name).to(device=target, dtype=buffer.dtype, copy=True)
-    if not isinstance(source, Mapping):
-        _read_generation_config(whole, Path(source) / subfolder)
     return materialize(model, seed, device, dtype)
 
 
@@ -133,6 +135,7 @@ def save_pretrained(model: Any, folder: str | PathLike[str], tokenizer: Any = No
                 *path.glob("model-*-of-*.safetensors"),
                 path / "model.safetensors",
                 path / "model.safetensors.index.json",
+                path / SUMS,  # of these files
             ]:
                 old.unlink(missing_ok=True)
 
@@ -186,7 +189,9 @@ def _opened(source: Any, whole: Any, subfolder: str, variant: str | None) -> Wei
         file = gguf_file(Path(source) / subfolder)
         if file is not None:
             return open_gguf(file, whole)
-    return open_source(source, subfolder=subfolder, variant=variant)
+    shares = comm.size("world") if comm.is_initialized() else 1
+    share = comm.rank("world") if shares > 1 else 0
+    return open_source(source, subfolder=subfolder, variant=variant, share=share, shares=shares)
 
 
 def _full_tensors(model: nn.Module, gradients: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
@@ -250,8 +255,15 @@ def _check_tied(model: Any, aliases: dict[int, list[str]], weights: WeightSource
 
 def _read_generation_config(model: Any, folder: Path) -> None:
     """Reads the generation config of a model that can generate, as `from_pretrained` does."""
-    if getattr(model, "generation_config", None) is not None and (folder / "generation_config.json").is_file():
-        model.generation_config = type(model.generation_config).from_pretrained(folder)
+    file = folder / "generation_config.json"
+    if getattr(model, "generation_config", None) is not None and file.is_file():
+        try:
+            if not isinstance(json.loads(file.read_text()), dict):
+                raise ValueError("it is no JSON object")
+            model.generation_config = type(model.generation_config).from_pretrained(folder)
+        except Exception as error:  # transformers checks no types
+            text = " ".join(str(error).split())
+            raise ValueError(f"{file} cannot be read, repair or remove it: {type(error).__name__}: {text}") from error
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from ..parallel_layers.utils import (
     move_all_tensor_to_cpu,
 )
 from ..spmd.watching import active
+from ..weights.torch_files import read_plain
 from ..weights.wrappers import note_saved_state
 from .base_optimizer import OptimizerFactory, check_factory, make_base_optimizer
 from .gathers import Gathers
@@ -500,7 +501,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         path = state_path(output_dir)
         for is_my_turn in turns(num_workers_per_step):
             if is_my_turn:
-                self.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+                self.load_state_dict(read_plain(path))
             comm.barrier()
 
 

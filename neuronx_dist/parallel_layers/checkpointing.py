@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from .. import comm
 from ..torch_internals.tensors import pytree
 from ..weights.partial_model import parameter_names, parameter_slots
 from ..weights.shard_spec import spec_of
+from ..weights.torch_files import read_plain
 from .utils import load_optimizer_state_dict, move_all_tensor_to_cpu
 
 __all__ = ["ensure_directory_exists", "get_sharded_model_dict", "load", "save"]
@@ -88,6 +90,8 @@ def load(
     Raises:
         FileNotFoundError: there is no file for this rank's coordinates: another layout, or another folder.
         KeyError: the checkpoint has no `model_key`; the message names its keys.
+        ValueError: the file is damaged, or holds more than tensors and plain data; the message names it.
+        RuntimeError: `load_state_dict` of the model or optimizer refuses the checkpoint.
     """
     if model is not None and model_or_optimizer is not None:
         raise ValueError("checkpointing.load: pass either model or model_or_optimizer, not both")
@@ -100,27 +104,40 @@ def load(
         raise FileNotFoundError(
             f"checkpointing.load: there is no {path}; {there}: load it in the layout it was saved in"
         )
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    checkpoint = read_plain(path)
     if target is None:
         return checkpoint
+    if not isinstance(checkpoint, Mapping):
+        raise ValueError(f"checkpointing.load: {path} has a {type(checkpoint).__name__} in place of a state dict")
     if model_key is not None and model_key not in checkpoint:
         raise KeyError(
             f"checkpointing.load: {path} has no {model_key!r}, only {', '.join(map(repr, [*checkpoint][:8]))}: pass "
             "one of these as model_key, or model_key=None if the checkpoint itself is the state dict"
         )
     state = checkpoint if model_key is None else checkpoint[model_key]
-    if isinstance(target, torch.optim.Optimizer):
-        if not sharded:
-            raise ValueError(
-                "checkpointing.load: an optimizer's state must be loaded by the rank that saved it: pass sharded=True"
-            )
-        load_optimizer_state_dict(target, state)
-    else:
-        target.load_state_dict(state if sharded else get_sharded_model_dict(target, state), strict=strict)
+    if not isinstance(state, Mapping):
+        raise ValueError(
+            f"checkpointing.load: {path} has a {type(state).__name__} under {model_key!r}, in place of a state dict"
+        )
+    is_optimizer = isinstance(target, torch.optim.Optimizer)
+    if is_optimizer and not sharded:
+        raise ValueError(
+            "checkpointing.load: an optimizer's state must be loaded by the rank that saved it: pass sharded=True"
+        )
+    try:
+        if is_optimizer:
+            load_optimizer_state_dict(target, state)
+        else:
+            target.load_state_dict(state if sharded else get_sharded_model_dict(target, state), strict=strict)
+    except comm.CommError:
+        raise
+    except Exception as error:  # of torch, without the file's name and of many lines
+        reason = " ".join(str(error).split())
+        raise RuntimeError(f"checkpointing.load: {path} does not fit the {type(target).__name__}: {reason}") from error
     return checkpoint
 
 
-def get_sharded_model_dict(model: nn.Module, model_state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def get_sharded_model_dict(model: nn.Module, model_state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """This rank's shards of an unsharded model's weights, by the layout of its parameters."""
     aliases = parameter_names(model)
     shards = dict(model_state_dict)

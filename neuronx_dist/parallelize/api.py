@@ -58,6 +58,7 @@ CONSTANTS = "constants.json"
 PROOF = "proof.txt"
 PROGRAMS = "programs.json"
 PLAN = "plan.json"
+GEN_SAVEDIR = "./.nnscaler"
 EVALUATION = "evaluation"  # in a key: objects of the class begin in evaluation mode
 
 
@@ -67,7 +68,7 @@ def parallelize(
     pas_policy: str | Callable[..., Any],
     compute_config: ComputeConfig,
     *,
-    gen_savedir: str | Path = "./.nnscaler",
+    gen_savedir: str | Path = GEN_SAVEDIR,
     reuse: ReuseType | str = ReuseType.MATCH,
     instance_name: str | None = None,
     load_module: bool = True,
@@ -86,7 +87,8 @@ def parallelize(
         dummy_forward_args: arguments of forward by name. Shapes and dtypes of tensors count; floating-point tensors
             have gradients, unless the module is end2end or for inference. Missing arguments have forward's defaults.
         pas_policy: the name of a policy, or a function `(IRGraph, ComputeConfig) -> IRGraph`.
-        gen_savedir: the folder of all generated files.
+        gen_savedir: the folder of all generated files, whose code runs. A folder other than the default one is trusted;
+            in the default one, code that another user could have written is refused.
         reuse: the use of files of an earlier run.
         instance_name: distinguishes several sets of files of one class; None: "_".
         load_module: False: generate files, and return None. Needs no process group.
@@ -160,7 +162,8 @@ def parallelize(
         recorded = _stored_programs(folder, key(), example()) if ReuseType.of(reuse) is ReuseType.GRAPH else []
         return _emitted(example(), smaller(), pas_policy, compute_config, Path(gen_savedir), recorded)
 
-    folder = GeneratedFolder(gen_savedir, module_class, instance_name)
+    is_named = os.fspath(gen_savedir) != GEN_SAVEDIR
+    folder = GeneratedFolder(gen_savedir, module_class, instance_name, only_owned=not is_named)
     generated = generate(
         folder,
         key,

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from os import PathLike
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any, NamedTuple
 
 from ..nearest import nearest
@@ -124,18 +125,21 @@ class Plan:
         """
         try:
             content = json.loads(Path(path).read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"{path} is no plan: it is not JSON ({error})") from None
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise PlanError(f'{path} is no plan: it has no "format": "{FORMAT}"')
         version = content.pop("version", None)
         if version != VERSION:
             raise PlanError(f"{path} is a plan of version {version}; this package reads version {VERSION}")
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in content if name not in known]
+        if unknown:
+            raise PlanError(f"{path} is a damaged plan: it has {unknown[0]!r}; a plan has {', '.join(known)}")
         try:
             return cls(**_decoded(content))
-        except (KeyError, TypeError, AttributeError) as error:
-            known = ", ".join(field.name for field in fields(cls))
-            raise PlanError(f"{path} is a damaged plan: {error}; a plan has {known}") from None
+        except PlanError as error:
+            raise PlanError(f"{path} is a damaged plan: {error}") from None
 
     def check(
         self,
@@ -176,30 +180,73 @@ class Plan:
 
 
 def _decoded(content: dict[str, Any]) -> dict[str, Any]:
-    """Converts the fields of a plan from the types of JSON."""
+    """Converts the fields of a plan from the types of JSON.
+
+    Raises:
+        PlanError: a field has another type.
+    """
     decoded = dict(content)
-    decoded["stages"] = tuple(content.get("stages", (0,)))
-    decoded["recompute"] = tuple((first, last) for first, last in content.get("recompute", ()))
-    decoded["layers"] = tuple(map(_layer, content.get("layers", ())))
+    for name, default in (("stages", [0]), ("recompute", []), ("layers", []), ("calls", []), ("second_calls", [])):
+        decoded[name] = _typed(content.get(name, default), list, name)
+    decoded["schedule"] = _typed(content.get("schedule", Plan.schedule), str, "schedule")
+    decoded["stages"] = tuple(_typed(stage, int, "stages") for stage in decoded["stages"])
+    decoded["recompute"] = tuple(_pair(span, int, "recompute") for span in decoded["recompute"])
+    decoded["layers"] = tuple(map(_layer, decoded["layers"]))
     for name in ("calls", "second_calls"):
-        decoded[name] = tuple(CallPlan(**call) for call in content.get(name, ()))
+        decoded[name] = tuple(
+            CallPlan(**_entry(call, dict.fromkeys(CallPlan._fields, str), CallPlan._fields, name))
+            for call in decoded[name]
+        )
     for name in ("parameters", "inputs"):
+        tensors = content.get(name)
         decoded[name] = {
-            key: TensorPlan(tuple(tensor["shape"]), tensor["dtype"], tensor["type"], tensor.get("second", ""))
-            for key, tensor in (content.get(name) or {}).items()
+            key: _tensor(tensor, f"{name}: {key}")
+            for key, tensor in _typed({} if tensors is None else tensors, dict, name).items()
         }
     return decoded
 
 
-def _layer(content: dict[str, Any]) -> LayerPlan:
-    group = content.get("group")
-    return LayerPlan(
-        **{
-            **content,
-            "fused_with": tuple(content.get("fused_with", ())),
-            "group": None if group is None else (group[0], group[1]),
-        }
-    )
+def _typed(value: Any, type_: type, where: str) -> Any:
+    """Returns a value of this type.
+
+    Raises:
+        PlanError: it has another type.
+    """
+    if not isinstance(value, type_) or (type_ is int and isinstance(value, bool)):
+        raise PlanError(f"{where} has {short(value)}, and not a {type_.__name__}")
+    return value
+
+
+def _pair(value: Any, type_: type, where: str) -> tuple[Any, Any]:
+    if len(_typed(value, list, where)) != 2:
+        raise PlanError(f"{where} has {short(value)}, and not a list of two")
+    return _typed(value[0], type_, where), _typed(value[1], type_, where)
+
+
+def _entry(value: Any, types: Mapping[str, type], needed: Sequence[str], where: str) -> dict[str, Any]:
+    """Returns a dict with fields of these types."""
+    entry = _typed(value, dict, where)
+    missing = [name for name in needed if name not in entry]
+    unknown = [name for name in entry if name not in types]
+    if missing or unknown:
+        raise PlanError(f"{where} has {short(value)}: {'no ' + missing[0] if missing else 'unknown is ' + unknown[0]}")
+    return {name: _typed(field, types[name], f"{where}: {name}") for name, field in entry.items()}
+
+
+def _tensor(value: Any, where: str) -> TensorPlan:
+    types: dict[str, type] = {"shape": list, "dtype": str, "type": str, "second": str}
+    entry = _entry(value, types, ("shape", "dtype", "type"), where)
+    return TensorPlan(**{**entry, "shape": tuple(_typed(size, int, f"{where}: shape") for size in entry["shape"])})
+
+
+def _layer(content: Any) -> LayerPlan:
+    types: dict[str, type] = {"name": str, "style": str, "padded_size": int, "fused_with": list, "options": dict}
+    given = {name: value for name, value in _typed(content, dict, "layers").items() if value is not None}
+    entry = _entry(given, {**types, "group": list}, ("name", "style"), "layers")
+    entry["fused_with"] = tuple(_typed(name, str, "layers: fused_with") for name in entry.get("fused_with", ()))
+    if "group" in entry:
+        entry["group"] = _pair(entry["group"], int, "layers: group")
+    return LayerPlan(**entry)
 
 
 def _tensor_differences(

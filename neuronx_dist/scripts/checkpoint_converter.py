@@ -28,6 +28,7 @@ from ..checkpoint.storage import open_storage
 from ..hf.sources import has_weights, open_source
 from ..model_shape import stage_layers
 from ..weights.shard_spec import ShardSpec
+from ..weights.torch_files import read_plain
 from .naming import NamingRules, StateDict
 
 __all__ = ["CheckpointConverterBase"]
@@ -67,7 +68,9 @@ class CheckpointConverterBase(NamingRules):
             path = path / "checkpoint.pt"  # as `save_full` writes it
         if not path.is_file():
             raise FileNotFoundError(f"--input_dir {args.input_dir}: no file with weights found")
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = read_plain(path, mmap=True)
+        if not isinstance(state, Mapping):
+            raise ValueError(f"{path} has a {type(state).__name__} in place of a state dict")
         inner = state.get(args.model_key) if args.model_key else None
         return dict(inner if isinstance(inner, Mapping) else state)
 

@@ -20,8 +20,9 @@ import torch
 from ..checkpoint.convert.convert_command import progress_bar
 from ..checkpoint.errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch
 from ..checkpoint.nxd.nxd_writing import DividedTensor, Part, row_parts, write_files
-from ..checkpoint.nxd.rank_files import StoredTensor, stored_state
+from ..checkpoint.nxd.rank_files import StoredTensor, fault_of_optimizer, stored_state
 from ..checkpoint.storage import LocalStorage
+from ..torch_internals.tensors import pytree
 
 __all__ = ["convert_zero_checkpoints", "main"]
 
@@ -34,12 +35,21 @@ class _Rows(NamedTuple):
 
     keys: tuple[Any, ...]
     shape: tuple[int, ...]
-    shards: list[StoredTensor]
+    shards: list[Any]  # StoredTensors, but in damaged files
 
     def read(self) -> torch.Tensor:
         """All rows, without padding."""
         rows = torch.cat([shard.tensor() for shard in self.shards])
         return rows[: self.shape[0]] if self.shape else rows[:1]
+
+    def first_fault(self) -> int | None:
+        """Returns the dp rank whose part has another shape than it should have; None if all are right."""
+        count, *rest = self.shape or (1,)
+        shape = (-(-count // len(self.shards)), *rest)
+        for dp, shard in enumerate(self.shards):
+            if not isinstance(shard, StoredTensor) or shard.shape != shape:
+                return dp
+        return None
 
 
 def convert_zero_checkpoints(
@@ -80,12 +90,16 @@ def convert_zero_checkpoints(
     tensors: list[DividedTensor] = []
     constants: dict[str, dict[Any, Any]] = {}
     for (tp, pp), paths in sorted(by_rank.items()):
-        missing = sorted(set(range(degree)) - paths.keys())
-        if missing:
+        if len(paths) < degree:
+            missing = next(rank for rank in range(degree) if rank not in paths)
             raise CheckpointCorrupted(
-                f"{input_dir}/optim lacks dp rank {missing[0]} of {degree}, beside {paths[min(paths)]}"
+                f"{input_dir}/optim lacks dp rank {missing} of {degree}, beside {paths[min(paths)]}"
             )
         states = [stored_state(storage, paths[dp], apart) for dp in range(degree)]
+        for dp, state in enumerate(states):
+            fault = fault_of_optimizer(state)
+            if fault:
+                raise CheckpointCorrupted(f"{input_dir}/{paths[dp]}: {fault} is not what NeuronX Distributed writes")
         if "base_state" not in states[0] or "shape_info" not in states[0]:
             raise CheckpointMismatch(
                 f"{input_dir}/{paths[0]} is not a ZeRO-1 state: it has no base_state and shape_info"
@@ -96,10 +110,16 @@ def convert_zero_checkpoints(
         )
         for file in files:
             constants[file] = _without_tensors(states[0])
-        tensors += [
-            DividedTensor(rows.shards[0].dtype, rows.read, row_parts(files, rows.keys, rows.shape))
-            for rows in _rows(states)
-        ]
+            if any(isinstance(leaf, StoredTensor) for leaf in pytree.tree_leaves(constants[file])):
+                raise CheckpointCorrupted(f"{input_dir}/{paths[0]} has tensors beside states and master weights")
+        for rows in _rows(states):
+            wrong = rows.first_fault()
+            if wrong is not None:
+                raise CheckpointCorrupted(
+                    f"{input_dir}/{paths[wrong]}: {'.'.join(map(str, rows.keys))} is not a part of {rows.shape} like "
+                    "that of other dp ranks"
+                )
+            tensors.append(DividedTensor(rows.shards[0].dtype, rows.read, row_parts(files, rows.keys, rows.shape)))
         tensors += [
             DividedTensor(value.dtype, value.tensor, [Part(file, keys, value.shape) for file in files])
             for keys, value in _common(states[0])
@@ -139,11 +159,10 @@ def _rows(states: Sequence[Mapping[str, Any]]) -> Iterator[_Rows]:
         full_shape = tuple(shape)
         for entry, value in states[0]["base_state"].get(number, {}).items():
             if _is_divided(entry, value):
-                yield _Rows(
-                    ("base_state", number, entry), full_shape, [state["base_state"][number][entry] for state in states]
-                )
+                shards = [state.get("base_state", {}).get(number, {}).get(entry) for state in states]
+                yield _Rows(("base_state", number, entry), full_shape, shards)
         if number in states[0].get("sharded_master_weights", {}):
-            masters = [state["sharded_master_weights"][number] for state in states]
+            masters = [state.get("sharded_master_weights", {}).get(number) for state in states]
             yield _Rows(("sharded_master_weights", number), full_shape, masters)
 
 

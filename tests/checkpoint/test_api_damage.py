@@ -32,15 +32,29 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(content)
 
 
-def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path) -> None:
-    """200 times with NXD_FULL=1. The error says whether weights were overwritten; nothing else ever is."""
-    saved(tmp_path, "a")
+@pytest.mark.parametrize("storage", ["local", "memory"])
+def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path, storage: str) -> None:
+    """200 times with NXD_FULL=1. Local files are verified before anything is changed; of others the error says so."""
+    folder: Any = tmp_path if storage == "local" else f"memory://flipped-{tmp_path.name}"
+    saved(folder, "a")
     count = 200 if os.environ.get("NXD_FULL") else 24
     generator = torch.Generator().manual_seed(0)
-    files = files_of(tmp_path / "a")
-    ends = list(itertools.accumulate(path.stat().st_size for path in files))
+    opened = open_storage(folder)
+    paths = [
+        path
+        for name in opened.list("a")
+        for path in (
+            [f"a/{name}"] if opened.kind(f"a/{name}") == "file" else [f"a/{name}/{x}" for x in opened.list(f"a/{name}")]
+        )
+    ]
+    ends = list(itertools.accumulate(map(opened.size, paths)))
     positions = torch.randint(0, 8 * ends[-1], (count,), generator=generator).tolist()
     positions += [8 * end - 1 for end in ends]  # and the last bit of each file
+
+    def flip_in_storage(path: str, bit: int) -> None:
+        content = bytearray(opened.read(path))
+        content[bit // 8] ^= 1 << bit % 8
+        opened.write(path, [content])
 
     def rank() -> None:
         run = Run(seed=1)
@@ -48,14 +62,14 @@ def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path) -> None:
         weights, before, overwritten = len([*run.model.parameters()]), run.values(), 0
         for position in positions:
             number = next(index for index, end in enumerate(ends) if position < 8 * end)
-            start = ends[number - 1] if number else 0
+            bit = position - 8 * (ends[number - 1] if number else 0)
             if comm.rank("world") == 0:
-                flip(files[number], position - 8 * start)
+                flip_in_storage(paths[number], bit)
             comm.barrier()
             with pytest.raises(CheckpointCorrupted) as error:
-                run.load(tmp_path, "a")
+                run.load(folder, "a")
             message, now = str(error.value), run.values()
-            assert files[number].name in message, position
+            assert paths[number].rpartition("/")[2] in message, position
             assert equal(now[weights:], before[weights:]) and run.scheduler.last_epoch == 1
             if "nothing was changed" in message:
                 assert equal(now, before)
@@ -64,10 +78,10 @@ def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path) -> None:
                 before, overwritten = now, overwritten + 1
             comm.barrier()
             if comm.rank("world") == 0:
-                flip(files[number], position - 8 * start)
+                flip_in_storage(paths[number], bit)
             comm.barrier()
-        assert overwritten
-        run.load(tmp_path, "a")
+        assert (overwritten > 0) == (storage == "memory")
+        run.load(folder, "a")
 
     on_ranks(rank, Mesh(2))
 
@@ -180,21 +194,24 @@ def test_each_file_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({path for _, path in taken if path.endswith(".distcp")}) == 4 and max(of_weights) < 0.75 * size
 
 
-def test_a_damaged_checkpoint_leaves_no_values(tmp_path: Path) -> None:
-    """The older one has to have all that was overwritten, `strict` or not; else the error says what is left."""
+def test_a_damaged_checkpoint_leaves_no_values() -> None:
+    """Of files that are not local: the older one has all that was overwritten, or the error says what is left."""
+    folder = "memory://no-values"
+    storage = open_storage(folder)
 
     def rank() -> None:
         run = Run()
-        run.save(tmp_path, "small", model=run.model.up, optimizer=None)
-        run.save(tmp_path, "whole", optimizer=None)
+        run.save(folder, "small", model=run.model.up, optimizer=None)
+        run.save(folder, "whole", optimizer=None)
         comm.barrier()
         if comm.rank("world") == 0:
             weights = run.model.down.weight.detach().numpy().tobytes()
-            (path,) = [each for each in (tmp_path / "whole").glob("*.distcp") if weights in each.read_bytes()]
-            flip(path, 8 * path.read_bytes().index(weights))
+            files = [f"whole/{name}" for name in storage.list("whole") if name.endswith(".distcp")]
+            ((path, content),) = [(file, storage.read(file)) for file in files if weights in storage.read(file)]
+            storage.write(path, [content.replace(weights, bytes(len(weights)))])
         comm.barrier()
         with pytest.raises(CheckpointMismatch) as error:
-            nxd.load_checkpoint(tmp_path, model=run.model, strict=False)
+            nxd.load_checkpoint(folder, model=run.model, strict=False)
         assert "whole is damaged" in str(error.value) and "weights of the model were partly overwritten" in str(
             error.value
         )

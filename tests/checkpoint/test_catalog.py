@@ -18,7 +18,7 @@ from neuronx_dist.checkpoint.errors import CheckpointCorrupted
 def catalog() -> Catalog:
     chunks = [
         StoredChunk((0, 0), (2, 3), Extent("__0_0.distcp", 64, 900)),
-        StoredChunk((2, 0), (2, 3), Extent("__1_0.distcp", 0, 9)),
+        StoredChunk((2, 0), (2, 3), Extent("__1_0.distcp", 0, 12)),
     ]
     return Catalog(
         {"model.w": SavedTensor((4, 3), torch.bfloat16, chunks)},
@@ -134,7 +134,7 @@ def test_pieces_that_do_not_fit_are_refused():
 )
 def test_pieces_that_overlap_are_refused(rectangles, whole):
     """Elements that are in no piece kept the old weights, where those of overlapping pieces add up to the whole."""
-    chunks = [StoredChunk(*at, Extent("a", 8 * index, 8)) for index, at in enumerate(rectangles)]
+    chunks = [StoredChunk(*at, Extent("a", 8 * index, 9999)) for index, at in enumerate(rectangles)]
     with pytest.raises(CheckpointCorrupted, match=r"two pieces of w overlap, \(.*\) at \(.*\), and others are missing"):
         unpickled(pickled(Catalog({"w": SavedTensor(whole, torch.float32, chunks)}, {}, {})), "name")
 
@@ -156,7 +156,7 @@ def test_pieces_that_cover_a_tensor_exactly_are_taken(seed):
 
     rectangles = [at for at in cuts((0, 0, 0), (7, 8, 9), 5) if math.prod(at[1])]
     rng.shuffle(rectangles)
-    chunks = [StoredChunk(*at, Extent("a", 8 * index, 8)) for index, at in enumerate(rectangles)]
+    chunks = [StoredChunk(*at, Extent("a", 8 * index, 9999)) for index, at in enumerate(rectangles)]
     catalog = Catalog({"w": SavedTensor((7, 8, 9), torch.float32, chunks)}, {}, {})
     assert unpickled(pickled(catalog), "name") == catalog
 

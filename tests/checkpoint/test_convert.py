@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -112,6 +115,7 @@ def test_to_nxd(model: tuple[Any, Path], tmp_path: Path) -> None:
         }
         for name in ("nxd", "expected")
     )
+    assert written.pop("step_1/SHA256SUMS")
     assert written.keys() == expected.keys()
     for name in expected:
         if not name.endswith(".pt"):
@@ -294,6 +298,63 @@ def test_what_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {path.name for path in tmp_path.iterdir()} == {"src", "ours", "empty"} and not any(
         (tmp_path / "empty").iterdir()
     )
+
+
+@pytest.mark.parametrize("options", [{"to": "hf"}, {"to": "nxd"}, {"to": "nxd", "tp": 2, "xser": True}])
+def test_conversions_have_checksums(model: tuple[Any, Path], options: dict[str, Any], tmp_path: Path) -> None:
+    """Each file of weights is listed; one that differs is refused before anything is changed; without sums all load."""
+    whole, folder = model
+    convert(folder, tmp_path / "out", tag="a", **options)
+    written = tmp_path / "out" if options["to"] == "hf" else tmp_path / "out" / "a"
+    lines = (written / "SHA256SUMS").read_text().splitlines()
+    listed = {line[66:]: line[:64] for line in lines}
+    assert all(hashlib.sha256((written / name).read_bytes()).hexdigest() == digest for name, digest in listed.items())
+    suffixes = (".safetensors", ".pt")
+    assert {str(path.relative_to(written)) for path in written.rglob("*") if path.suffix in suffixes} == listed.keys()
+
+    def load() -> list[torch.Tensor]:
+        loaded = hf.swap(LlamaForCausalLM(whole.config), pad_vocab=True)
+        before = [param.detach().clone() for param in loaded.parameters()]
+        try:
+            hf.load_pretrained(loaded, written) if options["to"] == "hf" else nxd.load_checkpoint(
+                written.parent, "a", loaded
+            )
+        except (ValueError, CheckpointError):
+            assert all(map(torch.equal, before, loaded.parameters()))
+            raise
+        return [param.detach() for param in loaded.parameters()]
+
+    expected = comm.threads.run(Mesh(1), load)[0]
+    names = random.Random(0).sample(sorted(listed), min(len(listed), 3))
+    for name in names:
+        content = bytearray((written / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (written / name).write_bytes(content)
+        for use in (
+            lambda: comm.threads.run(Mesh(1), load),
+            lambda: convert(written, tmp_path / "again", config=folder),
+        ):
+            with pytest.raises((ValueError, CheckpointError), match=f"{re.escape(name)} "):
+                use()
+        content[len(content) // 2] ^= 1
+        (written / name).write_bytes(content)
+    (written / "SHA256SUMS").unlink()
+    assert all(map(torch.equal, comm.threads.run(Mesh(1), load)[0], expected))
+
+
+def test_a_folder_that_is_saved_again_has_no_old_checksums(model: tuple[Any, Path], tmp_path: Path) -> None:
+    whole, folder = model
+    convert(folder, tmp_path / "out", to="hf")
+
+    def rank() -> None:
+        loaded = hf.load_pretrained(hf.swap(LlamaForCausalLM(whole.config)), tmp_path / "out")
+        with torch.no_grad():
+            loaded.model.norm.weight.add_(1)
+        hf.save_pretrained(loaded, tmp_path / "out")
+        hf.load_pretrained(loaded, tmp_path / "out")
+
+    comm.threads.run(Mesh(1), rank)
+    assert not (tmp_path / "out" / "SHA256SUMS").exists()
 
 
 def test_the_command(model: tuple[Any, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

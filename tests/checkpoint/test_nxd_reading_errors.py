@@ -121,3 +121,17 @@ def test_files_of_single_tensors_are_opened_before_anything_changes(part: str, h
     content = file.read_bytes()
     file.unlink() if harm == "missing" else file.write_bytes(content[:-50])
     refused(tmp_path, f"was not loaded.*{file.name} is {harm}|{file.name} is {harm}", CheckpointError)
+
+
+def test_a_scheduler_that_is_no_state_dict(tmp_path: Path) -> None:
+    write(tmp_path / "a", scheduler=5)
+
+    def rank() -> None:
+        model = Net()
+        before = [param.detach().clone() for param in model.parameters()]
+        scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters()), 1)
+        with pytest.raises(CheckpointCorrupted, match="a/scheduler.pt has a int in place of a scheduler's state dict"):
+            nxd.load_checkpoint(tmp_path, "a", model, scheduler=scheduler)
+        assert all(torch.equal(old, new) for old, new in zip(before, model.parameters()))
+
+    comm.threads.run(Mesh(1), rank)

@@ -20,5 +20,5 @@ def test_messages_name_the_innermost_key():
         packed("value", {"a": {1: 0, 2: object()}, "b": 1})
     with pytest.raises(ValueError, match=r"^value\[1\]\['a'\] holds a LogRecord .*: .*Unsupported global.*LogRecord"):
         packed("value", [0, {"a": logging.makeLogRecord({})}])
-    with pytest.raises(CheckpointCorrupted, match="file holds more than plain data: "):
+    with pytest.raises(CheckpointCorrupted, match="file is no file of torch.save, or is damaged: its 8 bytes"):
         unpacked("file", b"nonsense")

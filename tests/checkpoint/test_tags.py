@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import uuid
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -335,6 +337,25 @@ def test_every_flipped_bit_of_done_is_damage(folder: CheckpointFolder) -> None:
         flipped[position // 8] ^= 1 << position % 8
         folder.storage.write(f"a/{DONE}", [flipped])
         assert folder.damage(folder.find("a")) == ["done is not what was written"], position
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        5,
+        {},
+        {"saved": 1.0},
+        {"saved": "x", "files": {}},
+        {"saved": 1.0, "files": {"x": 5}},
+        {"saved": 1.0, "files": {"x": ["1"]}},
+    ],
+)
+def test_a_done_of_other_content_is_damage(folder: CheckpointFolder, content: Any) -> None:
+    """With a checksum that fits."""
+    save(folder, "a")
+    text = json.dumps(content)
+    folder.storage.write("a/done", [f"{text}\n{zlib.crc32(text.encode()):08x}\n".encode()])
+    assert folder.damage(folder.find("a")) == ["done lists files in another form than save_checkpoint does"]
 
 
 def test_done_cannot_name_files_outside(folder: CheckpointFolder) -> None:

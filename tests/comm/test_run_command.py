@@ -45,6 +45,21 @@ def test_a_job_that_ends_well(run):
     assert code == 0 and sorted(out.splitlines()) == ["0 of 2 ['--flag']", "1 of 2 ['--flag']"] and err == ""
 
 
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("options", [["--standalone"], ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]])
+def test_stores_of_one_host_listen_on_loopback(options):
+    """torch's stores listen on every interface; here the launcher's and rank 0's do not. gloo has two sockets."""
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("the addresses of a process's sockets are read from /proc")
+    words = [sys.executable, "-m", "neuronx_dist", "run", *options, "--nproc-per-node", "2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*words, "-m", "tests.comm.listening_job"], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "listening: 4 elsewhere: []\n", done.stderr
+
+
 @pytest.mark.process
 def test_the_first_failure_and_its_rank_are_all_that_is_seen(run):
     script = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('no such layout')\ntime.sleep(60)"

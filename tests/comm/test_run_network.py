@@ -48,8 +48,8 @@ C10D = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint"
         (f"{C10D} first:29500 --rdzv-conf join_timeout=9", ("10.0.0.2", "join_timeout=9,is_host=0", "eth7")),
         (f"{C10D} first:29500 --local-addr 10.9.9.9", ("10.9.9.9", "is_host=0", None)),
         ("--nnodes 2 --node-rank 1 --master-addr first", ("10.0.0.2", "", "eth7")),
-        ("--nproc-per-node 4", (None, "", None)),
-        ("--standalone --nnodes 2", (None, "", None)),
+        ("--nproc-per-node 4", ("127.0.0.1", "", None)),
+        ("--standalone --nnodes 2", ("127.0.0.1", "", None)),
     ],
 )
 def test_addresses_come_from_the_rendezvous(network: None, words: str, expected: object) -> None:

@@ -238,7 +238,9 @@ class _Harmful:
 def test_a_bin_file_of_more_than_tensors_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"weight": _Harmful()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model.bin \(\d+ bytes\) .* holds more than tensors"):
+    with pytest.raises(
+        ValueError, match=r"pytorch_model.bin holds more than tensors and plain data; nothing was executed: .*mkdir"
+    ):
         load_pretrained(torch.nn.Linear(2, 2), tmp_path)
     assert not (tmp_path / "harm").exists()
     torch.save({"model": {"weight": torch.zeros(1)}}, tmp_path / "pytorch_model.bin")
@@ -314,7 +316,7 @@ def test_an_index_that_is_none(tmp_path: Path, content: str) -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_a_file_that_is_cut_off_or_a_pointer_to_one(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 99\n")
-    with pytest.raises(ValueError, match=rf"{name} \(\d+ bytes\) is cut off, a Git LFS pointer"):
+    with pytest.raises(ValueError, match=rf"{name} .*is .*a Git LFS pointer"):
         load_pretrained(torch.nn.Linear(2, 2), tmp_path)
 
 

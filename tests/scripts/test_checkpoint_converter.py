@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -259,7 +258,7 @@ def test_nothing_in_a_file_runs(llama: tuple[Any, Path], action: str, tmp_path: 
     (source / "model").mkdir(parents=True)
     torch.save({"model": Malicious(witness)}, source / "checkpoint.pt")
     torch.save(Malicious(witness), source / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt")
-    with pytest.raises((CheckpointCorrupted, pickle.UnpicklingError)):
+    with pytest.raises((CheckpointCorrupted, ValueError), match="holds more than tensors and plain data"):
         run(CheckpointConverterBase(), source, tmp_path / "x", llama[1] / "config.json", f"--{action}")
     assert not witness.exists()
 

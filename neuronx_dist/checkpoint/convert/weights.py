@@ -13,16 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import comm
 from ...hf.conversion import named_as_in
 from ...hf.gguf_file import gguf_file, open_gguf, write_configs
 from ...hf.sources import WeightSource, has_weights, open_source
-from ...hf.swap import swap
 from ...hf.writing import copy_configs, write_weights
-from ...mesh import Mesh
 from ...model_shape import stage_layers
 from ...weights.partial_model import parameter_names
 from ...weights.shard_spec import ShardSpec, spec_of
+from ...weights.sums_file import write_sums
 from ..dcp.checkpoint_source import CheckpointSource
 from ..dcp.flattened_groups import JoinedGroups, flattened_groups
 from ..dcp.plain_data import packed
@@ -40,6 +38,7 @@ from ..rank_tensors import key_of
 from ..storage import Storage, open_storage
 from ..tags import CheckpointFolder, Entry, check_tag
 from .convert_optimizer import add_optimizer, items_of_optimizer, nxd_optimizer, read_piece
+from .model_config import model_of
 
 __all__ = ["FORMATS", "SavedWeights", "convert"]
 
@@ -148,7 +147,7 @@ def convert(
     if config is None and (folder / "config.json").is_file():
         config = folder
     config = config or gguf
-    model = None if config is None else _model(config, 1)
+    model = None if config is None else model_of(config, 1)
     parameters = {} if model is None else specs_of(model)
     if gguf is not None:
         weights = open_gguf(gguf, model)
@@ -182,6 +181,7 @@ def convert(
                     write_configs(Path(config), path)
                 else:
                     copy_configs(Path(config), path)
+            write_sums(path, [*path.glob("*.safetensors"), *path.glob("*.safetensors.index.json")])
     elif to == "nxd":
         names = None
         if fused is not None and config is not None:
@@ -268,25 +268,6 @@ def _compare(weights: WeightSource, parameters: Mapping[str, WholeParameter], co
         )
 
 
-def _model(config: str | os.PathLike[str], tp: int) -> Any:
-    """The model of a `config.json` on meta, with parallel layers, which say how each parameter is divided."""
-    from transformers import AutoModelForCausalLM
-
-    with comm.as_rank(Mesh(tp, tp=tp), 0), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(_config(config))
-        return swap(model, pad_vocab=True)
-
-
-def _config(path: str | os.PathLike[str]) -> Any:
-    """The config in a folder, or in a GGUF file."""
-    from transformers import AutoConfig
-
-    source = Path(path)
-    if source.is_file():
-        return AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
-    return AutoConfig.from_pretrained(source)
-
-
 def _ranked(
     weights: WeightSource, config: str | os.PathLike[str] | None, tp: int, pp: int, fused: FusedNames | None
 ) -> list[RankedTensor]:
@@ -296,7 +277,7 @@ def _ranked(
             "tp and pp need the model's layers, to shard its tensors: pass the folder with its config.json "
             "(--config FOLDER)"
         )
-    model = _model(config, tp)
+    model = model_of(config, tp)
     parameters = {id(param): param for param in model.parameters()}
     stage_of = _stages(model, pp)
     present = set(weights.names())

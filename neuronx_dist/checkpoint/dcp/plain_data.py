@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...torch_internals.tensors import pytree
+from ...weights.torch_files import read_plain
 from ..errors import CheckpointCorrupted
 
 __all__ = ["packed", "unpacked"]
@@ -45,9 +46,9 @@ def unpacked(what: str, content: bytes | memoryview) -> Any:
         CheckpointCorrupted: the bytes hold other things than plain data.
     """
     try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise CheckpointCorrupted(f"{what} holds more than plain data: {_reason(error)}") from error
+        return read_plain(content, what)
+    except ValueError as error:
+        raise CheckpointCorrupted(str(error)) from error
 
 
 def _reason(error: Exception) -> str:

@@ -1,7 +1,9 @@
 """Reads a checkpoint into any layout: of each file the slices that this rank needs, through a memory map.
 
-One rank compares each block of the files with its checksum: if that rank reads the block, in the same pass over memory
-in which it copies it. So a damaged block may be found after other tensors were overwritten, and the error says so.
+One rank compares each block of the files with its checksum, a rank that reads the block if any does. Local files are
+compared before anything is changed, and read from the page cache afterwards. Files elsewhere are read once, and
+compared in the same pass over memory in which they are copied: a damaged block may be found after other tensors were
+overwritten, and the error says so.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from ... import comm
 from ...weights.host_memory import as_bytes, as_tensor
 from ...weights.materialize import materialize_buffers
 from ..agreement import together
-from ..errors import CheckpointCorrupted, CheckpointMismatch
+from ..errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch
 from ..pieces import overlap
 from ..rank_tensors import ShardedTensor, State, key_of
 from ..run_state import check, expect, restore
@@ -105,7 +107,10 @@ def load_from(
         source.share(needs, objects.values())
         for path, extent in objects.items():
             state.objects[path] = source.object(extent)
-        check(state, model, optimizer, catalog)
+        try:
+            check(state, model, optimizer, catalog)
+        except CheckpointError as error:
+            raise type(error)(f"{name}: {error}") from None
     try:
         with together(f"{name} was loaded in part"):
             for tensor, saved in tensors:
@@ -209,7 +214,8 @@ class _File:
 class CheckpointFiles:
     """The files of `save_checkpoint`, or of torch.distributed.checkpoint.
 
-    All blocks are verified: after `share` each block by one rank, and in `finish` the blocks that no rank reads.
+    Each block is verified by one rank: in `share` if the files are local, so that no damage is found after a tensor was
+    overwritten; otherwise while it is read, and in `finish` the blocks that no rank reads.
 
     Args:
         checksums: whether files without checksums count as damaged.
@@ -220,8 +226,12 @@ class CheckpointFiles:
         self._storage = storage
         self._folder = folder
         self._files: dict[str, _File] = {}
+        if storage.local_path("") is not None:  # elsewhere it takes a request for each file
+            self._check_sizes(self.catalog.extents())
 
     def needs(self, objects: Iterable[Extent], reads: Iterable[RectangleRead]) -> dict[str, Ranges]:
+        objects, reads = list(objects), list(reads)
+        self._check_sizes([*objects, *(read.chunk.extent for read in reads)])
         needs: dict[str, list[tuple[int, int]]] = {}
         if self.catalog.checksums:
             for extent in objects:
@@ -229,6 +239,22 @@ class CheckpointFiles:
             for read in reads:
                 needs.setdefault(read.chunk.extent.file, []).extend(_bytes_of(read))
         return {file: merged(ranges) for file, ranges in needs.items()}
+
+    def _check_sizes(self, extents: Iterable[Extent]) -> None:
+        """Raises a CheckpointCorrupted if a file is missing, or shorter than the catalog says."""
+        ends: dict[str, int] = {}
+        for extent in extents:
+            ends[extent.file] = max(extent.start + extent.length, ends.get(extent.file, 0))
+        for file, end in ends.items():
+            path = f"{self._folder}/{file}"
+            try:
+                size = self._storage.size(path)
+            except FileNotFoundError as error:
+                raise CheckpointCorrupted(f"{path} is missing") from error
+            if size < end:
+                raise CheckpointCorrupted(
+                    f"{path} is truncated: it has {size} bytes, and {METADATA} refers to {end} of it"
+                )
 
     def share(self, needs: Sequence[Mapping[str, Ranges]], objects: Iterable[Extent]) -> None:
         if not self.catalog.checksums:
@@ -246,6 +272,8 @@ class CheckpointFiles:
             assert blocks is not None
             for index in blocks.overlapping(extent.start, extent.start + extent.length):
                 blocks.wanted[index] = 1
+        if self._storage.local_path("") is not None:
+            self.finish()
 
     def object(self, extent: Extent) -> Any:
         return unpacked(extent.file, self._file(extent.file).bytes(extent.start, extent.start + extent.length))
@@ -312,15 +340,18 @@ class _SavedRectangle:
         self._file = file
         self._shape = chunk.shape
         self._dtype = dtype
-        self._whole: torch.Tensor | None = None
+        self._whole: Any = None
         start, stop = chunk.extent.start, chunk.extent.start + chunk.extent.length
         around = archive(dtype, chunk.shape)
         self._start = start + len(around.head)
         self._row = around.nbytes // max(1, chunk.shape[0]) if chunk.shape else around.nbytes
         if chunk.extent.length != around.length or file.bytes(start, self._start) != around.head:
             self._whole = file.unpacked(start, stop)  # of torch.save, or of another version of this one
-            if tuple(self._whole.shape) != chunk.shape:
-                raise CheckpointCorrupted(f"{file.path} has a tensor {tuple(self._whole.shape)}, not {chunk.shape}")
+            shape = tuple(self._whole.shape) if isinstance(self._whole, torch.Tensor) else type(self._whole).__name__
+            if shape != chunk.shape:
+                raise CheckpointCorrupted(
+                    f"{file.path} has {shape} from byte {start} on, in place of a tensor {chunk.shape}"
+                )
 
     def copy(self, slices: Sequence[slice], target: torch.Tensor) -> None:
         """Copies a part, and verifies it block by block while a block is in the cache."""

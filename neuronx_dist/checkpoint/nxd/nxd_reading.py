@@ -9,6 +9,7 @@ groups of the optimizer that loads; shapes that were saved with the state are co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,13 +26,13 @@ from ..dcp.catalog import Catalog, Extent, SavedTensor, StoredChunk
 from ..dcp.checkpoint_source import RectangleRead
 from ..dcp.checksums import Ranges
 from ..dcp.reading import load_from
-from ..errors import CheckpointMismatch
+from ..errors import CheckpointCorrupted, CheckpointMismatch
 from ..optimizer_state import GROUPS, merged_groups, named_groups
 from ..parameters import parameters_of
 from ..pieces import TensorPiece, pieces_of, rows_of, whole_piece, within
 from ..rank_tensors import key_of
 from ..storage import Storage
-from .parameter_layout import HeadOrder, ShardDivision, division_of, separated
+from .parameter_layout import HeadOrder, ShardDivision, division_of, separate_names, separated
 from .rank_files import NxdFiles, StoredTensor, Writer
 
 __all__ = ["NxdSource", "WholeParameter", "kv_heads_of", "load_nxd", "specs_of"]
@@ -138,6 +139,13 @@ class NxdSource:
         self.catalog = Catalog(checksums=False)
         self._files = files
         self._parameters = parameters
+        for writer, state in files.model.items():
+            for name, value in state.items():
+                if not isinstance(value, StoredTensor) and (name in parameters or separate_names(name)):
+                    raise CheckpointCorrupted(
+                        f"{files.name}: {name} of tp rank {writer.tp}, pp rank {writer.pp} is a "
+                        f"{type(value).__name__}, not a tensor"
+                    )
         specs = {name: parameter.spec for name, parameter in parameters.items()}
         parts = {writer: separated(state, specs, files.tp) for writer, state in files.model.items()}
         self._model = {writer: state for writer, (state, _) in parts.items()}
@@ -361,6 +369,8 @@ class NxdSource:
             extent = Extent(self._files.name, len(self._stored), 0)
             self._stored.append(_Stored(tensor, piece.local))
             saved.chunks.append(StoredChunk(piece.offset, piece.shape, extent))
+        if sum(math.prod(chunk.shape) for chunk in saved.chunks) != math.prod(shape):
+            raise CheckpointCorrupted(f"{self._files.name}: {key} is in the files of some ranks alone")
 
     def _add_object(self, key: str, value: Any) -> None:
         self.catalog.objects[key] = Extent(self._files.name, len(self._objects), 0)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...weights.shard_spec import ShardSpec
+from ...weights.sums_file import write_sums
 from .rank_files import TensorReference, file_of
 
 __all__ = ["DividedTensor", "Part", "RankedTensor", "as_it_is", "row_parts", "write_files"]
@@ -120,13 +121,15 @@ def write_files(
     xser: bool = False,
     marked: bool = True,
 ) -> None:
-    """Writes files of tensors, the marker `checkpoint` first and `done` last; one whole tensor is in memory at a time.
+    """Writes files of tensors, with a marker `checkpoint` first, their checksums and `done` last.
+
+    One whole tensor is in memory at a time.
 
     Args:
         constants: the other content of each file, in nested dicts: plain data without tensors.
         progress: called after each tensor with the number of written tensors and the total.
         xser: a file has references, `<file>.tensors/tensor_<n>.pt` the tensors, `<file>.info.pt` their shapes.
-        marked: False: write no markers, since the files are a part of a checkpoint.
+        marked: False: write no markers and checksums, since the files are a part of a checkpoint.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if marked:
@@ -169,6 +172,9 @@ def write_files(
     for file in files:
         _sync(folder / file)
     if marked:
+        apart = [path for file in files if xser for path in (folder / f"{file}.tensors").iterdir()]
+        infos = [folder / f"{file}.info.pt" for file in files if xser]
+        write_sums(folder, [*(folder / file for file in files), *apart, *infos])
         (folder / "done").write_text("1")
 
 

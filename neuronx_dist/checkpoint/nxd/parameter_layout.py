@@ -36,6 +36,7 @@ __all__ = [
     "by_rank",
     "division_of",
     "part_rows",
+    "separate_names",
     "separated",
 ]
 
@@ -222,7 +223,7 @@ def separated(
     result: dict[str, Any] = {}
     origins: dict[str, FusedOrigin] = {}
     for name, value in state.items():
-        parts = [] if name in specs else _separate_names(name)
+        parts = [] if name in specs else separate_names(name)
         if not parts or not all(part in specs for part in parts):
             result[name], origins[name] = value, FusedOrigin(name)
             continue
@@ -238,7 +239,7 @@ def by_rank(parts: Sequence[torch.Tensor], tp: int) -> torch.Tensor:
     return torch.cat([shard for shards in zip(*(part.chunk(tp) for part in parts)) for shard in shards])
 
 
-def _separate_names(name: str) -> list[str]:
+def separate_names(name: str) -> list[str]:
     """Separate names of a fused projection, in its order; empty for any other name."""
     module, _, key = name.rpartition(".")
     path, dot, projection = module.rpartition(".")

@@ -11,17 +11,16 @@ All files are read with `weights_only=True`: nothing in a file runs.
 
 from __future__ import annotations
 
-import io
-import pickle
 import re
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from ...torch_internals.tensors import pytree
+from ...weights.sums_file import check_sums
+from ...weights.torch_files import read_plain
 from ..errors import CheckpointCorrupted, CheckpointMismatch
 from ..storage import Storage
 
@@ -30,6 +29,7 @@ __all__ = [
     "StoredTensor",
     "TensorReference",
     "Writer",
+    "fault_of_optimizer",
     "file_of",
     "is_nxd_folder",
     "is_of_checkpointing",
@@ -150,6 +150,7 @@ class NxdFiles:
         model_key: str = "model",
     ) -> None:
         self._storage = storage
+        self._folder = folder
         self._apart: list[StoredTensor] = []  # in separate files
         self.name = storage.describe(folder)
         models = _of_trainer(storage, f"{folder}/model") or _of_trainer(storage, folder)
@@ -162,6 +163,15 @@ class NxdFiles:
             saved = {writer: self._load(path) for writer, path in _of_checkpointing(storage, folder)}
             self.model = {writer: _part(state, model_key) for writer, state in saved.items() if writer.dp == 0}
             self.optimizer = {writer: state["optimizer"] for writer, state in saved.items() if "optimizer" in state}
+        for writer, state in self.optimizer.items():
+            wrong = fault_of_optimizer(state)
+            if wrong:
+                raise CheckpointCorrupted(
+                    f"{self.name}: {wrong} in the optimizer of tp rank {writer.tp}, pp rank {writer.pp}, dp rank "
+                    f"{writer.dp} is not what NeuronX Distributed writes"
+                )
+        if len({"base_state" in state for state in self.optimizer.values()}) > 1:
+            raise CheckpointCorrupted(f"{self.name}: base_state is in the optimizer's files of some ranks alone")
         if not self.model:
             raise CheckpointMismatch(f"{self.name} holds no weights saved by NeuronX Distributed")
         writers = (*self.model, *self.optimizer)
@@ -172,33 +182,39 @@ class NxdFiles:
             self._check_complete("optim", self.optimizer, self.dp)
 
     def check(self, share: int, shares: int) -> None:
-        """Opens files of single tensors (`use_xser`), which are otherwise opened on access.
+        """Compares files with `SHA256SUMS`, if a local folder has it, and opens files of single tensors (`use_xser`).
 
         Args:
             share, shares: the part of the files to open, and the number of parts.
 
         Raises:
-            CheckpointCorrupted: a file is missing, cut off, or does not hold its tensor.
+            CheckpointCorrupted: a file is missing, cut off, differs, or does not hold its tensor.
         """
+        local = self._storage.local_path(self._folder)
+        if local is not None:
+            try:
+                check_sums(local, share, shares)
+            except ValueError as error:
+                raise CheckpointCorrupted(str(error)) from error
         for tensor in self._apart[share::shares]:
             tensor.tensor()
 
     def _check_complete(self, part: str, states: Mapping[Writer, Any], dp: int) -> None:
-        expected = {Writer(tp, pp, rank) for tp in range(self.tp) for pp in range(self.pp) for rank in range(dp)}
-        missing = sorted(expected - states.keys())
-        if missing:
-            one = missing[0]
+        expected = self.tp * self.pp * dp
+        if len(states) < expected:  # a rank in the name of a file may be any number: ranks are not listed
+            every = (Writer(tp, pp, rank) for tp in range(self.tp) for pp in range(self.pp) for rank in range(dp))
+            one = next(writer for writer in every if writer not in states)
             raise CheckpointCorrupted(
-                f"{self.name} lacks {len(missing)} of {len(expected)} files of {part}, of a layout tp={self.tp}, "
+                f"{self.name} lacks {expected - len(states)} of {expected} files of {part}, of a layout tp={self.tp}, "
                 f"pp={self.pp}, dp={dp}: the first is that of tp rank {one.tp}, pp rank {one.pp}, dp rank {one.dp}"
             )
 
     def _with_experts(self, paths: Mapping[int, str], is_expert: Callable[[str], bool]) -> Any:
         """A state dict with the experts of all ep ranks."""
-        missing = sorted(set(range(self.ep)) - paths.keys())
-        if missing:
+        if len(paths) < self.ep:
+            missing = next(rank for rank in range(self.ep) if rank not in paths)
             raise CheckpointCorrupted(
-                f"{self.name} lacks the file of ep rank {missing[0]}, of {self.ep}, beside {next(iter(paths.values()))}"
+                f"{self.name} lacks the file of ep rank {missing}, of {self.ep}, beside {next(iter(paths.values()))}"
             )
         state, *others = (self._load(path) for _, path in sorted(paths.items()))
         for name in [key for key in state if others and is_expert(key)]:
@@ -209,8 +225,44 @@ class NxdFiles:
             state[name] = StoredTensor.stacked([state[name], *(other[name] for other in others)])
         return state
 
-    def _load(self, path: str) -> Any:
-        return stored_state(self._storage, path, self._apart)
+    def _load(self, path: str) -> MutableMapping[Any, Any]:
+        state = stored_state(self._storage, path, self._apart)
+        if not isinstance(state, MutableMapping):
+            raise CheckpointCorrupted(
+                f"{self._storage.describe(path)} has a {type(state).__name__} in place of a state dict"
+            )
+        return state
+
+
+def fault_of_optimizer(state: Any) -> str:
+    """Returns the part of an optimizer's state that has other types than torch's or ZeRO-1's, by name; "" if none."""
+
+    def is_entry(value: Any) -> bool:
+        return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+    def is_shape(value: Any) -> bool:
+        return isinstance(value, (list, tuple)) and all(isinstance(size, int) for size in value)
+
+    tables: dict[str, Callable[[Any], bool]] = {
+        "state": is_entry,
+        "base_state": is_entry,
+        "shape_info": is_shape,
+        "sharded_master_weights": lambda value: isinstance(value, StoredTensor),
+    }
+    if not isinstance(state, Mapping) or not ("state" in state or "base_state" in state):
+        return "the state"
+    groups = state.get("param_groups")
+    if not isinstance(groups, list) or not all(
+        is_entry(group) and isinstance(group.get("params"), list) for group in groups
+    ):
+        return "param_groups"
+    for name, is_right in tables.items():
+        entries = state.get(name, {})
+        if not isinstance(entries, Mapping) or not all(
+            isinstance(number, int) and is_right(value) for number, value in entries.items()
+        ):
+            return name
+    return ""
 
 
 def stored_state(storage: Storage, path: str, apart: list[StoredTensor]) -> Any:
@@ -225,6 +277,13 @@ def stored_state(storage: Storage, path: str, apart: list[StoredTensor]) -> Any:
     info: Mapping[int, Any] = {}
     if storage.exists(f"{path}.info.pt"):
         info = _loaded(storage, f"{path}.info.pt")
+        if not isinstance(info, Mapping) or not all(
+            isinstance(entry, Mapping)
+            and isinstance(entry.get("shape"), (list, tuple))
+            and isinstance(entry.get("dtype"), torch.dtype)
+            for entry in info.values()
+        ):
+            raise CheckpointCorrupted(f"{storage.describe(path)}.info.pt has no shape and dtype for each tensor")
 
     def stored(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -234,7 +293,10 @@ def stored_state(storage: Storage, path: str, apart: list[StoredTensor]) -> Any:
         file = f"{path}.tensors/tensor_{leaf.tid}.pt"
         read = partial(_loaded, storage, file)
         if leaf.tid not in info:
-            return StoredTensor.of(read())
+            value = read()
+            if not isinstance(value, torch.Tensor):
+                raise CheckpointCorrupted(f"{storage.describe(file)} holds a {type(value).__name__}, and no tensor")
+            return StoredTensor.of(value)
         if is_of_other_experts and not info[leaf.tid].get("expert_model_parallel"):
             return None  # ep rank 0 has written it
         shape, dtype = tuple(info[leaf.tid]["shape"]), info[leaf.tid]["dtype"]
@@ -273,14 +335,8 @@ def _loaded(storage: Storage, path: str) -> Any:
     """Reads the tensors and plain data of a file; a local file is mapped into memory."""
     local = storage.local_path(path)
     try:
-        if local is not None and zipfile.is_zipfile(local):
-            return torch.load(local, map_location="cpu", weights_only=True, mmap=True)
-        return torch.load(io.BytesIO(storage.read(path)), map_location="cpu", weights_only=True)
+        return read_plain(storage.read(path) if local is None else local, storage.describe(path), mmap=True)
     except FileNotFoundError:
         raise CheckpointCorrupted(f"{storage.describe(path)} is missing") from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise CheckpointCorrupted(
-            f"{storage.describe(path)} is truncated, or holds more than tensors and plain data; nothing was "
-            f"executed: {reason}"
-        ) from error
+    except ValueError as error:
+        raise CheckpointCorrupted(str(error)) from error

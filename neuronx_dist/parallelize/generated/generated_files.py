@@ -25,7 +25,7 @@ import os
 import re
 import shutil
 import sys
-import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -41,6 +41,7 @@ from ...hf.writing import write_weights
 from ...weights.host_memory import as_bytes
 from .fingerprint import digest
 from .keys import Key
+from .ownership import writable_by_others
 
 __all__ = ["MANIFEST", "WEIGHTS", "ForeignFilesError", "Generated", "GeneratedFilesError", "GeneratedFolder", "Weights"]
 
@@ -54,7 +55,7 @@ class GeneratedFilesError(RuntimeError):
 
 
 class ForeignFilesError(GeneratedFilesError):
-    """A folder with files that `parallelize` did not write, and never removes."""
+    """A folder with files that `parallelize` did not write, or another user could have; it never removes them."""
 
 
 class Weights(Mapping[str, torch.Tensor]):
@@ -142,6 +143,8 @@ class Generated:
             )
         try:
             source = open_source(self.path / WEIGHTS)
+            if {*source.names()} != self.manifest["weights"].keys():
+                raise ValueError(f"{WEIGHTS} and {MANIFEST} have different names")
             return Weights(source, self.manifest["weights"], self.path)
         except (ValueError, OSError) as error:
             raise _damaged(self.path, str(error)) from error
@@ -154,6 +157,8 @@ class GeneratedFolder:
         gen_savedir: where all generated files are.
         module_class: the class of the module.
         instance_name: tells apart what is generated for one class; None: "_".
+        only_owned: refuse files that another user could have written, since their code runs; False where the user has
+            named the folder.
 
     Attributes:
         path: of the folder.
@@ -163,7 +168,12 @@ class GeneratedFolder:
     """
 
     def __init__(
-        self, gen_savedir: str | os.PathLike[str], module_class: type, instance_name: str | None = None
+        self,
+        gen_savedir: str | os.PathLike[str],
+        module_class: type,
+        instance_name: str | None = None,
+        *,
+        only_owned: bool = False,
     ) -> None:
         name = "_" if instance_name is None else instance_name
         if not isinstance(name, str) or not name.isidentifier():
@@ -173,6 +183,7 @@ class GeneratedFolder:
             )
         parts = [*module_class.__module__.split("."), *module_class.__qualname__.split("."), name]
         self.path = Path(gen_savedir, "_parallel_modules", *(re.sub(r"[^\w]", "_", part) for part in parts)).resolve()
+        self._base = Path(gen_savedir).resolve() if only_owned else None
 
     def state(self, key: Key) -> str:
         """Compares the folder's key with a key: "empty", "same", "same program" (another choice), "different".
@@ -264,9 +275,9 @@ class GeneratedFolder:
     def beside(self) -> Iterator[Path]:
         """Makes a new folder beside this one, and removes it at the end if it is still there."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", suffix=".new", dir=self.path.parent))
+        new = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}.new")
+        new.mkdir()  # with the mode that the user's umask says
         try:
-            new.chmod(0o755)
             yield new
         finally:
             shutil.rmtree(new, ignore_errors=True)
@@ -303,6 +314,12 @@ class GeneratedFolder:
             yield
 
     def _read(self) -> Generated | None:
+        fault = "" if self._base is None else writable_by_others(self._base, self.path)
+        if fault:
+            raise ForeignFilesError(
+                f"{fault}: code in it does not run. Remove {self._base}, or name the folder that you trust by "
+                "gen_savedir="
+            )
         if not self.path.exists() and not self._backup.exists():
             return None
         with self._locked():
@@ -351,7 +368,7 @@ def _manifest(path: Path) -> dict[str, Any]:
         raise foreign
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, f"{MANIFEST} cannot be read: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("written by") != _WRITER:
         raise foreign
@@ -360,7 +377,13 @@ def _manifest(path: Path) -> dict[str, Any]:
     files, weights = manifest["files"], manifest["weights"]
     entries = [*files.values()] if isinstance(files, dict) else []
     tables = [manifest["program"], manifest["choice"], files, weights, *entries]
-    if not all(isinstance(table, dict) for table in tables) or not all("bytes" in entry for entry in entries):
+    texts = [manifest["program"], manifest["choice"], weights]
+    if (
+        not all(isinstance(table, dict) for table in tables)
+        or not all(isinstance(text, str) for table in texts for text in table.values())
+        or not all(isinstance(entry.get("bytes"), int) for entry in entries)
+        or not all(isinstance(files[name].get("sha256"), str) for name in files if not name.startswith(WEIGHTS + "/"))
+    ):
         raise _damaged(path, f"{MANIFEST} has entries of other types than this package writes")
     outside = [name for name in files if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
     if outside:

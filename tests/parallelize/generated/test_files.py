@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -434,3 +435,59 @@ def test_memo_tables_of_libraries_do_not_count(installed, tmp_path, monkeypatch)
         if installed
         else [line.partition(":")[0] for line in differences] == [f"source of {name}.scaled"]
     )
+
+
+def _changed(folder, base, what, monkeypatch):
+    """Makes a folder one that another user could write."""
+    if what == "owner":
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    elif what == "link":
+        (base / "_parallel_modules").rename(base.parent / "elsewhere")
+        (base / "_parallel_modules").symlink_to(base.parent / "elsewhere")
+    elif what == "file":
+        (folder.path / "gencode0.py").chmod(0o666)
+    else:
+        monkeypatch.setattr(os, "getegid", lambda: 12345)
+        (folder.path if what == "group" else folder.path.parent).chmod(0o775 if what == "group" else 0o777)
+
+
+@pytest.mark.parametrize("what", ["owner", "link", "file", "group", "folder above"])
+def test_code_that_another_user_could_have_written_does_not_run(what, tmp_path, monkeypatch):
+    """In the default folder; the one that is named by gen_savedir= is trusted."""
+    base = tmp_path / "generated"
+    GeneratedFolder(base, Net).write(keyed(), {"gencode0.py": "VALUE = 1"})
+    assert GeneratedFolder(base, Net, only_owned=True).read().module("gencode0.py").VALUE == 1
+    _changed(GeneratedFolder(base, Net), base, what, monkeypatch)
+    refused = GeneratedFolder(base, Net, only_owned=True)
+    for use in (refused.read, lambda: refused.state(keyed())):
+        with pytest.raises(ForeignFilesError, match=r": code in it does not run\. .* by gen_savedir="):
+            use()
+    assert GeneratedFolder(base, Net).read().module("gencode0.py").VALUE == 1
+
+
+def test_the_default_folder_is_checked_and_a_named_one_is_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = []
+
+    class Noted(GeneratedFolder):
+        def __init__(self, *args, **options):
+            made.append(options["only_owned"])
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(api, "GeneratedFolder", Noted)
+    for options in ({}, {"gen_savedir": "./.nnscaler"}, {"gen_savedir": tmp_path}):
+        with pytest.raises(ZeroDivisionError):
+            api.parallelize(Net(), {"x": torch.zeros(2, 4)}, "tp", ComputeConfig(2, 2), load_module=False, **options)
+    assert made == [True, True, False]
+
+
+@pytest.mark.parametrize("umask, mode", [(0o077, 0o700), (0o022, 0o755), (0o002, 0o775)])
+def test_folders_have_the_mode_of_the_umask(umask, mode, tmp_path):
+    before = os.umask(umask)
+    try:
+        folder = GeneratedFolder(tmp_path / "generated", Net)
+        folder.write(keyed(), {"gencode0.py": "VALUE = 1"})
+    finally:
+        os.umask(before)
+    assert folder.path.stat().st_mode & 0o777 == mode
+    assert (folder.path / "gencode0.py").stat().st_mode & 0o777 == mode & 0o666
