@@ -15,28 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from neuronx_dist import comm
-from neuronx_dist.gradients.guards import watch_clipping, watch_optimizers
 from neuronx_dist.parallel_layers import parallel_state
 from neuronx_dist.parallelize import ComputeConfig, build_optimizer, parallelize
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
 from tests.parallelize.support import pipelines
 from tests.parallelize.support.training import batch, loss_of, original, parallel, whole
 from tests.strangers.test_wrappers import by_accelerate, without_torch_xla
-from tests.strangers.toy import by_safetensors, by_torch_save, message_of
+from tests.strangers.toy import average_of, by_safetensors, by_torch_save, message_of
 from tests.support.pool import processes
 
 Weights = dict[str, torch.Tensor]
 CONFIGS = [ComputeConfig(2, 2), ComputeConfig(2, 4), ComputeConfig(1, 2), ComputeConfig(4, 4)]
-
-
-@pytest.fixture(autouse=True)
-def watched() -> None:
-    """Watches clipping and optimizers, as `initialize_model_parallel` does in a job."""
-    watch_clipping()
-    watch_optimizers()
 
 
 def name_of(config: ComputeConfig) -> str:
@@ -82,14 +73,6 @@ def loaded(module: nn.Module, by_file: Callable[[Weights], Weights]) -> Weights:
             param.zero_()
     module.load_state_dict(state)
     return trained(module)
-
-
-def by_average(module: nn.Module) -> Weights:
-    averaged = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    for _ in range(3):
-        trained(module, steps=1)
-        averaged.update_parameters(module)
-    return weights_of(averaged.module)
 
 
 def by_functional_grad(module: nn.Module) -> Weights:
@@ -149,7 +132,7 @@ CASES: dict[str, Callable[[nn.Module], Weights]] = {
     "deepcopy after a step": lambda module: (trained(module, steps=1), trained(copy.deepcopy(module)))[1],
     "torch.save": lambda module: loaded(module, by_torch_save),
     "safetensors": lambda module: loaded(module, by_safetensors),
-    "EMA": by_average,
+    "EMA": lambda module: weights_of(average_of(module, lambda module: trained(module, steps=1))),
     "torch.func.grad": by_functional_grad,
     "vmap": by_vmap,
     "autocast": by_autocast,

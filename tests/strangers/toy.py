@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
@@ -74,6 +75,16 @@ def trained_alone(steps: int = 3, lr: float = 0.5) -> tuple[list[float], dict[st
             optimizer.zero_grad()
             losses.append(loss.item())
         return losses, whole_weights(model)
+
+
+def average_of(model: nn.Module, train: Callable[[nn.Module], Any]) -> nn.Module:
+    """Returns torch's average of the model after each of three steps."""
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for _ in range(3):
+        train(model)
+        averaged.update_parameters(model)
+    module: nn.Module = averaged.module
+    return module
 
 
 def by_torch_save(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
