@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
+from torch.distributed.algorithms.model_averaging import utils as averaging
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import state_dict_saver as saver
 
@@ -351,6 +352,13 @@ def distributed_case() -> None:
             saver.save({"x": torch.ones(2)}, checkpoint_id=folder)
         assert len(checked) == 1 and checked[0]["x"].equal(torch.ones(2))
         saver._stateful_to_state_dict = before
+        average = averaging.average_parameters
+        distributed.before_averaging(lambda *arguments: checked.append(arguments))
+        params = [nn.Parameter(torch.ones(2))]
+        params[0].grad = torch.ones(2)
+        averaging.average_parameters_or_parameter_groups(iter(params), world)
+        averaging.average_parameters = average
+        assert checked[1] == (params, world)
         assert distributed.backend_timeout(world) is not None
         group = distributed.make_group([0], "one", None, timeout=distributed.backend_timeout(world), group_desc="one")
         distributed.set_ranks(group, {0: 0})

@@ -156,11 +156,12 @@ def check_group(optimizer: str, group: Any, number: int, spec: ShardSpec) -> Non
     """Checks the process group of an optimizer that divides or averages parameters over it.
 
     Raises:
-        RuntimeError: its ranks hold other shards of parameter `number`.
+        RuntimeError: its ranks hold other shards of parameter `number`, or other stages of a pipeline.
     """
-    if spec.num_partitions > 1:
-        part = f"parameter {number} is one of {spec.num_partitions} shards"
-        _refuse_parts(optimizer, comm.communicator(group).ranks, part, _REPAIR)
+    is_part = spec.num_partitions > 1
+    if is_part or comm.size("pp") > 1:
+        part = f"one of {spec.num_partitions} shards" if is_part else f"of one of {comm.size('pp')} pipeline stages"
+        _refuse_parts(optimizer, comm.communicator(group).ranks, f"parameter {number} is {part}", _REPAIR)
 
 
 def note_saved(tensor: torch.Tensor, name: str) -> None:

@@ -21,7 +21,8 @@ from neuronx_dist import comm
 from neuronx_dist.parallel_layers import parallel_state
 from neuronx_dist.parallel_layers.grads import allreduce_sequence_parallel_gradients
 from tests.hf.models import llama_config, reference_model
-from tests.strangers.toy import BATCH, HIDDEN, Net, local_batch, trained_alone, whole_weights
+from tests.strangers.test_training_functions import stage
+from tests.strangers.toy import BATCH, HIDDEN, Net, local_batch, message_of, trained_alone, whole_weights
 from tests.support.pool import processes
 
 MESHES = [{"tp": 2}, {"tp": 2, "dp": 2}]
@@ -107,6 +108,21 @@ def by_zero_redundancy(model: nn.Module) -> None:
     optimizer.step()
 
 
+def averaging(model: nn.Module, group: Any = None) -> Any:
+    """SGD, after which torch averages the parameters."""
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    averager = PeriodicModelAverager(period=1, warmup_steps=0, process_group=group)
+    return PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), averager)
+
+
+def by_model_averaging(model: nn.Module) -> None:
+    optimizer = averaging(model)
+    model(**local_batch(0)).backward()
+    optimizer.step()
+
+
 WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
     "ddp": by_ddp,
     "fsdp1": by_fsdp1,
@@ -114,9 +130,11 @@ WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
     "fully_shard": by_fully_shard,
     "distribute_module": by_distribute_module,
     "ZeroRedundancyOptimizer": by_zero_redundancy,
+    "PostLocalSGDOptimizer": by_model_averaging,
     "accelerate": by_accelerate,
 }
-IN_PLACE = ("fsdp1", "fsdp1, flat", "fully_shard", "distribute_module")  # parameters are replaced one by one
+# Parameters are replaced one by one, or a local step comes first.
+IN_PLACE = ("fsdp1", "fsdp1, flat", "fully_shard", "distribute_module", "PostLocalSGDOptimizer")
 
 
 def refusal(wrapper: str) -> str:
@@ -153,9 +171,9 @@ def over_data(wrapper: str) -> tuple[list[float], dict[str, torch.Tensor]]:
         model = FullyShardedDataParallel(
             model, process_group=group, device_id=torch.device("cpu"), use_orig_params="flat" not in wrapper
         )
-    else:
+    elif wrapper == "fully_shard":
         fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = averaging(model, group) if wrapper == "averaging" else torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for step in range(3):
         loss = model(**local_batch(step))
@@ -165,14 +183,16 @@ def over_data(wrapper: str) -> tuple[list[float], dict[str, torch.Tensor]]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(comm.all_reduce(loss.detach(), "dp").item() / comm.size("dp"))
-    if "ddp" in wrapper:
+    if "ddp" in wrapper or wrapper == "averaging":
         return losses, whole_weights(model)
     return losses, {}
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2, "dp": 2}], ids=str)
-@pytest.mark.parametrize("wrapper", ["ddp", "ddp, sequence parallel", "fsdp1", "fsdp1, flat", "fully_shard"])
+@pytest.mark.parametrize(
+    "wrapper", ["ddp", "ddp, sequence parallel", "fsdp1", "fsdp1, flat", "fully_shard", "averaging"]
+)
 def test_over_the_data_it_is_one_process(wrapper, mesh):
     """Losses of the third step show the weights after two."""
     losses, weights = trained_alone()
@@ -198,6 +218,18 @@ def test_a_pipeline_is_refused_by_torch():
     """The layers of other stages are on the meta device."""
     for message in on({"pp": 2}, pipeline_refusal):
         assert "module parameters locate in {" in message and "'meta'" in message
+
+
+def averaging_refusal() -> str:
+    optimizer = averaging(stage())
+    return message_of(optimizer.step)
+
+
+@pytest.mark.process
+def test_averages_of_stages_are_refused():
+    for message in on({"pp": 2}, averaging_refusal):
+        assert "torch's model averaging over ranks [0, 1]" in message
+        assert "(parameter 0 is of one of 2 pipeline stages;" in message
 
 
 def trained_by_trainer(folder: str) -> tuple[str, list[float]]:
