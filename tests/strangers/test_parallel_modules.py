@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -195,6 +196,19 @@ def test_a_plain_optimizer_on_one_unit_is_right(config):
         for weights in comm.threads.run(config.mesh(), lambda: step_of(torch.optim.SGD)(make())):
             for key, weight in weights.items():
                 torch.testing.assert_close(weight, reference[key], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("copies", [pickle.dumps, copy.copy, copy.deepcopy], ids=lambda copies: copies.__name__)
+@pytest.mark.parametrize("config", [*CONFIGS[:2], ComputeConfig(1, 2, use_zero=True)], ids=["2x1", "2x2", "1x2, ZeRO"])
+def test_copies_of_the_optimizer_are_refused(config, copies):
+    """They would have the state, without the module whose gradients are summed."""
+    with parallel(config) as make:
+        for refusal in comm.threads.run(
+            config.mesh(), lambda: message_of(lambda: copies(build_optimizer(make(), sgd)))
+        ):
+            assert re.search(r"Parallel\w+ cannot be pickled or copied: call build_optimizer of the other", refusal), (
+                refusal
+            )
 
 
 @pytest.mark.parametrize(
