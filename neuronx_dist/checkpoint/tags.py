@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
+from ..folder_names import leading_out
 from .errors import CheckpointCorrupted, CheckpointError
 from .storage import Storage
 
@@ -268,7 +269,7 @@ def _decode(content: bytes) -> tuple[float, dict[str, Entry]]:
     if content[-1:] != b"\n" or crc32 != f"{zlib.crc32(text.encode()):08x}":
         raise CheckpointCorrupted("is not what was written")
     values = json.loads(text)
-    outside = [path for path in values["files"] if path.startswith("/") or ".." in path.split("/")]
+    outside = leading_out(values["files"])
     if outside:
         raise CheckpointCorrupted(f"refers to files outside of its folder: {outside[:3]}")
     return float(values["saved"]), {path: Entry(*entry) for path, entry in values["files"].items()}

@@ -11,10 +11,12 @@ import pickle
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+from ..folder_names import leading_out
 
 __all__ = [
     "SAFETENSORS_DTYPES",
@@ -106,7 +108,7 @@ def checkpoint_files(source: str | PathLike[str], *, subfolder: str = "", varian
         listed = sorted(set(json.loads(first.read_text())["weight_map"].values()))
         if not listed:
             raise ValueError("weight_map is empty")
-        outside = [name for name in listed if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
+        outside = leading_out(listed)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{first} ({first.stat().st_size} bytes) is cut off, a Git LFS pointer, or no index of weight files: "
