@@ -90,6 +90,23 @@ def by_functional_grad(module: nn.Module) -> Weights:
     return {name: gather_full(comm.all_reduce(grad, "dp"), spec_of(named[name])) for name, grad in grads.items()}
 
 
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[3]], ids=name_of)
+def test_a_gradient_penalty_is_one_process(config):
+    def penalised(module: nn.Module) -> Weights:
+        data = batch(0, 0)
+        loss = loss_of(module, {**data, "x": data["x"].requires_grad_()})
+        (grad,) = torch.autograd.grad(loss, data["x"], create_graph=True)
+        (loss + 10 * grad.square().sum()).backward()
+        grads = {name: param for name, param in module.named_parameters() if param.grad is not None}
+        return {name: gather_full(param.grad, spec_of(param)) for name, param in grads.items()}
+
+    reference = penalised(original("parent"))
+    with parallel(config, "parent") as make:
+        for grads in comm.threads.run(config.mesh(), lambda: penalised(make())):
+            for name, grad in grads.items():
+                torch.testing.assert_close(grad, reference[name], rtol=1e-10, atol=1e-12)
+
+
 def by_vmap(module: nn.Module) -> Weights:
     data = {name: torch.stack([value, value * 2]) for name, value in batch(0, 0).items()}
     return {"losses": torch.vmap(lambda data: loss_of(module, data))(data)}

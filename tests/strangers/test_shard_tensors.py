@@ -112,6 +112,15 @@ def by_functional_call(module: nn.Module) -> Weights:
     return {name: (x.grad.full_tensor() if isinstance(x.grad, ShardTensor) else x.grad) for name, x in params.items()}
 
 
+def by_penalty(module: nn.Module) -> Weights:
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    loss = module(x).square().mean()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + 10 * grad.square().sum()).backward()
+    grads = {name: param.grad for name, param in module.named_parameters()}
+    return {name: grad.full_tensor() if isinstance(grad, ShardTensor) else grad for name, grad in grads.items()}
+
+
 TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "grad": torch.func.grad(lambda x: (x @ x.T).softmax(0).log().mean()),
     "vmap of rows": torch.vmap(lambda row: row.softmax(0) * 2),
@@ -180,6 +189,7 @@ CASES: dict[str, Callable[[Any], Weights]] = {
     "EMA": by_average,
     "functional_call": by_functional_call,
     "torch.func.grad": by_functional_grad,
+    "gradient penalty": by_penalty,
     "hooks": by_hooks,
     "to": lambda module: trained(module.float().double()),
 }
