@@ -24,7 +24,8 @@ def digest(shard: torch.Tensor | None) -> int | None:
     """Returns a digest of a shard's values; None for None, and if all values are equal, as with zeros at the start."""
     if shard is None or type(shard.detach()) is not torch.Tensor or shard.is_meta or not shard.numel():
         return None
-    values = shard.detach().flatten()[:_VALUES].double().cpu()
+    # A copy: torch does not resize memory that numpy has seen, which fully_shard does.
+    values = shard.detach().flatten()[:_VALUES].to("cpu", torch.float64, copy=True)
     return None if bool((values == values[0]).all()) else zlib.crc32(values.numpy().tobytes())
 
 
