@@ -215,6 +215,8 @@ def norm_of(
         for begin, end in zip([0, *ends], ends)
     ]
     total = sums[0] if parts is None else torch.stack(sums)
+    if hasattr(total, "full_tensor"):  # of the DTensors of fully_shard: the sum over its mesh
+        total = total.full_tensor()
     if watch_copies:
         for norm in _norms(copies, norm_type).values():
             total = total + 0.0 * norm.to(device, wide)

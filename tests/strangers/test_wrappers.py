@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -160,6 +161,9 @@ def test_a_group_with_other_shards_is_refused(wrapper, mesh):
         assert re.search(REFUSAL, message), message
 
 
+CLIPPED = ("ddp", "fully_shard")  # by this package's norm
+
+
 def over_data(wrapper: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights after SGD of a model that is wrapped over the data-parallel ranks."""
     group = parallel_state.get_data_parallel_group()
@@ -180,6 +184,8 @@ def over_data(wrapper: str) -> tuple[list[float], dict[str, torch.Tensor]]:
         loss.backward()
         if sequence_parallel:
             allreduce_sequence_parallel_gradients(model)
+        if wrapper in CLIPPED:
+            nxd.clip_grad_norm(model.parameters(), 0.3)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(comm.all_reduce(loss.detach(), "dp").item() / comm.size("dp"))
@@ -195,7 +201,7 @@ def over_data(wrapper: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 )
 def test_over_the_data_it_is_one_process(wrapper, mesh):
     """Losses of the third step show the weights after two."""
-    losses, weights = trained_alone()
+    losses, weights = trained_alone(max_norm=0.3 if wrapper in CLIPPED else math.inf)
     for local_losses, local_weights in on(mesh, over_data, wrapper):
         assert local_losses == pytest.approx(losses, rel=1e-12)
         for name, weight in local_weights.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -62,8 +63,10 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name.replace("module.", ""): gather_full(param, spec).clone() for name, param, spec in named_specs(model)}
 
 
-def trained_alone(steps: int = 3, lr: float = 0.5) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of the global batches and weights after SGD, in one process."""
+def trained_alone(
+    steps: int = 3, lr: float = 0.5, max_norm: float = math.inf
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of the global batches and weights after SGD with torch's clipping, in one process."""
     with comm.as_rank(Mesh(1), 0):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -71,6 +74,7 @@ def trained_alone(steps: int = 3, lr: float = 0.5) -> tuple[list[float], dict[st
         for step in range(steps):
             loss = model(**batch(step))
             loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
