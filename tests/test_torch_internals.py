@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.algorithms.model_averaging import utils as averaging
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import state_dict_saver as saver
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import neuronx_dist
 from neuronx_dist.torch_internals import (
@@ -352,6 +353,9 @@ def distributed_case() -> None:
             saver.save({"x": torch.ones(2)}, checkpoint_id=folder)
         assert len(checked) == 1 and checked[0]["x"].equal(torch.ones(2))
         saver._stateful_to_state_dict = before
+        flat = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"), use_orig_params=True)
+        assert [*map(distributed.is_flattened, flat.parameters())] == [True] * 2
+        assert not distributed.is_flattened(leaf())
         average = averaging.average_parameters
         distributed.before_averaging(lambda *arguments: checked.append(arguments))
         params = [nn.Parameter(torch.ones(2))]

@@ -22,7 +22,7 @@ from ..spmd.watching import active
 from ..torch_internals.distributed import before_averaging
 from ..torch_internals.modules import after_unscaling, before_clipping
 from ..weights.shard_spec import spec_of
-from ..weights.wrappers import check_group, note_saved_state
+from ..weights.wrappers import check_group, note_saved_state, refuse_flattened
 from .elementwise import refuse_not_elementwise
 from .gradient import DATA_AXES, gradient_of
 from .state import ReductionState, is_summed_over_units
@@ -73,6 +73,7 @@ def watch_module(module: PartOfJob) -> None:
 def _check_clipping(parameters: Sequence[torch.Tensor]) -> None:
     if not comm.is_initialized():
         return
+    refuse_flattened("torch.nn.utils.clip_grad_norm_", parameters)
     of_units = _watched_module(parameters)
     stages, num_shards = _stages(parameters), _shards([param for param in parameters if param.grad is not None])
     if num_shards > 1:

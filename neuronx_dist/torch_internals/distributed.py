@@ -107,6 +107,11 @@ def _watch(saver: Any, check: Callable[[Any], None]) -> None:
     saver._stateful_to_state_dict = checked
 
 
+def is_flattened(param: torch.Tensor) -> bool:
+    """Whether a parameter is or views a flat one of FullyShardedDataParallel; without it pieces count as wholes."""
+    return bool(getattr(param, "_fsdp_flattened", False))
+
+
 def before_averaging(check: Callable[[Sequence[torch.Tensor], dist.ProcessGroup | None], None]) -> None:
     """Makes the model averagers of torch call `check(parameters, group)` first, once the script has imported them.
 

@@ -208,6 +208,34 @@ def test_over_the_data_it_is_one_process(wrapper, mesh):
             torch.testing.assert_close(weight, weights[name], rtol=1e-10, atol=1e-12)
 
 
+CLIPS: dict[str, Callable[[Any], Any]] = {
+    "neuronx_dist": lambda model: nxd.clip_grad_norm(model.parameters(), 0.1),
+    "torch": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    "FSDP": lambda model: model.clip_grad_norm_(0.1),
+}
+
+
+def clipped_flat(clip: str, use_orig_params: bool) -> str:
+    group = parallel_state.get_data_parallel_group()
+    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
+    model = FullyShardedDataParallel(Net(torch.float32), process_group=group, **options)
+    model(**local_batch(0)).backward()
+    return message_of(lambda: CLIPS[clip](model))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["parameters", "flat"])
+@pytest.mark.parametrize("clip", CLIPS)
+def test_the_norm_of_flat_pieces_is_refused(clip, use_orig_params):
+    for message in on({"tp": 2, "dp": 2}, clipped_flat, clip, use_orig_params):
+        assert "a rank has pieces of flat gradients" in message and "Use fully_shard" in message
+
+
+@pytest.mark.process
+def test_fsdps_norm_over_the_data_is_its_own():
+    assert on({"dp": 2}, clipped_flat, "FSDP", True) == ["not refused"] * 2
+
+
 def pipeline_refusal() -> str:
     layers = nn.Sequential(*(nn.Linear(HIDDEN, HIDDEN) for _ in range(4)))
     model = nxd.NxDPPModel(
