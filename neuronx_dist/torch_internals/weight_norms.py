@@ -48,8 +48,9 @@ def around_parametrizing(watch: Callable[[nn.Module, str, Any], AbstractContextM
             return prune_all(parameters, *args, **kwargs)
 
     parametrize.register_parametrization, prune.global_unstructured = registered, pruned
-    for method in (WeightNorm, SpectralNorm, prune.BasePruningMethod):
-        method.apply = classmethod(_watched_apply(vars(method)["apply"], watch))  # type: ignore[attr-defined]
+    methods: tuple[Any, ...] = (WeightNorm, SpectralNorm, prune.BasePruningMethod)
+    for method in methods:
+        method.apply = classmethod(_watched_apply(vars(method)["apply"], watch))
 
 
 def _watched_apply(apply: Any, watch: Callable[[nn.Module, str, Any], AbstractContextManager[None]]) -> Any:
