@@ -26,8 +26,8 @@ PACKAGE = ROOT / "neuronx_dist"
 # From the ground up. Rooms on one line do not import one another. A room is a file, or a folder but for the parts of it
 # that have a line of their own.
 TOWER = [
-    ["axis_sizes", "call_site", "command_line", "lazy_names", "model_shape", "nearest", "shared_context", "topology"]
-    + ["torch_internals"],
+    ["axis_sizes", "call_site", "command_line", "folder_names", "lazy_names", "model_shape", "nearest"]
+    + ["shared_context", "topology", "torch_internals"],
     ["accelerator", "mesh", "rules"],
     ["comm"],
     ["comm/backends"],

@@ -7,7 +7,9 @@ import inspect
 import operator
 import pydoc
 import tempfile
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,16 +19,27 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
+from torch.distributed.algorithms.model_averaging import utils as averaging
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import state_dict_saver as saver
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import neuronx_dist
-from neuronx_dist.torch_internals import autograd, distributed, fake_tensors, modules, operators, tensors, transforms
+from neuronx_dist.torch_internals import (
+    autograd,
+    distributed,
+    fake_tensors,
+    modules,
+    operators,
+    tensors,
+    transforms,
+    weight_norms,
+)
 from tests.support.sources import nodes_of, tree_of
 
 PACKAGE = Path(neuronx_dist.__file__).parent
 ROOM = Path(tensors.__file__).parent
-MODULES = [autograd, distributed, fake_tensors, modules, operators, tensors, transforms]
+MODULES = [autograd, distributed, fake_tensors, modules, operators, tensors, transforms, weight_norms]
 EXTENDED = {name for names in modules.EXTENDED.values() for name in names}
 
 
@@ -199,6 +212,36 @@ def modules_case() -> None:
         torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]
 
 
+def weight_norms_case() -> None:
+    """Functions of weights that are put on modules, by the functions of torch.nn.utils that put them there."""
+    utils, prune = nn.utils, nn.utils.prune
+    seen: list[Any] = []
+
+    @contextmanager
+    def watch(module: nn.Module, name: str, method: Any) -> Iterator[None]:
+        seen.append(weight_norms.OF_WHOLE_WEIGHTS.get(method if isinstance(method, type) else type(method), method))
+        yield
+
+    olds = [(utils.parametrize, "register_parametrization"), (prune, "global_unstructured")]
+    olds += [(cls, "apply") for cls in (weight_norms.WeightNorm, weight_norms.SpectralNorm, prune.BasePruningMethod)]
+    before = [(holder, name, vars(holder)[name]) for holder, name in olds]
+    weight_norms.around_parametrizing(watch)
+    try:
+        norms = ("parametrizations.weight_norm", "parametrizations.spectral_norm", "parametrizations.orthogonal")
+        calls: dict[str, Any] = dict.fromkeys((*norms, "weight_norm", "spectral_norm"), ())
+        calls |= {f"prune.{name}_unstructured": ("weight", 0.5) for name in ("random", "l1")}
+        calls |= {"prune.random_structured": ("weight", 0.5, 0), "prune.ln_structured": ("weight", 0.5, 2, 0)}
+        for name, arguments in calls.items():
+            with warnings.catch_warnings(action="ignore"):
+                operator.attrgetter(name)(utils)(nn.Linear(2, 2), *arguments)
+        assert seen == [*calls] and {*calls} == {*weight_norms.OF_WHOLE_WEIGHTS.values()}
+        prune.global_unstructured([(nn.Linear(2, 2), "weight")], prune.L1Unstructured, amount=1)
+        assert seen[-2:] == [before[1][2], prune.CustomFromMask]
+    finally:
+        for holder, name, value in before:
+            setattr(holder, name, value)
+
+
 def autograd_case() -> None:
     x = leaf()
     y = Double.apply(x)
@@ -310,6 +353,16 @@ def distributed_case() -> None:
             saver.save({"x": torch.ones(2)}, checkpoint_id=folder)
         assert len(checked) == 1 and checked[0]["x"].equal(torch.ones(2))
         saver._stateful_to_state_dict = before
+        flat = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"), use_orig_params=True)
+        assert [*map(distributed.is_flattened, flat.parameters())] == [True] * 2
+        assert not distributed.is_flattened(leaf())
+        average = averaging.average_parameters
+        distributed.before_averaging(lambda *arguments: checked.append(arguments))
+        params = [nn.Parameter(torch.ones(2))]
+        params[0].grad = torch.ones(2)
+        averaging.average_parameters_or_parameter_groups(iter(params), world)
+        averaging.average_parameters = average
+        assert checked[1] == (params, world)
         assert distributed.backend_timeout(world) is not None
         group = distributed.make_group([0], "one", None, timeout=distributed.backend_timeout(world), group_desc="one")
         distributed.set_ranks(group, {0: 0})
@@ -331,6 +384,7 @@ CASES = {
     fake_tensors: [fake_tensors_case],
     transforms: [transforms_case],
     distributed: [distributed_case],
+    weight_norms: [weight_norms_case],
 }
 
 

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
+from ..folder_names import leading_out
 from .errors import CheckpointCorrupted, CheckpointError
 from .storage import Storage
 
@@ -271,7 +272,7 @@ def _decode(content: bytes) -> tuple[float, dict[str, Entry]]:
         values = json.loads(text)
         saved = float(values["saved"])
         files = {path: Entry(*entry) for path, entry in values["files"].items()}
-        outside = [path for path in files if path.startswith("/") or ".." in path.split("/")]
+        outside = leading_out(files)
         if not all(
             isinstance(entry.size, int) and isinstance(entry.crc32, (int, type(None))) for entry in files.values()
         ):

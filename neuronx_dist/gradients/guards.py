@@ -19,9 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import comm
 from ..spmd.watching import active
+from ..torch_internals.distributed import before_averaging
 from ..torch_internals.modules import after_unscaling, before_clipping
 from ..weights.shard_spec import spec_of
-from ..weights.wrappers import check_group, note_saved_state
+from ..weights.wrappers import check_group, note_saved_state, refuse_flattened
 from .elementwise import refuse_not_elementwise
 from .gradient import DATA_AXES, gradient_of
 from .state import ReductionState, is_summed_over_units
@@ -72,6 +73,7 @@ def watch_module(module: PartOfJob) -> None:
 def _check_clipping(parameters: Sequence[torch.Tensor]) -> None:
     if not comm.is_initialized():
         return
+    refuse_flattened("torch.nn.utils.clip_grad_norm_", parameters)
     of_units = _watched_module(parameters)
     stages, num_shards = _stages(parameters), _shards([param for param in parameters if param.grad is not None])
     if num_shards > 1:
@@ -103,6 +105,7 @@ def _check_clipping(parameters: Sequence[torch.Tensor]) -> None:
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if getattr(optimizer, "averages_over_data", False) or not comm.is_initialized() or active() is not None:
         return  # the active checker says more, with the line that left the mean out
+    before_averaging(_check_averaging)
     for group in optimizer.param_groups:
         if _is_left_to_zero1(_stages(group["params"])):
             raise RuntimeError(
@@ -120,14 +123,23 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             )
         parts = _shards(group["params"]) > 1
         process_group = getattr(optimizer, "process_group", None)  # of torch's ZeroRedundancyOptimizer
-        if parts and process_group is not None:
-            for number, param in enumerate(group["params"]):
-                check_group(type(optimizer).__name__, process_group, number, spec_of(param))
+        if process_group is not None:
+            _check_groups(type(optimizer).__name__, group["params"], process_group)
         if parts and _NOTES_STATE not in optimizer.__dict__:
             optimizer.__dict__[_NOTES_STATE] = optimizer.register_state_dict_post_hook(_note_state)
         if (parts or comm.size("pp") > 1) and not isinstance(optimizer, torch.optim.SparseAdam):
             advice = " for a model with tensor-parallel shards" if parts else " for a pipeline"
             refuse_not_elementwise(type(optimizer), parts=parts, advice=advice)
+
+
+def _check_averaging(parameters: Sequence[torch.Tensor], process_group: Any) -> None:
+    if comm.is_initialized():
+        _check_groups("torch's model averaging", parameters, process_group)
+
+
+def _check_groups(optimizer: str, parameters: Sequence[torch.Tensor], process_group: Any) -> None:
+    for number, param in enumerate(parameters):
+        check_group(optimizer, process_group, number, spec_of(param))
 
 
 def _shards(parameters: Sequence[torch.Tensor]) -> int:

@@ -14,6 +14,7 @@ from ..comm.rank_selection import in_one_program, only_on_first
 from ..spmd import P, V
 from ..torch_internals.tensors import foreach_mul_, foreach_norm
 from ..weights.shard_spec import spec_of
+from ..weights.wrappers import refuse_flattened
 from .gradient import DATA_AXES, ParameterGradient, Parameters, gradient_of, parameters_of
 from .state import keeping_reductions
 
@@ -56,6 +57,7 @@ def get_grad_norm(
         0-dim tensor; 0 if there are no gradients anywhere.
     """
     params = parameters_of(parameters)
+    refuse_flattened("clip_grad_norm", params)
     groups = norm_groups(zero1_optimizer, zero1_optimizer_groups)
     return norm_of(params, [gradient_of(param) for param in params], norm_type, groups)[0]
 
@@ -216,6 +218,8 @@ def norm_of(
         for begin, end in zip([0, *ends], ends)
     ]
     total = sums[0] if parts is None else torch.stack(sums)
+    if hasattr(total, "full_tensor"):  # of the DTensors of fully_shard: the sum over its mesh
+        total = total.full_tensor()
     if watch_copies:
         for norm in _norms(copies, norm_type).values():
             total = total + 0.0 * norm.to(device, wide)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from ..folder_names import leading_out
 from ..weights.sums_file import check_sums
 from ..weights.torch_files import read_plain
 
@@ -114,7 +115,7 @@ def checkpoint_files(source: str | PathLike[str], *, subfolder: str = "", varian
     if first.suffix != ".json":
         return [first]
     listed = _listed_files(first)
-    outside = [name for name in listed if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
+    outside = leading_out(listed)
     if outside:
         raise ValueError(f"{first} lists {', '.join(outside[:3])}, outside of its folder: do not trust this folder")
     files = [path / name for name in listed]

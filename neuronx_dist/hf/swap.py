@@ -78,8 +78,6 @@ def swap(
     if getattr(getattr(model, "loss_function", None), "func", None) is causal_lm_loss:
         raise ValueError(f"swap: this {type(model).__name__} is already swapped")
     model_plan, layers = _planned(model, plan, tp, sequence_parallel)
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()  # transformers 5.0 leaves models on the meta device untied
     _check_sizes(model, model_plan, layers, tp, pad_heads, pad_vocab)
     _check_dropout(model, tp, sequence_parallel)
     vocabulary: int = model.get_submodule(model_plan.head).out_features

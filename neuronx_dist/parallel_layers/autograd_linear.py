@@ -21,17 +21,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function
 
 from .. import comm, spmd
 from ..comm import Communicator
-from ..comm.context import AxisLike
 from ..comm.rank_selection import in_one_program
 from ..comm.verbs.transformed_tensors import transforming
 from ..spmd import I, P, R, S
 from ..spmd.local_holders import holds_local
 from ..spmd.random import checkpoint
-from .signatures import accepts
+from ..torch_internals.autograd import in_backward
 
 __all__ = [
     "ColumnLinear",
@@ -40,7 +40,6 @@ __all__ = [
     "call",
     "cast_if_autocast_enabled",
     "linear_alone",
-    "linear_with_async_allreduce",
 ]
 
 
@@ -111,7 +110,7 @@ class ColumnLinear(torch.autograd.Function):
             biases = params[count:] or [None] * count
             return tuple(F.linear(full, weight, bias) for weight, bias in zip(params, biases))
 
-        if sequence_dim is None or transforming():  # which know no checkpoints
+        if sequence_dim is None or transforming() or in_backward():  # which know no checkpoints
             return linears(x, *weights_and_biases)
         return checkpoint(linears, x, *weights_and_biases)  # what was gathered is not kept
 
@@ -123,6 +122,11 @@ class ColumnLinear(torch.autograd.Function):
         need_x, need = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         need_weights = any(need[:count])
         flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]  # [tokens, out/t]
+        if torch.is_grad_enabled() and not is_dynamo_compiling():  # create_graph=True
+            outs = ColumnLinear.composition(x, communicator, dim, ctx.reduce_dtype, count, *weights)
+            grad_x, *grad_params = _by_operators(outs, (x, *weights), grads, (need_x, *need))
+            grad_params += [g.sum(0) if need[count + i] else None for i, g in enumerate(flat) if ctx.has_bias]
+            return (grad_x, None, None, None, None, *grad_params)
         gathering = None
         if dim is not None and need_weights:
             gathering = comm.all_gather(x, communicator, dim=dim, async_op=True)
@@ -181,7 +185,7 @@ class RowLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         x, weight, bias = cast_if_autocast_enabled(x, weight, bias)  # type: ignore[assignment]
         ctx.save_for_backward(x, weight)
-        ctx.communicator, ctx.sequence_dim = communicator, sequence_dim
+        ctx.communicator, ctx.sequence_dim, ctx.reduce_dtype = communicator, sequence_dim, reduce_dtype
         out = F.linear(x, weight)
         if sequence_dim is None:
             out = comm.all_reduce(out, communicator, reduce_dtype=reduce_dtype, out=out)
@@ -211,6 +215,9 @@ class RowLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         need = ctx.needs_input_grad
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if need[2] else None
+        if torch.is_grad_enabled() and not is_dynamo_compiling():  # create_graph=True
+            out = RowLinear.composition(x, weight, None, ctx.communicator, ctx.sequence_dim, ctx.reduce_dtype)
+            return (*_by_operators([out], (x, weight), [grad], need), grad_bias, None, None, None)
         if ctx.sequence_dim is not None:
             first_half = getattr(ctx, "gathered", None)
             grad = comm.all_gather(grad, ctx.communicator, dim=ctx.sequence_dim) if first_half is None else first_half
@@ -241,6 +248,17 @@ class ZerosStay(torch.autograd.Function):
         return grad * mask, None
 
 
+def _by_operators(
+    outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], need: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """Gradients of a composition, which can be differentiated again: those of `forward` know no collectives."""
+    wanted = [x for x, is_needed in zip(inputs, need) if is_needed]
+    if not all(x.requires_grad for x in wanted):  # casts, whose graph is not the inputs'
+        raise RuntimeError("create_graph=True: parallel linear layers have no second derivatives under autocast")
+    found = iter(torch.autograd.grad(outs, wanted, grads, create_graph=True) if wanted else ())
+    return [next(found) if is_needed else None for _, is_needed in zip(inputs, need)]
+
+
 def _parameter_grads(
     x: torch.Tensor, flat: Sequence[torch.Tensor], need: Sequence[bool], count: int, has_bias: bool
 ) -> list[torch.Tensor | None]:
@@ -250,41 +268,3 @@ def _parameter_grads(
     if has_bias:
         weight_grads += [g.sum(0) if need[count + i] else None for i, g in enumerate(flat)]
     return weight_grads
-
-
-@accepts("linear_with_async_allreduce")
-def linear_with_async_allreduce(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    async_grad_allreduce: bool | None = None,
-    sequence_parallel_enabled: bool = False,
-    sequence_dimension: int | None = 0,
-    *,
-    process_group: AxisLike | None = None,
-    reduce_dtype: torch.dtype | None = torch.float32,
-) -> torch.Tensor:
-    """`input · weightᵀ + bias` for a weight sharded on its rows: the functional form of `ColumnParallelLinear`.
-
-    Args:
-        input: `[.., in]`, the same on all ranks, or with `sequence_parallel_enabled` sharded on `sequence_dimension`.
-        async_grad_allreduce: sum the input's gradient over the ranks; False leaves it to the caller, as a layer's
-            `input_is_replicated`; None: True without sequence parallelism, which reduce-scatters it instead.
-        process_group: an axis or a group; None: "tp".
-
-    Raises:
-        ValueError: `async_grad_allreduce` together with sequence parallelism.
-    """
-    if async_grad_allreduce and sequence_parallel_enabled:
-        raise ValueError(
-            "linear_with_async_allreduce: with sequence_parallel_enabled=True the gradient is reduce-scattered, "
-            "not all-reduced; pass async_grad_allreduce=False"
-        )
-    communicator = comm.communicator(process_group or "tp")
-    if communicator.size == 1:
-        return linear_alone(input, weight, bias, communicator)
-    if async_grad_allreduce is False and not sequence_parallel_enabled:
-        return F.linear(input, weight, bias)
-    biases = [] if bias is None else [bias]
-    dim = (sequence_dimension or 0) if sequence_parallel_enabled else None
-    return call(ColumnLinear, input, communicator, dim, reduce_dtype, 1, weight, *biases)[0]

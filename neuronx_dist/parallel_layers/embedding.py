@@ -145,7 +145,7 @@ class ParallelEmbedding(EmbeddingAttributes):
         """`[batch, seq] -> [batch, seq, hidden]`, or this rank's piece of the sequence."""
         communicator = comm.communicator(self.axis)
         size = communicator.size
-        note_first(input_, communicator, "input ids")
+        note_first(input_, communicator, "input ids", self.weight)
         compare_noted(communicator)
         sequence_dim = None
         if self.sequence_parallel_enabled:

@@ -1,8 +1,9 @@
 """Comparison of the first batch over the ranks of tensor parallelism, which must all have the same batch.
 
 A data loader that divides the data over all ranks, as samplers do by default, gives tensor-parallel ranks different
-batches: the loss falls, but results are not those of one process. So the first ids, the first labels and the
-first input of a linear layer are compared, through the job's store, without a collective; later ones are not.
+batches: the loss falls, but results are not those of one process. So the first ids, the first labels and the first
+input of a linear layer are compared, through the job's store, without a collective (later ones are not), and shards of
+weights, which must differ.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .. import comm, spmd
+from .. import comm, spmd, weights
 from ..comm.rank_selection import in_one_program
 from ..comm.verbs.transformed_tensors import transforming
 
@@ -26,13 +27,14 @@ _PROJECTIONS = 4
 _VALUES = 1 << 16  # of a float tensor, at most: as many are projected
 
 
-def note_first(x: torch.Tensor, communicator: comm.Communicator, what: str) -> None:
+def note_first(x: torch.Tensor, communicator: comm.Communicator, what: str, shard: torch.Tensor | None = None) -> None:
     """Records a tensor for `compare_noted`, at the first call for `what` on this mesh.
 
     Args:
         x: ids or labels, compared exactly, or activations, which ranks may round differently.
         communicator: the ranks; only those of the mesh's "tp" are compared.
         what: plural noun for messages.
+        shard: this rank's shard of a weight, of which other ranks have other values; None: there is none.
     """
     if torch.compiler.is_compiling():
         return
@@ -41,7 +43,7 @@ def note_first(x: torch.Tensor, communicator: comm.Communicator, what: str) -> N
     if what in noted or context.backend.board is None:  # None: ranks are played one by one
         return
     if communicator.axis == "tp" and communicator.size > 1 and _has_values(x):
-        noted[what] = _statement(x)
+        noted[what] = {**_statement(x), "shard": weights.equal_shards.digest(shard)}
 
 
 def compare_noted(communicator: comm.Communicator) -> None:
@@ -56,12 +58,11 @@ def compare_noted(communicator: comm.Communicator) -> None:
     noted: dict[str, Any] = context.extras.get(_NOTED, {})
     for what in [what for what, statement in noted.items() if statement is not None]:
         statement, noted[what] = noted[what], None
-        first_rank, *others = communicator.ranks
-        subject = f"the first {what} of tensor-parallel ranks"
-        text = json.dumps(statement)
-        topic = f"{subject} {first_rank}"
-        texts = context.backend.board.exchange(topic, 0, text, communicator.ranks, f"comparing {subject}")
+        first_rank, *others = ranks = communicator.ranks
+        subject, board = f"the first {what} of tensor-parallel ranks", context.backend.board
+        texts = board.exchange(f"{subject} {first_rank}", 0, json.dumps(statement), ranks, f"comparing {subject}")
         statements = {rank: json.loads(text) for rank, text in texts.items()}
+        weights.equal_shards.warn_if_equal(statements, context.rank)
         for rank in others:
             if not _equal(statements[first_rank], statements[rank]):
                 raise ValueError(

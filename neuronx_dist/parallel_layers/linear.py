@@ -288,7 +288,7 @@ def _shards(layers: Sequence[ColumnParallelLinear], x: torch.Tensor) -> Sequence
         return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases or repeat(None))]
     dim, count = first._sequence_dim(x), len(layers)
     if dim is None:
-        note_first(x, communicator, "inputs of linear layers")
+        note_first(x, communicator, "inputs of linear layers", weights[0] if first.replicas == 1 else None)
     return call(ColumnLinear, x, communicator, dim, first.reduce_dtype, count, *weights, *biases)
 
 

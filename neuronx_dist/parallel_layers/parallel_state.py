@@ -73,6 +73,7 @@ def initialize_model_parallel(
         return ParallelGroups(*([*mesh.groups(axis)] for axis in ("tp", "dp", "pp", "ep", "edp", "cp")))
     if mesh.world_size > 1:
         weights.wrappers.watch_wrappers()
+        weights.parametrized.watch_parametrizations()
         gradients.guards.watch_clipping()
         gradients.guards.watch_optimizers()
     existing = context.default()

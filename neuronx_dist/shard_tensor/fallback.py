@@ -76,8 +76,8 @@ def _by_gathering_operator(func: Any, types: Any, args: Any, kwargs: Any) -> Any
         return wrap(func(x._local, *args[1:], **kwargs), x._spec)
     if func is _aten.view.default and tuple(args[1]) == tuple(x.shape):  # an input that an autograd function returns
         return wrap(x._local.view(x._local.shape), x._spec)
-    handler = _function_of(func)
-    return _gathered(func, args, kwargs) if handler is None else handler(func, types, args, kwargs)
+    function = _function_of(func)
+    return _gathered(func, args, kwargs) if function is None else FUNCTIONS[function](function, types, args, kwargs)
 
 
 def _refuse_collectives(func: Any) -> None:
@@ -96,9 +96,10 @@ def _refuse_collectives(func: Any) -> None:
 
 
 def _function_of(func: Any) -> Any:
-    """Returns the handler of the torch function with an operator's name, or None."""
+    """Returns the torch function with an operator's name, if it has a handler; else None."""
     name = func.overloadpacket.__name__
-    return FUNCTIONS.get(getattr(torch, name, None)) or FUNCTIONS.get(getattr(torch.Tensor, name, None))
+    functions = getattr(torch, name, None), getattr(torch.Tensor, name, None)
+    return next((function for function in functions if function in FUNCTIONS), None)
 
 
 def _gathered(func: Any, args: Any, kwargs: Any) -> Any:

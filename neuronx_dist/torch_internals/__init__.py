@@ -7,6 +7,7 @@ the name.
     versions.py     versions that the tests ran on, and a warning for newer ones
     tensors.py      attributes and functions of tensors and storages; containers of tensors
     modules.py      members of `nn.Module`, and methods of torch's classes that ours extend
+    weight_norms.py norms of weights, parametrizations and pruning
     autograd.py     the running backward, nodes of the graph, hooks on saved tensors, custom functions
     operators.py    operators of the dispatcher, of compiled code and of TorchScript
     fake_tensors.py tensors without values

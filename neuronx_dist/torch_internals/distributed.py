@@ -105,3 +105,31 @@ def _watch(saver: Any, check: Callable[[Any], None]) -> None:
         return resolved
 
     saver._stateful_to_state_dict = checked
+
+
+def is_flattened(param: torch.Tensor) -> bool:
+    """Whether a parameter is or views a flat one of FullyShardedDataParallel; without it pieces count as wholes."""
+    return bool(getattr(param, "_fsdp_flattened", False))
+
+
+def before_averaging(check: Callable[[Sequence[torch.Tensor], dist.ProcessGroup | None], None]) -> None:
+    """Makes the model averagers of torch call `check(parameters, group)` first, once the script has imported them.
+
+    Without it they average shards. (`torch.distributed.optim.PostLocalSGDOptimizer` averages by one of them.)
+    """
+    averaging = sys.modules.get("torch.distributed.algorithms.model_averaging.utils")
+    if averaging is not None:
+        _watch_averaging(averaging, check)
+
+
+@functools.cache
+def _watch_averaging(averaging: Any, check: Callable[[Sequence[torch.Tensor], dist.ProcessGroup | None], None]) -> None:
+    average = averaging.average_parameters
+
+    @functools.wraps(average)
+    def checked(params: Any, process_group: dist.ProcessGroup | None) -> None:
+        params = list(params)
+        check(params, process_group)
+        average(iter(params), process_group)
+
+    averaging.average_parameters = checked

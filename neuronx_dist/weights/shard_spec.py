@@ -222,12 +222,12 @@ def named_specs(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardSpe
 def restamp(module: nn.Module) -> None:
     """Writes the attributes again on parameters that have lost them (re-wrapped, moved or copied tensors)."""
     for child in module.modules():
-        table: dict[str, ShardSpec] | None = child.__dict__.get(_TABLE)
-        if table:
-            for name, spec in table.items():
-                param = child._parameters.get(name)
-                if param is not None and getattr(param, _ATTRIBUTE, None) is None:
-                    _stamp(param, spec)
+        for name, spec in child.__dict__.get(_TABLE, {}).items():
+            param = child._parameters.get(name)
+            if param is not None and getattr(param, _ATTRIBUTE, None) is None:
+                _stamp(param, spec)
+        if "parametrizations" in child._modules:
+            weights.parametrized.stamp_originals(child)
 
 
 class ShardedModule(nn.Module):

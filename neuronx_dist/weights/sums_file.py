@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+from ..folder_names import leading_out
 
 __all__ = ["SUMS", "check_sums", "write_sums"]
 
@@ -38,10 +40,9 @@ def check_sums(folder: Path, share: int = 0, shares: int = 1) -> None:
         listed[match[2]] = match[1]
     if not listed:
         raise ValueError(f"{sums} is empty: `sha256sum` writes it anew, without it the files are not compared")
+    if outside := leading_out(listed):
+        raise ValueError(f"{sums} names {outside[0]}, outside of its folder: do not trust this folder")
     for name in sorted(listed)[share::shares]:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"{sums} names {name}, outside of its folder: do not trust this folder")
         if not (folder / name).is_file():
             raise ValueError(f"{folder / name} is missing: {SUMS} lists it")
         if _sum(folder / name) != listed[name]:

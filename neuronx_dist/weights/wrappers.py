@@ -12,7 +12,7 @@ all ranks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import comm
-from ..torch_internals.distributed import before_saving
+from ..torch_internals.distributed import before_saving, is_flattened
 from ..torch_internals.tensors import pytree
 from .shard_spec import _TABLE, ShardSpec, named_specs
 
@@ -30,6 +30,7 @@ __all__ = [
     "check_mesh",
     "note_saved",
     "note_saved_state",
+    "refuse_flattened",
     "refuse_whole",
     "refuse_wrapper",
     "watch_wrappers",
@@ -78,10 +79,13 @@ def _check(wrapper: nn.Module, attribute: str, module: nn.Module | None) -> None
             ranks = comm.communicator(wrapper.process_group).ranks
             part = f"{name} is one of {spec.num_partitions} shards" if spec.num_partitions > 1 else name
             _refuse_parts(kind, ranks, part, _REPAIR, expert)
+            if kind == "FullyShardedDataParallel":  # its norm is that of the data-parallel ranks' pieces
+                wrapper.__dict__["clip_grad_norm_"] = functools.partial(_refuse_norm, "clip_grad_norm_")
     for name, spec in _specs_without_parameters(module):
         if spec.num_partitions > 1:
             ranks = comm.communicator(wrapper.process_group).ranks
             _refuse_parts(kind, ranks, f"{name} is one of {spec.num_partitions} shards", _REPAIR)
+            wrapper.__dict__["clip_grad_norm_"] = functools.partial(_refuse_norm, "clip_grad_norm_")
 
 
 def _specs_without_parameters(module: nn.Module) -> Iterator[tuple[str, ShardSpec]]:
@@ -156,11 +160,30 @@ def check_group(optimizer: str, group: Any, number: int, spec: ShardSpec) -> Non
     """Checks the process group of an optimizer that divides or averages parameters over it.
 
     Raises:
-        RuntimeError: its ranks hold other shards of parameter `number`.
+        RuntimeError: its ranks hold other shards of parameter `number`, or other stages of a pipeline.
     """
-    if spec.num_partitions > 1:
-        part = f"parameter {number} is one of {spec.num_partitions} shards"
-        _refuse_parts(optimizer, comm.communicator(group).ranks, part, _REPAIR)
+    is_part = spec.num_partitions > 1
+    if is_part or comm.size("pp") > 1:
+        part = f"one of {spec.num_partitions} shards" if is_part else f"of one of {comm.size('pp')} pipeline stages"
+        _refuse_parts(optimizer, comm.communicator(group).ranks, f"parameter {number} is {part}", _REPAIR)
+
+
+def refuse_flattened(function: str, parameters: Iterable[torch.Tensor]) -> None:
+    """Refuses parameters of FullyShardedDataParallel for a function that takes the norm of gradients.
+
+    Raises:
+        RuntimeError: there is one.
+    """
+    if any(map(is_flattened, parameters)):
+        _refuse_norm(function)
+
+
+def _refuse_norm(function: str, *args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        f"{function}: with FullyShardedDataParallel a rank has pieces of flat gradients, whose norm is not the "
+        "model's. Use fully_shard, with which neuronx_dist.clip_grad_norm takes the norm of the whole model; at tensor "
+        "parallel size 1 the method clip_grad_norm_ of FullyShardedDataParallel is right too"
+    )
 
 
 def note_saved(tensor: torch.Tensor, name: str) -> None:

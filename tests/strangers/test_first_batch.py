@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -118,3 +119,50 @@ def test_no_collective():
 
     for first, later in comm.threads.run(Mesh(2, tp=2), recorded):
         assert first == later
+
+
+def of_first_rank(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A bare dict of tensors on all ranks, as a file of the first rank is."""
+    return {name: comm.broadcast(value, "tp", src=0) for name, value in state.items()}
+
+
+def loaded_of_first_rank(by_torch: bool = False) -> list[str]:
+    """Warnings of the first batches after another rank's state dict was loaded."""
+    model = Net()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if by_torch:
+            from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_model_state_dict(model, dict(model.state_dict()), options=options)
+        else:
+            model.load_state_dict(of_first_rank(model.state_dict()))
+        for step in range(2):
+            model(**batch(step))
+    return [str(warning.message) for warning in caught if "tensor-parallel group" in str(warning.message)]
+
+
+EQUAL = "ranks 0 and 1 are in one tensor-parallel group, and their shards of a weight have equal values"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("by_torch", [False, True], ids=["a bare dict", "broadcast_from_rank0"])
+def test_shards_of_another_rank_are_noticed(by_torch):
+    """Of the embedding and of the first linear layer."""
+    first, second = processes(2).run(loaded_of_first_rank, by_torch, mesh={"tp": 2})
+    assert [text.startswith(EQUAL) for text in first] == [True, True] and second == []
+
+
+def test_equal_values_at_the_start_are_taken(recwarn):
+    """Weights of zeros, or that were loaded from this rank's state dict."""
+
+    def forward() -> None:
+        model = Net()
+        with torch.no_grad():
+            model.up.weight.zero_()
+        model.load_state_dict(dict(model.state_dict()))
+        model(**batch(0))
+
+    comm.threads.run(Mesh(2, tp=2), forward)
+    assert not [warning for warning in recwarn if "equal values" in str(warning.message)]

@@ -12,12 +12,11 @@ import safetensors.torch
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
-from tests.strangers.toy import Net, batch, whole_weights
+from tests.strangers.toy import Net, average_of, batch, whole_weights
 from tests.support.pool import processes
 
 Weights = dict[str, torch.Tensor]
@@ -69,12 +68,7 @@ def by_state_dict_on_meta() -> Weights:
 
 
 def by_average() -> Weights:
-    model = Net()
-    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    for _ in range(3):
-        trained(model, 1)
-        averaged.update_parameters(model)
-    return {name: weight for name, weight in whole_weights(averaged).items() if name != "n_averaged"}
+    return whole_weights(average_of(Net(), lambda model: trained(model, 1)))
 
 
 def by_functional_call() -> Weights:

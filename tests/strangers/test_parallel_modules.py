@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,28 +16,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from neuronx_dist import comm
-from neuronx_dist.gradients.guards import watch_clipping, watch_optimizers
 from neuronx_dist.parallel_layers import parallel_state
 from neuronx_dist.parallelize import ComputeConfig, build_optimizer, parallelize
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
 from tests.parallelize.support import pipelines
 from tests.parallelize.support.training import batch, loss_of, original, parallel, whole
 from tests.strangers.test_wrappers import by_accelerate, without_torch_xla
-from tests.strangers.toy import by_safetensors, by_torch_save, message_of
+from tests.strangers.toy import average_of, by_safetensors, by_torch_save, message_of
 from tests.support.pool import processes
 
 Weights = dict[str, torch.Tensor]
 CONFIGS = [ComputeConfig(2, 2), ComputeConfig(2, 4), ComputeConfig(1, 2), ComputeConfig(4, 4)]
-
-
-@pytest.fixture(autouse=True)
-def watched() -> None:
-    """Watches clipping and optimizers, as `initialize_model_parallel` does in a job."""
-    watch_clipping()
-    watch_optimizers()
 
 
 def name_of(config: ComputeConfig) -> str:
@@ -84,14 +76,6 @@ def loaded(module: nn.Module, by_file: Callable[[Weights], Weights]) -> Weights:
     return trained(module)
 
 
-def by_average(module: nn.Module) -> Weights:
-    averaged = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    for _ in range(3):
-        trained(module, steps=1)
-        averaged.update_parameters(module)
-    return weights_of(averaged.module)
-
-
 def by_functional_grad(module: nn.Module) -> Weights:
     params = {name: param.detach() for name, param in module.named_parameters()}
 
@@ -104,6 +88,23 @@ def by_functional_grad(module: nn.Module) -> Weights:
         return grads
     named = dict(module.named_parameters())
     return {name: gather_full(comm.all_reduce(grad, "dp"), spec_of(named[name])) for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[3]], ids=name_of)
+def test_a_gradient_penalty_is_one_process(config):
+    def penalised(module: nn.Module) -> Weights:
+        data = batch(0, 0)
+        loss = loss_of(module, {**data, "x": data["x"].requires_grad_()})
+        (grad,) = torch.autograd.grad(loss, data["x"], create_graph=True)
+        (loss + 10 * grad.square().sum()).backward()
+        grads = {name: param for name, param in module.named_parameters() if param.grad is not None}
+        return {name: gather_full(param.grad, spec_of(param)) for name, param in grads.items()}
+
+    reference = penalised(original("parent"))
+    with parallel(config, "parent") as make:
+        for grads in comm.threads.run(config.mesh(), lambda: penalised(make())):
+            for name, grad in grads.items():
+                torch.testing.assert_close(grad, reference[name], rtol=1e-10, atol=1e-12)
 
 
 def by_vmap(module: nn.Module) -> Weights:
@@ -149,7 +150,7 @@ CASES: dict[str, Callable[[nn.Module], Weights]] = {
     "deepcopy after a step": lambda module: (trained(module, steps=1), trained(copy.deepcopy(module)))[1],
     "torch.save": lambda module: loaded(module, by_torch_save),
     "safetensors": lambda module: loaded(module, by_safetensors),
-    "EMA": by_average,
+    "EMA": lambda module: weights_of(average_of(module, lambda module: trained(module, steps=1))),
     "torch.func.grad": by_functional_grad,
     "vmap": by_vmap,
     "autocast": by_autocast,
@@ -212,6 +213,19 @@ def test_a_plain_optimizer_on_one_unit_is_right(config):
         for weights in comm.threads.run(config.mesh(), lambda: step_of(torch.optim.SGD)(make())):
             for key, weight in weights.items():
                 torch.testing.assert_close(weight, reference[key], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("copies", [pickle.dumps, copy.copy, copy.deepcopy], ids=lambda copies: copies.__name__)
+@pytest.mark.parametrize("config", [*CONFIGS[:2], ComputeConfig(1, 2, use_zero=True)], ids=["2x1", "2x2", "1x2, ZeRO"])
+def test_copies_of_the_optimizer_are_refused(config, copies):
+    """They would have the state, without the module whose gradients are summed."""
+    with parallel(config) as make:
+        for refusal in comm.threads.run(
+            config.mesh(), lambda: message_of(lambda: copies(build_optimizer(make(), sgd)))
+        ):
+            assert re.search(r"Parallel\w+ cannot be pickled or copied: call build_optimizer of the other", refusal), (
+                refusal
+            )
 
 
 @pytest.mark.parametrize(

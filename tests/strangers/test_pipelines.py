@@ -22,7 +22,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
-from neuronx_dist.gradients.guards import watch_clipping, watch_optimizers
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import parallel_state
 from tests.strangers.test_wrappers import by_accelerate, without_torch_xla
@@ -32,13 +31,6 @@ from tests.support.pool import processes
 Weights = dict[str, torch.Tensor]
 HIDDEN, BATCH = 6, 8
 MESHES = [Mesh(2, pp=2), Mesh(4, pp=2), Mesh(4, pp=4)]
-
-
-@pytest.fixture(autouse=True)
-def watched() -> None:
-    """Watches clipping and optimizers, as `initialize_model_parallel` does in a job."""
-    watch_clipping()
-    watch_optimizers()
 
 
 class Block(nn.Module):

@@ -112,6 +112,34 @@ def by_functional_call(module: nn.Module) -> Weights:
     return {name: (x.grad.full_tensor() if isinstance(x.grad, ShardTensor) else x.grad) for name, x in params.items()}
 
 
+def by_penalty(module: nn.Module) -> Weights:
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    loss = module(x).square().mean()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + 10 * grad.square().sum()).backward()
+    grads = {name: param.grad for name, param in module.named_parameters()}
+    return {name: grad.full_tensor() if isinstance(grad, ShardTensor) else grad for name, grad in grads.items()}
+
+
+TRANSFORMS: dict[str, Callable[[Any], Any]] = {
+    "grad": torch.func.grad(lambda x: (x @ x.T).softmax(0).log().mean()),
+    "vmap of rows": torch.vmap(lambda row: row.softmax(0) * 2),
+    "vmap of columns": torch.vmap(lambda column: column.sum() + column, in_dims=1),
+    "vmap of grad": torch.vmap(torch.func.grad(lambda column: column.square().exp().mean()), in_dims=1),
+    "vjp": lambda x: torch.func.vjp(torch.exp, x)[1](x)[0],
+    "jacrev": torch.func.jacrev(lambda x: x.square().sum(0)),
+    "autograd's jacobian": lambda x: torch.autograd.functional.jacobian(lambda x: x.square().sum(0), x),
+}
+
+
+def by_functional_grad(module: nn.Module) -> Weights:
+    params = {name: x.detach() for name, x in module.named_parameters()}
+    grads = torch.func.grad(
+        lambda values: torch.func.functional_call(module, values, (torch.ones(4, 5).double(),)).square().mean()
+    )(params)
+    return {name: x.full_tensor() if isinstance(x, ShardTensor) else x for name, x in grads.items()}
+
+
 def by_autocast(module: nn.Module) -> Weights:
     with torch.autocast("cpu", torch.bfloat16):
         loss = loss_of(module)
@@ -160,6 +188,8 @@ CASES: dict[str, Callable[[Any], Weights]] = {
     "torch.save": by_torch_save,
     "EMA": by_average,
     "functional_call": by_functional_call,
+    "torch.func.grad": by_functional_grad,
+    "gradient penalty": by_penalty,
     "hooks": by_hooks,
     "to": lambda module: trained(module.float().double()),
 }
@@ -173,6 +203,18 @@ def test_values_are_those_of_one_process(name, ranks):
         assert weights.keys() == reference.keys()
         for key, x in reference.items():
             assert_close(weights[key], x, f"{key} after {name}")
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_sharded_tensors(name):
+    def run(mesh: DeviceMesh) -> torch.Tensor:
+        x = distribute(whole, mesh, [Shard(0)], sizes=[(4, 2)], src=None)
+        result: torch.Tensor = TRANSFORMS[name](x).full_tensor()
+        return result
+
+    whole = torch.randn(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for result in on_ranks(2, run):
+        assert_close(result, TRANSFORMS[name](whole), name)
 
 
 def test_parametrizations_are_refused():

@@ -12,7 +12,6 @@ from torch import nn
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
-from neuronx_dist.gradients.guards import watch_clipping, watch_optimizers
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers.checkpointing import get_sharded_model_dict
 from tests.strangers.toy import BATCH, HIDDEN, Net, batch, local_batch, trained_alone, whole_weights
@@ -20,13 +19,6 @@ from tests.strangers.toy import BATCH, HIDDEN, Net, batch, local_batch, trained_
 
 def on_threads(mesh: Mesh, function: Any, *args: Any) -> list[Any]:
     return comm.threads.run(mesh, lambda: function(*args))
-
-
-@pytest.fixture(autouse=True)
-def watched() -> None:
-    """Watches clipping and optimizers, as `initialize_model_parallel` does in a job."""
-    watch_clipping()
-    watch_optimizers()
 
 
 def clipped(zero1: bool = False) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -21,7 +22,8 @@ from neuronx_dist import comm
 from neuronx_dist.parallel_layers import parallel_state
 from neuronx_dist.parallel_layers.grads import allreduce_sequence_parallel_gradients
 from tests.hf.models import llama_config, reference_model
-from tests.strangers.toy import BATCH, HIDDEN, Net, local_batch, trained_alone, whole_weights
+from tests.strangers.test_training_functions import stage
+from tests.strangers.toy import BATCH, HIDDEN, Net, local_batch, message_of, trained_alone, whole_weights
 from tests.support.pool import processes
 
 MESHES = [{"tp": 2}, {"tp": 2, "dp": 2}]
@@ -107,6 +109,21 @@ def by_zero_redundancy(model: nn.Module) -> None:
     optimizer.step()
 
 
+def averaging(model: nn.Module, group: Any = None) -> Any:
+    """SGD, after which torch averages the parameters."""
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    averager = PeriodicModelAverager(period=1, warmup_steps=0, process_group=group)
+    return PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), averager)
+
+
+def by_model_averaging(model: nn.Module) -> None:
+    optimizer = averaging(model)
+    model(**local_batch(0)).backward()
+    optimizer.step()
+
+
 WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
     "ddp": by_ddp,
     "fsdp1": by_fsdp1,
@@ -114,9 +131,11 @@ WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
     "fully_shard": by_fully_shard,
     "distribute_module": by_distribute_module,
     "ZeroRedundancyOptimizer": by_zero_redundancy,
+    "PostLocalSGDOptimizer": by_model_averaging,
     "accelerate": by_accelerate,
 }
-IN_PLACE = ("fsdp1", "fsdp1, flat", "fully_shard", "distribute_module")  # parameters are replaced one by one
+# Parameters are replaced one by one, or a local step comes first.
+IN_PLACE = ("fsdp1", "fsdp1, flat", "fully_shard", "distribute_module", "PostLocalSGDOptimizer")
 
 
 def refusal(wrapper: str) -> str:
@@ -142,6 +161,9 @@ def test_a_group_with_other_shards_is_refused(wrapper, mesh):
         assert re.search(REFUSAL, message), message
 
 
+CLIPPED = ("ddp", "fully_shard")  # by this package's norm
+
+
 def over_data(wrapper: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights after SGD of a model that is wrapped over the data-parallel ranks."""
     group = parallel_state.get_data_parallel_group()
@@ -153,33 +175,65 @@ def over_data(wrapper: str) -> tuple[list[float], dict[str, torch.Tensor]]:
         model = FullyShardedDataParallel(
             model, process_group=group, device_id=torch.device("cpu"), use_orig_params="flat" not in wrapper
         )
-    else:
+    elif wrapper == "fully_shard":
         fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = averaging(model, group) if wrapper == "averaging" else torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for step in range(3):
         loss = model(**local_batch(step))
         loss.backward()
         if sequence_parallel:
             allreduce_sequence_parallel_gradients(model)
+        if wrapper in CLIPPED:
+            nxd.clip_grad_norm(model.parameters(), 0.3)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(comm.all_reduce(loss.detach(), "dp").item() / comm.size("dp"))
-    if "ddp" in wrapper:
+    if "ddp" in wrapper or wrapper == "averaging":
         return losses, whole_weights(model)
     return losses, {}
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2, "dp": 2}], ids=str)
-@pytest.mark.parametrize("wrapper", ["ddp", "ddp, sequence parallel", "fsdp1", "fsdp1, flat", "fully_shard"])
+@pytest.mark.parametrize(
+    "wrapper", ["ddp", "ddp, sequence parallel", "fsdp1", "fsdp1, flat", "fully_shard", "averaging"]
+)
 def test_over_the_data_it_is_one_process(wrapper, mesh):
     """Losses of the third step show the weights after two."""
-    losses, weights = trained_alone()
+    losses, weights = trained_alone(max_norm=0.3 if wrapper in CLIPPED else math.inf)
     for local_losses, local_weights in on(mesh, over_data, wrapper):
         assert local_losses == pytest.approx(losses, rel=1e-12)
         for name, weight in local_weights.items():
             torch.testing.assert_close(weight, weights[name], rtol=1e-10, atol=1e-12)
+
+
+CLIPS: dict[str, Callable[[Any], Any]] = {
+    "neuronx_dist": lambda model: nxd.clip_grad_norm(model.parameters(), 0.1),
+    "torch": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    "FSDP": lambda model: model.clip_grad_norm_(0.1),
+}
+
+
+def clipped_flat(clip: str, use_orig_params: bool) -> str:
+    group = parallel_state.get_data_parallel_group()
+    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
+    model = FullyShardedDataParallel(Net(torch.float32), process_group=group, **options)
+    model(**local_batch(0)).backward()
+    return message_of(lambda: CLIPS[clip](model))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["parameters", "flat"])
+@pytest.mark.parametrize("clip", CLIPS)
+def test_the_norm_of_flat_pieces_is_refused(clip, use_orig_params):
+    for message in on({"tp": 2, "dp": 2}, clipped_flat, clip, use_orig_params):
+        assert "a rank has pieces of flat gradients" in message and "Use fully_shard" in message
+
+
+@pytest.mark.process
+def test_fsdps_norm_over_the_data_is_its_own():
+    assert on({"dp": 2}, clipped_flat, "FSDP", True) == ["not refused"] * 2
 
 
 def pipeline_refusal() -> str:
@@ -198,6 +252,18 @@ def test_a_pipeline_is_refused_by_torch():
     """The layers of other stages are on the meta device."""
     for message in on({"pp": 2}, pipeline_refusal):
         assert "module parameters locate in {" in message and "'meta'" in message
+
+
+def averaging_refusal() -> str:
+    optimizer = averaging(stage())
+    return message_of(optimizer.step)
+
+
+@pytest.mark.process
+def test_averages_of_stages_are_refused():
+    for message in on({"pp": 2}, averaging_refusal):
+        assert "torch's model averaging over ranks [0, 1]" in message
+        assert "(parameter 0 is of one of 2 pipeline stages;" in message
 
 
 def trained_by_trainer(folder: str) -> tuple[str, list[float]]:

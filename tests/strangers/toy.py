@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import safetensors.torch
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
@@ -61,8 +63,10 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name.replace("module.", ""): gather_full(param, spec).clone() for name, param, spec in named_specs(model)}
 
 
-def trained_alone(steps: int = 3, lr: float = 0.5) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of the global batches and weights after SGD, in one process."""
+def trained_alone(
+    steps: int = 3, lr: float = 0.5, max_norm: float = math.inf
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of the global batches and weights after SGD with torch's clipping, in one process."""
     with comm.as_rank(Mesh(1), 0):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -70,10 +74,21 @@ def trained_alone(steps: int = 3, lr: float = 0.5) -> tuple[list[float], dict[st
         for step in range(steps):
             loss = model(**batch(step))
             loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
         return losses, whole_weights(model)
+
+
+def average_of(model: nn.Module, train: Callable[[nn.Module], Any]) -> nn.Module:
+    """Returns torch's average of the model after each of three steps."""
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for _ in range(3):
+        train(model)
+        averaged.update_parameters(model)
+    module: nn.Module = averaged.module
+    return module
 
 
 def by_torch_save(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -29,13 +29,14 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from pathlib import Path, PurePath
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 import xxhash
 
+from ...folder_names import leading_out
 from ...hf.sources import StateDict, WeightSource, open_source
 from ...hf.writing import write_weights
 from ...weights.host_memory import as_bytes
@@ -385,7 +386,7 @@ def _manifest(path: Path) -> dict[str, Any]:
         or not all(isinstance(files[name].get("sha256"), str) for name in files if not name.startswith(WEIGHTS + "/"))
     ):
         raise _damaged(path, f"{MANIFEST} has entries of other types than this package writes")
-    outside = [name for name in files if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
+    outside = leading_out(files)
     if outside:
         raise _damaged(path, f"{MANIFEST} names {', '.join(outside[:3])}, outside of the folder: do not trust it")
     return manifest

@@ -118,7 +118,7 @@ def _declare_messages(module: ParallelModule, tied: Mapping[str, Any]) -> None:
     """Declares received tensors as V over the units, and gradients of tied weights as P on pp until summed."""
     mode: Any = active()
     if mode is not None:
-        mode.received = lambda x, axis: _type(mode, V)
+        mode.received = lambda *message: lambda: _type(mode, V)
         mode.tied.update((id(module.get_parameter(name)), group) for name, group in tied.items())
 
 

@@ -113,7 +113,7 @@ def build_optimizer(
         _check_update(type(optimizer), parallel_module)
     reducers, other = _reducers(module, modules, config, isinstance(optimizer, NeuronZero1Optimizer))
     sync = ShardedSync(optimizer, reducers) if isinstance(optimizer, NeuronZero1Optimizer) else GradientSync(reducers)
-    # A subclass, not attributes of the object: schedulers, isinstance and pickle see an optimizer of its class.
+    # A subclass, not attributes of the object: schedulers and isinstance see an optimizer of its class.
     cls = type(optimizer)
     optimizer.__class__ = type(f"Parallel{cls.__name__}", (_Synchronized, cls), {"__module__": __name__})
     optimizer.__dict__["_gradient_sync"] = sync
@@ -193,6 +193,15 @@ class _Synchronized(torch.optim.Optimizer):
         self._gradient_sync.begin()
         super().zero_grad(set_to_none)
         self._module.zero_grad(set_to_none)
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or copied: call build_optimizer of the other module, and its "
+            "load_state_dict(optimizer.state_dict())"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.__getstate__()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's state and its layout, which `merge_state_dicts` reads."""
