@@ -25,7 +25,7 @@ from torch.nn.modules import module as modules
 from torch.nn.parallel import distributed
 
 from ... import comm
-from ...call_site import DRIVER, hide
+from ...call_site import DRIVER, PACKAGE, USER, hide, nearest_line
 from ...comm.backends.observed import CheckBackend, Event
 from ...comm.ranks.observed_ranks import Read
 from ...comm.ranks.rank_tables import RankTable
@@ -97,6 +97,13 @@ class Phase:
     ops: list[Op] = field(default_factory=list)
 
 
+class PlayedTypeMode(SpmdTypeMode):
+    """The type checker of a played program; it names the line of a declaration or assumption, also in this package."""
+
+    def line(self) -> str:
+        return nearest_line(USER, PACKAGE) or "an unknown line"
+
+
 class Played:
     """A model as one rank builds it, and the phases of a step.
 
@@ -123,10 +130,10 @@ class Played:
         self._made_like: list[tuple[torch.Tensor, TensorType]] = []  # tensors of `model_fn`, with their types
         self._main_grads: dict[Any, torch.Tensor | None] = {}
         self._fake = QuietFakeMode()
-        self.types: SpmdTypeMode | None = None
+        self.types: PlayedTypeMode | None = None
         self._message_types = message_types
         if subject.level is not None:
-            self.types = SpmdTypeMode(mesh, level=subject.level, strict=False)
+            self.types = PlayedTypeMode(mesh, level=subject.level, strict=False)
             self.types.seeds = subject.seeds
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(OUTSIDE)

@@ -215,16 +215,20 @@ class Session(TorchFunctionMode):
 
     # --- for messages and reports
 
+    def line(self) -> str:
+        """The line that a report names for an assumption or declaration made now."""
+        return call_site()
+
     def assume(self, text: str) -> None:
         """Records an assumption, which could not be proven."""
         self.num_assumptions += 1
-        entry = text, call_site()
+        entry = text, self.line()
         self.assumed[entry] = self.assumed.get(entry, 0) + 1
 
     def trust(self, text: str) -> None:
         """Records a declaration that was not proven."""
         self.num_assumptions += 1
-        entry = text, call_site()
+        entry = text, self.line()
         self.trusted[entry] = self.trusted.get(entry, 0) + 1
 
     def watch(self, module: nn.Module) -> None:
