@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from ..comm.verbs.transformed_tensors import transforming
 from ..spmd import I, P, R, S
 from ..spmd.local_holders import holds_local
 from ..spmd.random import checkpoint
-from ..torch_internals.autograd import in_backward
 
 __all__ = [
     "ColumnLinear",
@@ -101,18 +101,26 @@ class ColumnLinear(torch.autograd.Function):
         *weights_and_biases: torch.Tensor,
     ) -> Any:
         """Composes this function of operators, for `torch.func`; the type checker compares both forms."""
-
-        def linears(x: torch.Tensor, *params: torch.Tensor) -> Any:
-            if sequence_dim is None:
-                full = spmd.convert(x, communicator, src=I, dst=R, reduce_dtype=reduce_dtype)
-            else:
-                full = spmd.all_gather(x, communicator, src=S(sequence_dim), dst=R, reduce_dtype=reduce_dtype)
-            biases = params[count:] or [None] * count
-            return tuple(F.linear(full, weight, bias) for weight, bias in zip(params, biases))
-
-        if sequence_dim is None or transforming() or in_backward():  # which know no checkpoints
+        linears = partial(ColumnLinear._linears, communicator, sequence_dim, reduce_dtype, count)
+        if sequence_dim is None or transforming():  # which know no checkpoints
             return linears(x, *weights_and_biases)
         return checkpoint(linears, x, *weights_and_biases)  # what was gathered is not kept
+
+    @staticmethod
+    def _linears(
+        communicator: Communicator,
+        sequence_dim: int | None,
+        reduce_dtype: torch.dtype | None,
+        count: int,
+        x: torch.Tensor,
+        *params: torch.Tensor,
+    ) -> Any:
+        if sequence_dim is None:
+            full = spmd.convert(x, communicator, src=I, dst=R, reduce_dtype=reduce_dtype)
+        else:
+            full = spmd.all_gather(x, communicator, src=S(sequence_dim), dst=R, reduce_dtype=reduce_dtype)
+        biases = params[count:] or [None] * count
+        return tuple(F.linear(full, weight, bias) for weight, bias in zip(params, biases))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -123,7 +131,7 @@ class ColumnLinear(torch.autograd.Function):
         need_weights = any(need[:count])
         flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]  # [tokens, out/t]
         if torch.is_grad_enabled() and not is_dynamo_compiling():  # create_graph=True
-            outs = ColumnLinear.composition(x, communicator, dim, ctx.reduce_dtype, count, *weights)
+            outs = ColumnLinear._linears(communicator, dim, ctx.reduce_dtype, count, x, *weights)
             grad_x, *grad_params = _by_operators(outs, (x, *weights), grads, (need_x, *need))
             grad_params += [g.sum(0) if need[count + i] else None for i, g in enumerate(flat) if ctx.has_bias]
             return (grad_x, None, None, None, None, *grad_params)

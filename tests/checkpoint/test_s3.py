@@ -66,6 +66,7 @@ def test_save_replace_and_rotate(storage: Storage) -> None:
             def write(to: Any, path: str) -> None:
                 to.write(f"{path}/{number}", [content] if not fails else iter(lambda: 1 // 0, 0))
 
+            comm.barrier()  # the other rank has looked at the folder
             if number == 0:
                 folder.begin(tag)
             comm.barrier()

@@ -46,7 +46,7 @@ class _World:
         self.boards: dict[int, _ThreadsBoard] = {}
         self.failure: tuple[int, BaseException] | None = None
         self.moves = 0  # number of posts, and of turns but those in which a rank polls
-        self.threads: dict[int, int] = {}  # rank by the thread's identity
+        self._threads: dict[int, int] = {}  # by rank, the identity of the thread that runs it
         self._running: int | None = None
         self._since = time.monotonic()  # when that rank's turn began
         self._gates = [threading.Semaphore(0) for _ in range(self.size)]
@@ -70,8 +70,8 @@ class _World:
         Raises:
             CommTimeout: the rank whose turn it is has computed for the time-out, or stands still.
         """
-        started = rank in self.threads.values()
-        self.threads[threading.get_ident()] = rank
+        started = rank in self._threads
+        self._threads[rank] = threading.get_ident()
         while not self._gates[rank].acquire(timeout=min(1.0, self.timeout)):
             if started and time.monotonic() - self._since >= self.timeout:
                 self._ready.pop(rank, None)
@@ -106,27 +106,30 @@ class _World:
 
     def _deadlock(self, waiting: Sequence[int]) -> str:
         lines = [f"no rank can go on: each waits for a call that another rank has not made. {ALL_RANKS}."]
-        thread_of = {rank: thread for thread, rank in self.threads.items()}
         for rank in range(self.size):
-            thread = thread_of[rank]
+            thread = self._threads[rank]
             place = description(thread, waits[thread]) if thread in waits else "a function of its program"
             lines.append(f"rank {rank} " + (f"waits in {place}" if rank in waiting else "has ended"))
         return "\n  ".join(lines)
 
     def give_way(self, rank: int) -> None:
         """Hands the turn on for once, if the order of ranks is random: another rank may come first."""
-        if self._choice is not None and self.threads.get(threading.get_ident()) == rank:
+        if self._choice is not None and self._running == rank:
             self.leave(rank, lambda: True)
             self.enter(rank)
 
-    def wait(self, ready: Callable[[], bool], polls: bool = False) -> None:
-        """Hands the turn on until `ready()`, which looks at posts and moves; `polls`: it is asked more than once."""
-        rank = self.threads.get(threading.get_ident())
-        if rank is None:  # a thread that a rank has started
+    def wait(self, rank: int, ready: Callable[[], bool], polls: bool = False) -> None:
+        """Hands the turn of `rank` on until `ready()`, which looks at posts and moves.
+
+        A thread that the rank has started may wait in its place.
+
+        Args:
+            polls: the rank asks again and again.
+        """
+        if self._running != rank:  # a second thread of a rank that waits
             with self.changed:
                 self.changed.wait_for(lambda: ready() or self.failure is not None, self.timeout)
-            return
-        if not ready():
+        elif not ready():
             self.leave(rank, ready)
             self.enter(rank)
             self.moves += not polls
@@ -141,13 +144,15 @@ class _World:
         """Notes that a rank did something for which others may wait."""
         self.moves += 1
 
-    def collect(self, key: Hashable, indices: Sequence[int], readers: int, what: Callable[[], str]) -> list[Any]:
+    def collect(
+        self, rank: int, key: Hashable, indices: Sequence[int], readers: int, what: Callable[[], str]
+    ) -> list[Any]:
         """Waits until all `indices` have posted under `key`; the last of `readers` to read clears the table."""
-        self.wait(lambda: len(self.posted.get(key, ())) == len(indices))
+        self.wait(rank, lambda: len(self.posted.get(key, ())) == len(indices))
         with self.changed:
             slots = self.posted.get(key, {})
             if len(slots) < len(indices):
-                self.check(what)
+                self.check(rank, what)
                 missing = [index for index in indices if index not in slots]
                 raise CommTimeout(
                     f"{what()} timed out after {self.timeout:g} s; missing: group indices {missing}. {ALL_RANKS}"
@@ -158,13 +163,13 @@ class _World:
                 del self.posted[key], self.reads[key]
             return values
 
-    def check(self, what: Callable[[], str]) -> None:
+    def check(self, rank: int, what: Callable[[], str]) -> None:
         """Raises RemoteRankError if a rank has failed; on that rank, if it was found to wait for ever, its error."""
         if self.failure is not None:
-            rank, error = self.failure
-            if self.threads.get(threading.get_ident()) == rank:
+            failed, error = self.failure
+            if failed == rank:
                 raise error
-            raise RemoteRankError(f"{what()}: rank {rank} failed first: {type(error).__name__}: {error}", rank=rank)
+            raise RemoteRankError(f"{what()}: rank {failed} failed first: {type(error).__name__}: {error}", rank=failed)
 
     def fail(self, rank: int, error: BaseException) -> None:
         with self.changed:
@@ -197,7 +202,7 @@ class ThreadsCommunicator(Communicator):
         self._world.give_way(self.global_rank)
 
         def complete() -> None:
-            slots = self._world.collect(key, range(self.size), self.size, lambda: self.describe(verb))
+            slots = self._world.collect(self.global_rank, key, range(self.size), self.size, lambda: self.describe(verb))
             for index, (other_verb, other_signature, _) in enumerate(slots):
                 if (other_verb, other_signature) != (verb, signature):
                     raise CommError(
@@ -269,7 +274,7 @@ class ThreadsCommunicator(Communicator):
         key = self._mail(src, self.rank, tag)
 
         def complete() -> None:
-            (value,) = self._world.collect(key, [0], 1, lambda: self.describe("recv"))
+            (value,) = self._world.collect(self.global_rank, key, [0], 1, lambda: self.describe("recv"))
             if _signature(value) != _signature(out):
                 raise CommError(
                     f"{self.describe('recv')}: rank {self.ranks[src]} sent {_signature(value)}, expected "
@@ -321,8 +326,8 @@ class _ThreadsBoard(Board):
 
     def _pause(self, what: str, seconds: float) -> None:
         seen = self._world.moves
-        self._world.wait(lambda: self._world.moves != seen, polls=True)
-        self._world.check(lambda: what)
+        self._world.wait(self.rank, lambda: self._world.moves != seen, polls=True)
+        self._world.check(self.rank, lambda: what)
 
     def _ask(self, topic: str, number: int, what: str) -> None:
         pass  # done by `_read`
