@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from .programs import Program
 from .traces import Array, Launch, to_array
 
 __all__ = ["Cutter", "on_device"]
+
+_LETTING_GO = 2.0  # seconds
 
 
 class Cutter:
@@ -153,6 +156,17 @@ class Cutter:
 
     def check_nothing_is_left(self) -> None:
         """Raises a RuntimeError if a tensor of this rank is still alive, where the next rank would find it."""
+        deadline = time.monotonic() + _LETTING_GO
+        while (shape := self._left()) is not None and time.monotonic() < deadline:
+            time.sleep(0.02)  # autograd's thread for the device may hold a gradient for a moment more
+        if shape is not None:
+            raise RuntimeError(
+                f"a tensor of shape {shape} is still alive after its rank's replay, so the next rank "
+                "would see it. Store it in the model or in the step's state, not in a Python module or a class"
+            )
+
+    def _left(self) -> tuple[int, ...] | None:
+        """Returns the shape of a tensor of this rank that is still alive; None: there is none."""
         import torch_xla
 
         gc.collect()
@@ -162,10 +176,8 @@ class Cutter:
             if id(tensor) in held:
                 continue
             if _is_pending(tensor) or torch_xla._XLAC._unsafe_buffer_pointer(tensor) in self.stand_ins:
-                raise RuntimeError(
-                    f"a tensor of shape {tuple(tensor.shape)} is still alive after its rank's replay, so the next rank "
-                    "would see it. Store it in the model or in the step's state, not in a Python module or a class"
-                )
+                return tuple(tensor.shape)
+        return None
 
     @torch.no_grad()
     def _stand_in(self, aliases: Sequence[Sequence[torch.Tensor | _Saved]], alive: set[int]) -> list[int]:
