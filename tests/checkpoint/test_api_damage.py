@@ -195,7 +195,7 @@ def test_each_file_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_damaged_checkpoint_leaves_no_values() -> None:
-    """Of files that are not local: the older one has all that was overwritten, or the error says what is left."""
+    """Loads remote files: the older checkpoint restores what was overwritten, or the error says what is left."""
     folder = "memory://no-values"
     storage = open_storage(folder)
 

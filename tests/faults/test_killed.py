@@ -93,7 +93,7 @@ def is_stopped(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_the_launcher_gets_sigterm(tmp_path: Path) -> None:
-    """As from a scheduler that takes the host: no rank is left, not even a stopped one, and the next launch resumes."""
+    """Sends what a scheduler sends: no rank is left, not even a stopped one, and the next launch resumes."""
     (undisturbed,) = results(tmp_path, "tp 2", [[]], timeout=120)
     command = [sys.executable, "-m", "neuronx_dist", "run", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", "2", "-m", "tests.faults.launched_run", str(tmp_path)]

@@ -149,7 +149,7 @@ EQUAL = "ranks 0 and 1 are in one tensor-parallel group, and their shards of a w
 @pytest.mark.process
 @pytest.mark.parametrize("by_torch", [False, True], ids=["a bare dict", "broadcast_from_rank0"])
 def test_shards_of_another_rank_are_noticed(by_torch):
-    """Of the embedding and of the first linear layer."""
+    """Compares shards of the embedding and of the first linear layer."""
     first, second = processes(2).run(loaded_of_first_rank, by_torch, mesh={"tp": 2})
     assert [text.startswith(EQUAL) for text in first] == [True, True] and second == []
 

@@ -79,6 +79,7 @@ def descriptions() -> list[str]:
 
 
 def description(thread: int, wait: Wait) -> str:
+    """Describes the wait of the thread with this identity, as `descriptions` does."""
     _, verb, x, group = wait
     innermost = frame = sys._current_frames().get(thread)
     while frame is not None and owner_of(frame.f_code.co_filename) != TRANSPORT:
