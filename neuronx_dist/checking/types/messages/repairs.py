@@ -196,7 +196,12 @@ def operator_repairs(operation: Operation, operand: Named, here: Site | None, ru
     base = operation.name.removeprefix("comm.")
     if actual.scale and actual is not P("avg"):
         offer(f'{atom_of(code)} {"/" if actual.scale > 0 else "*"} comm.size("{axis}")')
-    if inside and actual.letter in SAME and "reduce_gradients" in here.text(getattr(node, "func", None)):
+    if (
+        here is not None
+        and inside
+        and actual.letter in SAME
+        and "reduce_gradients" in here.text(getattr(node, "func", None))
+    ):
         return [Repair(f"one of both reductions: this gradient is reduced over {axis} before {here.text(node)}")]
     if inside:  # a layer's verb: the repair is a change of the layer's argument
         path = route(actual, operation.takes) if operation.takes is not None else None

@@ -55,8 +55,9 @@ def _bias(
     function = here.text(node.func) if here is not None and node is not None else "F.linear"
     options = []
     if here is not None and node is not None:
-        if names[bias].node in node.args[:-1]:
-            options = ["None", *map(here.text, node.args[node.args.index(names[bias].node) + 1 :])]
+        place = next((i for i, part in enumerate(node.args) if part is names[bias].node), len(node.args))
+        if place < len(node.args) - 1:
+            options = ["None", *map(here.text, node.args[place + 1 :])]
         options += [f"{k.arg}={here.text(k.value)}" for k in node.keywords if k.arg not in ("weight", "bias")]
     without_bias = f"{function}({', '.join([names[0].code, names[1].code, *options])})"
     direct = here is not None and isinstance(here.node, ast.Call) and names[0].node in here.node.args
