@@ -339,6 +339,17 @@ class Summing(dist.ProcessGroup):
         pass
 
 
+class Refused(torch.Tensor):
+    def refuse(self) -> bool:
+        raise NotImplementedError("no parameter is of this class")
+
+
+class OneWeight(nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+
 def distributed_case() -> None:
     """All that needs a job is used on one of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -356,6 +367,9 @@ def distributed_case() -> None:
         flat = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"), use_orig_params=True)
         assert [*map(distributed.is_flattened, flat.parameters())] == [True] * 2
         assert not distributed.is_flattened(leaf())
+        distributed.before_flattening(Refused, Refused.refuse)
+        with pytest.raises(NotImplementedError, match="no parameter is of this class"):
+            FullyShardedDataParallel(OneWeight(torch.ones(2).as_subclass(Refused)), device_id=torch.device("cpu"))
         average = averaging.average_parameters
         distributed.before_averaging(lambda *arguments: checked.append(arguments))
         params = [nn.Parameter(torch.ones(2))]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..call_site import call_site
+from ..torch_internals.distributed import before_flattening
 from ..torch_internals.operators import OpOverload
 from ..torch_internals.tensors import DisableTorchFunction, pytree
 from .free_labels import on_shards
@@ -156,7 +157,14 @@ _DATA_PARALLEL = (
     "leave parameters plain, and distribute inputs; or distribute the module over a mesh that has the data-parallel "
     'dim too, and inputs with Shard(0) there: docs/shard-tensor.md, "Composition"'
 )
+
+
+def _refuse_flattening(param: torch.Tensor) -> bool:
+    raise NotImplementedError(f"FullyShardedDataParallel of a ShardTensor: {_DATA_PARALLEL}")
+
+
 _COLLECTIVES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"))
 _aten = torch.ops.aten
 _ON_LOCALS = frozenset((_aten.detach.default, _aten.alias.default, _aten.clone.default))
+before_flattening(ShardTensor, _refuse_flattening)
 DISPATCH[UNHANDLED] = _by_gathering_operator

@@ -109,7 +109,12 @@ def _watch(saver: Any, check: Callable[[Any], None]) -> None:
 
 def is_flattened(param: torch.Tensor) -> bool:
     """Whether a parameter is or views a flat one of FullyShardedDataParallel; without it pieces count as wholes."""
-    return bool(getattr(param, "_fsdp_flattened", False))
+    return bool(param.__dict__.get("_fsdp_flattened", False))
+
+
+def before_flattening(tensor_class: type, refuse: Callable[[torch.Tensor], bool]) -> None:
+    """Makes FullyShardedDataParallel call `refuse(param)` first; without it its error is of memory or of views."""
+    tensor_class._fsdp_flattened = property(refuse)  # type: ignore[attr-defined]
 
 
 def before_averaging(check: Callable[[Sequence[torch.Tensor], dist.ProcessGroup | None], None]) -> None:

@@ -25,6 +25,10 @@ def main(how: str) -> None:
     if how == "all":
         print(f"failing at {time.time()}", flush=True)
         raise ValueError("the parrot is dead")
+    if how == "labels":
+        layer = neuronx_dist.parallel_layers.ColumnParallelLinear(4, 8, gather_output=False)
+        print(f"failing at {time.time()}", flush=True)
+        torch.nn.functional.cross_entropy(layer(torch.ones(2, 4)), torch.tensor([1, 7]))
     if how == "different":  # each waits for a verb that the other does not call
         comm.all_reduce(x, "tp") if rank == 0 else comm.all_gather(torch.ones(2, 3, dtype=torch.int32), "tp")
     if how == "shapes":

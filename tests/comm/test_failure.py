@@ -90,6 +90,16 @@ def test_equal_errors_of_all_ranks_are_one_traceback():
     assert text.count("Traceback") == 1 and text.count("ValueError, as on rank") == 1, text
 
 
+def test_labels_beyond_a_shard_of_the_vocabulary_name_the_loss_for_it():
+    """torch's cross entropy takes the shard for all logits."""
+    outputs, codes, _ = run("labels")
+    assert codes == [1, 1]
+    first, other = sorted(outputs, key=lambda output: "Traceback" not in output)
+    hint = "If the logits are a shard of the vocabulary, .* their loss is parallel_cross_entropy"
+    assert re.search(rf"IndexError: Target 7 is out of bounds\.\n\[rank .\] {hint}", first), first
+    assert re.search("IndexError, as on rank .$", other.rstrip()), other
+
+
 def test_a_silent_rank_is_a_timeout_that_names_verb_axis_and_call_site():
     outputs, codes, seconds = run("silent")
     assert codes[0] != 0

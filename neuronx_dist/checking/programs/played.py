@@ -25,7 +25,7 @@ from torch.nn.modules import module as modules
 from torch.nn.parallel import distributed
 
 from ... import comm
-from ...call_site import DRIVER, PACKAGE, USER, hide, nearest_line
+from ...call_site import DRIVER, PACKAGE, USER, call_site, frames, hide, line_of
 from ...comm.backends.observed import CheckBackend, Event
 from ...comm.ranks.observed_ranks import Read
 from ...comm.ranks.rank_tables import RankTable
@@ -98,10 +98,23 @@ class Phase:
 
 
 class PlayedTypeMode(SpmdTypeMode):
-    """The type checker of a played program; it names the line of a declaration or assumption, also in this package."""
+    """The type checker of a played program.
+
+    A declaration or assumption of this package is listed once, with the first line of the user's code that led to it:
+    `train.py:12 (in neuronx_dist/spmd/rows.py:30)`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._callers: dict[str, str] = {}
 
     def line(self) -> str:
-        return nearest_line(USER, PACKAGE) or "an unknown line"
+        frame = next((frame for owner, frame in frames() if owner in (USER, PACKAGE)), None)
+        if frame is None:
+            return "an unknown line"
+        inside = line_of(frame)
+        caller = self._callers.setdefault(inside, call_site(frame))
+        return inside if caller == inside else f"{caller} (in {inside})"
 
 
 class Played:

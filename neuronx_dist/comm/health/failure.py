@@ -20,6 +20,7 @@ import atexit
 import json
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -49,6 +50,10 @@ _INTERRUPTED = "interrupted (Ctrl-C)"
 _NOBODY = -1  # the rank of a failure that no rank has reported: all ranks that are alive report being alive
 _ENDED = "ended by itself: "
 _HANGS = "the job hangs: "
+_HINTS = {  # texts of torch's errors -> what their cause may be in a parallel model
+    r"Target -?\d+ is out of bounds\.": "If the logits are a shard of the vocabulary, as the output of "
+    "ColumnParallelLinear(.., gather_output=False), their loss is parallel_cross_entropy"
+}
 _LOST = "lost without a message: it was killed (out of memory?), its host is down, or it ended its script early"
 
 
@@ -223,6 +228,8 @@ class FailureMonitor:
         else:
             self._previous_hook(kind, error, traceback)
             sys.stderr.flush()
+            if hint := _hint(error):
+                self._say(hint)
         self._stop.set()
         self.report(error)
 
@@ -344,13 +351,18 @@ class FailureMonitor:
 def _in_words(error: BaseException) -> str:
     """The error as a message; of Ctrl-C, the line of the user's code that was running."""
     if not isinstance(error, KeyboardInterrupt):
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error} {_hint(error)}".rstrip()
     lines = [
         f"{frame.f_code.co_filename}:{number}"
         for frame, number in walk_tb(error.__traceback__)
         if owner_of(frame.f_code.co_filename) == USER
     ]
     return f"{_INTERRUPTED} at {lines[-1]}" if lines else _INTERRUPTED
+
+
+def _hint(error: BaseException) -> str:
+    """Returns the likely cause of an error that torch raises in a parallel model; "" if there is none."""
+    return next((hint for text, hint in _HINTS.items() if re.fullmatch(text, str(error))), "")
 
 
 def _write_for_launcher(message: str) -> None:

@@ -16,7 +16,7 @@ from neuronx_dist.gradients import norm as grad_norm
 from neuronx_dist.optimizer import shard_buckets, shards
 from neuronx_dist.parallel_layers import embedding, linear, loss_functions, mappings
 from tests.checking.programs import layer_models as models
-from tests.support.paths import file_name
+from tests.support.paths import declared_in, file_name
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_rank_of_a_kind_is_confirmed")]
 FULL = os.environ.get("NXD_FULL") == "1"
@@ -50,10 +50,10 @@ def _gathered_over_all_of_tp(layer, param):
 def holes(report) -> set[str]:
     found = set()
     for line in (*report.trusted, *report.assumed):
-        place, text = re.fullmatch(r"(.*?):\d+: (.*)", line).groups()
+        place, text = declared_in(line)
         text = re.sub(r"\[[^\]]*\]", "[]", text)
         text = re.sub(r"\b(on|over) (?!a )[\w/%]+(, [\w/%]+)*( is| are|$)", r"\1 *\3", text)
-        found.add(f"{place.rsplit('/', 1)[-1]}: {text}")
+        found.add(f"{place}: {text}")
     return found
 
 

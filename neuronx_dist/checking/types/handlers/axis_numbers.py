@@ -20,8 +20,8 @@ from ....comm.ranks.rank_values import RankValue
 from ....rules import Rule
 from ....rules.names import getter
 from ....spmd.axes import atoms_of
-from ....spmd.tensor_type import NOTE, TensorType, note_of
-from ....spmd.types import SAME, Shard, V, scaled
+from ....spmd.tensor_type import NOTE, TensorType, note_of, type_of
+from ....spmd.types import SAME, P, Shard, V, scaled
 from ....torch_internals.fake_tensors import FakeTensor
 from ..axis_powers import UNCLEAR, AxisNumber, AxisSize, exponents_of
 from ..declared import parameter_type
@@ -88,9 +88,17 @@ def factor(mode: Session, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, 
         return {}
     powers = {atom: sign * power for atom, power in _powers(mode, number).items()}
     local = any(power < 0 for power in number.exponents.values())
-    if local and rule.kind == "op" and not any(x.is_floating_point() for x in args if isinstance(x, Tensor)):
+    if local and rule.kind == "op" and not any(_scales(x, powers) for x in args if isinstance(x, Tensor)):
         return {}  # of integers: positions are counted in local sizes
     return powers
+
+
+def _scales(x: Tensor, powers: Powers) -> bool:
+    """Returns whether a local size is a factor of a tensor: of floats, or of counts that are not summed yet."""
+    type_ = type_of(x)
+    return x.is_floating_point() or (
+        type_ is not None and any(getattr(type_.get(atom), "base", None) is P for atom in powers)
+    )
 
 
 def _leaves(data: Sequence[Any]) -> Iterator[Any]:

@@ -252,7 +252,10 @@ def operator_error(
     actual: SpmdType | None = note.type.get(axis)
     if actual is not None:
         takes, gives = _counted(src or takes, x), _counted(dst, x)
-        operation = Operation(name, actual, axis, takes, gives, x.requires_grad and torch.is_grad_enabled())
+        pending = tuple(other for other, type_ in note.type if other != axis and type_.letter == "P")
+        origin = (note.origins or {}).get(axis)
+        differentiable = x.requires_grad and torch.is_grad_enabled()
+        operation = Operation(name, actual, axis, takes, gives, differentiable, pending, origin)
         repairs = operator_repairs(operation, named, here, rule)
     else:
         code = f'spmd.assert_type({named.code}, {{"{axis}": spmd.R}})'

@@ -48,6 +48,7 @@ def loss_error(mode: Session, loss: Tensor, type_: TensorType, axis: str, spmd_t
     """The error for a loss of type R, or of one that varies, at which backward cannot start."""
     here = site()
     name = name_operands([loss], here)[0]
+    name = name._replace(code="loss") if name.node is None and not name.label else name
     origin = origins_of(loss).get(axis)
     repairs: list[Repair] = []
 

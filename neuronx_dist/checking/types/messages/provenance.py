@@ -78,6 +78,17 @@ class Site(NamedTuple):
         )
         return next((call for call in calls if call.args and call.args[0] is self.node), None)
 
+    def enclosing_division(self) -> ast.BinOp | None:
+        """The quotient whose dividend is the expression; None: there is none."""
+        nodes = ast.walk(syntax_tree(self.source) or ast.Module([], []))
+        quotients = (node for node in nodes if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div))
+        return next((quotient for quotient in quotients if quotient.left is self.node), None)
+
+    def calls_of(self, function: str) -> int:
+        """Returns the number of calls of a function, by its name, in the file."""
+        calls = (node for node in _expressions(self.source) if isinstance(node, ast.Call))
+        return sum(getattr(call.func, "id", getattr(call.func, "attr", "")) == function for call in calls)
+
     def text(self, node: ast.AST | None) -> str:
         """The source text of a part of the expression."""
         return "" if node is None else " ".join((ast.get_source_segment(self.source, node) or "").split())

@@ -13,11 +13,13 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ....call_site import line_of
 from ....spmd.errors import Violation
+from ....spmd.tensor_type import Origin
 from ....spmd.types import SAME, I, P, R, Shard, SpmdType, V
 from .loops import ParameterLoop, changes_with_the_turn, loop_repairs, parameter_loop
 from .provenance import Named, Site, value_of
-from .rewrites import SPECIAL, clipping, declared, local_code, otherwise
+from .rewrites import SPECIAL, clipping, declared, local_code, origin_repair, otherwise, seeds
 from .trials import (
     LAST,
     Change,
@@ -85,6 +87,8 @@ def find_repairs(
     size = size_of(mode, axis)
     if clipped := clipping(here):
         return clipped
+    if reseeded := seeds(call, axis):
+        return reseeded
     if rule == "no_type":
         return declared(call, axis, violation, names, here)[:MOST]
     special, expression = SPECIAL.get(rule), _Expression(call, axis, names, here, parameter_loop(here, axis))
@@ -117,6 +121,8 @@ def find_repairs(
                 if change.shape != tuple(call.tensors[index].shape) and "_gather" in change.code:
                     shape = list(change.shape)
                     tried.append((change.order, Repair(f"{change.code}: gives {shape}, to which the others must fit")))
+                elif change.shape == tuple(call.tensors[index].shape) and "comm.size" in change.code:
+                    tried.append((change.order, expression.repair(index, change)))
     tried += [(GATHERED, repair) for repair in local_code(violation, call)]
     tried += [(LAST - 1, repair) for repair in otherwise(mode, violation, call, names)]
     tried.sort(key=lambda pair: pair[0])
@@ -148,6 +154,8 @@ class Operation(NamedTuple):
         actual: type of the tensor on the axis.
         takes, gives: types of the operand and of the result; None: the verb states none.
         differentiable: whether the tensor receives a gradient, which plain verbs do not pass back.
+        pending: other axes on which the tensor is a partial sum.
+        origin: where its type on the axis began; None: unknown.
     """
 
     name: str
@@ -156,6 +164,8 @@ class Operation(NamedTuple):
     takes: SpmdType | None
     gives: SpmdType | None
     differentiable: bool
+    pending: tuple[str, ...] = ()
+    origin: Origin | None = None
 
 
 def operator_repairs(operation: Operation, operand: Named, here: Site | None, rule: str) -> list[Repair]:
@@ -167,6 +177,10 @@ def operator_repairs(operation: Operation, operand: Named, here: Site | None, ru
     repairs: list[Repair] = []
 
     def offer(text: str, words: str = "") -> None:
+        whole_call, text, words = _dropped(here, node, axis, text, words) if text == code else (node, text, words)
+        if whole_call is None:
+            repairs.append(Repair(text + words))
+            return
         if loop is not None and loop.varies(operand.node) and here is not None:
             whole = actual.letter in SAME
             text = loop.general(text, operand.node, actual)
@@ -176,13 +190,20 @@ def operator_repairs(operation: Operation, operand: Named, here: Site | None, ru
             # Another turn may need it: without it that turn would be refused, and the repairs would alternate.
             repairs.append(Repair(f"{text}{words}, if it is in every iteration; otherwise make the types equal first"))
             return
-        replaced = operand.node if inside else node if direct else None
+        replaced = operand.node if inside else whole_call if direct else None
         repairs.append(Repair(text + words, edit_of(here, replaced, text)))
 
     base = operation.name.removeprefix("comm.")
     if actual.scale and actual is not P("avg"):
         offer(f'{atom_of(code)} {"/" if actual.scale > 0 else "*"} comm.size("{axis}")')
-    if inside:  # a layer's own verb: the repair is a change of the layer's argument
+    if (
+        here is not None
+        and inside
+        and actual.letter in SAME
+        and "reduce_gradients" in here.text(getattr(node, "func", None))
+    ):
+        return [Repair(f"one of both reductions: this gradient is reduced over {axis} before {here.text(node)}")]
+    if inside:  # a layer's verb: the repair is a change of the layer's argument
         path = route(actual, operation.takes) if operation.takes is not None else None
         if path is not None:
             src = None if actual is P else actual
@@ -200,9 +221,22 @@ def operator_repairs(operation: Operation, operand: Named, here: Site | None, ru
         return [Repair(f"{code}.masked_fill({mask}.unsqueeze(-1), 0) before it{words}")]
     if base == "convert" and here is not None and here.called is not None and operation.gives == actual:
         function = isinstance(node, ast.Call) and inspect.isfunction(value_of(node.func, here.frame))
-        if not function:  # a layer that takes its own part of its argument
+        if not function:  # a layer that takes its part of its argument
+            made_r = operation.origin if actual is R and operation.takes is I else None
+            if made_r is not None and (repair := origin_repair(made_r, I)) is not None:
+                return [repair]
             return [Repair("input_is_parallel=True on the layer, whose input is already its part")]
     if base != operation.name:
+        if base in ("all_reduce", "reduce_scatter") and actual.letter not in "PV" and operation.pending:
+            group = ", ".join(f'"{other}"' for other in operation.pending)
+            group = group if len(operation.pending) == 1 else f"({group})"
+            edit = edit_of(here, node.args[1], group) if isinstance(node, ast.Call) and len(node.args) > 1 else None
+            it = f"over {' and '.join(operation.pending)} it is not reduced yet, over {axis} it is {actual}"
+            return [Repair(f"comm.{base}({code}, {group}): {it}", edit)]
+        if isinstance(actual, Shard) and loop is not None and base == "all_reduce" and code.endswith(".grad"):
+            text = loop.chosen(code, here.text(node) if here is not None else code, axis)
+            words = f": the gradient of a shard is complete on {axis}"
+            return [Repair(text + words, edit_of(here, node if direct else None, text))]
         _of_verb(operation, base, code, offer)
         return repairs
     dst = operation.gives
@@ -227,6 +261,25 @@ def operator_repairs(operation: Operation, operand: Named, here: Site | None, ru
     if isinstance(actual, Shard) and base in ("all_reduce", "reduce_scatter"):
         repairs.append(Repair(f'spmd.forget({code}, "{axis}"): if the pieces themselves are to be added up'))
     return repairs[:MOST]
+
+
+def _dropped(here: Site | None, node: ast.AST | None, axis: str, code: str, words: str) -> tuple[Any, str, str]:
+    """Returns what a dropped reduction leaves: the expression that goes, its text, and the words of the repair.
+
+    The division by the size of the axis goes with the sum. No expression (None), where the line is that of a function
+    that other calls need: the call is to be dropped.
+    """
+    if here is None or node is None:
+        return node, code, words
+    caller = here.frame.f_back
+    function = here.frame.f_code
+    arguments = function.co_varnames[: function.co_argcount]
+    if code in arguments and caller is not None and here.calls_of(function.co_name) > 1:
+        return None, code, f"{words}: leave out the call of {function.co_name} at {line_of(caller)}"
+    mean = here.enclosing_division()
+    if mean is not None and "size(" in here.text(mean.right):
+        return mean, code, f"{words}, with the division"
+    return node, code, words
 
 
 def _of_verb(operation: Operation, verb: str, code: str, offer: Callable[..., None]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
+from ....gradients.norm import clip_grad_norm
 from ....rules import RULES
 from ....spmd.errors import Violation
 from ....spmd.tensor_type import Origin, origins_of, type_of
@@ -24,7 +25,7 @@ from .provenance import Named, Site, editable, value_of
 from .syntax import syntax_tree
 from .trials import Change, Edit, JudgedCall, Repair, call_of, contracted, edit_of, legal, misfit, on_meta, written
 
-__all__ = ["SPECIAL", "clipping", "declared", "fitting_sizes", "local_code", "origin_repair", "otherwise"]
+__all__ = ["SPECIAL", "clipping", "declared", "fitting_sizes", "local_code", "origin_repair", "otherwise", "seeds"]
 
 _BLOCKS = ("chunk", "split", "unflatten", "tensor_split", "view", "reshape")
 
@@ -38,6 +39,8 @@ def _bias(
     if not added or call.rule.name not in ("linear", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d"):
         return
     bias = added[0]
+    added_code = names[bias].code + ("[" + ", ".join([":"] + ["None"] * int(call.rule.name[-2])) + "]"
+                                     if call.rule.name.startswith("conv") else "")  # fmt: skip
     spmd_types = [operand.type.get(axis) for operand in call.operands]
     if any(spmd_types[index] is None or spmd_types[index].letter not in DIFFERING for index in (0, 1)):  # type: ignore[union-attr]
         return
@@ -48,15 +51,22 @@ def _bias(
     if not results or not (results[0] is P or results[0] is V):
         return
     dst: SpmdType = I if spmd_types[bias] is not None and spmd_types[bias].letter == "I" else R  # type: ignore[union-attr]
-    function = here.text(here.node.func) if here is not None and isinstance(here.node, ast.Call) else "F.linear"
-    without_bias = f"{function}({names[0].code}, {names[1].code})"
+    node = here.node if here is not None and isinstance(here.node, ast.Call) else None
+    function = here.text(node.func) if here is not None and node is not None else "F.linear"
+    options = []
+    if here is not None and node is not None:
+        place = next((i for i, part in enumerate(node.args) if part is names[bias].node), len(node.args))
+        if place < len(node.args) - 1:
+            options = ["None", *map(here.text, node.args[place + 1 :])]
+        options += [f"{k.arg}={here.text(k.value)}" for k in node.keywords if k.arg not in ("weight", "bias")]
+    without_bias = f"{function}({', '.join([names[0].code, names[1].code, *options])})"
     direct = here is not None and isinstance(here.node, ast.Call) and names[0].node in here.node.args
     if here is not None and direct:
-        moved = _added_after(here, without_bias, names[bias].code, dst)
+        moved = _added_after(here, without_bias, added_code, dst)
         if moved is not None:
             yield moved
             return
-    code = f"{call_of('all_reduce', without_bias, axis, None, dst)} + {names[bias].code}"
+    code = f"{call_of('all_reduce', without_bias, axis, None, dst)} + {added_code}"
     yield Repair(code, edit_of(here, here.node, f"({code})") if here is not None and direct else None)
 
 
@@ -226,10 +236,20 @@ def _scalar(mode: Any, violation: Violation, call: JudgedCall, names: Any, here:
         yield Repair("leave printing and logging out of the step that is checked: return the tensor instead")
 
 
+def seeds(call: JudgedCall, axis: str) -> list[Repair]:
+    """The repair of random numbers from seeds that differ by rank, beside values that are equal on all ranks."""
+    if not any((operand.type.get(axis) or R).letter in SAME for operand in call.operands):
+        return []
+    origins = [origins_of(x).get(axis) for x, o in zip(call.tensors, call.operands) if o.type.get(axis) is V]
+    places = [origin.where for origin in origins if origin is not None and "seed that differs by rank" in origin.what]
+    return [Repair(f"one seed on all ranks of {axis} for the numbers drawn at {where}") for where in places[:1]]
+
+
 def clipping(here: Site | None) -> list[Repair]:
-    """The repair of torch's gradient clipping, which does not see shards: the clipping of this package."""
+    """The repair of clipping before gradients are reduced, or by torch's function, which does not see shards."""
     node = here.node if here is not None else None
-    if here is None or not isinstance(node, ast.Call) or value_of(node.func, here.frame) is not clip_grad_norm_:
+    functions = (clip_grad_norm_, clip_grad_norm)
+    if here is None or not isinstance(node, ast.Call) or value_of(node.func, here.frame) not in functions:
         return []
     given = ", ".join(here.text(part) for part in (*node.args, *(keyword.value for keyword in node.keywords)))
     return [Repair(f"nxd.clip_grad_norm({given}) after nxd.reduce_gradients(model): it counts every element once")]
