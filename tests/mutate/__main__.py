@@ -57,19 +57,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--record", nargs="*", metavar="TESTS", help="record what each test executes (all tests; these are added)"
     )
+    parser.add_argument("--fast", action="store_true", help="record the fast tier alone, in minutes: more edits survive")
+    parser.add_argument("--only", nargs="*", metavar="PLACE", help="of the drawn edits those at FILE:LINE, as reported")
     options = parser.parse_args(argv)
     xla = options.xla.absolute() if options.xla is not None and options.xla.exists() else None  # run in copies
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     with tempfile.TemporaryDirectory(prefix="neuronx-dist-mutate-") as folder:
         if options.record is not None or not RECORDING.exists():
-            recorded = record(Path(folder) / "recorded", options.workers, options.record or [], xla)
+            chosen = [*(options.record or []), *(["-m", "fast"] if options.fast else [])]
+            recorded = record(Path(folder) / "recorded", options.workers, chosen, xla)
             adds = options.record and RECORDING.exists()
             (Recordings.load(RECORDING).with_newer(recorded) if adds else Recordings([recorded])).save(RECORDING)
         recordings = Recordings.load(RECORDING)
         recording = recordings.existing(collected(xla))
         if gone := len(recordings.tests) - len(recording.tests):
             print(f"{gone} recorded tests are gone; --record records all anew, --record TESTS some")
-        edits = draw(options.n, seed, options.files)
+        edits = [edit for edit in draw(options.n, seed, options.files) if where(edit) in (options.only or [where(edit)])]
         if xla is None:
             print("without .venv-xla (make setup-xla) no test of XLA devices runs: edits of their code survive")
         print(f"{len(edits)} edits, seed {seed}, {len(recording.tests)} tests, {options.workers} at a time", flush=True)

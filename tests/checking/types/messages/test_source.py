@@ -136,6 +136,17 @@ def test_statements_and_the_call_around():
     assert not editable(torch.__file__) and not editable(trials.__file__) and editable("/home/user/train.py")
 
 
+def test_tensors_that_a_call_gets():
+    def called(first, number, *rest, named, **more):
+        computed = first + 1
+        assert computed is not first
+        return provenance._given_to(sys._getframe())
+
+    tensors = [torch.ones(1) for _ in range(5)]
+    found = called(tensors[0], 3, tensors[2], [tensors[2]], named=tensors[1], more=tensors[3])
+    assert [*map(id, found)] == [*map(id, tensors[:4])], "not those in lists, nor those that it computes"
+
+
 def test_words_of_repairs():
     assert call_of("all_gather", "x", "tp", S(0), R) == 'spmd.all_gather(x, "tp", src=spmd.S(0), dst=spmd.R)'
     assert call_of("convert", "x", "tp", None, I, True) == 'spmd.convert(x, "tp", dst=spmd.I, expert_mode=True)'
