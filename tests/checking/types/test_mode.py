@@ -300,6 +300,13 @@ def test_a_part_that_becomes_constant_leaves_the_type(mode, kind):
     assert types(x) == (R, kind)
 
 
+def test_a_write_of_all_memory_makes_a_sum_a_value_and_a_value_a_sum(mode):
+    total, value = typed(6, tp=P), typed(6)
+    total.view(2, 3).copy_(typed(2, 3))
+    value.view(2, 3).copy_(typed(2, 3, tp=P))
+    assert types(total) == (R, R) and types(value) == (R, P)
+
+
 def test_a_write_that_was_written_over_counts_no_more(mode):
     buffer = torch.zeros(4)
     buffer[:2].copy_(typed(2, tp=P))
