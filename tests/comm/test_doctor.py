@@ -54,7 +54,11 @@ def test_a_wrong_interface(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None
     assert "set it to one of lo" in named
     (failed,) = [line for line in lines if line.startswith("failed   two processes on cpu: all_reduce: RuntimeError")]
     assert "nowhere0" in failed and failed.endswith("; look at the lines above")
-    assert lines[-1].startswith("missing  two processes on cpu: other calls: not tried: all_reduce of bfloat16, ")
+    others = (
+        "all_reduce of bfloat16, all_reduce of int64, asynchronous all_reduce, all_gather, reduce_scatter, "
+        "send and recv, all_to_all of unequal parts, barrier of a sub-group"
+    )
+    assert lines[-1].startswith(f"missing  two processes on cpu: other calls: not tried: {others}")
 
 
 @pytest.mark.process
@@ -216,6 +220,9 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    found = by_subject(machine.backends())
+    for name in ("gloo", "nccl", "xccl", "ucc", "mpi"):
+        assert (f"backend {name}" in found) == getattr(dist, f"is_{name}_available")()
     monkeypatch.setitem(machine._AVAILABLE, "nccl", lambda: True)
     monkeypatch.setitem(machine._AVAILABLE, "mpi", lambda: False)
     monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, "imitated"])

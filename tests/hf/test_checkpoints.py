@@ -23,8 +23,10 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.hf import full_state_dict, has_weights, load_pretrained, save_pretrained, swap
+from neuronx_dist.hf import weights as hf_weights
 from neuronx_dist.hf.sources import StateDict
 from neuronx_dist.mesh import Mesh
 from tests.hf.models import Stage, llama_config, meta_model, reference_model
@@ -120,6 +122,23 @@ def test_a_new_head_is_the_same_on_the_last_stage_of_a_pipeline() -> None:
         for loaded in threads.run(Mesh(4, tp=2, pp=2), rank, True):
             assert loaded.keys() == whole.keys()
             assert all(torch.equal(weight, whole[name]) for name, weight in loaded.items())
+
+
+def test_all_ranks_gather_where_a_gather_is_in_a_program_of_all(tmp_path: Path, monkeypatch: Any) -> None:
+    """As on XLA, in threads: ranks that write nothing make the same calls, and fetch their results."""
+    monkeypatch.setattr(hf_weights, "device_has_own_program", lambda: True)
+    state = reference_model(llama_config(), LlamaForCausalLM, FP32).state_dict()
+
+    def rank() -> list[str]:
+        model: Any = load_pretrained(swap(meta_model(llama_config(), dtype=FP32)), state)
+        with comm.record() as calls:
+            save_pretrained(model, tmp_path)
+        return [call.verb for call in calls]
+
+    first, *others = threads.run(Mesh(4, tp=2), rank)
+    assert "all_gather" in first and all(verbs == first for verbs in others)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == state.keys() and all(torch.equal(saved[name], state[name]) for name in state)
 
 
 def test_a_checkpoint_with_a_head_into_the_base_model(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -57,19 +57,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--record", nargs="*", metavar="TESTS", help="record what each test executes (all tests; these are added)"
     )
+    parser.add_argument("--fast", action="store_true", help="record the fast tier alone")
+    parser.add_argument("--only", nargs="*", default=[], metavar="FILE:LINE", help="of the edits drawn those here")
     options = parser.parse_args(argv)
     xla = options.xla.absolute() if options.xla is not None and options.xla.exists() else None  # run in copies
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     with tempfile.TemporaryDirectory(prefix="neuronx-dist-mutate-") as folder:
         if options.record is not None or not RECORDING.exists():
-            recorded = record(Path(folder) / "recorded", options.workers, options.record or [], xla)
+            chosen = [*(options.record or []), *(["-m", "fast"] if options.fast else [])]
+            recorded = record(Path(folder) / "recorded", options.workers, chosen, xla)
             adds = options.record and RECORDING.exists()
             (Recordings.load(RECORDING).with_newer(recorded) if adds else Recordings([recorded])).save(RECORDING)
         recordings = Recordings.load(RECORDING)
         recording = recordings.existing(collected(xla))
         if gone := len(recordings.tests) - len(recording.tests):
             print(f"{gone} recorded tests are gone; --record records all anew, --record TESTS some")
-        edits = draw(options.n, seed, options.files)
+        edits = draw(options.n, seed, options.files, options.only)
         if xla is None:
             print("without .venv-xla (make setup-xla) no test of XLA devices runs: edits of their code survive")
         print(f"{len(edits)} edits, seed {seed}, {len(recording.tests)} tests, {options.workers} at a time", flush=True)
@@ -80,8 +83,8 @@ def main(argv: list[str] | None = None) -> int:
 # --- what is edited ---
 
 
-def draw(count: int, seed: int, files: list[str]) -> list[Edit]:
-    """Random edits: each line of code that has one is as probable as another."""
+def draw(count: int, seed: int, files: list[str], only: Sequence[str] = ()) -> list[Edit]:
+    """Random edits: each line of code that has one is as probable as another. `only`: those of them at these places."""
     places: list[list[Edit]] = []
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
@@ -99,7 +102,7 @@ def draw(count: int, seed: int, files: list[str]) -> list[Edit]:
         edit = generator.choice(of_line)
         if len(edits) < count and edit.compiles:
             edits.append(edit)
-    return edits
+    return [edit for edit in edits if not only or where(edit) in only]
 
 
 # --- copies of the tree ---

@@ -20,5 +20,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "for at, dim in enumerate(raised([(1,)] * x.dim(), ndim)):",
         "for at, dim in enumerate(raised([(2,)] * x.dim(), ndim)):",
     ): "any dims that are not empty: those that are empty are new",
+    ("recomputes: bool = False,", "recomputes: bool = True,"): "the executor passes it; else hooks keep equal tensors",
     ("constant: bool = False", "constant: bool = True"): "of values that are no tensors, which have no sums to compare",
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutate import probes
-from tests.mutate.__main__ import copy_tree, draw, edited, run_tests
+from tests.mutate.__main__ import copy_tree, draw, edited, run_tests, where
 from tests.mutate.choose import Recording, Recordings
 from tests.mutate.edits import edits_of
 from tests.mutate.equivalent import EQUIVALENT
@@ -88,6 +88,7 @@ def test_a_seed_gives_the_same_edits_of_the_files_asked_for() -> None:
     first, again, other = (draw(5, seed, [folder]) for seed in (1, 1, 2))
     assert first == again != other
     assert all(edit.path.startswith("neuronx_dist/weights/") and edit.compiles for edit in [*first, *other])
+    assert draw(5, 1, [folder], [where(first[3])]) == [first[3]]
     with pytest.raises(SystemExit, match="no code"):
         draw(5, 1, [str(ROOT / "docs")])
 

@@ -166,10 +166,16 @@ def test_a_step_that_is_skipped(options: dict[str, Any]) -> None:
     both(Mesh(2), use)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_h1"])
+@pytest.mark.parametrize(
+    "mesh, schedule",
+    [
+        (Mesh(2), "1f1b"),  # one stage, in whose backwards reductions could start
+        *(pytest.param(Mesh(4, pp=2), name, marks=pytest.mark.slow) for name in ("1f1b", "interleaved", "zb_h1")),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("tied", [False, True])
-def test_pipelines(schedule: str, tied: bool) -> None:
+def test_pipelines(mesh: Mesh, schedule: str, tied: bool) -> None:
     """`run_train` knows its last backward: nothing starts before it, and everything before the loss is reported."""
     model = pipeline_models.make(tied=tied)
     orders = []
@@ -197,7 +203,7 @@ def test_pipelines(schedule: str, tied: bool) -> None:
 
         chunks = {"virtual_pipeline_size": 2} if schedule == "interleaved" else {}
         return pipeline_models.on_ranks(  # type: ignore[return-value]
-            Mesh(4, pp=2),
+            mesh,
             model,
             train,
             num_microbatches=2,

@@ -101,11 +101,13 @@ def test_state_dict_keys() -> None:
 
 
 def test_state_of_something_else_is_refused() -> None:
-    def optimizer(*rows: int, **options: Any) -> NeuronZero1Optimizer:
-        params = [nn.Parameter(torch.ones(num, 2)) for num in rows]
+    def optimizer(
+        *rows: int, base: Any = torch.optim.AdamW, dtype: torch.dtype = torch.float32, **options: Any
+    ) -> NeuronZero1Optimizer:
+        params = [nn.Parameter(torch.ones(num, 2, dtype=dtype)) for num in rows]
         for param in params:
             param.grad = torch.ones_like(param)
-        made = NeuronZero1Optimizer(params, torch.optim.AdamW, lr=0.1, **options)
+        made = NeuronZero1Optimizer(params, base, lr=0.1, **options)
         made.step()
         return made
 
@@ -119,6 +121,11 @@ def test_state_of_something_else_is_refused() -> None:
             ours.load_state_dict(optimizer(4, 5).state_dict())
         with pytest.raises(ValueError, match=r"another sharding degree: .* \(4, 2\) there and \(2, 2\) here"):
             ours.load_state_dict(optimizer(4, 3, sharding_groups=[[0], [1]]).state_dict())
+        masters_alone: Any = dict(base=torch.optim.SGD, dtype=torch.bfloat16, save_master_weights=True)
+        with pytest.raises(ValueError, match=r"another sharding degree: .* \(4, 2\) there and \(2, 2\) here"):
+            optimizer(4, **masters_alone).load_state_dict(
+                optimizer(4, sharding_groups=[[0], [1]], **masters_alone).state_dict()
+            )
         with pytest.raises(FileNotFoundError):
             ours.load_sharded_state_dict("/nonexistent")
         with pytest.raises(ValueError, match="num_workers_per_step must be at least 1, got 0"):

@@ -56,6 +56,14 @@ class LastOutput(Plain):
         return y
 
 
+class Forgetful(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if hasattr(self, "calls"):
+            del self.calls
+            return self.linear(x)
+        return x
+
+
 class Listed(Plain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.append(len(self.seen))
@@ -111,6 +119,7 @@ REFUSED: dict[type[Plain], str] = {
     Counter: "depends on state that its last call left .*calls: 0 -> 1.*register_buffer",
     WarmUp: "depends on state that its last call left .*calls: 0 -> 1",
     LastOutput: "depends on state that its last call left .*last: None -> ",
+    Forgetful: "depends on state that its last call left .*calls: 0 -> absent",
     Listed: r"depends on state that its last call left .*seen\[0\]",
     Global: r"depends on state that its last call left .*_GLOBAL.calls: 0 -> 1",
     Hooked: "depends on state that its last call left .*_forward_hooks",

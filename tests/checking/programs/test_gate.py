@@ -114,6 +114,20 @@ def test_which_gradients_an_optimizer_may_use(name: str) -> None:
     assert varying is None  # of a parameter that varies the gradient varies
 
 
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_learning_rate_may_grow_with_the_ranks(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        return optimizer_class(params, lr=comm.size("dp") * 0.1)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+        nxd.reduce_gradients(model)
+        optimizer.step()
+
+    report = spmd.check(lambda: nn.Linear(4, 4), torch.zeros(2, 4), {"dp": 2}, step=step, optimizer=optimizer)
+    assert report.ok, str(report)
+
+
 def test_buffers_after_a_step() -> None:
     def told(types: dict[str, Any], origins: Any = None) -> tuple[str, list[str]]:
         model = nn.BatchNorm1d(2)

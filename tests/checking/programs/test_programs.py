@@ -192,6 +192,25 @@ def test_a_model_that_is_built_otherwise_is_built_again():
     assert found.distinct[0].phases["build"] is not found.distinct[1].phases["build"]
 
 
+def test_what_two_ranks_build_alike_is_built_once():
+    builds = []
+
+    def model_fn():
+        class Uneven(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.zeros(4 if comm.rank("tp") == 0 else 6))
+
+            def forward(self, x):
+                return (x.sum() * self.weight).sum() * (2 if comm.rank("tp") == 2 else 1)
+
+        builds.append(Uneven())
+        return builds[-1]
+
+    found = played(model_fn, Mesh(4, tp=4))
+    assert found.plays == 3 and len(builds) == 2  # rank 2 with the model of rank 1
+
+
 def test_what_a_model_kept_of_its_rank_when_it_was_built_counts_when_it_is_used():
     def model_fn():
         model = models.model_fn()

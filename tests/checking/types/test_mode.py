@@ -136,6 +136,13 @@ def test_gradients_have_dual_types_until_they_are_reduced(mode):
     assert types(model.up.weight.grad)[1] == S(0)
 
 
+def test_a_constant_with_a_gradient_is_r_beside_a_value_without(mode):
+    weight = torch.ones(2, 4, requires_grad=True)
+    product = typed(2, 4, tp=I) * weight
+    assert types(product) == (R, R), "the gradient of the weight is a partial sum"
+    assert types(typed(2, 4, tp=I) * torch.ones(2, 4)) == (R, I)
+
+
 def test_backward_after_a_reduction_is_an_accumulation_onto_the_sum(mode):
     with spmd.no_typecheck():
         model = MLP()
@@ -282,6 +289,22 @@ def test_a_write_with_a_gradient_makes_the_base_what_was_written(mode):
     plain = typed(6, tp=I)
     plain.view(2, 3).copy_(typed(2, 3))  # a value alone: it keeps the dual type that its gradient would have
     assert types(plain) == (R, I)
+
+
+@pytest.mark.parametrize("kind", [V, S(1), I])
+def test_a_part_that_becomes_constant_leaves_the_type(mode, kind):
+    x = typed(2, 4, tp=kind) * 2
+    x[:1].zero_()
+    assert types(x) == (R, kind)
+    x[1:].fill_(1.0)
+    assert types(x) == (R, kind)
+
+
+def test_a_write_of_all_memory_makes_a_sum_a_value_and_a_value_a_sum(mode):
+    total, value = typed(6, tp=P), typed(6)
+    total.view(2, 3).copy_(typed(2, 3))
+    value.view(2, 3).copy_(typed(2, 3, tp=P))
+    assert types(total) == (R, R) and types(value) == (R, P)
 
 
 def test_a_write_that_was_written_over_counts_no_more(mode):

@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import c10d
+from neuronx_dist.comm.backends.message_lists import LARGE
 from neuronx_dist.comm.base import DONE
 from neuronx_dist.parallel_layers import parallel_state as ps
 from tests.support.pool import processes
@@ -216,3 +217,18 @@ def test_which_collective_gathers(monkeypatch, backend, megabytes, started):
     assert seen[: len(started)] == started and len(seen) == (4 if "send 1" in started else 1)
     if megabytes and backend == "gloo":
         assert seen == ["recv 2", "send 1", "recv 1", "send 2"] and torch.equal(gathered[0], x)
+
+
+@pytest.mark.parametrize("dtype, travel_alone", [(torch.float32, [LARGE]), (torch.int16, [])])
+def test_which_tensors_of_a_list_travel_alone(monkeypatch, dtype, travel_alone):
+    """On gloo large ones of its dtypes; the others are bytes in a buffer."""
+    alone: list[int] = []
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **options: DONE)
+    monkeypatch.setattr(c10d, "start_alone", lambda comm, verb, x, *_: alone.append(x.numel()) or (DONE, x))
+    here = c10d.C10dCommunicator(SimpleNamespace(), "tp", (0, 1), 0, None)
+    work, results = here.start_coalesced(
+        "all_reduce", [torch.ones(4, dtype=dtype), torch.ones(LARGE, dtype=dtype)], "sum", [None, None]
+    )
+    work.wait()
+    assert alone == travel_alone and [x.numel() for x in results] == [4, LARGE]

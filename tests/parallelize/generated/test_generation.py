@@ -247,7 +247,9 @@ def test_files_of_another_key_on_another_host_are_refused(tmp_path):
 
 def test_weights_that_a_host_has_stay_when_code_is_sent(tmp_path):
     for host in ("host0", "host1"):
-        generate(GeneratedFolder(tmp_path / host, Net), make_key, emitted(0))
+        of_another_plan = emitted(0)()
+        of_another_plan.files["gencode1.py"] = "x = 0"
+        generate(GeneratedFolder(tmp_path / host, Net), make_key, lambda files=of_another_plan: files)
 
     def program():
         folder = GeneratedFolder(tmp_path / f"host{comm.current().rank}", Net)
@@ -257,6 +259,9 @@ def test_weights_that_a_host_has_stay_when_code_is_sent(tmp_path):
     for generated in comm.threads.run(Mesh(2), program):
         assert generated.module("gencode0.py").x == 1
         assert torch.equal(generated.weights()["weight"], WEIGHTS["weight"])
+    for host in ("host0", "host1"):
+        there = GeneratedFolder(tmp_path / host, Net).path
+        assert sorted(path.name for path in there.iterdir()) == ["gencode0.py", "manifest.json", "plan.json", "weights"]
 
 
 def failing(tmp_path):

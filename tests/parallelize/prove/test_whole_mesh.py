@@ -186,9 +186,10 @@ def test_messages_to_a_wrong_peer_are_refused(monkeypatch: pytest.MonkeyPatch) -
         Job(*JOBS["gpipe pp4 dp2"][:2]).checked()
 
 
-def test_a_message_that_is_left_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_message_that_is_left_out_is_refused(inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(self: Messages, send: Any) -> None:
-        if send.microbatch != 2:
+        if send.microbatch != 2 or torch.is_grad_enabled() == inference:
             right(self, send)
 
     right: Any = vars(Messages)["_send"]

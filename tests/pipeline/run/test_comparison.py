@@ -309,6 +309,27 @@ def test_other_passes(difference: str) -> None:
     refused(PP2, program, message)
 
 
+class Unused(nn.Module):
+    """Two layers, the first of which counts for one rank alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        return self.second(of_rank(x, y)).square().mean()
+
+
+def test_a_piece_that_sends_nothing() -> None:
+    def program() -> None:
+        options: Any = dict(num_microbatches=2, pipeline_cuts=["first"], output_loss_value_spec=True)
+        NxDPPModel(Unused(), **options).run_train(x=torch.ones(4, 4))
+
+    texts = "  rank 0 (stage 0): ['nothing']\n  rank 1 (stage 1): ['[2, 4] float32, with a gradient']\nIt is pass 1"
+    refused(PP2, program, texts)
+
+
 def test_a_rank_that_is_ahead_says_what_it_ran_then() -> None:
     passes = _Passes()
     assert passes.text_of(1) is None

@@ -83,6 +83,17 @@ def test_a_partial_over_both_is_reduced_once() -> None:
     assert [verbs(calls) for calls in on_ranks(4, rank, (2, 2))] == [["all_reduce"]] * 4
 
 
+def test_a_partial_is_reduced_together_with_a_sharded_dim() -> None:
+    def rank(mesh: Any) -> list[comm.Call]:
+        x = ShardTensor.from_local(torch.ones(2, 3), mesh, [Partial(), Shard(0)])
+        with comm.record() as calls:
+            total = x.sum(0)
+            assert total.placements == (Replicate(), Replicate()) and total.to_local().tolist() == [8.0] * 3
+        return calls
+
+    assert [verbs(calls) for calls in on_ranks(4, rank, (2, 2))] == [["all_reduce"]] * 4
+
+
 def test_dims_whose_group_is_no_axis_are_reduced_one_after_the_other() -> None:
     def rank(mesh: Any) -> list[comm.Call]:
         x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Replicate(), Shard(1)], src=None)

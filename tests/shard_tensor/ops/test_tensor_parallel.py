@@ -278,6 +278,7 @@ def test_inputs_that_are_not_sharded(placement):
         y = spmd.convert(x, "tp", src=I, dst=S(1))
         y = spmd.all_gather(y, "tp", src=S(1), dst=I)
         assert_close(layer(y).full_tensor().detach(), layer(whole_input).detach(), str(placement))
+        assert Partial("max") not in (*y.placements, *layer(x).placements)
         assert_close(layer(x).full_tensor().detach(), layer(whole_input).detach(), str(placement))
 
     threads.run(Mesh(4, tp=2), rank)

@@ -333,12 +333,12 @@ def _modified_on_its_way(x):
 
 
 def _tied_in_two_layouts(mesh: DeviceMesh) -> None:
-    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    module[1].weight = module[0].weight
+    module = nn.Linear(4, 4, bias=False)
+    module.add_module("inner", nn.Linear(4, 4, bias=False))
+    module.inner.weight = module.weight
 
     def partition(name: str, child: Any) -> None:
-        if name:
-            child.weight = nn.Parameter(distribute_tensor(child.weight, mesh, [Shard(int(name))]))
+        child.weight = nn.Parameter(distribute_tensor(child.weight, mesh, [Shard(1 if name else 0)]))
 
     distribute_module(module, mesh, partition)
 
@@ -698,7 +698,7 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         RuntimeError,
         r"^mul_ in place on x\[i\], or on another view .*: this view is a copy",
     ),
-    (_tied_in_two_layouts, ValueError, r"0.weight, 1.weight are tied, .* \(0.weight .*, 1.weight .*\): use"),
+    (_tied_in_two_layouts, ValueError, r": weight, inner.weight are tied, .* \(weight .*, inner.weight .*\): use"),
     (lambda mesh: partition_spec(summand(mesh, 4)._spec), ValueError, "partition_spec: Partial"),
     (
         lambda mesh: partition_spec(x(mesh)._spec),

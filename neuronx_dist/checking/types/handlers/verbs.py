@@ -6,7 +6,6 @@ meaning is an error: the sum of equal values, the gather of a partial sum.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -255,7 +254,6 @@ def _exchange_verb(mode: Session, func: Callable[..., Any], args: tuple[Any, ...
     """Handles `exchange` as `_verb` does: received tensors have the types of the sent ones, but vary over the axis."""
     sends, recvs, axis = args
 
-    @functools.wraps(func)
     def exchange(xs: Sequence[Tensor], axis: Any, **options: Any) -> Any:
         return func(xs, recvs, axis, **options)
 

@@ -13,10 +13,13 @@ import pytest
 import torch
 from torch import nn
 
+from neuronx_dist.checking.types.judge import Operand
 from neuronx_dist.checking.types.messages import provenance, syntax, trials
 from neuronx_dist.checking.types.messages.provenance import Named, Site, editable, name_operands, value_of
 from neuronx_dist.checking.types.messages.trials import Edit, Repair, atom_of, blocks_gathered, call_of, edit_of, route
+from neuronx_dist.rules import RULES
 from neuronx_dist.spmd import I, P, R, S, V
+from neuronx_dist.spmd.tensor_type import TensorType
 from neuronx_dist.spmd.types import Shard, scaled
 
 x, y = torch.ones(2), torch.ones(3)
@@ -134,6 +137,27 @@ def test_statements_and_the_call_around():
     nowhere = here._replace(node=None)
     assert nowhere.statement() is None and nowhere.enclosing_call() is None
     assert not editable(torch.__file__) and not editable(trials.__file__) and editable("/home/user/train.py")
+
+
+@pytest.mark.parametrize(("columns", "shards"), [(4, [S(1)]), (3, [])])
+def test_a_shard_is_exchanged_along_dims_that_divide_alone(columns, shards):
+    tensors = [torch.ones(2, columns)]
+    operands = [Operand(TensorType.of({"tp": S(0)}), differentiable=False)]
+    call = trials.JudgedCall(RULES[torch.neg], torch.neg, (), {}, tensors, operands, None)
+    changes = list(trials.changes_of(call, 0, "tp", 2, Named("x", "x", None), "G"))
+    assert [change.type for change in changes if "all_to_all" in change.code] == shards
+    assert any("all_gather" in change.code and change.shape == (4, columns) for change in changes)
+
+
+def test_tensors_that_a_call_gets():
+    def called(first, number, *rest, named, **more):
+        computed = first + 1
+        assert computed is not first
+        return provenance._given_to(sys._getframe())
+
+    tensors = [torch.ones(1) for _ in range(5)]
+    found = called(tensors[0], 3, tensors[2], [tensors[2]], named=tensors[1], more=tensors[3])
+    assert [*map(id, found)] == [*map(id, tensors[:4])], "not those in lists, nor those that it computes"
 
 
 def test_words_of_repairs():
