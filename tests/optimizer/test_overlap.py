@@ -40,6 +40,7 @@ from tests.support.synthetic import Model
 
 
 @pytest.mark.slow
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     "mesh",
@@ -167,6 +168,7 @@ def test_a_step_that_is_skipped(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.each_value
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_h1"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_pipelines(schedule: str, tied: bool) -> None:
