@@ -13,7 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-from tests.support import fast, pool, run_table, versions
+from tests.support import covering, fast, pool, run_table, versions
 
 torch.set_num_threads(1)
 
@@ -68,6 +68,12 @@ def pytest_collection():
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc):
+    yield
+    covering.mark(metafunc)
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks

@@ -163,6 +163,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, error: OSError, path: str) -> None:
     monkeypatch.setattr(LocalStorage, "write", failing)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("path", ["__1_0.distcp", "__0_0.distcp", ".metadata", "done", "checkpoint", "tp_rank_01"])
 def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, async_save: bool) -> None:

@@ -313,7 +313,7 @@ if sys.argv[2] == "raises":
 """
 
 
-@pytest.mark.parametrize("how", ["ends", "raises", "fails"])
+@pytest.mark.parametrize("how", ["ends", pytest.param("raises", marks=pytest.mark.full), "fails"])
 def test_at_exit_a_save_is_finished(tmp_path: Path, how: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(AT_EXIT)

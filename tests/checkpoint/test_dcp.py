@@ -95,6 +95,7 @@ def assert_same(model: nn.Module, optimizer: Any, whole: nn.Module, expected: to
         }
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("zero1", [True, False])
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("tag", ["step_7", None])

@@ -43,6 +43,7 @@ def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
     return nxd.NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, lr=0.01, lazy_init=kind == "lazy")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["plain", "zero1", "lazy"])
 @pytest.mark.parametrize("mesh", [Mesh(2, tp=2), Mesh(4)], ids=str)
 def test_a_run_goes_on_from_meta(mesh: Mesh, kind: str, tmp_path: Path) -> None:
@@ -178,7 +179,7 @@ def test_a_folder_of_nxd(tmp_path: Path) -> None:
     [
         Layout(tp=4, sequence_parallel=True),
         Layout(pp=2, tp=2, dp=2, microbatches=2),
-        Layout(pp=2, microbatches=2, schedule="interleaved"),
+        pytest.param(Layout(pp=2, microbatches=2, schedule="interleaved"), marks=pytest.mark.full),
     ],
     ids=str,
 )

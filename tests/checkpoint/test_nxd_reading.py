@@ -32,6 +32,7 @@ from tests.checkpoint.nxd_runs import (
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("xser", [False, True], ids=["pt", "xser"])
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
 def test_weights_and_the_state_of_zero1(mesh: Mesh, xser: bool, tmp_path: Path) -> None:
@@ -55,6 +56,7 @@ def test_from_other_layouts(tp: int, pp: int, dp: int, tmp_path: Path) -> None:
     comm.threads.run(Mesh(4, tp=2), lambda: assert_holds(*load(tmp_path)[:2], whole))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["plain", "zero1"])
 @pytest.mark.parametrize("saved", ["plain", "zero1"])
 def test_with_and_without_zero1(kind: str, saved: str, tmp_path: Path) -> None:
@@ -291,6 +293,7 @@ class Separate(nn.Module):
         self.o_proj = nxd.RowParallelLinear(16, 8, bias=False)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("order", ["trn1", "trn2"])
 @pytest.mark.parametrize("dp", [1, 3])
 @pytest.mark.parametrize("mesh", [Mesh(1), Mesh(4, tp=2)], ids=str)

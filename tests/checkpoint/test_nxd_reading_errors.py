@@ -110,6 +110,7 @@ def test_a_tensor_of_another_shape_than_its_reference(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("harm", ["missing", "truncated"])
 @pytest.mark.parametrize("part", ["model", "optim"])
 def test_files_of_single_tensors_are_opened_before_anything_changes(part: str, harm: str, tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def values(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("load", LAYOUTS)
 @pytest.mark.parametrize("save", LAYOUTS)
 def test_weights_and_state_of_every_layout_load_into_every_other(tmp_path, save, load):

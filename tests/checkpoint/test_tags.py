@@ -240,6 +240,7 @@ def test_killed_before_any_change_a_whole_checkpoint_is_left(folder: CheckpointF
     assert steps >= 8
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("for_good", [False, True])
 @pytest.mark.parametrize("name", ["new", "old", "older"])
 def test_whatever_change_fails_a_whole_checkpoint_is_left(folder: CheckpointFolder, name: str, for_good: bool) -> None:

@@ -42,7 +42,7 @@ def run(how: str, **more: str) -> tuple[list[str], list[int], float]:
     return outputs, result.codes, result.ended - max(marks)
 
 
-@pytest.mark.parametrize("how", ["collective", "gather", "backward", "computing"])
+@pytest.mark.parametrize("how", ["collective", pytest.param("gather", marks=pytest.mark.full), "backward", "computing"])
 def test_a_rank_that_raises_ends_all_ranks_and_each_shows_its_message(how):
     outputs, codes, seconds = run(how)
     assert all(codes), (codes, outputs)
@@ -129,7 +129,9 @@ def test_different_shapes_are_an_error_of_that_collective_on_all_ranks():
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
-@pytest.mark.parametrize("destroyed", ["", "groups", "mesh", "mesh groups"])
+@pytest.mark.parametrize(
+    "destroyed", ["", *(pytest.param(part, marks=pytest.mark.full) for part in ("groups", "mesh")), "mesh groups"]
+)
 def test_no_thread_of_gloo_is_left_at_the_end_whatever_the_script_has_destroyed(destroyed):
     """One that comes back to Python later aborts the process."""
     command = [sys.executable, str(JOB.with_name("ending_job.py")), *destroyed.split()]

@@ -47,7 +47,13 @@ def test_a_job_that_ends_well(run):
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("options", [["--standalone"], ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--standalone"],
+        pytest.param(["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"], marks=pytest.mark.full),
+    ],
+)
 def test_stores_of_one_host_listen_on_loopback(options):
     """torch's stores listen on every interface; here the launcher's and rank 0's do not. gloo has two sockets."""
     if not os.path.isdir("/proc/self/fd"):
@@ -66,6 +72,7 @@ def test_the_first_failure_and_its_rank_are_all_that_is_seen(run):
     assert run(script) == (1, "", "no such layout\nneuronx-dist run: rank 1 failed with exit code 1\n")
 
 
+@pytest.mark.full
 @pytest.mark.process
 def test_a_rank_that_a_signal_ended_is_named(run):
     script = (
@@ -115,6 +122,7 @@ def test_a_wrong_flag_is_not_tried_again(run):
     assert code == 2 and err.splitlines()[1:] == ["train: error: unrecognized arguments: --flag"]
 
 
+@pytest.mark.full
 @pytest.mark.process
 def test_loglevel_shows_what_torchrun_says(run):
     code, _, err = run("import sys; sys.exit(3)", LOGLEVEL="WARNING")

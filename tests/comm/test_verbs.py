@@ -20,6 +20,7 @@ def test_values_on_threads(verb, size):
     assert threads.run(Mesh(size, tp=size), on_every_rank, verb, size) == [CASES] * size
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_values_on_processes(verb, size):

@@ -73,6 +73,7 @@ def test_a_model_without_a_pipeline(mesh: Mesh) -> None:
     assert once[-1] == reductions[-1]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("options", [{}, {"use_zero1_optimizer": True}], ids=str)
 def test_calls_of_run_train(options: dict[str, Any], tied: bool) -> None:

@@ -32,6 +32,7 @@ def whole_model(mesh: Mesh, step: int, dtype: torch.dtype = torch.float64) -> li
     return params
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_reduced_gradients_are_those_of_one_process(mesh: Mesh, dtype: torch.dtype) -> None:

@@ -113,6 +113,7 @@ def _compare(
     threads.run(Mesh(tp, tp=tp), rank)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tp", [1, 2, 4])

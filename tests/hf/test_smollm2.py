@@ -41,7 +41,12 @@ def _ids() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "tp,options", [(3, {}), (3, dict(sequence_parallel=True)), (2, dict(pad_heads=True, sequence_parallel=True))]
+    "tp,options",
+    [
+        pytest.param(3, {}, marks=pytest.mark.full),
+        (3, dict(sequence_parallel=True)),
+        (2, dict(pad_heads=True, sequence_parallel=True)),
+    ],
 )
 def test_logits_and_loss(smollm2: Any, tp: int, options: dict[str, bool]) -> None:
     assert (smollm2.config.num_attention_heads, smollm2.config.num_key_value_heads) == (9, 3)

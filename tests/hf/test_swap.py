@@ -164,6 +164,7 @@ def test_siblings_with_unlike_biases_are_not_fused(sequence_parallel: bool) -> N
     _compare(llama_config(attention_bias=True), 2, _UnlikeBiases, sequence_parallel=sequence_parallel)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])  # of 2 key/value heads
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "mistral", "granite", "starcoder2", "stablelm"])

@@ -22,6 +22,7 @@ def make(wrapper: Any, dtype: torch.dtype, **options: Any) -> tuple[nn.Parameter
     return model, wrapper(model.parameters(), torch.optim.AdamW, lr=0.1, **options)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("wrapper", [NeuronZero1Optimizer, MasterWeightsOptimizer])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

@@ -40,6 +40,7 @@ from tests.support.synthetic import Model
 
 
 @pytest.mark.slow
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     "mesh",
@@ -166,6 +167,7 @@ def test_a_step_that_is_skipped(options: dict[str, Any]) -> None:
     both(Mesh(2), use)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "mesh, schedule",
     [

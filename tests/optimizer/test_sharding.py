@@ -50,6 +50,7 @@ GROUPS: dict[str, tuple[Mesh, Callable[[Mesh], Any]]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.each_pair
 @pytest.mark.parametrize("averaged", [False, True], ids=["", "averaged before"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("groups", GROUPS)

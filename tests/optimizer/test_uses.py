@@ -61,6 +61,7 @@ def train_whole(optimizer: str, ranks: int) -> dict[str, torch.Tensor]:
     return weights_of(model)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("way", ["zero1", "pairs", "masters", "main_grad"])
 @pytest.mark.parametrize("dp", [2, 4])

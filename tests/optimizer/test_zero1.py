@@ -24,6 +24,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 @pytest.mark.slow
+@pytest.mark.each_pair
 @pytest.mark.parametrize("kind", ["zero1", "masters"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -45,6 +46,7 @@ def test_weights_and_norms_are_those_of_one_process(mesh: Mesh, optimizer: str, 
         assert relative_error(value, param.detach()) < 1e-10, name
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("clipping", [{}, {"grad_clipping": False}, {"max_norm": 0.5}, {"max_norm": math.inf}], ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -144,6 +146,7 @@ def test_buckets_start_ahead_and_are_awaited_in_order() -> None:
 # --- low precision ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("kind", ["zero1", "masters", "zero1 higher_cc_precision", "zero1 use_grad_acc_hook"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dp", [1, 2])
@@ -327,6 +330,7 @@ def test_fused_steps_too_where_shards_are_whole_vectors() -> None:
 MEMORY = [torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("wire", ["nccl", "gloo, small", "gloo, large"])
 @pytest.mark.parametrize("rows", [64, 61])  # 61: padded, so that gradients are copied once more
 @pytest.mark.parametrize("dtype", MEMORY, ids=str)

@@ -366,6 +366,7 @@ def make_steps(model: nn.Module, optimizer: NeuronZero1Optimizer, numbers: range
     return [*norms, *(param.detach().clone() for param in model.parameters())]
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("mesh", [Mesh(1), Mesh(2), Mesh(4, tp=2)], ids=str)
 @pytest.mark.parametrize("optimizer_first", [False, True])
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def fused_case(options, x, gs, fulls, order, use):
     return [outs[i].detach() for i in range(len(layers))], given.grad, [gradients(layer) for layer in layers], counts
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize(
     "options",

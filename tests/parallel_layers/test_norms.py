@@ -31,6 +31,7 @@ def case(kind, options, size, x, g, full):
     return out.detach(), mine.grad, gradients(norm)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("kind, torchs, options", KINDS)
 @pytest.mark.parametrize("size", [6, (3, 6)])

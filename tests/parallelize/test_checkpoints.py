@@ -188,6 +188,7 @@ def test_a_policy_may_keep_what_the_module_computes_again_and_a_plan_has_the_spa
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+@pytest.mark.each_value
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(
     "name, size",

@@ -88,6 +88,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], dict
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_pieces(name, size):

@@ -228,6 +228,7 @@ def module_and_arguments(request: Any) -> tuple[nn.Module, Tensor, Tensor]:
         return Functions(request.param), torch.randn(8, 4, dtype=torch.float64), torch.arange(8)
 
 
+@pytest.mark.slow  # together more than the fast tier has room for
 @pytest.mark.parametrize("module_and_arguments", CASES.values(), ids=CASES, indirect=True)
 def test_two_ranks_compute_what_one_process_does(module_and_arguments: Any, tmp_path: Path) -> None:
     module, x, i = module_and_arguments

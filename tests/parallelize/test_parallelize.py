@@ -373,7 +373,7 @@ def test_an_original_that_fails_on_its_values_is_not_our_bug(tmp_path: Path) -> 
     assert not list(tmp_path.glob("refused_*"))
 
 
-@pytest.mark.parametrize("first", ["neuronx_dist", "neuronx_dist.parallelize"])
+@pytest.mark.parametrize("first", [pytest.param("neuronx_dist", marks=pytest.mark.full), "neuronx_dist.parallelize"])
 @pytest.mark.process
 def test_imports_in_either_order(first: str) -> None:
     second = {"neuronx_dist": "neuronx_dist.parallelize", "neuronx_dist.parallelize": "neuronx_dist"}[first]

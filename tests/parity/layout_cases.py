@@ -24,6 +24,7 @@ __all__ = [
     "pairs_of",
     "schedule_matrix",
     "whole_matrix",
+    "with_updates_in_turn",
 ]
 
 # (tp, pp, dp) of {1, 2, 4} with at most 8 ranks.
@@ -55,6 +56,7 @@ FACTORS: dict[str, list[Any]] = {
     "tied": [False, True],
     "heads": ["gqa", "padded", "replicated"],
     "clip": [None, CLIP],
+    "updates": [("sgd",), ("adamw",)],
 }
 MAX_RANKS = 8
 _DEGREES = ("tp", "pp", "dp")
@@ -112,8 +114,8 @@ def covering_set() -> list[Case]:
 
 
 def whole_matrix() -> list[Case]:
-    """Every combination, but that the six of heads and clipping take turns over the others."""
-    options = [values for name, values in FACTORS.items() if name not in (*_DEGREES, "heads", "clip")]
+    """Every combination, each with SGD and AdamW, but that the six of heads and clipping take turns over the others."""
+    options = [values for name, values in FACTORS.items() if name not in (*_DEGREES, "heads", "clip", "updates")]
     factors = [list(enumerate(values)) for values in (LAYOUTS, *options)]
     turns = list(itertools.product(FACTORS["heads"], FACTORS["clip"]))
     cases = []
@@ -156,6 +158,11 @@ def float32_cases() -> Iterator[Case]:
             clip=CLIP if index % 5 == 0 else None,
             dtype=torch.float32,
         )
+
+
+def with_updates_in_turn(cases: Iterable[Case]) -> list[Case]:
+    """SGD and AdamW by turns, in place of both in each case."""
+    return [replace(case, updates=FACTORS["updates"][number % 2]) for number, case in enumerate(cases)]
 
 
 def _evaluated_once_a_layout(cases: Iterable[Case]) -> list[Case]:

@@ -105,6 +105,7 @@ def _without(calls: list[comm.Call], others: list[comm.Call]) -> list[comm.Call]
     return list((Counter(calls) - Counter(others)).elements())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence parallel"])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_parts_of_a_model(tp: int, sequence_parallel: bool) -> None:
@@ -216,6 +217,7 @@ def _local_specs(model: Any) -> Any:
         yield name, param, nxd.spmd.spec_of(param)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence parallel"])
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_stage_boundaries(microbatches: int, sequence_parallel: bool) -> None:
@@ -292,6 +294,7 @@ def test_one_process_communicates_nothing() -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("microbatches", [1, 2, 8])
 @pytest.mark.parametrize("pp", [2, 4])
 def test_activations_in_flight(pp: int, microbatches: int) -> None:
@@ -333,6 +336,7 @@ def test_activations_in_flight(pp: int, microbatches: int) -> None:
         assert left == 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("heads", ["gqa", "padded"])
 @pytest.mark.parametrize("dp", [1, 2, 4])
 def test_optimizer_state_is_one_dp_th_plus_padding(dp: int, heads: str) -> None:

@@ -166,6 +166,7 @@ def train(state: dict[str, torch.Tensor], model_options: dict[str, Any]) -> Repo
     return report
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "model_options",
     [

@@ -2,7 +2,7 @@
 
 The metric is ||a - b|| / ||b|| of each tensor. In float64 what is left is rounding, so that 1e-10 finds any mistake;
 float32 is run as well, because users do. `make test` runs a set that has every layout once and every pair of options,
-degrees included; NXD_FULL=1 all of them.
+degrees and the update (SGD, AdamW) included; NXD_FULL=1 all of them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tests.parity.layout_cases import (
     pairs_of,
     schedule_matrix,
     whole_matrix,
+    with_updates_in_turn,
 )
 from tests.support.llama_training import Case, reference, train, worst_difference
 from tests.support.pool import processes
@@ -38,6 +39,7 @@ COVERING = covering_set()
 # Of one parallel axis alone only NXD_FULL=1 runs float32: the axis occurs beside each other one.
 FLOAT32 = [c for c in float32_cases() if os.environ.get("NXD_FULL") or (c.tp, c.pp, c.dp).count(1) < 2]
 FULL = [*whole_matrix(), *schedule_matrix()] if os.environ.get("NXD_FULL") else []
+in_turn = list if FULL else with_updates_in_turn
 
 
 def check(case: Case, results: list[Any]) -> None:
@@ -62,12 +64,12 @@ ACCUMULATED = [
 ]
 
 
-@pytest.mark.parametrize("case", COVERING + ONE_KEY_VALUE_HEAD + ACCUMULATED + SCHEDULES, ids=str)
+@pytest.mark.parametrize("case", COVERING + in_turn(ONE_KEY_VALUE_HEAD + ACCUMULATED + SCHEDULES), ids=str)
 def test_as_one_process(case: Case) -> None:
     check(case, comm.threads.run(case.mesh, train, case))
 
 
-@pytest.mark.parametrize("case", FLOAT32, ids=str)
+@pytest.mark.parametrize("case", in_turn(FLOAT32), ids=str)
 def test_as_one_process_in_float32(case: Case) -> None:
     check(case, comm.threads.run(case.mesh, train, case))
 
@@ -91,22 +93,24 @@ def test_the_cases_cover_every_layout_and_every_pair_of_options() -> None:
 
 CORNERS = [
     Case(tp=2, heads="padded", clip=CLIP),
-    Case(pp=2, tied=True, microbatches=4),
     Case(dp=2, optimizer="zero1", labels="empty", microbatches=2, clip=CLIP),
-    Case(tp=2, pp=2, sequence_parallel=True, tied=True, microbatches=4, optimizer="master", evaluate=True),
     Case(tp=2, dp=2, sequence_parallel=True, optimizer="zero1", heads="padded", microbatches=2),
-    Case(pp=2, dp=2, tied=True, optimizer="zero1", labels="empty", microbatches=2, clip=CLIP),
-    Case(tp=4, sequence_parallel=True, tied=True, clip=CLIP),
     Case(pp=4, microbatches=4, labels="empty"),
-    Case(dp=4, optimizer="zero1", heads="padded"),
     Case(tp=4, sequence_parallel=True, heads="replicated", optimizer="zero1", clip=CLIP),
     Case(tp=2, pp=2, sequence_parallel=True, microbatches=2, dtype=torch.float32, clip=CLIP),
     Case(tp=2, pp=2, sequence_parallel=True, microbatches=4, tied=True, schedule="zb_v", clip=CLIP),
     Case(pp=2, dp=2, optimizer="zero1", microbatches=4, tied=True, schedule="interleaved", evaluate=True),
 ]
+OTHER_CORNERS = [
+    Case(pp=2, tied=True, microbatches=4),
+    Case(tp=2, pp=2, sequence_parallel=True, tied=True, microbatches=4, optimizer="master", evaluate=True),
+    Case(pp=2, dp=2, tied=True, optimizer="zero1", labels="empty", microbatches=2, clip=CLIP),
+    Case(tp=4, sequence_parallel=True, tied=True, clip=CLIP),
+    Case(dp=4, optimizer="zero1", heads="padded"),
+]
 
 
-@pytest.mark.parametrize("case", CORNERS, ids=str)
+@pytest.mark.parametrize("case", CORNERS + OTHER_CORNERS if FULL else in_turn(CORNERS), ids=str)
 def test_on_processes(case: Case) -> None:
     results = processes(case.mesh.world_size).run(train, case, mesh=dict(tp=case.tp, pp=case.pp))
     check(case, results)
@@ -163,6 +167,7 @@ def train_from_seed(case: Case) -> Any:
     return run(), run()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("where", ["threads", "processes"])
 @pytest.mark.parametrize("case", TWICE, ids=str)
 def test_the_same_seed_and_layout_twice_is_bit_equal(case: Case, where: str) -> None:

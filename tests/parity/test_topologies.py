@@ -34,6 +34,7 @@ def check(case: Case, results: list[Any]) -> None:
     assert worst < TOLERANCE, f"{case}: {what} differs by {worst:.2e} from one process"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("topology", ["trn1", "trn2"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_as_one_process(case: Case, topology: str) -> None:

@@ -95,6 +95,7 @@ def layers_of(grads: dict[str, torch.Tensor]) -> set[int]:
     return {int(name.split(".")[1]) for name in grads}
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("pp", [1, 2, 4])
 @pytest.mark.parametrize("lists", [False, True])
 @pytest.mark.parametrize("tied", [False, True])

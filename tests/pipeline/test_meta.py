@@ -83,7 +83,8 @@ def test_values_come_after_the_partition(pp: int, options: dict[str, Any], tied:
         pipeline.zero_grad()
         return [*losses, pipeline.run_train(**batch())], local, found
 
-    for way in WAYS:
+    turn = PLACEMENTS.index((pp, options)) % 2
+    for way in WAYS if os.environ.get("NXD_FULL") else [*WAYS][turn::2]:
         for losses, local, found in comm.threads.run(Mesh(pp, pp=pp), main, way):
             assert error(losses[0], loss) < 1e-10 and error(found, norm) < 1e-10 and error(losses[1], second) < 1e-10
             assert all(error(grad, grads[name]) < 1e-10 for name, grad in local.items()), way

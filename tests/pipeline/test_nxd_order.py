@@ -66,6 +66,7 @@ def both_batches() -> Any:
     return model.original_module
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("wrapper", WRAPPERS, ids=lambda wrapper: wrapper or "run_train averages")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_nxds_order_of_reductions_trains_as_one_process(mesh: Mesh, wrapper: str) -> None:

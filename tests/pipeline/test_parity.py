@@ -269,6 +269,7 @@ MODELS: list[Any] = [
 
 
 @pytest.mark.slow
+@pytest.mark.each_value
 @pytest.mark.parametrize("pp,microbatches", [pytest.param(1, 2, marks=pytest.mark.full), (2, 1), (4, 4)])
 @pytest.mark.parametrize("model_class", MODELS, ids=lambda c: c.__name__)
 def test_whatever_lies_between_layers(model_class: Any, pp: int, microbatches: int) -> None:

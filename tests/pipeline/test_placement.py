@@ -87,6 +87,7 @@ def check_training(mesh: Mesh, model: nn.Module, ranks: list[Any], steps: int = 
         assert all(error(value, expected[name]) < 1e-10 for name, value in local.items())
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("model_class", [HeadFirst, NormFirst])
 @pytest.mark.parametrize("pp", [2, 4])
@@ -104,6 +105,7 @@ def test_trace_after_the_constructor_places_by_the_order_of_calls(
     check_training(Mesh(pp, pp=pp), model, on_ranks(Mesh(pp, pp=pp), model, use, **OPTIONS))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("pp", [2, 4])
 def test_the_first_run_places_if_nobody_asked_for_parameters_before(pp: int, tied: bool) -> None:
@@ -118,6 +120,7 @@ def test_the_first_run_places_if_nobody_asked_for_parameters_before(pp: int, tie
     check_training(Mesh(pp, pp=pp), model, [result[1:] for result in results])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("model_class", [HeadFirst, NormFirst])
 @pytest.mark.parametrize("pp,options", [(2, {}), (4, {}), (2, {"virtual_pipeline_size": 2}), (2, {"tied": True})])
 def test_with_input_names_the_constructor_places_by_the_order_of_calls(
@@ -252,6 +255,7 @@ class Dropping(Model):
         return self.drop(x)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("pp", [2, 4])
 def test_layers_without_parameters_belong_to_whoever_calls_them(pp: int, traced: bool) -> None:
@@ -342,6 +346,7 @@ class Attending(Model):
         return result
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("pp", [2, 4])
 def test_multihead_attention_of_torch_is_one_call(pp: int, last: bool) -> None:

@@ -24,6 +24,7 @@ def surroundings(autocast: bool) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("dtype,autocast", [(torch.bfloat16, False), (torch.float32, True)])
 @pytest.mark.parametrize("options", [{}, {"virtual_pipeline_size": 2}, {"schedule": "zb_h1"}], ids=str)
 @pytest.mark.parametrize("checkpointed", [False, True])

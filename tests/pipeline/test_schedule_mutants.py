@@ -124,6 +124,7 @@ def on_pipeline(
 
 
 @pytest.mark.slow
+@pytest.mark.each_value
 @pytest.mark.parametrize("pp,microbatches", [(2, 3), (4, 2)])
 @pytest.mark.parametrize("name", CHUNKS)
 def test_swapped_tasks_are_refused_or_change_nothing(name: str, pp: int, microbatches: int) -> None:
@@ -150,6 +151,7 @@ MUTATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 @pytest.mark.slow
+@pytest.mark.each_value
 @pytest.mark.parametrize("pp", [2, 3])
 @pytest.mark.parametrize("name", CHUNKS)
 def test_each_message_counts(name: str, pp: int, monkeypatch: pytest.MonkeyPatch) -> None:

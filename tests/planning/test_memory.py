@@ -168,10 +168,8 @@ CASES = [
 ]
 # Of each option one; NXD_FULL=1 measures all, each in a second or two of CPU on each rank.
 SAMPLE = (
-    "tp2-pp2-sp",
     "tp2-sp-dp2-zero1-bf16",
     "padded",
-    "interleaved-pp2-7-microbatches",
     "zb_v-pp2-dp2-zero1-5-microbatches",
     "one-process-recomputing",
 )

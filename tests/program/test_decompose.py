@@ -113,6 +113,7 @@ def test_mean_of_sixteen_bit_numbers_is_computed_in_float32(dtype: torch.dtype) 
     assert torch.equal(expected[0], computed[0]) and torch.equal(expected[1], computed[1])
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:reduction. .mean. divides")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", [name for name in CASES if name not in SUMMED])

@@ -54,6 +54,7 @@ def with_function(axis: Axis) -> nn.Module:
     return model
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("axis,pp,tp", [("pp", 2, 1), ("pp", 3, 1), ("world", 2, 2), (("pp", "tp"), 2, 2)], ids=str)
 @pytest.mark.parametrize("build,verb", [(with_layer, "all_reduce"), (with_function, "gather_objects")])
 def test_a_collective_between_stages_is_refused_before_any_rank_waits(
@@ -72,6 +73,7 @@ def test_a_collective_between_stages_is_refused_before_any_rank_waits(
         on_ranks(mesh, build(axis), lambda p: None, batch(), timeout=10, **TRAIN)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "axis,mesh",
     [("tp", Mesh(4, pp=2, tp=2)), ("dp", Mesh(4, pp=2)), (("dp", "tp"), Mesh(8, pp=2, tp=2)), ("pp", Mesh(1))],

@@ -61,6 +61,7 @@ def _detached(x: Any) -> Any:
     return x.detach().clone() if isinstance(x, torch.Tensor) else x
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("given", ["nothing", "mask", "labels", "mask and labels", "positions"])
 def test_llama_layers_get_what_the_model_gives_them(given: str, attention: str) -> None:

@@ -49,6 +49,8 @@ def assert_same(path: Path, expected: dict[str, torch.Tensor]) -> None:
     assert [name for name in expected if not torch.equal(state[name], expected[name])] == []
 
 
+@pytest.mark.slow  # together more than the fast tier has room for
+@pytest.mark.each_pair
 @pytest.mark.parametrize("backend", ["trn1", "trn2"])
 @pytest.mark.parametrize("fuse", [False, True], ids=["weight_q", "weight_qkv"])
 @pytest.mark.parametrize("xser", [False, True], ids=["pt", "xser"])

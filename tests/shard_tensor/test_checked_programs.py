@@ -57,6 +57,7 @@ def checked(move, is_uneven, ranks):
     return spmd.check(lambda: Model(move, is_uneven), rows, mesh=Mesh(ranks), step=step)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("is_uneven", [False, True])
 @pytest.mark.parametrize("move", MOVES)

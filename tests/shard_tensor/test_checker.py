@@ -283,6 +283,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("bug", [left_out, twice], ids=["left out", "twice"])
 @pytest.mark.parametrize("site", BROKEN)
 def test_a_collective_that_is_left_out_or_doubled_is_reported(site, bug):

@@ -99,6 +99,7 @@ def wrapped(wrapper: str, name: str) -> None:
         assert_twins(module, twin)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("wrapper", ["ddp", "fully_shard", "fsdp1"])
 def test_data_parallel_wrappers(wrapper, name):
@@ -119,6 +120,7 @@ def zero1(parameters: str, name: str) -> None:
     assert_twins(module, train(module, optimizer, own_input(data_rank, domain), name))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("parameters", ["plain", "replicated", "sharded"])
 def test_zero1(parameters, name):

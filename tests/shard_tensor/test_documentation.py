@@ -89,6 +89,7 @@ def values(code: str, mesh: Any, sizes: Any = None) -> list[torch.Tensor]:
     return [(x.full_tensor() if isinstance(x, ShardTensor) else x).detach() for x in results]
 
 
+@pytest.mark.slow  # together more than the fast tier has room for
 @pytest.mark.parametrize("code", [row[0] for row in TABLE if ".redistribute" not in row[0] and "full_" not in row[0]])
 def test_each_function_of_the_table_equals_one_process_at_uneven_splits(code):
     expected = values(code, None)

@@ -69,6 +69,7 @@ def random_labels(*lead, ignored=(), value=-100):
     return labels
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("lead", [(5,), (3, 4), (2, 3, 2)])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
@@ -166,6 +167,7 @@ def pieces_of(size):
     return mock.patch.multiple(kernel, _IN_CACHE=size, _IN_MEMORY=size)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("lead", [(7,), (3, 5), (2, 1, 3)])
 @pytest.mark.parametrize("size", [1, 9, 40])

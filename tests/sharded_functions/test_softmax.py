@@ -23,6 +23,7 @@ ROWS = {
 }
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", FUNCTIONS)

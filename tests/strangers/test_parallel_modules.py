@@ -160,6 +160,7 @@ CASES: dict[str, Callable[[nn.Module], Weights]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("config", CONFIGS[:3], ids=name_of)
 @pytest.mark.parametrize("name", CASES)
 def test_values_are_those_of_one_process(name, config):
@@ -321,6 +322,7 @@ def wrapped(wrapper: str, config: ComputeConfig, is_inside: bool) -> str:
 
 
 @pytest.mark.process
+@pytest.mark.each_pair
 @pytest.mark.parametrize("is_inside", [False, True])
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2]], ids=name_of)
 @pytest.mark.parametrize(

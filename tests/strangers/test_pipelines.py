@@ -212,6 +212,8 @@ def check(case: Callable[[], Weights], results: list[Weights]) -> None:
             torch.testing.assert_close(weight, reference[name], rtol=rtol, atol=rtol / 10)
 
 
+@pytest.mark.slow  # together more than the fast tier has room for
+@pytest.mark.each_value
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_values_are_those_of_one_process(name, mesh):
@@ -245,6 +247,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mesh", MESHES[:2], ids=str)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name, mesh):

@@ -195,6 +195,7 @@ CASES: dict[str, Callable[[Any], Weights]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_values_are_those_of_one_process(name, ranks):

@@ -213,6 +213,7 @@ def scaled(with_zero1: bool, infinite: str) -> dict[str, torch.Tensor]:
     return whole_weights(model)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("mesh", [Mesh(2, tp=2), Mesh(2), Mesh(4, tp=2)], ids=str)
 @pytest.mark.parametrize("with_zero1", [False, True])
 @pytest.mark.parametrize("infinite", ["tp", "dp"])

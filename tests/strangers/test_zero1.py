@@ -114,6 +114,7 @@ def check(case: Callable[[], Weights], results: list[Weights]) -> None:
             torch.testing.assert_close(weight, reference[name], rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_values_are_those_of_one_process(name, mesh):
@@ -152,7 +153,12 @@ def by_accelerate() -> Weights:
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "case, tp", [(by_ddp, 1), (by_ddp, 2), pytest.param(by_accelerate, 1, marks=without_torch_xla)]
+    "case, tp",
+    [
+        pytest.param(by_ddp, 1, marks=pytest.mark.full),
+        (by_ddp, 2),
+        pytest.param(by_accelerate, 1, marks=without_torch_xla),
+    ],
 )
 def test_under_wrappers(case, tp):
     check(trained, processes(2 * tp).run(case, mesh={"tp": tp}))

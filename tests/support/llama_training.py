@@ -1,8 +1,8 @@
 """The same training twice: a plain Hugging Face Llama in one process, and ours on every rank of a layout.
 
 `reference(options)` knows nothing of this package: a torch loop over the global batch, its loss the mean over the valid
-labels. `train(case, ...)` is what one rank runs. Both report, for SGD and for AdamW: the loss, gradient norm and
-gradients of steps, the weights after the last one, and the loss of a further batch in evaluation.
+labels. `train(case, ...)` is what one rank runs. Both report, for SGD and AdamW (`Case.updates`): the loss, gradient
+norm and gradients of steps, the weights after the last one, and the loss of a further batch in evaluation.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class Case:
     evaluate: bool = False  # run_eval as well; it records the model a second time, which takes as long as all steps
     schedule: str | None = None
     device: str = "cpu"
+    updates: tuple[str, ...] = tuple(OPTIMIZERS)  # training runs once with each
 
     @property
     def mesh(self) -> nxd.Mesh:
@@ -108,7 +109,7 @@ class Case:
         words += ["sp"] * self.sequence_parallel + ["tied"] * self.tied + [self.heads] * (self.heads != "gqa")
         words += [f"calls{self.calls}"] * (self.calls > 1) + ["checkpointed"] * self.checkpointed
         words += [self.schedule] * (self.schedule is not None) + ["clip"] * (self.clip is not None)
-        words += ["fp32"] * (self.dtype == torch.float32)
+        words += ["fp32"] * (self.dtype == torch.float32) + [*self.updates] * (len(self.updates) == 1)
         return "-".join(words)
 
 
@@ -294,13 +295,13 @@ def step_of(case: Case, optimizer: Any, params: list[nn.Parameter]) -> torch.Ten
     return optimizer.grad_norm
 
 
-def train(case: Case, names: tuple[str, ...] = tuple(OPTIMIZERS), steps: int = STEPS) -> dict[str, Report]:
+def train(case: Case, names: tuple[str, ...] = (), steps: int = STEPS) -> dict[str, Report]:
     """What this rank finds, by optimizer; the model is built once and loaded again for each."""
     options = case.options
     state = initial_state(options.heads, options.tied, options.layers, options.dtype)
     model = build(case)
     reports = {}
-    for name in names:
+    for name in names or case.updates:
         hf.load_pretrained(model, state, device=case.device)
         model.train()
         if case.checkpointed:

@@ -168,5 +168,7 @@ def check(setting: Setting, results: list[dict[str, Steps]]) -> None:
     assert worst < tolerance, f"{setting}: {what} differs by {worst:.2e} from one process"
 
 
-def train_on_threads(setting: Setting, **options: Any) -> list[dict[str, Steps]]:
-    return comm.threads.run(Mesh(setting.pp, pp=setting.pp), train, setting, **options)
+def train_on_threads(
+    setting: Setting, optimizer_names: tuple[str, ...] = tuple(OPTIMIZERS), **options: Any
+) -> list[dict[str, Steps]]:
+    return comm.threads.run(Mesh(setting.pp, pp=setting.pp), train, setting, optimizer_names, **options)

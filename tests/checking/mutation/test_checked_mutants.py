@@ -74,7 +74,7 @@ def test_most_are_seen_by_types():
     assert len(wrong) > 200
 
 
-@pytest.mark.parametrize(("site", "name"), NOT_SEEN)
+@pytest.mark.parametrize(("site", "name"), [*NOT_SEEN][:: 1 if FULL else 3])
 def test_what_is_not_seen_is_listed_for_what_it_is(site, name):
     (edit,) = [edit for edit in edits_at(site) if edit.name == name]
     assert not checked(site, edit).kind

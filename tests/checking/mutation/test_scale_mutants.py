@@ -46,6 +46,7 @@ class Layer:
     ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mutant", MUTANTS)
 @pytest.mark.parametrize("name", PROGRAM_OF)
 def test_scale_mutants_are_seen_by_types(name, mutant):

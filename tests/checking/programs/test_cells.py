@@ -18,7 +18,7 @@ from tests.checking.programs import checked_models as models
 
 pytestmark = pytest.mark.slow
 
-SEEDS = 25 if os.environ.get("NXD_FULL") else 12
+SEEDS = 25 if os.environ.get("NXD_FULL") else 8
 
 MESHES = [
     Mesh(16, tp=2, pp=2, cp=2),

@@ -47,6 +47,7 @@ def inputs(items: bool) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids, **({"num_items_in_batch": torch.ones(())} if items else {})}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("level", ["G", "L"])
 @pytest.mark.parametrize("items", [True, False], ids=["counted", "not counted"])
 @pytest.mark.parametrize("name", ARCHITECTURES if FULL else SAMPLE)

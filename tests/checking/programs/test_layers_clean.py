@@ -93,6 +93,7 @@ def test_embeddings(name):
     clean(report, needed=set() if name.startswith("hidden") else LOOKUP, allowed=more)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("options", models.LOSSES, ids=str)
 def test_cross_entropy_and_tied_embeddings(options, sequence_parallel):
@@ -167,6 +168,7 @@ def test_at_level_l_too(name, model_fn, inputs, mesh, in_types):
 SAME = {f"{file_name(models)}: random numbers are the same on every piece along tp: draw them inside of fork()"}
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("checkpointing", models.CHECKPOINTS)
 @pytest.mark.parametrize("dropout", ["", "sharded whole"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -210,6 +212,7 @@ def _name(options) -> str:
     return " ".join(str(getattr(value, "__name__", f"{key}={value}")) for key, value in options.items())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", OPTIMIZERS, ids=_name)
 def test_optimizers(options, dtype):
@@ -221,6 +224,7 @@ def test_optimizers(options, dtype):
 # --- experts ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mesh", [dict(dp=2, ep=2), dict(dp=4, ep=2, tp=2), dict(dp=2, cp=2, ep=4)], ids=str)
 @pytest.mark.parametrize("options", [dict(), dict(scatter_gather=True), dict(wrapper=ZERO1)], ids=_name)
 def test_experts(options, mesh):

@@ -114,7 +114,8 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 # With NXD_FULL=1: each of their options is in another case, or in test_hf_clean.py (biases, eager attention).
 FULL_ONLY = {"tp", "padded-vocabulary-no-pipeline", "no-pipeline-sp-eager", "biases", "replicated-kv"}
-FULL_ONLY |= {"replicated-kv-sp-eager", "replicated-kv-qwen3"}
+FULL_ONLY |= {"replicated-kv-sp-eager", "replicated-kv-qwen3", "tp-sp", "qwen2-sp", "data-only", "pp4-dp"}
+FULL_ONLY |= {"tp-dp-master-bf16"}
 RUN = [case for case in CASES if os.environ.get("NXD_FULL") == "1" or case not in FULL_ONLY]
 
 

@@ -19,6 +19,7 @@ def check(step: Any, mesh: dict[str, int], wrapper: str = "use_optimizer_wrapper
 
 
 @pytest.mark.slow
+@pytest.mark.each_value
 @pytest.mark.parametrize("wrapper", ["use_optimizer_wrapper", "use_zero1_optimizer", ""])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_the_order_is_clean(mesh: dict[str, int], wrapper: str) -> None:

@@ -97,6 +97,7 @@ def check(step: Callable[..., Any], mesh: dict[str, int], **options: Any) -> Any
     return spmd.check(Stage, torch.zeros(ROWS, HIDDEN), mesh, step=step, **options)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_programs_pass(name: str, mesh: dict[str, int]) -> None:
@@ -146,6 +147,7 @@ WRONG = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("bug", WRONG)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_wrong_programs_are_refused(schedule: str, bug: str) -> None:

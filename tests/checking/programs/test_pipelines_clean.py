@@ -57,6 +57,7 @@ CASES = {
 
 
 @pytest.mark.slow
+@pytest.mark.each_value
 @pytest.mark.parametrize("mesh", [{"pp": 1, "dp": 2}, {"pp": 2, "dp": 2}, {"pp": 4}], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_a_pipeline_model_is_ok(name, mesh):

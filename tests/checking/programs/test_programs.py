@@ -338,6 +338,7 @@ def test_time_that_runs_out_is_no_verdict():
 
 
 @pytest.mark.slow
+@pytest.mark.each_value
 @pytest.mark.parametrize("zero1", [False, True])
 @pytest.mark.parametrize("optimizer", [False, True])
 def test_pipelines_are_ok(zero1, optimizer):

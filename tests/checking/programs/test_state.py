@@ -122,6 +122,7 @@ RIGHT: dict[str, tuple[Callable[[Any], Any], Step]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("level", ["G", "L"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_steps_pass(name: str, level: str) -> None:

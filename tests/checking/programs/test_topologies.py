@@ -34,6 +34,7 @@ def test_a_right_model_is_ok_and_has_the_values_of_one_process(mesh):
     assert "loss and 4 gradients equal those of one process" in str(report)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("sizes", [dict(pp=2), dict(world_size=16, pp=2)], ids=str)
 def test_a_pipeline_has_as_many_programs_as_on_the_linear_order(mesh, sizes):
@@ -57,6 +58,7 @@ def test_a_wrong_message_is_one_between_stages(mesh):
         assert any(set(problem.ranks) <= set(group) for group in mesh.groups("pp")), problem
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("defect", ["missing", "unseen", "order", "verb", "op", "shape", "dtype", "source", "message"])
 def test_what_is_wrong_along_tp_is_told_of_ranks_of_one_tp_group(mesh, defect):

@@ -130,6 +130,7 @@ def test_sequence_parallel_gradients_that_are_not_reduced_over_tp_are_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.each_value
 @pytest.mark.parametrize("mesh", [{"pp": 2, "dp": 2, "tp": 2}, {"pp": 4, "tp": 2}, {"pp": 2, "dp": 2}], ids=str)
 @pytest.mark.parametrize("zero1", [False, True])
 def test_a_pipeline_step_with_its_optimizer_is_ok(mesh, zero1):

@@ -275,6 +275,7 @@ def test_all_are_there():
     assert [*recorded(FILE)] == [*CALLS]
 
 
+@pytest.mark.slow  # together more than the fast tier has room for
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the positions of instructions")
 @pytest.mark.parametrize("name", CALLS)
 def test_judgements_are_what_was_reviewed(name):

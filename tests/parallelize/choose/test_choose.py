@@ -114,6 +114,7 @@ SLOW_LINK = Costs(flops=1e9, bandwidth=1e9, launch=1e-7, link_bandwidth=1e8, lin
 FAST_LINK = Costs(flops=1e7, bandwidth=1e9, launch=1e-7, link_bandwidth=1e9, link_latency=1e-8)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("costs", [SLOW_LINK, FAST_LINK, CPU], ids=["slow link", "fast link", "cpu"])
 @pytest.mark.parametrize("program", [lambda: mlp(1, 4, 4), shared_input], ids=["mlp", "shared input"])
 def test_equals_brute_force(program, costs):

@@ -73,9 +73,9 @@ def types_of(division: Division) -> dict[str, str]:
 @pytest.mark.parametrize(
     "name, units",
     [
-        *((name, 1) for name in MODELS),
-        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("mlp", "conv", "gpt")),
-        *(pytest.param(name, 2, marks=pytest.mark.full) for name in MODELS if name not in ("mlp", "conv", "gpt")),
+        pytest.param(name, units, marks=[] if (name in ("mlp", "conv", "gpt")) == (units == 2) else pytest.mark.full)
+        for name in MODELS
+        for units in (1, 2)
     ],
 )
 def test_parity(name: str, units: int, tmp_path: Path) -> None:
@@ -344,6 +344,7 @@ def with_any(graph: IRGraph, random: Random) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3))])
 @pytest.mark.parametrize("name", MODELS)
 def test_any_division_is_right(name: str, seed: int) -> None:

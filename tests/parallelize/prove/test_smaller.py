@@ -97,7 +97,9 @@ CONFIGS: dict[str, tuple[str, ComputeConfig]] = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in ("tp", "recomputed"))) for name in CONFIGS]
+)
 def test_a_large_program_is_compared_by_a_smaller_module(name: str, tmp_path: Path) -> None:
     policy, config = CONFIGS[name]
     proof = proof_of(policy, config, tmp_path, **small(16))
@@ -129,7 +131,7 @@ def test_what_is_recomputed_is_recomputed_in_the_smaller_program() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 8])
 def test_llama_3_8b(ranks: int, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
 

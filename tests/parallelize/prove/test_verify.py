@@ -88,6 +88,7 @@ def test_nan_is_equal_to_nan_alone(wrong: float, tmp_path: Path, monkeypatch: py
         )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("factor", [1.0005, 1.000001])
 def test_a_small_wrong_factor_is_found_in_every_dtype(
@@ -193,6 +194,7 @@ def test_a_running_mean_that_is_zero_but_for_rounding(
         parallelize(module, arguments, "data", config, gen_savedir=tmp_path / "wrong", load_module=False)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("use_cache", [False, True])  # a program leaves out the cache, which is no tensor
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_hooks_that_the_first_forward_registers_are_registered_once(

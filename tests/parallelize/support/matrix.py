@@ -18,7 +18,7 @@ from neuronx_dist.parallelize import ComputeConfig, ParallelModule, build_optimi
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
 from tests.parallelize.support import hf_models, models
 
-STEPS = 8 if os.environ.get("NXD_FULL") == "1" else 4
+STEPS = 8 if os.environ.get("NXD_FULL") == "1" else 3
 MAX_NORM = 0.5  # what SGD's gradients are clipped to: below the norms of most steps; AdamW's are not
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),

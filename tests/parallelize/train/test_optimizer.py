@@ -54,6 +54,7 @@ CASES = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("factory", [SGD, ADAMW], ids=["SGD", "AdamW"])
 @pytest.mark.parametrize("plan, units, zero, parent", CASES)
 def test_training_equals_one_process(plan, units, zero, parent, factory):

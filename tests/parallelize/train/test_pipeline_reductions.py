@@ -46,6 +46,7 @@ def trained(name: str, folder: Path, dummies: Callable[[int], list[bool]] | None
     return threads.run(settings.mesh(2), rank)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_they_start_in_the_last_backward_and_are_bit_equal(schedule: str, zero: bool, tmp_path: Path) -> None:

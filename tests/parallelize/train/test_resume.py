@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("optimizer", [pytest.param("SGD", marks=pytest.mark.full), "AdamW"])
 @pytest.mark.parametrize(
     "source, target",
-    [*PAIRS, *(pytest.param(target, source, marks=pytest.mark.full) for source, target in PAIRS)],
+    [*PAIRS[1:], *(pytest.param(*pair, marks=pytest.mark.full) for pair in [PAIRS[0], *(p[::-1] for p in PAIRS)])],
 )
 def test_saved_under_one_plan_and_loaded_under_another(
     source: str, target: str, optimizer: str, folder: Path, tmp_path: Path

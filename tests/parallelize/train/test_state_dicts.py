@@ -182,6 +182,7 @@ def uninterrupted(layout, change):
     return states_of(config_of(layout), "parent", ADAMW, range(8), **options)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "layout, change",
     [

@@ -95,7 +95,7 @@ def llama_step(mesh: Mesh, schedule: Schedule, model: Any, how: str, **options: 
     "mesh,how,options",
     [
         (Mesh(4, pp=2, tp=2), "", {}),
-        (Mesh(4, pp=2, tp=2), "", {"sequence_parallel": True}),
+        pytest.param(Mesh(4, pp=2, tp=2), "", {"sequence_parallel": True}, marks=pytest.mark.full),
         (Mesh(4, pp=2, tp=2), "layers", {"sequence_parallel": True}),
         (Mesh(2, pp=2), "hf", {}),
         (Mesh(2, pp=2), "reentrant", {}),

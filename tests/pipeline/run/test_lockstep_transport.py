@@ -139,6 +139,7 @@ def test_a_deadlock_says_where() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.each_pair
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
 @pytest.mark.parametrize("pp", [2, 3, 4])
@@ -147,7 +148,8 @@ def test_any_number_of_stages_and_microbatches(pp: int, microbatches: int, tied:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pp,microbatches", [(2, 1), (4, 4)])
+@pytest.mark.each_value
+@pytest.mark.parametrize("pp,microbatches", [(4, 4), (2, 1)])  # in turns, and the other way round in test_parity
 @pytest.mark.parametrize("model_class", test_parity.MODELS, ids=lambda c: c.__name__)
 def test_whatever_lies_between_layers(model_class: Any, pp: int, microbatches: int) -> None:
     test_parity.test_whatever_lies_between_layers(model_class, pp, microbatches)

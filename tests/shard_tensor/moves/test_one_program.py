@@ -35,6 +35,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_equals_one_process(name: str, ranks: int) -> None:

@@ -103,6 +103,7 @@ def test_all_targets_ignored():
     on_ranks(2, step)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("placement, sizes", [(Shard(0), (1, 5)), (Shard(1), (2, 5)), (Shard(1), (0, 7))], ids=str)
 @pytest.mark.parametrize(
     "loss",

@@ -50,6 +50,7 @@ MODULES = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("distributed", [False, True], ids=["plain parameters", "distributed parameters"])
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_train_and_eval_as_in_one_process(name, distributed):

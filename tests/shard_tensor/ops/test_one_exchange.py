@@ -77,6 +77,7 @@ CASES = [
 
 
 @pytest.mark.slow
+@pytest.mark.each_value
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_one_process(case: Case, mesh: tuple[int, ...]) -> None:

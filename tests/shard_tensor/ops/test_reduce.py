@@ -171,6 +171,7 @@ HALVES = {  # fp16 ends at 65504: the sum over a dim, or what divides it, is lar
 }
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("name", HALVES)

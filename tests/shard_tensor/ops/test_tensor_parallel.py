@@ -243,6 +243,7 @@ def assert_like_one_process(
     threads.run(mesh, rank)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("name", LAYERS)
 def test_uneven_shards_of_each_dim(name, count):

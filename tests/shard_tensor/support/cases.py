@@ -20,13 +20,15 @@ from neuronx_dist import comm
 from neuronx_dist.comm import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.shard_tensor import DeviceMesh, Replicate, Shard, ShardTensor, distribute_tensor, fallback
+from tests.support.covering import chosen
 
 TOLERANCE = 1e-10
 MESHES = [(2,), (3,), (4,), (2, 2)]
 SPLITS = ("chunk", "uneven", "one")  # 16: 8/8; 11/5, 2/9/5, 1/12/0/3; 0/16
 _UNEVEN = {1: (16,), 2: (11, 5), 3: (2, 9, 5), 4: (1, 12, 0, 3)}
 # Combinations of placements for a mesh; of more, as many are drawn.
-MOST = 60 if os.environ.get("NXD_FULL") else 10
+FULL = bool(os.environ.get("NXD_FULL"))
+MOST = 60 if FULL else 6
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,10 @@ def sizes(n: int, count: int, split: str) -> tuple[int, ...] | None:
 
 
 def layouts(case: Case, mesh: tuple[int, ...], most: int = MOST) -> list[Layout]:
-    """All combinations in which an operand is sharded; of more than `most`, a sample."""
+    """All combinations in which an operand is sharded; of more than `most`, a sample with every dim of each operand.
+
+    Each is split in all ways with NXD_FULL=1, and else in two of the three, by turns.
+    """
     choices = []
     for index, shape in enumerate(case.shapes):
         dims = [None, *(d for d in range(len(shape)) if (index, d) not in case.whole)]
@@ -90,8 +95,16 @@ def layouts(case: Case, mesh: tuple[int, ...], most: int = MOST) -> list[Layout]
         )
     combinations = [each for each in itertools.product(*choices) if any(d is not None for dims in each for d in dims)]
     if len(combinations) > most:
-        combinations = random.Random(0).sample(combinations, most)
-    return [Layout(each, split) for each in combinations for split in SPLITS]
+        few = chosen([tuple(-1 if d is None else d for dims in each for d in dims) for each in combinations], 1)
+        others = [number for number in range(len(combinations)) if number not in few]
+        few |= {*random.Random(0).sample(others, max(0, most - len(few)))}
+        combinations = [combinations[number] for number in sorted(few)]
+    return [
+        Layout(each, split)
+        for turn, each in enumerate(combinations, 2)
+        for number, split in enumerate(SPLITS)
+        if FULL or number != turn % len(SPLITS)
+    ]
 
 
 def distributed(x: torch.Tensor, mesh: DeviceMesh, dims: Sequence[int | None], split: str) -> ShardTensor:

@@ -84,6 +84,7 @@ JOINED = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("level", ["G", "L"])
 @pytest.mark.parametrize("name", JOINED)
 def test_convert_is_never_offered_against_a_sum_that_is_not_reduced(name, level):

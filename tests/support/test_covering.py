@@ -1,0 +1,42 @@
+"""The marks `each_value` and `each_pair`: what of a product of parameters `make test` runs."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.support.covering import STRENGTHS, chosen
+
+TWO = list(itertools.product(range(2), range(5)))
+THREE = list(itertools.product(range(2), range(3), range(4)))
+
+
+@pytest.mark.parametrize(("cases", "strength", "count"), [(TWO, 1, 5), (TWO, 2, 10), (THREE, 1, 4), (THREE, 2, 12)])
+def test_every_combination_occurs_in_few_cases(cases: list[tuple[int, ...]], strength: int, count: int) -> None:
+    found = [cases[number] for number in chosen(cases, strength)]
+    of_all, of_found = (
+        {pair for case in some for pair in itertools.combinations(enumerate(case), strength)} for some in (cases, found)
+    )
+    assert of_found == of_all and len(found) == count
+
+
+def test_values_of_a_short_axis_take_turns() -> None:
+    found = [TWO[number] for number in sorted(chosen(TWO, 1))]
+    assert sorted(first for first, _ in found) == [0, 0, 0, 1, 1]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("b", ["x", "y", pytest.param("z", marks=pytest.mark.full)])
+@pytest.mark.parametrize("a, twice", [(1, 2), (2, 4), (3, 6)])
+def test_a_product(a: int, twice: int, b: str, request: pytest.FixtureRequest) -> None:
+    assert twice == 2 * a
+    cases = [item for item in request.session.items if getattr(item, "originalname", "") == "test_a_product"]
+    if len(cases) == 9:  # not one case, chosen by its name
+        run = {item.name for item in cases if not item.get_closest_marker("full")}
+        ends = [name.removeprefix("test_a_product[").removesuffix("]").split("-") for name in run]
+        assert sorted(first for first, _, _ in ends) == ["1", "2", "3"] and {last for _, _, last in ends} == {"x", "y"}
+
+
+def test_the_marks_are_registered(pytestconfig: pytest.Config) -> None:
+    assert {line.partition(":")[0] for line in pytestconfig.getini("markers")} >= {*STRENGTHS, "full"}
