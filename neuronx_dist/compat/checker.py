@@ -32,7 +32,9 @@ def typecheck(strict_mode: str | None = None, local: bool | None = None) -> Iter
             yield mode
         return
     if local is not None and (around.level == "L") is not local:
-        raise ValueError(f"typecheck(local={local}) inside of a check at level {around.level}: pass it to the outer one")
+        raise ValueError(
+            f"typecheck(local={local}) inside of a check at level {around.level}: pass it to the outer one"
+        )
     assert isinstance(around, SpmdTypeMode)
     strict, around.strict = around.strict, around.strict if strict_mode is None else strict_mode == "strict"
     try:

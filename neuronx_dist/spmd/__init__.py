@@ -76,7 +76,7 @@ hide(__name__)
 
 
 # The checker stands above this room: a training run loads none of it. Nor does it load what few programs use.
-_ABOVE = {"SpmdTypeMode": "checking.types.mode", "check": "checking.api", "checker": "compat"}
+_ABOVE = {"SpmdTypeMode": "checking.types.mode", "typecheck": "checking.types.mode", "check": "checking.api"}
 _FILES = {
     "boundaries": "Infer register_no_typecheck",
     "named_mesh": "MeshAxis current_mesh current_mesh_all_names current_mesh_names normalize_axis normalize_mesh "
@@ -85,14 +85,16 @@ _FILES = {
     "function_types": "register_autograd_function register_decomposition register_local_autograd_function "
     "register_local_backward_hook",
     "local_code": "local_map",
-    "partition_spec": "PartitionSpec SpmdType TensorSharding get_partition_spec merge_types normalize_partition_spec",
-    "retyping": "TYPE_CHECKING Invariant Partial Replicate Varying assert_type_like get_axis_local_type is_type_checking "
-    "invariant_to_replicate maybe_get_axis_local_type mutate_type reinterpret_mesh reinterpret_no_grad shard unshard",
+    "partition_spec": "DimSharding LocalSpmdType PartitionSpec PerMeshAxisLocalSpmdType PerMeshAxisSpmdType SpmdType "
+    "PerMeshAxisSpmdTypes TensorSharding get_partition_spec merge_types normalize_partition_spec",
+    "retyping": "TYPE_CHECKING Invariant Partial Replicate Varying assert_type_like get_axis_local_type "
+    "is_type_checking invariant_to_replicate maybe_get_axis_local_type mutate_type reinterpret_mesh "
+    "assert_local_type_like reinterpret_no_grad set_dist shard traceback_filtering unshard",
     "scalar": "Scalar",
     "tracing": "trace",
     "verification": "verify",
 }
 _NAMES = {name: f"spmd.{file}" for file, names in _FILES.items() for name in names.split()}
-_LAZY = {**_ABOVE, **_NAMES, "register_rule": "rules:rule", "rules": "spmd:type_rules", "typecheck": "checking.types.mode"}
+_LAZY = {**_ABOVE, **_NAMES, "checker": "compat", "register_rule": "rules:rule", "rules": "spmd:type_rules"}
 __getattr__ = lazy_names(__name__, _LAZY)
-__all__ += _LAZY  # type: ignore[operator] # noqa: PLE0605
+__all__ += _LAZY

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from . import types
-from .collectives import redistribute
+from . import collectives, types
 from .partition_spec import TensorSharding
 from .types import I, P, R, S, SpmdType
 
@@ -88,7 +87,7 @@ def spmd_redistribute(x: DTensor, src: Any, dst: Any) -> DTensor:
 
 def _moved(local: Any, mesh: Any, index: int, before: Placement, after: Placement) -> Any:
     src, dst = dtensor_placement_to_spmd_type(before), dtensor_placement_to_spmd_type(after)
-    return local if src == dst else redistribute(local, mesh.get_group(index), src=src, dst=dst)
+    return local if src == dst else collectives.redistribute(local, mesh.get_group(index), src=src, dst=dst)
 
 
 def _placements(sharding: Any, mesh: Any, x: DTensor) -> list[Placement]:

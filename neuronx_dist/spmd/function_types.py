@@ -41,9 +41,9 @@ def is_declared(cls: Any) -> bool:
 def register_autograd_function(cls: Any) -> Any:
     """Registers an autograd function that declares its types by a static method; returns the class.
 
-    `spmd_typecheck(*, x, weight, group)`: names those arguments of `forward` that it needs, and returns the types of the
-    results as tensors, computed by the functions of `spmd.rules`. `spmd_typecheck(outputs, *, x)`: declares the types
-    of `outputs` itself, by `assert_type`. `typecheck_forward(*args)`: the older form, which calls `cls.apply` itself.
+    `spmd_typecheck(*, x, weight, group)`: names those arguments of `forward` that it needs, and returns the types
+    of the results as tensors, computed by the functions of `spmd.rules`. `spmd_typecheck(outputs, *, x)`: declares the
+    types of `outputs` itself, by `assert_type`. `typecheck_forward(*args)`: the older form, which calls `cls.apply`.
     Classes with `spmd_typecheck` need no registration.
 
     Raises:

@@ -82,9 +82,13 @@ def local_map(
                 assert_type(x, types)
         elif in_types is not None and in_types is not Infer:
             _verify(name, args, in_types)
-        plain = [d for types in (out_types, in_types) if types not in trees and types is not Infer for d in _listed(types)]
+        plain = [
+            d for types in (out_types, in_types) if types not in trees and types is not Infer for d in _listed(types)
+        ]
         axes = {atom for declaration in plain for atom in _atoms(declaration, mode)}
-        with mode.local_scope(axes if not trees else {*axes, *atoms_of("world", mode.mesh)} if mode.mesh else EVERY_AXIS):
+        with mode.local_scope(
+            axes if not trees else {*axes, *atoms_of("world", mode.mesh)} if mode.mesh else EVERY_AXIS
+        ):
             result = fn(*args, **kwargs)
         given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
         result = _apart(result, given)

@@ -112,7 +112,9 @@ def _loops(offsets: Sequence[int]) -> list[tuple[int, int]]:
     size = next((n for n, offset in enumerate(offsets) if offset != n * stride), len(offsets))
     inner = [n * stride for n in range(size)]
     outer = list(offsets[::size])
-    if len(offsets) % size or any(list(offsets[i : i + size]) != [outer[i // size] + n for n in inner] for i in range(0, len(offsets), size)):
+    if len(offsets) % size or any(
+        list(offsets[i : i + size]) != [outer[i // size] + n for n in inner] for i in range(0, len(offsets), size)
+    ):
         raise ValueError(f"ranks at distances {list(offsets)} lie along no axis of a grid")
     return [*_loops(outer), (size, stride)]
 
@@ -132,7 +134,7 @@ class NamedMesh(Mesh):
 
     @classmethod
     def of(cls, world_size: int, axes: Mapping[str, MeshAxis]) -> NamedMesh:
-        atoms: dict[str, tuple[str, ...]] = {name: () for name in _CANONICAL}
+        atoms: dict[str, tuple[str, ...]] = dict.fromkeys(_CANONICAL, ())
         for position, (name, axis) in enumerate(axes.items()):
             atom = _AtomName(name)
             atom.position = position
@@ -255,12 +257,16 @@ def set_current_mesh(axes: Any = None, *, local_axes: Sequence[Any] = ()) -> Ite
         stack.callback(_entered().pop)
         if mode is not None:
             before = mode.mesh
-            stack.callback(lambda: (setattr(mode, "mesh", before), mode.known.clear()))
-            mode.mesh = here.mesh
-            mode.known.clear()
+            stack.callback(_switch, mode, before)
+            _switch(mode, here.mesh)
             if here.local_axes:
                 stack.enter_context(mode.local_scope(here.local_axes))
         yield
+
+
+def _switch(mode: Any, mesh: Mesh | None) -> None:
+    mode.mesh = mesh
+    mode.known.clear()
 
 
 def _name_of(axis: Any, layouts: Mapping[str, MeshAxis]) -> str:

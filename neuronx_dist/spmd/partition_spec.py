@@ -17,7 +17,12 @@ from .types import SpmdType as AxisType
 from .watching import active
 
 __all__ = [
+    "DimSharding",
+    "LocalSpmdType",
     "PartitionSpec",
+    "PerMeshAxisLocalSpmdType",
+    "PerMeshAxisSpmdType",
+    "PerMeshAxisSpmdTypes",
     "SpmdType",
     "TensorSharding",
     "assert_merged",
@@ -27,6 +32,13 @@ __all__ = [
     "mesh_here",
     "normalize_partition_spec",
 ]
+
+# Names of spmd_types for annotations.
+PerMeshAxisLocalSpmdType = LocalType
+PerMeshAxisSpmdType = LocalType | Shard
+PerMeshAxisSpmdTypes = dict[Any, LocalType | Shard]
+LocalSpmdType = dict[Any, LocalType]
+DimSharding = None | str | Sequence[str]
 
 _Tensors = TypeVar("_Tensors", torch.Tensor, list[torch.Tensor], tuple[torch.Tensor, ...])
 
@@ -113,7 +125,7 @@ def normalize_partition_spec(spec: PartitionSpec) -> PartitionSpec:
             in_order = tuple(sorted(atoms, key=order_of))
             raise SpmdTypeError(
                 f"{spec}",
-                f"dim {dim} is sharded over {', '.join(atoms)}, the outermost first, and the mesh has them in the order "
+                f"dim {dim} is sharded over {', '.join(atoms)}, the outermost first, and the order of the mesh is "
                 f"{', '.join(in_order)}: pieces in another order are V",
                 repairs=[f"a mesh whose axes are in this order, or PartitionSpec entry {in_order}"],
                 rule="partition_spec",
@@ -167,14 +179,16 @@ def merge_types(*types: Any) -> SpmdType:
         mesh = mesh_here()
         if mesh is None:
             raise SpmdTypeError(f"merge_types: {default} for all other axes: there is no mesh, name the axes")
-        named = {a for axis in (*merged, *(spec or PartitionSpec()).axes_with_partition_spec()) for a in atoms_of(axis, mesh)}
+        named = {
+            a for axis in (*merged, *(spec or PartitionSpec()).axes_with_partition_spec()) for a in atoms_of(axis, mesh)
+        }
         merged.update((atom, default) for atom in atoms_of("world", mesh) if atom not in named)
     return SpmdType(merged, spec)
 
 
 def by_axis(types: Any) -> Mapping[Any, AxisType] | AxisType:
     """Returns any form of a type as axis -> type, with S(dim) for the dims of a spec."""
-    if isinstance(types, (LocalType, Shard)) or (isinstance(types, Mapping)):
+    if isinstance(types, (LocalType, Shard, Mapping)):
         return types
     merged = merge_types(*(types if type(types) is tuple else (types,)))
     if merged.partition_spec is None:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ..torch_internals.tensors import DisableTorchFunction
+from . import collectives
 from .axes import atoms_of
-from .collectives import all_gather, convert
-from .named_mesh import MeshAxis, axes_here, known_axes, normalize_axis, set_current_mesh
 from .declarations import assert_type, get_local_type
 from .errors import SpmdTypeError, dim_of
-from .partition_spec import get_partition_spec, mesh_here
+from .named_mesh import MeshAxis, axes_here, known_axes, normalize_axis, set_current_mesh
+from .partition_spec import mesh_here
 from .tensor_type import TensorType, note_of, write
 from .types import SAME, I, P, R, Shard, SpmdType, V
 from .watching import active
@@ -24,6 +24,7 @@ __all__ = [
     "Partial",
     "Replicate",
     "Varying",
+    "assert_local_type_like",
     "assert_type_like",
     "get_axis_local_type",
     "invariant_to_replicate",
@@ -32,7 +33,9 @@ __all__ = [
     "mutate_type",
     "reinterpret_mesh",
     "reinterpret_no_grad",
+    "set_dist",
     "shard",
+    "traceback_filtering",
     "unshard",
 ]
 
@@ -64,19 +67,19 @@ def shard(x: torch.Tensor, axis: Any, *, src: SpmdType, dst: SpmdType, **options
     """Returns this rank's piece of an R or I tensor: `convert` to S(dim)."""
     if src not in (R, I) or not isinstance(dst, Shard):
         raise SpmdTypeError(f"shard({src}, {dst}) does not exist: it takes R or I to S(dim)")
-    return convert(x, axis, src=src, dst=dst, **options)
+    return collectives.convert(x, axis, src=src, dst=dst, **options)
 
 
 def unshard(x: torch.Tensor, axis: Any, *, src: SpmdType, dst: SpmdType, **options: Any) -> torch.Tensor:
     """Returns the tensor of which the ranks hold pieces: `all_gather` of S(dim)."""
     if not isinstance(src, Shard):
         raise SpmdTypeError(f"unshard({src}, {dst}) does not exist: it takes S(dim) to R or I")
-    return all_gather(x, axis, src=src, dst=dst, **options)
+    return collectives.all_gather(x, axis, src=src, dst=dst, **options)
 
 
 def invariant_to_replicate(x: torch.Tensor, axis: Any, **options: Any) -> torch.Tensor:
     """Returns an I tensor as R: nothing forward, the sum backward (Megatron's f)."""
-    return convert(x, axis, src=I, dst=R, **options)
+    return collectives.convert(x, axis, src=I, dst=R, **options)
 
 
 # --- queries
@@ -119,6 +122,15 @@ def assert_type_like(x: torch.Tensor, source: torch.Tensor, overrides: Mapping[A
     assert_type(x, types)
 
 
+def assert_local_type_like(
+    x: torch.Tensor, source: torch.Tensor, overrides: Mapping[Any, SpmdType] | None = None
+) -> None:
+    """Declares that a tensor has the type of another one, whose sharded dims are not taken over: S is V."""
+    changed = {atom: t for axis, t in (overrides or {}).items() for atom in atoms_of(axis, mesh_here())}
+    types = {axis: V if isinstance(t, Shard) else t for axis, t in get_local_type(source).items()}
+    assert_type(x, {**types, **changed})
+
+
 def mutate_type(
     x: torch.Tensor,
     axis: Any = None,
@@ -141,14 +153,16 @@ def mutate_type(
     if named and axis is not None:
         raise SpmdTypeError("mutate_type: axis, and types by axis: pass one of them")
     if len(named) == 2 and set(named[0]) != set(named[1]):
-        raise SpmdTypeError(f"mutate_type: src names {sorted(map(str, src))}, and dst {sorted(map(str, dst))}")
+        raise SpmdTypeError(
+            f"mutate_type: src names {', '.join(map(str, named[0]))}, and dst {', '.join(map(str, named[1]))}"
+        )
     if note is None:
         raise SpmdTypeError(f"mutate_type of a tensor {list(x.shape)}, which has no type", rule="no_type")
     axes = list(named[0]) if named else [axis] if axis is not None else list(note.type.types)
     types = dict(note.type.types)
     for name in axes:
-        before = src[name] if isinstance(src, Mapping) else src
-        after = dst[name] if isinstance(dst, Mapping) else dst
+        before: SpmdType = src[name] if isinstance(src, Mapping) else src
+        after: SpmdType = dst[name] if isinstance(dst, Mapping) else dst
         if isinstance(after, Shard):
             after = Shard(dim_of(after, x.shape), after.stride)
         for atom in atoms_of(name, mesh):
@@ -184,6 +198,24 @@ def reinterpret_no_grad(x: torch.Tensor, axis: Any, *, dst: SpmdType) -> torch.T
     return mutate_type(x, axis, src=before, dst=dst)
 
 
+# --- what has another place here
+
+
+def set_dist(module: Any) -> None:
+    """Raises NotImplementedError: a backend is chosen where a job is joined."""
+    raise NotImplementedError(
+        "set_dist: operators call neuronx_dist.comm, whose backend initialize_model_parallel chooses; "
+        "comm.as_rank(mesh, rank, backend) takes another one for the time of a `with`"
+    )
+
+
+def traceback_filtering(mode: str = "auto") -> None:
+    """Raises NotImplementedError: tracebacks are left alone, and messages name the line of the program."""
+    raise NotImplementedError(
+        "traceback_filtering: tracebacks are not filtered; the message of an SpmdTypeError names the program's line"
+    )
+
+
 # --- other views of the same ranks
 
 
@@ -191,7 +223,9 @@ def _pieces(axis: MeshAxis, cuts: Sequence[int]) -> list[tuple[int, int]]:
     """Returns an axis as loops `(from, to)` over strides, cut at the strides `cuts`, the outermost first."""
     pieces = []
     for size, stride in axis.sizes_and_strides:
-        inside = [cut for cut in cuts if stride < cut < size * stride and cut % stride == 0 and size * stride % cut == 0]
+        inside = [
+            cut for cut in cuts if stride < cut < size * stride and cut % stride == 0 and size * stride % cut == 0
+        ]
         bounds = [stride, *sorted(inside), size * stride]
         pieces += [*zip(bounds, bounds[1:])][::-1]
     return pieces
@@ -221,8 +255,15 @@ def reinterpret_mesh(x: torch.Tensor, type: Any, *, inplace: bool = False) -> to
     if missing := [name for name in note.type.types if name not in known]:
         raise SpmdTypeError(f"reinterpret_mesh: {', '.join(missing)} is no axis of a mesh that is entered here")
     source = {name: known[name] for name in note.type.types}
-    cuts = {bound for axis in (*source.values(), *target.values()) for s, t in axis.sizes_and_strides for bound in (t, s * t)}
-    by_piece = {piece: (name, note.type.types[name]) for name, axis in source.items() for piece in _pieces(axis, [*cuts])}
+    cuts = {
+        bound
+        for axis in (*source.values(), *target.values())
+        for s, t in axis.sizes_and_strides
+        for bound in (t, s * t)
+    }
+    by_piece = {
+        piece: (name, note.type.types[name]) for name, axis in source.items() for piece in _pieces(axis, [*cuts])
+    }
     types: dict[str, SpmdType] = {}
     for name, axis in target.items():
         pieces = _pieces(axis, [*cuts])
@@ -233,7 +274,7 @@ def reinterpret_mesh(x: torch.Tensor, type: Any, *, inplace: bool = False) -> to
         if len(on_pieces) > 1 or None in found:
             raise SpmdTypeError(
                 f"reinterpret_mesh of a tensor {list(x.shape)} {note.type}",
-                f"{name!r} consists of parts of {', '.join(source)}, on which its types are {[e and e[1] for e in found]}",
+                f"{name!r} consists of parts of {', '.join(source)}; its types there: {[e and e[1] for e in found]}",
                 repairs=["convert it, so that it has one type on all of them"],
                 rule="reinterpret_mesh",
             )

@@ -17,7 +17,7 @@ __all__ = ["trace"]
 _logger = logging.getLogger(__name__)
 
 
-class trace(TorchFunctionMode):  # noqa: N801 - a context manager, under its name in spmd_types
+class trace(TorchFunctionMode):
     """Logs, in the `with`, each call with typed tensors at level INFO: `model.py:42  add({dp: R}, {dp: V}) -> {dp: V}`.
 
     Enter it inside of the check: `with spmd.SpmdTypeMode(), spmd.trace():`. The logger is `neuronx_dist.spmd.tracing`.

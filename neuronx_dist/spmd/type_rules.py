@@ -47,48 +47,52 @@ def without_values(x: Any) -> Any:
     return meta
 
 
-def einsum(equation: str, *operands: torch.Tensor) -> torch.Tensor:
-    """Returns the type of `torch.einsum`."""
+def einsum(equation: str, *operands: torch.Tensor, out: Any = None) -> torch.Tensor:
+    """Returns the type of `torch.einsum`, and writes it on `out`."""
     result: torch.Tensor = torch.einsum(equation, *map(without_values, operands))
+    output(out, result)
     return result
 
 
-def _typed(function: Any, x: torch.Tensor, axis: Any, **types: SpmdType) -> torch.Tensor:
+def _typed(function: Any, x: torch.Tensor, axis: Any, out: Any, **types: SpmdType) -> torch.Tensor:
     group = communicator(axis)
     silent = ShapesCommunicator(group.axis, group.ranks, group.global_rank)
     silent.axis_sizes = group.axis_sizes
     result: torch.Tensor = function(without_values(x), silent, **types)
+    output(out, result)
     return result
 
 
-def all_reduce(x: torch.Tensor, axis: Any, *, src: SpmdType = P, dst: SpmdType) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, axis: Any, *, src: SpmdType = P, dst: SpmdType, out: Any = None) -> torch.Tensor:
     """Returns the type of `spmd.all_reduce`."""
-    return _typed(collectives.all_reduce, x, axis, src=src, dst=dst)
+    return _typed(collectives.all_reduce, x, axis, out, src=src, dst=dst)
 
 
-def all_gather(x: torch.Tensor, axis: Any, *, src: SpmdType = V, dst: SpmdType) -> torch.Tensor:
+def all_gather(x: torch.Tensor, axis: Any, *, src: SpmdType = V, dst: SpmdType, out: Any = None) -> torch.Tensor:
     """Returns the type of `spmd.all_gather`."""
-    return _typed(collectives.all_gather, x, axis, src=src, dst=dst)
+    return _typed(collectives.all_gather, x, axis, out, src=src, dst=dst)
 
 
-def reduce_scatter(x: torch.Tensor, axis: Any, *, src: SpmdType = P, dst: SpmdType = V) -> torch.Tensor:
+def reduce_scatter(
+    x: torch.Tensor, axis: Any, *, src: SpmdType = P, dst: SpmdType = V, out: Any = None
+) -> torch.Tensor:
     """Returns the type of `spmd.reduce_scatter`."""
-    return _typed(collectives.reduce_scatter, x, axis, src=src, dst=dst)
+    return _typed(collectives.reduce_scatter, x, axis, out, src=src, dst=dst)
 
 
-def all_to_all(x: torch.Tensor, axis: Any, *, src: SpmdType = V, dst: SpmdType = V) -> torch.Tensor:
+def all_to_all(x: torch.Tensor, axis: Any, *, src: SpmdType = V, dst: SpmdType = V, out: Any = None) -> torch.Tensor:
     """Returns the type of `spmd.all_to_all`."""
-    return _typed(collectives.all_to_all, x, axis, src=src, dst=dst)
+    return _typed(collectives.all_to_all, x, axis, out, src=src, dst=dst)
 
 
-def convert(x: torch.Tensor, axis: Any, *, src: SpmdType, dst: SpmdType) -> torch.Tensor:
+def convert(x: torch.Tensor, axis: Any, *, src: SpmdType, dst: SpmdType, out: Any = None) -> torch.Tensor:
     """Returns the type of `spmd.convert`."""
-    return _typed(collectives.convert, x, axis, src=src, dst=dst)
+    return _typed(collectives.convert, x, axis, out, src=src, dst=dst)
 
 
-def reinterpret(x: torch.Tensor, axis: Any, *, src: SpmdType, dst: SpmdType) -> torch.Tensor:
+def reinterpret(x: torch.Tensor, axis: Any, *, src: SpmdType, dst: SpmdType, out: Any = None) -> torch.Tensor:
     """Returns the type of `spmd.reinterpret`."""
-    return _typed(collectives.reinterpret, x, axis, src=src, dst=dst)
+    return _typed(collectives.reinterpret, x, axis, out, src=src, dst=dst)
 
 
 def ignore(*tensors: torch.Tensor) -> None:
@@ -97,7 +101,7 @@ def ignore(*tensors: torch.Tensor) -> None:
 
 def output(out: Any, typed: Any) -> None:
     """Writes the types of `typed` on `out`, tensor by tensor."""
-    for x, y in zip(tensors_in([out]), tensors_in([typed])):
+    for x, y in zip(tensors_in([out]), tensors_in([typed])):  # none of None
         note = note_of(y)
         if note is not None:
             with DisableTorchFunction():

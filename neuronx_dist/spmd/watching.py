@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, _GeneratorContextManager, contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -87,7 +87,7 @@ def see_through(function: Callable[..., Any], body: Callable[..., Any]) -> None:
     HANDLERS[function] = handler
 
 
-def no_typecheck(fn: Any = None, /, **types: Any) -> Any:
+def no_typecheck(fn: Any = None, /, **types: Any) -> _GeneratorContextManager[None]:
     """Switches the checker off in the `with`, or in the decorated function: results have no types, but `out_types`."""
     return _unchecked() if fn is None and not types else _late("unchecked")(fn, **types)
 
