@@ -1,7 +1,7 @@
 """SPMD types: typed, differentiable collectives, and the checker that proves a program's types.
 
 types.py          R, I, V, P, S(i); tensor_type.py: the type of a tensor, and how it is written on tensors
-rows.py           the table of operators; collectives.py: the operators, and messages for pairs of types without one
+rows.py           the table of operators; collectives.py, special_cases.py, operator_options.py: the operators
 linear_operator.py  operators under `torch.func`; errors.py: `SpmdTypeError` and its family
 declarations.py   declarations of users and layers about a tensor
 local_code.py     `local_map` and `on_own_shard`, scopes for code that computes on this rank's shard
@@ -9,7 +9,6 @@ gathered_tensors.py  gathered tensors, from autograd's graph; local_holders.py: 
 watching.py       whether a checker is at work; functions with a handler in the checker
 named_mesh.py, partition_spec.py, retyping.py, boundaries.py, scalar.py, function_types.py, type_rules.py, tracing.py,
 dtensor.py        the rest of spmd_types' language (docs/type-system.md)
-special_cases.py, operator_options.py   dtypes and unequal pieces of operators; errors
 axes.py           atoms: the names of axes in types; random.py: random streams; verification.py: values, at run time
 intercept.py      intercepts calls of autograd functions; checkpoint_hooks.py: activation checkpoints
 
@@ -74,7 +73,6 @@ __all__ = [
 
 hide(__name__)
 
-
 # The checker stands above this room: a training run loads none of it. Nor does it load what few programs use.
 _ABOVE = {"SpmdTypeMode": "checking.types.mode", "typecheck": "checking.types.mode", "check": "checking.api"}
 _FILES = {
@@ -94,7 +92,7 @@ _FILES = {
     "tracing": "trace",
     "verification": "verify",
 }
-_NAMES = {name: f"spmd.{file}" for file, names in _FILES.items() for name in names.split()}
-_LAZY = {**_ABOVE, **_NAMES, "checker": "compat", "register_rule": "rules:rule", "rules": "spmd:type_rules"}
+_LAZY = {name: f"spmd.{file}" for file, names in _FILES.items() for name in names.split()}
+_LAZY |= {**_ABOVE, "checker": "compat", "register_rule": "rules:rule", "rules": "spmd:type_rules"}
 __getattr__ = lazy_names(__name__, _LAZY)
 __all__ += _LAZY

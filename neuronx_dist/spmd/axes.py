@@ -48,7 +48,8 @@ def order_of(atom: str) -> tuple[int, str]:
     axis, sign, _ = part_of(atom)
     if sign and axis in _ORDER:
         return (_ORDER.index(axis), "" if sign == "/" else sign)
-    return (getattr(atom, "position", _ORDER.index(atom) if atom in _ORDER else len(_ORDER)), atom)
+    order = (*getattr(context.current().mesh, "named_atoms", _ORDER),) if context.is_initialized() else _ORDER
+    return (order.index(atom) if atom in order else len(order), atom)
 
 
 def mesh_of(sizes: Mapping[str, int] | Mesh) -> Mesh:

@@ -75,10 +75,9 @@ def _declared(spmd_type: SpmdType) -> SpmdType:
 
 
 def assert_type(x: torch.Tensor, *types: Any, partition_spec: Any = None) -> torch.Tensor:
-    """Declares the type of a tensor, or asserts it if the tensor has one; returns the tensor.
+    """Declares the type of a tensor, or of each in a list, or asserts it if the tensor has one; returns the tensor.
 
     Args:
-        x: a tensor, or a list of tensors.
         types: axis -> type; a single type holds for all axes of the mesh. An axis is a name, a tuple of names, a
             ProcessGroup or a Communicator; axes of one rank are left out. V may become S(dim), and, as an assertion
             that nothing can check, V may become P. Several parts are merged: see `merge_types`.
@@ -145,6 +144,8 @@ def types_by_atom(
 def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType] | SpmdType) -> None:
     mesh = mode.mesh if mode is not None else _current_mesh()
     declared = types_by_atom(types, mesh, x.shape, mode.level if mode is not None else "G")
+    if local := getattr(mode, "local_axes", ()):
+        declared = {axis: V if axis in local and t.letter == "S" else t for axis, t in declared.items()}
     known = note_of(x) is not None
     note = note_of(x) if mode is None else mode.note(x, "assert_type") if known or _has_layout(x, mode) else None
     old = note.type if note is not None else TensorType.of({})

@@ -119,26 +119,22 @@ def _loops(offsets: Sequence[int]) -> list[tuple[int, int]]:
     return [*_loops(outer), (size, stride)]
 
 
-class _AtomName(str):
-    """Name of an axis that knows its place in the mesh (`axes.order_of`)."""
-
-    position: int
-
-
 @dataclass(frozen=True)
 class NamedMesh(Mesh):
-    """A mesh of axes with any names and layouts. The axes of `Mesh` that it does not have are of one rank."""
+    """A mesh of axes with any names and layouts. The axes of `Mesh` that it does not have are of one rank.
+
+    Attributes:
+        axes: name and layout of each, the outermost first.
+        named_atoms: the atoms of each name, in this order: the name, or none for an axis of one rank.
+    """
 
     axes: tuple[tuple[str, MeshAxis], ...] = ()
     named_atoms: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, world_size: int, axes: Mapping[str, MeshAxis]) -> NamedMesh:
-        atoms: dict[str, tuple[str, ...]] = dict.fromkeys(_CANONICAL, ())
-        for position, (name, axis) in enumerate(axes.items()):
-            atom = _AtomName(name)
-            atom.position = position
-            atoms[name] = (atom,) if axis.size() > 1 else ()
+        atoms = {name: (name,) if axis.size() > 1 else () for name, axis in axes.items()}
+        atoms.update((name, ()) for name in _CANONICAL if name not in axes)
         return cls(world_size, 1, 1, 1, 1, "linear", None, 1, tuple(axes.items()), atoms)
 
     def layout(self, name: str) -> MeshAxis:
@@ -258,7 +254,9 @@ def set_current_mesh(axes: Any = None, *, local_axes: Sequence[Any] = ()) -> Ite
         if mode is not None:
             before = mode.mesh
             stack.callback(_switch, mode, before)
+            stack.callback(setattr, mode, "local_axes", mode.local_axes)
             _switch(mode, here.mesh)
+            mode.local_axes = here.local_axes
             if here.local_axes:
                 stack.enter_context(mode.local_scope(here.local_axes))
         yield

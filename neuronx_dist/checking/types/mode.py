@@ -127,7 +127,6 @@ class SpmdTypeMode(Session):
         self._memo = _memos[False]
         self._before: list[Watcher | None] = []
         self._hooks: list[Any] = []
-        self._local_axes: tuple[str, ...] = ()
 
     def __enter__(self) -> SpmdTypeMode:
         if context.is_initialized():
@@ -135,15 +134,15 @@ class SpmdTypeMode(Session):
                 self.mesh = context.current().typed_mesh
                 self.known.clear()
             self.symbolic = context.current().backend.name == "check"
-            self._local_axes = getattr(context.current(), "local_axes", ())  # of `spmd.set_current_mesh`
+            self.local_axes = getattr(context.current(), "local_axes", ())  # of `spmd.set_current_mesh`
             self._memo = _memos[self.symbolic]
         self._before.append(entered(self))
         self._hooks.append(ExitStack())
         self._hooks[-1].enter_context(intercept(self._function))
         self._hooks[-1].enter_context(surroundings)
         self._hooks[-1].enter_context(tracked())
-        if self._local_axes and not self.entered:
-            self._hooks[-1].enter_context(self.local_scope(self._local_axes))
+        if self.local_axes and not self.entered:
+            self._hooks[-1].enter_context(self.local_scope(self.local_axes))
         super().__enter__()
         self.entered += 1
         return self

@@ -45,6 +45,7 @@ class Session(TorchFunctionMode):
         assumed, trusted: (text, line) -> how often.
         num_assumptions: number of calls of `assume` and `trust`; a judgement that changes it is not cached.
         operators, collectives: number of checked ones.
+        local_axes: axes along which shards are declared local (`spmd.set_current_mesh`).
         modules: id of a module -> its path, for messages.
         tied: id of a parameter -> the ranks that hold it, for parameters that several stages have.
         writes: the writes in place, by storage (handlers/inplace.py).
@@ -84,6 +85,7 @@ class Session(TorchFunctionMode):
         self.writes: dict[int, Any] = {}
         self.compared: set[Any] = set()
         self.declared_inside: list[Any] = []
+        self.local_axes: tuple[str, ...] = ()
         self.paused = 0
         self.received: Callable[[Tensor, Any, int, int], Callable[[], TensorType | None]] | None = None
         self.sent: Callable[[Tensor, Any, int, int], None] | None = None
