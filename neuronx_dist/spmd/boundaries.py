@@ -55,7 +55,7 @@ def is_tree(types: Any) -> bool:
         return not _is_leaf(types)
     if isinstance(types, (PartitionSpec, SpmdType)):
         return True
-    return any(isinstance(item, (list, tuple, SpmdType)) or is_tree(item) for item in types)
+    return any(item is Infer or isinstance(item, (list, tuple, SpmdType)) or is_tree(item) for item in types)
 
 
 def aligned(name: str, values: Any, types: Any) -> Iterator[tuple[torch.Tensor, Any]]:

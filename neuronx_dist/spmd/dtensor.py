@@ -73,8 +73,7 @@ def spmd_redistribute(x: DTensor, src: Any, dst: Any) -> DTensor:
     if not changed:
         return x
     local = x.to_local()
-    direct = all(_alone_on_dim(placements, index) for placements in (before, after) for index in changed)
-    if direct:
+    if all(len(_axes_on(placement, before, after)) <= 1 for placement in (*before, *after)):
         for index in changed:
             local = _moved(local, mesh, index, before[index], after[index])
     else:  # pieces of pieces: the innermost axis is gathered first, and cut last
@@ -100,8 +99,11 @@ def _placements(sharding: Any, mesh: Any, x: DTensor) -> list[Placement]:
     return placements
 
 
-def _alone_on_dim(placements: Sequence[Placement], index: int) -> bool:
-    return type(placements[index]) is not Shard or list(placements).count(placements[index]) == 1
+def _axes_on(placement: Placement, before: Sequence[Placement], after: Sequence[Placement]) -> set[int]:
+    """Returns the mesh dims that shard the dim of a placement, before or after; none of a placement that is no shard."""
+    if type(placement) is not Shard:
+        return set()
+    return {index for placements in (before, after) for index, other in enumerate(placements) if other == placement}
 
 
 def _changed(before: Sequence[Placement], after: Sequence[Placement]) -> list[int]:

@@ -58,6 +58,7 @@ def _typed(function: Any, x: torch.Tensor, axis: Any, out: Any, **types: SpmdTyp
     group = communicator(axis)
     silent = ShapesCommunicator(group.axis, group.ranks, group.global_rank)
     silent.axis_sizes = group.axis_sizes
+    silent.global_rank = -1  # of no rank's record
     result: torch.Tensor = function(without_values(x), silent, **types)
     output(out, result)
     return result
