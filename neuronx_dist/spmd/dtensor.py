@@ -100,7 +100,7 @@ def _placements(sharding: Any, mesh: Any, x: DTensor) -> list[Placement]:
 
 
 def _axes_on(placement: Placement, before: Sequence[Placement], after: Sequence[Placement]) -> set[int]:
-    """Returns the mesh dims that shard the dim of a placement, before or after; none of a placement that is no shard."""
+    """Returns the mesh dims that shard the dim of a placement, before or after; none if it is no shard."""
     if type(placement) is not Shard:
         return set()
     return {index for placements in (before, after) for index, other in enumerate(placements) if other == placement}
