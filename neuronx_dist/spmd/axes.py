@@ -48,7 +48,8 @@ def order_of(atom: str) -> tuple[int, str]:
     axis, sign, _ = part_of(atom)
     if sign and axis in _ORDER:
         return (_ORDER.index(axis), "" if sign == "/" else sign)
-    return (_ORDER.index(atom) if atom in _ORDER else len(_ORDER), atom)
+    order = (*getattr(context.current().mesh, "named_atoms", _ORDER),) if context.is_initialized() else _ORDER
+    return (order.index(atom) if atom in order else len(order), atom)
 
 
 def mesh_of(sizes: Mapping[str, int] | Mesh) -> Mesh:
@@ -85,6 +86,8 @@ def mesh_atoms(mesh: Mesh) -> dict[str, tuple[str, ...]]:
     Raises:
         ValueError: neither of cp and ep divides the other, so that they have no common pieces.
     """
+    if (named := getattr(mesh, "named_atoms", None)) is not None:  # a mesh of the user's axes: named_mesh.py
+        return named
     dp, cp, ep = mesh.dp, mesh.cp, mesh.ep
     sizes = {"pp": mesh.pp, "dp": dp, "cp": cp, "ep": ep, "edp": mesh.edp, "tp": mesh.tp}
     if ep == 1:
@@ -115,7 +118,7 @@ def atoms_of(axis: AxisLike, mesh: Mesh | None) -> tuple[str, ...]:
         if mesh is None:
             return (axis,)
         if axis == "world":
-            return atoms_of(DENSE_AXES, mesh)
+            return atoms_of(tuple(mesh.sizes("world")), mesh)
         table = mesh_atoms(mesh)
         if axis in table:
             return table[axis]

@@ -9,7 +9,7 @@ gradients are those of the reference, spmd_types.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -18,12 +18,16 @@ from .. import comm
 from ..comm import Communicator
 from ..comm.context import AxisLike
 from ..comm.verbs.transformed_tensors import transforming
+from ..lazy_names import lazy_names
 from .errors import SpmdTypeError, dim_of
 from .gathered_tensors import note_gathered
 from .linear_operator import linear
 from .rows import ROWS, Key, OperatorArguments, Row
-from .types import P, R, Shard, SpmdType, V
+from .types import P, Shard, SpmdType, V
 from .watching import no_typecheck
+
+if TYPE_CHECKING:
+    from .operator_options import Options, Unpack
 
 __all__ = [
     "all_gather",
@@ -36,8 +40,9 @@ __all__ = [
     "reinterpret",
 ]
 
-
 _DEFAULT = OperatorArguments(0, 0)
+_LATE = ("advice", "averaged", "dim_error", "exchange_dims", "options_of")
+_late = lazy_names(__name__, dict.fromkeys(_LATE, "spmd.special_cases"))
 
 
 class _Typed(torch.autograd.Function):
@@ -50,7 +55,7 @@ class _Typed(torch.autograd.Function):
         ctx.row, ctx.communicator, ctx.arguments = row, communicator, arguments
         if arguments.inplace:
             ctx.mark_dirty(x)
-        return row.kernel(x, communicator, arguments)
+        return row.value(x, communicator, arguments)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
@@ -73,7 +78,7 @@ class _Use(NamedTuple):
         return _apply(self.row, x, self.communicator, self.arguments)
 
     def value(self, x: torch.Tensor) -> torch.Tensor:
-        return self.row.kernel(x, self.communicator, self.arguments)
+        return self.row.value(x, self.communicator, self.arguments)
 
     def transposed(self) -> _Use:
         return _Use(ROWS[self.row.backward], self.communicator, self.arguments.reversed())
@@ -84,13 +89,13 @@ class _Use(NamedTuple):
 
 def _apply(row: Row, x: torch.Tensor, communicator: Communicator, arguments: OperatorArguments) -> torch.Tensor:
     if communicator.size == 1:
-        return _alone(row.key, x, arguments)
+        return _alone(row.key, x if arguments.options is None else arguments.options.cast(row, x), arguments)
     if transforming():
         return linear(_Use(row, communicator, arguments._replace(inplace=False)), x)
     if x.requires_grad and torch.is_grad_enabled():
         return _Typed.apply(x, row, communicator, arguments)
     with torch.no_grad():
-        result = row.kernel(x, communicator, arguments)
+        result = row.value(x, communicator, arguments)
     if row.key[0] == "all_gather":
         note_gathered(result, communicator, arguments)
     return result
@@ -118,8 +123,9 @@ def _operate(
     dst: SpmdType,
     expert_mode: bool = True,
     reduce_dtype: torch.dtype | None = None,
-    stack_dim: int | None = None,
+    stack_dim: Any = None,
     inplace: bool = False,
+    options: Any = None,
 ) -> torch.Tensor:
     if has_torch_function_unary(x):  # recorders and the checker see the operator, not its implementation
         keywords: dict[str, Any] = {"src": src, "dst": dst}
@@ -129,71 +135,63 @@ def _operate(
             keywords["reduce_dtype"] = reduce_dtype
         if inplace:
             keywords["inplace"] = True
-        if stack_dim is not None:
+        if function is all_to_all and stack_dim is not None:
+            keywords.update(split_dim=stack_dim[0], concat_dim=stack_dim[1])
+        elif stack_dim is not None:
             keywords["gather_dim" if function is all_gather else "scatter_dim"] = stack_dim
-        return handle_torch_function(function, (x,), x, axis, **keywords)
+        return handle_torch_function(function, (x,), x, axis, **keywords, **(options or {}))
     key = (function.__name__, _letter(src), _letter(dst))
     if "max" in (src.reduction, dst.reduction):
         what = f"{function.__name__}({src}, {dst})"
         raise SpmdTypeError(f'{what} does not exist: operators sum; a maximum is comm.all_reduce(x, axis, op="max")')
     if src.scale or dst.scale:
-        return _averaged(function, x, axis, src, dst, reduce_dtype=reduce_dtype, stack_dim=stack_dim, inplace=inplace)
+        return _late("averaged")(
+            _operate,
+            function,
+            x,
+            axis,
+            src,
+            dst,
+            reduce_dtype=reduce_dtype,
+            stack_dim=stack_dim,
+            inplace=inplace,
+            options=options,
+        )
     row = ROWS.get(key)
     if row is None:
-        raise SpmdTypeError(_advice(function.__name__, src, dst))
+        raise SpmdTypeError(_late("advice")(function.__name__, src, dst))
     if row.expert and not expert_mode:
         raise SpmdTypeError(f"{function.__name__}({src}, {dst}) needs expert_mode=True: {row.instead}")
-    if isinstance(src, Shard) or isinstance(dst, Shard) or stack_dim or inplace or reduce_dtype is not None:
+    if isinstance(src, Shard) or isinstance(dst, Shard) or stack_dim or inplace or reduce_dtype is not None or options:
         dims = operator_dims(function, x, src, dst, stack_dim)
-        return _apply(row, x, comm.communicator(axis), OperatorArguments(*dims, reduce_dtype, inplace))
+        more = _late("options_of")(row, x, dims, options) if options else None
+        return _apply(row, x, comm.communicator(axis), OperatorArguments(*dims, reduce_dtype, inplace, more))
     return _apply(row, x, comm.communicator(axis), _DEFAULT)
 
 
 def operator_dims(
-    function: Callable[..., torch.Tensor], x: torch.Tensor, src: SpmdType, dst: SpmdType, stack_dim: int | None
+    function: Callable[..., torch.Tensor], x: torch.Tensor, src: SpmdType, dst: SpmdType, stack_dim: Any
 ) -> tuple[int, int]:
     """Returns the dims of `src` and `dst`, counted from the front: those of S(dim), else the stacking dim of V.
 
     Args:
-        stack_dim: `gather_dim` or `scatter_dim`; None: not passed.
+        stack_dim: `gather_dim` or `scatter_dim`, or `(split_dim, concat_dim)` of `all_to_all`; None: not passed.
 
     Raises:
         SpmdTypeError: S of a dim that `x` does not have, or that `stack_dim` contradicts.
     """
+    if isinstance(stack_dim, tuple):
+        return _late("exchange_dims")(x, src, dst, *stack_dim)
     gathers = function is all_gather
-    shard, option = (src, "gather_dim") if gathers else (dst, "scatter_dim")
+    shard = src if gathers else dst
     new = gathers and not isinstance(src, Shard)  # V is stacked on a new dim
     stacked = 0 if stack_dim is None else stack_dim % max(1, x.dim() + new)
     if isinstance(shard, Shard) and stack_dim is not None and stacked != (shard_dim := dim_of(shard, x.shape)):
-        raise SpmdTypeError(
-            f"{function.__name__} of a tensor {list(x.shape)}, src={src}, dst={dst}, {option}={stack_dim}",
-            f"{shard} {'concatenates' if gathers else 'splits'} dim {shard_dim}, and {option} names dim {stack_dim}",
-            repairs=[f"leave {option} out", f"S({stack_dim}) in place of {shard}"],
-            rule="dim",
-        )
+        raise _late("dim_error")(function.__name__, x, src, dst, shard_dim, stack_dim)
     src_dim, dst_dim = (
         dim_of(spmd_type, x.shape) if isinstance(spmd_type, Shard) else stacked for spmd_type in (src, dst)
     )
     return src_dim, dst_dim
-
-
-def _averaged(
-    function: Callable[..., torch.Tensor], x: torch.Tensor, axis: AxisLike, src: SpmdType, dst: SpmdType, **options: Any
-) -> torch.Tensor:
-    """Runs an operator from P("avg"), which divides the sum by the size of the axis, or from R, its own mean, to it."""
-    if function is reinterpret and (src, dst) == (R, P("avg")):
-        return _operate(function, x, axis, R, P)
-    if src != P("avg") or dst.scale or function not in (all_reduce, reduce_scatter):
-        raise SpmdTypeError(
-            f'{function.__name__}({src}, {dst}) does not exist: all_reduce and reduce_scatter take P("avg"), and '
-            'reinterpret(R, P("avg")) gives it; else divide or multiply by comm.size(axis)'
-        )
-    if not (x.is_floating_point() or x.is_complex()):
-        raise SpmdTypeError(f"{function.__name__}({src}, {dst}) of {x.dtype}: a mean is no integer, sum and divide")
-    count = comm.size(axis)
-    if count > 1:  # before the sum, which could overflow
-        x = x.div_(count) if options.get("inplace") else x / count
-    return _operate(function, x, axis, P, dst, **options)
 
 
 def all_reduce(
@@ -204,6 +202,7 @@ def all_reduce(
     dst: SpmdType,
     reduce_dtype: torch.dtype | None = None,
     inplace: bool = False,
+    **options: Unpack[Options],
 ) -> torch.Tensor:
     """Returns the sum of `x` over the axis: `P -> R` (backward all-reduce) or `P -> I` (backward identity).
 
@@ -212,11 +211,12 @@ def all_reduce(
         x: any shape; contiguity is not needed.
         reduce_dtype: the sum is done in `promote_types(x.dtype, reduce_dtype)`, in backward too.
         inplace: the result reuses the memory of `x`, which is no leaf.
+        options: of all operators: dtypes of both directions, sizes of unequal pieces; see `operator_options.Options`.
 
     Raises:
         SpmdTypeError: the pair of types is none of these; the message names the right operator.
     """
-    return _operate(all_reduce, x, axis, src, dst, reduce_dtype=reduce_dtype, inplace=inplace)
+    return _operate(all_reduce, x, axis, src, dst, reduce_dtype=reduce_dtype, inplace=inplace, options=options)
 
 
 def all_gather(
@@ -227,6 +227,7 @@ def all_gather(
     dst: SpmdType,
     gather_dim: int | None = None,
     reduce_dtype: torch.dtype | None = None,
+    **options: Unpack[Options],
 ) -> torch.Tensor:
     """Returns the values of all ranks, concatenated or stacked.
 
@@ -236,7 +237,7 @@ def all_gather(
     Raises:
         SpmdTypeError: S of a dim that does not exist, or that `gather_dim` contradicts.
     """
-    return _operate(all_gather, x, axis, src, dst, reduce_dtype=reduce_dtype, stack_dim=gather_dim)
+    return _operate(all_gather, x, axis, src, dst, reduce_dtype=reduce_dtype, stack_dim=gather_dim, options=options)
 
 
 def reduce_scatter(
@@ -247,6 +248,7 @@ def reduce_scatter(
     dst: SpmdType = V,
     scatter_dim: int | None = None,
     reduce_dtype: torch.dtype | None = None,
+    **options: Unpack[Options],
 ) -> torch.Tensor:
     """Returns this rank's piece of the sum over the axis; backward all-gather.
 
@@ -255,15 +257,28 @@ def reduce_scatter(
     Raises:
         SpmdTypeError: S of a dim that does not exist, or that `scatter_dim` contradicts.
     """
-    return _operate(reduce_scatter, x, axis, src, dst, reduce_dtype=reduce_dtype, stack_dim=scatter_dim)
+    return _operate(
+        reduce_scatter, x, axis, src, dst, reduce_dtype=reduce_dtype, stack_dim=scatter_dim, options=options
+    )
 
 
-def all_to_all(x: torch.Tensor, axis: AxisLike, *, src: SpmdType = V, dst: SpmdType = V) -> torch.Tensor:
+def all_to_all(
+    x: torch.Tensor,
+    axis: AxisLike,
+    *,
+    src: SpmdType = V,
+    dst: SpmdType = V,
+    split_dim: int | None = None,
+    concat_dim: int | None = None,
+    **options: Unpack[Options],
+) -> torch.Tensor:
     """Changes the sharded dim; the backward changes it back.
 
-    `S(i) -> S(j)` splits dim j and concatenates dim i. `V -> V`: the rank and dim 0 change places.
+    `S(i) -> S(j)` splits dim j and concatenates dim i. `V -> V`: the rank and dim 0 change places; or, of the result,
+    dim `concat_dim`, and of `x` dim `split_dim`. With `input_split_sizes`, `output_split_sizes` rows of dim 0 travel.
     """
-    return _operate(all_to_all, x, axis, src, dst)
+    stack_dim = None if split_dim is concat_dim is None else (split_dim, concat_dim)
+    return _operate(all_to_all, x, axis, src, dst, stack_dim=stack_dim, options=options)
 
 
 def convert(
@@ -274,6 +289,7 @@ def convert(
     dst: SpmdType,
     expert_mode: bool = False,
     reduce_dtype: torch.dtype | None = None,
+    **options: Unpack[Options],
 ) -> torch.Tensor:
     """Changes the type and keeps the global value, without communication in forward.
 
@@ -284,8 +300,8 @@ def convert(
     letters = {_letter(src), _letter(dst)}
     same_dim = not (isinstance(src, Shard) and isinstance(dst, Shard)) or src.dim == dst.dim
     if src == dst or (letters <= {"V", "S"} and same_dim):
-        return x
-    return _operate(convert, x, axis, src, dst, expert_mode, reduce_dtype)
+        return _unchanged(x, options)
+    return _operate(convert, x, axis, src, dst, expert_mode, reduce_dtype, options=options)
 
 
 def reinterpret(
@@ -296,6 +312,7 @@ def reinterpret(
     dst: SpmdType,
     expert_mode: bool = False,
     reduce_dtype: torch.dtype | None = None,
+    **options: Unpack[Options],
 ) -> torch.Tensor:
     """Changes the type and keeps the local data.
 
@@ -303,25 +320,30 @@ def reinterpret(
     that is equal on all ranks is its own mean.
     """
     if src == dst:
-        return x
-    return _operate(reinterpret, x, axis, src, dst, expert_mode, reduce_dtype)
+        return _unchanged(x, options)
+    return _operate(reinterpret, x, axis, src, dst, expert_mode, reduce_dtype, options=options)
 
 
-def redistribute(x: torch.Tensor, axis: AxisLike, *, src: SpmdType, dst: SpmdType) -> torch.Tensor:
+def redistribute(
+    x: torch.Tensor, axis: AxisLike, *, src: SpmdType, dst: SpmdType, **options: Unpack[Options]
+) -> torch.Tensor:
     """Changes any type into any other and keeps the global value: chooses the collective or the conversion."""
     a, b = _letter(src), _letter(dst)
     if src == dst or {a, b} == {"V", "S"}:
-        return x
+        return _unchanged(x, options)
+    if a == "P" and b in ("R", "I"):
+        return all_reduce(x, axis, src=src, dst=dst, **options)
     if a == "P":
-        if b in ("R", "I"):
-            return all_reduce(x, axis, src=src, dst=dst)
-        return reduce_scatter(x, axis, src=src, dst=dst)
-    if a in ("V", "S"):
-        if b in ("R", "I"):
-            return all_gather(x, axis, src=src, dst=dst)
-        if b in ("V", "S"):
-            return all_to_all(x, axis, src=src, dst=dst)
-    return convert(x, axis, src=src, dst=dst, expert_mode=True)
+        return reduce_scatter(x, axis, src=src, dst=dst, **options)
+    if a in ("V", "S") and b in ("R", "I"):
+        return all_gather(x, axis, src=src, dst=dst, **options)
+    if a in ("V", "S") and b != "P":
+        return all_to_all(x, axis, src=src, dst=dst, **options)
+    return convert(x, axis, src=src, dst=dst, expert_mode=True, **options)
+
+
+def _unchanged(x: torch.Tensor, options: Any) -> torch.Tensor:
+    return x if (dtype := options.get("out_dtype") or options.get("op_dtype")) is None else x.to(dtype)
 
 
 def _letter(type_: SpmdType) -> str:
@@ -329,52 +351,3 @@ def _letter(type_: SpmdType) -> str:
         return type_.letter
     except AttributeError:
         raise SpmdTypeError(f"{type_!r} is not an SPMD type: use R, I, V, P or S(dim)") from None
-
-
-def _advice(operation: str, src: SpmdType, dst: SpmdType) -> str:
-    """Returns the message for `operation(src, dst)`, which does not exist: the fault, and the probable intention."""
-    legal = ", ".join(f"({s}, {d})" for (name, s, d) in ROWS if name == operation)
-    why = _why(operation, src, dst)
-    text = f"{operation}({src}, {dst}) does not exist: {why}{_instead(src, dst)}"
-    return f"{text}. {operation} takes {legal}"
-
-
-def _why(operation: str, src: SpmdType, dst: SpmdType) -> str:
-    a, b = src.letter, dst.letter
-    reduces = operation in ("all_reduce", "reduce_scatter")
-    if a in "RI" and reduces:
-        return f"a {a} value is the same on all ranks already, and a sum multiplies it by their number: drop it; "
-    if a in "RI" and operation in ("all_gather", "all_to_all"):
-        return f"a {a} value is whole on every rank already; "
-    if a == "S" and reduces:
-        return "the ranks hold pieces, and a sum adds them up; "
-    if a == "P" and operation in ("all_gather", "all_to_all"):
-        return "the ranks hold summands, and pieces of summands are not pieces of the sum; "
-    if operation in ("all_reduce", "all_gather") and b not in "RI":
-        return f"what it gives is the same on all ranks, so dst is R or I and not {b}; "
-    if operation in ("reduce_scatter", "all_to_all"):
-        return f"what it gives is another piece on every rank, so dst is V or S(dim) and not {b}; "
-    if operation == "reinterpret":
-        return "it keeps each rank's data, which is not what makes the one of the other; "
-    return "it does not communicate; "
-
-
-def _instead(src: SpmdType, dst: SpmdType) -> str:
-    """Returns the call that converts one type into another."""
-    a, b = src.letter, dst.letter
-    same_dim = isinstance(src, Shard) and isinstance(dst, Shard) and src.dim == dst.dim
-    if same_dim or (a == b and a != "S"):
-        return f"it is {dst} already, so leave the call out" + (", or reduce it: dst=R or dst=I" if a == "P" else "")
-    if a == "P":
-        return f"use {'all_reduce' if b in 'RI' else 'reduce_scatter'}(x, axis, dst={dst})"
-    if {a, b} == {"V", "S"}:
-        return f"use convert(x, axis, src={src}, dst={dst}): the data is the same"
-    if a in "VS" and b in "RI":
-        summed = f", or all_reduce(x, axis, src=V, dst={dst}) if the values are to be added up"
-        return f"use all_gather(x, axis, src={src}, dst={dst}){summed if a == 'V' else ''}"
-    if a == b == "S":
-        return f"use all_to_all(x, axis, src={src}, dst={dst})"
-    if (a, b) == ("V", "P"):
-        return "use reinterpret(x, axis, src=V, dst=P) if the ranks hold summands"
-    expert = ", expert_mode=True" if ROWS["convert", a, b].expert else ""
-    return f"use convert(x, axis, src={src}, dst={dst}{expert})"

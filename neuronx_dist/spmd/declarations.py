@@ -14,6 +14,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..comm import context
+from ..lazy_names import lazy_names
 from ..mesh import Mesh
 from ..torch_internals.tensors import DisableTorchFunction
 from ..weights.shard_spec import spec_of
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 
+_late = lazy_names(__name__, {"assert_merged": "spmd.partition_spec", "local_code": "spmd.boundaries"})
 SHARD_OF = "_spmd_shard_of"  # key of the tensors' `__dict__`: (the parameter, the group of its pieces)
 
 
@@ -72,13 +74,13 @@ def _declared(spmd_type: SpmdType) -> SpmdType:
     return scaled(R, spmd_type.scale) if spmd_type.letter in "R0" else spmd_type
 
 
-def assert_type(x: torch.Tensor, types: Mapping[Any, SpmdType] | SpmdType) -> torch.Tensor:
-    """Declares the type of a tensor, or asserts it if the tensor has one; returns the tensor.
+def assert_type(x: torch.Tensor, *types: Any, partition_spec: Any = None) -> torch.Tensor:
+    """Declares the type of a tensor, or of each in a list, or asserts it if the tensor has one; returns the tensor.
 
     Args:
         types: axis -> type; a single type holds for all axes of the mesh. An axis is a name, a tuple of names, a
             ProcessGroup or a Communicator; axes of one rank are left out. V may become S(dim), and, as an assertion
-            that nothing can check, V may become P.
+            that nothing can check, V may become P. Several parts are merged: see `merge_types`.
 
     Raises:
         SpmdTypeError: the tensor has another type on one of these axes; it lacks the dim of S(dim); two entries for one
@@ -94,9 +96,12 @@ def assert_type(x: torch.Tensor, types: Mapping[Any, SpmdType] | SpmdType) -> to
     """
     if is_dynamo_compiling():
         return x
-    mode, local = active(), local_tensor(x)
+    if len(types) != 1 or partition_spec is not None or not isinstance(types[0], (Mapping, LocalType, Shard)):
+        return _late("assert_merged")(x, types, partition_spec)
+    mode = active()
     with DisableTorchFunction():
-        _assert_type(mode, local, types)
+        for item in x if isinstance(x, (list, tuple)) else (x,):
+            _assert_type(mode, local_tensor(item), types[0])
     return x
 
 
@@ -139,6 +144,8 @@ def types_by_atom(
 def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType] | SpmdType) -> None:
     mesh = mode.mesh if mode is not None else _current_mesh()
     declared = types_by_atom(types, mesh, x.shape, mode.level if mode is not None else "G")
+    if local := getattr(mode, "local_axes", ()):
+        declared = {axis: V if axis in local and t.letter == "S" else t for axis, t in declared.items()}
     known = note_of(x) is not None
     note = note_of(x) if mode is None else mode.note(x, "assert_type") if known or _has_layout(x, mode) else None
     old = note.type if note is not None else TensorType.of({})
@@ -237,13 +244,16 @@ def trust(x: torch.Tensor, axis: Any, kind: SpmdType, claim: str = "") -> torch.
     return x
 
 
-def local(x: torch.Tensor) -> torch.Tensor:
+def local(x: Any = None) -> Any:
     """Returns the tensor as a local one: the checker stops following the dims along which it is sharded.
 
     For code that works on the local part on purpose, such as packing it into a buffer. Reports list it: the code after
-    it is not compared with the unsharded program. Does nothing outside of a check.
+    it is not compared with the unsharded program. Does nothing outside of a check. `with local():` does so for all
+    tensors used inside.
     """
     mode = active()
+    if x is None:
+        return _late("local_code")()
     note = _present(mode, x) if mode is not None else None
     if mode is None or note is None or not note.type.sharded:
         return x

@@ -15,6 +15,7 @@ from .. import comm
 from ..comm.context import AxisLike
 from ..torch_internals.tensors import DisableTorchFunction
 from .axes import atoms_of
+from .boundaries import EVERY_AXIS, Infer, aligned, is_tree
 from .declarations import assert_type, types_by_atom
 from .errors import SpmdTypeError
 from .tensor_type import TensorType, note_of, tensors_in, write
@@ -39,8 +40,8 @@ _MAY_BE_DECLARED = {
 def local_map(
     fn: Callable[..., Any] | None = None,
     *,
-    out_types: Declaration | Sequence[Declaration],
-    in_types: Declaration | Sequence[Declaration | None] | None = None,
+    out_types: Any,
+    in_types: Any = None,
 ) -> Callable[..., Any]:
     """Wraps `fn`, with which each rank computes its part from its shards; the type of the parts together is declared.
 
@@ -50,9 +51,11 @@ def local_map(
     reports list as trusted, with the line of the call. Without a check it is `fn`.
 
     Args:
-        out_types: axis -> type, for every tensor of the result; or one such declaration for each, in order.
+        out_types: axis -> type, for every tensor of the result; or one such declaration for each, in order; or
+            declarations in the structure of the result, each in any form of `merge_types`: `PartitionSpec("dp", None)`,
+            `({"tp": R}, PartitionSpec("dp", None))`.
         in_types: required types of the tensors among the positional arguments: one declaration for all, or one for each
-            positional argument (None: not verified).
+            positional argument (None: not verified), or in their structure; `Infer`: not verified.
 
     Raises:
         SpmdTypeError: (by a call) an input has another type; a result cannot have the declared type: a varying one
@@ -73,17 +76,30 @@ def local_map(
         mode = active()
         if mode is None:
             return fn(*args, **kwargs)
-        if in_types is not None:
+        trees = [types for types in (in_types, out_types) if is_tree(types)]
+        if is_tree(in_types):
+            for x, types in aligned(f"local_map of {name}", args, in_types):
+                assert_type(x, types)
+        elif in_types is not None and in_types is not Infer:
             _verify(name, args, in_types)
-        axes = {atom for declaration in (*_listed(out_types), *_listed(in_types)) for atom in _atoms(declaration, mode)}
-        with mode.local_scope(axes):
+        plain = [
+            d for types in (out_types, in_types) if types not in trees and types is not Infer for d in _listed(types)
+        ]
+        axes = {atom for declaration in plain for atom in _atoms(declaration, mode)}
+        with mode.local_scope(
+            axes if not trees else {*axes, *atoms_of("world", mode.mesh)} if mode.mesh else EVERY_AXIS
+        ):
             result = fn(*args, **kwargs)
         given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
         result = _apart(result, given)
         tensors = tensors_in(result)
-        for x, types in zip(tensors, _for_each(name, out_types, len(tensors), "tensors in the result")):
+        if is_tree(out_types):
+            pairs = [*aligned(f"local_map of {name}", result, out_types)]
+        else:
+            pairs = [*zip(tensors, _for_each(name, out_types, len(tensors), "tensors in the result"))]
+        for x, types in pairs:
             _declare(mode, name, x, types)
-        mode.trust(f"local_map: {name} computes {_words(out_types)}")
+        mode.trust(f"local_map: {name} computes {out_types if is_tree(out_types) else _words(out_types)}")
         return result
 
     return mapped

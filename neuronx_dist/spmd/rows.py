@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,10 +27,12 @@ class OperatorArguments(NamedTuple):
     dst_dim: int
     reduce_dtype: torch.dtype | None = None  # dtype of the reduction
     inplace: bool = False  # the memory of x may be reused
+    options: Any = None  # dtypes of both directions, sizes of unequal pieces (operator_options.py)
 
     def reversed(self) -> OperatorArguments:
         """Returns the arguments of the backward row."""
-        return OperatorArguments(self.dst_dim, self.src_dim, self.reduce_dtype)
+        options = None if self.options is None else self.options.reversed()
+        return OperatorArguments(self.dst_dim, self.src_dim, self.reduce_dtype, options=options)
 
     def batched(self) -> OperatorArguments:
         """Returns the arguments for a tensor with an additional first dim."""
@@ -51,6 +53,9 @@ class Row:
     communicates: bool
     expert: bool = False  # legal, but rarely intended: needs expert_mode=True
     instead: str = ""  # the usual intention
+
+    def value(self, x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -> torch.Tensor:
+        return (self.kernel if arguments.options is None else arguments.options.kernel(self))(x, c, arguments)
 
 
 # Kernels. V stands for S on a separate dim: stacking is `unsqueeze` before, unbinding `squeeze` after.

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, _GeneratorContextManager, contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from ..lazy_names import lazy_names
 from ..mesh import Mesh
 from .tensor_type import Note, TensorType
 
@@ -55,6 +56,7 @@ Handler = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], A
 HANDLERS: dict[Callable[..., Any], Handler | None] = {}
 
 _local = threading.local()
+_late = lazy_names(__name__, {"unchecked": "spmd.boundaries"})
 
 
 def active() -> Watcher | None:
@@ -85,9 +87,13 @@ def see_through(function: Callable[..., Any], body: Callable[..., Any]) -> None:
     HANDLERS[function] = handler
 
 
+def no_typecheck(fn: Any = None, /, **types: Any) -> _GeneratorContextManager[None]:
+    """Switches the checker off in the `with`, or in the decorated function: results have no types, but `out_types`."""
+    return _unchecked() if fn is None and not types else _late("unchecked")(fn, **types)
+
+
 @contextmanager
-def no_typecheck() -> Iterator[None]:
-    """Switches the checker off inside the `with`: code there is not checked, and its results have no types."""
+def _unchecked() -> Iterator[None]:
     mode = active()
     if mode is None:
         yield

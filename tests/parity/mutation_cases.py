@@ -33,6 +33,7 @@ from tests.parallel_layers.test_mappings import TABLE as REGIONS
 from tests.parallel_layers.test_mappings import check as check_region
 from tests.spmd.test_collectives import every_redistribution
 from tests.spmd.test_conformance import check_conformance
+from tests.spmd.test_operator_options import check_gathered_pieces, check_routed, routed
 from tests.support.llama_training import (
     GRADIENTS_OF_STEPS,
     Case,
@@ -502,6 +503,14 @@ def turn_of_a_ring() -> None:
 
 def conformance() -> None:
     comm.threads.run(Mesh(2, tp=2), check_conformance, timeout=20.0)
+
+
+def unequal_pieces() -> None:
+    check_gathered_pieces(0, spmd.R)  # its backward is the scattered sum
+
+
+def routed_rows() -> None:
+    check_routed(comm.threads.run(Mesh(3, tp=3), routed, timeout=20.0))
 
 
 def redistribution() -> None:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ...comm import context
 from ...rules import RULES, Rule, operands
 from ...rules.names import CATS
+from ...spmd.function_types import is_declared
 from ...spmd.intercept import intercept
 from ...spmd.tensor_type import (
     COUNTED,
@@ -53,6 +54,7 @@ from .handlers import (  # noqa: F401 - importing checked_losses, operators and 
     packing,
     verbs,
 )
+from .handlers.declared_functions import declared_function
 from .handlers.inplace import check_write, note_write, stale
 from .handlers.local_scope import local_scope
 from .handlers.lookups import lookup_note
@@ -132,12 +134,15 @@ class SpmdTypeMode(Session):
                 self.mesh = context.current().typed_mesh
                 self.known.clear()
             self.symbolic = context.current().backend.name == "check"
+            self.local_axes = getattr(context.current(), "local_axes", ())  # of `spmd.set_current_mesh`
             self._memo = _memos[self.symbolic]
         self._before.append(entered(self))
         self._hooks.append(ExitStack())
         self._hooks[-1].enter_context(intercept(self._function))
         self._hooks[-1].enter_context(surroundings)
         self._hooks[-1].enter_context(tracked())
+        if self.local_axes and not self.entered:
+            self._hooks[-1].enter_context(self.local_scope(self.local_axes))
         super().__enter__()
         self.entered += 1
         return self
@@ -230,6 +235,8 @@ class SpmdTypeMode(Session):
             return hooks.pass_through(self, original, args)
         if self.paused or (cls.__module__.startswith("torch.") and cls is not CheckpointFunction):
             return original(*args, **kwargs)
+        if is_declared(cls):
+            return declared_function(self, original, cls, args, kwargs)
         return autograd.apply_function(self, cls, args, kwargs)
 
     # --- types of tensors

@@ -45,10 +45,12 @@ class Session(TorchFunctionMode):
         assumed, trusted: (text, line) -> how often.
         num_assumptions: number of calls of `assume` and `trust`; a judgement that changes it is not cached.
         operators, collectives: number of checked ones.
+        local_axes: axes along which shards are declared local (`spmd.set_current_mesh`).
         modules: id of a module -> its path, for messages.
         tied: id of a parameter -> the ranks that hold it, for parameters that several stages have.
         writes: the writes in place, by storage (handlers/inplace.py).
         compared: fused functions, with types and shapes, that were compared with their composition.
+        declared_inside: autograd functions whose `typecheck_forward` is running.
         known: operators that were judged, on this mesh; and the atoms of axes.
         paused: number of entered `pause`; nothing is checked while it is not 0.
         entered: number of open `with` statements.
@@ -82,6 +84,8 @@ class Session(TorchFunctionMode):
         self.tied: dict[int, Any] = {}
         self.writes: dict[int, Any] = {}
         self.compared: set[Any] = set()
+        self.declared_inside: list[Any] = []
+        self.local_axes: tuple[str, ...] = ()
         self.paused = 0
         self.received: Callable[[Tensor, Any, int, int], Callable[[], TensorType | None]] | None = None
         self.sent: Callable[[Tensor, Any, int, int], None] | None = None
@@ -160,7 +164,7 @@ class Session(TorchFunctionMode):
 
     def axes_of(self, type_: TensorType) -> list[str]:
         """All axes of a tensor: those of the mesh, or without a mesh those of its type."""
-        return sorted({*type_.types, *self.atoms(("pp", "dp", "cp", "tp"))})
+        return sorted({*type_.types, *self.atoms("world")})
 
     def data_axes(self) -> tuple[str, ...]:
         """Axes whose ranks have different data."""
@@ -171,7 +175,7 @@ class Session(TorchFunctionMode):
         if type_.rest is None:
             return type_
         spmd_type = R if type_.rest.letter == "R" else type_.rest
-        return TensorType.of({**dict.fromkeys(self.atoms(("pp", "dp", "cp", "tp")), spmd_type), **type_.types})
+        return TensorType.of({**dict.fromkeys(self.atoms("world"), spmd_type), **type_.types})
 
     @contextmanager
     def trial(self) -> Iterator[None]:

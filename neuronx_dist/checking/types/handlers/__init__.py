@@ -7,6 +7,6 @@ inplace.py           writes in place; packing.py: flat buffers and lists of tens
 random_numbers.py    constants and random numbers; seeds.py: seeds of generators
 axis_numbers.py      numbers that are powers of an axis' size; rank_arguments.py: numbers that differ by rank
 lookups.py           lookups in a piece of a table; rank_ranges.py: the positions that a mask keeps; stacks.py: stacks
-local_scope.py       the inside of `spmd.local_map`
+local_scope.py       the inside of `spmd.local_map`; declared_functions.py: autograd functions with declared types
 vmapped.py           `torch.vmap` and `torch.func`; scripted.py: functions that `torch.jit` compiled
 """

@@ -54,9 +54,14 @@ def _operator(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kw
                 if known is None:
                     raise
                 raise operator_error(mode, name, x, note, known, src, dst, str(error), "pair") from None
-    stack = kwargs.get("gather_dim", kwargs.get("scatter_dim"))
+    stack: Any = kwargs.get("gather_dim", kwargs.get("scatter_dim"))
+    if "split_dim" in kwargs or "concat_dim" in kwargs:
+        stack = kwargs.get("split_dim"), kwargs.get("concat_dim")
+    routed = kwargs.get("input_split_sizes") is not None  # rows go to other ranks: what is there is no shard
+    if routed:
+        src = dst = V
     count = comm.communicator(axis).size if isinstance(src, Shard) or isinstance(dst, Shard) else 0
-    key = (func, note.type, axes, src, dst, x.shape, x.requires_grad, torch.is_grad_enabled(), stack, count)
+    key = (func, note.type, axes, src, dst, x.shape, x.requires_grad, torch.is_grad_enabled(), stack, count, routed)
     result_type = mode.known.get(key)
     if result_type is None:
         num_assumptions = mode.num_assumptions
@@ -70,6 +75,9 @@ def _operator(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kw
         elif row.expert and axes:
             mode.trust(f"{name}({src}, {dst})")
         result_type = _operated(mode, x, note.type, axes, name, src, dst, dims, count)
+        if routed:
+            types = {a: scaled(V, t.scale) if isinstance(t, Shard) and t.dim == 0 else t for a, t in result_type}
+            result_type = TensorType.of(types, result_type.rest)
         if num_assumptions == mode.num_assumptions:  # else it is to be assumed again at every call
             mode.known[key] = result_type
     mode.operators += 1
