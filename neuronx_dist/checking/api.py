@@ -13,7 +13,7 @@ from ..call_site import LIBRARY, USER, nearest_line, owner_of
 from ..mesh import DENSE_AXES, Mesh
 from ..spmd.axes import PartOfAxisError, mesh_of
 from ..spmd.errors import SpmdTypeError
-from .programs.branches import compare_branches, differences
+from .programs.branches import compare_branches, compare_claims, differences
 from .programs.calls import Deadline, OutOfTime
 from .programs.compare import compare_events
 from .programs.explore import Explored, PhaseFailure, explore
@@ -21,6 +21,7 @@ from .programs.numeric import compare_values
 from .programs.played import ReadsValues, Subject
 from .programs.schedules import compare_schedules
 from .report import Problem, Report
+from .types.read_numbers import Decisions
 
 __all__ = ["check"]
 
@@ -92,31 +93,27 @@ def check(
     subject = Subject(model_fn, example_inputs, dict(options or {}), step, optimizer, in_types, level)
     report = Report(_sizes(grid), level=level)
     report.unchecked = [axis for axis in (*DENSE_AXES, "ep") if grid.size(axis) == 1 and axis in _named(mesh)]
-    explored = explore(subject, grid, deadline)
-    parts = {replicas for program in explored.distinct if (replicas := _replicas(program.failure)) is not None}
-    if len(parts) == 1:  # the model has replicas over a part of tp: types are written on parts from the start
-        grid = replace(grid, tp_replicas=parts.pop())
-        explored = explore(subject, grid, deadline)
+    explored, grid = _explore(subject, grid, deadline)
     _simplify(explored, caller)
+    problems = _problems(explored, grid, step is not None)
+    if subject.decisions.lines and explored.finished:  # branches on numbers that were read: the other ones
+        other, _ = _explore(replace(subject, decisions=Decisions(False)), grid, deadline)
+        _simplify(other, caller)
+        others = _problems(other, grid, step is not None)
+        if problems and not others and all(problem.kind == "program" for problem in problems):
+            explored, problems = other, others  # the first one has ended where a program ends for bad numbers
+        elif not problems:
+            problems = [problem for problem in others if problem.kind != "program"]
+        explored.assumed.update(other.assumed)
+        explored.trusted.update(other.trusted)
     _fill(report, explored)
-    own_step = step is not None
-    for problem in compare_schedules(explored):
+    for problem in problems:
         report.add(problem)
-    failures: dict[tuple[str, str], list[PhaseFailure]] = {}  # one problem for equal failures on several ranks
-    for program in explored.distinct if not report.problems else ():  # the rest follows from different schedules
-        if program.failure is not None:
-            error = program.failure.error
-            failures.setdefault((type(error).__name__, str(error)), []).append(program.failure)
-    for same in failures.values():
-        report.add(_problem(same, grid, own_step))
-    if not report.problems and explored.finished:
-        for problem in compare_events(explored) or compare_branches(explored):
-            report.add(problem)
     if numeric and report.ok:
         try:
-            problems = compare_values(subject, grid, deadline, report.notes)
-            report.numeric = problems is not None
-            for problem in problems or ():
+            found = compare_values(subject, grid, deadline, report.notes)
+            report.numeric = found is not None
+            for problem in found or ():
                 report.add(problem)
         except OutOfTime:
             report.finished = False
@@ -127,6 +124,32 @@ def check(
     if raise_errors and report.problems:
         raise _as_error(report)
     return report
+
+
+def _explore(subject: Subject, grid: Mesh, deadline: Deadline) -> tuple[Explored, Mesh]:
+    """Explores the programs of all ranks; returns also the mesh, with the model's replicas over a part of tp."""
+    explored = explore(subject, grid, deadline)
+    parts = {replicas for program in explored.distinct if (replicas := _replicas(program.failure)) is not None}
+    if len(parts) == 1:  # types are written on parts from the start
+        grid = replace(grid, tp_replicas=parts.pop())
+        explored = explore(subject, grid, deadline)
+    return explored, grid
+
+
+def _problems(explored: Explored, grid: Mesh, own_step: bool) -> list[Problem]:
+    """The problems of the schedules; if there are none, of the ranks' programs, alone and in comparison."""
+    problems = [*compare_schedules(explored)]
+    if problems:
+        return problems  # the rest follows from different schedules
+    failures: dict[tuple[str, str], list[PhaseFailure]] = {}  # one problem for equal failures on several ranks
+    for program in explored.distinct:
+        if program.failure is not None:
+            error = program.failure.error
+            failures.setdefault((type(error).__name__, str(error)), []).append(program.failure)
+    problems = [_problem(same, grid, own_step) for same in failures.values()]
+    if problems or not explored.finished:
+        return problems
+    return compare_claims(explored) or compare_events(explored) or compare_branches(explored)
 
 
 def _replicas(failure: PhaseFailure | None) -> int | None:

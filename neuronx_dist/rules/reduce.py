@@ -18,7 +18,7 @@ from .names import register
 from .pointwise import pointwise, rounds
 from .spec import Spec, along, elementwise, labels, operands, reduction, rule
 
-__all__ = ["ends"]
+__all__ = ["SQUARES", "ends"]
 
 Dim = int | Iterable[int] | None
 
@@ -81,13 +81,14 @@ def sum_to_size(x: Tensor, *size: Any) -> Spec:
 # --- norms ---
 
 _OF_NORMS = {inf: "max", -inf: "min", 1: "sum", 0: "sum"}
-_SQUARES = "the norm over all of it is taken: sum the powers, all_reduce, then take the root"
+SQUARES = "the norm over all of it is taken: sum the powers, all_reduce, then take the root"
 
 
 def _norm(x: Tensor, order: Any, dim: Dim, keepdim: Any) -> Spec:
     kind = _OF_NORMS.get(order) if isinstance(order, (int, float)) else None
     if kind is None:
-        return ends(x.shape, dim, bool(keepdim), _SQUARES)
+        why = SQUARES if order in (None, 2, "fro") else "another norm than that of squares is taken over all of it"
+        return ends(x.shape, dim, bool(keepdim), why)
     return reduction(x.shape, dim, bool(keepdim), kind)
 
 
@@ -108,7 +109,7 @@ def linalg_norm(*args: Any, **kwargs: Any) -> Spec:
     """Spec of a vector norm for one dim or without an order, else of a matrix norm."""
     x, order, dim, keepdim = _read("input ord dim keepdim", args, kwargs)
     single = isinstance(dim, int) or (dim is not None and len(dim) == 1) or (dim is None and x.dim() == 1)
-    return _norm(x, order if single else None, dim, keepdim)
+    return _norm(x, order if single or order is None else "fro" if order == "fro" else "matrix", dim, keepdim)
 
 
 @rule(torch.linalg.matrix_norm, positive=((0,),))

@@ -60,9 +60,8 @@ class LocalType:
         return {"sum": P, "avg": PARTIAL_AVG, "max": PARTIAL_MAX}[reduction]
 
     def __repr__(self) -> str:
-        if self is PARTIAL_AVG:
-            return 'P("avg")'
-        return _with_scale('P("max")' if self.reduction == "max" else self.letter, self.scale)
+        text = f'P("{self.reduction}")' if self.reduction not in ("", "sum") else self.letter
+        return 'P("avg")' if self is PARTIAL_AVG else _with_scale(text, self.scale)
 
     def __reduce__(self) -> Any:
         if self.scale:
@@ -83,6 +82,7 @@ I = LocalType("I", "invariant")  # noqa: E741 - the name of the type in its sour
 V = LocalType("V", "varying")
 P = LocalType("P", "partial", "sum")
 PARTIAL_MAX = LocalType("P", "partial maximum", "max", "PARTIAL_MAX")
+PARTIAL_NORM = LocalType("P", "partial norm", "norm", "PARTIAL_NORM")  # of shards, whose squares are summands
 PARTIAL_AVG = LocalType("P", "partial mean", "sum", "PARTIAL_AVG", base=P, scale=1)
 
 # Internal to the checker: values whose construction does not determine their type. Nobody declares them.

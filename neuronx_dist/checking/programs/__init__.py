@@ -11,5 +11,6 @@ branches.py         differences between ranks in scalars, shapes and calls
 numeric.py          the same step with real values at toy size, on threads and in one process
 cells.py            ranks that no table distinguishes, as one cell; schedules.py: the stages of a pipeline, compared
 optimizer_steps.py  an optimizer's step under the checker; kept_hooks.py: hooks that a step registers
+returned.py         what a step returns
 differing_seeds.py  random numbers of different seeds
 """

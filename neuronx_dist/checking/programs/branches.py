@@ -6,6 +6,7 @@ result has a type that says it is equal on the ranks that made it differently.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from difflib import SequenceMatcher
 from typing import Any
@@ -13,11 +14,15 @@ from typing import Any
 from ...spmd.tensor_type import TensorType
 from ...spmd.types import SAME
 from ..report import Problem
+from ..types.handlers.one_rank import Claim
 from .calls import Op
 from .differing_seeds import axes_between
 from .explore import Explored, RankProgram
 
-__all__ = ["compare_branches", "differences"]
+__all__ = ["compare_branches", "compare_claims", "differences"]
+
+_REDUCTIONS = frozenset("sum norm linalg_vector_norm mean amax max".split())
+_OF_NORMS = frozenset("norm linalg_vector_norm square pow __pow__ sum detach float double to".split())
 
 
 def differences(explored: Explored, most: int = 20) -> list[str]:
@@ -32,11 +37,46 @@ def differences(explored: Explored, most: int = 20) -> list[str]:
     return listed[:most]
 
 
+def compare_claims(explored: Explored) -> list[Problem]:
+    """Problems: equal values that several ranks of an axis add to a partial sum, each once more."""
+    for program in explored.distinct:
+        for claim in program.claims:
+            group = explored.mesh.group_of(claim.axis, program.rank)
+            claiming = [r for r in group if any(c.axis == claim.axis for c in explored.programs[r].claims)]
+            if len(claiming) != 1:
+                return [Problem("types", str(claim.error), tuple(claiming), (claim.line,), claim.error)]
+            if claim.axis == "pp":  # stages have other shards in any case
+                continue
+            summands = _summands(program, claim.axis)
+            for rank in group:
+                if _summands(explored.programs[rank], claim.axis) != summands:
+                    message = (
+                        f"rank {program.rank} adds other shards at {claim.line} than rank {rank}: the sum over "
+                        f"{claim.axis} lacks the shards of ranks that do not add theirs"
+                    )
+                    return [Problem("types", message, (program.rank, rank), (claim.line,))]
+    return []
+
+
+def _summands(program: RankProgram, axis: str) -> Counter[Any]:
+    """The reductions of shards over an axis, by name and shapes."""
+    types = [(op, op.types.get(axis)) for op in program.ops if op.name in _REDUCTIONS and op.types is not None]
+    return Counter((op.name, op.scalars) for op, kind in types if kind is not None and kind.letter == "P")
+
+
+def _unclaimed(program: RankProgram, claims: list[Claim], axes: list[str]) -> list[Op]:
+    """The operators to compare, without those whose results one rank alone adds to a norm."""
+    lines = {claim.line for claim in claims if claim.axis in axes}
+    ops = [op for op in program.ops if not op.inside]
+    return [op for op in ops if op.line not in lines and op.name not in _OF_NORMS] if lines else ops
+
+
 def compare_branches(explored: Explored) -> list[Problem]:
     """Problems: operators that ranks call differently, or not all ranks call, though the result is typed as equal."""
     for one, other in _pairs(explored):
         axes = axes_between(explored.mesh, one.rank, other.rank)
-        first, second = ([op for op in program.ops if not op.inside] for program in (one, other))
+        claims = [*one.claims, *other.claims]
+        first, second = (_unclaimed(program, claims, axes) for program in (one, other))
         a_keys, b_keys = ([(op.name, op.site) for op in ops] for ops in (first, second))
         for tag, i, j, k, m in SequenceMatcher(None, a_keys, b_keys, autojunk=False).get_opcodes():
             if tag == "equal":

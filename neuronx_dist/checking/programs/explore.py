@@ -17,6 +17,7 @@ from ...comm.ranks.rank_tables import RankTable
 from ...mesh import Mesh
 from ...pipeline.run.comparison import CutStatement
 from ...pipeline.schedule import Kind, Schedule, Task
+from ..types.handlers.one_rank import Claim
 from .calls import Deadline, Op, OutOfTime
 from .cells import Cells
 from .differing_seeds import differing_seeds
@@ -58,6 +59,7 @@ class RankProgram:
     def __post_init__(self) -> None:
         self.events: list[Event] = [event for phase in self.phases.values() for event in phase.events]
         self.ops: list[Op] = [op for phase in self.phases.values() for op in phase.ops]
+        self.claims: list[Claim] = [claim for phase in self.phases.values() for claim in phase.claims]
 
     def signature(self) -> Any:
         """A key that is equal for equal programs, whatever their ranks."""

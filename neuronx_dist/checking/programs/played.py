@@ -41,17 +41,21 @@ from ...program.fake_mode import QuietFakeMode
 from ...program.recorder import record
 from ...program.recording import Recording
 from ...spmd.errors import SpmdTypeError
-from ...spmd.tensor_type import TensorType
+from ...spmd.tensor_type import TensorType, type_of
+from ...spmd.types import DIFFERING
 from ...torch_internals.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 from ..types.axis_powers import tracked
+from ..types.handlers.one_rank import Claim
 from ..types.handlers.seeds import OUTSIDE, kept_seeds
 from ..types.mode import SpmdTypeMode
+from ..types.read_numbers import Decisions, number_of
 from .calls import Deadline, Op, OpRecorder
 from .fakes import MadeLike, built_anew, fake_inputs, make_fake, no_messages, optimizers_of
 from .gate import check_buffers, gated
 from .inputs import declare_inputs
 from .kept_hooks import kept_hooks
 from .message_types import Halted, MessageTypes
+from .returned import check_returned
 
 __all__ = ["PHASES", "Phase", "Played", "ReadsValues", "Subject", "call_model", "default_optimizer", "find_loss"]
 
@@ -78,6 +82,7 @@ class Subject:
     level: str | None = None
     recordings: Recordings = field(default_factory=lambda: Recordings())
     seeds: dict[tuple[str, int], frozenset[str]] = field(default_factory=dict)  # see `Session.seeds`
+    decisions: Decisions = field(default_factory=Decisions)
 
 
 @dataclass
@@ -87,6 +92,7 @@ class Phase:
     Attributes:
         events: collectives and messages, in order, of communicators of earlier phases too.
         ops: torch functions, in order.
+        claims: values that no other rank adds.
         backend: has the program's reads of rank numbers in this phase.
     """
 
@@ -95,6 +101,7 @@ class Phase:
     backend: CheckBackend
     events: list[Event] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
 
 
 class PlayedTypeMode(SpmdTypeMode):
@@ -107,6 +114,16 @@ class PlayedTypeMode(SpmdTypeMode):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._callers: dict[str, str] = {}
+
+    decisions: Decisions
+
+    def read_number(self, x: torch.Tensor, function: str) -> Any:
+        """A number in place of a value that all ranks have; None: the stages of a pipeline have different ones."""
+        if any(spmd_type.letter in DIFFERING for _, spmd_type in type_of(x) or ()):
+            return None
+        scales = {axis: spmd_type.scale for axis, spmd_type in type_of(x) or () if spmd_type.scale}
+        self.assume(f"{function}: that the step is right whatever number is read: judged with 1, and on both branches")
+        return number_of(x, function, self.decisions, scales)
 
     def line(self) -> str:
         frame = next((frame for owner, frame in frames() if owner in (USER, PACKAGE)), None)
@@ -148,6 +165,7 @@ class Played:
         if subject.level is not None:
             self.types = PlayedTypeMode(mesh, level=subject.level, strict=False)
             self.types.seeds = subject.seeds
+            self.types.decisions, self.types.stand_in = subject.decisions, self.types.read_number
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(OUTSIDE)
             self._built_random = torch.get_rng_state()
@@ -206,7 +224,9 @@ class Played:
             with kept_hooks(self.model), self._fake, torch.enable_grad(), self._trace(phase):
                 if self.subject.step is not None:
                     _check_step(self.subject.step, self.model, self.optimizer, inputs)
-                    self.subject.step(self.model, self.optimizer, inputs)
+                    returned = self.subject.step(self.model, self.optimizer, inputs)
+                    if self.types is not None:
+                        check_returned(self.types, returned)
                 elif isinstance(self.model, NxDPPModel):
                     self.model.run_train(**inputs)
                 else:
@@ -272,6 +292,7 @@ class Played:
                 self.types.outside_seed = torch.initial_seed()
             stack.enter_context(no_messages())
             stack.enter_context(tracked())
+            stack.enter_context(self.subject.decisions.answering())
             try:
                 yield phase
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -305,6 +326,7 @@ class Played:
             phase.ops = trace.ops
             if self.types is not None:
                 self.types.around_hooks = trace.in_backward
+                self.types.claims = phase.claims
                 stack.enter_context(self.types)
                 stack.enter_context(gated(self.types))
             stack.enter_context(trace)

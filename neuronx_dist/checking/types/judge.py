@@ -25,7 +25,21 @@ from ...rules.spec import Dims, Rule, Spec
 from ...spmd.axes import SAMPLE_ATOMS, order_of
 from ...spmd.errors import Violation
 from ...spmd.tensor_type import TensorType
-from ...spmd.types import SAME, UNIFORM, VARYING, ZERO, I, P, R, Shard, SpmdType, V, repeated, scaled
+from ...spmd.types import (
+    SAME,
+    UNIFORM,
+    VARYING,
+    ZERO,
+    I,
+    P,
+    R,
+    Shard,
+    SpmdType,
+    V,
+    repeated,
+    scaled,
+)
+from .partial_kinds import AMONG, adds_what_stages_share, other_partial, part_of_whole
 from .scales import as_summands, result_scale
 from .shard_positions import ShardPosition, difference, locate, part_of, put, put_together
 
@@ -42,9 +56,6 @@ EXACT = frozenset(
 PICKS = frozenset(
     "__getitem__ narrow narrow_copy select chunk split split_with_sizes unsafe_chunk unsafe_split "
     "unsafe_split_with_sizes tensor_split unbind".split()
-)
-MAXIMA = frozenset(
-    "stack cat concat concatenate hstack vstack amax maximum fmax clamp_min view reshape flatten".split()
 )
 FINITE = frozenset(("isfinite", "isinf", "isnan", "isneginf", "isposinf"))
 LOOKUPS = ("__getitem__", "gather", "index_select", "take_along_dim")  # of operand 0, by the others
@@ -108,7 +119,7 @@ def judge(rule: Rule, spec: Spec | None, operands: Sequence[Operand], affine: bo
         for number, spmd_type in enumerate(_on_axis(call, axis, spmd_types)):
             result_types[number][axis] = spmd_type
             if spmd_type.letter == "P" and not any(k is not None and k.letter == "P" for k in spmd_types):
-                born[axis] = f"{_BORN.get(str(spmd_type), _BORN['P'])} in {rule.name}"
+                born.setdefault(axis, f"{_BORN.get(str(spmd_type), _BORN['P'])} in {rule.name}")
     _disentangle(call, result_types)
     rests = [operand.type.rest for operand in operands]
     equal: Sequence[SpmdType | None] = [None] * count
@@ -117,7 +128,10 @@ def judge(rule: Rule, spec: Spec | None, operands: Sequence[Operand], affine: bo
     return Judgement(tuple(map(TensorType.of, result_types, equal)), born, tuple(call.assumed))
 
 
-_BORN = {"P": "contraction over a sharded dim", 'P("avg")': "mean over a sharded dim", 'P("max")': "maximum"}
+_BORN = {
+    "P": "contraction over a sharded dim", 'P("avg")': "mean over a sharded dim", 'P("max")': "maximum",
+    'P("norm")': "norm of a shard",
+}  # fmt: skip
 
 
 def _on_axis(call: _CallFacts, axis: str, operand_types: Sequence[SpmdType | None]) -> list[SpmdType]:
@@ -141,6 +155,8 @@ def _on_axis(call: _CallFacts, axis: str, operand_types: Sequence[SpmdType | Non
             if changed is None:
                 raise
             known = changed
+    if axis == "pp" and adds_what_stages_share(call.groups, known):
+        result_types = [AMONG if spmd_type is V else spmd_type for spmd_type in result_types]
     read = [None if spec is not None and spec.ins[index] is None else known[index] for index in range(len(known))]
     if spec is not None and spec.at_any_scale:
         return result_types
@@ -275,12 +291,7 @@ def _partial(call: _CallFacts, axis: str, spmd_types: Sequence[SpmdType], partia
     if any(spmd_types[index] is not spmd_type for index in partial):
         raise Violation("partial_kinds", axis, "a partial sum and a partial maximum do not combine", partial)
     if spmd_type is not P:
-        moves = call.rule.aliases or name in ("clone", "contiguous", "detach", "to", "float", "double")
-        if moves and len(spmd_types) == 1:
-            return spmd_type
-        if name in MAXIMA and all(index in partial or k.letter in SAME for index, k in enumerate(spmd_types)):
-            return spmd_type  # the maximum of maxima; of equal values it is the value itself
-        raise Violation("partial_max", axis, f"{name} of a partial maximum: reduce it first", partial)
+        return other_partial(call.rule, call.spec, call.results, axis, spmd_types, partial)
     if name in FINITE:
         call.assumed.append(f"{name}: that a sum is finite where its summands are")
         return V
@@ -352,6 +363,10 @@ def _sharded(
                 f"{name}: each rank takes a position of its own part of a parameter's sharded dim {dim}"
             )
             return [V] * call.results
+        parts = part_of_whole(call.rule, spec.fixed[label], call.results) if len(call.operands) == 1 else None
+        if parts is not None and position.part is None:
+            del call.positions[axis]
+            return parts
         if alone_in_call and (axis in SAMPLE_ATOMS or of_weight) and label in spec.ranges:
             text = f"{name}: each rank takes its own part of sharded dim {dim}: that all parts are used in the same way"
             call.assumed.append(text)

@@ -6,6 +6,7 @@ Nothing here runs a call or caches a judgement: `SpmdTypeMode` does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from ...spmd.types import DIFFERING, R, V
 from .handlers.axis_numbers import with_factors, with_numbers
 from .handlers.inplace import OVERWRITES, overwritten
 from .handlers.lookups import assumed_masked
+from .handlers.norms import squared_axes, with_squares
+from .handlers.one_rank import as_share, claim
+from .handlers.own_rows import check_own_rows
 from .handlers.random_numbers import draws, made_type, stream_type
 from .handlers.rank_arguments import counted, rank_values
 from .handlers.seeds import generator_in
@@ -90,13 +94,21 @@ def judge_call(
     if draws(rule, args, kwargs):
         stream, assumed = stream_type(mode, generator_in(args, kwargs), operand_types[0].type)
         drawn = [Operand(stream, False)]
-    try:
-        judgement = judge(rule, spec, [*operand_types, *numbers, *drawn], affine, total)
-    except Violation as violation:
-        if batched(notes) is not None:
-            raise refused(rule, violation, tensors, notes) from None
-        call = JudgedCall(rule, func, args, kwargs, tensors, [*operand_types, *numbers, *drawn], spec, affine)
-        raise explain(mode, violation, call) from None
+    judged, squared = squared_axes(rule, args, kwargs, operand_types)
+    while True:
+        try:
+            check_own_rows(rule, tensors, operand_types)
+            judgement = with_squares(judge(rule, spec, [*judged, *numbers, *drawn], affine, total), squared)
+            break
+        except Violation as violation:
+            if batched(notes) is not None:
+                raise refused(rule, violation, tensors, notes) from None
+            call = JudgedCall(rule, func, args, kwargs, tensors, [*operand_types, *numbers, *drawn], spec, affine)
+            shares = as_share(violation, judged) if mode.claims is not None and not mode.probing else None
+            if shares is None:
+                raise explain(mode, violation, call) from None
+            claim(mode, violation.axis, partial(explain, mode, violation, call))
+            judged, mode.uncached = shares, True
     judgement = assumed_masked(rule, notes, judgement)
     judgement = judgement._replace(assumed=(*judgement.assumed, *assumed))
     return _assuming(mode, with_numbers(mode, rule, args, kwargs, judgement))
@@ -125,6 +137,13 @@ def _scalar(mode: Session, call: JudgedCall) -> Judgement:
                     "could not be followed"
                 )
                 raise explain(mode, Violation("scalar", axis, why, [index]), call)
+            if spmd_type.scale and call.rule.name in ("__int__", "__float__", "__index__"):
+                python = call.rule.name.strip("_")
+                why = (
+                    f"{python}() makes a plain number of it, of which nobody knows that it depends on the size of "
+                    f"{axis}; write x.item() for {python}(x)"
+                )
+                raise explain(mode, Violation("scalar_scale", axis, why, [index]), call)
     return Judgement((EQUAL,), {}, ())
 
 

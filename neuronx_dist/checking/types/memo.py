@@ -8,7 +8,8 @@ entry has an `ExtraKey`, and a second look-up adds these properties to the key:
     dtypes     of masks and integers; casts that round are not linear
     random     the stream that is drawn from, on the axes of the mesh
     parameters a part of a sharded dim is taken: of a parameter a rank may take its own
-    mesh       an argument is a number that knows axes by name: which pieces of axes these are
+    mesh       an argument is a number that knows axes by name: which pieces of axes these are; or a plain one that
+               multiplies a part of a sum, and may be the size of an axis
 
 Types are interned and entries hold no tensors, so that all modes share the entries. Functions come from the registry of
 rules alone: a function that a program makes for each call is never a key.
@@ -27,6 +28,7 @@ from ...rules.names import CATS
 from ...spmd.tensor_type import TensorType
 from ...torch_internals.fake_tensors import FakeTensor
 from .axis_powers import NUMBER_CLASSES, AxisNumber
+from .handlers.axis_numbers import takes_factor
 from .handlers.random_numbers import drawing
 from .judge import EXPANDS, PICKS, Judgement
 from .session import Session
@@ -124,10 +126,15 @@ def extra_key_of(rule: Rule, types: Sequence[TensorType], items: Sequence[Any]) 
         packs or any(type_.graded for type_ in types),
         shapes or (partial and rule.affine is not None),
         bool(rule.random) or rule.kind in ("random", "decompose"),
-        any(isinstance(x, AxisNumber) for x in items),
+        any(isinstance(x, AxisNumber) for x in items) or (takes_factor(rule.name) and any(map(_is_scaled, types))),
         rule.name in PICKS and any(type_.sharded for type_ in types),
     )
     return extra_key if any(extra_key) else None
+
+
+def _is_scaled(type_: TensorType) -> bool:
+    """Whether a plain number may be meant for the size of an axis, as a factor."""
+    return any(spmd_type.letter == "P" or spmd_type.scale for _, spmd_type in type_)
 
 
 def extra_values(extra_key: ExtraKey, items: Sequence[Any], mode: Session) -> tuple[Any, ...]:

@@ -328,6 +328,8 @@ class SpmdTypeMode(Session):
                 store(self._memo, key, CachedJudgement.undecided(rule.name, extra_key))
                 key += extra_values(extra_key, items, self)
         judgement = self.judge(rule, func, args, kwargs, tensors, notes)
+        if self.uncached:
+            self.uncached, key = False, None
         call = _Uncached(rule, func, args, kwargs, tensors, notes, key)
         if rule.inplace is not None:
             return self._write(call, tensors[rule.inplace], judgement)
@@ -397,7 +399,8 @@ class SpmdTypeMode(Session):
         extra = notes[0].extra if rule.aliases and notes else None
         if extra == READONLY:
             return READONLY
-        if counts(rule, args, kwargs) or (extra == COUNTED and result.numel() == call.tensors[0].numel()):
+        same_size = isinstance(result, Tensor) and bool(notes) and result.numel() == call.tensors[0].numel()
+        if counts(rule, args, kwargs) or (extra == COUNTED and same_size):
             return COUNTED
         lookup = lookup_note(self, rule, args, kwargs, call.tensors, notes, result, judgement.types[0])
         return lookup or stacked_note(rule, args, kwargs, call.tensors, notes)

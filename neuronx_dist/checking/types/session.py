@@ -21,6 +21,7 @@ from ...rules import Rule
 from ...spmd.axes import atoms_of, mesh_of
 from ...spmd.tensor_type import EQUAL, NAME, NOTE, Note, Origin, TensorType, note_of, tensors_in, version
 from ...spmd.types import I, R, scaled
+from ...torch_internals.tensors import DisableTorchFunction
 from ...weights.partial_model import partial_model
 from ...weights.shard_spec import spec_of
 from .judge import Judgement
@@ -59,6 +60,11 @@ class Session(TorchFunctionMode):
         unrecorded: number of running steps of torch's own optimizers, whose calls are not compared.
         incoming: results of the hooks of leaves in this backward pass: by id of the leaf `(leaf, type of its gradient,
             origins)`.
+        averaged_leaves: leaves whose gradients a hand-written backward averages, in this backward pass: by id of the
+            leaf `(leaf, type of its gradient, nodes of the function)`.
+        claims: claims that one rank alone adds a value (handlers/one_rank.py); None: nobody compares ranks.
+        uncached: the last judgement rests on a claim, so that it is not to be cached.
+        permuted: axis and pairs of each `comm.permute`, in order.
         around_hooks: makes a context that the body of every hook on gradients runs in; None: none.
         probing: number of entered `trial`; errors raised meanwhile are caught, and need no full message.
         symbolic: ranks are RankValues: one rank is played in place of many.
@@ -93,6 +99,10 @@ class Session(TorchFunctionMode):
         self.stand_in: Callable[[Tensor, str], Any] | None = None
         self.unrecorded = 0
         self.incoming: dict[int, tuple[Tensor, TensorType | None, Any]] = {}
+        self.averaged_leaves: dict[int, tuple[Tensor, TensorType, set[Any]]] = {}
+        self.claims: list[Any] | None = None
+        self.uncached = False
+        self.permuted: list[tuple[Any, frozenset[tuple[Any, Any]]]] = []
         self.around_hooks: Callable[[], AbstractContextManager[None]] | None = None
         self.averaged: tuple[str, ...] = ()
         self.gradient_scales: dict[str, int] = {}
@@ -187,6 +197,22 @@ class Session(TorchFunctionMode):
         finally:
             self.assumed, self.trusted, self.operators, self.collectives = before
             self.probing -= 1
+
+    @contextmanager
+    def gradients_restored(self) -> Iterator[None]:
+        """Restores the gradients of watched parameters: a recomputation's backward adds to them."""
+        scales, params = self.gradient_scales, [*self._parameters.values()]
+        with DisableTorchFunction():
+            grads = [param.grad for param in params]
+            for param in params:
+                param.grad = None
+        try:
+            yield
+        finally:
+            self.gradient_scales = scales
+            with DisableTorchFunction():
+                for param, grad in zip(params, grads):
+                    param.grad = grad
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:

@@ -5,6 +5,7 @@
     hooks                 of nodes in the graph, and of saved tensors (`handlers/hooks.py`)
     torch.vmap, torch.func  dims that they hide stay in the type (`handlers/vmapped.py`)
     len                   of a sharded tensor is an AxisSize (`handlers/axis_numbers.py`)
+    apply = F.apply       of a custom function is checked, though it was bound before (`handlers/captured.py`)
     torch.jit             scripted functions run as Python (`handlers/scripted.py`)
     torch.compile         compiled functions run as written: a compiler cannot follow types
 
@@ -27,11 +28,11 @@ from ...spmd.tensor_type import READONLY, note_of
 from ...spmd.watching import active
 from ...torch_internals.operators import COMPILER
 from . import raw_collectives as raw
-from .handlers import axis_numbers, hooks, scripted, vmapped
+from .handlers import axis_numbers, captured, hooks, scripted, vmapped
 
 __all__ = ["surroundings"]
 
-_PARTS: Any = (raw, hooks, vmapped, scripted, axis_numbers)
+_PARTS: Any = (raw, hooks, vmapped, scripted, axis_numbers, captured)
 _NEW = nn.Parameter.__new__
 
 

@@ -153,9 +153,9 @@ def ddp_by_tensor_hooks_each_microbatch(model, optimizer, x):
 
 
 @program(with_hooks(reduced_after, AFTER))
-def halved_in_a_hook(model, optimizer, x):
+def scaled_in_a_hook(model, optimizer, x):
     for param in model.parameters():
-        param.register_hook(lambda grad: grad * 0.5)
+        param.register_hook(lambda grad: grad * 0.75)
     plain(model, optimizer, x)
 
 

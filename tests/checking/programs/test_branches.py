@@ -23,7 +23,8 @@ def op(name: str, *numbers: int, line: int = 1, tp: Any = R, inside: bool = Fals
 def explored(*programs: tuple[int, list[Op]]) -> Any:
     """Ranks, each with its calls."""
     distinct = [
-        SimpleNamespace(rank=rank, ops=ops, phases={"train": SimpleNamespace(ops=ops)}) for rank, ops in programs
+        SimpleNamespace(rank=rank, ops=ops, claims=[], phases={"train": SimpleNamespace(ops=ops)})
+        for rank, ops in programs
     ]
     return SimpleNamespace(distinct=distinct, mesh=MESH)
 

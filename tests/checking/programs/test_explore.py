@@ -36,7 +36,7 @@ def op(**more: Any) -> Op:
 
 
 def program(events: list[Event], ops: list[Op], rank: int = 0) -> RankProgram:
-    return RankProgram(rank, {"train": SimpleNamespace(events=events, ops=ops)})  # type: ignore[dict-item]
+    return RankProgram(rank, {"train": SimpleNamespace(events=events, ops=ops, claims=[])})  # type: ignore[dict-item]
 
 
 DRAW, OTHER = (Draw("a.py:1", seed, None) for seed in (1, 2))  # type: ignore[arg-type]

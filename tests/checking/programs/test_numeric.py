@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import neuronx_dist as nxd
 from neuronx_dist import Mesh, comm, spmd
@@ -145,3 +147,25 @@ def test_a_scale_that_is_wrong_by_a_thousandth_is_seen():
 
     report = spmd.check(Mean, models.example_inputs(), MESH, step=step, numeric=True)
     assert "1.001 times that of one process" in report.problems[0].message
+
+
+class Classifier(nn.Module):
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.linear, self.own = nn.Linear(4, 5), own
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.linear(x)
+        if self.own:
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        items = nxd.global_num_items(labels, shift=False, dtype=logits.dtype)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / items
+
+
+@pytest.mark.parametrize("numeric", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_ranks_have_other_numbers_of_labels_that_count(own, numeric):
+    labels = torch.tensor([[0, 1, 2, 3], [4, 0, -100, -100]])
+    report = spmd.check(lambda: Classifier(own), (torch.empty(2, 4, 4), labels), {"dp": 2}, numeric=numeric)
+    assert report.ok == (not (own and numeric)), str(report)
+    assert any("as many targets count" in text for text in report.assumed) == own

@@ -118,8 +118,10 @@ def test_values_for_inputs_that_have_none() -> None:
 def test_each_data_parallel_rank_gets_other_values() -> None:
     x, ids = torch.tensor([1.0, 2.0]), torch.tensor([[1, 2], [3, 4]])
     assert torch.allclose(numeric._variant(x, 2), torch.tensor([0.6, 1.0])) and torch.equal(numeric._variant(x, 0), x)
-    assert numeric._variant(ids, 1).tolist() == [[3, 4], [1, 2]] and numeric._variant(ids[:1], 1).tolist() == [[2, 1]]
-    assert numeric._variant(ids[0], 1).tolist() == [2, 1]
+    assert numeric._variant(ids, 1).tolist() == [[3, 0], [1, 0]] and numeric._variant(ids[:1], 1).tolist() == [[2, 0]]
+    assert numeric._variant(ids[0], 1).tolist() == [2, 0]
+    labels = torch.tensor([[1, 2], [-100, 4]])
+    assert numeric._variant(labels, 1).tolist() == [[-100, -100], [1, -100]]
     with comm.as_rank(Mesh(4, tp=2), 2):  # dp 1
         own = numeric._inputs({"x": x, "n": torch.tensor(3), "s": "s"}, nn.Linear(1, 1), 1)
         both = numeric._inputs({"x": x, "n": torch.tensor(3), "s": "s"}, nn.Linear(1, 1), 2)

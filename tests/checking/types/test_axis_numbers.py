@@ -279,7 +279,11 @@ class Attention(nn.Module):
 @pytest.mark.parametrize(("divide", "assumptions"), [(True, 0), (False, 1)])
 def test_heads_of_a_module(divide: bool, assumptions: int) -> None:
     ids = torch.zeros(2, 3, dtype=torch.int64)
-    report = spmd.check(lambda: Attention(divide), ids, {"tp": 2}, step=lambda model, _, ids: model(ids))
+
+    def step(model: nn.Module, _: Any, ids: Tensor) -> None:
+        model(ids)
+
+    report = spmd.check(lambda: Attention(divide), ids, {"tp": 2}, step=step)
     assert report.ok, report
     literal = [text for text in report.assumed if "is the local size of dim 2, which is sharded over tp" in text]
     assert len(literal) == assumptions, report.assumed

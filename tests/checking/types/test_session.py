@@ -127,7 +127,7 @@ KEYS = {
     "relu of ones": (torch.relu, [UNIFORM_TYPE], [], "shapes grads dtypes"),
     "relu of an I": (torch.relu, [TensorType.of({"tp": I}, R)], [], "grads"),
     "sum of a partial": (torch.sum, [TensorType.of({"tp": P}, R)], [], "dtypes"),
-    "mul of a partial": (torch.mul, [TensorType.of({"tp": P}, R)], [], None),
+    "mul of a partial": (torch.mul, [TensorType.of({"tp": P}, R)], [], "mesh"),
     "cat": (torch.cat, [E], [], "shapes grads dtypes"),
     "expand": (Tensor.expand, [E], [], "shapes dtypes"),
     "randn": (torch.randn, [], [], "random"),

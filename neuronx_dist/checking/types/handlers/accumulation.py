@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +14,15 @@ from ....spmd.types import SAME, VARYING, P, Shard, SpmdType, V
 from ..messages.explain import shown
 from ..session import Session
 
-__all__ = ["accumulated_error", "accumulating", "fits", "gradient_type", "incoming_origins", "set_incoming"]
+__all__ = [
+    "accumulated_error",
+    "accumulating",
+    "averages_leaf",
+    "fits",
+    "gradient_type",
+    "incoming_origins",
+    "set_incoming",
+]
 
 
 def set_incoming(
@@ -23,16 +32,62 @@ def set_incoming(
     mode.incoming[id(leaf)] = (leaf, type_, origins)
 
 
+def averages_leaf(
+    mode: Session, leaf: Tensor | None, node: Any, type_: TensorType, axis: str, actual: SpmdType, expected: SpmdType
+) -> bool:
+    """Whether a hand-written backward gives a leaf its gradient times a power of the size of a data axis.
+
+    So does the gather of FSDP, which averages. The leaf's gradient then has the type `type_` of what was returned, if
+    all that backward adds to it comes from such functions: see `accumulating`.
+    """
+    if leaf is None or axis not in mode.data_axes() or not fits(actual.base, expected.base):
+        return False
+    if not mode.probing:
+        _, before, nodes = mode.averaged_leaves.setdefault(id(leaf), (leaf, type_, set()))
+        if before is not type_:
+            raise accumulated_error(leaf, mode.gradient_type(type_), before, type_)
+        nodes.add(node)
+        set_incoming(mode, leaf, type_)
+    return True
+
+
+def _uses(tensors: Any, leaves: Iterable[Tensor]) -> dict[int, set[Any]]:
+    """The nodes that add to each leaf's gradient in a backward of `tensors`, by id of the leaf."""
+    found: dict[int, set[Any]] = {id(leaf): set() for leaf in leaves}
+    left = [x.grad_fn for x in (tensors if isinstance(tensors, (list, tuple)) else (tensors,)) if isinstance(x, Tensor)]
+    seen = set(left)
+    while left:
+        node = left.pop()
+        for following, _ in node.next_functions if node is not None else ():
+            leaf = getattr(following, "variable", None)
+            if leaf is not None and id(leaf) in found:
+                found[id(leaf)].add(node)
+            if following is not None and following not in seen:
+                seen.add(following)
+                left.append(following)
+    return found
+
+
 @contextmanager
-def accumulating(mode: Session) -> Iterator[None]:
-    """Forgets the results of leaves' hooks after a backward pass: the gradients have them then."""
+def accumulating(mode: Session, tensors: Any) -> Iterator[None]:
+    """Forgets the results of leaves' hooks after a backward pass of `tensors`: the gradients have them then.
+
+    Raises:
+        SpmdTypeError: a leaf gets averaged gradients from some functions, and others elsewhere.
+    """
     try:
         yield
+        leaves = mode.averaged_leaves
+        uses = _uses(tensors, [leaf for leaf, _, _ in leaves.values()]) if leaves else {}
+        for leaf, type_, nodes in leaves.values():
+            if uses[id(leaf)] - nodes:
+                raise accumulated_error(leaf, type_, type_, mode.gradient_type(type_))
         for leaf, _, _ in [*mode.incoming.values()]:
             if leaf.grad is not None:
                 mode.adopt(leaf, leaf.grad)
     finally:
         mode.incoming.clear()
+        mode.averaged_leaves.clear()
 
 
 def incoming_origins(mode: Session, leaf: Tensor) -> dict[str, Origin] | None:

@@ -24,28 +24,31 @@ from ....rules import RULES
 from ....spmd.errors import SpmdTypeError
 from ....spmd.intercept import apply_of
 from ....spmd.tensor_type import READONLY, TensorType, note_of, origins_of, tensors_in, write
-from ....spmd.types import SAME, I, R, SpmdType, V
+from ....spmd.types import SAME, I, P, R, SpmdType, V
 from ....torch_internals.autograd import backward_class, function_class, saved_tensors_of, top_saved_tensors_hooks
 from ....torch_internals.tensors import DisableTorchFunction, version_of
 from ..messages.explain import gradient_error, shown
 from ..messages.loss_errors import loss_error, scale_error
 from ..session import Session
-from .accumulation import accumulated_error, accumulating, adds_up, fits, gradient_type, incoming_origins
+from .accumulation import accumulated_error, accumulating, adds_up, averages_leaf, fits, gradient_type, incoming_origins
 from .composition import CompositionCheck, run_node
 from .inplace import check_write, last_write
 from .vmapped import hidden_gradient, seen_losses
+from .ways_back import check_ways_back
 
-__all__ = ["adopt", "apply_function", "check_loss", "handlers"]
+__all__ = ["adopt", "apply_function", "check_loss", "handlers", "is_checked"]
 
 
 class _Signature:
     """Types of the inputs and outputs of one call of a function; None for arguments that are no tensors."""
 
-    __slots__ = ("inputs", "mode", "name", "outputs", "where")
+    __slots__ = ("inputs", "leaves", "mode", "name", "outputs", "sent", "where")
 
-    def __init__(self, mode: Session, name: str, inputs: Sequence[TensorType | None]) -> None:
+    def __init__(self, mode: Session, name: str, inputs: Sequence[TensorType | None], args: Sequence[Any]) -> None:
         self.mode, self.name, self.inputs = mode, name, inputs
+        self.leaves = [x if isinstance(x, Tensor) and x.is_leaf and x.requires_grad else None for x in args]
         self.outputs: list[TensorType | None] = []
+        self.sent: list[Any] = []  # by permutes in forward
         self.where = call_site()
 
 
@@ -64,12 +67,14 @@ def apply_function(
     quiet = DisableTorchFunction
     with quiet():
         notes = [mode.note(x, cls.__name__) if isinstance(x, Tensor) else None for x in args]
-    signature = _Signature(mode, cls.__name__, [None if note is None else note.type for note in notes])
+        signature = _Signature(mode, cls.__name__, [None if note is None else note.type for note in notes], args)
     hooked = top_saved_tensors_hooks(True) is not None
     if hooked and not rehearsal and torch.is_grad_enabled():
         _rehearse(mode, cls, args, kwargs, signature.inputs)
     comparison = CompositionCheck(mode, cls, args, signature.inputs)
+    before = len(mode.permuted)
     result = apply_of(_subclass(cls))(*args, **kwargs)
+    signature.sent = mode.permuted[before:]
     outputs = list(result) if isinstance(result, (tuple, list)) else [result]
     with quiet():
         differentiable = [x for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None]
@@ -133,6 +138,11 @@ def _itself(x: Any) -> Any:
     return x
 
 
+def is_checked(cls: Any) -> bool:
+    """Whether a function is the subclass of one whose backward is checked."""
+    return _checked.get(cls.__base__) is cls
+
+
 def _subclass(cls: Any) -> Any:
     """A subclass of the function whose backward is checked; one for each function."""
     subclass = _checked.get(cls)
@@ -146,9 +156,11 @@ def _subclass(cls: Any) -> Any:
             for grad, type_ in zip(grads, signature.outputs):
                 if isinstance(grad, Tensor) and type_ is not None:
                     mode.stamp(grad, mode.gradient_type(type_))
+            before = len(mode.permuted)
             with mode:  # the engine runs without it
                 result = cls.backward(ctx, *grads)
-            _verify(signature, cls, result if isinstance(result, tuple) else (result,))
+            check_ways_back(signature.name, signature.where, signature.sent, mode.permuted[before:])
+            _verify(signature, cls, result if isinstance(result, tuple) else (result,), ctx)
             return result
 
         def remembering(function: Callable[..., Any]) -> Any:
@@ -194,7 +206,7 @@ def _no_buffers(ctx: Any) -> tuple[None, ...]:
     return (None,) * len(ctx.needs_input_grad)
 
 
-def _verify(signature: _Signature, cls: Any, grads: Sequence[Any]) -> None:
+def _verify(signature: _Signature, cls: Any, grads: Sequence[Any], node: Any) -> None:
     """Checks that the gradients returned by a backward have the duals of the inputs' types."""
     for index, (grad, input_type) in enumerate(zip(grads, signature.inputs)):
         note = note_of(grad) if isinstance(grad, Tensor) else None
@@ -207,6 +219,10 @@ def _verify(signature: _Signature, cls: Any, grads: Sequence[Any]) -> None:
         for axis in sorted({*gradient_type.types, *note.type.types}):
             expected_type, actual_type = gradient_type.get(axis), note.type.get(axis)
             if expected_type is None or actual_type is None or fits(actual_type, expected_type):
+                continue
+            if averages_leaf(
+                signature.mode, signature.leaves[index], node, note.type, axis, actual_type, expected_type
+            ):
                 continue
             raise gradient_error(cls, signature.where, input_type.get(axis), index, grad, axis, expected_type)
 
@@ -277,7 +293,7 @@ def _probe(
     mode = signature.mode
     signature.outputs = _with(outputs_before, flavours)
     try:
-        with mode.trial(), mode.unwatched():
+        with mode.trial(), mode.unwatched(), mode.gradients_restored():
             run_node(outputs)
     except SpmdTypeError:
         return False
@@ -292,7 +308,7 @@ def _backward(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     tensors = args[0] if args else kwargs.get("tensors")
     grads = args[1] if len(args) > 1 else kwargs.get("gradient", kwargs.get("grad_tensors"))
     _check_start(mode, tensors, grads)
-    with accumulating(mode):
+    with accumulating(mode, tensors):
         return func(*args, **kwargs)
 
 
@@ -306,7 +322,7 @@ def _grad(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     with seen_losses(mode, tensors):
         _check_start(mode, named["outputs"], named.get("grad_outputs"))
     inputs = named["inputs"] if isinstance(named["inputs"], (list, tuple)) else (named["inputs"],)
-    with accumulating(mode):
+    with accumulating(mode, named["outputs"]):
         result = func(*args, **kwargs)
         for x, grad in zip(inputs, result):
             note = mode.note(x, "grad") if isinstance(x, Tensor) else None
@@ -374,7 +390,7 @@ def check_loss(mode: Session, loss: Tensor, gradient: Tensor | None = None) -> d
         if spmd_type.letter == "R" and (spmd_type.scale == -1 or axis in mode.data_axes()):
             scales[axis] += 1  # its own mean
             continue
-        if spmd_type.letter in "IP0":
+        if spmd_type.letter in "I0" or spmd_type.base is P:
             continue
         if spmd_type.base is V and axis in mode.data_axes():
             mode.assume(f"the losses that vary over {axis} are summands")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ....comm.ranks.rank_values import RankValue
+from ....mesh import DENSE_AXES
 from ....rules import Rule
 from ....rules.names import getter
 from ....spmd.axes import atoms_of
@@ -28,7 +29,17 @@ from ..declared import parameter_type
 from ..judge import Judgement, Operand
 from ..session import Session
 
-__all__ = ["Powers", "factor", "handlers", "install", "remove", "scaled_by", "with_factors", "with_numbers"]
+__all__ = [
+    "Powers",
+    "factor",
+    "handlers",
+    "install",
+    "remove",
+    "scaled_by",
+    "takes_factor",
+    "with_factors",
+    "with_numbers",
+]
 
 # The number that is a factor of the result: its position, its name, and whether it multiplies or divides.
 _FACTORS: dict[str, tuple[int, str, int]] = {
@@ -53,6 +64,7 @@ _COEFFICIENTS: dict[str, dict[str, int]] = {
 }
 
 Powers = Mapping[str, int]  # by atom
+_NAMED_AXES = frozenset((*DENSE_AXES, "ep"))
 _TENSORS = frozenset((Tensor, nn.Parameter, FakeTensor))
 
 
@@ -65,7 +77,7 @@ def with_numbers(
         text = f"{rule.name}: numbers that grow in different ways with the sizes of axes are taken for constants"
         return judgement._replace(assumed=(*judgement.assumed, text))
     types = tuple(scaled_by(type_, powers) for type_ in judgement.types)
-    assumed = _literal_sizes(mode, rule, args, kwargs, types)
+    assumed = [*_literal_sizes(mode, rule, args, kwargs, types), *_literal_factors(mode, rule, args, kwargs, types)]
     return judgement._replace(types=types, assumed=(*judgement.assumed, *assumed))
 
 
@@ -99,6 +111,28 @@ def _scales(x: Tensor, powers: Powers) -> bool:
     return x.is_floating_point() or (
         type_ is not None and any(getattr(type_.get(atom), "base", None) is P for atom in powers)
     )
+
+
+def takes_factor(name: str) -> bool:
+    """Whether a function of this name has a number that is a factor of its result."""
+    return name.rstrip("_") in _FACTORS or name in _FACTORS
+
+
+def _literal_factors(
+    mode: Session, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any], types: Sequence[TensorType]
+) -> Iterator[str]:
+    """Assumptions of a plain number equal to the size of an axis, by which a part of a sum or of a mean is scaled."""
+    where = _FACTORS.get(rule.name.rstrip("_") if not rule.name.endswith("__") else rule.name)
+    number = None if where is None else args[where[0]] if len(args) > where[0] else kwargs.get(where[1])
+    if number.__class__ not in (int, float) or mode.mesh is None or not types:
+        return
+    for axis, spmd_type in types[0]:
+        size = mode.mesh.size(axis) if (spmd_type.letter == "P" or spmd_type.scale) and axis in _NAMED_AXES else 1
+        if size > 1 and number in (size, 1 / size):
+            yield (
+                f"{rule.name}: that {number:.6g} is a number of the program, and does not stand for "
+                f'{"" if number == size else "1 / "}comm.size("{axis}"), to which it is equal'
+            )
 
 
 def _leaves(data: Sequence[Any]) -> Iterator[Any]:

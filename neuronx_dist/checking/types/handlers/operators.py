@@ -24,6 +24,7 @@ from ....spmd.watching import HANDLERS
 from ..messages.explain import operator_error
 from ..messages.provenance import module_path
 from ..session import Session
+from .one_rank import claim_stage
 from .vmapped import refuse_inside
 
 __all__ = ["check_masked", "cut", "joined"]
@@ -168,6 +169,7 @@ def _check_source(mode: Session, x: Tensor, note: Note, atom: str, name: str, sr
             return
         if actual is V:
             check_masked(mode, name, x, note, atom, src, dst)
+            claim_stage(mode, name, note.type.get(atom))
             mode.assume(f"{name}: the values that vary over {atom} are summands")
             return
         if declared == "V" and isinstance(actual, Shard):

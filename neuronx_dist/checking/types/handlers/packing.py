@@ -19,6 +19,7 @@ from ....rules import RULES, Rule
 from ....rules.names import CATS
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import Note, Segments, TensorType, note_of
+from ....spmd.types import P
 from ....spmd.watching import see_through
 from ....torch_internals.tensors import foreach_functions, native_nn
 from ..messages.explain import shown
@@ -98,6 +99,8 @@ def _pack(
         return None
     if len(types) == 1 and not next(iter(types)).sharded:
         return None
+    if all(_combine(mode, axis, [*types]) for axis in {axis for type_ in types for axis in mode.axes_of(type_)}):
+        return None
     # For tensors sharded along the same other dim the usual rule is more precise.
     if tensors[0].dim() == 2 and len(types) == 1:
         return None
@@ -106,6 +109,13 @@ def _pack(
     mode.operators += 1
     mode.stamp(result, TensorType.of({}), None, Segments(dim, parts))
     return result
+
+
+def _combine(mode: Session, axis: str, types: Sequence[TensorType]) -> bool:
+    """Whether values of these types may be elements of one tensor: equal ones, and partial maxima (a history)."""
+    spmd_types = [mode.named(type_).get(axis) for type_ in types]
+    kinds = {"max" if k is P("max") else k.letter if k is not None and not k.scale else "V" for k in spmd_types}
+    return kinds <= {"R", "0"} or kinds <= {"I", "0"} or ("max" in kinds and kinds <= {"R", "I", "0", "max"})
 
 
 def _viewed(mode: Session, name: str, x: Tensor, note: Note, segments: Segments, result: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from ....rules import Rule
 from ....spmd.tensor_type import EQUAL, UNIFORM_TYPE, ZERO_TYPE, TensorType
-from ....spmd.types import DIFFERING, VARYING, R, SpmdType, V
+from ....spmd.types import DIFFERING, VARYING, R, Shard, SpmdType, V
 from ..axis_powers import exponents_of
 from ..judge import Operand
 from ..session import Session
@@ -83,6 +83,8 @@ def made_type(
     if rule.kind == "uniform" or rule.name.startswith(("ones", "full", "new_ones", "new_full")):
         base = UNIFORM_TYPE
     types: dict[str, SpmdType] = {axis: V for operand in numbers for axis, spmd_type in operand.type if spmd_type is V}
+    if rule.name in ("ones_like", "full_like"):  # of a shard: their sum is a part of the count
+        types.update({axis: spmd_type.base for axis, spmd_type in operands[0].type if isinstance(spmd_type, Shard)})
     if rule.kind == "factory" and not rule.name.startswith("new_"):  # of `x.new_...` only the dtype is read
         types.update(
             {

@@ -23,6 +23,7 @@ from ..messages.explain import operator_error
 from ..session import Session
 from .inplace import note_write
 from .lost_gradients import lost_gradients, refuse_gradient
+from .one_rank import claim_stage
 from .operators import check_masked, cut, joined
 from .vmapped import refuse_inside
 
@@ -44,6 +45,9 @@ def _verb(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     if len(known) < len(notes):  # a backward pass through native code
         with mode.pause():
             return func(*args, **kwargs)
+    if name == "permute":
+        pairs = args[2] if len(args) > 2 else kwargs["pairs"]
+        mode.permuted.append((communicator.axis, frozenset((src, dst) for src, dst in pairs)))
     types: list[tuple[TensorType, Any, Any]] = []
     for x, note in known:
         if isinstance(note.extra, Segments):
@@ -107,9 +111,12 @@ def _on_its_axes(
             raise operator_error(mode, f"comm.{name}", x, note, atom, None, None, why, "no_type")
         if name in ("all_reduce", "reduce_scatter") and actual.letter in SAME and actual.scale < 0:
             actual = scaled(P, actual.scale + 1)  # a share on every rank: together they are the whole
+        if name in ("all_reduce", "reduce_scatter"):
+            claim_stage(mode, f"comm.{name}", actual)
         result = _VERBS[name](_VerbOperand(mode, name, x, note, atom, actual.base, kwargs))
         summed = name in ("all_reduce", "reduce_scatter")
-        types[atom] = scaled(result, actual.scale if summed or actual.base is not V else 0)
+        moved = name in ("permute", "exchange")  # what is received is scaled as what is sent
+        types[atom] = scaled(result, actual.scale if summed or moved or actual.base is not V else 0)
     return types
 
 

@@ -123,7 +123,7 @@ def find_repairs(
                     tried.append((change.order, Repair(f"{change.code}: gives {shape}, to which the others must fit")))
                 elif change.shape == tuple(call.tensors[index].shape) and "comm.size" in change.code:
                     tried.append((change.order, expression.repair(index, change)))
-    tried += [(GATHERED, repair) for repair in local_code(violation, call)]
+    tried += [(GATHERED, repair) for repair in local_code(violation, call, names)]
     tried += [(LAST - 1, repair) for repair in otherwise(mode, violation, call, names)]
     tried.sort(key=lambda pair: pair[0])
     for _, repair in tried:

@@ -185,12 +185,30 @@ def _fixed(
 _PICKING = frozenset("topk sort argsort msort kthvalue median argmax argmin cumsum cumprod".split())
 
 
-def local_code(violation: Violation, call: JudgedCall) -> Iterator[Repair]:
+def local_code(violation: Violation, call: JudgedCall, names: Sequence[Named]) -> Iterator[Repair]:
     """Yields a `local_map` for code that selects positions of this rank's shard."""
     picks = call.spec is not None and bool(call.spec.selected or call.spec.looked_up)
     if violation.rule == "fixed" and (picks or call.rule.name in _PICKING):
-        yield Repair(f'spmd.local_map(function, out_types={{"{violation.axis}": ...}}) around it, if this rank\'s own '
-                     "positions are meant: it declares what the results are")  # fmt: skip
+        meant = "if this rank's own positions are meant: it declares what the results are"
+        yield Repair(f"{_mapped(violation, call, names)}, {meant}")
+    if violation.rule == "shards" and violation.axis == "cp":
+        code = 'spmd.local_map(function, out_types={"cp": ...}, in_types={"cp": ...})'
+        yield Repair(f"{code} around the loop, if the other ranks' pieces come in turn, as in a ring")
+
+
+def _mapped(violation: Violation, call: JudgedCall, names: Sequence[Named]) -> str:
+    """A call on this rank's shard in a `local_map`, as far as the call can be written again."""
+    axis, index = violation.axis, violation.operands[0]
+    spmd_type = call.operands[index].type.get(axis)
+    more = [*map(repr, call.args[1:]), *(f"{key}={value!r}" for key, value in call.kwargs.items())]
+    plain = all(x.__class__ in (int, float, bool, str, type(None)) for x in (*call.args[1:], *call.kwargs.values()))
+    dims = call.spec.ins[index] if call.spec is not None else None
+    known = call.rule.name in _PICKING and isinstance(spmd_type, Shard) and len(call.tensors) == 1
+    if call.spec is None or dims is None or not (plain and known):
+        return f'spmd.local_map(function, out_types={{"{axis}": ...}}) around it'
+    kept = all(len(out) == len(dims) for out in call.spec.outs)
+    types = f'out_types={{"{axis}": spmd.{spmd_type if kept else V}}}, in_types={{"{axis}": spmd.{spmd_type}}}'
+    return f"spmd.local_map(lambda x: x.{call.rule.name}({', '.join(more)}), {types})({names[index].code})"
 
 
 def otherwise(mode: Any, violation: Violation, call: JudgedCall, names: Sequence[Named]) -> Iterator[Repair]:
@@ -228,6 +246,13 @@ def _undeclared_shard(call: JudgedCall, index: int, axis: str, name: Named) -> I
                 code = f'spmd.assert_type({name.code}, {{"{axis}": spmd.S({dim})}})'
             yield Repair(f"{code} where it is made, if it is an undeclared shard")
             return
+
+
+def _own_rows(mode: Any, violation: Violation, call: JudgedCall, names: Any, here: Site | None, size: Any) -> Any:
+    """Yields the operator for this rank's rows among those of all ranks."""
+    index = violation.operands[0]
+    code = call_of("all_gather", names[index].code, violation.axis, call.operands[index].type.get(violation.axis), I)
+    yield Repair(f"{code} in place of the gather and of this line: in backward each rank gets the gradient of its rows")
 
 
 def _scalar(mode: Any, violation: Violation, call: JudgedCall, names: Any, here: Site | None, size: Any) -> Any:
@@ -313,5 +338,6 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "invariant": _invariant,
     "partial_plus": _plus,
     "fixed": _fixed,
+    "own_rows": _own_rows,
     "scalar": _scalar,
 }

@@ -1,0 +1,36 @@
+"""Calls of `apply = MyFunction.apply`, which a program has bound before the check replaced `Function.apply`.
+
+torch's `apply` in Python ends in that of its base class, which is replaced meanwhile. Where torch's is in C, a call of
+a bound one is not seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ....spmd.watching import active
+from .autograd import apply_function, is_checked
+
+__all__ = ["install", "remove"]
+
+_PACKAGE = __name__.partition(".")[0] + "."
+_BASE: Any = torch.autograd.Function.__mro__[1]  # above it stands the class in C
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    mode: Any = active()
+    if mode is None or is_checked(cls) or cls.__module__.startswith("torch.") or cls.__module__.startswith(_PACKAGE):
+        return super(_BASE, cls).apply(*args, **kwargs)
+    return apply_function(mode, cls, args, kwargs)
+
+
+def install() -> None:
+    """Replaces the `apply` in which torch's ends."""
+    _BASE.apply = classmethod(_apply)
+
+
+def remove() -> None:
+    """Restores the one of the class in C."""
+    del _BASE.apply
