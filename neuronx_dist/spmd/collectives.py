@@ -27,7 +27,9 @@ from .types import P, Shard, SpmdType, V
 from .watching import no_typecheck
 
 if TYPE_CHECKING:
-    from .operator_options import Options, Unpack
+    from typing import Unpack
+
+    from .operator_options import Options
 
 __all__ = [
     "all_gather",

@@ -13,7 +13,6 @@ from typing import Any, TypedDict
 
 import torch
 import torch.nn.functional as F
-from typing_extensions import Unpack
 
 from .. import comm
 from ..comm import Communicator
@@ -21,7 +20,7 @@ from .errors import SpmdTypeError, dim_of
 from .rows import Kernel, OperatorArguments, Row
 from .types import Shard, SpmdType
 
-__all__ = ["OperatorOptions", "Options", "Unpack", "exchange_dims", "options_of"]
+__all__ = ["OperatorOptions", "Options", "exchange_dims", "options_of"]
 
 _REDUCING = ("all_reduce", "reduce_scatter")
 

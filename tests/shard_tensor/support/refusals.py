@@ -733,5 +733,6 @@ _MORE.append(
         r"one_exchange: relu\(inplace=True\) would write to x",
     )
 )
+_MORE.append((lambda mesh: x(mesh)._fsdp_flattened, NotImplementedError, "^FullyShardedDataParallel of a ShardTensor"))
 _MORE.append((lambda mesh: _layer(mesh, lambda h: h.grad_fn), AttributeError, "one_exchange: grad_fn has"))
 REFUSALS |= {words: (function, kind, words) for function, kind, words in _MORE}
