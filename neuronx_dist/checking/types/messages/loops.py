@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ....spmd.axes import DATA_ATOMS
-from ....spmd.types import SAME, I, P, R, Shard, SpmdType
+from ....spmd.types import PARTIAL_NORM, SAME, I, P, R, Shard, SpmdType
 from .provenance import Named, Site, value_of
 from .syntax import syntax_tree
 from .trials import JudgedCall, Repair, call_of, edit_of, written
@@ -106,7 +106,8 @@ def loop_repairs(axis: str, call: JudgedCall, names: Sequence[Named], here: Site
     """Repairs of a call on partial sums and whole values that a loop over parameters made."""
     types = [operand.type.get(axis) for operand in call.operands[: len(call.tensors)]]
     whole = [spmd_type for spmd_type in types if spmd_type is not None and spmd_type.letter in SAME]
-    if here is None or P not in types or not whole:
+    of_norms = PARTIAL_NORM in types
+    if here is None or not (of_norms or P in types) or not whole:
         return
     dst = R if whole[0] is R else I
     for term in _terms(here):
@@ -114,7 +115,8 @@ def loop_repairs(axis: str, call: JudgedCall, names: Sequence[Named], here: Site
         if loop is None:
             continue
         text = here.text(term)
-        code = loop.chosen(call_of("all_reduce", text, axis, None, dst), text, axis)
+        summed = call_of("all_reduce", f"{text}.square()" if of_norms else text, axis, None, dst)
+        code = loop.chosen(f"{summed}.sqrt()" if of_norms else summed, text, axis)
         words = ": the loop goes over parameters that are sharded, whose terms are partial sums, and ones that are not"
         yield Repair(code + words, edit_of(here, term, code))
         if ".grad" in text:

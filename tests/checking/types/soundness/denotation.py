@@ -97,6 +97,9 @@ def _cut(x: Tensor, kind: SpmdType, count: int, random: Callable[[Tensor], Tenso
         pieces = [x - random(x).abs() for _ in range(count)]
         owner = (random(x) * 1e3).long() % count
         return [torch.where(owner == i, x, piece) for i, piece in enumerate(pieces)]
+    if kind.letter == "P" and kind.reduction == "norm":
+        weights = [random(x).square() + 0.1 for _ in range(count)]
+        return [x * (weight / sum(weights)).sqrt() for weight in weights]
     if kind.letter == "P":
         pieces = [random(x) for _ in range(count - 1)]
         return [*pieces, x - sum(pieces)]
@@ -138,6 +141,13 @@ def assemble(pieces: Sequence[Tensor], claim: Claim, grid: Grid, tolerance: floa
     return None if any(kind.letter == "V" for _, kind in claim.types) else found
 
 
+def put_together(stacked: Tensor, kind: SpmdType, dim: int, keepdim: bool = False) -> Tensor:
+    """Returns the value of which the ranks hold partial sums, maxima or norms, along a dim of ranks."""
+    if kind.reduction == "norm":
+        return stacked.square().sum(dim, keepdim).sqrt()
+    return stacked.amax(dim, keepdim) if kind.reduction == "max" else stacked.sum(dim, keepdim)
+
+
 def _put(axis: str, kind: SpmdType, pieces: Sequence[Tensor], tolerance: float) -> Tensor:
     if kind.scale:
         pieces = [x / float(len(pieces)) ** kind.scale for x in pieces]
@@ -148,7 +158,7 @@ def _put(axis: str, kind: SpmdType, pieces: Sequence[Tensor], tolerance: float) 
         return torch.cat(blocks, kind.dim + 1).flatten(kind.dim, kind.dim + 1)
     if kind.letter == "P":
         stacked = torch.stack([x if x.is_floating_point() else x.long() for x in pieces])
-        return stacked.amax(0) if kind.reduction == "max" else stacked.sum(0)
+        return put_together(stacked, kind, 0)
     if kind.letter == "V":
         return torch.stack(list(pieces))
     for x in pieces[1:]:

@@ -22,7 +22,15 @@ from neuronx_dist import spmd
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.spmd import SpmdTypeError, dual
 from neuronx_dist.spmd.types import scaled
-from tests.checking.types.soundness.denotation import Claim, Wrong, alike, assemble, claim_of, difference
+from tests.checking.types.soundness.denotation import (
+    Claim,
+    Wrong,
+    alike,
+    assemble,
+    claim_of,
+    difference,
+    put_together,
+)
 from tests.checking.types.soundness.program import Program, local_inputs, run_line
 
 Names = dict[str, Tensor]
@@ -242,7 +250,7 @@ def _stack(pieces: list[Tensor], claim: Claim, program: Program) -> Tensor:
     stacked = torch.stack([x.double() for x in pieces]).reshape(*shape, *pieces[0].shape)
     for at, (_, kind) in enumerate(claim.types):
         if kind.letter == "P":
-            stacked = stacked.amax(at, True) if kind.reduction == "max" else stacked.sum(at, True)
+            stacked = put_together(stacked, kind, at, keepdim=True)
     return stacked
 
 

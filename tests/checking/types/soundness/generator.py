@@ -326,7 +326,7 @@ class Generator(Choices):
 
         for axis, kind in self.claims[name].types:
             if kind.letter == "P" and self.rng.random() < 0.8:
-                if kind.reduction == "max":
+                if kind.reduction in ("max", "norm"):
                     return None
                 dst = self.rng.choice("RI")
                 if not step(f"spmd.all_reduce({name}, {axis!r}, src=P, dst={dst})", f"{name}.clone()"):
