@@ -20,7 +20,7 @@ from ....rules.spec import Spec
 from ....spmd.errors import Violation
 from ....spmd.rows import ROWS
 from ....spmd.tensor_type import TensorType, type_of
-from ....spmd.types import DIFFERING, SAME, VARYING, I, P, R, Shard, SpmdType, V, scaled
+from ....spmd.types import DIFFERING, PARTIAL_NORM, SAME, VARYING, I, P, R, Shard, SpmdType, V, scaled
 from ....torch_internals.tensors import DisableTorchFunction
 from ..judge import Operand, judge
 from .provenance import Named, Site, contracts
@@ -156,6 +156,11 @@ def changes_of(call: JudgedCall, index: int, axis: str, size: int | None, name: 
     def write(operator: str, src: SpmdType | None, dst: SpmdType | None, expert: bool = False) -> str:
         return call_of(operator, name.code, axis, src, dst, expert)
 
+    if spmd_type.base is PARTIAL_NORM:
+        for rank, dst in enumerate((first, second) if not spmd_type.scale else (), 1):
+            summed = call_of("all_reduce", f"{atom_of(name.code)}.square()", axis, None, dst)
+            yield Change(f"{summed}.sqrt()", dst, same, rank)
+        return
     dims = range(x.dim())
     others = [operand.type.get(axis) for operand in call.operands]
     mixed = spmd_type.base is P and any(k is not None and k.base is P and k is not spmd_type for k in others)
