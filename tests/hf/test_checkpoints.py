@@ -125,7 +125,7 @@ def test_a_new_head_is_the_same_on_the_last_stage_of_a_pipeline() -> None:
 
 
 def test_all_ranks_gather_where_a_gather_is_in_a_program_of_all(tmp_path: Path, monkeypatch: Any) -> None:
-    """As on XLA, in threads: ranks that write nothing make the same calls, and fetch their results."""
+    """Threads as on XLA: ranks that write nothing make the same calls, and fetch their results."""
     monkeypatch.setattr(hf_weights, "device_has_own_program", lambda: True)
     state = reference_model(llama_config(), LlamaForCausalLM, FP32).state_dict()
 

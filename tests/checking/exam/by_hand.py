@@ -186,7 +186,7 @@ def recompute_function_by_hand(bug):
 
 
 class RecomputeAll(torch.autograd.Function):
-    """As Megatron's: runs again in backward, which adds to the gradients of the parameters by itself."""
+    """Runs again in backward, which adds to the gradients of the parameters by itself, as Megatron's function does."""
 
     @staticmethod
     def forward(ctx, function, x):

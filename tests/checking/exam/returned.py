@@ -313,7 +313,7 @@ pair(
     bugs={"not_divided": "the sum of mean gradients is not divided"},
 )
 def divided_by_a_literal(bug):
-    """Right on two ranks, and on no other number of them: listed."""
+    """Learning rate that is right on two ranks, and on no other number of them: it is listed."""
 
     def step(model, optimizer, batch):
         optimizer.zero_grad()

@@ -41,7 +41,7 @@ KNOWN = {
 
 
 class Repaired(NamedTuple):
-    """What became of a program: "right", "accepted and wrong", "in words", "no repair" or "not accepted"."""
+    """End of a program's repairs: "right", "accepted and wrong", "in words", "no repair" or "not accepted"."""
 
     end: str
     repairs: list[str]

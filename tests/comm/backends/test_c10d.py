@@ -221,7 +221,7 @@ def test_which_collective_gathers(monkeypatch, backend, megabytes, started):
 
 @pytest.mark.parametrize("dtype, travel_alone", [(torch.float32, [LARGE]), (torch.int16, [])])
 def test_which_tensors_of_a_list_travel_alone(monkeypatch, dtype, travel_alone):
-    """On gloo large ones of its dtypes; the others are bytes in a buffer."""
+    """Large tensors of gloo's dtypes travel alone; the others as bytes in a buffer."""
     alone: list[int] = []
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **options: DONE)

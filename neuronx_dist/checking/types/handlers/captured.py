@@ -27,10 +27,10 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def install() -> None:
-    """Replaces the `apply` in which torch's ends."""
+    """Replaces the base class of `Function.apply`, in which calls of a previously bound `apply` end."""
     _BASE.apply = classmethod(_apply)
 
 
 def remove() -> None:
-    """Restores the one of the class in C."""
+    """Restores the `apply` that is implemented in C++."""
     del _BASE.apply
