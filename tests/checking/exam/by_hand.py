@@ -75,7 +75,7 @@ def mean_in_the_backward_of_the_gather(bug):
         F.mse_loss(model(batch["x"]), batch["y"]).backward()
         optimizer.step()
 
-    return dict(model_fn=lambda: FullySharded(gather.apply), step=step)
+    return dict(model_fn=lambda: FullySharded(lambda shard: gather.apply(shard)), step=step)
 
 
 @pair(
