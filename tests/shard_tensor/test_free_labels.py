@@ -146,6 +146,14 @@ def test_a_weight_that_all_samples_share_gets_one_reduced_gradient():
     ids="grid_sample vecdot kl_div inv lstm".split(),
 )
 def test_ranks_of_empty_shards_have_the_dtype_of_autocast(function, dtype):
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            function(torch.randn(6, 2, 4, 4))
+    except RuntimeError as error:
+        if "primitive descriptor" in str(error):
+            pytest.skip("torch has no LSTM in bfloat16 on this CPU")
+        raise
+
     def on_each(mesh):
         x = distribute_tensor(torch.randn(6, 2, 4, 4), mesh, [Shard(0)], sizes=[(0, 6)], src=None).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16), fallback("error"):
