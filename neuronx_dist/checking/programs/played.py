@@ -111,11 +111,11 @@ class PlayedTypeMode(SpmdTypeMode):
     `train.py:12 (in neuronx_dist/spmd/rows.py:30)`.
     """
 
+    decisions: Decisions
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._callers: dict[str, str] = {}
-
-    decisions: Decisions
 
     def read_number(self, x: torch.Tensor, function: str) -> Any:
         """A number in place of a value that all ranks have; None: the stages of a pipeline have different ones."""

@@ -42,9 +42,8 @@ def declared_function(mode: Session, original: Callable[..., Any], cls: Any, arg
             mode.declared_inside.remove(cls)
         _require_types(cls, result)
     else:
-        before = [(x, note_of(x)) for x in tensors_in([*args])]
-        for x, _ in before:
-            with DisableTorchFunction():
+        with DisableTorchFunction():
+            for x in tensors_in([*args]):
                 mode.note(x, cls.__name__)
         with mode.pause():
             result = original(*args, **kwargs)
