@@ -21,7 +21,6 @@ from ..comm.verbs.transformed_tensors import transforming
 from ..lazy_names import lazy_names
 from .errors import SpmdTypeError, dim_of
 from .gathered_tensors import note_gathered
-from .linear_operator import linear
 from .rows import ROWS, Key, OperatorArguments, Row
 from .types import P, Shard, SpmdType, V
 from .watching import no_typecheck
@@ -44,7 +43,7 @@ __all__ = [
 
 _DEFAULT = OperatorArguments(0, 0)
 _LATE = ("advice", "averaged", "dim_error", "exchange_dims", "options_of")
-_late = lazy_names(__name__, dict.fromkeys(_LATE, "spmd.special_cases"))
+_late = lazy_names(__name__, {**dict.fromkeys(_LATE, "spmd.special_cases"), "linear": "spmd.linear_operator"})
 
 
 class _Typed(torch.autograd.Function):
@@ -93,7 +92,7 @@ def _apply(row: Row, x: torch.Tensor, communicator: Communicator, arguments: Ope
     if communicator.size == 1:
         return _alone(row.key, x if arguments.options is None else arguments.options.cast(row, x), arguments)
     if transforming():
-        return linear(_Use(row, communicator, arguments._replace(inplace=False)), x)
+        return _late("linear")(_Use(row, communicator, arguments._replace(inplace=False)), x)
     if x.requires_grad and torch.is_grad_enabled():
         return _Typed.apply(x, row, communicator, arguments)
     with torch.no_grad():

@@ -48,7 +48,7 @@ def main(how: str, victim: int, folder: Path) -> None:
         time.sleep(0.15)
     pids = comm.gather_objects(os.getpid(), "tp")
     if comm.rank("tp") == victim and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        time.sleep(0.8)  # the last place of a stopped rank
+        time.sleep(1.2)  # the last place of a stopped rank
         if how == "stop":
             stop([pid for pid in pids if pid != os.getpid()], folder)
         elif how == "sleep":

@@ -438,7 +438,7 @@ def _process_group_is_xla() -> bool:
     return dist.is_initialized() and dist.get_backend() == "xla"
 
 
-def _sites(depth: int = 6) -> tuple[str, ...]:
+def _sites(depth: int = 8) -> tuple[str, ...]:
     """Lines that called a collective: `file:line in function`, innermost first."""
     outside = (frame for owner, frame in frames() if owner not in (LIBRARY, TRANSPORT))
     return tuple(f"{line_of(frame)} in {frame.f_code.co_name}" for frame in islice(outside, depth))
