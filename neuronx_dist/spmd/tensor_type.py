@@ -17,6 +17,7 @@ from .types import UNIFORM, ZERO, I, R, Shard, SpmdType, V, dual
 __all__ = [
     "COUNTED",
     "EQUAL",
+    "Extra",
     "FRESH",
     "Foreign",
     "NAME",
@@ -155,8 +156,8 @@ class Note(NamedTuple):
         session: serial number of the mode that wrote the note; 0: written outside of any mode.
         version: torch's version counter at that time: a higher one means that the memory was written since.
         extra: `Segments` of a flat buffer, `READONLY` for the result of `.data`, `FRESH` for random numbers without
-            a declaration, `COUNTED` for 0, 1, 2, ..., `Offset`, `Foreign` or `Stacked`
-            (handlers/lookups.py, stacks.py); or None.
+            a declaration, `COUNTED` for 0, 1, 2, ..., `Offset`, `Foreign`, `Stacked` or
+            `GatheredRows` (handlers/{lookups,stacks,own_rows}.py); or None.
     """
 
     type: TensorType
@@ -176,19 +177,19 @@ FRESH = "fresh"
 COUNTED = "counted"
 
 
-class _Extra:
+class Extra:
     """Base of the objects that a note may hold beside a type: never copied, and not saved."""
 
     __slots__ = ()
 
-    def __deepcopy__(self, memo: Any) -> _Extra:
+    def __deepcopy__(self, memo: Any) -> Extra:
         return self
 
     def __reduce__(self) -> Any:
         return OrderedDict, ()
 
 
-class Offset(_Extra):
+class Offset(Extra):
     """Equal numbers counted from this rank's first position (positions in its piece of a table), or masks of them.
 
     See `checking/types/handlers/lookups.py`.
@@ -206,7 +207,7 @@ class Offset(_Extra):
         self.axes, self.is_mask, self.shift, self.true = axes, is_mask, shift, true
 
 
-class Foreign(_Extra):
+class Foreign(Extra):
     """Rows looked up in a piece of a table; arbitrary at positions whose rows other ranks hold.
 
     Attributes:
@@ -221,7 +222,7 @@ class Foreign(_Extra):
         self.axes, self.first, self.count = axes, first, count
 
 
-class Stacked(_Extra):
+class Stacked(Extra):
     """Shards of the ranks of `axes`, stacked on a new dim.
 
     Attributes:

@@ -13,9 +13,11 @@ from torch.overrides import TorchFunctionMode
 from ...call_site import DRIVER, LIBRARY, USER, call_site, frames
 from ...comm.ranks.rank_values import RankValue, rank_values_in
 from ...rules import RULES
+from ...rules.names import CATS
 from ...spmd.random import TENSOR_PARALLEL, streams
 from ...spmd.tensor_type import TensorType, type_of
 from ...torch_internals.autograd import in_backward
+from ..types.handlers.own_rows import among_gathered
 from ..types.handlers.random_numbers import draws
 from ..types.handlers.seeds import Stream, generator_in, seed_of, stream
 from ..types.mode import SpmdTypeMode
@@ -155,6 +157,8 @@ class OpRecorder(TorchFunctionMode):
                 site, inside = user_site()
                 result = func(*args, **kwargs)
                 type_ = _type_of(result) if self._types is not None else None
+                if name in CATS and self._types is not None and among_gathered(args[0]):
+                    scalars = [tuple(result.shape)]  # ranks cut the gathered rows at the place of theirs
                 draw = self._draw(func, args, kwargs) if self._types is not None else None
                 self.ops.append(Op(name, tuple(scalars), site, inside, type_, draw))
                 if len(self.ops) % 64 == 0:

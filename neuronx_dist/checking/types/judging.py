@@ -16,13 +16,13 @@ from ...call_site import call_site
 from ...rules import Rule
 from ...spmd.errors import Violation
 from ...spmd.tensor_type import EQUAL, Note, Origin, TensorType, tensors_in, type_of
-from ...spmd.types import DIFFERING, R, V
+from ...spmd.types import DIFFERING, I, R, V
 from .handlers.axis_numbers import with_factors, with_numbers
 from .handlers.inplace import OVERWRITES, overwritten
 from .handlers.lookups import assumed_masked
 from .handlers.norms import squared_axes, with_squares
 from .handlers.one_rank import as_share, claim
-from .handlers.own_rows import check_own_rows
+from .handlers.own_rows import check_own_rows, placed
 from .handlers.random_numbers import draws, made_type, stream_type
 from .handlers.rank_arguments import counted, rank_values
 from .handlers.seeds import generator_in
@@ -55,10 +55,14 @@ def judge_call(
     ]
     if func in OVERWRITES or (func is Tensor.__setitem__ and _is_all(args[1])):
         operand_types[0] = Operand(overwritten(operand_types[0].type), operand_types[0].differentiable)
+    rows = placed(rule, args, kwargs, tensors, notes)
+    if rows is not None and rule.name != "copy_":
+        operand_types = [operand._replace(type=operand.type.with_axis(rows.atom, I)) for operand in operand_types]
     operand_types = with_factors(mode, rule, kwargs, operand_types)
     numbers = [
         Operand(TensorType.of(dict.fromkeys(mode.atoms(value.axes), V), R), False)
         for value in rank_values(rule, args, kwargs)
+        if rows is None or rows.atom not in mode.atoms(value.axes)
     ]
     if rule.kind not in ("op", "scalar", "decompose"):
         type_, assumed = made_type(mode, rule, args, kwargs, operand_types, numbers)
@@ -97,7 +101,8 @@ def judge_call(
     judged, squared = squared_axes(rule, args, kwargs, operand_types)
     while True:
         try:
-            check_own_rows(rule, tensors, operand_types)
+            if rows is None:
+                check_own_rows(rule, tensors, operand_types)
             judgement = with_squares(judge(rule, spec, [*judged, *numbers, *drawn], affine, total), squared)
             break
         except Violation as violation:

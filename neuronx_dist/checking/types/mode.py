@@ -58,6 +58,7 @@ from .handlers.declared_functions import declared_function
 from .handlers.inplace import check_write, note_write, stale
 from .handlers.local_scope import local_scope
 from .handlers.lookups import lookup_note
+from .handlers.own_rows import note_whole, placed, rows_note
 from .handlers.rank_arguments import counts, picked
 from .handlers.stacks import stacked_note
 from .handlers.vmapped import batched
@@ -357,11 +358,15 @@ class SpmdTypeMode(Session):
         """Runs a function that writes to `target`, if `target` may have the type of what is written."""
         type_ = judgement.types[0]
         check_write(self, call.rule, target, type_, call.tensors, call.notes)
+        rows = placed(call.rule, call.args, call.kwargs, call.tensors, call.notes)
         result = call.func(*call.args, **call.kwargs)
         extra: Any = batched(call.notes)
         if extra is None:
             extra = lookup_note(self, call.rule, call.args, call.kwargs, call.tensors, call.notes, target, type_)
-        note_write(self, target, type_, self.origins(judgement, call.notes), extra)
+        origins = self.origins(judgement, call.notes)
+        note_write(self, target, type_, origins, extra)
+        if rows is not None and call.rule.name == "copy_":
+            note_whole(self, target, rows, origins)
         keeps_type = bool(call.args) and target is call.args[0] is call.tensors[0] and type_ is call.notes[0].type
         if call.key is not None and keeps_type:
             store(self._memo, call.key, CachedJudgement.of(judgement, call.rule.name, written=True))
@@ -403,7 +408,7 @@ class SpmdTypeMode(Session):
         if counts(rule, args, kwargs) or (extra == COUNTED and same_size):
             return COUNTED
         lookup = lookup_note(self, rule, args, kwargs, call.tensors, notes, result, judgement.types[0])
-        return lookup or stacked_note(rule, args, kwargs, call.tensors, notes)
+        return lookup or stacked_note(rule, args, kwargs, call.tensors, notes) or rows_note(rule, notes, result)
 
     def _repeat(self, cached: CachedJudgement, origins: dict[str, Origin] | None) -> dict[str, Origin] | None:
         """Assumes again what a cached judgement assumes, and returns the origins of the call's results."""

@@ -185,11 +185,12 @@ def clip_loss(bug):
 
 
 def written_rows(name, put):
-    """Registers a loss over the rows of all ranks, in which `put(every, z)` puts this rank's own."""
+    """Registers a loss over the rows of all ranks, in which `put(every, z, rank)` puts this rank's own."""
 
     def make(bug):
         def gather(z):
-            return put(comm.all_gather(z.detach(), "dp"), z)
+            elsewhere = bug == "at_the_next_rank"
+            return put(comm.all_gather(z.detach(), "dp"), z, (comm.rank("dp") + elsewhere) % comm.size("dp"))
 
         def step(model, optimizer, batch):
             a, b = gather(model(batch["a"])), gather(model(batch["b"]))
@@ -198,7 +199,7 @@ def written_rows(name, put):
             F.cross_entropy(similarity, torch.arange(similarity.shape[0])).backward()
             for p in model.parameters():
                 p.grad = comm.all_reduce(p.grad, "dp")
-                if bug:
+                if bug == "averaged":
                     p.grad = p.grad / comm.size("dp")
             optimizer.step()
 
@@ -206,27 +207,29 @@ def written_rows(name, put):
 
     make.__name__ = name
     bugs = {"averaged": "the loss of all rows with the gradient of the own ones wants the sum over the ranks"}
+    if put is not by_operator:
+        bugs["at_the_next_rank"] = "the own rows replace those of the next rank"
     pair("9 own rows", mesh=DP, inputs=dict(a=normal(8, 6), b=normal(8, 6)), bugs=bugs)(make)
 
 
-def by_slice(every, z):
+def by_slice(every, z, rank):
     every = every.clone()
-    every[comm.rank("dp") * len(z) : (comm.rank("dp") + 1) * len(z)] = z
+    every[rank * len(z) : (rank + 1) * len(z)] = z
     return every
 
 
-def by_narrow(every, z):
+def by_narrow(every, z, rank):
     every = every.clone()
-    every.narrow(0, comm.rank("dp") * len(z), len(z)).copy_(z)
+    every.narrow(0, rank * len(z), len(z)).copy_(z)
     return every
 
 
-def by_parts(every, z):
-    first = comm.rank("dp") * len(z)
+def by_parts(every, z, rank):
+    first = rank * len(z)
     return torch.cat([every[:first], z, every[first + len(z) :]])
 
 
-def by_operator(every, z):
+def by_operator(every, z, rank):
     return spmd.all_gather(z, "dp", src=S(0), dst=I)
 
 

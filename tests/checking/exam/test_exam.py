@@ -22,9 +22,6 @@ OFFERED = {
     "ring": 'spmd.local_map(function, out_types={"cp": ...}',
     "capacity_by_cumsum": "spmd.local_map(lambda x: x.cumsum(0)",
     "top": "spmd.local_map(lambda x: x.topk(4, dim=-1)",
-    "rows_in_their_place": 'spmd.all_gather(z, "dp", src=spmd.S(0), dst=spmd.I)',
-    "rows_by_narrow": 'spmd.all_gather(z, "dp", src=spmd.S(0), dst=spmd.I)',
-    "rows_by_parts": 'spmd.all_gather(z, "dp", src=spmd.S(0), dst=spmd.I)',
 }
 
 # Wrong programs that are accepted, and the assumption at the user's line that says what may be wrong.
@@ -36,7 +33,6 @@ LISTED = {
 # Wrong verdicts, and why. It is exact: what the checker learns is taken out.
 KNOWN = {
     "zigzag_attention": "sizes of pieces in another order than the ranks' are not known to be local",
-    "rows_by_slice": "own rows assigned to a slice by rank have no type, and all_gather(S, R) is offered",
 }
 
 

@@ -25,6 +25,7 @@ from ..messages.explain import operator_error
 from ..messages.provenance import module_path
 from ..session import Session
 from .one_rank import claim_stage
+from .own_rows import gathered_rows
 from .vmapped import refuse_inside
 
 __all__ = ["check_masked", "cut", "joined"]
@@ -90,7 +91,10 @@ def _operator(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kw
     if dst.letter in "PIRV" and axes:
         origin = Origin(f"{name}({src}, {dst})", call_site(), module_path(mode.modules), dst.letter)
         origins = {**(origins or {}), **dict.fromkeys(axes, origin)}
-    mode.stamp(result, result_type, origins, _stacked(mode, x, note, axes, name, src, stack))
+    extra: Any = _stacked(mode, x, note, axes, name, src, stack)
+    if name == "all_gather" and src == Shard(0):
+        extra = gathered_rows(x, note, axis, axes, result)
+    mode.stamp(result, result_type, origins, extra)
     return result
 
 

@@ -15,7 +15,7 @@ from .... import comm
 from ....comm import Handle
 from ....spmd.axes import atoms_of
 from ....spmd.errors import SpmdTypeError
-from ....spmd.tensor_type import Note, Segments, TensorType
+from ....spmd.tensor_type import Note, Segments, TensorType, note_of
 from ....spmd.types import SAME, UNIFORM, ZERO, I, P, R, Shard, SpmdType, V, scaled
 from ....spmd.watching import HANDLERS
 from ....torch_internals.tensors import DisableTorchFunction
@@ -25,6 +25,7 @@ from .inplace import note_write
 from .lost_gradients import lost_gradients, refuse_gradient
 from .one_rank import claim_stage
 from .operators import check_masked, cut, joined
+from .own_rows import gathered_rows
 from .vmapped import refuse_inside
 
 __all__ = ["verb_type"]
@@ -65,6 +66,8 @@ def _verb(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs
             for y, (type_, origins, extra), x, error in zip(result if listed else [result], types, xs, lost):
                 if error is not None:
                     refuse_gradient(mode, x, y, error)
+                if name == "all_gather" and (note := note_of(x)) is not None:
+                    extra = extra or gathered_rows(x, note, axis, axes, y)
                 note_write(mode, y, type_, origins, extra)
         return result
 
