@@ -22,7 +22,6 @@ KNOWN = {
     "accumulation_by_split_and_sums.not_cleared": "what a step leaves to the next one is not seen",
     "own_rows_of_a_whole_batch.same_part": "which part of what all ranks have is taken: assumed, at its line",
     "broadcast_of_first_weights.not_the_biases": "first values of weights are not seen: spmd.verify compares them",
-    "contrastive_loss_of_all_rows": "gathered rows with this rank's own put in their place have no type",
     "zero1_on_a_flat_slice.wrong_slice": "that the slice is that of the rank's number: assumed, at its line",
     "weights_averaged_after_the_step": "a step with gradients that are not reduced is refused, though SGD is linear",
     "loop_over_experts.gates_of_the_first": "what belongs to which expert is not judged",
