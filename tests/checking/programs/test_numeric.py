@@ -89,6 +89,44 @@ def test_pipelines_have_the_values_of_one_process(zero1):
     assert "loss and 16 gradients equal" in str(report)
 
 
+def test_a_mean_of_means_is_noted_where_the_last_rank_has_fewer_rows():
+    report = check(mesh={"dp": 3})
+    assert report.ok and report.numeric
+    assert "with one row fewer on dp rank 2 they do not: the loss is" in report.details(), report.details()
+    assert "drop_last=True" in report.details()
+
+
+def test_a_mean_over_all_rows_is_not_noted():
+    def step(model, optimizer, x):
+        rows = comm.all_reduce(torch.tensor(len(x), dtype=x.dtype), "dp")
+        (model(x).square().sum() * comm.size("dp") / rows).backward()
+        nxd.reduce_gradients(model)
+        optimizer.step()
+
+    report = spmd.check(lambda: nn.Linear(4, 2), torch.ones(2, 4), {"dp": 2}, step=step, numeric=True)
+    assert report.numeric and report.notes == ["2 gradients equal those of one process"], report.details()
+
+
+def test_a_count_that_became_a_plain_number_is_told_from_a_sum_of_equal_values():
+    def step(model, optimizer, x):
+        rows = comm.all_reduce(torch.tensor(float(len(x))), "dp")
+        (model(x).square().sum() * comm.size("dp") / rows).backward()
+
+    report = spmd.check(lambda: nn.Linear(4, 2), torch.ones(2, 4), {"dp": 2}, step=step)
+    first = report.problems[0].message.partition("repair: ")[2]
+    assert first.startswith("torch.tensor(n, dtype=...) with n = len(x)"), report
+
+
+def test_shapes_that_fit_equal_batches_alone_are_noted():
+    def step(model, optimizer, x):
+        model(x).square().view(2, -1).mean().backward()
+        nxd.reduce_gradients(model)
+        optimizer.step()
+
+    report = spmd.check(lambda: nn.Linear(4, 1), torch.ones(2, 4), {"dp": 2}, step=step, numeric=True)
+    assert report.numeric and "not compared with one row fewer on dp rank 1: RuntimeError: shape" in report.details()
+
+
 def test_inputs_that_a_function_makes_are_each_ranks_part_of_one_batch():
     whole = torch.linspace(-1, 1, 8 * models.HIDDEN).view(8, models.HIDDEN)
 

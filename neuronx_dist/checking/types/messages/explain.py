@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ....call_site import call_site
 from ....rules import RULES
 from ....spmd.errors import SpmdTypeError, Violation
-from ....spmd.tensor_type import Note, TensorType, note_of, type_of
+from ....spmd.tensor_type import EQUAL, Note, TensorType, note_of, type_of
 from ....spmd.types import DIFFERING, SAME, VARYING, I, P, R, Shard, SpmdType, V
 from ..judge import Operand, judge
 from ..session import Session
@@ -226,6 +226,12 @@ _MEANING = {
 }
 
 
+_COUNT = (
+    "torch.tensor(n, dtype=...) with n = len(x) or x.shape[0], if it counts this rank's rows: float() and int() make "
+    "a plain number of a local size"
+)
+
+
 def operator_error(
     mode: Session,
     name: str,
@@ -257,6 +263,8 @@ def operator_error(
         differentiable = x.requires_grad and torch.is_grad_enabled()
         operation = Operation(name, actual, axis, takes, gives, differentiable, pending, origin)
         repairs = operator_repairs(operation, named, here, rule)
+        if rule == "reduced_twice" and note.type is EQUAL and x.numel() == 1 and "all_reduce" in name:
+            repairs.insert(0, Repair(_COUNT))
     else:
         code = f'spmd.assert_type({named.code}, {{"{axis}": spmd.R}})'
         repairs = [Repair(f"{code} where it is made", edit_of(here, named.node, code))]
