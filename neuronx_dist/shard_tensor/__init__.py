@@ -7,6 +7,7 @@ local_views.py   to_local; torch's DTensors                     awaited.py      
 handlers.py      how functions get handlers; the recipe         labels.py       layouts by labels of dims
 fallback.py      functions without a handler                    free_labels.py  calls on shards, if they are independent
 typed.py         declarations for the type checker              report.py       the communication, by function
+view_layouts.py  layouts in which dims are split and merged
 module.py        distribute_module                              manager.py      DistributedManager
 checkpoint.py    torch.distributed.checkpoint                   bounded.py      tables of plans, of limited size
 xla.py           XLA's partition specs

@@ -28,7 +28,7 @@ from .report import gathered
 from .spec import ShardTensorSpec, make_spec
 from .tensor import ShardTensor, local_of, wrap, wrap_result
 
-__all__ = ["fallback", "set_fallback"]
+__all__ = ["announce", "fallback", "set_fallback"]
 
 _MODES = ("error", "warn", "gather")
 _default = ["warn"]
@@ -103,9 +103,24 @@ def _function_of(func: Any) -> Any:
     return next((function for function in functions if function in FUNCTIONS), None)
 
 
+def announce(name: str, text: str, moved: int) -> None:
+    """Reports that the function `name` gathers `moved` bytes, and warns of it once for each call site.
+
+    Raises:
+        NotImplementedError: under `fallback("error")`.
+    """
+    mode = _mode.get() or _default[0]
+    if mode == "error":
+        raise NotImplementedError(text)
+    gathered(name, moved)
+    site = call_site()
+    if mode == "warn" and (name, site) not in _warned:
+        _warned.add((name, site))
+        warnings.warn(f"{text}; at {site}", stacklevel=3)
+
+
 def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", str(func))
-    mode = _mode.get() or _default[0]
     base = name.partition(".")[0]  # without an operator's overload
     if (base.endswith("_") and not base.endswith("__")) or kwargs.get("out") is not None:
         raise NotImplementedError(f"{name} has no handler and writes in place: use its out-of-place form")
@@ -124,13 +139,7 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
             f"shapes {[tuple(x.shape) for x in split]}). Register a handler (neuronx_dist.shard_tensor.sharded), or "
             "call full_tensor() to gather explicitly"
         )
-        if mode == "error":
-            raise NotImplementedError(text)
-        gathered(name, moved)
-        site = call_site()
-        if mode == "warn" and (name, site) not in _warned:
-            _warned.add((name, site))
-            warnings.warn(f"{text}; at {site}", stacklevel=3)
+        announce(name, text, moved)
     args, kwargs = pytree.tree_unflatten([_whole(x) if isinstance(x, ShardTensor) else x for x in flat], tree)
     result = func(*args, **kwargs)
     return pytree.tree_map(lambda x: _split_again(x, first, operands) if isinstance(x, torch.Tensor) else x, result)

@@ -29,17 +29,13 @@ PARTS = 16  # a run checks the first, a full one all
 SAMPLES = 6 if FULL else 3
 
 _IN_PLACE = "has no handler and writes in place: use its out-of-place form"
-_VIEW = "call x.redistribute(placements=[Replicate()]) first"
 _SHORT = "and is sharded: x.narrow() to the indexed part, or redistribute() x first"
 REFUSED = {
     **dict.fromkeys(["resize_", "resize_as_"], _IN_PLACE),
-    **dict.fromkeys(["flatten", "ravel", "reshape", "reshape_as", "unflatten", "view", "view_as"], _VIEW),
-    **dict.fromkeys(["__getitem__", "nn.functional.unfold", "repeat_interleave", "take_along_dim"], _VIEW),
     **dict.fromkeys(["scatter", "scatter_add"], _SHORT),
     **{f"scatter_reduce.{name}": _SHORT for name in ("amax", "amin", "mean", "prod", "sum")},
     "gather": "the tensor has 1 dims and the index 2: both must have the same number",  # an empty one
     "index_put": "takes one tensor of positions; for a mask use torch.where()",
-    "masked_select": "would interleave the elements of the ranks",
     "nn.functional.multi_head_attention_forward": "remove them, or call it on full_tensor()",
     "norm.nuc": "norm of order 'nuc' is not supported: call full_tensor() first, or use a numeric order",
     "to_sparse": "a ShardTensor must be strided: call full_tensor() on the operands first",

@@ -331,12 +331,8 @@ def _aligned(x: torch.Size, mask: torch.Size) -> Labels:
 def _masked(x: Any, mask: Any) -> ShardTensor:
     """Returns `x[mask]`, sharded as `x` is: each rank has the True elements of its shard; counts are gathered."""
     (local, chosen), spec = inside(_aligned, (x, mask))
-    for m, dim in spec.sharded:
-        if 0 < dim < mask.dim():
-            raise ValueError(
-                f"x[mask] with dim {dim} sharded (mesh dim {m}) would interleave the elements of the ranks: "
-                "redistribute() tensor and mask to Shard(0) or Replicate() first"
-            )
+    if any(0 < dim < mask.dim() for _, dim in spec.sharded):  # elements of the ranks alternate: rows move first
+        return _masked(x.flatten(0, mask.dim() - 1), mask.flatten())
     placements = [Shard(p.dim - mask.dim() + 1) if isinstance(p, Shard) and p.dim else p for p in spec.placements]
     types = {spec.mesh.communicator(m): S(p.dim) for m, p in enumerate(placements) if isinstance(p, Shard)}
     y = on_own_shard(lambda x, mask: x[mask.bool()], types)(local, chosen)

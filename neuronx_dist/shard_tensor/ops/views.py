@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any
 
 import torch
 
 from ...spmd import S
 from ...spmd.watching import active
+from ..fallback import announce
 from ..handlers import sharded
 from ..labels import Labels, inside, labels_of, planned
 from ..moves.intervals import bounds_of
 from ..moves.redistribute import redistributed_view
-from ..placements import Placement, Replicate, Shard
+from ..placements import Replicate, Shard
+from ..report import note
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, gradient_spec, local_of, wrap, wrap_view
 from ..typed import on_own_shard, shards_of
+from ..view_layouts import layouts_of_view
 from .select import dim_of
 
 __all__: list[str] = []
@@ -58,76 +60,33 @@ def permuted(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
 
 @planned
 def _reshaped(spec: ShardTensorSpec, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Returns the layout in which the view is made, and the layout of the result.
+    """Returns the layout in which the view is made, and the layout of the result."""
+    return layouts_of_view(spec, _shape_after(func, spec.shape, args, kwargs))
+
+
+def _moved(x: ShardTensor, name: str, source: ShardTensorSpec, shape: torch.Size) -> torch.Tensor:
+    """Returns the local tensor of `x` in the layout in which it is viewed as `shape`.
 
     Raises:
-        ValueError: a sharded dim is merged behind another one, or its shards would be cut.
+        NotImplementedError: shards are gathered, under `fallback("error")`.
     """
-    source = _without_shards_of_one(spec)
-    shape = _shape_after(func, spec.shape, args, kwargs)
-    groups = _groups(source.shape, shape)
-    placements: list[Placement] = list(source.placements)
-    sizes = list(source.sizes)
-    for m, dim in source.sharded:
-        ins, outs = next((ins, outs) for ins, outs in groups if dim in ins)
-        along = source.sizes[m] or ()
-        first = next((d for d in outs if shape[d] != 1), None)
-        leading = all(source.shape[d] == 1 for d in ins if d < dim)
-        inner = prod(source.shape[d] for d in ins if d > dim)
-        outer = prod(shape[d] for d in outs if first is not None and d > first)
-        counts = [size * inner for size in along]
-        if first is None or not leading or any(count % outer for count in counts):
-            whole = [Replicate() if placement is spec.placements[m] else placement for placement in spec.placements]
-            raise ValueError(
-                f"{func.__name__}: {tuple(spec.shape)} -> {tuple(shape)} would cut or interleave the shards "
-                f"{list(along)} of dim {dim} (mesh dim {m}): call x.redistribute(placements={whole}) first, or "
-                "shard another dim"
-            )
-        placements[m], sizes[m] = Shard(first), tuple(count // outer for count in counts)
-    return source, make_spec(spec.mesh, placements, shape, sizes)
-
-
-def _without_shards_of_one(spec: ShardTensorSpec) -> ShardTensorSpec:
-    """Returns the layout without shards of dims of one element, which a view may drop."""
-    placements = [Replicate() if isinstance(p, Shard) and spec.shape[p.dim] == 1 else p for p in spec.placements]
-    return make_spec(spec.mesh, placements, spec.shape, spec.sizes)
-
-
-def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Returns groups of dims of two shapes that hold the same elements, from the left."""
-    if 0 in before:  # products are all 0: dims that are equal from the left belong together
-        same = next((i for i, (a, b) in enumerate(zip(before, after)) if a != b), min(len(before), len(after)))
-        return [([i], [i]) for i in range(same)] + [([*range(same, len(before))], [*range(same, len(after))])]
-    groups: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(before) or j < len(after):
-        ins: list[int] = []
-        outs: list[int] = []
-        a = b = 1
-        if i < len(before):
-            a *= before[i]
-            ins.append(i)
-            i += 1
-        if j < len(after):
-            b *= after[j]
-            outs.append(j)
-            j += 1
-        while a != b:
-            if a < b:
-                a *= before[i]
-                ins.append(i)
-                i += 1
-            else:
-                b *= after[j]
-                outs.append(j)
-                j += 1
-        if ins and not outs and groups:  # ones at the end
-            groups[-1][0].extend(ins)
-        elif outs and not ins and groups:
-            groups[-1][1].extend(outs)
-        else:
-            groups.append((ins, outs))
-    return groups
+    whole = []
+    for m, dim in x._spec.sharded:
+        placement, sizes = source.placements[m], source.sizes[m]
+        if not isinstance(placement, Shard):
+            whole += [dim] if x.shape[dim] != 1 else []
+        elif (placement.dim, sizes) != (dim, x._spec.sizes[m]):
+            note(name, f"shards of dim {dim} of {tuple(x.shape)} move to dim {placement.dim}, sizes {sizes}")
+    if whole and x.numel():
+        size = x.numel() * x.element_size()
+        announce(
+            name,
+            f"{name}: {tuple(x.shape)} -> {tuple(shape)} would cut or interleave the shards of dims {whole}, and no "
+            f"dim can be sharded in their place: they would be gathered ({size} bytes on every rank). Shard another "
+            "dim, or call redistribute() to gather explicitly",
+            size,
+        )
+    return redistributed_view(local_of(x), x._spec, source)
 
 
 @sharded(
@@ -147,7 +106,7 @@ def reshaped(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
             return x.reshape(others[0]._spec.shape)
         return reshaped(_T.reshape, types, (x, tuple(others[0].shape)), {})
     source, spec = _reshaped(x._spec, func, hashable(others), hashable(list(kwargs.items())))
-    local = redistributed_view(local_of(x), x._spec, source)
+    local = local_of(x) if source is x._spec else _moved(x, func.__name__, source, spec.shape)
     view = _T.view if func is _T.view else _T.reshape
     if active() is not None:  # the sizes are those of this rank's shard
         view = on_own_shard(view, shards_of(spec))

@@ -218,11 +218,6 @@ REFUSALS = {
         ValueError,
         "its layout is unknown: use distribute_tensor",
     ),
-    "a view of a sharded dim": (
-        lambda mesh: x(mesh, 4, 3, dim=0).t().reshape(-1),
-        ValueError,
-        r"x.redistribute\(placements=\[Replicate\(\)\]\) first",
-    ),
     "a halo that reflects past the tensor": (
         lambda mesh: F.pad(x(mesh, 2, 1, shape=(3, 6)).t(), (4, 0), mode="reflect"),
         ValueError,
@@ -509,7 +504,6 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         "does not support max_norm, scale_grad_by_freq and sparse",
     ),
     (lambda mesh: x(mesh).gather(0, torch.tensor([0])), ValueError, "the tensor has 2 dims and the index 1"),
-    (lambda mesh: x(mesh, dim=1)[x(mesh, dim=1) > 0], ValueError, "would interleave the elements"),
     (lambda mesh: F.conv1d(x(mesh, shape=(2, 3, 8)), torch.ones(3, 3, 3), stride=(1, 2)), ValueError, "has 2 entries"),
     (lambda mesh: F.cross_entropy(x(mesh), torch.zeros(7).long(), reduction="all"), ValueError, "reduction 'all' is"),
     (
