@@ -21,6 +21,7 @@ from neuronx_dist.checkpoint.storage import open_storage
 from neuronx_dist.checkpoint.tags import CheckpointFolder, Entry
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
+from tests.support import forked
 from tests.support.paths import ROOT
 
 RANKS = 3
@@ -317,11 +318,10 @@ if sys.argv[2] == "raises":
 def test_at_exit_a_save_is_finished(tmp_path: Path, how: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(AT_EXIT)
-    command = [sys.executable, str(script), str(tmp_path / "run"), how]
-    result = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=120)
-    assert (result.returncode == 0) == (how != "raises"), result.stderr
+    result = forked.run([str(script), str(tmp_path / "run"), how])
+    assert (result.codes == [0]) == (how != "raises"), result.errors
     assert complete(tmp_path / "run") == ([] if how == "fails" else ["a"])
-    assert ("[rank 0] checkpoint a failed: [Errno 28] No space left" in result.stderr) == (how == "fails")
+    assert ("[rank 0] checkpoint a failed: [Errno 28] No space left" in result.errors[0]) == (how == "fails")
 
 
 @pytest.mark.slow

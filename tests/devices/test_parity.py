@@ -12,7 +12,6 @@ from tests.support.pool import processes
 
 pytestmark = pytest.mark.slow
 
-STEPS = 3
 CASES = [
     ("neuron", Case(tp=2)),
     ("neuron_single", Case(tp=2, sequence_parallel=True, tied=True, heads="padded", clip=CLIP)),
@@ -34,7 +33,7 @@ CASES = [
 @pytest.mark.parametrize("backend, case", CASES, ids=str)
 def test_as_one_process(backend: str, case: Case) -> None:
     mesh = dict(tp=case.tp, pp=case.pp)
-    results = processes(case.mesh.world_size).run(train, case, ("adamw",), STEPS, mesh=mesh, backend=backend)
+    results = processes(case.mesh.world_size).run(train, case, ("adamw",), mesh=mesh, backend=backend)
     worst, what = worst_difference(case, results)
     assert worst < {torch.float64: 1e-10, torch.float32: 1e-5}[case.dtype], f"{case} on {backend}: {what}: {worst:.1e}"
 

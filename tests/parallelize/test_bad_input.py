@@ -6,8 +6,6 @@ test_policies.py (plans), test_optimizer.py and test_pipeline.py (steps), test_a
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from enum import Enum
@@ -30,7 +28,7 @@ from neuronx_dist.parallelize import (
 )
 from neuronx_dist.parallelize.generated.generated_files import ForeignFilesError, GeneratedFilesError
 from neuronx_dist.program.recording import TracingError
-from tests.support.paths import ROOT
+from tests.support import forked
 from tests.support.pool import processes
 
 X = torch.zeros(8, 16)
@@ -410,13 +408,19 @@ def test_a_folder_of_another_model(tmp_path: Path) -> None:
 
 
 COMPILES = """
-import sys, torch
+import os, sys, time, torch
+from pathlib import Path
 from neuronx_dist.parallelize import ComputeConfig, parallelize
 from tests.parallelize.support.models import model
+rank = os.environ["RANK"]
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    del os.environ[name]  # a job of its own
 module, arguments = model("mlp")
-print("ready", flush=True)
-sys.stdin.readline()
-parallel = parallelize(module, arguments, "dp", ComputeConfig(1, 1), gen_savedir=sys.argv[1])
+folder, ready = map(Path, sys.argv[1:])
+(ready / rank).touch()
+while len(os.listdir(ready)) < 2:
+    time.sleep(0.001)
+parallel = parallelize(module, arguments, "dp", ComputeConfig(1, 1), gen_savedir=folder)
 assert torch.equal(parallel(**arguments), module(**arguments))
 """
 
@@ -424,23 +428,12 @@ assert torch.equal(parallel(**arguments), module(**arguments))
 @pytest.mark.slow
 @pytest.mark.process
 def test_two_processes_compile_one_folder_at_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", COMPILES, str(tmp_path)]
-    pipe = subprocess.PIPE
-    both = [subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True) for _ in range(2)]
-    try:
-        for each in both:
-            assert each.stdout is not None and each.stdout.readline() == "ready\n"
-        for each in both:
-            assert each.stdin is not None
-            each.stdin.write("\n")
-            each.stdin.flush()
-        errors = [each.communicate(timeout=120)[1] for each in both]
-        assert [each.returncode for each in both] == [0, 0], "\n".join(errors)
-    finally:
-        for each in both:
-            each.kill()
-    assert len(list(tmp_path.rglob("gencode0.py"))) == 1
-    assert not [path for path in tmp_path.rglob("*") if "tmp" in path.name]
+    folder, ready = tmp_path / "files", tmp_path / "ready"
+    ready.mkdir()
+    both = forked.run(["-c", COMPILES, str(folder), str(ready)], ranks=2, timeout=120)
+    assert both.codes == [0, 0], "\n".join(both.errors)
+    assert len(list(folder.rglob("gencode0.py"))) == 1
+    assert not [path for path in folder.rglob("*") if "tmp" in path.name]
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------

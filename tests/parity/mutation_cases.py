@@ -35,7 +35,6 @@ from tests.spmd.test_collectives import every_redistribution
 from tests.spmd.test_conformance import check_conformance
 from tests.spmd.test_operator_options import check_gathered_pieces, check_routed, routed
 from tests.support.llama_training import (
-    GRADIENTS_OF_STEPS,
     Case,
     Report,
     batch,
@@ -105,7 +104,7 @@ def one_step(case: Case) -> None:
         loss = comm.all_reduce(loss.detach(), "dp") / case.dp
         norm = step_of(case, optimizer, params)
         table = hf.full_state_dict(module, gradients=True)
-        return Report([float(loss)], [float(norm)], {GRADIENTS_OF_STEPS[0]: table}, hf.full_state_dict(module))
+        return Report([float(loss)], [float(norm)], {0: table}, hf.full_state_dict(module))
 
     for report in comm.threads.run(case.mesh, rank_main, timeout=20.0):
         for what, value in differences(report, reference(options, "sgd", 1)).items():

@@ -1,4 +1,4 @@
-"""Every layout gives what one process gives: losses, gradients, norms, weights after three steps of SGD and of AdamW.
+"""Every layout gives what one process gives: losses, gradients, norms, weights after two steps of SGD or of AdamW.
 
 The metric is ||a - b|| / ||b|| of each tensor. In float64 what is left is rounding, so that 1e-10 finds any mistake;
 float32 is run as well, because users do. `make test` runs a set that has every layout once and every pair of options,

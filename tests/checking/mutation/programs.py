@@ -1,6 +1,6 @@
 """Small programs, one of which uses each collective of the package: what is checked, and how its values are compared.
 
-Each is a model with a loss (or the Llama of two layers), on 2 x 2 ranks, so that another axis is another thing.
+Each is a model with a loss (or a Llama, a layer for each stage), on 2 x 2 ranks, so that another axis is another thing.
 """
 
 from __future__ import annotations
@@ -259,10 +259,11 @@ def _llama(
     plain: bool = False,
     kind: str = "Llama",
     heads: tuple[int, int] = (4, 2),
+    layers: int = 1,
 ) -> Any:
     import transformers
 
-    sizes = dict(vocab_size=32, intermediate_size=32, num_hidden_layers=2, max_position_embeddings=16)
+    sizes = dict(vocab_size=32, intermediate_size=32, num_hidden_layers=layers, max_position_embeddings=16)
     sizes |= dict(hidden_size=4 * heads[0], num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=4)
     config = getattr(transformers, f"{kind}Config")(**sizes, tie_word_embeddings=tied)
     with torch.device("meta"):
@@ -389,11 +390,15 @@ PROGRAMS: dict[str, Program] = {
         _llama,
         _batch(),
         mesh={"pp": 2, "tp": 2},
-        options=dict(tied=True),
+        options=dict(tied=True, layers=2),
         values=_numbers_of("steps_of_a_pipeline", pp=2, tp=2, tied=True),
     ),
     "llama, stages": Program(
-        _llama, _batch(), mesh={"pp": 2, "dp": 2}, values=_numbers_of("steps_of_a_pipeline", pp=2, dp=2)
+        _llama,
+        _batch(),
+        mesh={"pp": 2, "dp": 2},
+        options=dict(layers=2),
+        values=_numbers_of("steps_of_a_pipeline", pp=2, dp=2),
     ),
     "llama, example": Program(
         _with_optimizer,

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from neuronx_dist import __main__ as command
 from tests.checking.programs import checked_models
+from tests.support import forked
 from tests.support.paths import ROOT, file_name
 
 MODELS = checked_models.__file__
@@ -95,25 +93,9 @@ def test_a_module_of_the_current_folder_is_imported_by_the_console_script_too(tm
     script = (
         "import sys; sys.path = [p for p in sys.path if p]; from neuronx_dist.__main__ import main; sys.exit(main())"
     )
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            script,
-            "check",
-            "a_module:model_fn",
-            "--inputs",
-            "a_module:example_inputs",
-            "--mesh",
-            "tp=2",
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ["check", "a_module:model_fn", "--inputs", "a_module:example_inputs", "--mesh", "tp=2"]
+    done = forked.run(["-c", script, *words], cwd=tmp_path)
+    assert done.codes == [0], done.outputs + done.errors
 
 
 def test_the_help_has_an_example_that_works(capsys, tmp_path):
@@ -123,14 +105,7 @@ def test_the_help_has_an_example_that_works(capsys, tmp_path):
     (tmp_path / "model.py").write_text("\n".join(line[2:] for line in example.splitlines()))
     asked = re.search(r"\$ neuronx-dist (.*)", out)
     assert asked
-    done = subprocess.run(
-        [sys.executable, "-m", "neuronx_dist", *asked[1].split()],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = forked.run(["-m", "neuronx_dist", *asked[1].split()], cwd=tmp_path)
+    assert done.codes == [0], done.outputs + done.errors
     expected = re.search(r"check ok: .*", out)
-    assert expected and done.stdout == f"{expected[0]}\n", done.stdout
+    assert expected and done.outputs == [f"{expected[0]}\n"], done.outputs
