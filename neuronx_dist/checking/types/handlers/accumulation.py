@@ -142,5 +142,5 @@ def fits(actual: SpmdType, expected: SpmdType) -> bool:
     if expected.letter == "P":  # V is each rank's own part, where dims are not known
         return actual.base is P or actual.base is V
     if isinstance(expected, Shard) and isinstance(actual, Shard):
-        return expected.dim == actual.dim and expected.stride == actual.stride
+        return (expected.dim, expected.stride, expected.order) == (actual.dim, actual.stride, actual.order)
     return actual.letter in VARYING | SAME  # V; an equal value may stand for each rank's own

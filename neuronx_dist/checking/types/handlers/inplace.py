@@ -7,6 +7,7 @@ either finds that write, or was written where the checker does not see it, which
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -89,7 +90,7 @@ def _keeps(before: SpmdType | None, after: SpmdType | None) -> bool:
 def _one(before: SpmdType | None, after: SpmdType | None) -> bool:
     """Whether two types are equal apart from the dims of which a shard was merged."""
     if isinstance(before, Shard) and isinstance(after, Shard):
-        return (before.dim, before.stride, before.scale) == (after.dim, after.stride, after.scale)
+        return replace(before, extent=None, part=None) == replace(after, extent=None, part=None)
     return before == after
 
 

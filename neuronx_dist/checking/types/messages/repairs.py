@@ -17,6 +17,7 @@ from ....call_site import line_of
 from ....spmd.errors import Violation
 from ....spmd.tensor_type import Origin
 from ....spmd.types import SAME, I, P, R, Shard, SpmdType, V
+from ..piece_order import Jumbled, ordered
 from .loops import ParameterLoop, changes_with_the_turn, loop_repairs, parameter_loop
 from .provenance import Named, Site, value_of
 from .rewrites import SPECIAL, clipping, declared, local_code, origin_repair, otherwise, seeds
@@ -91,6 +92,11 @@ def find_repairs(
         return reseeded
     if rule == "no_type":
         return declared(call, axis, violation, names, here)[:MOST]
+    if rule == "jumbled":
+        index = violation.operands[0]
+        spmd_type = call.operands[index].type.get(axis)
+        text = ordered(names[index].code, spmd_type) if isinstance(spmd_type, Jumbled) else ""
+        return [Repair(text, edit_of(here, names[index].node, text))] if text else []
     special, expression = SPECIAL.get(rule), _Expression(call, axis, names, here, parameter_loop(here, axis))
     repairs = list(loop_repairs(axis, call, names, here))
     looped = bool(repairs)
@@ -215,6 +221,9 @@ def operator_repairs(operation: Operation, operand: Named, here: Site | None, ru
     if rule == "stride" and isinstance(actual, Shard):
         offer(blocks_gathered(operand, axis, actual, operation.gives))
         return repairs
+    if rule == "dealt" and isinstance(actual, Shard):
+        text = call_of("all_gather", code, axis, Shard(actual.dim), R)
+        return [Repair(f"{text}, and its pieces put in order, instead of it")]
     if rule == "foreign":
         mask = "((ids < first) | (ids >= first + count))"
         words = ", where this rank holds the positions from first to first + count"

@@ -198,7 +198,7 @@ def changes_of(call: JudgedCall, index: int, axis: str, size: int | None, name: 
             yield Change(write("convert", R, P), P, same, 24)
     elif isinstance(spmd_type, Shard):
         contiguous = spmd_type.stride == 1
-        if spmd_type.extent in (None, same[spmd_type.dim]) and size:
+        if spmd_type.order is None and spmd_type.extent in (None, same[spmd_type.dim]) and size:
             shape = _resized(same, spmd_type.dim, size, 1)
             order = 14 if isinstance(x, nn.Parameter) else 12
             for n, dst in enumerate((first, second)):
@@ -343,7 +343,9 @@ def route(src: SpmdType, dst: SpmdType) -> tuple[str, bool] | None:
         return None
     if a == b and not isinstance(src, Shard):
         return None
-    if getattr(src, "stride", 1) > 1 or getattr(dst, "stride", 1) > 1:  # operators know one block
+    if any(
+        isinstance(t, Shard) and (t.stride > 1 or t.order is not None) for t in (src, dst)
+    ):  # operators know one block
         return None
     operator = {"P": "all_reduce" if b in SAME else "reduce_scatter", "V": "all_gather", "S": "all_gather"}.get(
         a, "convert"
