@@ -111,7 +111,7 @@ class Dealt(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """Whether the ranks' pieces, one rank after another, follow each other."""
+        """Returns whether the ranks' pieces, one rank after another, follow each other."""
         pieces = [piece for held in self.held for piece in held]
         return pieces == [*range(pieces[0], pieces[0] + len(pieces))]
 

@@ -33,7 +33,7 @@ push_saved_tensors_hooks: Callable[..., None] = torch._C._autograd._push_saved_t
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward: there the checker judges gradients, and records no forward."""
+    """Returns whether this thread runs a backward: there the checker judges gradients, and records no forward."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -82,7 +82,7 @@ def saved_value(node: Any, name: str) -> Any:
 
 
 def is_checkpoint_hook(pack: Callable[..., Any]) -> bool:
-    """Whether a hook that packs saved tensors is that of a checkpoint without reentrance."""
+    """Returns whether a hook that packs saved tensors is that of a checkpoint without reentrance."""
     return pack.__qualname__.startswith(f"{CHECKPOINT_HOOK}.")
 
 

@@ -431,12 +431,12 @@ def _sharded(
 
 
 def _sharded_along(type_: TensorType, dims: Dims | None, label: int) -> bool:
-    """Whether an operand is sharded along a label over any axis, so that its dim is of another size in one process."""
+    """Returns whether an operand is sharded along a label over any axis: its dim has another size in one process."""
     return any(isinstance(spmd_type, Shard) and label in (dims or ())[spmd_type.dim] for _, spmd_type in type_)
 
 
 def _repeats(spmd_type: SpmdType, dims: Dims | None, label: int) -> bool:
-    """Whether an operand is the same at every position of a label."""
+    """Returns whether an operand is the same at every position of a label."""
     return all(dim in getattr(spmd_type, "along", ()) for dim, labels in enumerate(dims or ()) if label in labels)
 
 

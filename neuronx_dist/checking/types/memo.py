@@ -135,12 +135,12 @@ def extra_key_of(rule: Rule, types: Sequence[TensorType], items: Sequence[Any]) 
 
 
 def _is_scaled(type_: TensorType) -> bool:
-    """Whether a plain number may be meant for the size of an axis, as a factor."""
+    """Returns whether a plain number may be meant for the size of an axis, as a factor."""
     return any(spmd_type.letter == "P" or spmd_type.scale for _, spmd_type in type_)
 
 
 def _may_be_size(x: Any) -> bool:
-    """Whether an argument is a number that equals the size of an axis of some mesh, or one over it."""
+    """Returns whether an argument is a number that equals the size of an axis of some mesh, or one over it."""
     if x.__class__ is not int and x.__class__ is not float or not 0 < x < math.inf or x == 1:
         return False
     return float(x).is_integer() or (x < 1 and x == 1 / round(1 / x))

@@ -257,7 +257,7 @@ def _renumbered(
 
 
 def _inside(axis: str, axes: Sequence[str]) -> bool | None:
-    """Whether `axis` comes after all of `axes` in the order of the mesh, or (False) before; None: neither."""
+    """Returns whether `axis` comes after all of `axes` in the order of the mesh, or (False) before; None: neither."""
     is_inner = {order_of(axis) > order_of(atom) for atom in axes}
     return is_inner.pop() if len(is_inner) == 1 else None
 

@@ -62,7 +62,7 @@ def _widths(index: Any) -> list[Any]:
 
 
 def counts(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call returns 0, 1, 2, ..."""
+    """Returns whether a call returns 0, 1, 2, ..."""
     return rule.name == "arange" and len(args) == 1 and not kwargs.keys() & {"start", "end", "step", "out"}
 
 
@@ -223,7 +223,7 @@ def _every(mode: Session, x: Tensor, result: Tensor, item: slice, dim: int) -> N
 
 
 def _is_whole(mode: Session, x: Tensor, type_: TensorType, start: RankValue) -> bool:
-    """Whether the ranks, each of which takes a part of `x` from its `start` on, all hold the same `x`.
+    """Returns whether the ranks, each of which takes a part of `x` from its `start` on, all hold the same `x`.
 
     Raises:
         SpmdTypeError: `x` holds random numbers, which ranks have drawn from different seeds.

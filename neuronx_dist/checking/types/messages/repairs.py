@@ -57,7 +57,7 @@ class _Expression(NamedTuple):
     loop: ParameterLoop | None
 
     def accumulates(self, index: int) -> bool:
-        """Whether a loop accumulates in an operand, which then has another type in the next iteration."""
+        """Returns whether a loop accumulates in an operand, which then has another type in the next iteration."""
         node = self.names[index].node
         return self.loop is not None and isinstance(node, ast.Name) and node.id in self.loop.assigned
 
