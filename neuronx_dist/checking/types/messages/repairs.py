@@ -263,6 +263,9 @@ def operator_repairs(operation: Operation, operand: Named, here: Site | None, ru
         offer(code, f": it is the same on all ranks already, drop this one (its gradient is that of {actual})")
     if actual is P and dst.letter not in SAME:
         offer(call_of("all_reduce", code, axis, None, R))
+    if actual is P and base == "all_to_all" and isinstance(operation.takes, Shard):
+        text = f'spmd.local_map(function, out_types={{"{axis}": spmd.{operation.takes}}})'
+        repairs.append(Repair(f"{text} around what makes it, if each rank sends what it makes of its own rows"))
     if actual is V:
         repairs.append(
             Repair(call_of("reinterpret", code, axis, V, P) + ": if the ranks hold summands; then reduce it")
