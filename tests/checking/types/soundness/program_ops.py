@@ -210,6 +210,8 @@ def typed(g: Generator) -> Proposal | None:
         "V": [("all_reduce", "V", equal), ("all_gather", "V", equal), ("reduce_scatter", "V", other),
               ("reduce_scatter", "V", "V"), ("all_to_all", "V", "V"), ("convert", "V", "P"), ("reinterpret", "V", "P")],
     }  # fmt: skip
+    if letter == "S" and getattr(kind, "order", None) is not None:  # else it is only refused
+        rows["S"] = rows["S"][:1]
     verb, src, dst = g.rng.choice(rows.get(letter, rows["R"]))
     if src == "P" and g.claims[x].constant:  # ones are summed to count: how many there are is nobody's shape
         return None
@@ -258,6 +260,22 @@ def plain(g: Generator) -> Proposal | None:
     return Proposal(text, f"comm.{verb}", whole)
 
 
+def ordered(g: Generator) -> Proposal | None:
+    """The pieces of a dim gathered, and put in order, or in another one that is not in order either."""
+    found = [(n, axis, k) for n, claim in g.claims.items() for axis, k in claim.types
+             if getattr(k, "order", None) is not None and not k.order.in_order and n in g.local]  # fmt: skip
+    if not found:
+        return None
+    x, axis, kind = g.rng.choice(found)
+    order = sum(kind.order.held, ())
+    places = sorted(range(len(order)), key=order.__getitem__)
+    if g.rng.random() < 0.3:
+        g.rng.shuffle(places)
+    src = f"spmd.all_gather({x}, {axis!r}, src=S({kind.dim}), dst={g.rng.choice('RI')})" if kind.letter == "S" else x
+    text = f"torch.cat([p[i] for p in [{src}.chunk({len(places)}, {kind.dim})] for i in {places}], {kind.dim})"
+    return Proposal(text, "ordered", f"{x}.clone()")
+
+
 def forget(g: Generator) -> Proposal | None:
     x = g.float(1)
     return None if x is None else Proposal(f"spmd.forget({x}, {g.axis()!r})", "forget", None)
@@ -279,4 +297,5 @@ OPERATIONS: list[tuple[float, list[Callable[[Generator], Proposal | None]]]] = [
     (4, [typed]),
     (0.7, [plain]),
     (0.1, [forget]),
+    (3, [ordered]),
 ]
