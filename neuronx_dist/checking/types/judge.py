@@ -213,7 +213,8 @@ def _jumbled(call: _CallFacts, axis: str, known: Sequence[SpmdType]) -> list[Spm
         found = _unscaled(call._replace(assumed=[], positions={}), axis, shards)
     except Violation:
         found = [V]
-    if V in found or not all(k.letter in SAME or k is ZERO for k in known):
+    blocks = any(isinstance(k, Shard) and k.stride != 1 for k in found)
+    if blocks or V in found or not all(k.letter in SAME or k is ZERO for k in known):
         why = (
             f"dim {jumbled.dim} was gathered in the order of the ranks, {jumbled.order}, and {call.rule.name} takes it "
             "for one in order"

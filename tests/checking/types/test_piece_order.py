@@ -88,7 +88,8 @@ def test_gathered_pieces_are_jumbled_until_they_are_in_order(mode, gather):
 
 @pytest.mark.parametrize("call", [
     lambda x: x + typed(8, 6), lambda x: x[:3], lambda x: x.softmax(0), lambda x: x.cumsum(0), lambda x: x[0],
-    lambda x: torch.cat([x, typed(8, 6)]), lambda x: x * typed(8, 6, tp=V), lambda x: x * typed(8, 6, tp=P),
+    lambda x: torch.cat([x, typed(8, 6)]), lambda x: torch.cat([x, x]),
+    lambda x: x * typed(8, 6, tp=V), lambda x: x * typed(8, 6, tp=P),
     lambda x: x.index_select(0, torch.tensor([0, 1])), lambda x: spmd.convert(x, "tp", src=R, dst=S(0)),
     lambda x: comm.all_gather(x, "tp"), lambda x: typed(8, 6).copy_(x), lambda x: typed(8, 6).add_(x),
     lambda x: comm.all_reduce(x, "tp"), lambda x: comm.broadcast(x, "tp") + typed(8, 6), lambda x: x.flip(0),

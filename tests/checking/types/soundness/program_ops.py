@@ -187,6 +187,8 @@ def expand(g: Generator) -> Proposal | None:
 
 def typed(g: Generator) -> Proposal | None:
     """One of the typed operators, mostly one that takes what x is."""
+    if g.dealt and g.rng.random() < 0.5 and (proposal := ordered(g)) is not None:
+        return proposal
     x, axis = g.float(0), g.axis()
     if x is None:
         return None
@@ -210,7 +212,7 @@ def typed(g: Generator) -> Proposal | None:
         "V": [("all_reduce", "V", equal), ("all_gather", "V", equal), ("reduce_scatter", "V", other),
               ("reduce_scatter", "V", "V"), ("all_to_all", "V", "V"), ("convert", "V", "P"), ("reinterpret", "V", "P")],
     }  # fmt: skip
-    if letter == "S" and getattr(kind, "order", None) is not None:  # else it is only refused
+    if g.dealt and letter == "S" and getattr(kind, "order", None) is not None:  # else it is only refused
         rows["S"] = rows["S"][:1]
     verb, src, dst = g.rng.choice(rows.get(letter, rows["R"]))
     if src == "P" and g.claims[x].constant:  # ones are summed to count: how many there are is nobody's shape
@@ -297,5 +299,4 @@ OPERATIONS: list[tuple[float, list[Callable[[Generator], Proposal | None]]]] = [
     (4, [typed]),
     (0.7, [plain]),
     (0.1, [forget]),
-    (3, [ordered]),
 ]
