@@ -249,6 +249,7 @@ def autograd_case() -> None:
     assert isinstance(node, autograd.FunctionNode) and not isinstance(x.exp().grad_fn, autograd.FunctionNode)
     assert autograd.function_class(node) is Double and autograd.function_class(x.exp().grad_fn) is None
     assert issubclass(autograd.backward_class(Double), autograd.FunctionNode)
+    assert autograd.FunctionBase is torch.autograd.Function.__mro__[1] and "apply" not in vars(autograd.FunctionBase)
     assert autograd.saved_tensors_of(node)[0] is x
     autograd.set_needs_input_grad(node, (False,))
     assert node.needs_input_grad == (False,)

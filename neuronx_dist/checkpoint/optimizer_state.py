@@ -63,7 +63,7 @@ class _StateSlot:
 
     @property
     def is_part(self) -> bool:
-        """Whether other ranks hold other elements of the parameter."""
+        """Returns whether other ranks hold other elements of the parameter."""
         return self.pieces != [whole_piece(self.parameter.shape)]
 
     @property

@@ -22,7 +22,7 @@ def key_of(path: Sequence[str | int]) -> str:
 
 
 def is_laid_out(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has the whole's shape and a part's memory, as ShardTensor and DTensor: it has DCP's protocol."""
+    """Returns whether a tensor has the whole's shape and a part's memory, as a ShardTensor: it has DCP's protocol."""
     return hasattr(tensor, "__create_chunk_list__")
 
 

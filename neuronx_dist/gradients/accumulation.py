@@ -47,5 +47,5 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def is_accumulating(model: nn.Module) -> bool:
-    """Whether this model is inside of `no_sync`."""
+    """Returns whether this model is inside of `no_sync`."""
     return bool(_CONTEXTS and _CONTEXTS.get(partial_model(model).original_module))

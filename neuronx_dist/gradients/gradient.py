@@ -76,12 +76,12 @@ class ParameterGradient:
 
     @property
     def is_partial_over_tp(self) -> bool:
-        """Whether the parameter sees a shard of the sequence only, so that its gradients must be summed over tp."""
+        """Returns whether the parameter sees a shard of the sequence only: its gradients must be summed over tp."""
         return spec_of(self.param).sequence_parallel
 
     @property
     def is_expert(self) -> bool:
-        """Whether different ep ranks hold different experts in the parameter."""
+        """Returns whether different ep ranks hold different experts in the parameter."""
         return bool(getattr(self.param, "expert_model_parallel", False))
 
     @property

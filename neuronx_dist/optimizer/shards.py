@@ -86,7 +86,7 @@ class ParameterShard:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the gradient is on this rank alone: no other rank has a shard or a replica of the parameter."""
+        """Returns whether the gradient is on this rank alone: no other has a shard or a replica of the parameter."""
         return self.degree == 1 and self.replicas.size == 1
 
     @property

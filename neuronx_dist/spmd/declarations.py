@@ -71,6 +71,8 @@ def _declared(spmd_type: SpmdType) -> SpmdType:
     """Returns a type in the form that users declare: a part of a shard is a shard, a constant is R."""
     if isinstance(spmd_type, Shard):
         return replace(spmd_type, part=None)
+    if spmd_type.letter == "V":
+        return scaled(V, spmd_type.scale)
     return scaled(R, spmd_type.scale) if spmd_type.letter in "R0" else spmd_type
 
 
@@ -124,7 +126,7 @@ def types_by_atom(
     named_by: dict[str, Any] = {}
     for axis, spmd_type in types.items():
         if isinstance(spmd_type, Shard):
-            spmd_type = Shard(dim_of(spmd_type, shape), spmd_type.stride, spmd_type.extent)
+            spmd_type = replace(spmd_type, dim=dim_of(spmd_type, shape), part=None, scale=0)
             spmd_type = V if level == "L" else spmd_type
         elif not isinstance(spmd_type, LocalType):
             raise ValueError(f"{spmd_type!r} on axis {axis!r} is not an SPMD type: use R, I, V, P or S(dim)")
@@ -153,6 +155,7 @@ def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType] | Spm
     fresh = note is not None and note.extra == FRESH
     for axis, spmd_type in declared.items():
         before = old.get(axis)
+        before = _declared(before) if before is not None and before.base is V else before
         if fresh or before is None or before is ZERO or (before is UNIFORM and spmd_type.letter in SAME):
             new[axis] = spmd_type
         elif _declared(before) == spmd_type or (
@@ -195,7 +198,7 @@ def _same_dim(before: SpmdType, declared: SpmdType) -> bool:
     """Returns whether a shard equals the declared one, apart from merged dims, which nobody declares."""
     if not isinstance(before, Shard) or not isinstance(declared, Shard) or declared.extent is not None:
         return False
-    return (before.dim, before.stride, before.scale) == (declared.dim, declared.stride, declared.scale)
+    return replace(before, extent=None, part=None) == declared
 
 
 assert_local_type = assert_type

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 __all__ = ["DIFFERING", "SAME", "VARYING", "I", "P", "R", "S", "Shard", "SpmdType", "V", "dual", "scaled"]
 
@@ -99,6 +99,30 @@ def repeated(along: frozenset[int]) -> LocalType:
     return _REPEATED.setdefault(along, LocalType("R", "replicate", along=along))
 
 
+class Dealt(NamedTuple):
+    """The pieces of a dim, cut into `total` equal ones, that each rank holds: ((0, 3), (1, 2)) of 4 is zigzag."""
+
+    total: int
+    held: tuple[tuple[int, ...], ...]
+
+    def __repr__(self) -> str:
+        text = " | ".join(" ".join(map(str, pieces)) for pieces in self.held[:4])
+        return f"pieces {text}{' | ...' if len(self.held) > 4 else ''} of {self.total}"
+
+    @property
+    def in_order(self) -> bool:
+        """Returns whether the ranks' pieces, one rank after another, follow each other."""
+        pieces = [piece for held in self.held for piece in held]
+        return pieces == [*range(pieces[0], pieces[0] + len(pieces))]
+
+    def cut(self, start: int, stop: int, length: int) -> Dealt | None:
+        """The pieces from position `start` to `stop` of each rank's `length`; None where that cuts through one."""
+        many = len(self.held[0])
+        if start * many % length or stop * many % length:
+            return None
+        return Dealt(self.total, tuple(held[start * many // length : stop * many // length] for held in self.held))
+
+
 @dataclass(frozen=True)
 class Shard:
     """Varying, and sharded on tensor dim `dim` (negative counts from the end). Written `S(dim)`.
@@ -111,6 +135,7 @@ class Shard:
         scale: the ranks hold N^scale times the pieces.
         part: the part of a rank's positions that was selected, from and to, as fractions: the ranks' parts are the
             pieces of a tensor, not that part of the whole tensor. None: all.
+        order: the pieces that each rank holds, if they are others than those of its number.
     """
 
     dim: int
@@ -118,6 +143,7 @@ class Shard:
     extent: int | None = None
     part: tuple[Fraction, Fraction] | None = None
     scale: int = 0
+    order: Dealt | None = None
 
     letter: ClassVar[str] = "S"
     meaning: ClassVar[str] = "sharded"
@@ -130,6 +156,7 @@ class Shard:
 
     def __repr__(self) -> str:
         text = f"S({self.dim}, stride={self.stride})" if self.stride > 1 else f"S({self.dim})"
+        text = f"{text[:-1]}, {self.order})" if self.order is not None else text
         return _with_scale(text, self.scale)
 
 

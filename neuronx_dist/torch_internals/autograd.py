@@ -6,13 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import _HookMixin
+from torch.autograd.function import _HookMixin, _SingleLevelFunction
 
 # The node that accumulates a leaf's gradient. Without it a backward in halves cannot tell parameters from activations.
 AccumulateGrad: Any = getattr(torch._C._functions, "AccumulateGrad")  # noqa: B009  # its stubs lack it
 
 # Base of the nodes that `torch.autograd.Function`s in Python make. Without it custom functions are not halved.
 FunctionNode: Any = torch._C._FunctionBase
+
+# The base in Python of `torch.autograd.Function`: torch's `apply` in Python ends in that of this class, which is in C.
+# Without it functions are not checked that a program bound (`apply = MyFunction.apply`) before the check.
+FunctionBase: Any = _SingleLevelFunction
 
 # `setattr(HookMixin, REGISTER_HOOK, ...)` sees hooks of nodes. Without it the checker does not know what they change.
 HookMixin = _HookMixin
@@ -29,7 +33,7 @@ push_saved_tensors_hooks: Callable[..., None] = torch._C._autograd._push_saved_t
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward: there the checker judges gradients, and records no forward."""
+    """Returns whether this thread runs a backward: there the checker judges gradients, and records no forward."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -78,7 +82,7 @@ def saved_value(node: Any, name: str) -> Any:
 
 
 def is_checkpoint_hook(pack: Callable[..., Any]) -> bool:
-    """Whether a hook that packs saved tensors is that of a checkpoint without reentrance."""
+    """Returns whether a hook that packs saved tensors is that of a checkpoint without reentrance."""
     return pack.__qualname__.startswith(f"{CHECKPOINT_HOOK}.")
 
 

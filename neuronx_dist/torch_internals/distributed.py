@@ -57,7 +57,7 @@ def overrides(implementation: type, method: str) -> bool:
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """Whether a group has not been destroyed, alone or with all others: else a cached one would be used again."""
+    """Returns whether a group has not been destroyed, alone or with all others: else a cached one would be reused."""
     return group in dist.distributed_c10d._world.pg_map
 
 
@@ -108,7 +108,7 @@ def _watch(saver: Any, check: Callable[[Any], None]) -> None:
 
 
 def is_flattened(param: torch.Tensor) -> bool:
-    """Whether a parameter is or views a flat one of FullyShardedDataParallel; without it pieces count as wholes."""
+    """Returns whether a parameter is or views a flat one of FullyShardedDataParallel; without it pieces are wholes."""
     return bool(param.__dict__.get("_fsdp_flattened", False))
 
 

@@ -57,7 +57,7 @@ def version_of(x: Any) -> int:
 
 
 def is_view(x: torch.Tensor) -> bool:
-    """Whether autograd knows the tensor as a view: a write into it has to be seen by its base."""
+    """Returns whether autograd knows the tensor as a view: a write into it has to be seen by its base."""
     return x._is_view()
 
 
@@ -82,12 +82,12 @@ def storage_key(storage: Any) -> int:
 
 
 def has_storage(x: torch.Tensor) -> bool:
-    """Whether a tensor has memory at all: sparse ones and wrappers raise where they are asked for it."""
+    """Returns whether a tensor has memory at all: sparse ones and wrappers raise where they are asked for it."""
     return torch._C._has_storage(x)
 
 
 def is_alias_of(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors share a storage; without it masters that are rows of a parameter are copied."""
+    """Returns whether two tensors share a storage; without it masters that are rows of a parameter are copied."""
     return torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]
 
 

@@ -34,7 +34,7 @@ def forward_mode_level() -> int:
 
 
 def is_forward_mode_enabled() -> bool:
-    """Whether dual numbers propagate tangents here."""
+    """Returns whether dual numbers propagate tangents here."""
     return torch._C._is_fwd_grad_enabled()
 
 

@@ -49,7 +49,7 @@ class PartialModel(Protocol):
     def tied_weights_synced(self) -> bool: ...
 
     def is_local(self, name: str) -> bool:
-        """Whether this rank holds the parameter, buffer or module of this name."""
+        """Returns whether this rank holds the parameter, buffer or module of this name."""
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yields the modules of this rank, and the containers around them."""

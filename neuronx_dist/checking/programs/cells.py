@@ -82,7 +82,7 @@ class Cells:
         return [*self._sizes]
 
     def is_of_atoms(self, axis: Axis) -> bool:
-        """Whether an axis is a product of atoms; a part of an axis need not be."""
+        """Returns whether an axis is a product of atoms; a part of an axis need not be."""
         return all(name in self._atoms_of for name in self.mesh.groups(axis).names)
 
     def atoms_of(self, axis: Axis) -> list[str]:

@@ -77,7 +77,7 @@ def _at(event: Event) -> str:
 
 
 def is_message(event: Event) -> bool:
-    """Whether an event is a message between two ranks, and no collective."""
+    """Returns whether an event is a message between two ranks, and no collective."""
     return event.verb in ("send", "recv")
 
 

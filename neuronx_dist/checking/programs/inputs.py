@@ -42,7 +42,7 @@ def declare_inputs(inputs: Any, in_types: Any, mode: SpmdTypeMode) -> None:
 
 
 def _is_type(in_types: Any) -> bool:
-    """Whether `in_types` is `{axis: type}`."""
+    """Returns whether `in_types` is `{axis: type}`."""
     return isinstance(in_types, Mapping) and all(isinstance(value, (LocalType, Shard)) for value in in_types.values())
 
 

@@ -65,7 +65,7 @@ def compare_values(subject: Subject, mesh: Mesh, deadline: Deadline, notes: list
 
 
 def _has_rows(inputs: Any) -> bool:
-    """Whether all inputs are tensors of equally many rows, at least two."""
+    """Returns whether all inputs are tensors of equally many rows, at least two."""
     leaves = [] if callable(inputs) else pytree.tree_leaves(inputs)
     rows = {len(x) if isinstance(x, torch.Tensor) and x.ndim else 0 for x in leaves}
     return len(rows) == 1 and min(rows) > 1

@@ -165,7 +165,7 @@ class OptimizerStep:
 
 
 def _read_by_torch() -> bool:
-    """Whether torch's own optimizer reads a number, and not the user's code (a closure, say)."""
+    """Returns whether torch's own optimizer reads a number, and not the user's code (a closure, say)."""
     for owner, frame in frames():
         if owner == USER:
             return False
@@ -175,7 +175,7 @@ def _read_by_torch() -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether an option is a tensor that holds one number, the same on all ranks."""
+    """Returns whether an option is a tensor that holds one number, the same on all ranks."""
     if not isinstance(value, Tensor) or value.dim():
         return False
     type_ = type_of(value) or EQUAL

@@ -171,7 +171,7 @@ class Played:
             self._built_random = torch.get_rng_state()
 
     def same_program(self, rank: int, phases: tuple[str, ...] = PHASES) -> bool:
-        """Whether `rank` would have read the same answers in these phases."""
+        """Returns whether `rank` would have read the same answers in these phases."""
         return all(self.phases[name].backend.same_program(rank) for name in phases if name in self.phases)
 
     def answers(self) -> list[RankTable]:
@@ -436,7 +436,7 @@ def _check_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
 
 def _moves_to_a_device(error: Exception) -> bool:
-    """Whether an error is of a tensor or module that the program moves to a device."""
+    """Returns whether an error is of a tensor or module that the program moves to a device."""
     if isinstance(error, SpmdTypeError):
         return False
     frames = {(frame.filename, frame.name) for frame in traceback.extract_tb(error.__traceback__)}
@@ -445,7 +445,7 @@ def _moves_to_a_device(error: Exception) -> bool:
 
 
 def _averages(optimizer: Any) -> bool:
-    """Whether the optimizer takes the mean over the data itself."""
+    """Returns whether the optimizer takes the mean over the data itself."""
     return isinstance(optimizer, NeuronZero1Optimizer) and not isinstance(optimizer, MasterWeightsOptimizer)
 
 

@@ -5,6 +5,7 @@ session.py       the state of a mode while it is entered, as handlers see it
 judging.py       from a call to its operands and its spec
 judge.py         from types of operands to types of results; shard_positions.py: the place of a shard in a dim
 partial_kinds.py parts of a value that are no summands: maxima and norms of shards
+piece_order.py   pieces in another order than that of the ranks, as those of zigzag sequences
 read_numbers.py  numbers that a program reads from tensors, and the decisions that it takes by them
 memo.py          the cache of judgements
 declared.py      the first types of parameters and inputs

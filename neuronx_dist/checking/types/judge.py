@@ -31,6 +31,7 @@ from ...spmd.types import (
     VARYING,
     ZERO,
     I,
+    LocalType,
     P,
     R,
     Shard,
@@ -40,6 +41,7 @@ from ...spmd.types import (
     scaled,
 )
 from .partial_kinds import AMONG, adds_what_stages_share, other_partial, part_of_whole
+from .piece_order import Jumbled, joined_pieces
 from .scales import as_summands, result_scale
 from .shard_positions import ShardPosition, difference, locate, part_of, put, put_together
 
@@ -144,6 +146,9 @@ def _on_axis(call: _CallFacts, axis: str, operand_types: Sequence[SpmdType | Non
         elif spmd_type is None:
             raise Violation("no_type", axis, f"it has no type on {axis}, the others have", [index])
     known: list[SpmdType] = spmd_types  # type: ignore[assignment]
+    joined = joined_pieces(spec, known) if call.rule.name in CATS else None
+    if joined is not None:
+        return [joined]
     if {spmd_type.scale for spmd_type in known if spmd_type.letter == "P"} == {1}:
         call = call._replace(groups=call.groups_of_means)
     while True:
@@ -168,6 +173,8 @@ def _on_axis(call: _CallFacts, axis: str, operand_types: Sequence[SpmdType | Non
 def _unscaled(call: _CallFacts, axis: str, known: list[SpmdType]) -> list[SpmdType]:
     """Types of the results of operands at scale 0."""
     spec = call.spec
+    if any(isinstance(spmd_type, Jumbled) for spmd_type in known):
+        return _jumbled(call, axis, known)
     letters = [spmd_type.letter for spmd_type in known]
     varying = [index for index, letter in enumerate(letters) if letter in VARYING]
     partial = [index for index, letter in enumerate(letters) if letter == "P"]
@@ -195,6 +202,28 @@ def _unscaled(call: _CallFacts, axis: str, known: list[SpmdType]) -> list[SpmdTy
             return [V] * call.results
         return [scaled(V, _averaging(call, spec, axis))] * call.results
     return _sharded(call, spec, axis, known, sharded, varying, partial)
+
+
+def _jumbled(call: _CallFacts, axis: str, known: Sequence[SpmdType]) -> list[SpmdType]:
+    """Types of the results of operands that are equal on all ranks, some with pieces in the order of the ranks."""
+    index, jumbled = next((i, k) for i, k in enumerate(known) if isinstance(k, Jumbled))
+    plain = _unscaled(call, axis, [k.plain if isinstance(k, Jumbled) else k for k in known])
+    shards = [k.shard if isinstance(k, Jumbled) else R for k in known]
+    try:
+        found = _unscaled(call._replace(assumed=[], positions={}), axis, shards)
+    except Violation:
+        found = [V]
+    blocks = any(isinstance(k, Shard) and k.stride != 1 for k in found)
+    if blocks or V in found or not all(k.letter in SAME or k is ZERO for k in known):
+        why = (
+            f"dim {jumbled.dim} was gathered in the order of the ranks, {jumbled.order}, and {call.rule.name} takes it "
+            "for one in order"
+        )
+        raise Violation("jumbled", axis, why, [index])
+    return [
+        Jumbled.of(one, k.dim, k.order) if isinstance(k, Shard) and k.order and isinstance(one, LocalType) else one
+        for one, k in zip(plain, found)
+    ]
 
 
 def _averaging(call: _CallFacts, spec: Spec, axis: str) -> int:
@@ -334,11 +363,7 @@ def _sharded(
         operand_position = locate(dims, shard, spec, axis, index, name)
         if position is None:
             position, first = operand_position, index
-        elif (operand_position.label, operand_position.stride, operand_position.part) != (
-            position.label,
-            position.stride,
-            position.part,
-        ):
+        elif operand_position._replace(extent=0) != position._replace(extent=0):
             # The extent, which is left out, says what was merged with what, not which rank has what.
             raise Violation(
                 "shards", axis, difference(operand_position, position, shard, spmd_types[first], name), [index, first]
@@ -367,7 +392,12 @@ def _sharded(
         if parts is not None and position.part is None:
             del call.positions[axis]
             return parts
-        if alone_in_call and (axis in SAMPLE_ATOMS or of_weight) and label in spec.ranges:
+        if position.order is not None and alone_in_call and label in spec.ranges:
+            cuts = [(at, position.order.cut(*bounds)) for at, *bounds in spec.ranges[label]]
+            if all(order is not None for _, order in cuts):
+                del call.positions[axis]
+                return [Shard(at, order=order) for at, order in cuts]
+        if alone_in_call and position.order is None and (axis in SAMPLE_ATOMS or of_weight) and label in spec.ranges:
             text = f"{name}: each rank takes its own part of sharded dim {dim}: that all parts are used in the same way"
             call.assumed.append(text)
             del call.positions[axis]  # it is along no label of the results
@@ -402,12 +432,12 @@ def _sharded(
 
 
 def _sharded_along(type_: TensorType, dims: Dims | None, label: int) -> bool:
-    """Whether an operand is sharded along a label over any axis, so that its dim is of another size in one process."""
+    """Returns whether an operand is sharded along a label over any axis: its dim has another size in one process."""
     return any(isinstance(spmd_type, Shard) and label in (dims or ())[spmd_type.dim] for _, spmd_type in type_)
 
 
 def _repeats(spmd_type: SpmdType, dims: Dims | None, label: int) -> bool:
-    """Whether an operand is the same at every position of a label."""
+    """Returns whether an operand is the same at every position of a label."""
     return all(dim in getattr(spmd_type, "along", ()) for dim, labels in enumerate(dims or ()) if label in labels)
 
 

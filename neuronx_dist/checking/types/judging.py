@@ -120,7 +120,7 @@ def judge_call(
 
 
 def _is_all(index: Any) -> bool:
-    """Whether `x[index] = ...` writes all of x."""
+    """Returns whether `x[index] = ...` writes all of x."""
     indices = index if isinstance(index, tuple) else (index,)
     return all(item is ... or (isinstance(item, slice) and item == slice(None)) for item in indices)
 

@@ -9,7 +9,7 @@ entry has an `ExtraKey`, and a second look-up adds these properties to the key:
     random     the stream that is drawn from, on the axes of the mesh
     parameters a part of a sharded dim is taken: of a parameter a rank may take its own
     mesh       an argument is a number that knows axes by name: which pieces of axes these are; or a plain one that
-               multiplies a part of a sum, and may be the size of an axis
+               multiplies a part of a sum, and equals the size of an axis of some mesh (2, 0.5)
 
 Types are interned and entries hold no tensors, so that all modes share the entries. Functions come from the registry of
 rules alone: a function that a program makes for each call is never a key.
@@ -17,6 +17,7 @@ rules alone: a function that a program makes for each call is never a key.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -126,15 +127,23 @@ def extra_key_of(rule: Rule, types: Sequence[TensorType], items: Sequence[Any]) 
         packs or any(type_.graded for type_ in types),
         shapes or (partial and rule.affine is not None),
         bool(rule.random) or rule.kind in ("random", "decompose"),
-        any(isinstance(x, AxisNumber) for x in items) or (takes_factor(rule.name) and any(map(_is_scaled, types))),
+        any(isinstance(x, AxisNumber) for x in items)
+        or (takes_factor(rule.name) and any(map(_is_scaled, types)) and any(map(_may_be_size, items))),
         rule.name in PICKS and any(type_.sharded for type_ in types),
     )
     return extra_key if any(extra_key) else None
 
 
 def _is_scaled(type_: TensorType) -> bool:
-    """Whether a plain number may be meant for the size of an axis, as a factor."""
+    """Returns whether a plain number may be meant for the size of an axis, as a factor."""
     return any(spmd_type.letter == "P" or spmd_type.scale for _, spmd_type in type_)
+
+
+def _may_be_size(x: Any) -> bool:
+    """Returns whether an argument is a number that equals the size of an axis of some mesh, or one over it."""
+    if x.__class__ is not int and x.__class__ is not float or not 0 < x < math.inf or x == 1:
+        return False
+    return float(x).is_integer() or (x < 1 and x == 1 / round(1 / x))
 
 
 def extra_values(extra_key: ExtraKey, items: Sequence[Any], mode: Session) -> tuple[Any, ...]:

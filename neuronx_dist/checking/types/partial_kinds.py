@@ -71,7 +71,7 @@ def part_of_whole(rule: Rule, why: str, results: int) -> list[SpmdType] | None:
 
 
 def adds_what_stages_share(groups: Sequence[frozenset[int]], known: Sequence[SpmdType]) -> bool:
-    """Whether a result on pp is a sum, or a list, of values of this stage and of ones that several stages hold."""
+    """Returns whether a result on pp is a sum, or a list, of values of this stage and of ones that several hold."""
     if AMONG in known:
         return True
     sums = [[known[index] for index in group] for group in groups]

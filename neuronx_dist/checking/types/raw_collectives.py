@@ -61,7 +61,7 @@ _originals: dict[str, Any] = {}
 
 
 def _is_raw(func: Any) -> bool:
-    """Whether a function that a mode received is a functional collective, or one of `torch.distributed`."""
+    """Returns whether a function that a mode received is a functional collective, or one of `torch.distributed`."""
     module: str = getattr(func, "__module__", None) or ""
     return module.startswith("torch.distributed.") or str(func).partition(".")[0] in _NAMESPACES
 
@@ -117,7 +117,7 @@ def _axis_of(group: Any) -> tuple[tuple[str, ...], str]:
 
 
 def _called_by_comm() -> bool:
-    """Whether `neuronx_dist.comm` called `torch.distributed`."""
+    """Returns whether `neuronx_dist.comm` called `torch.distributed`."""
     for owner, frame in frames():
         module: str = frame.f_globals.get("__name__", "")
         if owner != LIBRARY and module != __name__ and not module.startswith(("contextlib", "functools")):

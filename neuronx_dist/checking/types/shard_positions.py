@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ...rules.spec import Dims, Spec
 from ...spmd.errors import Violation
-from ...spmd.types import Shard, SpmdType, V
+from ...spmd.types import Dealt, Shard, SpmdType, V
 
 __all__ = ["ShardPosition", "difference", "locate", "part_of", "put", "put_together"]
 
@@ -23,13 +23,14 @@ _ALL = Fraction(0), Fraction(1)
 class ShardPosition(NamedTuple):
     """The label along which a tensor is sharded, in `stride` blocks of which `extent` positions count.
 
-    `part`: see `Shard`.
+    `part`, `order`: see `Shard`.
     """
 
     label: int
     stride: int
     extent: int
     part: tuple[Fraction, Fraction] | None = None
+    order: Dealt | None = None
 
 
 def part_of(part: tuple[Fraction, Fraction] | None, start: int, stop: int, length: int) -> tuple[Fraction, Fraction]:
@@ -46,6 +47,9 @@ def difference(one: ShardPosition, other: ShardPosition, one_type: Any, other_ty
     if one.stride != other.stride:
         why = f"both are sharded on the same dim, one {_blocks(one)}, the other {_blocks(other)}"
         return f"{why}: the ranks hold different parts of it"
+    if one.order != other.order:
+        orders = (str(position.order or "each the one of its number") for position in (one, other))
+        return f"the ranks hold different pieces of it: {', and '.join(orders)}"
     first, second = (f"{p[0]} to {p[1]}" if p is not None else "all" for p in (one.part, other.part))
     why = f"they are parts of each rank's piece, {first} and {second} of it"
     return f"{why}: neighbours here are not neighbours in the whole tensor"
@@ -70,7 +74,10 @@ def put_together(spec: Spec, spmd_types: Sequence[SpmdType | None]) -> SpmdType 
 
 def locate(dims: Dims, shard: Shard, spec: Spec, axis: str, index: int, name: str) -> ShardPosition:
     """The factor of an operand's dim that is sharded."""
-    return _located(dims, shard, spec, axis, index, name)._replace(part=shard.part)
+    position = _located(dims, shard, spec, axis, index, name)
+    if shard.order is not None and spec.sizes[position.label] // position.stride % len(shard.order.held[0]):
+        raise Violation("fixed", axis, f"it is {shard}, and {name} cuts through a piece", [index])
+    return position._replace(part=shard.part, order=shard.order)
 
 
 def _located(dims: Dims, shard: Shard, spec: Spec, axis: str, index: int, name: str) -> ShardPosition:
@@ -111,7 +118,9 @@ def put(out: Dims, position: ShardPosition, spec: Spec) -> SpmdType:
         if position.label in factors:
             if len(factors) == 1:
                 everything = position.extent == spec.sizes[position.label] // position.stride
-                return Shard(dim, position.stride, None if everything else position.extent, position.part)
+                return Shard(
+                    dim, position.stride, None if everything else position.extent, position.part, order=position.order
+                )
             outer = total = 1
             for label in factors:
                 if label == position.label:
@@ -120,5 +129,5 @@ def put(out: Dims, position: ShardPosition, spec: Spec) -> SpmdType:
             stride = outer * position.stride
             # With one block it must be said what is sharded: it need not be the outermost factor of size 1.
             extent = None if outer > 1 and position.extent * stride == total else position.extent
-            return Shard(dim, stride, extent, position.part)
+            return Shard(dim, stride, extent, position.part, order=position.order)
     return V

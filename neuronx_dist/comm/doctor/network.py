@@ -35,7 +35,7 @@ def loopback() -> Iterator[Finding]:
 
 
 def port() -> Iterator[Finding]:
-    """Whether the default port of torchrun is free."""
+    """Finds whether the default port of torchrun is free."""
     try:
         with socket.create_server(("127.0.0.1", _PORT)):
             yield Finding("ok", f"port {_PORT}", "free (torchrun's default)")
@@ -45,7 +45,7 @@ def port() -> Iterator[Finding]:
 
 
 def host_name() -> Iterator[Finding]:
-    """Whether the name of this host resolves, which gloo relies on, unless GLOO_SOCKET_IFNAME names an interface."""
+    """Finds whether the name of this host resolves, which gloo needs unless GLOO_SOCKET_IFNAME names an interface."""
     name, chosen = socket.gethostname(), os.environ.get("GLOO_SOCKET_IFNAME")
     names = [interface for _, interface in socket.if_nameindex()]
     if chosen is not None:

@@ -114,7 +114,7 @@ class Generated:
 
     @property
     def has_weights(self) -> bool:
-        """Whether the initial weights were written, and sent to this host."""
+        """Returns whether the initial weights were written, and sent to this host."""
         names = [name for name in self.manifest["files"] if name.startswith(WEIGHTS + "/")]
         return bool(names) and all((self.path / name).is_file() for name in names)
 

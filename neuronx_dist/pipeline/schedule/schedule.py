@@ -147,7 +147,7 @@ class Schedule(ABC):
 
     @cached_property
     def trains(self) -> bool:
-        """Whether there are backwards, so that forwards keep activations."""
+        """Returns whether there are backwards, so that forwards keep activations."""
         return any(task.kind is not Kind.FORWARD for task in self.computations(0))
 
     def tasks(self, stage: int) -> list[Task]:
@@ -209,7 +209,7 @@ class Schedule(ABC):
 
     @property
     def both_ways(self) -> bool:
-        """Whether two stages send activations to each other, so that a queue for both ways could deadlock."""
+        """Returns whether two stages send activations to each other, so that a queue for both ways could deadlock."""
         sends = {(source, target) for source, target in zip(self.holders, self.holders[1:]) if source != target}
         return any((target, source) in sends for source, target in sends)
 

@@ -128,6 +128,21 @@ def test_a_name_means_what_it_does_on_the_mesh() -> None:
             assert get_local_type(torch.full((2,), comm.size("dp"))) == {atom: scaled(R, 1) for atom in atoms}
 
 
+@pytest.mark.parametrize("number", [4, 0.25, 4.0])
+def test_a_plain_number_may_be_the_size_of_an_axis_of_one_mesh_and_not_of_another(number: float) -> None:
+    for tp, assumed in ((2, False), (4, True), (2, False)):
+        with comm.as_rank(Mesh(tp, tp=tp), 0), SpmdTypeMode() as mode:
+            declared(R, 3, tp=P) * number
+            assert any('comm.size("tp"), to which it is equal' in text for text, _ in mode.assumed) is assumed
+
+
+def test_only_a_number_that_may_be_a_size_is_looked_up_with_the_mesh(mode: SpmdTypeMode) -> None:
+    for number, times in ((0.3, 1), (0.5, 2), (1.0, 1), (-2, 1), (float("inf"), 1), (3, 2)):
+        before = len(mode._memo)
+        declared(R, 3, tp=P) * number
+        assert len(mode._memo) - before == times, number
+
+
 # --- sizes
 
 

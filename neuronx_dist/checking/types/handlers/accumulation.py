@@ -35,7 +35,7 @@ def set_incoming(
 def averages_leaf(
     mode: Session, leaf: Tensor | None, node: Any, type_: TensorType, axis: str, actual: SpmdType, expected: SpmdType
 ) -> bool:
-    """Whether a hand-written backward gives a leaf its gradient times a power of the size of a data axis.
+    """Returns whether a hand-written backward gives a leaf its gradient times a power of the size of a data axis.
 
     So does the gather of FSDP, which averages. The leaf's gradient then has the type `type_` of what was returned, if
     all that backward adds to it comes from such functions: see `accumulating`.
@@ -113,7 +113,7 @@ def accumulated_error(leaf: Tensor, type_: TensorType, before: TensorType, added
 
 
 def adds_up(before: TensorType, added: TensorType) -> bool:
-    """Whether a gradient of type `before`, with `added` added to it, has the type `added`.
+    """Returns whether a gradient of type `before`, with `added` added to it, has the type `added`.
 
     An averaged gradient is equal on all ranks, and so its own mean: it may go on with P("avg").
     """
@@ -130,7 +130,7 @@ def adds_up(before: TensorType, added: TensorType) -> bool:
 
 
 def fits(actual: SpmdType, expected: SpmdType) -> bool:
-    """Whether a gradient of type `actual` may stand where one of type `expected` belongs."""
+    """Returns whether a gradient of type `actual` may stand where one of type `expected` belongs."""
     if actual.letter == "0":
         return True
     if expected.letter == "P" and actual.letter == "R":  # a value that is equal on all ranks is their mean
@@ -142,5 +142,5 @@ def fits(actual: SpmdType, expected: SpmdType) -> bool:
     if expected.letter == "P":  # V is each rank's own part, where dims are not known
         return actual.base is P or actual.base is V
     if isinstance(expected, Shard) and isinstance(actual, Shard):
-        return expected.dim == actual.dim and expected.stride == actual.stride
+        return (expected.dim, expected.stride, expected.order) == (actual.dim, actual.stride, actual.order)
     return actual.letter in VARYING | SAME  # V; an equal value may stand for each rank's own

@@ -139,7 +139,7 @@ def _itself(x: Any) -> Any:
 
 
 def is_checked(cls: Any) -> bool:
-    """Whether a function is the subclass of one whose backward is checked."""
+    """Returns whether a function is the subclass of one whose backward is checked."""
     return _checked.get(cls.__base__) is cls
 
 
@@ -289,7 +289,7 @@ def _probe(
     outputs_before: Sequence[TensorType | None],
     outputs: Sequence[Any],
 ) -> bool:
-    """Whether the backward is right if the outputs are of these flavours."""
+    """Returns whether the backward is right if the outputs are of these flavours."""
     mode = signature.mode
     signature.outputs = _with(outputs_before, flavours)
     try:

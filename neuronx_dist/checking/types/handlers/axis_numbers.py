@@ -114,7 +114,7 @@ def _scales(x: Tensor, powers: Powers) -> bool:
 
 
 def takes_factor(name: str) -> bool:
-    """Whether a function of this name has a number that is a factor of its result."""
+    """Returns whether a function of this name has a number that is a factor of its result."""
     return name.rstrip("_") in _FACTORS or name in _FACTORS
 
 

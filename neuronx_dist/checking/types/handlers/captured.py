@@ -8,29 +8,27 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ....spmd.watching import active
+from ....torch_internals.autograd import FunctionBase
 from .autograd import apply_function, is_checked
 
 __all__ = ["install", "remove"]
 
 _PACKAGE = __name__.partition(".")[0] + "."
-_BASE: Any = torch.autograd.Function.__mro__[1]  # above it stands the class in C
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     mode: Any = active()
     if mode is None or is_checked(cls) or cls.__module__.startswith("torch.") or cls.__module__.startswith(_PACKAGE):
-        return super(_BASE, cls).apply(*args, **kwargs)
+        return super(FunctionBase, cls).apply(*args, **kwargs)
     return apply_function(mode, cls, args, kwargs)
 
 
 def install() -> None:
     """Replaces the base class of `Function.apply`, in which calls of a previously bound `apply` end."""
-    _BASE.apply = classmethod(_apply)
+    FunctionBase.apply = classmethod(_apply)
 
 
 def remove() -> None:
     """Restores the `apply` that is implemented in C++."""
-    del _BASE.apply
+    del FunctionBase.apply

@@ -147,7 +147,7 @@ def _choose(mode: Session, x: Tensor, note: Note, hook: Hook) -> TensorType:
 
 
 def _probe(mode: Session, x: Tensor, hook: Hook, given: TensorType, due: TensorType) -> bool:
-    """Whether a hook turns gradients of a tensor of type `given` into those of a tensor of type `due`."""
+    """Returns whether a hook turns gradients of a tensor of type `given` into those of a tensor of type `due`."""
     with DisableTorchFunction():
         grad = torch.zeros_like(x, requires_grad=False)
     mode.stamp(grad, mode.named(given).of_gradient())

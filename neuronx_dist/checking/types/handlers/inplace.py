@@ -7,6 +7,7 @@ either finds that write, or was written where the checker does not see it, which
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -78,7 +79,7 @@ _TAKES = {
 
 
 def _keeps(before: SpmdType | None, after: SpmdType | None) -> bool:
-    """Whether a tensor of type `before` may keep it after a write that would make it `after`."""
+    """Returns whether a tensor of type `before` may keep it after a write that would make it `after`."""
     if before is after or before is None or after is None:
         return True
     if after.letter in _TAKES.get(before.letter, ()):
@@ -87,9 +88,9 @@ def _keeps(before: SpmdType | None, after: SpmdType | None) -> bool:
 
 
 def _one(before: SpmdType | None, after: SpmdType | None) -> bool:
-    """Whether two types are equal apart from the dims of which a shard was merged."""
+    """Returns whether two types are equal apart from the dims of which a shard was merged."""
     if isinstance(before, Shard) and isinstance(after, Shard):
-        return (before.dim, before.stride, before.scale) == (after.dim, after.stride, after.scale)
+        return replace(before, extent=None, part=None) == replace(after, extent=None, part=None)
     return before == after
 
 
@@ -127,7 +128,7 @@ def note_write(mode: Session, target: Tensor, type_: TensorType, origins: Any, e
 
 
 def _has_no_memory(x: Tensor) -> bool:
-    """Whether a tensor is no strided view of some memory: a sparse one, or one that torch.func wraps."""
+    """Returns whether a tensor is no strided view of some memory: a sparse one, or one that torch.func wraps."""
     return x.layout is not torch.strided or is_functorch_wrapped_tensor(x)
 
 

@@ -128,7 +128,7 @@ def _made_of_masks(notes: Sequence[Note]) -> bool:
 
 
 def _masks(rule: Rule, tensors: Sequence[Tensor], notes: Sequence[Note], axis: str) -> bool:
-    """Whether this call multiplies or selects by a mask that varies over the axis."""
+    """Returns whether this call multiplies or selects by a mask that varies over the axis."""
     name = rule.name.strip("_")
     if name in _PRODUCTS:
         return any(_of(note, Offset, axis) for note in notes)

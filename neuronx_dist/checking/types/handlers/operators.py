@@ -23,6 +23,7 @@ from ....spmd.types import SAME, UNIFORM, VARYING, P, R, Shard, SpmdType, V, rep
 from ....spmd.watching import HANDLERS
 from ..messages.explain import operator_error
 from ..messages.provenance import module_path
+from ..piece_order import Jumbled, gathered
 from ..session import Session
 from .one_rank import claim_stage
 from .own_rows import gathered_rows
@@ -105,7 +106,7 @@ def _stacked(
     shards = [note.type.get(axis) for axis in axes]
     if name != "all_gather" or src is not V or mode.level != "G" or not shards:
         return None
-    dims = {shard.dim if isinstance(shard, Shard) and shard.stride == 1 else None for shard in shards}
+    dims = {shard.dim if isinstance(shard, Shard) and shard == Shard(shard.dim) else None for shard in shards}
     if len(dims) > 1 or None in dims:
         return None
     dim, ranks = dims.pop() or 0, (stack or 0) % (x.dim() + 1)
@@ -148,7 +149,7 @@ def _operated(
             scale = 0  # a guess for a value that is taken for a summand
         if name == "reinterpret" and src.letter in SAME and new.letter == "P":
             scale += 1 - new.scale  # it is its own mean
-        types[axis] = scaled(new, scale)
+        types[axis] = scaled(new, scale) if src.letter != "S" else gathered(old, scaled(new, scale)) or new
     return TensorType.of(types, rest)
 
 
@@ -161,6 +162,9 @@ def _check_source(mode: Session, x: Tensor, note: Note, atom: str, name: str, sr
         why = f"it is {actual}, not {src}: its mean would be the result divided by the size of {atom} too often"
         raise operator_error(mode, name, x, note, atom, src, dst, why, "source")
     actual, src = actual.base, src.base
+    if isinstance(actual, Jumbled) and name != "forget":
+        why = f"it is {actual}: its pieces are in the order of the ranks"
+        raise operator_error(mode, name, x, note, atom, src, dst, why, "jumbled")
     if actual.letter == "0" or actual is UNIFORM:  # constants are of any type
         return
     fixed = not (x.requires_grad and torch.is_grad_enabled())
@@ -183,7 +187,7 @@ def _check_source(mode: Session, x: Tensor, note: Note, atom: str, name: str, sr
         if actual is P:
             return
     elif declared == "V":
-        if name == "all_gather" and isinstance(actual, Shard):
+        if name == "all_gather" and isinstance(actual, Shard) and actual.order is None:
             text = f"all_gather: that the pieces of dim {actual.dim}, stacked over {atom}, are put together "
             mode.assume(text + "in the order of the sharding")
         if actual.letter in VARYING:
@@ -196,8 +200,16 @@ def _check_source(mode: Session, x: Tensor, note: Note, atom: str, name: str, sr
             mode.assume(f"{name}: what varies over {atom} is sharded on dim {src.dim % x.dim()}")
             return
         if isinstance(actual, Shard) and actual.dim == src.dim % x.dim():
-            if actual.stride == 1:
+            if actual.stride == 1 and (actual.order is None or actual.order.in_order):
                 return
+            if name == "all_gather" and actual.order is not None and gathered(actual, dst) is not None:
+                return
+            if actual.order is not None:
+                why = (
+                    f"the ranks hold its {actual.order}, and a concatenation in the order of the ranks leaves them in "
+                    "that order"
+                )
+                raise operator_error(mode, name, x, note, atom, src, dst, why, "dealt")
             why = (
                 f"dim {actual.dim} is {actual.stride} blocks, each sharded by itself: a concatenation of the ranks' "
                 "pieces has them in another order"
@@ -245,7 +257,7 @@ def _renumbered(
 
 
 def _inside(axis: str, axes: Sequence[str]) -> bool | None:
-    """Whether `axis` comes after all of `axes` in the order of the mesh, or (False) before; None: neither."""
+    """Returns whether `axis` comes after all of `axes` in the order of the mesh, or (False) before; None: neither."""
     is_inner = {order_of(axis) > order_of(atom) for atom in axes}
     return is_inner.pop() if len(is_inner) == 1 else None
 
@@ -258,7 +270,7 @@ def joined(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int
         if axis in axes or not isinstance(spmd_type, Shard) or spmd_type.dim != dim:
             continue
         inside = True if copies or spmd_type.stride > 1 else _inside(axis, axes)
-        unknown = inside is None or spmd_type.part is not None
+        unknown = inside is None or spmd_type.part is not None or spmd_type.order is not None
         whole = V if unknown else Shard(dim, spmd_type.stride * count if inside else 1)
         types[axis] = scaled(whole, spmd_type.scale)
 
@@ -274,7 +286,7 @@ def cut(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int) -
         if axis in axes or not isinstance(spmd_type, Shard) or spmd_type.dim != dim:
             continue
         blocks = spmd_type.stride // count
-        if (spmd_type.stride > 1 and spmd_type.stride % count) or spmd_type.part is not None:
+        if (spmd_type.stride > 1 and spmd_type.stride % count) or spmd_type.part or spmd_type.order:
             types[axis], result = scaled(V, spmd_type.scale), V
         elif spmd_type.stride == 1:
             types[axis] = scaled(Shard(dim), spmd_type.scale)

@@ -112,7 +112,7 @@ def _pack(
 
 
 def _combine(mode: Session, axis: str, types: Sequence[TensorType]) -> bool:
-    """Whether values of these types may be elements of one tensor: equal ones, and partial maxima (a history)."""
+    """Returns whether values of these types may be elements of one tensor: equal ones or partial maxima (a history)."""
     spmd_types = [mode.named(type_).get(axis) for type_ in types]
     kinds = {"max" if k is P("max") else k.letter if k is not None and not k.scale else "V" for k in spmd_types}
     return kinds <= {"R", "0"} or kinds <= {"I", "0"} or ("max" in kinds and kinds <= {"R", "I", "0", "max"})

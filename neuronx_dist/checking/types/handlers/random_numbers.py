@@ -19,7 +19,7 @@ __all__ = ["drawing", "draws", "made_type", "stream_type"]
 
 
 def draws(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws random numbers: dropout does not, with probability 0 or in evaluation mode."""
+    """Returns whether a call draws random numbers: dropout does not, with probability 0 or in evaluation mode."""
     return bool(rule.random(*args, **kwargs)) if callable(rule.random) else rule.random
 
 

@@ -19,8 +19,9 @@ from ....rules.spec import Spec
 from ....spmd.axes import atoms_of
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import COUNTED, Note, TensorType, note_of, origins_of, type_of
-from ....spmd.types import SAME, R, Shard, SpmdType, V
+from ....spmd.types import SAME, Dealt, R, Shard, SpmdType, V
 from ..messages.explain import shown
+from ..piece_order import Picked
 from ..session import Session
 
 __all__ = ["Pieces", "counted", "counts", "picked", "rank_values"]
@@ -61,7 +62,7 @@ def _widths(index: Any) -> list[Any]:
 
 
 def counts(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call returns 0, 1, 2, ..."""
+    """Returns whether a call returns 0, 1, 2, ..."""
     return rule.name == "arange" and len(args) == 1 and not kwargs.keys() & {"start", "end", "step", "out"}
 
 
@@ -115,11 +116,21 @@ def picked(mode: Session, rule: Rule, result: Any, args: tuple[Any, ...], kwargs
             return piece
         in_rank_order = len(index.names) == 1 and index.table.values == tuple(range(len(pieces)))
         is_shard = in_rank_order and rule.name != "unbind"
-        _part(mode, piece, note.type, index, Shard(dim % piece.dim()) if is_shard else V, in_rank_order)
+        part: SpmdType = Shard(dim % piece.dim()) if is_shard else V
+        if not in_rank_order and rule.name != "unbind" and len({x.shape for x in pieces}) == 1:
+            part = _dealt(mode, index, [*index.table.values], len(pieces), dim % piece.dim())
+        _part(mode, piece, note.type, index, part, in_rank_order)
         return piece
 
     pieces._pick = pick
     return pieces
+
+
+def _dealt(mode: Session, index: RankValue, pieces: Sequence[int], count: int, dim: int) -> SpmdType:
+    """The type of the pieces of `count` that the ranks of one axis take; V where several take the same."""
+    if len(set(pieces)) != len(pieces) or len(index.names) != 1 or len(atoms_of(tuple(index.names), mode.mesh)) != 1:
+        return V
+    return Picked(dim, Dealt(count, tuple((piece % count,) for piece in pieces)))
 
 
 def _moved(mode: Session, result: Tensor, args: tuple[Any, ...]) -> None:
@@ -193,7 +204,11 @@ def _slice(mode: Session, rule: Rule, result: Tensor, args: tuple[Any, ...], kwa
     in_rank_order = (
         start.table.values == tuple(number * length for number in range(count)) and count * length == x.shape[dim]
     )
-    _part(mode, result, whole, start, Shard(dim) if in_rank_order and result.dim() == x.dim() else V, in_rank_order)
+    part: SpmdType = Shard(dim) if in_rank_order and result.dim() == x.dim() else V
+    aligned = length and x.shape[dim] % length == 0 and not any(value % length for value in start.table.values)
+    if not in_rank_order and result.dim() == x.dim() and aligned:
+        part = _dealt(mode, start, [value // length for value in start.table.values], x.shape[dim] // length, dim)
+    _part(mode, result, whole, start, part, in_rank_order)
 
 
 def _every(mode: Session, x: Tensor, result: Tensor, item: slice, dim: int) -> None:
@@ -208,7 +223,7 @@ def _every(mode: Session, x: Tensor, result: Tensor, item: slice, dim: int) -> N
 
 
 def _is_whole(mode: Session, x: Tensor, type_: TensorType, start: RankValue) -> bool:
-    """Whether the ranks, each of which takes a part of `x` from its `start` on, all hold the same `x`.
+    """Returns whether the ranks, each of which takes a part of `x` from its `start` on, all hold the same `x`.
 
     Raises:
         SpmdTypeError: `x` holds random numbers, which ranks have drawn from different seeds.

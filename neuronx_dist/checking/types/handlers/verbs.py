@@ -20,6 +20,7 @@ from ....spmd.types import SAME, UNIFORM, ZERO, I, P, R, Shard, SpmdType, V, sca
 from ....spmd.watching import HANDLERS
 from ....torch_internals.tensors import DisableTorchFunction
 from ..messages.explain import operator_error
+from ..piece_order import Jumbled, gathered
 from ..session import Session
 from .inplace import note_write
 from .lost_gradients import lost_gradients, refuse_gradient
@@ -212,12 +213,13 @@ def _gather(operand: _VerbOperand) -> SpmdType:
     dim, spmd_type = operand.dim(), operand.type
     if spmd_type.letter == "P":
         raise operand.error("it is a partial sum: a gather puts summands side by side", "gather_of_sum")
-    if isinstance(spmd_type, Shard) and (spmd_type.dim != dim or spmd_type.stride != 1):
+    result = gathered(spmd_type, R)
+    if isinstance(spmd_type, Shard) and (spmd_type.dim != dim or spmd_type.stride != 1 or result is None):
         raise operand.error(f"it is {spmd_type}, and dim {dim} is gathered", "gather_dim")
-    if operand.mode.level == "G" and (spmd_type is R or spmd_type is I):
+    if operand.mode.level == "G" and (spmd_type is R or spmd_type is I or isinstance(spmd_type, Jumbled)):
         why = f"it is the same on all ranks of {operand.atom}: the result holds it once for each of them"
         raise operand.error(why, "gathered_twice")
-    return R
+    return result or R
 
 
 def _scatter(operand: _VerbOperand) -> SpmdType:
@@ -228,14 +230,14 @@ def _scatter(operand: _VerbOperand) -> SpmdType:
 def _exchange(operand: _VerbOperand) -> SpmdType:
     split, concat, spmd_type = operand.dim("split_dim"), operand.dim("concat_dim"), operand.type
     _pieces(operand)
-    sharded = isinstance(spmd_type, Shard) and spmd_type.dim == concat and spmd_type.stride == 1 and split != concat
+    sharded = isinstance(spmd_type, Shard) and spmd_type == Shard(concat) and split != concat
     return Shard(split) if sharded else V
 
 
 def _broadcast(operand: _VerbOperand) -> SpmdType:
     if operand.type.letter == "P":
         raise operand.error("it is a partial sum: one summand is not the sum", "gather_of_sum")
-    return R
+    return operand.type if isinstance(operand.type, Jumbled) else R
 
 
 def _permute(operand: _VerbOperand) -> SpmdType:

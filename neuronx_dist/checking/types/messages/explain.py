@@ -320,7 +320,7 @@ def _counted(spmd_type: Any, x: Tensor) -> Any:
 
 
 def _same_shard(one: SpmdType, other: Any, x: Tensor) -> bool:
-    """Whether two types are shards of one dim, so that the dim is not the fault."""
+    """Returns whether two types are shards of one dim, so that the dim is not the fault."""
     return isinstance(one, Shard) and isinstance(other, Shard) and (one.dim - other.dim) % max(1, x.dim()) == 0
 
 

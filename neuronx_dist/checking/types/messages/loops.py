@@ -42,7 +42,7 @@ class ParameterLoop(NamedTuple):
         return f'({code} if spmd.spec_of({self.parameter}).axis == "{axis}" else {otherwise})'
 
     def varies(self, node: ast.AST | None) -> bool:
-        """Whether the value of an expression depends on the parameter."""
+        """Returns whether the value of an expression depends on the parameter."""
         names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)} if node is not None else set()
         return self.parameter in names or bool(names & self.assigned)
 

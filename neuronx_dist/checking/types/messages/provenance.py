@@ -62,7 +62,7 @@ class Site(NamedTuple):
 
     @property
     def editable(self) -> bool:
-        """Whether the expression is in the user's code, not in an installed package or in this one."""
+        """Returns whether the expression is in the user's code, not in an installed package or in this one."""
         return editable(self.file)
 
     def statement(self) -> ast.stmt | None:
@@ -129,7 +129,7 @@ def site() -> Site | None:
 
 
 def editable(file: str) -> bool:
-    """Whether a file is the user's: not part of torch, this package or an installed one."""
+    """Returns whether a file is the user's: not part of torch, this package or an installed one."""
     return owner_of(file) == USER and not any(folder in file for folder in _INSTALLED)
 
 
@@ -347,7 +347,7 @@ def _leaves(start: Any, matches: Callable[[Tensor], bool], limit: int = 300) -> 
 
 
 def contracts(x: Tensor, varies: Callable[[Tensor], bool]) -> bool:
-    """Whether `x` comes, apart from views and sums, from a product of two operands that both vary.
+    """Returns whether `x` comes, apart from views and sums, from a product of two operands that both vary.
 
     `varies` must be true for the operand, or for a tensor in its graph.
     """

@@ -17,6 +17,7 @@ from ....call_site import line_of
 from ....spmd.errors import Violation
 from ....spmd.tensor_type import Origin
 from ....spmd.types import SAME, I, P, R, Shard, SpmdType, V
+from ..piece_order import Jumbled, ordered
 from .loops import ParameterLoop, changes_with_the_turn, loop_repairs, parameter_loop
 from .provenance import Named, Site, value_of
 from .rewrites import SPECIAL, clipping, declared, local_code, origin_repair, otherwise, seeds
@@ -56,7 +57,7 @@ class _Expression(NamedTuple):
     loop: ParameterLoop | None
 
     def accumulates(self, index: int) -> bool:
-        """Whether a loop accumulates in an operand, which then has another type in the next iteration."""
+        """Returns whether a loop accumulates in an operand, which then has another type in the next iteration."""
         node = self.names[index].node
         return self.loop is not None and isinstance(node, ast.Name) and node.id in self.loop.assigned
 
@@ -91,6 +92,11 @@ def find_repairs(
         return reseeded
     if rule == "no_type":
         return declared(call, axis, violation, names, here)[:MOST]
+    if rule == "jumbled":
+        index = violation.operands[0]
+        spmd_type = call.operands[index].type.get(axis)
+        text = ordered(names[index].code, spmd_type) if isinstance(spmd_type, Jumbled) else ""
+        return [Repair(text, edit_of(here, names[index].node, text))] if text else []
     special, expression = SPECIAL.get(rule), _Expression(call, axis, names, here, parameter_loop(here, axis))
     repairs = list(loop_repairs(axis, call, names, here))
     looped = bool(repairs)
@@ -215,6 +221,9 @@ def operator_repairs(operation: Operation, operand: Named, here: Site | None, ru
     if rule == "stride" and isinstance(actual, Shard):
         offer(blocks_gathered(operand, axis, actual, operation.gives))
         return repairs
+    if rule == "dealt" and isinstance(actual, Shard):
+        text = call_of("all_gather", code, axis, Shard(actual.dim), R)
+        return [Repair(f"{text}, and its pieces put in order, instead of it")]
     if rule == "foreign":
         mask = "((ids < first) | (ids >= first + count))"
         words = ", where this rank holds the positions from first to first + count"
@@ -254,6 +263,9 @@ def operator_repairs(operation: Operation, operand: Named, here: Site | None, ru
         offer(code, f": it is the same on all ranks already, drop this one (its gradient is that of {actual})")
     if actual is P and dst.letter not in SAME:
         offer(call_of("all_reduce", code, axis, None, R))
+    if actual is P and base == "all_to_all" and isinstance(operation.takes, Shard):
+        text = f'spmd.local_map(function, out_types={{"{axis}": spmd.{operation.takes}}})'
+        repairs.append(Repair(f"{text} around what makes it, if each rank sends what it makes of its own rows"))
     if actual is V:
         repairs.append(
             Repair(call_of("reinterpret", code, axis, V, P) + ": if the ranks hold summands; then reduce it")

@@ -194,6 +194,9 @@ def local_code(violation: Violation, call: JudgedCall, names: Sequence[Named]) -
     if violation.rule == "shards" and violation.axis == "cp":
         code = 'spmd.local_map(function, out_types={"cp": ...}, in_types={"cp": ...})'
         yield Repair(f"{code} around the loop, if the other ranks' pieces come in turn, as in a ring")
+    if violation.rule == "shards" and violation.axis.startswith("ep"):
+        code = f'spmd.local_map(function, out_types={{"{violation.axis}": ...}}, in_types=[...])'
+        yield Repair(f"{code} around it, if each rank combines its own rows with its own slots")
 
 
 def _mapped(violation: Violation, call: JudgedCall, names: Sequence[Named]) -> str:

@@ -108,7 +108,7 @@ def call_of(
 
 
 def out_of_reach(x: Tensor, name: Named, here: Site | None) -> bool:
-    """Whether an operand is a parameter of a layer in the code of that layer, which users do not change."""
+    """Returns whether an operand is a parameter of a layer in the code of that layer, which users do not change."""
     return isinstance(x, nn.Parameter) and name.node is None and here is not None and here.called is not None
 
 
@@ -198,7 +198,7 @@ def changes_of(call: JudgedCall, index: int, axis: str, size: int | None, name: 
             yield Change(write("convert", R, P), P, same, 24)
     elif isinstance(spmd_type, Shard):
         contiguous = spmd_type.stride == 1
-        if spmd_type.extent in (None, same[spmd_type.dim]) and size:
+        if spmd_type.order is None and spmd_type.extent in (None, same[spmd_type.dim]) and size:
             shape = _resized(same, spmd_type.dim, size, 1)
             order = 14 if isinstance(x, nn.Parameter) else 12
             for n, dst in enumerate((first, second)):
@@ -238,7 +238,7 @@ def _resized(shape: Sequence[int], dim: int, times: int, over: int) -> tuple[int
 
 
 def contracted(call: JudgedCall, axis: str) -> bool:
-    """Whether the call sums over a dim of two operands that vary, so that its result may be a partial sum."""
+    """Returns whether the call sums over a dim of two operands that vary, so that its result may be a partial sum."""
     if call.spec is None:
         return False
     varying = [
@@ -250,7 +250,7 @@ def contracted(call: JudgedCall, axis: str) -> bool:
 
 
 def unreduced(x: Tensor, axis: str) -> bool:
-    """Whether a tensor that varies is an unreduced sum over pieces, as far as the autograd graph shows."""
+    """Returns whether a tensor that varies is an unreduced sum over pieces, as far as the autograd graph shows."""
 
     def varies(leaf: Tensor) -> bool:
         leaf_type = type_of(leaf)
@@ -263,7 +263,7 @@ def unreduced(x: Tensor, axis: str) -> bool:
 
 
 def legal(call: JudgedCall, axis: str, changes: Mapping[int, Change], result: bool = False) -> Any:
-    """Whether the call is legal, on this axis, with some operands changed; with `result` the types of its results."""
+    """Returns whether the call is legal on this axis with operands changed; with `result` the types of its results."""
     changed = {id(call.tensors[index]): change for index, change in changes.items()}
     spec = call.spec
     with DisableTorchFunction():
@@ -343,7 +343,9 @@ def route(src: SpmdType, dst: SpmdType) -> tuple[str, bool] | None:
         return None
     if a == b and not isinstance(src, Shard):
         return None
-    if getattr(src, "stride", 1) > 1 or getattr(dst, "stride", 1) > 1:  # operators know one block
+    if any(
+        isinstance(t, Shard) and (t.stride > 1 or t.order is not None) for t in (src, dst)
+    ):  # operators know one block
         return None
     operator = {"P": "all_reduce" if b in SAME else "reduce_scatter", "V": "all_gather", "S": "all_gather"}.get(
         a, "convert"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from neuronx_dist.spmd import I, P, R, S, V
+from neuronx_dist.spmd.types import Dealt
 from tests.checking.types.soundness.denotation import Claim
 from tests.checking.types.soundness.program import Input
 
@@ -21,6 +22,7 @@ class Choices:
     grid: dict[str, int]
     level: str
     width: int  # the longest axis
+    dealt = False  # shards in another order than the ranks' are among the inputs
     letters: str  # types of inputs; M: a partial maximum, A: a partial mean
     local: dict[str, Tensor]
     claims: dict[str, Claim]
@@ -91,7 +93,17 @@ class Choices:
                     dim = rng.choice(dims)
                     stride = 2 if rng.random() < 0.2 and left[dim] % (2 * size) == 0 and left[dim] == shape[dim] else 1
                     left[dim] = left[dim] // size if stride == 1 else 0
-                    types.append((axis, S(dim, stride)))
+                    order = None
+                    if (
+                        self.dealt
+                        and stride == 1
+                        and rng.random() < 0.4
+                        and left[dim] * size == shape[dim]
+                        and left[dim] % 2 == 0
+                    ):
+                        order = Dealt(2 * size, tuple((rank, 2 * size - 1 - rank) for rank in range(size)))
+                        left[dim] = 0
+                    types.append((axis, S(dim, stride, order=order)))
                 else:
                     types.append((axis, {"R": R, "I": I, "V": V, "P": P, "A": P("avg"), "M": P("max"),
                                          "S": V if self.level == "L" else R}[letter]))  # fmt: skip

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from neuronx_dist.checking.types.piece_order import Jumbled
 from neuronx_dist.spmd.tensor_type import TensorType
 from neuronx_dist.spmd.types import UNIFORM, ZERO, R, Shard, SpmdType, scaled
 
@@ -49,7 +50,9 @@ def claim_of(found: TensorType, grid: Grid, ndim: int) -> Claim:
 def _plain(kind: SpmdType) -> SpmdType:
     """Without what is for views only: what a shard was merged of."""
     if isinstance(kind, Shard):
-        return Shard(kind.dim, kind.stride, scale=kind.scale)
+        return Shard(kind.dim, kind.stride, scale=kind.scale, order=kind.order)
+    if isinstance(kind, Jumbled):
+        return kind
     return scaled(R, kind.scale) if kind.letter == "R" else kind
 
 
@@ -92,6 +95,10 @@ def _cut(x: Tensor, kind: SpmdType, count: int, random: Callable[[Tensor], Tenso
     x = x * float(count) ** kind.scale if kind.scale else x
     if isinstance(kind, Shard):
         blocks = x.unflatten(kind.dim, (kind.stride, x.shape[kind.dim] // kind.stride))
+        if kind.order is not None:
+            pieces = blocks.chunk(kind.order.total, kind.dim + 1)
+            held = [torch.cat([pieces[i] for i in mine], kind.dim + 1) for mine in kind.order.held]
+            return [piece.flatten(kind.dim, kind.dim + 1) for piece in held]
         return [piece.flatten(kind.dim, kind.dim + 1) for piece in blocks.chunk(count, kind.dim + 1)]
     if kind.letter == "P" and kind.reduction == "max":
         pieces = [x - random(x).abs() for _ in range(count)]
@@ -155,6 +162,8 @@ def _put(axis: str, kind: SpmdType, pieces: Sequence[Tensor], tolerance: float) 
         if pieces[0].dim() <= kind.dim or pieces[0].shape[kind.dim] % kind.stride:
             raise Wrong(f"{list(pieces[0].shape)} cannot be {kind} on {axis}")
         blocks = [x.unflatten(kind.dim, (kind.stride, x.shape[kind.dim] // kind.stride)) for x in pieces]
+        if kind.order is not None:
+            blocks = _sorted(torch.cat(blocks, kind.dim + 1), kind.dim + 1, sum(kind.order.held, ()))
         return torch.cat(blocks, kind.dim + 1).flatten(kind.dim, kind.dim + 1)
     if kind.letter == "P":
         stacked = torch.stack([x if x.is_floating_point() else x.long() for x in pieces])
@@ -163,7 +172,17 @@ def _put(axis: str, kind: SpmdType, pieces: Sequence[Tensor], tolerance: float) 
         return torch.stack(list(pieces))
     for x in pieces[1:]:
         _same(x, pieces[0], f"equal along {axis}", tolerance)
+    if isinstance(kind, Jumbled):
+        return torch.cat(_sorted(pieces[0], kind.dim, kind.order.held[0]), kind.dim)
     return pieces[0]
+
+
+def _sorted(x: Tensor, dim: int, order: Sequence[int]) -> list[Tensor]:
+    """The pieces of a dim that has them in this order, in their own one."""
+    if x.shape[dim] % len(order):
+        raise Wrong(f"{list(x.shape)} does not have pieces {order} on dim {dim}")
+    pieces = dict(zip(order, x.chunk(len(order), dim)))
+    return [pieces[number] for number in sorted(pieces)]
 
 
 def _same(x: Tensor, y: Tensor, what: str, tolerance: float) -> None:

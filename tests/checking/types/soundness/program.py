@@ -17,6 +17,7 @@ from torch import Tensor
 from neuronx_dist import comm, spmd
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.spmd import I, P, R, S, V
+from neuronx_dist.spmd.types import Shard, SpmdType
 from tests.checking.types.soundness.denotation import Claim, Grid, coordinates, distribute
 
 BUILTINS: dict[str, Any] = {"torch": torch, "F": F, "spmd": spmd, "comm": comm, "I": I, "P": P, "R": R, "S": S, "V": V,
@@ -97,7 +98,7 @@ class Program:
                     local[kind.dim] //= self.grid[axis]  # type: ignore[union-attr]
             made = {"float": f"torch.randn({local}, dtype=torch.float64)", "index": f"torch.randint(0, 2, {local})",
                     "mask": f"torch.randn({local}) > 0"}[x.kind]  # fmt: skip
-            types = ", ".join(f"{axis!r}: {kind}" for axis, kind in x.claim.types)
+            types = ", ".join(f"{axis!r}: {_written(kind)}" for axis, kind in x.claim.types)
             grad = ".requires_grad_()" if x.grad else ""
             lines.append(f"{x.name} = spmd.assert_type({made}{grad}, {{{types}}})")
         for step in self.steps:
@@ -143,3 +144,8 @@ def local_inputs(program: Program, seed: int, split: int, wholes: Mapping[str, T
         for rank, piece in zip(ranks, x.pieces(whole, program.grid, split)):
             rank[x.name] = piece
     return ranks
+
+
+def _written(kind: SpmdType) -> str:
+    order = kind.order if isinstance(kind, Shard) else None
+    return str(kind) if order is None else f"S({kind.dim}, order=Dealt({order.total}, {order.held}))"  # type: ignore[union-attr]

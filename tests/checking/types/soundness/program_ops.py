@@ -187,6 +187,8 @@ def expand(g: Generator) -> Proposal | None:
 
 def typed(g: Generator) -> Proposal | None:
     """One of the typed operators, mostly one that takes what x is."""
+    if g.dealt and g.rng.random() < 0.5 and (proposal := ordered(g)) is not None:
+        return proposal
     x, axis = g.float(0), g.axis()
     if x is None:
         return None
@@ -210,6 +212,8 @@ def typed(g: Generator) -> Proposal | None:
         "V": [("all_reduce", "V", equal), ("all_gather", "V", equal), ("reduce_scatter", "V", other),
               ("reduce_scatter", "V", "V"), ("all_to_all", "V", "V"), ("convert", "V", "P"), ("reinterpret", "V", "P")],
     }  # fmt: skip
+    if g.dealt and letter == "S" and getattr(kind, "order", None) is not None:  # else it is only refused
+        rows["S"] = rows["S"][:1]
     verb, src, dst = g.rng.choice(rows.get(letter, rows["R"]))
     if src == "P" and g.claims[x].constant:  # ones are summed to count: how many there are is nobody's shape
         return None
@@ -256,6 +260,22 @@ def plain(g: Generator) -> Proposal | None:
         "broadcast": f"comm.broadcast({held}.clone(), {axis!r}, src=0)",
     }[verb]
     return Proposal(text, f"comm.{verb}", whole)
+
+
+def ordered(g: Generator) -> Proposal | None:
+    """The pieces of a dim gathered, and put in order, or in another one that is not in order either."""
+    found = [(n, axis, k) for n, claim in g.claims.items() for axis, k in claim.types
+             if getattr(k, "order", None) is not None and not k.order.in_order and n in g.local]  # fmt: skip
+    if not found:
+        return None
+    x, axis, kind = g.rng.choice(found)
+    order = sum(kind.order.held, ())
+    places = sorted(range(len(order)), key=order.__getitem__)
+    if g.rng.random() < 0.3:
+        g.rng.shuffle(places)
+    src = f"spmd.all_gather({x}, {axis!r}, src=S({kind.dim}), dst={g.rng.choice('RI')})" if kind.letter == "S" else x
+    text = f"torch.cat([p[i] for p in [{src}.chunk({len(places)}, {kind.dim})] for i in {places}], {kind.dim})"
+    return Proposal(text, "ordered", f"{x}.clone()")
 
 
 def forget(g: Generator) -> Proposal | None:

@@ -52,6 +52,17 @@ def test_accepted_programs_mean_what_their_types_say(grid, level):
     print(f"{count} programs of {steps} steps from seed {FIRST}, {gradients} with gradients")
 
 
+class Dealing(Generator):
+    dealt = True
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_shards_in_another_order_mean_what_their_types_say():
+    batch = [Dealing(seed, GRIDS["tp2"], "G").make(8) for seed in range(FIRST, FIRST + (500 if FULL else 50))]
+    assert sum(step.op == "ordered" for program in batch for step in program.steps) > len(batch) // 10
+    _verify(batch)
+
+
 def _verify(batch: list[Program]) -> None:
     try:
         found = verify(batch)
