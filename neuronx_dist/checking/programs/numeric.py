@@ -171,7 +171,7 @@ def _names(model: nn.Module) -> dict[str, nn.Parameter]:
     return {names[id(param)][0] if id(param) in names else name: param for name, param in local}
 
 
-def _inputs(example: Any, model: nn.Module, parts: int, missing: int) -> Any:
+def _inputs(example: Any, model: nn.Module, parts: int, missing: int = 0) -> Any:
     if callable(example):
         torch.manual_seed(SEED)
         return pytree.tree_map_only(torch.Tensor, _real, example())
