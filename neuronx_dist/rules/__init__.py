@@ -8,7 +8,7 @@ index.py           the spec of `x[index]`; bodies.py: functions that are typed b
 The others fill the registry, one family of functions each:
 
 pointwise.py, reduce.py, matmul.py (products; conv2d and other convolutions), views.py, splits.py, moves.py,
-indexing.py, losses.py, nn.py, recurrent.py, factories.py, others.py; meta.py: functions with nothing to type
+indexing.py, losses.py, nn.py, recurrent.py, factories.py, linalg.py, others.py; meta.py: functions with nothing to type
 """
 
 from ..call_site import hide
@@ -16,6 +16,7 @@ from . import (  # noqa: F401 - importing them fills the registry
     bodies,
     factories,
     indexing,
+    linalg,
     losses,
     matmul,
     meta,

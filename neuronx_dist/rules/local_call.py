@@ -28,6 +28,7 @@ __all__ = [
     "Cut",
     "TensorSlot",
     "free_cuts",
+    "free_labels",
     "local_arguments",
     "normal_form",
     "spec_of",
@@ -97,6 +98,11 @@ def free_cuts(spec: Spec, affine: bool, shards: Sequence[Mapping[int, tuple[int,
     labels = [cut.label for cut in cuts.values()]
     free = len(set(labels)) == len(labels) and all(_is_free(spec, label, affine) for label in labels)
     return cuts if free else {}
+
+
+def free_labels(spec: Spec, affine: bool) -> list[int]:
+    """Returns the labels that may be cut: see `free_cuts`."""
+    return [label for label in spec.sizes if _is_free(spec, label, affine)]
 
 
 def _is_free(spec: Spec, label: int, affine: bool) -> bool:

@@ -9,6 +9,9 @@ Integers of a call may count global positions (`F.affine_grid(theta, size)`). Th
 its label spec is the global one with shorter labels. It is looked for on the shards of all ranks, so that all ranks
 decide equally. A rank with an empty shard calls the function on one position, to learn the dtype of the result, since
 many functions accept no empty tensors.
+
+Where a sharded label is not free, but another one is, in all sharded operands, they move to it: `moved_to_free_labels`
+(a Fourier transform along a sharded dim: by one exchange to shards of another dim, as of pencils).
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import torch
 from ..rules import RULES, Dims, Rule, Spec
 from ..rules import operands as operands_of
 from ..rules.containers import substituted
-from ..rules.local_call import Arguments, Cut, TensorSlot, free_cuts, local_arguments, spec_of
+from ..rules.local_call import Arguments, Cut, TensorSlot, free_cuts, free_labels, local_arguments, spec_of
 from ..spmd import no_typecheck
 from ..torch_internals.tensors import base_of_view, pytree
 from .device_mesh import DeviceMesh
@@ -32,10 +35,10 @@ from .labels import Labels, inside
 from .moves.exchange import linked
 from .moves.redistribute import redistributed
 from .placements import Partial, Placement, Replicate, Shard
-from .spec import ShardTensorSpec, gradient_spec, make_spec
+from .spec import ShardTensorSpec, chunk_sizes, gradient_spec, make_spec
 from .tensor import ShardTensor, wrap_result
 
-__all__ = ["on_shards"]
+__all__ = ["moved_to_free_labels", "on_shards"]
 
 _MISSING = object()
 
@@ -91,6 +94,29 @@ def on_shards(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     rule = RULES.get(func)
     if rule is None or rule.kind != "op" or rule.spec is None or rule.inplace is not None:
         return NotImplemented
+    call, tensors = _split(func, args, kwargs)
+    plan = _looked_up(_planned, call, rule)
+    return NotImplemented if plan is None else _called(call, plan, tensors)
+
+
+def moved_to_free_labels(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Returns `(args, kwargs)` with shards along labels that are free; None if there are no such labels."""
+    rule = RULES.get(func)
+    if rule is None or rule.kind != "op" or rule.spec is None or rule.inplace is not None:
+        return None
+    call, tensors = _split(func, args, kwargs)
+    targets = _looked_up(_moved, call, rule)
+    if targets is None:
+        return None
+    moved = [
+        x.redistribute(placements=spec.placements, sizes=spec.sizes) if isinstance(x, ShardTensor) else x
+        for x, spec in zip(tensors, targets)
+    ]
+    return call.arguments(moved, {})
+
+
+def _split(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[_Call, list[torch.Tensor]]:
+    """Returns a call without its tensors, and these."""
     flat, tree = pytree.tree_flatten((args, kwargs))
     positions = tuple(i for i, x in enumerate(flat) if isinstance(x, torch.Tensor))
     tensors = [flat[i] for i in positions]
@@ -98,17 +124,20 @@ def on_shards(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     specs = tuple(x._spec if isinstance(x, ShardTensor) else make_spec(mesh, None, x.shape) for x in tensors)
     for i in positions:
         flat[i] = None
-    call = _Call(func, tree, tuple(flat), positions, specs, tuple(x.dtype for x in tensors))
-    key = "free labels", rule, call, tuple(map(type, flat))  # 2 and 2.0 are equal
+    return _Call(func, tree, tuple(flat), positions, specs, tuple(x.dtype for x in tensors)), tensors
+
+
+def _looked_up(planned: Callable[[_Call, Rule], Any], call: _Call, rule: Rule) -> Any:
+    """Returns `planned(call, rule)`, computed once for equal calls."""
+    plans = call.specs[0].mesh.plans
+    key = planned, rule, call, tuple(map(type, call.leaves))  # 2 and 2.0 are equal
     try:
-        plan = mesh.plans.get(key, _MISSING)
+        plan = plans.get(key, _MISSING)
         if plan is _MISSING:
-            plan = mesh.plans[key] = _planned(call, rule)
+            plan = plans[key] = planned(call, rule)
     except TypeError:  # an argument is not hashable
-        plan = _planned(call, rule)
-    if plan is None:
-        return NotImplemented
-    return _called(call, plan, tensors)
+        plan = planned(call, rule)
+    return plan
 
 
 def _called(call: _Call, plan: _Plan, tensors: Sequence[torch.Tensor]) -> Any:
@@ -185,16 +214,76 @@ def _as_given(*arguments: Any) -> Labels:
 
 def _planned(call: _Call, rule: Rule) -> _Plan | None:
     """Returns the plan of a call; None if shards are not independent, or the rule cannot tell."""
-    slots = [TensorSlot(i, tuple(spec.shape), dtype) for i, (spec, dtype) in enumerate(zip(call.specs, call.dtypes))]
-    args, kwargs = call.arguments(slots, {})
-    order = tuple(slot.number for slot in operands_of(args, kwargs, TensorSlot))
     with no_typecheck():
-        whole, affine = _described(rule, (args, kwargs))
-        if whole is None or sorted(order) != list(range(len(slots))) or len(whole.ins) != len(order):
+        whole, affine, order, arguments = _labelled(call, rule)
+        if whole is None:
             return None
         shards = [{m: (dim, call.specs[i].sizes[m] or ()) for m, dim in call.specs[i].sharded} for i in order]
         cuts = free_cuts(whole, affine, shards)
-        return _plan_of(call, rule, (args, kwargs), order, whole, cuts) if cuts else None
+        return _plan_of(call, rule, arguments, order, whole, cuts) if cuts else None
+
+
+def _labelled(call: _Call, rule: Rule) -> tuple[Spec | None, bool, tuple[int, ...], Arguments]:
+    """Returns the label spec of a call (None: unknown), True if it is affine, and the operands' order and arguments."""
+    slots = [TensorSlot(i, tuple(spec.shape), dtype) for i, (spec, dtype) in enumerate(zip(call.specs, call.dtypes))]
+    args, kwargs = call.arguments(slots, {})
+    order = tuple(slot.number for slot in operands_of(args, kwargs, TensorSlot))
+    whole, affine = _described(rule, (args, kwargs))
+    if whole is not None and (sorted(order) != list(range(len(slots))) or len(whole.ins) != len(order)):
+        whole = None
+    return whole, affine, order, (args, kwargs)
+
+
+def _moved(call: _Call, rule: Rule) -> list[ShardTensorSpec] | None:
+    """Returns the layouts of all tensors in which each mesh dim with shards cuts a free label; None if there are none.
+
+    A mesh dim whose label is free stays. For others a label that results have is taken before one that is summed, and
+    one with a position for each rank before others.
+    """
+    mesh = call.specs[0].mesh
+    with no_typecheck():
+        whole, affine, order, _ = _labelled(call, rule)
+    if whole is None:
+        return None
+    dims = {number: of_one or () for number, of_one in zip(order, whole.ins)}
+    sharded = [number for number in order if call.specs[number].sharded]
+    free = [label for label in free_labels(whole, affine) if whole.sizes[label] > 1]
+    free = [label for label in free if all(any(label in dim for dim in dims[number]) for number in sharded)]
+    cuts: dict[int, set[Any]] = {}  # mesh dim -> what operands are sharded along
+    for number in sharded:
+        for m, d in call.specs[number].sharded:
+            cuts.setdefault(m, set()).add(_cut_of(call.specs[number], dims[number], whole, m, d))
+    chosen = {m: cut for m, (cut, *others) in cuts.items() if cut is not None and cut.label in free and not others}
+    for m in cuts.keys() - chosen.keys():
+        left = [label for label in free if label not in [cut.label for cut in chosen.values()]]
+        if not left:
+            return None
+        label = min(left, key=lambda label: (label in whole.reduced, whole.sizes[label] < mesh.shape[m]))
+        chosen[m] = Cut(label, chunk_sizes(whole.sizes[label], mesh.shape[m]))
+    return [_along_labels(spec, dims[number], whole, chosen) for number, spec in enumerate(call.specs)]
+
+
+def _cut_of(spec: ShardTensorSpec, dims: Dims, whole: Spec, mesh_dim: int, dim: int) -> Cut | None:
+    """Returns the label along which an operand is sharded, if its shards are shards of it."""
+    if not dims or not dims[dim]:
+        return None
+    label, *inner = dims[dim]
+    count = prod(whole.sizes[factor] for factor in inner)
+    sizes = spec.sizes[mesh_dim] or ()
+    return None if any(size % count for size in sizes) else Cut(label, tuple(size // count for size in sizes))
+
+
+def _along_labels(spec: ShardTensorSpec, dims: Dims, whole: Spec, chosen: Mapping[int, Cut]) -> ShardTensorSpec:
+    """Returns the layout of an operand in which each mesh dim of `chosen` shards the dim that begins with its label."""
+    placements, sizes = list(spec.placements), list(spec.sizes)
+    for m, cut in chosen.items():
+        at = next((d for d, dim in enumerate(dims) if dim and dim[0] == cut.label), None)
+        if at is None:
+            placements[m], sizes[m] = Replicate(), None
+        else:
+            inner = prod(whole.sizes[factor] for factor in dims[at][1:])
+            placements[m], sizes[m] = Shard(at), tuple(size * inner for size in cut.sizes)
+    return make_spec(spec.mesh, placements, spec.shape, sizes)
 
 
 def _described(rule: Rule, arguments: Arguments) -> tuple[Spec | None, bool]:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from neuronx_dist.rules import RULES
 from neuronx_dist.rules.spec import contraction
 from tests.rules.verify_rule import verify
 
@@ -194,6 +195,33 @@ def test_other_products():
         assert verify(function, signed(2, 4, 4) + 3 * torch.eye(4)).fixed.keys() == {1, 2}
     verify(torch.matrix_exp, signed(2, 4, 4))
     verify(torch.linalg.matrix_power, signed(2, 4, 4), 3)
+
+
+def test_decompositions_of_a_batch():
+    x, wide = signed(2, 4, 4) + 3 * torch.eye(4), signed(2, 4, 6)
+    positive = x @ x.mT + torch.eye(4)
+    linalg = torch.linalg
+    for function in (linalg.eig, linalg.eigvals, linalg.inv_ex, linalg.lu, linalg.lu_factor):
+        assert verify(function, x).fixed.keys() == {1, 2}
+    for function in (linalg.eigh, linalg.eigvalsh, linalg.cholesky_ex, torch.cholesky_inverse):
+        assert verify(function, positive).fixed.keys() == {1, 2}
+    for function in (linalg.qr, linalg.svd, linalg.svdvals, linalg.pinv, torch.pinverse):
+        assert verify(function, wide).fixed.keys() == {1, 2}
+    verify(linalg.svd, wide, full_matrices=False)
+    without_batch = RULES[linalg.qr].spec
+    assert without_batch is not None and without_batch(wide, mode="r").fixed.keys() == {0, 1, 2}
+    verify(torch.cholesky_solve, wide, positive)
+    verify(linalg.solve_triangular, positive.tril(), wide, upper=False)
+    verify(linalg.lu_solve, *linalg.lu_factor(x), wide)
+
+
+def test_solutions_of_a_batch():
+    x = signed(2, 4, 4) + 3 * torch.eye(4)
+    for rows in (signed(2, 4, 6), signed(1, 4, 6), signed(2, 4), signed(4)):
+        spec = verify(torch.linalg.solve, x, rows)
+        assert 0 not in spec.fixed and len(spec.fixed) == (4 if rows.dim() > 2 else 3)
+    verify(torch.linalg.solve, x[0], signed(4))
+    verify(torch.linalg.solve, x, signed(2, 6, 4), left=False)
 
 
 def halved_groups(label, spec, args, kwargs):

@@ -93,31 +93,55 @@ def test_two_mesh_dims_cut_two_labels(dims):
     on_ranks(4, function, (2, 2))
 
 
-def test_what_is_mixed_still_gathers():
+def test_without_a_free_label_operands_are_gathered():
     def function(mesh):
-        x = distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)], src=None)
-        images = distribute_tensor(torch.randn(2, 8, 3, 3), mesh, [Shard(1)], sizes=[(3, 5)], src=None)
-        told = []
-        for call in (lambda: torch.fft.fft(x, dim=0), lambda: F.pixel_shuffle(images, 2)):
+        x = distribute_tensor(torch.randn(6), mesh, [Shard(0)], src=None)
+        matrix = distribute_tensor(torch.eye(4), mesh, [Shard(1)], sizes=[(3, 1)], src=None)
+        refusals = []
+        for call in (lambda: torch.fft.fft(x), lambda: torch.linalg.inv(matrix)):
             with fallback("error"), pytest.raises(NotImplementedError) as caught:
                 call()
-            told.append(str(caught.value).split(":")[0])
-        return told
+            refusals.append(str(caught.value).split(":")[0])
+        return refusals
 
-    # channels are cut inside of what becomes one pixel: 3 of 4 places in it
-    assert on_ranks(2, function) == [["fft_fft has no handler", "pixel_shuffle has no handler"]] * 2
+    assert on_ranks(2, function) == [["fft_fft has no handler", "linalg_inv has no handler"]] * 2
 
 
-def test_shards_that_disagree_gather():
+def test_shards_move_to_a_free_label():
     def function(mesh):
-        x = distribute_tensor(torch.randn(6, 2, 3, 3), mesh, [Shard(0)], sizes=[(1, 5)], src=None)
-        grid = distribute_tensor(torch.rand(6, 2, 2, 2), mesh, [Shard(0)], sizes=[(4, 2)], src=None)
-        with fallback("error"), pytest.raises(NotImplementedError, match="has no handler: 2 ShardTensors"):
-            F.grid_sample(x, grid, align_corners=False)
-        with fallback("error"):
-            F.grid_sample(x, grid.redistribute(sizes=[(1, 5)]), align_corners=False)
+        images = torch.randn(2, 8, 3, 3, dtype=torch.float64)
+        shards = distribute_tensor(images, mesh, [Shard(1)], sizes=[(3, 5)], src=None)
+        with fallback("error"), comm.record() as calls:
+            y = F.pixel_shuffle(shards, 2)  # channels are cut inside of what becomes one pixel
+        assert [call.verb for call in calls] == ["exchange"] and y.placements == (Shard(0),)
+        assert torch.equal(y.full_tensor(), F.pixel_shuffle(images, 2))
 
     on_ranks(2, function)
+
+
+def test_shards_that_disagree_move_to_equal_ones():
+    def function(mesh):
+        x, grid = torch.randn(6, 2, 3, 3), torch.rand(6, 2, 2, 2)
+        x_shards = distribute_tensor(x, mesh, [Shard(0)], sizes=[(1, 5)], src=None)
+        grid_shards = distribute_tensor(grid, mesh, [Shard(0)], sizes=[(4, 2)], src=None)
+        with fallback("error"):
+            y = F.grid_sample(x_shards, grid_shards, align_corners=False)
+            F.grid_sample(x_shards, grid_shards.redistribute(sizes=[(1, 5)]), align_corners=False)
+        assert torch.equal(y.full_tensor(), F.grid_sample(x, grid, align_corners=False))
+
+    on_ranks(2, function)
+
+
+def test_a_mesh_dim_whose_label_is_free_stays():
+    def function(mesh):
+        x = torch.randn(4, 6, 5, dtype=torch.float64)
+        shards = distribute_tensor(x, mesh, [Shard(1), Shard(2)], sizes=[(1, 5), (2, 3)], src=None)
+        with fallback("error"):
+            y = torch.fft.fft(shards, dim=2)
+        assert y.placements == (Shard(1), Shard(0)) and y._spec.sizes == ((1, 5), (2, 2))
+        assert_close(y.full_tensor().abs(), torch.fft.fft(x, dim=2).abs(), "fft")
+
+    on_ranks(4, function, (2, 2))
 
 
 def test_a_weight_that_all_samples_share_gets_one_reduced_gradient():

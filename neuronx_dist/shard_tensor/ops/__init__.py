@@ -11,6 +11,7 @@ scatter.py     scatter, index_add, x[..] = y               rearrange.py  cat, ro
 optimizers.py  fused steps, gradient scaling               distances.py  cdist, pairwise distances
 tensor_parallel.py  parallel layers, operators of spmd     factories.py  like another tensor: random, new_zeros
 one_exchange.py  windows of a list of layers after one exchange
+fourier.py     Fourier transforms over several dims, of which some are sharded
 collectives.py  torch.distributed's, on equal parts
 composed.py    functions that are made of others
 """
@@ -22,6 +23,7 @@ from . import (
     distances,
     dropout,
     factories,
+    fourier,
     indexing,
     losses,
     matmul,
@@ -47,6 +49,7 @@ __all__ = [
     "distances",
     "dropout",
     "factories",
+    "fourier",
     "indexing",
     "losses",
     "matmul",
