@@ -67,6 +67,8 @@ for _function in (
     *(_l.qr, _l.svd, _l.svdvals, torch.cholesky_inverse, Tensor.cholesky_inverse, torch.pinverse, Tensor.pinverse),
 ):
     rule(_function)(_of_batches(_function))
+for _function in (torch.qr, Tensor.qr):  # since torch 2.15 they raise an error that names torch.linalg.qr
+    rule(_function)(_of_batches(_function))
 rule(_l.solve, linear=((1,),))(_of_batches(_l.solve, 1))
 rule(_l.solve_triangular, linear=((1,),))(_of_batches(_l.solve_triangular))
 for _function in (torch.cholesky_solve, Tensor.cholesky_solve):
