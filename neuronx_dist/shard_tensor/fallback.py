@@ -20,7 +20,7 @@ from ..call_site import call_site
 from ..torch_internals.distributed import before_flattening
 from ..torch_internals.operators import OpOverload
 from ..torch_internals.tensors import DisableTorchFunction, pytree
-from .free_labels import moved_to_free_labels, on_shards
+from .free_labels import on_shards
 from .handlers import DISPATCH, FUNCTIONS, UNHANDLED, sharded
 from .labels import one_mesh
 from .moves.redistribute import redistributed, redistributed_view
@@ -130,10 +130,6 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
     result = on_shards(func, args, kwargs)
     if result is not NotImplemented:
         return result
-    if (moved := moved_to_free_labels(func, args, kwargs)) is not None:
-        result = on_shards(func, *moved)
-        if result is not NotImplemented:
-            return result
     first = operands[0]._spec
     split = [x for x in operands if x._spec is not x._spec.replicated()]
     if split:

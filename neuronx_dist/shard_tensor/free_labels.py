@@ -10,8 +10,8 @@ its label spec is the global one with shorter labels. It is looked for on the sh
 decide equally. A rank with an empty shard calls the function on one position, to learn the dtype of the result, since
 many functions accept no empty tensors.
 
-Where a sharded label is not free, but another one is, in all sharded operands, they move to it: `moved_to_free_labels`
-(a Fourier transform along a sharded dim: by one exchange to shards of another dim, as of pencils).
+Where a sharded label is not free, but another one is, in all sharded operands, they move to it by one exchange:
+for a Fourier transform along a sharded dim to another dim, as pencils do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .placements import Partial, Placement, Replicate, Shard
 from .spec import ShardTensorSpec, chunk_sizes, gradient_spec, make_spec
 from .tensor import ShardTensor, wrap_result
 
-__all__ = ["moved_to_free_labels", "on_shards"]
+__all__ = ["on_shards"]
 
 _MISSING = object()
 
@@ -90,29 +90,26 @@ class _Plan(NamedTuple):
 
 
 def on_shards(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Computes `func(*args, **kwargs)` on this rank's shards; returns NotImplemented if shards are not independent."""
+    """Computes `func(*args, **kwargs)` on this rank's shards, moved to other dims where these alone are independent.
+
+    Returns NotImplemented if no dims of the sharded operands are.
+    """
     rule = RULES.get(func)
     if rule is None or rule.kind != "op" or rule.spec is None or rule.inplace is not None:
         return NotImplemented
     call, tensors = _split(func, args, kwargs)
     plan = _looked_up(_planned, call, rule)
+    if plan is None and (specs := _looked_up(_moved, call, rule)) is not None:
+        specs = [spec if isinstance(x, ShardTensor) else old for x, spec, old in zip(tensors, specs, call.specs)]
+        call = call._replace(specs=tuple(specs))
+        plan = _looked_up(_planned, call, rule)
+        if plan is not None:
+            tensors = [_in_layout(x, spec) for x, spec in zip(tensors, specs)]
     return NotImplemented if plan is None else _called(call, plan, tensors)
 
 
-def moved_to_free_labels(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Returns `(args, kwargs)` with shards along labels that are free; None if there are no such labels."""
-    rule = RULES.get(func)
-    if rule is None or rule.kind != "op" or rule.spec is None or rule.inplace is not None:
-        return None
-    call, tensors = _split(func, args, kwargs)
-    targets = _looked_up(_moved, call, rule)
-    if targets is None:
-        return None
-    moved = [
-        x.redistribute(placements=spec.placements, sizes=spec.sizes) if isinstance(x, ShardTensor) else x
-        for x, spec in zip(tensors, targets)
-    ]
-    return call.arguments(moved, {})
+def _in_layout(x: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
+    return x.redistribute(placements=spec.placements, sizes=spec.sizes) if isinstance(x, ShardTensor) else x
 
 
 def _split(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[_Call, list[torch.Tensor]]:

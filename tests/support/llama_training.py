@@ -303,7 +303,10 @@ def step_of(case: Case, optimizer: Any, params: list[nn.Parameter]) -> torch.Ten
 
 
 def train(case: Case, names: tuple[str, ...] = (), steps: int = 0) -> dict[str, Report]:
-    """What this rank finds, by optimizer; the model is built once and loaded again for each. 0 steps: `case.steps`."""
+    """Returns this rank's results, by optimizer; the model is built once and loaded again for each.
+
+    `steps`: 0: those of the case.
+    """
     options, steps = case.options, steps or case.steps
     state = initial_state(options.heads, options.tied, options.layers, options.dtype)
     model = build(case)

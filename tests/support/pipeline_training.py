@@ -110,7 +110,7 @@ def alone(setting: Setting, optimizer_name: str) -> Steps:
 
 
 def train(setting: Setting, optimizer_names: tuple[str, ...] = tuple(OPTIMIZERS)) -> dict[str, Steps]:
-    """What this rank finds, by optimizer."""
+    """Returns this rank's results, by optimizer."""
     pipeline = NxDPPModel(
         initial_model(setting.layers, setting.tied, setting.dtype),
         transformer_layer_cls=Block,
