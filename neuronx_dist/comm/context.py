@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from torch.autograd import set_multithreading_enabled
 from torch.compiler import is_dynamo_compiling
 
 from ..mesh import Axis, Groups, Mesh, part_of
@@ -154,12 +155,17 @@ def communicator(axis: AxisLike) -> Communicator:
 
 @contextmanager
 def use(context: Context) -> Iterator[Context]:
-    """Makes `context` current in this thread."""
+    """Makes `context` current in this thread, and in the backward passes that this thread starts.
+
+    Autograd runs the backward of a GPU's tensors in a thread of the device, which has no context, and in which ranks
+    that are threads of one process would wait for each other for ever: here it runs in the calling thread.
+    """
     stack: list[Context] | None = getattr(_local, "stack", None)
     if stack is None:
         stack = _local.stack = []
     stack.append(context)
     try:
-        yield context
+        with set_multithreading_enabled(False):
+            yield context
     finally:
         stack.pop()

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import set_multithreading_enabled
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...comm import context
@@ -142,6 +143,7 @@ class SpmdTypeMode(Session):
         self._hooks[-1].enter_context(intercept(self._function))
         self._hooks[-1].enter_context(surroundings)
         self._hooks[-1].enter_context(tracked())
+        self._hooks[-1].enter_context(set_multithreading_enabled(False))  # a GPU's backward would not see this checker
         if self.local_axes and not self.entered:
             self._hooks[-1].enter_context(self.local_scope(self.local_axes))
         super().__enter__()
