@@ -103,8 +103,8 @@ def parallelize(
             module that is too large are not compared, and a warning says so.
 
     Returns:
-        The parallel module, in the mode (`training`) of the module, or the class, whose objects begin in the mode of
-        the result of `module_fn`; None without `load_module`.
+        The parallel module, in the mode (`training`) and on the device of the module (the CPU for one on meta), or the
+        class, whose objects begin in the mode of the result of `module_fn`; None without `load_module`.
 
     Raises:
         TypeError: arguments that forward does not take, an end2end module with a second required argument, or a
@@ -181,7 +181,15 @@ def parallelize(
     if is_own_mesh and loaded.RANKS > 1:
         destroy_model_parallel()
         _join(compute_config, loaded.RANKS)
-    return loaded if is_class else loaded(init_module_params).train(example().module.training)
+    return loaded if is_class else _on_device_of(example().module, loaded(init_module_params))
+
+
+def _on_device_of(module: nn.Module, parallel: ParallelModule) -> ParallelModule:
+    """Returns the parallel module in the mode of a module, and on its device; on the CPU for meta, or several devices."""
+    devices = {x.device for x in (*module.parameters(), *module.buffers())}
+    if len(devices) == 1 and (device := devices.pop()).type not in ("cpu", "meta"):
+        parallel.to(device)
+    return parallel.train(module.training)
 
 
 def _save_plan(folder: GeneratedFolder, policy: Any, config: ComputeConfig) -> None:
