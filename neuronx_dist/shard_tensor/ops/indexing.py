@@ -254,16 +254,17 @@ def take_along_dim(func: Callable[..., Any], types: Any, args: Any, kwargs: Any)
 # --- x[...]
 
 
-def expanded(index: Any, ndim: int) -> list[Any]:
-    """Returns the entries of an index, with Ellipsis replaced and lists as tensors."""
+def expanded(index: Any, x: torch.Tensor) -> list[Any]:
+    """Returns the entries of an index of `x`: Ellipsis replaced, lists as tensors, all tensors on the device of `x`."""
     entries = list(index) if isinstance(index, tuple) else [index]
     entries = [torch.tensor(entry) if isinstance(entry, list) else entry for entry in entries]
+    entries = [entry.to(x.device) if isinstance(entry, torch.Tensor) else entry for entry in entries]
     entries = [int(entry) if type(entry).__name__ in ("int64", "int32") else entry for entry in entries]
     used = sum(entry.dim() if is_mask(entry) else 1 for entry in entries if entry is not None and entry is not Ellipsis)
     at = next((i for i, entry in enumerate(entries) if entry is Ellipsis), None)
     if at is None:
         return entries
-    return [*entries[:at], *[slice(None)] * (ndim - used), *entries[at + 1 :]]
+    return [*entries[:at], *[slice(None)] * (x.dim() - used), *entries[at + 1 :]]
 
 
 def is_mask(x: Any) -> bool:
@@ -280,7 +281,7 @@ def getitem(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
     entries = list(index) if isinstance(index, tuple) else [index]
     if is_basic(entries):
         return views.basic_index(x, index)
-    entries = expanded(index, x.dim())
+    entries = expanded(index, x)
     if len(entries) == 1 and is_mask(entries[0]) and entries[0].dim():
         return _masked(x, entries[0])
     if any(is_mask(entry) or isinstance(entry, bool) or _is_odd(entry) for entry in entries):

@@ -180,7 +180,7 @@ def repeat_interleave(func: Callable[..., Any], types: Any, args: Any, kwargs: A
         if not isinstance(repeats, int):
             mesh = one_mesh((input, repeats), "repeat_interleave")
             whole = repeats.full_tensor() if isinstance(repeats, ShardTensor) else repeats
-            index = torch.repeat_interleave(whole, output_size=output_size)
+            index = torch.repeat_interleave(whole, output_size=output_size).to(input.device)
             return torch.index_select(input, dim, wrap(index, make_spec(mesh, None, index.shape)))
         dim = dim_of(input, dim)
         m = input._spec.mesh_dim_of.get(dim)

@@ -126,7 +126,7 @@ def index_put(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
             raise NotImplementedError(
                 "index_put of ShardTensors takes one tensor of positions; for a mask use torch.where()"
             )
-        (index,) = indices
+        index = indices[0].to(input.device)
         index = torch.where(index < 0, index + input.shape[0], index)
         values = torch.broadcast_to(values, (*index.shape, *input.shape[1:]))
         index, values = index.reshape(-1), values.reshape(-1, *input.shape[1:])
@@ -145,7 +145,7 @@ def setitem(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Non
             f"x[..] = y with y a ShardTensor and x a plain tensor of shape {tuple(x.shape)}: distribute x, or use "
             "y.full_tensor()"
         )
-    entries = expanded(index, x.dim())
+    entries = expanded(index, x)
     if len(entries) == 1 and isinstance(entries[0], torch.Tensor):
         (only,) = entries
         if is_mask(only):
