@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 import neuronx_dist as nxd
-from neuronx_dist import accelerator
+from neuronx_dist import accelerator, comm, spmd
 from neuronx_dist.parallel_layers.random import get_rng_state, model_parallel_manual_seed
+from neuronx_dist.parallelize import ComputeConfig, build_optimizer, parallelize
 from neuronx_dist.shard_tensor.construct import ones
 from neuronx_dist.shard_tensor.device_mesh import DeviceMesh
 from neuronx_dist.shard_tensor.placements import Shard
@@ -36,6 +39,44 @@ class _Model(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return (x - y).square().mean()
+
+
+def on_threads(device: torch.device) -> list[float]:
+    """Gradients of two ranks that are threads of this process, with a collective in backward."""
+
+    def rank() -> float:
+        x = torch.full((3,), 1.0 + comm.rank("tp"), device=device, requires_grad=True)
+        spmd.all_reduce(x.square(), "tp", src=spmd.P, dst=spmd.R).sum().backward()
+        assert x.grad is not None
+        return float(x.grad.sum())
+
+    return comm.threads.run(nxd.Mesh(2, tp=2), rank, timeout=20.0)
+
+
+class _Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x))).square().mean()
+
+
+def divided(device: torch.device, folder: str) -> list[float]:
+    """Losses of two steps of a module that `parallelize` divides over both processes, on the module's device."""
+    torch.manual_seed(11)
+    module, x = _Mlp().double().to(device), torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8).to(device)
+    parallel: Any = parallelize(module, {"x": x}, "tp", ComputeConfig(plan_ngpus=2), gen_savedir=folder + "/generated")
+    assert {param.device for param in parallel.parameters()} == {x.device}
+    optimizer = build_optimizer(parallel, partial(torch.optim.SGD, lr=0.1))
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = parallel(x=x)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 def pipeline(device: torch.device) -> list[float]:
@@ -101,11 +142,14 @@ def main(name: str, folder: str) -> None:
     figures.append(float(first == torch.rand(3, device=device).tolist()))
     mesh = DeviceMesh.from_axes("tp", device_type=device.type)
     placed = ones(4, 6, device_mesh=mesh, placements=[Shard(0)])
+    rows = [placed[[0, 3]], placed[torch.tensor([1, 2])]]  # positions on the CPU, as torch takes them
+    assert all(x.full_tensor().cpu().equal(torch.ones(2, 6)) for x in rows)
     figures += [float(placed.sum().full_tensor()), float(len(get_rng_state()))]
+    divided_losses = divided(device, folder)
     nxd.destroy_model_parallel()
-    norms = pipeline(device)
+    norms, threads = pipeline(device), on_threads(device)
     if torch.distributed.get_rank() == 0:
-        report = {"figures": figures, "norms": norms, "device": str(device)}
+        report = {"figures": figures, "norms": norms, "threads": threads, "divided": divided_losses, "device": str(device)}
         print(json.dumps({**report, "local": str(placed.to_local().device), "calls": outside_torch.CALLS}))
     nxd.destroy_model_parallel()
 

@@ -40,7 +40,10 @@ def report_of(device: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.process
 def test_training_equals_training_on_the_cpu(tmp_path: Path) -> None:
-    """Tensor parallelism, ZeRO-1, recomputed dropout, an asynchronous checkpoint, a ShardTensor, a pipeline (1F1B)."""
+    """Tensor parallelism, ZeRO-1, recomputed dropout, an asynchronous checkpoint, a ShardTensor, `parallelize`, a pipeline (1F1B).
+
+    Autograd has a thread for this device, as for a GPU: ranks that are threads must not wait for each other in it.
+    """
     cpu, imitated = (report_of(device, tmp_path / device) for device in ("cpu", "imitated"))
     assert imitated["device"] == imitated["local"] == "imitated:0" and cpu["local"] == "cpu"
     *figures, states = imitated["figures"]
@@ -50,6 +53,8 @@ def test_training_equals_training_on_the_cpu(tmp_path: Path) -> None:
     assert figures[2:4] == figures[4:6] and figures[6:] == [1.0, 24.0]  # a step, and the same after loading
     assert (states, cpu_states) == (2, 1)
     assert len(cpu["norms"]) == 2 and imitated["norms"] == pytest.approx(cpu["norms"], rel=1e-5)
+    assert imitated["threads"] == cpu["threads"] == [12.0, 24.0]  # 2 ranks x 2x, three elements each
+    assert len(cpu["divided"]) == 2 and imitated["divided"] == pytest.approx(cpu["divided"], rel=1e-12)
     # The background thread copies on a stream of its own, after the computation of what it copies.
     calls = imitated["calls"]
     assert calls[calls.index("Event") :][:4] == ["Event", "Event.record", "Stream.wait_event", "stream"]
