@@ -67,6 +67,13 @@ def test_an_unknown_device(capsys: Any) -> None:
     assert "two processes on gpu: all_reduce: ValueError: device 'gpu' is unknown to torch" in capsys.readouterr().out
 
 
+def test_one_gpu_is_not_tried_by_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair, "_run", lambda *_: 1 / 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    (finding,) = pair.findings("cuda", 5.0)
+    assert finding.status == "missing" and "this machine has one cuda device" in finding.detail
+
+
 def test_without_processes(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(pair, "findings", lambda *_: 1 / 0)
     assert command.main(["doctor", "--no-probe"]) == 0

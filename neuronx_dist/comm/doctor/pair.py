@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+from ... import accelerator
 from . import probe
 from .findings import Finding
 
@@ -32,6 +33,10 @@ def findings(device: str, seconds: float) -> list[Finding]:
         device: a device type, as `init_distributed` takes it.
         seconds: after which the processes are ended.
     """
+    subject = f"two processes on {device}"
+    if _has_one(device):
+        detail = f"not tried: this machine has one {device} device, and each process takes one"
+        return [Finding("missing", f"{subject}: {ALL_REDUCE}", detail, "--device cpu tries gloo, which needs none")]
     begin = time.monotonic()
     results = _run(device, seconds / 2 if _may_try_again(device) else seconds, {})
     remedy = "look at the lines above"
@@ -39,7 +44,6 @@ def findings(device: str, seconds: float) -> list[Finding]:
         again = _run(device, seconds - (time.monotonic() - begin), {_INTERFACE: _loopback()})
         if again[ALL_REDUCE] == "":
             remedy = f"it works with {_INTERFACE}={_loopback()}: set {_INTERFACE} to the interface that hosts share"
-    subject = f"two processes on {device}"
     found = [Finding("ok", f"{subject}: {name}", "works") for name, error in results.items() if error == ""]
     for name, error in results.items():
         if error and error.startswith(probe.REPLACED):
@@ -51,6 +55,12 @@ def findings(device: str, seconds: float) -> list[Finding]:
     if not_tried:
         found.append(Finding("missing", f"{subject}: other calls", f"not tried: {', '.join(not_tried)}"))
     return found
+
+
+def _has_one(device: str) -> bool:
+    """Returns whether this machine has one device of a type, which one process takes."""
+    takes_one = device not in ("cpu", "mps") and accelerator.in_torch(device)
+    return takes_one and accelerator.module_of(device).device_count() == 1
 
 
 def _may_try_again(device: str) -> bool:
