@@ -45,7 +45,7 @@ class Run:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for param in self.model.parameters():
-                param.copy_(torch.randn(param.shape, generator=generator))
+                param.copy_(torch.randn(param.shape, generator=generator, device="cpu"))
         params, adamw = self.model.parameters(), torch.optim.AdamW
         self.optimizer: torch.optim.Optimizer = (
             nxd.NeuronZero1Optimizer(params, adamw, lr=0.01, **options) if zero1 else adamw(params, lr=0.01)
@@ -56,7 +56,8 @@ class Run:
     def train(self, steps: int = 1) -> list[float]:
         losses = []
         for _ in range(steps):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * self.step + comm.rank("dp")))
+            generator = torch.Generator().manual_seed(100 * self.step + comm.rank("dp"))
+            x = torch.randn(4, 8, generator=generator, device="cpu")
             x = x.to(self.model.up.weight.device)
             loss = self.model(x).square().mean()
             loss.backward()

@@ -72,7 +72,7 @@ class Case:
     """A layout, and all the rest that must not change what one process computes.
 
     `optimizer` is "plain" torch, "master" weights, or "zero1"; `schedule` the pipeline's, None: 1F1B; `device` where
-    the ranks compute, beside a process that computes on the CPU.
+    the ranks and the one process compute.
     """
 
     tp: int = 1
@@ -204,28 +204,29 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=512)
-def reference(options: Options, name: str, steps: int = STEPS) -> Report:
-    """One process, plain torch and transformers."""
+def reference(options: Options, name: str, steps: int = STEPS, device: str = "cpu") -> Report:
+    """One process on the device, plain torch and transformers, whose cosines of positions are float32 in any model."""
     model = LlamaForCausalLM(config(options)).to(options.dtype)
     model.load_state_dict(initial_state(options.heads, options.tied, options.layers, options.dtype))
+    model.to(device)
     without_float32_inside(model, options.dtype)
     optimizer_class, arguments = optimizer_of(options, name)
     optimizer = optimizer_class(model.parameters(), **arguments)
     report = Report([], [], {}, {})
     for step in range(steps):
-        ids, labels = batch(options.labels, step)
+        ids, labels = (x.to(device) for x in batch(options.labels, step))
         loss = mean_loss(model(input_ids=ids).logits, labels)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf if options.clip is None else options.clip)
         report.losses.append(float(loss.detach()))
         report.norms.append(float(norm))
         if step in (0, steps - 1):
-            report.gradients[step] = {name: param.grad.clone() for name, param in model.named_parameters()}
+            report.gradients[step] = {name: param.grad.clone().cpu() for name, param in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
-    report.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    report.weights = {name: param.detach().clone().cpu() for name, param in model.named_parameters()}
     with torch.no_grad():
-        ids, labels = batch(options.labels, steps)
+        ids, labels = (x.to(device) for x in batch(options.labels, steps))
         report.held_out = float(mean_loss(model.eval()(input_ids=ids).logits, labels))
     return report
 
@@ -373,6 +374,7 @@ def worst_difference(case: Case, results: list[dict[str, Report]]) -> tuple[floa
     worst = (0.0, "")
     for rank, reports in enumerate(results):
         for name, report in reports.items():
-            for what, value in differences(report, reference(case.options, name, len(report.losses))).items():
+            expected = reference(case.options, name, len(report.losses), case.device)
+            for what, value in differences(report, expected).items():
                 worst = max(worst, (value, f"{what} ({name}, rank {rank})"))
     return worst
