@@ -199,7 +199,10 @@ class RowLinear(torch.autograd.Function):
             out = comm.all_reduce(out, communicator, reduce_dtype=reduce_dtype, out=out)
         else:
             out = comm.reduce_scatter(out, communicator, dim=sequence_dim, reduce_dtype=reduce_dtype)
-        return out if bias is None else out.add_(bias)
+        if bias is None:
+            return out
+        # torch 2.11 compiles a function that returns the result of a write in place to one with zero gradients.
+        return out + bias if is_dynamo_compiling() else out.add_(bias)
 
     @staticmethod
     def composition(
