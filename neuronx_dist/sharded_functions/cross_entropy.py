@@ -19,6 +19,7 @@ from ..comm import Communicator
 from ..comm.context import AxisLike
 from ..comm.rank_selection import in_one_program
 from ..comm.verbs.transformed_tensors import transforming
+from ..lazy_names import lazy_names
 from ..spmd import I, P, R
 from ..spmd.watching import active
 from ..torch_internals.tensors import is_view
@@ -28,14 +29,15 @@ __all__ = ["cross_entropy_of_shard"]
 
 # Logits that are worked on at a time: 512 KiB of fp32, for a core's cache; elsewhere 64 MiB, to launch little.
 _IN_CACHE, _IN_MEMORY = 1 << 17, 1 << 24
+_late = lazy_names(__name__, {"fused_cross_entropy": "sharded_functions"})
 
 
 class _ParallelCrossEntropy(torch.autograd.Function):
     """Keeps the logits, and no softmax: forward and backward read them in pieces that stay in cache.
 
-    In place, backward writes the gradient over them. Where they are precise enough (and no view, which torch does not
-    allow; and there is no smoothing, which asks for the logits again) forward writes exp(z - m) over them before that;
-    then they are a second result, so that autograd sees that they changed.
+    Compiled kernels read large ones on a GPU. In place, backward writes the gradient over the logits. Where they are
+    precise enough (and no view, which torch does not allow; and there is no smoothing, which asks for the logits again)
+    forward writes exp(z - m) over them before that; then they are a second result, so that autograd sees the change.
     """
 
     @staticmethod
@@ -54,15 +56,20 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         if active() is not None:  # sums of differences to another number on each rank would be no sums
             spmd.assert_type(highest, {communicator: R})
         predicted = logits.gather(-1, local).squeeze(-1).to(dtype).sub_(highest).masked_fill_(elsewhere, 0.0)
-        stored = inplace and logits.dtype == dtype and not smoothing and not is_view(logits)
-        sums = [predicted, *_sums_by_pieces(logits, highest, smoothing, stored)]
+        by_operators = smoothing or _seen_whole(logits) or not _on_gpu(logits)
+        kernels = None if by_operators else _late("fused_cross_entropy")
+        total = None if kernels is None else kernels.exp_sums(logits, highest)
+        stored = inplace and logits.dtype == dtype and not smoothing and not is_view(logits) and total is None
+        totals = [total] if total is not None else _sums_by_pieces(logits, highest, smoothing, stored)
+        sums = [predicted, *totals]
         stacked = torch.stack([spmd.trust(summand, communicator, P) for summand in sums])
         stacked = comm.all_reduce(stacked, communicator, out=stacked)
-        loss = _loss(stacked, smoothing).masked_fill_(ignored, 0.0)
+        loss = _loss(stacked, smoothing).masked_fill(ignored, 0.0)  # not in place: see RowLinear
 
         ctx.save_for_backward(logits, highest, stacked, local, elsewhere, ignored)
         ctx.communicator, ctx.smoothing = communicator, smoothing
         ctx.inplace, ctx.stored, ctx.written = inplace, stored, False
+        ctx.kernels = None if total is None else kernels
         if stored:
             ctx.mark_dirty(logits)
             ctx.set_materialize_grads(False)
@@ -82,23 +89,25 @@ class _ParallelCrossEntropy(torch.autograd.Function):
             loss = _by_operators(logits, local, elsewhere, ignored, ctx.communicator, ctx.smoothing)
             return *torch.autograd.grad(loss, logits, grad, create_graph=True), *nothing
         with torch.no_grad():
-            grad = grad.masked_fill(ignored, 0.0)
-            at_label, per_column = -grad, []
+            weight = (grad.masked_fill(ignored, 0.0) / stacked[-1]).unsqueeze(-1)
+            at_label, per_column = -stacked[-1], []
             if ctx.smoothing:
                 s = _share(ctx.smoothing, stacked)
-                at_label, per_column = grad * (s - 1), [(grad * s / stacked[2]).unsqueeze(-1)]
+                at_label, per_column = at_label * (1 - s), [(stacked[-1] * s / stacked[2]).unsqueeze(-1)]
             at_label = at_label.masked_fill(elsewhere, 0.0).unsqueeze(-1)
-            weight = (grad / stacked[-1]).unsqueeze(-1)
             operands = (highest.unsqueeze(-1), weight, local, at_label, *per_column)
             ctx.written = ctx.inplace
             if ctx.stored:
-                result = logits.detach().mul_(weight).scatter_add_(-1, local, at_label)
-            elif logits.numel() <= (size := _piece_size(logits)) and not ctx.inplace:
+                result = logits.detach().scatter_add_(-1, local, at_label).mul_(weight)
+            elif ctx.kernels is None and not ctx.inplace and logits.numel() <= _piece_size(logits):
                 result = _gradient(None, logits, *operands).to(logits.dtype)
             else:
                 result = logits.detach() if ctx.inplace else torch.empty_like(logits)
+                if ctx.kernels is not None and ctx.kernels.write_gradient(result, logits, *operands):
+                    return result, *nothing
+                size = _piece_size(logits)
                 for out, *piece in _pieces(size, result, logits, *operands):
-                    out.copy_(_gradient(out if out.dtype == stacked.dtype else None, *piece))
+                    _gradient(out, *piece)
         return result, *nothing
 
 
@@ -116,6 +125,10 @@ def _piece_size(logits: torch.Tensor) -> int:
 
 def _on_cpu(logits: torch.Tensor) -> bool:
     return type(logits) is torch.Tensor and logits.device.type == "cpu"
+
+
+def _on_gpu(logits: torch.Tensor) -> bool:
+    return type(logits) is torch.Tensor and logits.device.type == "cuda"
 
 
 def _all_finite(logits: torch.Tensor) -> bool:
@@ -174,13 +187,15 @@ def _gradient(
     at_label: torch.Tensor,
     per_column: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`exp(z - m) * weight`, less `per_column` (but at -inf), plus `at_label` at the label; `out` may be the logits."""
+    """`(exp(z - m) + at_label at the label - per_column) * weight`; per_column not at -inf. `out` may be the logits."""
     if per_column is not None and not _all_finite(logits):
         per_column = per_column.masked_fill(logits == -math.inf, 0.0)
-    gradient = torch.sub(logits, highest, out=out).exp_().mul_(weight)
+    is_narrow = out is not None and out.dtype != highest.dtype
+    gradient = torch.sub(logits, highest, out=None if is_narrow else out).exp_()
     if per_column is not None:
         gradient.sub_(per_column)
-    return gradient.scatter_add_(-1, local, at_label)
+    gradient.scatter_add_(-1, local, at_label)
+    return torch.mul(gradient, weight, out=out) if is_narrow else gradient.mul_(weight)  # the only rounding to `out`
 
 
 def _loss(stacked: torch.Tensor, smoothing: float) -> torch.Tensor:

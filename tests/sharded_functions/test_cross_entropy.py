@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from functools import partial
 from unittest import mock
 
@@ -20,6 +21,7 @@ from neuronx_dist.parallel_layers import parallel_cross_entropy
 from neuronx_dist.parallelize import composites
 from neuronx_dist.planning.meter import measure_peak
 from neuronx_dist.sharded_functions import cross_entropy as kernel
+from neuronx_dist.sharded_functions import fused_cross_entropy as fused
 from tests.parallel_layers.layer_parity import close, draw, tp_mesh
 from tests.support.pool import processes
 
@@ -204,6 +206,54 @@ def test_in_place_is_the_same(size, dtype, smoothing):
             tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 0}[dtype]
             close(loss, expected_loss, tolerance=tolerance)
             close(gradient, expected_gradient, tolerance=tolerance)
+
+
+@contextmanager
+def as_kernels(compiler=lambda function: function):
+    """Logits on the CPU take the way of those on a GPU; `compiler` stands for `torch.compile`."""
+    calls = []
+
+    def compiled(function):
+        return lambda *tensors: calls.append(function.__name__) or compiler(function)(*tensors)
+
+    on_gpu = mock.patch.object(kernel, "_on_gpu", lambda logits: True)
+    with on_gpu, mock.patch.multiple(fused, _WORTH=1, _has_triton=lambda: True, _compiled=compiled):
+        try:
+            yield calls
+        finally:
+            fused._failed.clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_kernels_compute_is_the_same(tp, dtype):
+    logits, labels = (4 * draw(3, 5, K, seed=1)).to(dtype), random_labels(3, 5, ignored=(2, 8))
+    logits[0, 1, K // 2 :] = -math.inf  # a row of which another rank has nothing
+    labels[0, 1] = 1
+    g = draw(3, 5, seed=2).to(torch.promote_types(dtype, torch.float32))
+    expected = threads.run(tp_mesh(tp), ours, logits, labels, g, {})
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
+    for run in (ours, in_place):
+        with as_kernels() as calls:
+            ranks = threads.run(tp_mesh(tp), run, logits, labels, g, {})
+        assert sorted(calls) == ["_exp_sums"] * tp + ["_write_gradient"] * tp
+        for (loss, gradient, *others), (expected_loss, expected_gradient, *_) in zip(ranks, expected):
+            assert run is ours or others == [True], "the gradient is elsewhere"
+            close(loss, expected_loss, tolerance=tolerance)
+            close(gradient, expected_gradient, tolerance=tolerance)
+
+
+def test_without_a_compiler_the_operators_are_used():
+    def broken(function):
+        raise RuntimeError("no C compiler")
+
+    logits, labels, g = draw(6, K), random_labels(6), draw(6, seed=2)
+    expected = threads.run(tp_mesh(2), ours, logits, labels, g, {})
+    with as_kernels(broken) as calls, pytest.warns(UserWarning, match="is slower without .*no C compiler"):
+        ranks = threads.run(tp_mesh(2), ours, logits, labels, g, {})
+    assert len(calls) == 1
+    for (loss, gradient, *_), (expected_loss, expected_gradient, *_) in zip(ranks, expected):
+        assert torch.equal(loss, expected_loss) and torch.equal(gradient, expected_gradient)
 
 
 def test_in_place_in_logits_that_are_no_whole_memory():
