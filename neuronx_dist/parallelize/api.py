@@ -185,9 +185,9 @@ def parallelize(
 
 
 def _on_device_of(module: nn.Module, parallel: ParallelModule) -> ParallelModule:
-    """Returns the parallel module in the mode of a module, and on its device; on the CPU for meta, or several devices."""
+    """Returns the parallel module in the mode of a module, and on its device if that is one, and is not meta."""
     devices = {x.device for x in (*module.parameters(), *module.buffers())}
-    if len(devices) == 1 and (device := devices.pop()).type not in ("cpu", "meta"):
+    if len(devices) == 1 and (device := devices.pop()).type != "meta":
         parallel.to(device)
     return parallel.train(module.training)
 
