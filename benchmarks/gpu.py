@@ -2,8 +2,9 @@
 
     overhead   a bf16 Llama's step at tp 1 over the same step of plain transformers, eager         goal: at most 1.01
     mfu        model FLOPs of that step over the device's dense bf16 peak, eager and compiled        goal: at least 0.5
-    zero1      a step of NeuronZero1Optimizer in a world of one over torch's AdamW(fused=True)
-    loss       peak memory of parallel_cross_entropy over that of F.cross_entropy, forward and backward
+    zero1      a step of NeuronZero1Optimizer in a world of one over torch's AdamW(fused=True), with float32 masters
+               that are written by hand, and without masters
+    loss       time and peak memory of parallel_cross_entropy and F.cross_entropy, forward and backward
     save       seconds that an asynchronous save holds up training, beside a synchronous one
 
     python benchmarks/gpu.py [--quick] [--only overhead ...] [--peak 989] [--device cpu --size tiny]
@@ -18,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from common import heading, parser, ratio  # first: sets the threads
@@ -135,47 +137,64 @@ def overhead_and_mfu(size: str, device: torch.device, repeats: int, peak: float 
 
 
 def zero1(size: str, device: torch.device, repeats: int) -> None:
-    """The optimizer's step alone; gradients stay as they are."""
+    """The optimizer's step alone, in a world of one; gradients stay as they are."""
     plain, ours = models(size, device)
     inputs = batch(size, device)
     for model in (plain, ours):
         model(**inputs).loss.backward()
     is_fused = device.type != "cpu"
-    fused = torch.optim.AdamW(plain.parameters(), lr=1e-4, fused=is_fused)
+    params = list(plain.parameters())
+    masters = [param.detach().float() for param in params]
+    of_masters = torch.optim.AdamW(masters, lr=1e-4, fused=is_fused)
     sharded = nxd.NeuronZero1Optimizer(ours.parameters(), torch.optim.AdamW, lr=1e-4, fused=is_fused)
     gradients = [param.grad for param in ours.parameters()]
+    in_bfloat16 = torch.optim.AdamW(params, lr=1e-4, fused=is_fused)
+
+    @torch.no_grad()
+    def by_hand() -> None:
+        """What float32 masters take: gradients into float32, a fused AdamW, masters into bfloat16."""
+        for master in masters:
+            master.grad = torch.empty_like(master) if master.grad is None else master.grad
+        torch._foreach_copy_([master.grad for master in masters], [param.grad for param in params])
+        of_masters.step()
+        torch._foreach_copy_(params, masters)
 
     def step() -> None:
         sharded.step()
         for param, grad in zip(ours.parameters(), gradients):
             param.grad = grad
 
-    taken = seconds({"fused": fused.step, "ours": step}, repeats, device)
-    print(
-        f"zero1     NeuronZero1Optimizer.step (float32 masters) over AdamW.step {_text(taken['ours'], taken['fused'])}"
-    )
+    taken = seconds({"hand": by_hand, "bfloat16": in_bfloat16.step, "ours": step}, repeats, device)
+    print(f"zero1     ours over AdamW on float32 masters by hand {_text(taken['ours'], taken['hand'])}")
+    print(f"          ours over AdamW without masters, in bfloat16 {_text(taken['ours'], taken['bfloat16'])}")
 
 
-def loss_memory(size: str, device: torch.device) -> None:
+def loss(size: str, device: torch.device, repeats: int) -> None:
     if device.type == "cpu":
         print("loss      peak memory is measured on an accelerator only")
         return
     rows, tokens = SIZES[size][1]
     vocabulary = SIZES[size][0][-1]
 
-    def peak(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int:
-        logits = torch.randn(rows * tokens, vocabulary, dtype=torch.bfloat16, device=device, requires_grad=True)
-        targets = torch.randint(0, vocabulary, (rows * tokens,), device=device)
-        synchronize(device)
+    logits = torch.randn(rows * tokens, vocabulary, dtype=torch.bfloat16, device=device, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (rows * tokens,), device=device)
+    losses: dict[str, Callable[[], torch.Tensor]] = {
+        "parallel_cross_entropy": lambda: nxd.parallel_cross_entropy(logits, targets).mean(),
+        "F.cross_entropy in float32": lambda: F.cross_entropy(logits.float(), targets),
+        "F.cross_entropy in bfloat16": lambda: F.cross_entropy(logits, targets),
+    }
+
+    def step(function: Callable[[], torch.Tensor]) -> None:
+        function().backward()
+        logits.grad = None
+
+    taken = seconds({name: partial(step, function) for name, function in losses.items()}, repeats, device)
+    for name, function in losses.items():
         torch.accelerator.reset_peak_memory_stats(device)
         before = torch.accelerator.memory_allocated(device)
-        loss(logits, targets).mean().backward()
-        synchronize(device)
-        return torch.accelerator.max_memory_allocated(device) - before
-
-    ours = peak(nxd.parallel_cross_entropy)
-    torchs = peak(lambda logits, targets: F.cross_entropy(logits, targets, reduction="none"))
-    print(f"loss      parallel_cross_entropy {ours / 2**20:.0f} MiB, F.cross_entropy {torchs / 2**20:.0f} MiB")
+        step(function)
+        peak = torch.accelerator.max_memory_allocated(device) - before
+        print(f"loss      {name}: {statistics.median(taken[name]) * 1e3:.2f} ms, {peak / 2**20:.0f} MiB")
 
 
 def save(size: str, device: torch.device, repeats: int) -> None:
@@ -217,7 +236,7 @@ def main() -> None:
     if "zero1" in parts:
         zero1(args.size, device, repeats)
     if "loss" in parts:
-        loss_memory(args.size, device)
+        loss(args.size, device, repeats)
     if "save" in parts:
         save(args.size, device, repeats)
 

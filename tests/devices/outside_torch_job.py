@@ -149,7 +149,13 @@ def main(name: str, folder: str) -> None:
     nxd.destroy_model_parallel()
     norms, threads = pipeline(device), on_threads(device)
     if torch.distributed.get_rank() == 0:
-        report = {"figures": figures, "norms": norms, "threads": threads, "divided": divided_losses, "device": str(device)}
+        report = {
+            "figures": figures,
+            "norms": norms,
+            "threads": threads,
+            "divided": divided_losses,
+            "device": str(device),
+        }
         print(json.dumps({**report, "local": str(placed.to_local().device), "calls": outside_torch.CALLS}))
     nxd.destroy_model_parallel()
 
