@@ -160,8 +160,7 @@ class DeviceMesh:
             RuntimeError: ranks have no process groups (they are threads, or are played): use `communicator`.
             TypeError: torch asks, as `fully_shard` does, which would fail later on a mesh that is not torch's.
         """
-        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed."):
-            raise TypeError(f"{self} is a mesh of neuronx_dist. {_FOR_TORCH}")
+        self._refuse_torch()
         backend = _context().backend
         group = backend.process_group(self.communicator(mesh_dim))
         if isinstance(group, Communicator):
@@ -170,6 +169,15 @@ class DeviceMesh:
                 "verb of neuronx_dist.comm, or to a differentiable operator of neuronx_dist.spmd"
             )
         return group
+
+    def get_all_groups(self) -> list[Any]:
+        """Returns the torch ProcessGroup along each dim; errors are those of `get_group`."""
+        self._refuse_torch()
+        return [self.get_group(m) for m in range(self.ndim)]
+
+    def _refuse_torch(self) -> None:
+        if sys._getframe(2).f_globals.get("__name__", "").startswith("torch.distributed."):
+            raise TypeError(f"{self} is a mesh of neuronx_dist. {_FOR_TORCH}")
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"a DeviceMesh of neuronx_dist has no attribute {name!r}. {_FOR_TORCH}", name=name)

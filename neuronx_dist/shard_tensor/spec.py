@@ -7,6 +7,7 @@ operation is looked up by identity. (`Layout` is another thing in this package: 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from types import MappingProxyType
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
@@ -105,6 +106,42 @@ class ShardTensorSpec:
             return (self.local_shape,) * count
         before, behind = self.local_shape[: placement.dim], self.local_shape[placement.dim + 1 :]
         return tuple(torch.Size((*before, size, *behind)) for size in self.sizes[mesh_dim] or ())
+
+    # names of torch's DTensorSpec
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        return self.mesh
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def num_shards(self) -> int:
+        """Returns the number of different parts of the tensor."""
+        return prod(self.mesh.shape[m] for m, _ in self.sharded)
+
+    @property
+    def dim_map(self) -> list[int]:
+        """Returns for each tensor dim the mesh dim that it is sharded over, -1 for none."""
+        return [self.mesh_dim_of.get(dim, -1) for dim in range(self.ndim)]
+
+    @property
+    def num_shards_map(self) -> list[int]:
+        """Returns for each tensor dim the number of its shards."""
+        return [1 if m < 0 else self.mesh.shape[m] for m in self.dim_map]
+
+    @property
+    def sums(self) -> list[int]:
+        """Returns the mesh dims that are Partial."""
+        return list(self.partial)
+
+    def is_replicated(self) -> bool:
+        return all(isinstance(placement, Replicate) for placement in self.placements)
+
+    def is_sharded(self) -> bool:
+        return bool(self.sharded)
 
     def with_shape(self, shape: torch.Size) -> ShardTensorSpec:
         """Returns this layout for another shape whose sharded dims have the same sizes."""

@@ -107,23 +107,36 @@ class ShardTensor(torch.Tensor):
         *,
         sharding_shapes: str | Mapping[int, Sequence[Sequence[int]]] = "infer",
         global_shape: Sequence[int] | None = None,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
     ) -> ShardTensor:
         """Makes a ShardTensor whose part on this rank is `local_tensor`, in its graph.
 
         Args:
             device_mesh: None: that of the innermost `with mesh:`, else of the job (`current_mesh`).
             placements: None: Replicate everywhere.
-            sharding_shapes: "infer": all ranks tell one another their shapes, once. "chunk": shards are as
-                `torch.chunk` cuts them. A dict from mesh dim to the shapes of all shards along it. Both of these
-                communicate nothing, and must be equal on all ranks. At a mesh dim that is `Partial("avg")` a dict may
-                have the shapes of the shards whose means the ranks have: if these differ they become a sum, by counts.
+            sharding_shapes: "infer": all ranks exchange their shapes, once. "chunk": shards are as `torch.chunk` cuts
+                them. A dict from mesh dim to the shapes of all shards along it. Both of these communicate nothing, and
+                must be equal on all ranks. At a mesh dim that is `Partial("avg")` a dict may have the shapes of the
+                shards whose means the ranks have: if these differ they become a sum, by counts.
             global_shape: of the whole tensor, for "chunk"; None: every shard is as long as this one.
+            run_check: False, as DTensor has it by default; True is refused.
+            shape: DTensor's name of `global_shape`; "infer" is "chunk" with it.
+            stride: accepted for DTensor's programs, without effect: the strides are those of `local_tensor`.
 
         Raises:
             ValueError: sizes that do not add up, that are not those of this rank's tensor, or, by "infer", dims other
-                than the sharded ones that differ between ranks.
+                than the sharded ones that differ between ranks; `run_check=True`.
         """
         check_plain(local_tensor)
+        if run_check:
+            raise ValueError(
+                "from_local(run_check=True) of torch's DTensor broadcasts the first rank's values of what is "
+                "Replicate: use distribute_tensor(x, mesh, placements), which does, and leave run_check out"
+            )
+        if shape is not None:
+            global_shape, sharding_shapes = shape, "chunk" if sharding_shapes == "infer" else sharding_shapes
         mesh = device_mesh or current_mesh(local_tensor.device.type)
         if not isinstance(sharding_shapes, str):
             local_tensor, placements = weighed(local_tensor, mesh, placements, sharding_shapes)
@@ -171,9 +184,11 @@ class ShardTensor(torch.Tensor):
         return local_view(local_of(self), self._spec, grad_placements)
 
     @skip_in_compiler
-    def full_tensor(self) -> torch.Tensor:
-        """Gathers the complete tensor on every rank; differentiable."""
-        return redistributed(local_of(self), self._spec, self._spec.replicated())
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Gathers the complete tensor on every rank; differentiable. `grad_placements` as in `to_local`."""
+        whole = self._spec.replicated()
+        full = redistributed(local_of(self), self._spec, whole)
+        return full if grad_placements is None else local_view(full, whole, grad_placements)
 
     @skip_in_compiler
     def redistribute(
@@ -183,8 +198,10 @@ class ShardTensor(torch.Tensor):
         *,
         sizes: Sequence[Sequence[int] | None] | None = None,
         async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
     ) -> ShardTensor:
-        """Returns the tensor in another layout, differentiable; itself where the layout is equal.
+        """Returns the tensor in another layout, differentiable; itself where layout and dtype are equal.
 
         Args:
             device_mesh: None: its own. To another mesh, of any ranks, every rank of the job calls this alike; one that
@@ -192,11 +209,23 @@ class ShardTensor(torch.Tensor):
             placements: None: Replicate everywhere, or its own if only `sizes` is wanted.
             sizes: for each mesh dim the sizes of its shards; None: chunks.
             async_op: whether to return while the values travel, by one exchange; whoever asks for them first waits.
+            forward_dtype: dtype in which the values travel, and of the result; the gradient travels in it, too, and
+                gets the dtype of this tensor then. None: the tensor's.
+            backward_dtype: None, or the dtype of the result: the gradient travels in no other one.
 
         Raises:
             NotImplementedError: `async_op=True` of a Partial that is no sum.
-            ValueError: see `make_spec`.
+            ValueError: see `make_spec`; another `backward_dtype`.
         """
+        if forward_dtype is not None or backward_dtype is not None:
+            dtype = forward_dtype or self.dtype
+            if backward_dtype not in (None, dtype):
+                raise ValueError(
+                    f"redistribute: backward_dtype={backward_dtype}, and the result is {dtype}, in which its gradient "
+                    "travels: pass the same dtype as forward_dtype, or leave it out"
+                )
+            converted: Any = self.to(dtype)
+            return converted.redistribute(device_mesh, placements, sizes=sizes, async_op=async_op)
         if placements is None and sizes is not None:
             placements = self._spec.placements
         target = make_spec(device_mesh or self._spec.mesh, placements, self._spec.shape, sizes)

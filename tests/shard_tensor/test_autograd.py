@@ -166,8 +166,39 @@ def test_to_local_and_its_gradients():
         assert_close(w.grad.full_tensor(), torch.full((4,), 3.0, dtype=torch.float64), "summed over the ranks")
         with pytest.raises(ValueError, match=r"has Replicate\(\) on mesh dim 0, .* Shard\(dim=0\): redistribute\(\)"):
             x.to_local(grad_placements=[Replicate()])
+        (x.full_tensor(grad_placements=[Partial()]) * (mesh.get_rank() + 1)).sum().backward()
+        assert_close(x.grad.full_tensor(), torch.full((16,), 3.0 + 3.0, dtype=torch.float64), "of the whole")
 
     on_ranks(2, local)
+
+
+def test_a_tensor_travels_in_another_dtype():
+    def function(mesh):
+        x = leaf(whole(16), mesh, [Shard(0)], [(11, 5)])
+        with comm.record() as wide:
+            x.detach().redistribute()
+        with comm.record() as calls:
+            y = x.redistribute(forward_dtype=torch.float32, backward_dtype=torch.float32)
+            (y * y).sum().backward()
+        assert y.dtype == torch.float32 and y.placements == (Replicate(),)
+        assert [2 * call.bytes for call in calls] == [call.bytes for call in wide]  # of the gradient a part is here
+        assert x.grad.dtype == torch.float64
+        assert_close(x.grad.full_tensor(), 2 * whole(16).float().double(), "in float32", 1e-6)
+        with pytest.raises(ValueError, match="backward_dtype=torch.float16, and the result is torch.float64"):
+            x.redistribute(backward_dtype=torch.float16)
+
+    on_ranks(2, function)
+
+
+def test_from_local_takes_dtensors_arguments():
+    def function(mesh):
+        local = torch.ones(2 - mesh.get_rank(), 4)
+        x = ShardTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((3, 4)), stride=(4, 1))
+        assert x.shape == (3, 4) and x._spec.sizes == ((2, 1),)
+        with pytest.raises(ValueError, match=r"run_check=True\) of torch's DTensor broadcasts"):
+            ShardTensor.from_local(local, mesh, [Replicate()], run_check=True)
+
+    on_ranks(2, function)
 
 
 # --- parameters

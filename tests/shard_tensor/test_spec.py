@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.tensor as torch_placements
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from neuronx_dist.shard_tensor import Replicate, Shard, ShardTensorSpec, distribute_tensor
+from neuronx_dist.shard_tensor import Partial, Replicate, Shard, ShardTensorSpec, distribute_tensor
 from neuronx_dist.shard_tensor.bounded import Bounded
 from neuronx_dist.shard_tensor.spec import make_spec
 from tests.shard_tensor.support.cases import on_ranks
@@ -70,3 +74,27 @@ def test_what_is_forgotten_is_what_was_learned_first():
     for n in range(9):
         table[n] = n
     assert sorted(table) == [2, 3, 4, 5, 6, 7, 8]
+
+
+def test_names_of_torchs_spec_have_its_values():
+    """Compared with DTensorSpec for each pair of placements on a mesh of 2 x 2."""
+
+    def function(mesh):
+        placements = [Replicate(), Shard(0), Shard(1), Partial()]
+        for pair in itertools.product(placements, repeat=2):
+            if pair[0] == pair[1] and isinstance(pair[0], Shard):
+                continue
+            spec = make_spec(mesh, pair, (8, 6, 5))
+            theirs = tuple(
+                getattr(torch_placements, type(p).__name__)(*([p.dim] if isinstance(p, Shard) else [])) for p in pair
+            )
+            grid = SimpleNamespace(ndim=2, size=lambda m: 2)
+            meta = TensorMeta(torch.Size((8, 6, 5)), (30, 5, 1), torch.float32)
+            expected = SimpleNamespace(mesh=grid, placements=theirs, ndim=3, tensor_meta=meta, device_mesh=grid)
+            for name in ("num_shards", "dim_map", "num_shards_map", "sums"):
+                assert getattr(spec, name) == getattr(DTensorSpec, name).fget(expected), (name, pair)
+            for name in ("is_replicated", "is_sharded"):
+                assert getattr(spec, name)() == getattr(DTensorSpec, name)(expected), (name, pair)
+            assert spec.ndim == 3 and spec.device_mesh is mesh
+
+    on_ranks(4, function, (2, 2))

@@ -142,6 +142,16 @@ REFUSALS = {
     "sizes that do not add up": (lambda mesh: x(mesh, 3, 3), ValueError, r"sizes \[3, 3\] on mesh dim 0.*with sum 7"),
     "a negative size": (lambda mesh: x(mesh, 9, -2), ValueError, r"2 numbers of at least 0"),
     "a wrong number of sizes": (lambda mesh: x(mesh, 7), ValueError, r"must be 2 numbers"),
+    "DTensor's run_check": (
+        lambda mesh: ShardTensor.from_local(torch.ones(2), mesh, run_check=True),
+        ValueError,
+        "broadcasts the first rank's values",
+    ),
+    "a gradient in another dtype than the result": (
+        lambda mesh: x(mesh).redistribute(backward_dtype=torch.float16),
+        ValueError,
+        "backward_dtype=torch.float16, and the result is torch.float32",
+    ),
     "from_local of a tensor that has a layout": (
         lambda mesh: ShardTensor.from_local(x(mesh), mesh, [Shard(0)], sharding_shapes="chunk"),
         ValueError,
