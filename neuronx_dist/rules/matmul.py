@@ -84,7 +84,7 @@ def rmatmul(self: Tensor, other: Tensor) -> Spec:
 
 @rule(F.linear, linear=((0, 2), (1, 2)))
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Spec:
-    """Spec of `input @ weight.T + bias`; the weight may be a vector, and the bias have any dims that torch broadcasts."""
+    """Spec of `input @ weight.T + bias`; the weight may be a vector, the bias have any dims that torch broadcasts."""
     row = "n" if weight.dim() == 2 else ""
     if bias is None:
         return contraction(f"...k,{row}k->...{row}", input.shape, weight.shape)

@@ -62,7 +62,8 @@ def _call(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor | None:
     except Exception as error:  # noqa: B902 - whatever a compiler lacks on this machine, the operators do without it
         _failed.append(str(error))
         warnings.warn(
-            f"the cross entropy could not be compiled, and is slower without ({type(error).__name__}: {_failed[0]:.300})",
+            "the cross entropy could not be compiled, and is slower without "
+            f"({type(error).__name__}: {_failed[0]:.300})",
             stacklevel=2,
         )
         return None
