@@ -152,7 +152,7 @@ def zero1(size: str, device: torch.device, repeats: int) -> None:
 
     @torch.no_grad()
     def by_hand() -> None:
-        """What float32 masters take: gradients into float32, a fused AdamW, masters into bfloat16."""
+        """Steps float32 masters: gradients into float32, a fused AdamW, masters into bfloat16."""
         for master in masters:
             master.grad = torch.empty_like(master) if master.grad is None else master.grad
         torch._foreach_copy_([master.grad for master in masters], [param.grad for param in params])
