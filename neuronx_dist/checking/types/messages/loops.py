@@ -18,7 +18,7 @@ from torch import nn
 from ....spmd.axes import DATA_ATOMS
 from ....spmd.types import PARTIAL_NORM, SAME, I, P, R, Shard, SpmdType
 from .provenance import Named, Site, value_of
-from .syntax import syntax_tree
+from .syntax import ancestors
 from .trials import JudgedCall, Repair, call_of, edit_of, written
 
 __all__ = ["ParameterLoop", "changes_with_the_turn", "loop_repairs", "parameter_loop"]
@@ -61,11 +61,9 @@ def parameter_loop(here: Site | None, axis: str, node: ast.AST | None = None) ->
     if axis in DATA_ATOMS:
         return None
     node = node or (here.node if here is not None else None)
-    tree = syntax_tree(here.source) if here is not None else None
-    if here is None or node is None or tree is None:
+    if here is None or node is None:
         return None
-    around = [outer for outer in ast.walk(tree) if isinstance(outer, _LOOPS) and node in ast.walk(outer)]
-    for loop in reversed(around):  # the innermost comes last
+    for loop in _loops_around(here, node):
         parameter = _parameter_of(loop, here)
         if parameter:
             names = (name for name in ast.walk(loop) if isinstance(name, ast.Name))
@@ -76,15 +74,19 @@ def parameter_loop(here: Site | None, axis: str, node: ast.AST | None = None) ->
 
 def changes_with_the_turn(here: Site | None, node: ast.AST | None) -> bool:
     """Returns whether an expression uses the variable of an enclosing loop, so that it changes per iteration."""
-    tree = syntax_tree(here.source) if here is not None else None
-    if here is None or node is None or tree is None:
+    if here is None or node is None:
         return False
     names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-    for loop in (outer for outer in ast.walk(tree) if isinstance(outer, _LOOPS) and node in ast.walk(outer)):
+    for loop in _loops_around(here, node):
         target = loop.target if isinstance(loop, ast.For) else loop.generators[0].target
         if names & {part.id for part in ast.walk(target) if isinstance(part, ast.Name)}:
             return True
     return False
+
+
+def _loops_around(here: Site, node: ast.AST) -> Iterator[Any]:
+    """Yields the loops and comprehensions around a node, the innermost first."""
+    return (outer for outer in (node, *ancestors(here.source, node)) if isinstance(outer, _LOOPS))
 
 
 def _parameter_of(loop: Any, here: Site) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ....call_site import MACHINERY, TRANSPORT, USER, call_site, owner_of
 from ....spmd.tensor_type import NAME
 from ....torch_internals.autograd import saved_value
-from .syntax import syntax_tree
+from .syntax import ancestors, syntax_tree, text_of
 
 __all__ = ["Named", "Site", "editable", "leaf_of", "module_path", "name_of", "name_operands", "site",
            "value_of"]  # fmt: skip
@@ -67,22 +67,19 @@ class Site(NamedTuple):
 
     def statement(self) -> ast.stmt | None:
         """The statement around the expression; None: not found."""
-        node, tree = self.node, syntax_tree(self.source) or ast.Module([], [])
-        inside = [s for s in ast.walk(tree) if isinstance(s, ast.stmt) and _holds(s, node)]
-        return inside[-1] if inside else None
+        around = (self.node, *ancestors(self.source, self.node))
+        return next((node for node in around if isinstance(node, ast.stmt)), None)
 
     def enclosing_call(self) -> ast.Call | None:
         """The call whose first argument is the expression; None: there is none."""
-        calls = (
-            node for node in ast.walk(syntax_tree(self.source) or ast.Module([], [])) if isinstance(node, ast.Call)
-        )
-        return next((call for call in calls if call.args and call.args[0] is self.node), None)
+        outer = next(ancestors(self.source, self.node), None)
+        return outer if isinstance(outer, ast.Call) and outer.args and outer.args[0] is self.node else None
 
     def enclosing_division(self) -> ast.BinOp | None:
         """The quotient whose dividend is the expression; None: there is none."""
-        nodes = ast.walk(syntax_tree(self.source) or ast.Module([], []))
-        quotients = (node for node in nodes if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div))
-        return next((quotient for quotient in quotients if quotient.left is self.node), None)
+        outer = next(ancestors(self.source, self.node), None)
+        is_quotient = isinstance(outer, ast.BinOp) and isinstance(outer.op, ast.Div) and outer.left is self.node
+        return outer if is_quotient else None
 
     def calls_of(self, function: str) -> int:
         """Returns the number of calls of a function, by its name, in the file."""
@@ -91,11 +88,7 @@ class Site(NamedTuple):
 
     def text(self, node: ast.AST | None) -> str:
         """The source text of a part of the expression."""
-        return "" if node is None else " ".join((ast.get_source_segment(self.source, node) or "").split())
-
-
-def _holds(outer: ast.AST, inner: ast.AST | None) -> bool:
-    return any(node is inner for node in ast.walk(outer))
+        return "" if node is None else " ".join(text_of(self.source, node).split())
 
 
 class Named(NamedTuple):
@@ -152,7 +145,7 @@ def _given_to(frame: FrameType) -> tuple[Tensor, ...]:
 _EVALUATED = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript, ast.Attribute, ast.AugAssign)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _expressions(source: str) -> list[Any]:
     tree = syntax_tree(source)
     return [node for node in ast.walk(tree) if isinstance(node, _EVALUATED)] if tree is not None else []
@@ -194,12 +187,8 @@ def arguments(here: Site) -> list[ast.expr]:
     elif isinstance(node, ast.Subscript):
         parts = [node.value, *_items(node.slice)]
         if isinstance(node.ctx, ast.Store):
-            nodes = ast.walk(syntax_tree(here.source) or node)
-            parts += [
-                statement.value
-                for statement in nodes
-                if isinstance(statement, ast.Assign) and node in statement.targets
-            ]
+            outer = next(ancestors(here.source, node), None)
+            parts += [outer.value] if isinstance(outer, ast.Assign) else []
     return [
         part for argument in parts for part in (_items(argument) if isinstance(argument, ast.List) else (argument,))
     ]
