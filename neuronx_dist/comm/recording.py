@@ -36,6 +36,7 @@ class Call(NamedTuple):
     dtype: torch.dtype  # dtype on the wire
     bytes: int  # bytes of the larger one of input and result, which bounds the time
     group_size: int
+    messages: int = 0  # of exchange, all_to_all and send: those that this rank sends to another one
 
 
 class Recorder(Protocol):
@@ -77,11 +78,12 @@ def note(
     op: str | None = None,
     dtype: torch.dtype | None = None,
     scale: int = 1,
+    messages: int = 0,
 ) -> None:
     """Reports a collective to this rank's recorders. `scale`: the ratio of the larger side to `x`."""
     shape, dtype = shape_of(x), dtype or (x if isinstance(x, torch.Tensor) else x[0]).dtype
     size = 0 if ":" in verb else math.prod(shape) * dtype.itemsize * scale
-    call = Call(verb, communicator.axis, op, shape, dtype, size, communicator.size)
+    call = Call(verb, communicator.axis, op, shape, dtype, size, communicator.size, messages)
     for recorder in recorders:
         if recorder.rank is None or recorder.rank == communicator.global_rank:
             recorder.add(call)

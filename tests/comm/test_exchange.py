@@ -88,7 +88,8 @@ def test_a_record_has_what_goes_to_other_ranks_or_comes_from_them() -> None:
         sent = sum(size_between(rank, other) for other in others)
         received = sum(size_between(other, rank) for other in others)
         count = max(sent, received)
-        assert calls == [Call("exchange", "tp", None, (count,), torch.float64, 8 * count, 3)]
+        messages = sum(size_between(rank, other) > 0 for other in others)
+        assert calls == [Call("exchange", "tp", None, (count,), torch.float64, 8 * count, 3, messages)]
     with comm.as_rank(Mesh(3, tp=3), 1):
         assert recorded()[0].bytes == 8 * (2 + 2)  # to ranks 0 and 2; 4 come from rank 0
     assert threads.run(Mesh(1), recorded) == [[]]
@@ -99,6 +100,19 @@ def test_the_shapes_backend_gives_zeros() -> None:
         recvs = [torch.ones(3), torch.ones(2)]
         comm.exchange([torch.ones(1), torch.full((2,), 5.0)], recvs, "tp")
         assert recvs[0].tolist() == [0, 0, 0] and recvs[1].tolist() == [5, 5]
+
+
+def test_one_empty_tensor_may_stand_for_many_ranks() -> None:
+    def rank() -> list[list[float]]:
+        index, nothing = comm.rank("tp"), torch.empty(0, 3)
+        sends, recvs = [nothing] * 5, [nothing] * 5
+        sends[(index + 1) % 5] = torch.full((1, 3), float(index))
+        recvs[(index - 1) % 5] = torch.empty(1, 3)
+        return [x.flatten().tolist() for x in comm.exchange(sends, recvs, "tp")]
+
+    for index, received in enumerate(threads.run(Mesh(5, tp=5), rank)):
+        before = (index - 1) % 5
+        assert received == [[float(before)] * 3 if other == before else [] for other in range(5)]
 
 
 X = torch.zeros(2)

@@ -211,7 +211,7 @@ def all_to_all(
     concat_dim = checked_dim(x, concat_dim, "all_to_all")
     scattered = scattered_first(x.detach(), split_dim, comm, "all_to_all").contiguous()
     if recording.recorders:
-        recording.note(comm, "all_to_all", x)
+        recording.note(comm, "all_to_all", x, messages=comm.size - 1)
     gathered = torch.empty_like(scattered)
     shape = list(scattered.shape[1:])
     shape[concat_dim] *= comm.size
@@ -309,7 +309,7 @@ def send(x: torch.Tensor, axis: AxisLike, *, dst: int, tag: int = 0, async_op: b
         x = untransformed(x, "send")
     buffer = (x.detach() if x.requires_grad else x).contiguous()
     if recording.recorders:
-        recording.note(comm, "send", x)
+        recording.note(comm, "send", x, messages=1)
     return message(comm, "send", x, lambda: comm.start_send(buffer, dst, tag), async_op)
 
 

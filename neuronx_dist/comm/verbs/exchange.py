@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,17 +42,24 @@ def exchange(
     _check(sends, recvs, comm, rank)
     if transforming():
         sends = [untransformed(x, "exchange") for x in sends]
-    sent = [x.detach().reshape(-1).contiguous() for x in sends]
-    received = [y.detach().view(-1) for y in recvs]
+    sent = _flat(sends, lambda x: x.detach().reshape(-1).contiguous())
+    received = _flat(recvs, lambda y: y.detach().view(-1))
     if sent[rank].numel():
         received[rank].copy_(sent[rank])
     if len(comm.ranks) == 1:
         return Handle(comm, "", None, None, result=recvs) if async_op else recvs
     if recording.recorders:
         others = [[x for index, x in enumerate(xs) if index != rank] for xs in (sent, received)]
-        recording.note(comm, "exchange", max(others, key=recording.shape_of))
+        messages = sum(bool(x.numel()) for x in others[0])
+        recording.note(comm, "exchange", max(others, key=recording.shape_of), messages=messages)
     sent[rank], received[rank] = sent[rank][:0], received[rank][:0]
     return run(comm, "exchange", sent, lambda: comm.start_exchange(received, sent), async_op, lambda: recvs)
+
+
+def _flat(xs: Sequence[torch.Tensor], flatten: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+    """Flattens each tensor once: most of many ranks may share an empty one."""
+    flat = {key: flatten(x) for key, x in {id(x): x for x in xs}.items()}
+    return [flat[id(x)] for x in xs]
 
 
 @reissues
@@ -69,13 +76,13 @@ def _check(sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor], comm: C
         )
     first = sends[0]
     for name, xs in (("sends", sends), ("recvs", recvs)):
-        for index, x in enumerate(xs):
+        for index, x in {id(x): (index, x) for index, x in enumerate(xs)}.values():
             if x.dtype != first.dtype or x.device != first.device:
                 raise ValueError(
                     f"exchange over {comm.axis}: {name}[{index}] is {x.dtype} on {x.device}, but sends[0] is "
                     f"{first.dtype} on {first.device}; all tensors must have the same dtype and device"
                 )
-    for index, x in enumerate(recvs):
+    for index, x in {id(x): (index, x) for index, x in enumerate(recvs)}.values():
         if not x.is_contiguous():
             raise ValueError(
                 f"exchange over {comm.axis}: recvs[{index}] must be contiguous, got strides {x.stride()} for shape "
