@@ -316,7 +316,7 @@ def _plan_of(
         if local is None:
             return None
         if chosen == tuple(cut.sizes[coordinate[m]] for m, cut in cuts.items()):
-            leaves = zip(call.tree.flatten_up_to(local), call.tree.flatten_up_to(arguments))
+            leaves = zip(pytree.tree_leaves(local), pytree.tree_leaves(arguments), strict=True)
             changed = {i: x for i, (x, given) in enumerate(leaves) if x is not given}
             padded = tuple(torch.Size(shapes.get(i, spec.shape)) for i, spec in enumerate(call.specs))
             means = [

@@ -41,7 +41,7 @@ CASES = [
     Case("pixel_shuffle", lambda x: F.pixel_shuffle(x, 2), [(16, 8, 3, 2)], whole=BATCH),
     Case("pixel_shuffle of rows", lambda x: F.pixel_shuffle(x, 2), [(2, 4, 16, 3)], whole=[(0, 0), (0, 1), (0, 3)]),
     Case("pixel_unshuffle", lambda x: F.pixel_unshuffle(x, 2), [(16, 2, 4, 6)], whole=BATCH),
-    Case("affine_grid", lambda x: F.affine_grid(x, (16, 5, 3, 4), False), [(16, 2, 3)], whole=BATCH[:2]),
+    Case("affine_grid", lambda x: F.affine_grid(x, torch.Size((16, 5, 3, 4)), False), [(16, 2, 3)], whole=BATCH[:2]),
     Case(
         "grid_sample",
         lambda x, grid: F.grid_sample(x, grid, align_corners=False),
