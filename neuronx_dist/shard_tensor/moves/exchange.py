@@ -72,7 +72,8 @@ def linked(result: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
     """
     for other in others:
         if other is not None and other.requires_grad:
-            result = result + other.reshape(-1)[:0].sum().to(result.dtype)
+            zero = other.reshape(-1)[:0].sum()
+            result = result + (zero if result.is_complex() else zero.real).to(result.dtype)
     return result
 
 

@@ -1,7 +1,9 @@
 """Fourier transforms over several dims, of which some are sharded: one dim after the other (pencil decomposition).
 
-A transform along a sharded dim moves the shards to another dim, by one exchange (`free_labels.py`); so dims that are
-whole are transformed first, and a result stays sharded along the dim that was moved to.
+A transform along a sharded dim moves the shards to another dim, by one exchange; so dims that are not sharded are
+transformed first. The shards move to the longest of these that has a position for each rank: not to channels, which a
+Fourier neural operator sums over next. Without such a dim they move where `free_labels.py` takes them. The result stays
+sharded there.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import torch
 
 from ..fallback import by_gathering
 from ..handlers import sharded
+from ..placements import Shard
 from ..tensor import ShardTensor
 
 __all__: list[str] = []
@@ -48,8 +51,24 @@ def transformed(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) ->
         steps.sort(key=lambda step: step[1] % input.dim() in input._spec.mesh_dim_of)
         if of_last is not of_others:
             steps.insert(len(steps) if comes_last else 0, (of_last, *end))
+        done: list[int] = []
         for function, d, size in steps:
-            input = function(input, None if size == -1 else size, d, norm)
+            input = function(_along_another(input, d % input.dim(), done), None if size == -1 else size, d, norm)
+            done.append(d % input.dim())
         return input
 
     return by_gathering(func, types, args, kwargs) if "out" in kwargs else call(*args, **kwargs)
+
+
+def _along_another(x: ShardTensor, dim: int, transformed_dims: Sequence[int]) -> ShardTensor:
+    """Moves the shards of `dim` to the longest of the transformed dims that is not sharded, if there is one."""
+    m = x._spec.mesh_dim_of.get(dim)
+    if m is None:
+        return x
+    ranks = x._spec.mesh.shape[m]
+    fit = [d for d in transformed_dims if d not in x._spec.mesh_dim_of and x.shape[d] >= ranks]
+    if not fit:
+        return x
+    placements = list(x.placements)
+    placements[m] = Shard(max(fit, key=lambda d: x.shape[d]))
+    return x.redistribute(placements=placements)

@@ -298,12 +298,19 @@ def needed(windows: IndexMap, outputs: Sequence[Range]) -> tuple[tuple[Range, ..
 def out_bounds_of(windows: IndexMap, bounds: Bounds) -> Bounds:
     """Returns the bounds of the outputs that each rank owns.
 
+    They are those around its inputs. Where padding alone adds more than an equal share of the outputs (modes of a
+    Fourier transform, padded to a field), all ranks have equal shares: else one rank would hold most of the result.
+
     Raises:
         ValueError: the bounds are of another size than the map.
     """
     if bounds[-1] != windows.size:
         raise ValueError(f"shards with a total of {bounds[-1]} positions do not match windows over {windows.size}")
-    outputs = windows.outputs
+    outputs, ranks = windows.outputs, len(bounds) - 1
+    if isinstance(windows, Sliding) and windows.extent == windows.stride == 1:
+        share = -(-outputs // ranks)
+        if windows.left + windows.right > share:
+            return tuple(min(rank * share, outputs) for rank in range(ranks + 1))
 
     def owned(bound: int) -> int:
         if bound == 0 or bound == windows.size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from neuronx_dist import comm
 from neuronx_dist.shard_tensor import Replicate, Shard, distribute_tensor, fallback, report
@@ -77,12 +78,12 @@ def test_sizes_and_dims_are_those_of_torch() -> None:
 
 
 def test_a_field_is_exchanged_once_and_not_gathered() -> None:
-    """Pencils: rows are sharded, columns are transformed, rows come together in exchange for channels."""
+    """Pencils: rows are sharded, columns are transformed, their shards are exchanged for those of rows."""
 
     def rank(mesh):
         with report() as found:
             calls, y = equals_one_process(mesh, _fft.rfft2, (2, 4, 8, 6), [Shard(2)])
-        assert calls == ["all_to_all"] and y.placements == (Shard(1),) and found.gathers == []
+        assert calls == ["all_to_all"] and y.placements == (Shard(3),) and found.gathers == []
 
     on_ranks(4, rank)
 
@@ -102,3 +103,28 @@ def test_matrices_of_a_batch(function) -> None:
             equals_one_process(mesh, call, (6, 4, 5), [Shard(dim)])
 
     on_ranks(2, rank)
+
+
+def test_padding_of_few_modes_to_a_field_is_shared_by_all_ranks() -> None:
+    """A layer of a Fourier neural operator: else the rank with the modes would hold the whole field."""
+
+    def low(x: torch.Tensor) -> torch.Tensor:
+        return _fft.rfft2(x)[:, :, :3, :2]
+
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        return F.pad(low(x), (0, 3, 0, 7))
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return _fft.irfft2(padded(x), s=x.shape[2:]) + x
+
+    def rank(mesh):
+        for sizes in (None, [(1, 0, 7, 2)]):
+            x = distribute_tensor(whole((2, 1, 10, 8), _fft.rfft2), mesh, [Shard(2)], sizes=sizes, src=None)
+            with report() as found:
+                y = padded(x)
+            assert (y.placements, y._spec.sizes) == ((Shard(3),), ((2, 2, 1, 0),)) and found.gathers == []
+            equals_one_process(mesh, padded, (2, 1, 10, 8), [Shard(2)], sizes)
+            _, y = equals_one_process(mesh, layer, (2, 1, 10, 8), [Shard(2)], sizes)
+            assert y.placements == (Shard(2),)
+
+    on_ranks(4, rank)
