@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,8 @@ from .. import comm
 from ..call_site import call_site, frames
 from ..comm import Call
 from ..comm.recording import attach, detach
+from ..mesh import Mesh
+from ..program.fake_mode import QuietFakeMode
 
 __all__ = ["Communicated", "Gathered", "Report", "Total", "gathered", "note", "predict", "report", "watched"]
 
@@ -50,12 +52,14 @@ class Total:
         bytes: of all of them; each counts the larger of its input and result, as `comm.record` does.
         planned: those of exchanges among them, which have a plan.
         predicted: by the plans, before anything was sent.
+        messages: those that this rank sends in exchanges and in all_to_all.
     """
 
     collectives: dict[str, int] = field(default_factory=dict)
     bytes: int = 0
     planned: int = 0
     predicted: int = 0
+    messages: int = 0
 
 
 class Report:
@@ -96,6 +100,7 @@ class Report:
             total = totals.setdefault(entry.op, Total())
             total.collectives[entry.call.verb] = total.collectives.get(entry.call.verb, 0) + 1
             total.bytes += entry.call.bytes
+            total.messages += entry.call.messages
             if entry.call.verb == "exchange":
                 total.planned += entry.call.bytes
         for op, expected in self._predicted:
@@ -107,7 +112,8 @@ class Report:
         lines = [f"{self.collectives} {noun}, {self.bytes:,} bytes" + ("" if self.calls else ": nothing travels")]
         for op, total in self.by_op().items():
             verbs = ", ".join(f"{count} {verb}" for verb, count in total.collectives.items())
-            plan = f"; predicted {total.predicted:,} of {total.planned:,}" if total.predicted else ""
+            plan = f" in {total.messages:,} messages" if total.messages else ""
+            plan += f"; predicted {total.predicted:,} of {total.planned:,}" if total.predicted else ""
             lines.append(f"  {op:24} {verbs:32} {total.bytes:>14,} bytes{plan}")
         for entry in self.gathers:
             lines.append(f"  {entry.op} has no handler: gathers {entry.bytes:,} bytes, at {entry.site}")
@@ -119,27 +125,47 @@ _open: tuple[Report, ...] = ()  # replaced, never changed: other threads iterate
 
 
 @contextmanager
-def report(*, all_ranks: bool = False) -> Iterator[Report]:
+def report(*, all_ranks: bool = False, mesh: Mesh | int | None = None, rank: int | None = None) -> Iterator[Report]:
     """Collects what this rank's ShardTensors communicate, backward included.
 
     Args:
         all_ranks: of every rank of this process (ranks as threads).
+        mesh: plays one rank of a job of this size, which need not run: a number of ranks, or the job's mesh. Tensors
+            made inside have shapes and no values, and take no memory.
+        rank: the rank that is played; None: the middle one, which has neighbours on both sides.
+
+    Raises:
+        ValueError: `rank` without `mesh`, or not a rank of the mesh.
 
     Example:
         >>> with report() as r:
         ...     loss = model(x).mean()
         ...     loss.backward()
         >>> print(r)
+        >>> with report(mesh=1024) as r:
+        ...     domain = DeviceMesh("cpu", range(1024))
+        ...     x = ShardTensor.from_local(torch.empty(1, 1, 8, 512, 512), domain, [Shard(2)])
+        ...     distribute_module(UNet(), domain)(x).mean().backward()
     """
     global _open
-    result = Report(None if all_ranks or not comm.is_initialized() else comm.current().rank)
-    attach(result)
-    _open = (*_open, result)
-    try:
-        yield result
-    finally:
-        _open = tuple(other for other in _open if other is not result)
-        detach(result)
+    with ExitStack() as stack:
+        if mesh is not None:
+            job = Mesh(mesh) if isinstance(mesh, int) else mesh
+            played = job.world_size // 2 if rank is None else rank
+            if not 0 <= played < job.world_size:
+                raise ValueError(f"report: rank {rank} is not one of the {job.world_size} ranks of the mesh")
+            stack.enter_context(comm.as_rank(job, played))
+            stack.enter_context(QuietFakeMode())
+        elif rank is not None:
+            raise ValueError(f"report: rank={rank} is played on a mesh: pass mesh=, the number of ranks or the mesh")
+        result = Report(None if all_ranks or not comm.is_initialized() else comm.current().rank)
+        attach(result)
+        _open = (*_open, result)
+        try:
+            yield result
+        finally:
+            _open = tuple(other for other in _open if other is not result)
+            detach(result)
 
 
 def watched() -> bool:

@@ -13,7 +13,7 @@ import torch
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.shard_tensor import handlers, report
-from tests.support.paths import EXAMPLES
+from tests.support.paths import EXAMPLES, ROOT
 from tests.support.pool import WorkerFailure, processes
 
 pytestmark = pytest.mark.process
@@ -26,6 +26,7 @@ ON_ALL_RANKS = {
     "reshape_subtract": ["torch.Size([124, 2344, 3]), (Shard(dim=1),)", "displacements: equal to one process"],
     "conv": ["gradient of the bias: equal to one process"],
 }
+PAGE = (ROOT / "docs" / "shard-tensor.md").read_text()
 BASELINES = ["vector_add_baseline", "vector_dot_baseline", "knn_brute_force_baseline"]
 
 
@@ -125,3 +126,15 @@ def test_other_traffic_stops_a_script():
     for verbs, count in (({}, 12), ({"all_reduce": 2}, 12), ({"all_reduce": 1}, 8)):
         with pytest.raises(SystemExit, match="nothing gathered, but there was"):
             names["expect_traffic"](r, verbs, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [4, 64, pytest.param(1024, marks=pytest.mark.full)])
+def test_the_table_of_many_ranks(ranks):
+    heading, _, row = run("scaling", "--ranks", str(ranks)).splitlines()
+    assert f"\n{heading}\n" in PAGE and f"\n{row}\n" in PAGE
+    assert not comm.is_initialized()
+
+
+def test_a_field_that_the_ranks_do_not_divide_is_refused_in_a_line():
+    assert "--ranks 3: twice the number must divide the field's first size, 4096" in refused("scaling", "--ranks", "3")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 from neuronx_dist import comm
-from neuronx_dist.shard_tensor import Shard, ShardTensor, distribute_tensor, fallback, report
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.shard_tensor import DeviceMesh, Shard, ShardTensor, distribute_tensor, fallback, report
 from neuronx_dist.shard_tensor.attention_method import attention_method
 from neuronx_dist.shard_tensor.report import note, predict, watched
 from tests.shard_tensor.support.cases import on_ranks
@@ -118,6 +120,41 @@ def test_all_ranks_of_this_process():
 
     first, _ = on_ranks(2, run)
     assert first.by_op()["full_tensor"].collectives == {"all_gather": 2}
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 5])
+def test_a_rank_that_is_played_communicates_as_in_the_job(ranks):
+    """Halos, a transpose, padding to a field of other shards, reductions, and their backward; uneven for five."""
+
+    def step(mesh):
+        x = ShardTensor.from_local(torch.ones(1, 2, 2, 6, requires_grad=True), mesh, [Shard(2)])
+        weight = torch.ones(2, 2, 3, 3, requires_grad=True)
+        y = F.conv2d(x, weight, padding=1)
+        modes = torch.fft.rfft2(y)[:, :, :, :2]
+        y = torch.fft.irfft2(F.pad(modes, (0, 2)), s=y.shape[2:]) + y
+        F.pad(y[:, :, :2], (0, 0, 0, 40)).square().mean().backward()
+
+    def run(mesh):
+        with report() as r:
+            step(mesh)
+        return r.calls, str(r)
+
+    for rank, (calls, text) in enumerate(on_ranks(ranks, run)):
+        with report(mesh=ranks, rank=rank) as played:
+            step(DeviceMesh("cpu", range(ranks)))
+        assert [entry.call for entry in played.calls] == [entry.call for entry in calls]
+        assert str(played) == text
+    assert sum(entry.call.messages for entry in calls) > (4 if ranks > 1 else -1)
+
+
+def test_the_rank_that_is_played():
+    with report(mesh=Mesh(8, tp=2)) as r:
+        assert comm.rank("world") == 4 and comm.size("tp") == 2 and r.rank == 4
+    with pytest.raises(ValueError, match="rank 8 is not one of the 8 ranks of the mesh"), report(mesh=8, rank=8):
+        pass
+    with pytest.raises(ValueError, match="rank=1 is played on a mesh: pass mesh="), report(rank=1):
+        pass
+    assert not comm.is_initialized()
 
 
 def test_operands_that_a_handler_needs_whole_are_told():
