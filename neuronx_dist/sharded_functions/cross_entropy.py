@@ -56,7 +56,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         if active() is not None:  # sums of differences to another number on each rank would be no sums
             spmd.assert_type(highest, {communicator: R})
         predicted = logits.gather(-1, local).squeeze(-1).to(dtype).sub_(highest).masked_fill_(elsewhere, 0.0)
-        by_operators = smoothing or _seen_whole(logits) or not _on_gpu(logits)
+        by_operators = smoothing or _seen_whole(logits) or not _on("cuda", logits)
         kernels = None if by_operators else _late("fused_cross_entropy")
         total = None if kernels is None else kernels.exp_sums(logits, highest)
         stored = inplace and logits.dtype == dtype and not smoothing and not is_view(logits) and total is None
@@ -120,15 +120,11 @@ def _piece_size(logits: torch.Tensor) -> int:
     """Number of logits that are computed on at a time."""
     if _seen_whole(logits):
         return logits.numel()
-    return _IN_CACHE if _on_cpu(logits) else _IN_MEMORY
+    return _IN_CACHE if _on("cpu", logits) else _IN_MEMORY
 
 
-def _on_cpu(logits: torch.Tensor) -> bool:
-    return type(logits) is torch.Tensor and logits.device.type == "cpu"
-
-
-def _on_gpu(logits: torch.Tensor) -> bool:
-    return type(logits) is torch.Tensor and logits.device.type == "cuda"
+def _on(device_type: str, logits: torch.Tensor) -> bool:
+    return type(logits) is torch.Tensor and logits.device.type == device_type
 
 
 def _all_finite(logits: torch.Tensor) -> bool:
@@ -136,7 +132,7 @@ def _all_finite(logits: torch.Tensor) -> bool:
 
     (It takes a tenth of the time of a comparison with -inf. A sum that overflows says False too.)
     """
-    if transforming() or _seen_whole(logits) or not _on_cpu(logits):
+    if transforming() or _seen_whole(logits) or not _on("cpu", logits):
         return False
     return bool(logits.sum(-1).isfinite().all())
 

@@ -216,7 +216,7 @@ def as_kernels(compiler=lambda function: function):
     def compiled(function):
         return lambda *tensors: calls.append(function.__name__) or compiler(function)(*tensors)
 
-    on_gpu = mock.patch.object(kernel, "_on_gpu", lambda logits: True)
+    on_gpu = mock.patch.object(kernel, "_on", lambda device_type, logits: True)
     with on_gpu, mock.patch.multiple(fused, _WORTH=1, _has_triton=lambda: True, _compiled=compiled):
         try:
             yield calls
