@@ -25,11 +25,12 @@ from .device_mesh import DeviceMesh, init_device_mesh
 from .fallback import fallback, set_fallback
 from .handlers import TensorPromotionMode, promotion_mode, sharded
 from .manager import DistributedManager
-from .module import distribute_module, sync_module_over_mesh
+from .module import distribute_module
 from .ops.one_exchange import one_exchange
 from .placements import Partial, Placement, Replicate, Shard, spmd_type
 from .report import report
 from .spec import ShardTensorSpec
+from .sync import sync_module_over_mesh
 from .tensor import ShardTensor
 
 __all__ = [
