@@ -13,13 +13,13 @@ import torch
 
 from .. import comm
 from ..comm import Communicator, launch
+from ..comm.backends import local_device
 from .device_mesh import DeviceMesh, current_mesh, group_over, init_device_mesh
 from .launchers import Place, environment_of, place_of
 
 __all__ = ["DistributedManager", "UndefinedGroupError", "UninitializedManagerError"]
 
 _STATE = "distributed_manager"  # of a context
-_DEVICES = {None: "auto", "nccl": "cuda", "gloo": "cpu"}  # by backend
 
 
 class UninitializedManagerError(RuntimeError):
@@ -96,16 +96,15 @@ class DistributedManager:
 
         Args:
             local_rank: None: `rank`, as on a single host.
-            backend: "nccl" for CUDA, "gloo" for CPUs; None: by the machine.
+            backend: that of torch.distributed for the device that is wanted; None: by the machine.
             method: a name for it, in `str(manager)`.
 
         Raises:
-            ValueError: another backend.
+            ValueError: torch.distributed has no such backend.
         """
-        if backend not in _DEVICES:
-            raise ValueError(f"DistributedManager.setup: backend {backend!r} is not one of nccl, gloo")
+        device = "auto" if backend is None else local_device.device_with(backend)
         place = Place(method, rank, world_size, rank if local_rank is None else local_rank, addr, str(port))
-        cls._join(place, _DEVICES[backend])
+        cls._join(place, device)
 
     @classmethod
     def _join(cls, place: Place | None, device: str = "auto") -> None:
@@ -141,8 +140,8 @@ class DistributedManager:
 
     @staticmethod
     def get_available_backend() -> str:
-        """Returns the backend of torch.distributed that `initialize` takes: "nccl" where there is CUDA, or "gloo"."""
-        return "nccl" if torch.cuda.is_available() and torch.distributed.is_nccl_available() else "gloo"
+        """Returns the backend of torch.distributed that `initialize` takes on this machine."""
+        return local_device.backend_of(local_device.device_type("auto"))
 
     @classmethod
     def is_initialized(cls) -> bool:

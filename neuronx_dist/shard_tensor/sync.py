@@ -47,7 +47,7 @@ def sync_module_over_mesh(module: nn.Module, mesh: DeviceMesh, src_mesh_rank: in
     coordinate = mesh.coordinate_of(src_mesh_rank)
     groups = [mesh.communicator(m) for m in range(mesh.ndim)]
     if verify:
-        _compare(((name, tuple(x.shape), x.dtype) for name, x in tensors), groups, lambda row: str(row[0]))
+        _compare_ranks(((name, tuple(x.shape), x.dtype) for name, x in tensors), groups, lambda row: str(row[0]))
     with torch.no_grad():
         for _, x in tensors:
             local = x._local if isinstance(x, ShardTensor) else x
@@ -57,10 +57,10 @@ def sync_module_over_mesh(module: nn.Module, mesh: DeviceMesh, src_mesh_rank: in
     if verify:
         for group in groups:
             equal = [(name, x) for name, x in tensors if not _differs_over(x, group)]
-            _compare(((name, _sums(x)) for name, x in equal), [group], lambda row: str(row[0]))
+            _compare_ranks(((name, _sums(x)) for name, x in equal), [group], lambda row: str(row[0]))
 
 
-def _compare(rows: Iterable[Any], groups: Iterable[Communicator], name_of: Callable[[Any], str]) -> None:
+def _compare_ranks(rows: Iterable[Any], groups: Iterable[Communicator], name_of: Callable[[Any], str]) -> None:
     """Compares rows between the ranks of each group.
 
     Raises:

@@ -57,9 +57,7 @@ def test_ranks_are_compared_first():
         assert module.weight.unique().tolist() == [0] and module.bias.isnan().all()
         with pytest.raises(RuntimeError, match=r"weight differs across the mesh: \('weight', \(\d, 2\), .* on rank"):
             sync_module_over_mesh(nn.Linear(2, 2 + rank), mesh, verify=True)
-        with pytest.raises(
-            RuntimeError, match=r"bias differs across the mesh: .* (here|rank \d)"
-        ):
+        with pytest.raises(RuntimeError, match=r"bias differs across the mesh: .* (here|rank \d)"):
             sync_module_over_mesh(nn.Linear(2, 2, bias=rank == 0), mesh, verify=True)
 
     on_ranks(2, run)
@@ -69,9 +67,7 @@ def test_values_are_compared_afterwards():
     def run(mesh):
         module = nn.Linear(1, 1, bias=False)
         module.weight.data.fill_(mesh.get_rank())
-        with pytest.raises(
-            RuntimeError, match=r"weight differs across the mesh: .*(0.0, 0.0|1.0, 1.0).\) here"
-        ):
+        with pytest.raises(RuntimeError, match=r"weight differs across the mesh: .*(0.0, 0.0|1.0, 1.0).\) here"):
             sync_module_over_mesh(module, mesh, verify=True)
         sync_module_over_mesh(module, mesh)
 
