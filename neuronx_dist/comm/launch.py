@@ -16,7 +16,7 @@ from ..mesh import Axis, Mesh
 from . import backends, context, local_store
 from .rank_selection import XLA
 
-__all__ = ["connect", "disconnect", "end_step", "init_distributed", "leave", "world"]
+__all__ = ["connect", "disconnect", "end_step", "init_distributed", "world"]
 
 # Axes that training steps use. Their groups are made at once, in this order on every rank: a wrong network fails here
 # and not inside a step, and ranks may use them in any order. Groups of other axes are made at their first use.
@@ -70,15 +70,10 @@ def _end_gloo() -> None:
     has_failed = hasattr(sys, "last_value")
     if has_failed or backends.xla.in_use() or (dist.is_initialized() and dist.get_backend() != "gloo"):
         return
-    leave()
-    backends.c10d.let_go_of_groups()
-
-
-def leave() -> None:
-    """Leaves the job that `init_distributed` or the script joined; another one may be joined then."""
     disconnect()
     if dist.is_initialized():
         dist.destroy_process_group()
+    backends.c10d.let_go_of_groups()
 
 
 def world() -> tuple[int, int]:

@@ -102,7 +102,7 @@ class DistributedManager:
         Raises:
             ValueError: torch.distributed has no such backend.
         """
-        device = "auto" if backend is None else local_device.device_with(backend)
+        device = "auto" if backend is None else _device_with(backend)
         place = Place(method, rank, world_size, rank if local_rank is None else local_rank, addr, str(port))
         cls._join(place, device)
 
@@ -136,7 +136,9 @@ class DistributedManager:
         context = comm.current()
         context.extras.pop(_STATE, None)
         if context is comm.context.default():  # else ranks are threads, or are played
-            launch.leave()
+            launch.disconnect()
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
 
     @staticmethod
     def get_available_backend() -> str:
@@ -381,6 +383,15 @@ class DistributedManager:
     def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = comm.current().extras[_STATE]
         return state
+
+
+def _device_with(backend: str) -> str:
+    """Returns the device type whose backend of torch.distributed has this name."""
+    backends = torch.distributed.Backend.default_device_backend_map
+    for device, name in backends.items():
+        if name == backend:
+            return str(device)
+    raise ValueError(f"backend {backend!r} is not one of {', '.join(sorted({*backends.values()}))}")
 
 
 def _torch_group(communicator: Communicator | None) -> Any:

@@ -86,19 +86,6 @@ def backend_of(device_type: str) -> str:
         ) from error
 
 
-def device_with(backend: str) -> str:
-    """Returns the device type whose backend of torch.distributed has this name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    backends = dist.Backend.default_device_backend_map
-    for device, name in backends.items():
-        if name == backend:
-            return str(device)
-    raise ValueError(f"backend {backend!r} is not one of {', '.join(sorted({*backends.values()}))}")
-
-
 def select_early(device_type: str) -> torch.device | None:
     """Selects a device that torch itself contains, as NCCL needs it; None: it is selected after `init_process_group`.
 
