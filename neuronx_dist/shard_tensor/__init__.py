@@ -8,7 +8,8 @@ handlers.py      how functions get handlers; the recipe         labels.py       
 fallback.py      functions without a handler                    free_labels.py  calls on shards, if they are independent
 typed.py         declarations for the type checker              report.py       the communication, by function
 view_layouts.py  layouts in which dims are split and merged
-module.py        distribute_module                              manager.py      DistributedManager
+module.py        distribute_module                              sync.py         sync_module_over_mesh
+manager.py       DistributedManager                             launchers.py    starts by torchrun, SLURM, Open MPI
 checkpoint.py    torch.distributed.checkpoint                   bounded.py      tables of plans, of limited size
 xla.py           XLA's partition specs
 halo.py, ring.py halos and rings of plain tensors               points.py       nearest neighbours
@@ -16,6 +17,7 @@ attention_plan.py, attention_method.py  where and how attention is computed
 moves/           shards on their way: plans, exchanges, from one layout to another
 windows/         convolutions, pooling, padding and interpolation: their halos planned and exchanged, local tensors
 ops/             the handlers of torch's functions, one family a file
+physicsnemo/     PhysicsNeMo's import names
 """
 
 from ..call_site import hide
@@ -25,11 +27,12 @@ from .device_mesh import DeviceMesh, init_device_mesh
 from .fallback import fallback, set_fallback
 from .handlers import TensorPromotionMode, promotion_mode, sharded
 from .manager import DistributedManager
-from .module import distribute_module, sync_module_over_mesh
+from .module import distribute_module
 from .ops.one_exchange import one_exchange
 from .placements import Partial, Placement, Replicate, Shard, spmd_type
 from .report import report
 from .spec import ShardTensorSpec
+from .sync import sync_module_over_mesh
 from .tensor import ShardTensor
 
 __all__ = [

@@ -12,6 +12,7 @@ from .. import comm
 from .device_mesh import DeviceMesh
 from .moves.exchange import exchange
 from .moves.intervals import Bounds, ExchangePlan, bounds_of, virtual_runs
+from .ring import METHODS
 
 __all__ = ["HaloConfig", "halo_padding", "unhalo_padding"]
 
@@ -25,20 +26,27 @@ class HaloConfig:
         tensor_dim: the dim that is sharded along it.
         halo_size: positions of each neighbour; more than a shard has come from several ranks.
         edge_padding_size: of zeros, before the first shard and behind the last.
+        async_op, communication_method: as in PhysicsNeMo's scripts, without effect: one exchange with the neighbours.
         sizes: of all shards along the dim. None: they are equal, or none is shorter than the halo; else the exchange
             raises on every rank.
 
     Raises:
-        ValueError: a negative size, or more padding than halo.
+        ValueError: a negative size, or more padding than halo; a method that is neither "p2p" nor "a2a".
     """
 
     mesh_dim: int | str
     tensor_dim: int
     halo_size: int
     edge_padding_size: int = 0
+    async_op: bool = False
+    communication_method: str = "a2a"
     sizes: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
+        if self.communication_method not in METHODS:
+            raise ValueError(
+                f"HaloConfig: communication_method={self.communication_method!r}: use one of {', '.join(METHODS)}"
+            )
         if not 0 <= self.edge_padding_size <= self.halo_size:
             raise ValueError(
                 f"HaloConfig: edge_padding_size={self.edge_padding_size} must be from 0 to halo_size={self.halo_size}"

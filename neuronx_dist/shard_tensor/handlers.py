@@ -54,11 +54,13 @@ __all__ = [
     "TensorPromotionMode",
     "UNHANDLED",
     "check_promotion",
+    "get_promotion_mode",
     "named_handler",
     "promotion_mode",
     "register_dispatch_handler",
     "register_function_handler",
     "register_named_function_handler",
+    "set_promotion_mode",
     "sharded",
 ]
 
@@ -162,17 +164,32 @@ class TensorPromotionMode(Enum):
 _mode: ContextVar[TensorPromotionMode] = ContextVar("promotion_mode", default=TensorPromotionMode.SILENT)
 
 
-@contextmanager
-def promotion_mode(mode: TensorPromotionMode | str) -> Iterator[None]:
-    """Sets the promotion mode for this thread: `with promotion_mode("disabled"):`."""
+def get_promotion_mode() -> TensorPromotionMode:
+    """Returns the promotion mode of this thread."""
+    return _mode.get()
+
+
+def set_promotion_mode(mode: TensorPromotionMode | str) -> None:
+    """Sets the promotion mode for this thread from now on.
+
+    Raises:
+        ValueError: there is no such mode.
+    """
     modes = {member.value: member for member in TensorPromotionMode}
     if not isinstance(mode, TensorPromotionMode) and mode not in modes:
         raise ValueError(f"promotion_mode {mode!r} is not one of {', '.join(modes)}")
-    token = _mode.set(TensorPromotionMode(mode))
+    _mode.set(TensorPromotionMode(mode))
+
+
+@contextmanager
+def promotion_mode(mode: TensorPromotionMode | str) -> Iterator[None]:
+    """Sets the promotion mode for this thread in a `with`: `with promotion_mode("disabled"):`."""
+    before = get_promotion_mode()
+    set_promotion_mode(mode)
     try:
         yield
     finally:
-        _mode.reset(token)
+        _mode.set(before)
 
 
 def check_promotion(x: torch.Tensor, function: str) -> None:

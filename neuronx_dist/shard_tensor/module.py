@@ -1,4 +1,4 @@
-"""Modules whose parameters are ShardTensors: `distribute_module`, and equal parameters on all ranks of a mesh."""
+"""Modules whose parameters are ShardTensors: `distribute_module`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import comm
-from ..comm import Communicator
 from .construct import distribute_tensor
 from .device_mesh import DeviceMesh, current_mesh
-from .placements import Replicate
 from .tensor import ShardTensor
 
-__all__ = ["distribute_module", "sync_module_over_mesh"]
+__all__ = ["distribute_module"]
 
 
 def distribute_module(
@@ -133,47 +130,3 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, replicated: dict[torch.Tenso
                 is_parameter = isinstance(x, nn.Parameter)
                 replicated[x] = nn.Parameter(whole, requires_grad=x.requires_grad) if is_parameter else whole
             table[name] = replicated[x]  # type: ignore[assignment]
-
-
-def sync_module_over_mesh(module: nn.Module, mesh: DeviceMesh, src: int = 0) -> None:
-    """Gives parameters and buffers the values that rank `mesh.mesh.flatten()[src]` has, in place.
-
-    A ShardTensor gets them along the mesh dims that do not shard it, each shard from the rank there that has its part.
-
-    Raises:
-        ValueError: `src` is no rank of the mesh; the ranks along a mesh dim are some of those that shard a parameter,
-            or others too.
-    """
-    if not 0 <= src < mesh.size():
-        raise ValueError(
-            f"sync_module_over_mesh: src={src} is not one of the {mesh.size()} ranks of {mesh}, which count from 0"
-        )
-    coordinate = mesh.coordinate_of(src)
-    with torch.no_grad():
-        for x in (*module.parameters(), *module.buffers()):
-            local = x._local if isinstance(x, ShardTensor) else x
-            for m, index in enumerate(coordinate):
-                group = mesh.communicator(m)
-                if not _differs_over(x, group):
-                    local.copy_(comm.broadcast(local.detach(), group, src=index))
-
-
-def _differs_over(x: torch.Tensor, group: Communicator) -> bool:
-    """Returns whether the ranks of a group have different parts of `x`.
-
-    Raises:
-        ValueError: some of them have, or in another order.
-    """
-    spec = x._spec if isinstance(x, ShardTensor) else None
-    for m, placement in enumerate(spec.placements if spec is not None else ()):
-        assert spec is not None
-        ranks = spec.mesh.communicator(m).ranks
-        if isinstance(placement, Replicate) or len({*ranks} & {*group.ranks}) < 2:
-            continue
-        if ranks == group.ranks:
-            return True
-        raise ValueError(
-            f"sync_module_over_mesh over ranks {[*group.ranks]}: a parameter of shape {tuple(x.shape)} is "
-            f"{placement!r} over ranks {[*ranks]}: pass a mesh in which ranks {[*ranks]} form one dim"
-        )
-    return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,14 +47,26 @@ class RingPassingConfig:
 
 
 class PassingHandle:
-    """A tensor on its way. `wait()` returns the arriving tensor, once."""
+    """A tensor on its way. `wait()` returns the arriving tensor, once, in the graph of the one that was passed.
+
+    It unpacks as PhysicsNeMo's pair of a buffer, in no graph, and the list of what is awaited before it is read.
+
+    Example:
+        >>> received, works = perform_ring_iteration_async(x, mesh, config)
+        >>> for work in works:
+        >>>     work.wait()
+    """
 
     def __init__(self, arguments: tuple[Any, ...], received: torch.Tensor, handle: Any) -> None:
         self._arguments, self._received, self._handle = arguments, received, handle
 
+    def __iter__(self) -> Iterator[Any]:
+        yield self._received
+        yield [self._handle]
+
     def wait(self) -> torch.Tensor:
         """Returns the tensor that the previous rank passed; gradients go back to that rank."""
-        result: torch.Tensor = _Pass.apply(*self._arguments, (self._received, self._handle))
+        result: torch.Tensor = _Pass.apply(*self._arguments, (self._received.detach(), self._handle))
         return result
 
 
@@ -70,13 +82,22 @@ def perform_ring_iteration(
         ValueError: the configuration is of a mesh of another size.
         CommError: the rank before sends another number of elements.
     """
-    return perform_ring_iteration_async(tensor, mesh, ring_config, recv_shape).wait()
+    return perform_ring_iteration_async(tensor, mesh, ring_config, recv_shape=recv_shape).wait()
 
 
 def perform_ring_iteration_async(
-    tensor: torch.Tensor, mesh: DeviceMesh, ring_config: RingPassingConfig, recv_shape: Sequence[int] | None = None
+    tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    ring_config: RingPassingConfig,
+    recv_tensor: torch.Tensor | None = None,
+    recv_shape: Sequence[int] | None = None,
 ) -> PassingHandle:
-    """Starts to pass `tensor` to the next rank; ranks can compute meanwhile. Every rank waits for its handle."""
+    """Starts to pass `tensor` to the next rank; ranks can compute meanwhile. Every rank waits for its handle.
+
+    Args:
+        recv_tensor: contiguous buffer for what comes; None: a new one. Autograd sees that it is written.
+        recv_shape: of what comes, without a buffer; None: as `tensor`'s.
+    """
     communicator = mesh.communicator(ring_config.mesh_dim)
     if ring_config.mesh_size is not None and ring_config.mesh_size != communicator.size:
         raise ValueError(
@@ -84,16 +105,24 @@ def perform_ring_iteration_async(
             f"has {communicator.size} ranks"
         )
     step = 1 if ring_config.ring_direction == "forward" else -1
+    if recv_tensor is not None:
+        recv_shape = recv_tensor.shape
+        torch.autograd.graph.increment_version(recv_tensor)
     shape = torch.Size(tensor.shape if recv_shape is None else recv_shape)
-    received, handle = _start_passing(tensor.detach(), communicator, step, shape)
+    received, handle = _start_passing(tensor.detach(), communicator, step, shape, recv_tensor)
     return PassingHandle((tensor, communicator, step, shape), received, handle)
 
 
 def _start_passing(
-    x: torch.Tensor, communicator: Communicator, step: int, shape: torch.Size
+    x: torch.Tensor,
+    communicator: Communicator,
+    step: int,
+    shape: torch.Size,
+    received: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Any]:
     size, rank = communicator.size, int(communicator.rank)
-    received, nothing = x.new_empty(shape), x.new_empty(0)
+    received = x.new_empty(shape) if received is None else received
+    nothing = x.new_empty(0)
     sends, recvs = [nothing] * size, [nothing] * size
     sends[(rank + step) % size], recvs[(rank - step) % size] = x, received
     return received, comm.exchange(sends, recvs, communicator, async_op=True)

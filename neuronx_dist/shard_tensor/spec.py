@@ -18,7 +18,7 @@ from .bounded import Bounded
 from .device_mesh import DeviceMesh
 from .placements import Partial, Placement, Replicate, Shard, checked_placements
 
-__all__ = ["ShardTensorSpec", "Sizes", "chunk_sizes", "gradient_spec", "make_spec"]
+__all__ = ["Offsets", "ShardTensorSpec", "Sizes", "chunk_sizes", "gradient_spec", "make_spec"]
 
 Sizes = tuple["tuple[int, ...] | None", ...]  # for each mesh dim: of its shards, None where it shards nothing
 
@@ -160,6 +160,26 @@ class ShardTensorSpec:
 
     def __reduce__(self) -> Any:
         return make_spec, (self.mesh, self.placements, self.shape, self.sizes)
+
+
+class Offsets(tuple[int, ...]):
+    """First positions of a shard, for each tensor dim; called, along each mesh dim: PhysicsNeMo's `offsets(mesh_dim)`.
+
+    Along a mesh dim that shards nothing the position is 0.
+    """
+
+    _spec: ShardTensorSpec
+
+    def __new__(cls, spec: ShardTensorSpec) -> Offsets:
+        result = super().__new__(cls, spec.offsets)
+        result._spec = spec
+        return result
+
+    def __call__(self, mesh_dim: int | None = None) -> Any:
+        """Returns the position along a mesh dim; without one, those of all mesh dims."""
+        coordinate = self._spec.mesh.get_coordinate() or [0] * len(self._spec.sizes)
+        along = tuple(0 if sizes is None else sum(sizes[:i]) for sizes, i in zip(self._spec.sizes, coordinate))
+        return along if mesh_dim is None else along[mesh_dim]
 
 
 def make_spec(

@@ -37,7 +37,7 @@ from .local_shapes import check_plain, local_spec, weighed
 from .local_views import dtensor_of, local_of_dtensor, local_view
 from .moves.redistribute import moved, nothing_of, redistributed
 from .placements import Placement
-from .spec import ShardTensorSpec, gradient_spec, make_spec
+from .spec import Offsets, ShardTensorSpec, gradient_spec, make_spec
 from .typed import declared, laid_out, promoted
 
 __all__ = ["ShardTensor", "gradient_spec", "in_layout", "local_of", "wrap", "wrap_result", "wrap_view", "written"]
@@ -52,7 +52,7 @@ class ShardTensor(torch.Tensor):
 
     Attributes:
         placements, device_mesh: of the layout.
-        offsets: where this rank's shard begins, for each dim.
+        offsets: where this rank's shard begins, for each dim; called, as `x.offsets(mesh_dim=0)`, for each mesh dim.
     """
 
     __slots__ = ("_foreign", "_local", "_spec")
@@ -104,9 +104,9 @@ class ShardTensor(torch.Tensor):
         local_tensor: torch.Tensor,
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
-        *,
         sharding_shapes: str | Mapping[int, Sequence[Sequence[int]]] = "infer",
         global_shape: Sequence[int] | None = None,
+        *,
         run_check: bool = False,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
@@ -163,8 +163,8 @@ class ShardTensor(torch.Tensor):
         return self._spec.mesh
 
     @property
-    def offsets(self) -> tuple[int, ...]:
-        return self._spec.offsets
+    def offsets(self) -> Offsets:
+        return Offsets(self._spec)
 
     @property
     def _local_tensor(self) -> torch.Tensor:
@@ -312,11 +312,14 @@ class ShardTensor(torch.Tensor):
             f"ShardTensor(local={self._local!r}, placements={self._spec.placements}, shape={tuple(self._spec.shape)})"
         )
 
-    # --- handlers; names as the tutorial's
+    # --- handlers and promotion; names as the tutorial's and PhysicsNeMo's
 
     register_function_handler = staticmethod(handlers.register_function_handler)
     register_dispatch_handler = staticmethod(handlers.register_dispatch_handler)
     register_named_function_handler = staticmethod(handlers.register_named_function_handler)
+    get_promotion_mode = staticmethod(handlers.get_promotion_mode)
+    set_promotion_mode = staticmethod(handlers.set_promotion_mode)
+    promotion_mode = staticmethod(handlers.promotion_mode)
 
 
 def _new(local: torch.Tensor, spec: ShardTensorSpec) -> ShardTensor:

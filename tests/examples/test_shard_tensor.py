@@ -93,6 +93,15 @@ def test_training_a_u_net(size, domain):
     assert "every weight: equal to one process" in first
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "domain"), [(2, 2), (4, 2)])
+def test_training_a_vision_transformer_by_physicsnemo_s_names(size, domain):
+    flags = ["--domain", str(domain), "--verify", "--steps", "2", "--rows", "20"]
+    first, *_ = processes(size).run(run, "physicsnemo_vit", *flags, initialize=False)
+    assert first.count("every gradient: equal to one process") == 2 and first.count("loss: equal to one process") == 2
+    assert "every weight: equal to one process" in first
+
+
 @pytest.mark.parametrize("name", BASELINES)
 def test_what_they_are_compared_with(name):
     assert "ms a call" in run(name)

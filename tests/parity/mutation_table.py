@@ -44,6 +44,7 @@ from tests.parity.mutation_cases import (
     verbs_on_threads,
     written_folder,
 )
+from tests.shard_tensor.physicsnemo import mutations as physicsnemo
 from tests.shard_tensor.support import mutations
 from tests.sharded_functions import mutations as functions_of_shards
 from tests.support.llama_training import Case
@@ -206,6 +207,15 @@ CASES: dict[str, Callable[[], None]] = {
     "_broadcast_object:comm.broadcast_object#1": mutations.one_ranks_tensor,
     **{f"_sent:comm.{verb}#1": mutations.one_ranks_tensor for verb in ("exchange", "broadcast")},
     "sync_module_over_mesh:comm.broadcast#1": mutations.synchronised,
+    "_compare_ranks:comm.gather_objects#1": physicsnemo.compared_ranks,
+    "all_gather_v:spmd.all_gather#1": physicsnemo.pieces,
+    "all_gather_v_bwd_wrapper:spmd.reduce_scatter#1": physicsnemo.summed_pieces,
+    "copy_to_parallel_region:spmd.convert#1": physicsnemo.mappings,
+    "reduce_from_parallel_region:spmd.all_reduce#1": physicsnemo.mappings,
+    "gather_from_parallel_region:spmd.all_gather#1": physicsnemo.mappings,
+    "_started:comm.all_reduce#1": physicsnemo.fused,
+    "reduce_loss:comm.all_reduce#1": physicsnemo.losses,
+    "mark_module_as_shared.sum_gradient:comm.all_reduce#1": physicsnemo.shared_gradients,
     "_Passing.__init__:comm.exchange#1": mutations.attention_by_ring,
     "_merged:comm.all_gather#1": mutations.attention_merged,
     "_merged:comm.all_reduce#1": mutations.attention_merged,

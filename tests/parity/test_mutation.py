@@ -23,6 +23,7 @@ SITES = find_sites()
 FULL = os.environ.get("NXD_FULL") == "1"
 
 _ORDER = "a barrier has no value: it orders reads and writes of files"
+_END = "a barrier has no value: a rank leaves the job after the others"
 _NCCL = "NCCL only: torch's own collective, called with the buffers as they are"
 _LACKING = "backends that lack calls only: tests/devices compares the values with those of other backends"
 _PROBE = "a call that `neuronx-dist doctor` tries, and whose values it compares itself"
@@ -100,6 +101,7 @@ EXEMPT = {
     "_MeasuringCommunicator.start_reduce_scatter:?.start_reduce_scatter#1": _MEASURES,
     "open_together:comm.gather_objects#1": _CLOCKS,
     "open_together:comm.gather_objects#2": _CLOCKS,
+    "DistributedManager.cleanup:comm.barrier#1": _END,
     "NeuronZero1Optimizer.load_sharded_state_dict:comm.barrier#1": _ORDER,
     "NeuronZero1Optimizer.save_sharded_state_dict:comm.barrier#1": _ORDER,
 }

@@ -368,3 +368,27 @@ def test_a_source_that_is_no_rank_of_the_mesh_is_refused():
             distribute_tensor(torch.ones(4), mesh, [Shard(0)], src=7)
 
     on_ranks(2, refused)
+
+
+def test_offsets_of_each_mesh_dim():
+    """`x.offsets` is for each tensor dim; called, as PhysicsNeMo does, it is for each mesh dim."""
+
+    def run(mesh):
+        x = distribute_tensor(torch.zeros(7, 3, 16), mesh, [Shard(2), Shard(0)], sizes=[(11, 5), (2, 5)])
+        row, column = mesh.get_coordinate()
+        along = ((0, 11)[row], (0, 2)[column])
+        assert x.offsets == (along[1], 0, along[0]) and x.offsets() == along
+        assert [x.offsets(mesh_dim=m) for m in (0, 1)] == list(along)
+        y = distribute_tensor(torch.zeros(7), mesh, [Replicate(), Shard(0)], sizes=[None, (2, 5)])
+        assert y.offsets() == (0, along[1]) and y.offsets(0) == 0
+
+    on_ranks(4, run, (2, 2))
+
+
+def test_from_local_takes_shapes_by_position():
+    def run(mesh):
+        x = torch.ones(3 - mesh.get_rank())
+        for arguments in (("infer",), ({0: [(3,), (2,)]},), ("chunk", (5,))):
+            assert ShardTensor.from_local(x, mesh, [Shard(0)], *arguments)._spec.sizes == ((3, 2),)
+
+    on_ranks(2, run)

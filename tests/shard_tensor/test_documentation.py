@@ -13,7 +13,15 @@ import torch
 import torch.nn.functional as F
 
 from neuronx_dist import distributed, shard_tensor
-from neuronx_dist.shard_tensor import Replicate, Shard, ShardTensor, distribute_tensor, one_exchange, report
+from neuronx_dist.shard_tensor import (
+    Replicate,
+    Shard,
+    ShardTensor,
+    distribute_tensor,
+    one_exchange,
+    physicsnemo,
+    report,
+)
 from neuronx_dist.shard_tensor.handlers import FUNCTIONS
 from tests.shard_tensor.support.cases import assert_close, on_ranks
 from tests.support.paths import ROOT
@@ -113,7 +121,16 @@ def test_the_blocks_run_in_the_order_of_the_page():
             exec(compile(block, f"docs/shard-tensor.md, block {number}", "exec"), names)
 
     on_ranks(4, run)
-    assert len(blocks) == 12
+    assert len(blocks) == 13
+
+
+def test_every_name_of_physicsnemo_is_in_its_table():
+    table = PAGE.split("## PhysicsNeMo's names")[1].split("\n## ")[0]
+    short = {"_wrapper": "", "parallel_region": ""}  # written once for several names
+    for module, names in physicsnemo.NAMES.items():
+        assert module.removeprefix("physicsnemo").removeprefix(".").split(".", 1)[-1] in table
+        for name in set(names) - {"DIRECTIONS", "METHODS", "PassingHandle", "ST_AVAILABLE", "register_shard_wrappers"}:
+            assert any(name.replace(*pair) in table for pair in [*short.items(), ("", "")]), f"{module}.{name}"
 
 
 def test_the_files_that_it_names_are_there():

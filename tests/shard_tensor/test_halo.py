@@ -77,3 +77,17 @@ def test_without_sizes_shards_may_differ_where_none_is_shorter_than_the_halo() -
         return "".join(getattr(caught.value, "__notes__", ()))
 
     assert any("pass sizes" in notes for notes in on_ranks(3, refused))
+
+
+def test_physicsnemo_s_arguments() -> None:
+    def rank(mesh):
+        x = torch.arange(2.0) + 2 * mesh.get_local_rank()
+        assert HaloConfig(0, 0, 1, 0, True, "a2a", (2, 2)).sizes == (2, 2)
+        return [
+            halo_padding(x, mesh, HaloConfig(0, 0, 1, communication_method=method)).tolist()
+            for method in ("p2p", "a2a")
+        ]
+
+    assert on_ranks(2, rank) == [[[0.0, 1.0, 2.0]] * 2, [[1.0, 2.0, 3.0]] * 2]
+    with pytest.raises(ValueError, match="communication_method='smoke': use one of p2p, a2a"):
+        HaloConfig(0, 0, 1, communication_method="smoke")

@@ -251,3 +251,23 @@ def test_a_second_handler_of_the_package_is_refused_and_a_users_own_takes_the_pl
         )
     finally:
         handlers.FUNCTIONS[torch.dot] = before
+
+
+def test_the_promotion_mode_by_physicsnemo_s_accessors():
+    def run(mesh):
+        x = distribute_tensor(whole(16), mesh, [Shard(0)], src=None)
+        assert ShardTensor.get_promotion_mode() is TensorPromotionMode.SILENT
+        ShardTensor.set_promotion_mode("disabled")
+        with pytest.raises(ValueError, match="a plain tensor of shape .16,. is mixed with a ShardTensor"):
+            x + whole(16)
+        with ShardTensor.promotion_mode(TensorPromotionMode.SILENT):
+            assert ShardTensor.get_promotion_mode() is TensorPromotionMode.SILENT
+            ShardTensor.set_promotion_mode(TensorPromotionMode.WARN)
+            assert ShardTensor.get_promotion_mode() is TensorPromotionMode.WARN
+        assert ShardTensor.get_promotion_mode() is TensorPromotionMode.DISABLED
+        with pytest.raises(ValueError, match="promotion_mode 'loud' is not one of disabled, warn, silent"):
+            ShardTensor.set_promotion_mode("loud")
+        assert ShardTensor.get_promotion_mode() is TensorPromotionMode.DISABLED
+
+    on_ranks(2, run)
+    assert ShardTensor.get_promotion_mode() is TensorPromotionMode.SILENT  # of this thread

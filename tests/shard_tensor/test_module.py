@@ -11,7 +11,6 @@ from torch import nn
 
 from neuronx_dist import comm, distributed
 from neuronx_dist.distributed import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from neuronx_dist.shard_tensor import DeviceMesh, sync_module_over_mesh
 from tests.shard_tensor.support.cases import assert_close, on_ranks, verbs
 
 
@@ -178,39 +177,6 @@ def test_state_dicts():
         assert_close(other.fc1.weight.full_tensor().detach(), states()["fc1.weight"] * 2, "from plain tensors")
 
     on_ranks(2, run)
-
-
-def test_sync_module_over_mesh():
-    def run(mesh):
-        module = model()
-        with torch.no_grad():
-            for param in module.parameters():
-                param.mul_(mesh.get_rank() + 1)
-        sync_module_over_mesh(module, mesh, src=2)
-        for name, param in module.named_parameters():
-            assert_close(param.detach(), states()[name] * 3, name)
-
-    on_ranks(4, run, (2, 2))
-
-
-@pytest.mark.parametrize("own_mesh", [False, True])
-def test_sync_of_parameters_that_one_mesh_dim_shards(own_mesh):
-    """Their shards come over the other mesh dim, and stay different over their own."""
-
-    def run(mesh):
-        mesh = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=("data", "domain"))
-        whole = torch.arange(7.0).view(7, 1)
-        placements = [Shard(0)] if own_mesh else [Replicate(), Shard(0)]
-        module = nn.Module()
-        over = mesh["domain"] if own_mesh else mesh
-        weight = distribute_tensor(whole, over, placements, sizes=[*[None] * (not own_mesh), (5, 2)], src=None)
-        module.weight = nn.Parameter(weight)
-        with torch.no_grad():
-            module.weight.mul_(mesh.get_local_rank("data") + 1)
-        sync_module_over_mesh(module, mesh, src=2)  # of the second row
-        assert_close(module.weight.full_tensor().detach(), whole * 2, "weight")
-
-    on_ranks(4, run, (2, 2))
 
 
 def test_all_names_of_the_rfc_are_there():

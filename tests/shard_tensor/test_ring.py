@@ -72,3 +72,35 @@ def test_refusals() -> None:
             perform_ring_iteration(torch.ones(1), mesh, RingPassingConfig(), [1 + mesh.get_local_rank()])
 
     on_ranks(2, another_shape)
+
+
+def test_a_pair_of_a_buffer_and_works() -> None:
+    """PhysicsNeMo's form, with a buffer for each other step; what was saved of an overwritten buffer is noticed."""
+
+    def rank(mesh):
+        own = mesh.get_local_rank()
+        x = torch.full((2,), own + 1.0, requires_grad=True)
+        buffers = [torch.empty(2), torch.empty(2)]
+        current, seen = x, []
+        for step in range(3):
+            received, works = perform_ring_iteration_async(current, mesh, RingPassingConfig(), buffers[step % 2])
+            assert received is buffers[step % 2] and len(works) == 1
+            for work in works:
+                work.wait()
+            assert not received.requires_grad
+            seen.append(received.tolist()[0])
+            current = received
+        assert seen == [1.0 + (own - step) % 3 for step in (1, 2, 3)]
+        received, works = perform_ring_iteration_async(x, mesh, RingPassingConfig(), recv_shape=(1, 2))
+        works[0].wait()
+        assert received.tolist() == [[1.0 + (own - 1) % 3] * 2] and not received.requires_grad
+        weight = torch.ones(2, requires_grad=True)
+        product = weight * buffers[0]
+        handle = perform_ring_iteration_async(x, mesh, RingPassingConfig(), buffers[0])
+        arrived = handle.wait()
+        (grad,) = torch.autograd.grad((arrived * (own + 1)).sum(), x)
+        assert grad.tolist() == [1.0 + (own + 1) % 3] * 2 and not buffers[0].requires_grad
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+    on_ranks(3, rank)

@@ -238,5 +238,6 @@ def _be_rank(
     shared.set(f"done/{rank}", "")  # a rank that leaves closes connections which others may still be making
     shared.wait([f"done/{other}" for other in range(size)])
     destroy_model_parallel()
-    dist.destroy_process_group()
+    if dist.is_initialized():  # else the function has left the job
+        dist.destroy_process_group()
     return result

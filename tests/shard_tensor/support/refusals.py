@@ -194,14 +194,14 @@ REFUSALS = {
         r"over ranks \[0, 1\]: a parameter of shape \(7, 6\) is Shard\(dim=0\) over ranks \[1, 0\]",
     ),
     "values of a rank that a mesh lacks": (
-        lambda mesh: sync_module_over_mesh(nn.Linear(1, 1), mesh, src=2),
+        lambda mesh: sync_module_over_mesh(nn.Linear(1, 1), mesh, src_mesh_rank=2),
         ValueError,
-        "src=2 is not one of the 2 ranks",
+        "src_mesh_rank=2 is not one of the 2 ranks",
     ),
     "values of a negative rank": (
-        lambda mesh: sync_module_over_mesh(nn.Linear(1, 1), mesh, src=-1),
+        lambda mesh: sync_module_over_mesh(nn.Linear(1, 1), mesh, src_mesh_rank=-1),
         ValueError,
-        "src=-1 is not one of the 2 ranks",
+        "src_mesh_rank=-1 is not one of the 2 ranks",
     ),
     "a layout that is changed": (
         lambda mesh: setattr(x(mesh)._spec, "shape", (7,)),
