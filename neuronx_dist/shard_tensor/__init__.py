@@ -9,6 +9,7 @@ fallback.py      functions without a handler                    free_labels.py  
 typed.py         declarations for the type checker              report.py       the communication, by function
 view_layouts.py  layouts in which dims are split and merged
 module.py        distribute_module                              manager.py      DistributedManager
+parallel.py, experimental.py  names of torch.distributed.tensor.parallel and .experimental
 checkpoint.py    torch.distributed.checkpoint                   bounded.py      tables of plans, of limited size
 xla.py           XLA's partition specs
 halo.py, ring.py halos and rings of plain tensors               points.py       nearest neighbours
@@ -29,10 +30,11 @@ from .module import distribute_module, sync_module_over_mesh
 from .ops.one_exchange import one_exchange
 from .placements import Partial, Placement, Replicate, Shard, spmd_type
 from .report import report
-from .spec import ShardTensorSpec
+from .spec import ShardTensorSpec, compute_local_shape_and_global_offset
 from .tensor import ShardTensor
 
 __all__ = [
+    "DTensor",
     "DeviceMesh",
     "DistributedManager",
     "Partial",
@@ -44,6 +46,7 @@ __all__ = [
     "TensorPromotionMode",
     "awaited",
     "checkpoint",
+    "compute_local_shape_and_global_offset",
     "distribute_module",
     "distribute_tensor",
     "fallback",
@@ -58,5 +61,7 @@ __all__ = [
     "spmd_type",
     "sync_module_over_mesh",
 ]
+
+DTensor = ShardTensor
 
 hide(__name__)

@@ -29,9 +29,10 @@ from ..torch_internals.fake_tensors import unset_fake_temporarily
 from ..weights import wrappers
 from .bounded import Bounded
 
-__all__ = ["DeviceMesh", "current_mesh", "group_over", "init_device_mesh"]
+__all__ = ["DeviceMesh", "as_mesh", "current_mesh", "group_over", "init_device_mesh"]
 
 _TABLE = "device_meshes"  # of a context
+_FLATTENED = "flattened dims of device meshes"  # the same: by name, the dims that were merged, the latest first
 _FOR_TORCH = (
     "Functions of torch.distributed (fully_shard, FSDP, DistributedDataParallel, DTensor) take torch's mesh: pass "
     'mesh.to_torch(), and mesh.to_torch()["dp"] in place of mesh["dp"] (docs/shard-tensor.md, "Composition")'
@@ -84,7 +85,7 @@ class DeviceMesh:
         names = (axes,) if isinstance(axes, str) else axes
         sizes = [context.mesh.size(name) for name in names]
         with _with_values():
-            ranks = torch.tensor(context.mesh.group_of(axes, concrete(context.rank))).view(sizes)
+            ranks = torch.tensor(context.mesh.group_of(axes, concrete(context.rank)), device="cpu").view(sizes)
         return _interned(device_type, ranks, tuple(names), names)
 
     @classmethod
@@ -98,9 +99,9 @@ class DeviceMesh:
             self.tables["torch"] = TorchMesh(self.device_type, self.mesh, mesh_dim_names=self.mesh_dim_names)
         return self.tables["torch"]
 
-    def size(self, mesh_dim: int | None = None) -> int:
+    def size(self, mesh_dim: int | str | None = None) -> int:
         """Number of ranks along one dim, or of the mesh."""
-        return prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
+        return prod(self.shape) if mesh_dim is None else self.shape[self._index(mesh_dim)]
 
     def get_coordinate(self) -> list[int] | None:
         """Returns this rank's index along each dim; None for a rank outside of the mesh."""
@@ -183,8 +184,12 @@ class DeviceMesh:
         raise AttributeError(f"a DeviceMesh of neuronx_dist has no attribute {name!r}. {_FOR_TORCH}", name=name)
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
-        """Returns this rank's part of the mesh along some of its dims."""
+        """Returns this rank's part of the mesh along some of its dims; one name may be that of a `_flatten`."""
         chosen = (names,) if isinstance(names, str) else tuple(names)
+        if len(chosen) == 1 and chosen[0] not in (self.mesh_dim_names or ()):
+            for merged in _context().extras.get(_FLATTENED, {}).get(chosen[0], ()):
+                if {*merged} <= {*(self.mesh_dim_names or ())}:
+                    return self[merged]._flatten(chosen[0])
         dims = [self._index(name) for name in chosen]
         coordinate = self.get_coordinate()
         if coordinate is None:
@@ -193,6 +198,43 @@ class DeviceMesh:
         sorted_dims = sorted(dims)
         ranks = self.mesh[index].permute([sorted_dims.index(dim) for dim in dims])
         return _interned(self.device_type, ranks, chosen, [self.communicator(dim) for dim in dims])
+
+    def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
+        """Returns the mesh with its dims merged into one, row-major, so that `mesh[mesh_dim_name]` is it from now on.
+
+        Args:
+            mesh_dim_name: None: the names of the dims, as "dp_cp".
+
+        Raises:
+            ValueError: the dims have no names.
+        """
+        if self.mesh_dim_names is None:
+            raise ValueError(f"{self}: _flatten needs mesh_dim_names")
+        name = mesh_dim_name or "_".join(self.mesh_dim_names)
+        if self.mesh_dim_names == (name,):
+            return self
+        merged = _context().extras.setdefault(_FLATTENED, {}).setdefault(name, [])
+        if self.mesh_dim_names not in merged:
+            merged.insert(0, self.mesh_dim_names)
+        return _interned(self.device_type, self.mesh.flatten(), (name,))
+
+    def _unflatten(self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
+        """Returns the mesh with one dim as several, row-major.
+
+        Raises:
+            ValueError: the sizes do not make up the dim, or are not as many as the names; the dims have no names.
+        """
+        dim, sizes = self._index(dim), tuple(mesh_sizes)
+        if self.mesh_dim_names is None or len(sizes) != len(mesh_dim_names) or prod(sizes) != self.shape[dim]:
+            raise ValueError(
+                f"{self}: _unflatten needs mesh_dim_names, and sizes whose product is {self.shape[dim]}, one for each "
+                f"new name; sizes are {sizes}, names {tuple(mesh_dim_names)}"
+            )
+        names = (*self.mesh_dim_names[:dim], *mesh_dim_names, *self.mesh_dim_names[dim + 1 :])
+        ranks = self.mesh.reshape(*self.shape[:dim], *sizes, *self.shape[dim + 1 :])
+        known = self.communicators
+        groups = None if known is None else [*known[:dim], *[None] * len(sizes), *known[dim + 1 :]]
+        return _interned(self.device_type, ranks, names, groups)
 
     def _index(self, mesh_dim: int | str | None) -> int:
         if mesh_dim is None:
@@ -244,7 +286,14 @@ def init_device_mesh(
             "sizes must equal the number of ranks; one size may be -1 if the product of the others divides that "
             "number"
         )
-    return DeviceMesh(device_type, torch.arange(world).view(shape), mesh_dim_names=mesh_dim_names)
+    return DeviceMesh(device_type, torch.arange(world, device="cpu").view(shape), mesh_dim_names=mesh_dim_names)
+
+
+def as_mesh(mesh: Any, device_type: str = "cpu") -> DeviceMesh:
+    """Returns torch's mesh as one of this package; None: `current_mesh`."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    return current_mesh(device_type) if mesh is None else DeviceMesh.from_torch(mesh)
 
 
 def current_mesh(device_type: str = "cpu") -> DeviceMesh:
@@ -302,7 +351,7 @@ def _interned(
     device_type: str,
     ranks: torch.Tensor,
     names: tuple[str, ...] | None,
-    groups: Sequence[Axis | Communicator] | None = None,
+    groups: Sequence[Axis | Communicator | None] | None = None,
 ) -> DeviceMesh:
     """Returns the one mesh of these ranks and names in this context. `groups`: along each dim, if known."""
     wrappers.watch_wrappers()
@@ -316,7 +365,7 @@ def _known(
     device_type: str,
     ranks: torch.Tensor,
     names: tuple[str, ...] | None,
-    groups: Sequence[Axis | Communicator] | None,
+    groups: Sequence[Axis | Communicator | None] | None,
 ) -> DeviceMesh:
     if ranks.ndim == 0:
         ranks = ranks.view(1)
@@ -339,10 +388,12 @@ def _known(
         mesh.shape, mesh.ndim = tuple(ranks.shape), ranks.ndim
     # A check plays another rank with what one has made: groups, plans and layouts are those of the rank that asks.
     mesh._of_rank, mesh.plans, mesh.tables = rank, Bounded(), {}
-    if groups is None:
-        groups = [_group(context, ranks, dim, names) for dim in range(ranks.ndim)]  # type: ignore[misc]
-    whole = all(group is not None for group in groups)
-    mesh.communicators = tuple(context.communicator(group) for group in groups) if whole else None
+    along = [
+        _group(context, ranks, dim, names) if group is None else group
+        for dim, group in enumerate(groups or [None] * ranks.ndim)
+    ]
+    members = [context.communicator(group) for group in along if group is not None]
+    mesh.communicators = tuple(members) if len(members) == ranks.ndim else None
     table[key] = mesh
     return mesh
 
