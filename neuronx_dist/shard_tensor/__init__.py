@@ -11,7 +11,7 @@ view_layouts.py  layouts in which dims are split and merged
 module.py        distribute_module                              manager.py      DistributedManager
 parallel.py, experimental.py  names of torch.distributed.tensor.parallel and .experimental
 checkpoint.py    torch.distributed.checkpoint                   bounded.py      tables of plans, of limited size
-xla.py           XLA's partition specs
+xla.py           XLA's partition specs                          torch_mesh.py   meshes in torch's functions
 halo.py, ring.py halos and rings of plain tensors               points.py       nearest neighbours
 attention_plan.py, attention_method.py  where and how attention is computed
 moves/           shards on their way: plans, exchanges, from one layout to another

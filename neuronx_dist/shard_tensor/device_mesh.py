@@ -8,7 +8,6 @@ give the same object, so that layouts are compared by `is`. Its groups are made 
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,20 +27,18 @@ from ..spmd.watching import active
 from ..torch_internals.fake_tensors import unset_fake_temporarily
 from ..weights import wrappers
 from .bounded import Bounded
+from .torch_mesh import answered_by_torch, mesh_of_torch
 
 __all__ = ["DeviceMesh", "as_mesh", "current_mesh", "group_over", "init_device_mesh"]
 
 _TABLE = "device_meshes"  # of a context
 _FLATTENED = "flattened dims of device meshes"  # the same: by name, the dims that were merged, the latest first
-_FOR_TORCH = (
-    "Functions of torch.distributed (fully_shard, FSDP, DistributedDataParallel, DTensor) take torch's mesh: pass "
-    'mesh.to_torch(), and mesh.to_torch()["dp"] in place of mesh["dp"] (docs/shard-tensor.md, "Composition")'
-)
 _local = threading.local()
 
 
-class DeviceMesh:
-    """A grid of ranks, row-major, for tensors that are placed on it.
+@answered_by_torch
+class DeviceMesh(TorchMesh):
+    """A grid of ranks, row-major, for tensors that are placed on it; torch's functions take it (`torch_mesh.py`).
 
     Args:
         device_type: of the tensors: "cpu", "cuda", "xla", "neuron", or any other that torch knows.
@@ -59,11 +56,11 @@ class DeviceMesh:
         ValueError: ranks that repeat or are none of the job's; names that are not one for each dim.
     """
 
-    device_type: str
-    mesh_dim_names: tuple[str, ...] | None
-    shape: tuple[int, ...]
-    ndim: int
-    mesh: torch.Tensor
+    device_type: str = ""
+    mesh_dim_names: tuple[str, ...] | None = None
+    shape: tuple[int, ...] = ()
+    ndim: int = 0
+    mesh: torch.Tensor = None  # type: ignore[assignment]
     communicators: tuple[Communicator, ...] | None
     plans: Bounded  # of operations on layouts of this mesh, by who computed them
     tables: dict[str, Any]  # other things that live as long as the mesh
@@ -73,6 +70,9 @@ class DeviceMesh:
         with _with_values():
             ranks = torch.as_tensor(mesh, dtype=torch.int64, device="cpu")
         return _interned(device_type, ranks, None if mesh_dim_names is None else tuple(mesh_dim_names))
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: equal arguments return one object."""
 
     @classmethod
     def from_axes(cls, axes: Axis = "world", *, device_type: str = "cpu") -> DeviceMesh:
@@ -94,16 +94,19 @@ class DeviceMesh:
         return cls(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
 
     def to_torch(self) -> Any:
-        """Returns this mesh as a `torch.distributed.DeviceMesh`, made once. All ranks of the world call it."""
+        """Returns this mesh as a plain `torch.distributed.DeviceMesh` over the same process groups, made once.
+
+        A part of a mesh is one in torch, too: `mesh["dp"].to_torch()` is `mesh.to_torch()["dp"]`.
+        """
         if "torch" not in self.tables:
-            self.tables["torch"] = TorchMesh(self.device_type, self.mesh, mesh_dim_names=self.mesh_dim_names)
+            self.tables["torch"] = mesh_of_torch(self, *self.tables.get("part of", (None, ())))
         return self.tables["torch"]
 
     def size(self, mesh_dim: int | str | None = None) -> int:
         """Number of ranks along one dim, or of the mesh."""
         return prod(self.shape) if mesh_dim is None else self.shape[self._index(mesh_dim)]
 
-    def get_coordinate(self) -> list[int] | None:
+    def get_coordinate(self) -> list[int] | None:  # type: ignore[override]
         """Returns this rank's index along each dim; None for a rank outside of the mesh."""
         return None if self.communicators is None else [communicator.rank for communicator in self.communicators]
 
@@ -159,9 +162,7 @@ class DeviceMesh:
 
         Raises:
             RuntimeError: ranks have no process groups (they are threads, or are played): use `communicator`.
-            TypeError: torch asks, as `fully_shard` does, which would fail later on a mesh that is not torch's.
         """
-        self._refuse_torch()
         backend = _context().backend
         group = backend.process_group(self.communicator(mesh_dim))
         if isinstance(group, Communicator):
@@ -173,15 +174,19 @@ class DeviceMesh:
 
     def get_all_groups(self) -> list[Any]:
         """Returns the torch ProcessGroup along each dim; errors are those of `get_group`."""
-        self._refuse_torch()
         return [self.get_group(m) for m in range(self.ndim)]
 
-    def _refuse_torch(self) -> None:
-        if sys._getframe(2).f_globals.get("__name__", "").startswith("torch.distributed."):
-            raise TypeError(f"{self} is a mesh of neuronx_dist. {_FOR_TORCH}")
-
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"a DeviceMesh of neuronx_dist has no attribute {name!r}. {_FOR_TORCH}", name=name)
+        if name.startswith("__") or not name.startswith("_"):
+            raise AttributeError(f"a DeviceMesh of neuronx_dist has no attribute {name!r}", name=name)
+        return getattr(self.to_torch(), name)  # of torch's functions
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, DeviceMesh) or not isinstance(other, TorchMesh):
+            return self is other
+        return bool(self.to_torch() == other)
+
+    __hash__ = object.__hash__
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """Returns this rank's part of the mesh along some of its dims; one name may be that of a `_flatten`."""
@@ -197,9 +202,12 @@ class DeviceMesh:
         index = tuple(slice(None) if dim in dims else coordinate[dim] for dim in range(self.ndim))
         sorted_dims = sorted(dims)
         ranks = self.mesh[index].permute([sorted_dims.index(dim) for dim in dims])
-        return _interned(self.device_type, ranks, chosen, [self.communicator(dim) for dim in dims])
+        result = _interned(self.device_type, ranks, chosen, [self.communicator(dim) for dim in dims])
+        if result is not self:
+            result.tables.setdefault("part of", (self, chosen))
+        return result
 
-    def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
+    def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:  # type: ignore[override]
         """Returns the mesh with its dims merged into one, row-major, so that `mesh[mesh_dim_name]` is it from now on.
 
         Args:
@@ -218,7 +226,9 @@ class DeviceMesh:
             merged.insert(0, self.mesh_dim_names)
         return _interned(self.device_type, self.mesh.flatten(), (name,))
 
-    def _unflatten(self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
+    def _unflatten(  # type: ignore[override]
+        self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str]
+    ) -> DeviceMesh:
         """Returns the mesh with one dim as several, row-major.
 
         Raises:
