@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from .. import accelerator, comm, spmd
-from ..spmd import I, R
+from .. import accelerator, comm
 from .device_mesh import DeviceMesh, as_mesh
+from .local_views import graded
 from .moves.redistribute import steps
-from .placements import Placement, Shard
+from .placements import Partial, Placement, Shard
 from .spec import ShardTensorSpec, make_spec
 from .tensor import ShardTensor, as_leaf, gradient_spec, local_of, wrap
 from .typed import carried
@@ -157,10 +157,7 @@ def shared_by_layers(x: ShardTensor) -> ShardTensor:
     local = local_of(x)
     for step in steps(x._spec, whole, range(whole.mesh.ndim)):
         local = step(local)
-    as_one = local
-    for group in whole.mesh.communicators or ():
-        as_one = spmd.reinterpret(as_one, group, src=R, dst=I, expert_mode=True)
-    result = wrap(as_one, whole)
+    result = wrap(graded(local, whole, (Partial(),) * whole.mesh.ndim), whole)
     result._used = local
     return result
 

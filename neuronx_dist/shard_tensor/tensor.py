@@ -34,7 +34,7 @@ from . import handlers
 from .device_mesh import DeviceMesh, as_mesh
 from .handlers import DISPATCH, FUNCTIONS, UNHANDLED
 from .local_shapes import check_plain, local_spec, weighed
-from .local_views import dtensor_of, local_of_dtensor, local_view
+from .local_views import dtensor_of, graded, local_of_dtensor, local_view
 from .moves.redistribute import moved, nothing_of, redistributed
 from .placements import Placement
 from .spec import ShardTensorSpec, gradient_spec, make_spec
@@ -111,6 +111,7 @@ class ShardTensor(torch.Tensor):
         run_check: bool = False,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
     ) -> ShardTensor:
         """Makes a ShardTensor whose part on this rank is `local_tensor`, in its graph.
 
@@ -125,6 +126,8 @@ class ShardTensor(torch.Tensor):
             run_check: False, as DTensor has it by default; True is refused.
             shape: DTensor's name of `global_shape`; "infer" is "chunk" with it.
             stride: accepted for DTensor's programs, without effect: the strides are those of `local_tensor`.
+            grad_placements: what the gradient of `local_tensor` is, where it is not of the layout: Partial for a
+                Replicate tensor whose gradients code before it sums over the ranks.
 
         Raises:
             ValueError: sizes that do not add up, that are not those of this rank's tensor, or, by "infer", dims other
@@ -142,6 +145,8 @@ class ShardTensor(torch.Tensor):
         if not isinstance(sharding_shapes, str):
             local_tensor, placements = weighed(local_tensor, mesh, placements, sharding_shapes)
         spec = local_spec(local_tensor.shape, mesh, placements, sharding_shapes, global_shape)
+        if grad_placements is not None:
+            return wrap(graded(local_tensor, spec, grad_placements), spec)
         return wrap(declared(local_tensor, spec), spec)
 
     @staticmethod

@@ -97,7 +97,7 @@ EXEMPT = {
         )
     },
     "RowParallelLinear._used_weight:spmd.convert#1": _MASK,
-    "shared_by_layers:spmd.reinterpret#1": _SILENT,
+    "graded:spmd.reinterpret#1": _SILENT,
     "_MeasuringCommunicator.start_all_gather:?.start_all_gather#1": _MEASURES,
     "_MeasuringCommunicator.start_reduce_scatter:?.start_reduce_scatter#1": _MEASURES,
     "open_together:comm.gather_objects#1": _CLOCKS,

@@ -156,6 +156,7 @@ def check(model: Llama, twin: Llama, seq: int) -> None:
             optimizer.step()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sharded_loss", [True, False])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_plan_of_torchtitan(ranks, sharded_loss):

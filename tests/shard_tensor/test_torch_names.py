@@ -103,6 +103,23 @@ def test_local_map_of_several_results():
     on_ranks(2, run)
 
 
+def test_the_gradient_of_a_local_tensor():
+    """Partial: the gradients of the ranks add up to it, whatever uses the ShardTensor; else each rank has all of it."""
+
+    def run(mesh):
+        weight = distribute_tensor(whole(4, 3), mesh, [Shard(0)])
+        x = whole(2, 3).requires_grad_()
+        (x @ whole(4, 3).T).sin().sum().backward()
+        for grad_placements in (None, [Replicate()], [Partial()]):
+            local = whole(2, 3).requires_grad_()
+            y = ShardTensor.from_local(local, mesh, [Replicate()], grad_placements=grad_placements)
+            (y @ weight.T).sin().sum().backward()
+            grad = ShardTensor.from_local(local.grad, mesh, grad_placements or [Replicate()]).full_tensor()
+            assert_close(grad, x.grad, f"gradient of {grad_placements}")
+
+    on_ranks(2, run)
+
+
 def test_local_map_redistributes():
     def run(mesh):
         x = distribute_tensor(whole(4, 4), mesh, [Shard(0)])

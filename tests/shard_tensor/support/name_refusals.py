@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from neuronx_dist.shard_tensor import DeviceMesh, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from neuronx_dist.shard_tensor import (
+    DeviceMesh,
+    Partial,
+    Replicate,
+    Shard,
+    ShardTensor,
+    distribute_tensor,
+    init_device_mesh,
+)
 from neuronx_dist.shard_tensor.experimental import local_map
 from neuronx_dist.shard_tensor.parallel import (
     ColwiseParallel,
@@ -42,6 +50,11 @@ def _rows(mesh: DeviceMesh, *sizes: int) -> Any:
 _IN = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Shard(0))
 _OUT = PrepareModuleOutput(output_layouts=(Shard(0), None), desired_output_layouts=(Shard(0), None))
 _ALL: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
+    (
+        lambda mesh: ShardTensor.from_local(torch.ones(2), mesh, [Shard(0)], grad_placements=[Replicate()]),
+        ValueError,
+        r"grad_placements has Replicate\(\) on mesh dim 0, where the tensor is Shard",
+    ),
     (lambda mesh: DeviceMesh("cpu", [[0, 1]])._flatten(), ValueError, "_flatten needs mesh_dim_names"),
     (
         lambda mesh: _named()._unflatten("x", (3,), ("a",)),
