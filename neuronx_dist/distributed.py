@@ -5,6 +5,7 @@
 
 from .shard_tensor import (
     DeviceMesh,
+    DTensor,
     Partial,
     Placement,
     Replicate,
@@ -63,5 +64,3 @@ __all__ = [
     "zeros",
     "zeros_like",
 ]
-
-DTensor = ShardTensor

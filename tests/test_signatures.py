@@ -20,7 +20,8 @@ import neuronx_dist
 
 FILE = Path(__file__).parent / "signatures.txt"
 PUBLIC = """checking comm comm.launch distributed hf mesh optimizer parallel_layers parallelize pipeline planning.layout
-    planning.memory planning.plan shard_tensor spmd weights.shard_spec""".split()
+    planning.memory planning.plan shard_tensor shard_tensor.experimental shard_tensor.parallel spmd
+    weights.shard_spec""".split()
 PUBLIC += [
     f"parallel_layers.{name}" for name in "checkpointing grads layers mappings parallel_state random utils".split()
 ]

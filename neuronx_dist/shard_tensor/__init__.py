@@ -10,8 +10,9 @@ typed.py         declarations for the type checker              report.py       
 view_layouts.py  layouts in which dims are split and merged
 module.py        distribute_module                              sync.py         sync_module_over_mesh
 manager.py       DistributedManager                             launchers.py    starts by torchrun, SLURM, Open MPI
+parallel.py, experimental.py  names of torch.distributed.tensor.parallel and .experimental
 checkpoint.py    torch.distributed.checkpoint                   bounded.py      tables of plans, of limited size
-xla.py           XLA's partition specs
+xla.py           XLA's partition specs                          torch_mesh.py   meshes in torch's functions
 halo.py, ring.py halos and rings of plain tensors               points.py       nearest neighbours
 attention_plan.py, attention_method.py  where and how attention is computed
 moves/           shards on their way: plans, exchanges, from one layout to another
@@ -31,11 +32,12 @@ from .module import distribute_module
 from .ops.one_exchange import one_exchange
 from .placements import Partial, Placement, Replicate, Shard, spmd_type
 from .report import report
-from .spec import ShardTensorSpec
+from .spec import ShardTensorSpec, compute_local_shape_and_global_offset
 from .sync import sync_module_over_mesh
 from .tensor import ShardTensor
 
 __all__ = [
+    "DTensor",
     "DeviceMesh",
     "DistributedManager",
     "Partial",
@@ -47,6 +49,7 @@ __all__ = [
     "TensorPromotionMode",
     "awaited",
     "checkpoint",
+    "compute_local_shape_and_global_offset",
     "distribute_module",
     "distribute_tensor",
     "fallback",
@@ -61,5 +64,7 @@ __all__ = [
     "spmd_type",
     "sync_module_over_mesh",
 ]
+
+DTensor = ShardTensor
 
 hide(__name__)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 
 from .. import accelerator, comm
-from .device_mesh import DeviceMesh, current_mesh
-from .placements import Placement, Shard
+from .device_mesh import DeviceMesh, as_mesh
+from .local_views import graded
+from .moves.redistribute import steps
+from .placements import Partial, Placement, Shard
 from .spec import ShardTensorSpec, make_spec
-from .tensor import ShardTensor, as_leaf, gradient_spec, wrap
+from .tensor import ShardTensor, as_leaf, gradient_spec, local_of, wrap
 from .typed import carried
 
 __all__ = [
@@ -36,6 +39,7 @@ __all__ = [
     "randn",
     "randn_like",
     "scatter_tensor",
+    "shared_by_layers",
     "zeros",
     "zeros_like",
 ]
@@ -48,6 +52,7 @@ def distribute_tensor(
     *,
     sizes: Sequence[Sequence[int] | None] | None = None,
     src: int | None = 0,
+    src_data_rank: int | None = 0,
 ) -> ShardTensor:
     """Distributes a tensor that all ranks have: a leaf of which each rank stores its part.
 
@@ -58,6 +63,7 @@ def distribute_tensor(
         sizes: for each mesh dim the sizes of its shards, or None for chunks.
         src: the rank, by its index in `mesh.mesh.flatten()`, that sends each rank its part. None: all ranks have the
             same values, and nothing is sent.
+        src_data_rank: DTensor's name of `src`: the same index along every mesh dim.
 
     Raises:
         RuntimeError: the tensor has a graph.
@@ -70,7 +76,11 @@ def distribute_tensor(
             "distribute_tensor takes a leaf tensor; to preserve the autograd graph, use ShardTensor.from_local(x, "
             "mesh).redistribute(mesh, placements)"
         )
-    mesh = device_mesh or current_mesh(tensor.device.type)
+    mesh = as_mesh(device_mesh, tensor.device.type)
+    if src_data_rank is None:
+        src = None
+    elif src_data_rank:
+        src = sum(src_data_rank * prod(mesh.shape[m + 1 :]) for m in range(mesh.ndim))
     spec = make_spec(mesh, placements, tensor.shape, sizes)
     if spec.partial:
         raise ValueError(
@@ -114,6 +124,7 @@ def scatter_tensor(
     Raises:
         ValueError: `global_src` is no rank of the mesh, or has no tensor.
     """
+    mesh = as_mesh(mesh)
     ranks = mesh.mesh.flatten().tolist()
     if global_src not in ranks:
         raise ValueError(f"scatter_tensor: global_src={global_src} is not one of the ranks {ranks} of {mesh}")
@@ -135,6 +146,20 @@ def scatter_tensor(
         assert tensor is not None
         whole = tensor.detach().to(dtype)
     return as_leaf(_sent(whole, spec, src, dtype, device), spec, requires_grad)
+
+
+def shared_by_layers(x: ShardTensor) -> ShardTensor:
+    """Returns `x` as Replicate for layers that shard their results: the gradients of all are reduced once, as a sum.
+
+    Torch refuses to modify the result in place.
+    """
+    whole = x._spec.replicated()
+    local = local_of(x)
+    for step in steps(x._spec, whole, range(whole.mesh.ndim)):
+        local = step(local)
+    result = wrap(graded(local, whole, (Partial(),) * whole.mesh.ndim), whole)
+    result._used = local
+    return result
 
 
 def own_piece(whole: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
@@ -205,7 +230,7 @@ def _spec(
     placements: Sequence[Placement] | None,
     sizes: Sequence[Sequence[int] | None] | None,
 ) -> ShardTensorSpec:
-    return make_spec(device_mesh or current_mesh(), placements, shape, sizes)
+    return make_spec(as_mesh(device_mesh), placements, shape, sizes)
 
 
 def _leaf(
@@ -287,7 +312,7 @@ def arange(
     requires_grad: bool = False,
 ) -> ShardTensor:
     """`torch.arange([start,] end[, step])`, of which each rank stores its part."""
-    mesh = device_mesh or current_mesh()
+    mesh = as_mesh(device_mesh)
     whole = torch.arange(*bounds, dtype=dtype, device=_device(mesh))
     spec = make_spec(mesh, placements, whole.shape, sizes)
     return as_leaf(own_piece(whole, spec).clone(), spec, requires_grad)

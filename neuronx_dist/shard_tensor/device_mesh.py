@@ -8,7 +8,6 @@ give the same object, so that layouts are compared by `is`. Its groups are made 
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,19 +27,18 @@ from ..spmd.watching import active
 from ..torch_internals.fake_tensors import unset_fake_temporarily
 from ..weights import wrappers
 from .bounded import Bounded
+from .torch_mesh import answered_by_torch, mesh_of_torch
 
-__all__ = ["DeviceMesh", "current_mesh", "group_over", "init_device_mesh"]
+__all__ = ["DeviceMesh", "as_mesh", "current_mesh", "group_over", "init_device_mesh"]
 
 _TABLE = "device_meshes"  # of a context
-_FOR_TORCH = (
-    "Functions of torch.distributed (fully_shard, FSDP, DistributedDataParallel, DTensor) take torch's mesh: pass "
-    'mesh.to_torch(), and mesh.to_torch()["dp"] in place of mesh["dp"] (docs/shard-tensor.md, "Composition")'
-)
+_FLATTENED = "flattened dims of device meshes"  # the same: by name, the dims that were merged, the latest first
 _local = threading.local()
 
 
-class DeviceMesh:
-    """A grid of ranks, row-major, for tensors that are placed on it.
+@answered_by_torch
+class DeviceMesh(TorchMesh):
+    """A grid of ranks, row-major, for tensors that are placed on it; torch's functions take it (`torch_mesh.py`).
 
     Args:
         device_type: of the tensors: "cpu", "cuda", "xla", "neuron", or any other that torch knows.
@@ -58,11 +56,11 @@ class DeviceMesh:
         ValueError: ranks that repeat or are none of the job's; names that are not one for each dim.
     """
 
-    device_type: str
-    mesh_dim_names: tuple[str, ...] | None
-    shape: tuple[int, ...]
-    ndim: int
-    mesh: torch.Tensor
+    device_type: str = ""
+    mesh_dim_names: tuple[str, ...] | None = None
+    shape: tuple[int, ...] = ()
+    ndim: int = 0
+    mesh: torch.Tensor = None  # type: ignore[assignment]
     communicators: tuple[Communicator, ...] | None
     plans: Bounded  # of operations on layouts of this mesh, by who computed them
     tables: dict[str, Any]  # other things that live as long as the mesh
@@ -72,6 +70,9 @@ class DeviceMesh:
         with _with_values():
             ranks = torch.as_tensor(mesh, dtype=torch.int64, device="cpu")
         return _interned(device_type, ranks, None if mesh_dim_names is None else tuple(mesh_dim_names))
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: equal arguments return one object."""
 
     @classmethod
     def from_axes(cls, axes: Axis = "world", *, device_type: str = "cpu") -> DeviceMesh:
@@ -84,7 +85,7 @@ class DeviceMesh:
         names = (axes,) if isinstance(axes, str) else axes
         sizes = [context.mesh.size(name) for name in names]
         with _with_values():
-            ranks = torch.tensor(context.mesh.group_of(axes, concrete(context.rank))).view(sizes)
+            ranks = torch.tensor(context.mesh.group_of(axes, concrete(context.rank)), device="cpu").view(sizes)
         return _interned(device_type, ranks, tuple(names), names)
 
     @classmethod
@@ -93,16 +94,19 @@ class DeviceMesh:
         return cls(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
 
     def to_torch(self) -> Any:
-        """Returns this mesh as a `torch.distributed.DeviceMesh`, made once. All ranks of the world call it."""
+        """Returns this mesh as a plain `torch.distributed.DeviceMesh` over the same process groups, made once.
+
+        A part of a mesh is one in torch, too: `mesh["dp"].to_torch()` is `mesh.to_torch()["dp"]`.
+        """
         if "torch" not in self.tables:
-            self.tables["torch"] = TorchMesh(self.device_type, self.mesh, mesh_dim_names=self.mesh_dim_names)
+            self.tables["torch"] = mesh_of_torch(self, *self.tables.get("part of", (None, ())))
         return self.tables["torch"]
 
-    def size(self, mesh_dim: int | None = None) -> int:
+    def size(self, mesh_dim: int | str | None = None) -> int:
         """Number of ranks along one dim, or of the mesh."""
-        return prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
+        return prod(self.shape) if mesh_dim is None else self.shape[self._index(mesh_dim)]
 
-    def get_coordinate(self) -> list[int] | None:
+    def get_coordinate(self) -> list[int] | None:  # type: ignore[override]
         """Returns this rank's index along each dim; None for a rank outside of the mesh."""
         return None if self.communicators is None else [communicator.rank for communicator in self.communicators]
 
@@ -158,9 +162,7 @@ class DeviceMesh:
 
         Raises:
             RuntimeError: ranks have no process groups (they are threads, or are played): use `communicator`.
-            TypeError: torch asks, as `fully_shard` does, which would fail later on a mesh that is not torch's.
         """
-        self._refuse_torch()
         backend = _context().backend
         group = backend.process_group(self.communicator(mesh_dim))
         if isinstance(group, Communicator):
@@ -172,19 +174,27 @@ class DeviceMesh:
 
     def get_all_groups(self) -> list[Any]:
         """Returns the torch ProcessGroup along each dim; errors are those of `get_group`."""
-        self._refuse_torch()
         return [self.get_group(m) for m in range(self.ndim)]
 
-    def _refuse_torch(self) -> None:
-        if sys._getframe(2).f_globals.get("__name__", "").startswith("torch.distributed."):
-            raise TypeError(f"{self} is a mesh of neuronx_dist. {_FOR_TORCH}")
-
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"a DeviceMesh of neuronx_dist has no attribute {name!r}. {_FOR_TORCH}", name=name)
+        if name.startswith("__") or not name.startswith("_"):
+            raise AttributeError(f"a DeviceMesh of neuronx_dist has no attribute {name!r}", name=name)
+        return getattr(self.to_torch(), name)  # of torch's functions
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, DeviceMesh) or not isinstance(other, TorchMesh):
+            return self is other
+        return bool(self.to_torch() == other)
+
+    __hash__ = object.__hash__
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
-        """Returns this rank's part of the mesh along some of its dims."""
+        """Returns this rank's part of the mesh along some of its dims; one name may be that of a `_flatten`."""
         chosen = (names,) if isinstance(names, str) else tuple(names)
+        if len(chosen) == 1 and chosen[0] not in (self.mesh_dim_names or ()):
+            for merged in _context().extras.get(_FLATTENED, {}).get(chosen[0], ()):
+                if {*merged} <= {*(self.mesh_dim_names or ())}:
+                    return self[merged]._flatten(chosen[0])
         dims = [self._index(name) for name in chosen]
         coordinate = self.get_coordinate()
         if coordinate is None:
@@ -192,7 +202,49 @@ class DeviceMesh:
         index = tuple(slice(None) if dim in dims else coordinate[dim] for dim in range(self.ndim))
         sorted_dims = sorted(dims)
         ranks = self.mesh[index].permute([sorted_dims.index(dim) for dim in dims])
-        return _interned(self.device_type, ranks, chosen, [self.communicator(dim) for dim in dims])
+        result = _interned(self.device_type, ranks, chosen, [self.communicator(dim) for dim in dims])
+        if result is not self:
+            result.tables.setdefault("part of", (self, chosen))
+        return result
+
+    def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:  # type: ignore[override]
+        """Returns the mesh with its dims merged into one, row-major, so that `mesh[mesh_dim_name]` is it from now on.
+
+        Args:
+            mesh_dim_name: None: the names of the dims, as "dp_cp".
+
+        Raises:
+            ValueError: the dims have no names.
+        """
+        if self.mesh_dim_names is None:
+            raise ValueError(f"{self}: _flatten needs mesh_dim_names")
+        name = mesh_dim_name or "_".join(self.mesh_dim_names)
+        if self.mesh_dim_names == (name,):
+            return self
+        merged = _context().extras.setdefault(_FLATTENED, {}).setdefault(name, [])
+        if self.mesh_dim_names not in merged:
+            merged.insert(0, self.mesh_dim_names)
+        return _interned(self.device_type, self.mesh.flatten(), (name,))
+
+    def _unflatten(  # type: ignore[override]
+        self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str]
+    ) -> DeviceMesh:
+        """Returns the mesh with one dim as several, row-major.
+
+        Raises:
+            ValueError: the sizes do not make up the dim, or are not as many as the names; the dims have no names.
+        """
+        dim, sizes = self._index(dim), tuple(mesh_sizes)
+        if self.mesh_dim_names is None or len(sizes) != len(mesh_dim_names) or prod(sizes) != self.shape[dim]:
+            raise ValueError(
+                f"{self}: _unflatten needs mesh_dim_names, and sizes whose product is {self.shape[dim]}, one for each "
+                f"new name; sizes are {sizes}, names {tuple(mesh_dim_names)}"
+            )
+        names = (*self.mesh_dim_names[:dim], *mesh_dim_names, *self.mesh_dim_names[dim + 1 :])
+        ranks = self.mesh.reshape(*self.shape[:dim], *sizes, *self.shape[dim + 1 :])
+        known = self.communicators
+        groups = None if known is None else [*known[:dim], *[None] * len(sizes), *known[dim + 1 :]]
+        return _interned(self.device_type, ranks, names, groups)
 
     def _index(self, mesh_dim: int | str | None) -> int:
         if mesh_dim is None:
@@ -244,7 +296,14 @@ def init_device_mesh(
             "sizes must equal the number of ranks; one size may be -1 if the product of the others divides that "
             "number"
         )
-    return DeviceMesh(device_type, torch.arange(world).view(shape), mesh_dim_names=mesh_dim_names)
+    return DeviceMesh(device_type, torch.arange(world, device="cpu").view(shape), mesh_dim_names=mesh_dim_names)
+
+
+def as_mesh(mesh: Any, device_type: str = "cpu") -> DeviceMesh:
+    """Returns torch's mesh as one of this package; None: `current_mesh`."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    return current_mesh(device_type) if mesh is None else DeviceMesh.from_torch(mesh)
 
 
 def current_mesh(device_type: str = "cpu") -> DeviceMesh:
@@ -302,7 +361,7 @@ def _interned(
     device_type: str,
     ranks: torch.Tensor,
     names: tuple[str, ...] | None,
-    groups: Sequence[Axis | Communicator] | None = None,
+    groups: Sequence[Axis | Communicator | None] | None = None,
 ) -> DeviceMesh:
     """Returns the one mesh of these ranks and names in this context. `groups`: along each dim, if known."""
     wrappers.watch_wrappers()
@@ -316,7 +375,7 @@ def _known(
     device_type: str,
     ranks: torch.Tensor,
     names: tuple[str, ...] | None,
-    groups: Sequence[Axis | Communicator] | None,
+    groups: Sequence[Axis | Communicator | None] | None,
 ) -> DeviceMesh:
     if ranks.ndim == 0:
         ranks = ranks.view(1)
@@ -339,10 +398,12 @@ def _known(
         mesh.shape, mesh.ndim = tuple(ranks.shape), ranks.ndim
     # A check plays another rank with what one has made: groups, plans and layouts are those of the rank that asks.
     mesh._of_rank, mesh.plans, mesh.tables = rank, Bounded(), {}
-    if groups is None:
-        groups = [_group(context, ranks, dim, names) for dim in range(ranks.ndim)]  # type: ignore[misc]
-    whole = all(group is not None for group in groups)
-    mesh.communicators = tuple(context.communicator(group) for group in groups) if whole else None
+    along = [
+        _group(context, ranks, dim, names) if group is None else group
+        for dim, group in enumerate(groups or [None] * ranks.ndim)
+    ]
+    members = [context.communicator(group) for group in along if group is not None]
+    mesh.communicators = tuple(members) if len(members) == ranks.ndim else None
     table[key] = mesh
     return mesh
 

@@ -164,6 +164,10 @@ def inside(
             note(rule.__name__.strip("_"), f"gathers {num_bytes:,} bytes, of {tuple(x.shape)}, at {call_site()}")
     for i, todo in plan.moved:
         local = locals_[i]
+        shared = operands[i]._used if isinstance(operands[i], ShardTensor) else None
+        if shared is not None and used_by(todo[0]) is not None:
+            locals_[i] = shared
+            continue
         for step in todo:
             local = step(local)
         locals_[i] = local

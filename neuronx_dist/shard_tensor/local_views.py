@@ -18,7 +18,7 @@ from .moves.redistribute import redistributed
 from .placements import Partial, Placement, Replicate
 from .spec import ShardTensorSpec, make_spec
 
-__all__ = ["dtensor_of", "local_view", "local_of_dtensor"]
+__all__ = ["dtensor_of", "graded", "local_of_dtensor", "local_view"]
 
 
 class _ReadOnlyView(torch.autograd.Function):
@@ -56,6 +56,24 @@ def local_view(local: torch.Tensor, spec: ShardTensorSpec, grad_placements: Sequ
             raise ValueError(
                 f"to_local: grad_placements has {grad!r} on mesh dim {m}, where the tensor is {placement!r}: "
                 "redistribute() the tensor to the gradient's placement first"
+            )
+    return local
+
+
+def graded(local: torch.Tensor, spec: ShardTensorSpec, grad_placements: Sequence[Placement]) -> torch.Tensor:
+    """Returns a local tensor as one of a layout (I where that is Replicate), whose gradient is of `grad_placements`.
+
+    Raises:
+        ValueError: the gradient is of a layout that cannot be brought to that of the tensor without communication.
+    """
+    wanted = make_spec(spec.mesh, grad_placements, spec.shape, None)
+    for m, (placement, grad) in enumerate(zip(spec.placements, wanted.placements)):
+        if isinstance(placement, Replicate) and isinstance(grad, Partial):
+            local = spmd.reinterpret(local, spec.mesh.communicator(m), src=R, dst=I, expert_mode=True)
+        elif placement != grad and not (isinstance(placement, Partial) and isinstance(grad, Replicate)):
+            raise ValueError(
+                f"from_local: grad_placements has {grad!r} on mesh dim {m}, where the tensor is {placement!r}: leave "
+                "grad_placements out, and redistribute() the ShardTensor"
             )
     return local
 

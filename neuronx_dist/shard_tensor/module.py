@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from .construct import distribute_tensor
-from .device_mesh import DeviceMesh, current_mesh
+from .device_mesh import DeviceMesh, as_mesh
 from .tensor import ShardTensor
 
-__all__ = ["distribute_module"]
+__all__ = ["distribute_module", "ties_kept"]
 
 
 def distribute_module(
@@ -38,14 +39,12 @@ def distribute_module(
         TypeError: a function takes another number of arguments.
         ValueError: `partition_fn` gave two layouts to parameters that were one tensor.
     """
-    mesh = device_mesh or current_mesh()
+    mesh = as_mesh(device_mesh)
     with torch.no_grad():
-        ties = _ties(module)
         if partition_fn is not None:
-            for name, child in module.named_modules():
-                _call(partition_fn, {2: (name, child), 3: (name, child, mesh)}, "partition_fn")
-        for tie in ties:
-            _tie_again(*tie)
+            with ties_kept(module, "distribute_module"):
+                for name, child in module.named_modules():
+                    _call(partition_fn, {2: (name, child), 3: (name, child, mesh)}, "partition_fn")
         replicated: dict[torch.Tensor, torch.Tensor] = {}  # by identity
         for child in module.modules():
             _replicate(child, mesh, replicated)
@@ -86,6 +85,19 @@ def _call(function: Callable[..., Any], arguments: dict[int, tuple[Any, ...]], n
 _Place = tuple[dict[str, Any], str, str]  # a module's parameters or buffers, the name there, and that in the whole
 
 
+@contextmanager
+def ties_kept(module: nn.Module, function: str) -> Iterator[None]:
+    """Makes tensors that were one tensor in several places one again, where they were replaced inside.
+
+    Raises:
+        ValueError: they have different layouts.
+    """
+    ties = _ties(module)
+    yield
+    for tie in ties:
+        _tie_again(*tie, function)
+
+
 def _ties(module: nn.Module) -> list[tuple[torch.Tensor, list[_Place]]]:
     """Returns each tensor that is registered in several places, with these places."""
     places: dict[int, tuple[torch.Tensor, list[_Place]]] = {}
@@ -98,7 +110,7 @@ def _ties(module: nn.Module) -> list[tuple[torch.Tensor, list[_Place]]]:
     return [place for place in places.values() if len(place[1]) > 1]
 
 
-def _tie_again(old: torch.Tensor, places: list[_Place]) -> None:
+def _tie_again(old: torch.Tensor, places: list[_Place], function: str) -> None:
     """Puts the replacement of `old`, which one of its places has, into all of them."""
     new = {full_name: table[name] for table, name, full_name in places if table.get(name) is not None}
     replaced = {full_name: x for full_name, x in new.items() if x is not old}
@@ -110,8 +122,8 @@ def _tie_again(old: torch.Tensor, places: list[_Place]) -> None:
             f"{full_name} {getattr(x, 'placements', 'plain')}" for full_name, x in replaced.items()
         )
         raise ValueError(
-            f"distribute_module: {', '.join(new)} are tied, but partition_fn returned different layouts for them "
-            f"({layouts_text}): use one layout, or untie them first"
+            f"{function}: {', '.join(new)} are tied, but got different layouts ({layouts_text}): use one layout, or "
+            "untie them first"
         )
     first = next(iter(replaced.values()))
     for table, name, full_name in places:

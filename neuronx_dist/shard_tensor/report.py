@@ -8,6 +8,7 @@ because a function has no handler, `predict` the bytes that a plan has, `note` w
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -92,6 +93,14 @@ class Report:
     def bytes(self) -> int:
         """The bytes of all collectives."""
         return sum(entry.call.bytes for entry in self.calls)
+
+    def get_comm_counts(self) -> dict[str, int]:
+        """The number of collectives by verb, as torch's `CommDebugMode` counts its operators."""
+        return dict(Counter(entry.call.verb for entry in self.calls))
+
+    def get_total_counts(self) -> int:
+        """The number of collectives, by the name that `CommDebugMode` has for it."""
+        return self.collectives
 
     def by_op(self) -> dict[str, Total]:
         """The totals of each function, in the order in which they first communicated."""

@@ -15,10 +15,18 @@ from weakref import WeakValueDictionary
 import torch
 
 from .bounded import Bounded
-from .device_mesh import DeviceMesh
+from .device_mesh import DeviceMesh, as_mesh
 from .placements import Partial, Placement, Replicate, Shard, checked_placements
 
-__all__ = ["Offsets", "ShardTensorSpec", "Sizes", "chunk_sizes", "gradient_spec", "make_spec"]
+__all__ = [
+    "Offsets",
+    "ShardTensorSpec",
+    "Sizes",
+    "chunk_sizes",
+    "compute_local_shape_and_global_offset",
+    "gradient_spec",
+    "make_spec",
+]
 
 Sizes = tuple["tuple[int, ...] | None", ...]  # for each mesh dim: of its shards, None where it shards nothing
 
@@ -249,6 +257,14 @@ def gradient_spec(spec: ShardTensorSpec) -> ShardTensorSpec:
         return spec
     placements = tuple(Replicate() if isinstance(placement, Partial) else placement for placement in spec.placements)
     return make_spec(spec.mesh, placements, spec.shape, spec.sizes)
+
+
+def compute_local_shape_and_global_offset(
+    global_shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shape of this rank's chunk of a tensor, and where it begins along each dim."""
+    spec = make_spec(as_mesh(mesh), placements, global_shape)
+    return tuple(spec.local_shape), spec.offsets
 
 
 def chunk_sizes(size: int, count: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import comm
 from ..comm import Communicator
-from .device_mesh import DeviceMesh
+from .device_mesh import DeviceMesh, as_mesh
 from .placements import Replicate
 from .tensor import ShardTensor
 
@@ -32,6 +32,7 @@ def sync_module_over_mesh(module: nn.Module, mesh: DeviceMesh, src_mesh_rank: in
             parameter, or others too.
         RuntimeError: every parameter is a DTensor, as after `fully_shard`; `verify` found a difference.
     """
+    mesh = as_mesh(mesh)
     if not 0 <= src_mesh_rank < mesh.size():
         raise ValueError(
             f"sync_module_over_mesh: src_mesh_rank={src_mesh_rank} is not one of the {mesh.size()} ranks of {mesh}, "

@@ -31,10 +31,10 @@ from ..torch_internals.tensors import (
     refuse_address,
 )
 from . import handlers
-from .device_mesh import DeviceMesh, current_mesh
+from .device_mesh import DeviceMesh, as_mesh
 from .handlers import DISPATCH, FUNCTIONS, UNHANDLED
 from .local_shapes import check_plain, local_spec, weighed
-from .local_views import dtensor_of, local_of_dtensor, local_view
+from .local_views import dtensor_of, graded, local_of_dtensor, local_view
 from .moves.redistribute import moved, nothing_of, redistributed
 from .placements import Placement
 from .spec import Offsets, ShardTensorSpec, gradient_spec, make_spec
@@ -62,6 +62,7 @@ class ShardTensor(torch.Tensor):
     _local: torch.Tensor
     _spec: ShardTensorSpec
     _family: list[ref[ShardTensor]]  # if it is or has a view: all that share its memory
+    _used: torch.Tensor | None = None  # of `construct.shared_by_layers`: `_local` as R, in the same memory
     _foreign: bool  # made while gradients were off: a foreign autograd function may have wanted it a graph
 
     # --- the protocol of torch
@@ -110,6 +111,7 @@ class ShardTensor(torch.Tensor):
         run_check: bool = False,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
     ) -> ShardTensor:
         """Makes a ShardTensor whose part on this rank is `local_tensor`, in its graph.
 
@@ -124,6 +126,8 @@ class ShardTensor(torch.Tensor):
             run_check: False, as DTensor has it by default; True is refused.
             shape: DTensor's name of `global_shape`; "infer" is "chunk" with it.
             stride: accepted for DTensor's programs, without effect: the strides are those of `local_tensor`.
+            grad_placements: what the gradient of `local_tensor` is, where it is not of the layout: Partial for a
+                Replicate tensor whose gradients code before it sums over the ranks.
 
         Raises:
             ValueError: sizes that do not add up, that are not those of this rank's tensor, or, by "infer", dims other
@@ -137,10 +141,12 @@ class ShardTensor(torch.Tensor):
             )
         if shape is not None:
             global_shape, sharding_shapes = shape, "chunk" if sharding_shapes == "infer" else sharding_shapes
-        mesh = device_mesh or current_mesh(local_tensor.device.type)
+        mesh = as_mesh(device_mesh, local_tensor.device.type)
         if not isinstance(sharding_shapes, str):
             local_tensor, placements = weighed(local_tensor, mesh, placements, sharding_shapes)
         spec = local_spec(local_tensor.shape, mesh, placements, sharding_shapes, global_shape)
+        if grad_placements is not None:
+            return wrap(graded(local_tensor, spec, grad_placements), spec)
         return wrap(declared(local_tensor, spec), spec)
 
     @staticmethod
@@ -228,7 +234,7 @@ class ShardTensor(torch.Tensor):
             return converted.redistribute(device_mesh, placements, sizes=sizes, async_op=async_op)
         if placements is None and sizes is not None:
             placements = self._spec.placements
-        target = make_spec(device_mesh or self._spec.mesh, placements, self._spec.shape, sizes)
+        target = make_spec(as_mesh(device_mesh or self._spec.mesh), placements, self._spec.shape, sizes)
         if target is self._spec:
             return self
         if async_op:
@@ -274,7 +280,7 @@ class ShardTensor(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         local = in_layout(value, self._spec)
-        self._local.data = local
+        self._local.data, self._used = local, None
         with DisableTorchFunction():
             _BASE.data.__set__(self, wrap(local.detach(), self._spec))
 

@@ -12,9 +12,11 @@ from neuronx_dist import shard_tensor
 from neuronx_dist.comm import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.shard_tensor import DeviceMesh
-from tests.shard_tensor.support.refusals import REFUSALS
+from tests.shard_tensor.support.name_refusals import NAME_REFUSALS
+from tests.shard_tensor.support.refusals import REFUSALS as OTHER_REFUSALS
 
 TIMEOUT = 60.0
+REFUSALS = OTHER_REFUSALS | NAME_REFUSALS
 FOLDER = Path(shard_tensor.__file__).parent
 
 

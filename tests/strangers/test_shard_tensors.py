@@ -297,13 +297,13 @@ def wrapped(wrapper: str, sharded: bool) -> tuple[str, Weights]:
     module: nn.Module = distribute_module(model(mesh["tp"]), mesh["tp"]) if sharded else drawn()
     try:
         if wrapper == "ddp":
-            module = DistributedDataParallel(module, process_group=mesh.get_group("dp"))
+            module = DistributedDataParallel(module, device_mesh=mesh["dp"])
         elif wrapper == "fsdp1":
             module = FullyShardedDataParallel(
-                module, process_group=mesh.get_group("dp"), device_id=torch.device("cpu"), use_orig_params=True
+                module, device_mesh=mesh["dp"], device_id=torch.device("cpu"), use_orig_params=True
             )
         else:
-            fully_shard(module, mesh=mesh.to_torch()["dp"])
+            fully_shard(module, mesh=mesh["dp"])
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         for step in range(3):
             x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
@@ -321,26 +321,7 @@ def wrapped(wrapper: str, sharded: bool) -> tuple[str, Weights]:
     }
 
 
-def wrapped_over_our_mesh(wrapper: str) -> str:
-    mesh = DeviceMesh.from_axes(("dp", "tp"))["dp"]
-    wrappers: dict[str, Callable[[], Any]] = {
-        "ddp": lambda: DistributedDataParallel(drawn(), device_mesh=mesh),
-        "fsdp1": lambda: FullyShardedDataParallel(drawn(), device_mesh=mesh, device_id=torch.device("cpu")),
-        "fully_shard": lambda: fully_shard(drawn(), mesh=mesh),
-    }
-    with pytest.raises((TypeError, AttributeError)) as caught:
-        wrappers[wrapper]()
-    return str(caught.value)
-
-
 WRAPPERS = ["ddp", "fsdp1", "fully_shard"]
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_our_mesh_is_refused_with_the_way(wrapper):
-    for message in processes(4).run(wrapped_over_our_mesh, wrapper, mesh={"tp": 2}):
-        assert 'pass mesh.to_torch(), and mesh.to_torch()["dp"] in place of mesh["dp"]' in message
 
 
 @pytest.mark.process

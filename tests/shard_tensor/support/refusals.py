@@ -167,11 +167,11 @@ REFUSALS = {
         ValueError,
         "must be equal, but the ranks have",
     ),
-    "an attribute that a mesh has not": (lambda mesh: mesh.no_such, AttributeError, r"'no_such'. .*mesh.to_torch\(\)"),
-    "a mesh of this package for fully_shard": (
+    "an attribute that a mesh has not": (lambda mesh: mesh.no_such, AttributeError, "has no attribute 'no_such'"),
+    "threads for fully_shard": (
         lambda mesh: fully_shard(nn.Linear(2, 2), mesh=mesh),
-        TypeError,
-        r"is a mesh of neuronx_dist. .*pass mesh.to_torch\(\)",
+        RuntimeError,
+        r"no process group on the backend .*: pass mesh.communicator\(",
     ),
     "a placement too many": (
         lambda mesh: distribute_tensor(torch.ones(4), mesh, [Shard(0), Replicate()], src=None),
