@@ -141,7 +141,7 @@ def own_piece(whole: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
     """Returns this rank's part of a whole tensor, as a view."""
     if spec.mesh.communicators is None:
         return whole.reshape(-1)[:0].view(spec.local_shape)
-    for _, dim in spec.sharded:
+    for dim in spec.mesh_dim_of:
         whole = whole.narrow(dim, spec.offsets[dim], spec.local_shape[dim])
     return whole
 
@@ -160,6 +160,9 @@ def _sent(
     One mesh dim after the other: after each, the ranks that differ from `src` along the dims so far have their parts
     along these.
     """
+    if spec.merged is not None:
+        src = spec.merged.mesh.mesh.flatten().tolist().index(spec.mesh.mesh.flatten()[src].item())
+        spec = spec.merged
     mesh = spec.mesh
     coordinate, source = mesh.get_coordinate(), list(mesh.coordinate_of(src))
     if coordinate is None:

@@ -12,6 +12,7 @@ from .. import spmd
 from ..spmd import I, R
 from ..spmd.watching import active
 from ..torch_internals.autograd import apply_without_transforms
+from ..torch_internals.distributed import splits_in_order
 from .device_mesh import DeviceMesh
 from .local_shapes import local_spec
 from .moves.redistribute import redistributed
@@ -61,7 +62,16 @@ def local_view(local: torch.Tensor, spec: ShardTensorSpec, grad_placements: Sequ
 
 
 def local_of_dtensor(x: DTensor) -> tuple[torch.Tensor, ShardTensorSpec]:
-    """Returns the local tensor of a torch DTensor, and its layout."""
+    """Returns the local tensor of a torch DTensor, and its layout.
+
+    Raises:
+        ValueError: mesh dims split a tensor dim in another order than theirs.
+    """
+    if not splits_in_order(x):
+        raise ValueError(
+            f"from_dtensor: {x.placements} of shape {tuple(x.shape)} splits a dim over mesh dims in another order than "
+            "theirs: redistribute() the DTensor to Replicate on one of them first"
+        )
     mesh = DeviceMesh.from_torch(x.device_mesh)
     local = x.to_local()
     spec = make_spec(mesh, x.placements, x.shape)

@@ -48,7 +48,7 @@ def checked_placements(
     """Returns placements with dims counted from the front; None: replicated along every mesh dim.
 
     Raises:
-        ValueError: not one for each mesh dim; a dim that the tensor does not have; one tensor dim on two mesh dims.
+        ValueError: not one for each mesh dim; a dim that the tensor does not have.
     """
     if placements is None:
         return (_REPLICATE,) * mesh_ndim
@@ -58,7 +58,6 @@ def checked_placements(
             f"placements {list(placements)} has {len(placements)} entries for a mesh of {mesh_ndim} dims; pass one "
             "for each mesh dim"
         )
-    seen: dict[int, int] = {}
     result: list[Placement] = []
     for mesh_dim, placement in enumerate(placements):
         spmd_type(placement)
@@ -68,12 +67,6 @@ def checked_placements(
                 raise ValueError(
                     f"{placement!r} on mesh dim {mesh_dim} is out of range: the tensor has {tensor_ndim} dims"
                 )
-            if dim in seen:
-                raise ValueError(
-                    f"placements {list(placements)}: tensor dim {dim} is sharded on mesh dims {seen[dim]} and "
-                    f"{mesh_dim}; shard it on only one of them, or on a mesh that merges them into one dim"
-                )
-            seen[dim] = mesh_dim
             placement = Shard(dim)
         result.append(placement)
     return tuple(result)

@@ -23,7 +23,7 @@ from ...torch_internals.autograd import apply_without_transforms
 from ..bounded import Bounded
 from ..device_mesh import DeviceMesh
 from ..placements import Partial, Placement, Replicate, Shard
-from ..spec import ShardTensorSpec, gradient_spec
+from ..spec import ShardTensorSpec, gradient_spec, on_merged
 from ..typed import laid_out
 from . import one_dim as moves
 from .extremes import extreme
@@ -115,7 +115,9 @@ def steps(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int] = 
             f"redistribute: a tensor of shape {tuple(spec.shape)} cannot have a layout of shape {tuple(target.shape)}"
         )
     if spec.mesh is not target.mesh:
-        return _to_another_mesh(spec, target, used)
+        return _by_one_exchange(spec, target, used)
+    if spec.merged is not None or target.merged is not None:
+        return _on_merged_mesh(spec, target, used)
     if spec.mesh.communicators is None:
         return (partial(nothing_of, shape=target.local_shape),)
     table = spec.mesh.tables.setdefault("steps", Bounded())
@@ -313,8 +315,17 @@ def _scaled(x: torch.Tensor, group: Communicator, divide: bool) -> torch.Tensor:
     return x * (1 / comm.size(group)) if divide else x * comm.size(group)
 
 
-def _to_another_mesh(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int]) -> tuple[Step, ...]:
-    """Returns the steps to another mesh: one exchange; a Partial maximum is reduced before it, on its mesh."""
+def _on_merged_mesh(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int]) -> tuple[Step, ...]:
+    """Returns the steps on the mesh that merges mesh dims which shard one tensor dim; else one exchange."""
+    for layout in (spec, target):
+        source, aim = on_merged(spec, layout.groups), on_merged(target, layout.groups)
+        if source is not None and aim is not None:
+            return steps(source, aim, [i for i, group in enumerate(layout.groups) if {*group} & {*used}])
+    return _by_one_exchange(spec, target, used)
+
+
+def _by_one_exchange(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int]) -> tuple[Step, ...]:
+    """Returns one exchange of all ranks, also to another mesh; a Partial maximum is reduced before it, on its mesh."""
     if used:
         raise ValueError(
             f"an operand on {spec.mesh} cannot be combined with operands on {target.mesh}: redistribute() it first"

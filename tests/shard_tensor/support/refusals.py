@@ -625,9 +625,21 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
     ),
     (lambda mesh: spmd_type(Partial("product")), ValueError, "has no SPMD type"),
     (
-        lambda mesh: distribute_tensor(torch.ones(8), _two_dims(), [Shard(0), Shard(0)], src=None),
+        lambda mesh: distribute_tensor(torch.ones(8), DeviceMesh("cpu", [[0]]), [Shard(0), Shard(0)], src=None),
         ValueError,
-        "tensor dim 0 is sharded on mesh dims 0 and 1; shard it on only one of them",
+        "a group over several of its dims needs all of these",
+    ),
+    (
+        lambda mesh: distribute_tensor(
+            torch.ones(8), _two_dims(), [Shard(0), Shard(0)], sizes=[(4, 4), (3, 5)], src=None
+        ),
+        ValueError,
+        r"on mesh dims \(0, 1\) must be equal: all of them shard dim 0",
+    ),
+    (
+        lambda mesh: partition_spec(distribute_tensor(torch.ones(8), _two_dims(), [Shard(0), Shard(0)], src=None)._spec),
+        ValueError,
+        "shards one tensor dim on several mesh dims",
     ),
     (lambda mesh: knn(x(mesh), torch.ones(3, 5), 1), ValueError, r"must be \[n, d\] and \[m, d\]"),
     (lambda mesh: knn(x(mesh), torch.ones(3, 6), 8), ValueError, "k=8 of 7 points"),
