@@ -14,6 +14,7 @@ import torch
 
 from .. import accelerator, comm
 from .device_mesh import DeviceMesh, current_mesh
+from .merged_mesh import number_in
 from .placements import Placement, Shard
 from .spec import ShardTensorSpec, make_spec
 from .tensor import ShardTensor, as_leaf, gradient_spec, wrap
@@ -161,8 +162,7 @@ def _sent(
     along these.
     """
     if spec.merged is not None:
-        src = spec.merged.mesh.mesh.flatten().tolist().index(spec.mesh.mesh.flatten()[src].item())
-        spec = spec.merged
+        src, spec = number_in(spec.mesh, spec.groups, src), spec.merged
     mesh = spec.mesh
     coordinate, source = mesh.get_coordinate(), list(mesh.coordinate_of(src))
     if coordinate is None:

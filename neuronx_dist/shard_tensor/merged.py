@@ -10,7 +10,8 @@ first: those, or the tensors on merged dims, whichever are fewer bytes. The repo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 from ..comm import current
@@ -24,7 +25,7 @@ from .report import note
 from .spec import ShardTensorSpec, gradient_spec, make_spec, of_merged, on_merged
 from .tensor import MergedShardTensor, ShardTensor, local_of, wrap, wrap_view, written
 
-__all__: list[str] = []
+__all__ = ["on_single_mesh_dims"]
 
 _ROOM = __package__ or ""
 _AS_THEY_ARE = frozenset(f"{_ROOM}.ops.{name}" for name in ("queries", "optimizers", "collectives"))
@@ -38,6 +39,18 @@ def on_merged_mesh(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if func in foreach_functions and len(args[0]) > 1:
         return _by_item(func, args, kwargs)
     return _computed(handler, func, types, args, kwargs)
+
+
+def on_single_mesh_dims(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for a function that torch does not dispatch: it is called with each tensor dim on one mesh dim."""
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, MergedShardTensor) for x in (*args, *kwargs.values())):
+            return _computed(lambda func, types, args, kwargs: function(*args, **kwargs), function, (), args, kwargs)
+        return function(*args, **kwargs)
+
+    return called
 
 
 def _dispatched(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -66,13 +79,13 @@ def _computed(handler: Handler, func: Any, types: Any, args: Any, kwargs: Any) -
         raise other_mesh(mesh, others[0])
     if active() is not None and any(current().mesh.axis_of(group.ranks) is None for group in mesh.communicators or ()):
         raise NotImplementedError(
-            f"the type checker follows a tensor dim on several mesh dims where these are axes of the job: {mesh} has "
-            "others; use DeviceMesh.from_axes"
+            f"the type checker follows a tensor dim on several mesh dims where these are axes of the job: a mesh of "
+            f"{mesh.shape} has others; use DeviceMesh.from_axes"
         )
     name = getattr(func, "__name__", str(func))
-    first = args[0] if args and _writes(name, kwargs) and isinstance(args[0], ShardTensor) else None
-    fixed = [x._spec for x in (first, kwargs.get("out")) if isinstance(x, ShardTensor)]
-    groups, moves = _plan(specs, tuple(x.element_size() for x in operands), tuple(fixed))
+    writes = kwargs.get("out", args[0] if args and _writes(name, kwargs) else None)
+    fixed = writes._spec if isinstance(writes, ShardTensor) else None
+    groups, moves = _plan(specs, tuple(x.element_size() for x in operands), fixed)
     merged: list[ShardTensor] = []
     for x, target in zip(operands, moves):
         source = x
@@ -119,13 +132,13 @@ def _writes(name: str, kwargs: Any) -> bool:
 
 
 def _plan(
-    specs: tuple[ShardTensorSpec, ...], item_sizes: tuple[int, ...], fixed: tuple[ShardTensorSpec, ...]
+    specs: tuple[ShardTensorSpec, ...], item_sizes: tuple[int, ...], fixed: ShardTensorSpec | None
 ) -> tuple[Groups, tuple[ShardTensorSpec, ...]]:
     """Returns the groups of mesh dims that are merged, and the layout to which each operand moves before.
 
     Args:
         item_sizes: bytes of an element of each operand.
-        fixed: layouts of operands that are written, and so do not move.
+        fixed: layout of an operand that is written, and so does not move.
     """
     mesh = specs[0].mesh
     key = (_plan, specs, item_sizes, fixed)
@@ -138,13 +151,8 @@ def _plan(
             spec.shape.numel() * size for spec, size in zip(specs, item_sizes) if on_merged(spec, groups) is None
         )
         for groups in dict.fromkeys((*(spec.groups for spec in specs if spec.merged is not None), alone))
-        if all(on_merged(spec, groups) is not None for spec in fixed)
+        if fixed is None or on_merged(fixed, groups) is not None
     }
-    if not costs:
-        raise ValueError(
-            f"operands are written in layouts {[list(spec.placements) for spec in fixed]}, which have no mesh in common "
-            "on which each dim is sharded once: redistribute() one of them"
-        )
     groups = min(costs, key=costs.__getitem__)
     plan = mesh.plans[key] = groups, tuple(_moved(spec, groups, specs) for spec in specs)
     return plan

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from math import prod
 
 from .. import comm
+from ..spmd import no_typecheck
+from ..torch_internals.fake_tensors import unset_fake_temporarily
 from .device_mesh import DeviceMesh
 from .placements import Placement, Shard
 
-__all__ = ["Groups", "groups_of", "has_all_ranks", "merged_mesh"]
+__all__ = ["Groups", "groups_of", "has_all_ranks", "merged_mesh", "number_in"]
 
 Groups = tuple[tuple[int, ...], ...]  # mesh dims by the dim of the merged mesh that they are
 
@@ -50,9 +52,18 @@ def merged_mesh(mesh: DeviceMesh, groups: Groups) -> DeviceMesh:
                 f"{comm.current().mesh.world_size} ranks, and a group over several of its dims needs all of these; "
                 "shard the dim on one mesh dim, or on a mesh that merges them into one dim"
             )
-        ranks = mesh.mesh.permute([m for group in groups for m in group])
         names = mesh.mesh_dim_names and tuple("_".join(mesh.mesh_dim_names[m] for m in group) for group in groups)
         shape = [prod(mesh.shape[m] for m in group) for group in groups]
-        table[groups] = DeviceMesh(mesh.device_type, ranks.reshape(shape), mesh_dim_names=names)
+        with no_typecheck(), unset_fake_temporarily():
+            ranks = mesh.mesh.permute([m for group in groups for m in group]).reshape(shape)
+        table[groups] = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
     result: DeviceMesh = table[groups]
+    return result
+
+
+def number_in(mesh: DeviceMesh, groups: Groups, number: int) -> int:
+    """Returns the number in the merged mesh of the rank `mesh.mesh.flatten()[number]`."""
+    coordinate, result = mesh.coordinate_of(number), 0
+    for m in (m for group in groups for m in group):
+        result = result * mesh.shape[m] + coordinate[m]
     return result

@@ -15,10 +15,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 
 from neuronx_dist import comm, spmd
 from neuronx_dist.comm import CommError
+from neuronx_dist.comm.scopes import as_rank
+from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers.autograd_linear import RowLinear, call
 from neuronx_dist.parallel_layers.embedding import ParallelEmbedding
 from neuronx_dist.parallel_layers.loss_functions import parallel_cross_entropy
@@ -75,6 +77,28 @@ def _dtensor():
     whole = torch.ones(7, 6)
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     return DTensor(whole, DTensorSpec(mesh, (Replicate(),), tensor_meta=meta), requires_grad=False)
+
+
+def _split_in_another_order():
+    """A DTensor whose dim is split by mesh dim 1 first."""
+    mesh = TorchMesh("cpu", [[0]], _init_backend=False, _rank=0)
+    meta = TensorMeta(torch.Size((7, 6)), (6, 1), torch.float32)
+    order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
+    spec = DTensorSpec(mesh, (Shard(0), Shard(0)), tensor_meta=meta, shard_order=order)
+    return DTensor(torch.ones(7, 6), spec, requires_grad=False)
+
+
+def _on_two_mesh_dims(ranks):
+    """A tensor with a dim on two mesh dims."""
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("data", "domain"))
+    return distribute_tensor(torch.ones(8, 2), mesh, [Shard(0), Shard(0)], src=None)
+
+
+def _checked_off_the_axes(mesh):
+    with as_rank(Mesh(4), mesh.get_rank()):
+        y = _on_two_mesh_dims([[0, 1], [2, 3]])
+        with spmd.SpmdTypeMode():
+            y * 2
 
 
 def _synchronised_alone(mesh):
@@ -641,6 +665,25 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         ValueError,
         "shards one tensor dim on several mesh dims",
     ),
+    (lambda mesh: _on_two_mesh_dims([[0, 1]]) + x(mesh, 4, 4, shape=(8, 2)), ValueError, "operands are on two meshes"),
+    (_checked_off_the_axes, NotImplementedError, "where these are axes of the job"),
+    (
+        lambda mesh: F.batch_norm(
+            _on_two_mesh_dims([[0, 1]]),
+            *(distribute_tensor(torch.ones(2), _two_dims(), [Replicate(), Shard(0)], src=None) for _ in range(2)),
+            training=True,
+        ),
+        RuntimeError,
+        r"batch_norm wrote to a copy of a tensor of \[Replicate\(\), Shard\(dim=0\)\]",
+    ),
+    (
+        lambda mesh: distribute_tensor(
+            torch.ones(4, 4), DeviceMesh("cpu", [[[0]], [[1]]]), [Shard(0), Shard(1), Shard(0)], src=None
+        ).flatten(),
+        NotImplementedError,
+        r"over dims \[0, 2, 1\] of .*, in this order",
+    ),
+    (lambda mesh: ShardTensor.from_dtensor(_split_in_another_order()), ValueError, "in another order than theirs"),
     (lambda mesh: knn(x(mesh), torch.ones(3, 5), 1), ValueError, r"must be \[n, d\] and \[m, d\]"),
     (lambda mesh: knn(x(mesh), torch.ones(3, 6), 8), ValueError, "k=8 of 7 points"),
     (lambda mesh: knn(x(mesh), x(DeviceMesh("cpu", [1, 0])), 1), ValueError, "operands are on"),
