@@ -26,6 +26,7 @@ from ..placements import Partial, Placement, Replicate, Shard
 from ..spec import ShardTensorSpec, gradient_spec, on_merged
 from ..typed import laid_out
 from . import one_dim as moves
+from .exchange import linked
 from .extremes import extreme
 from .other_mesh import moved_to_mesh
 
@@ -239,6 +240,15 @@ def _as_summand(x: torch.Tensor, group: Communicator) -> torch.Tensor:
     return spmd.convert(x, group, src=I, dst=P, expert_mode=True)
 
 
+def _as_factor(x: torch.Tensor, group: Communicator) -> torch.Tensor:
+    """Returns `x` on the first rank of the group and ones, in the graph of `x`, on the others."""
+    return x if int(group.rank) == 0 else linked(torch.ones_like(x), x)
+
+
+def _product(x: torch.Tensor, group: Communicator) -> torch.Tensor:
+    return moves.gather_each(x, group).prod(0)
+
+
 def _blocked(placements: Sequence[Placement], wanted: Placement, mesh_dim: int) -> bool:
     return isinstance(wanted, Shard) and any(
         isinstance(other, Shard) and other.dim == wanted.dim for m, other in enumerate(placements) if m != mesh_dim
@@ -282,8 +292,10 @@ def _along(
         if isinstance(dst, Shard):
             assert dst_sizes is not None
             return [partial(moves.split, communicator=group, dim=dst.dim, sizes=dst_sizes)]
-        if _op(dst) == "max":  # of equal values, each of which has its share of the gradient
+        if _op(dst) in ("max", "min"):  # of equal values, each of which has its share of the gradient
             return [partial(_used, mesh=mesh, mesh_dims=(mesh_dim,))]
+        if _op(dst) == "product":
+            return [partial(_used, mesh=mesh, mesh_dims=(mesh_dim,)), partial(_as_factor, group=group)]
         summand: list[Step] = [partial(_as_summand, group=group)]
         return summand if _op(dst) == "sum" else [*summand, partial(_scaled, group=group, divide=False)]
     if isinstance(dst, Partial):
@@ -293,8 +305,9 @@ def _along(
             return [partial(_scaled, group=group, divide=_op(src) == "avg")]
         whole = _along(mesh, mesh_dim, src, None, _REPLICATE, None, False)
         return whole + _along(mesh, mesh_dim, _REPLICATE, None, dst, None, False)
-    if _op(src) == "max":
-        reduced: list[Step] = [partial(extreme, dims=(), groups=(group,), op="max")]
+    if _op(src) in ("max", "min", "product"):
+        reduce = partial(_product, group=group) if _op(src) == "product" else None
+        reduced: list[Step] = [reduce or partial(extreme, dims=(), groups=(group,), op=_op(src))]
         return reduced + _along(mesh, mesh_dim, _REPLICATE, None, dst, dst_sizes, used)
     if _op(src) == "avg":
         summed = _along(mesh, mesh_dim, Partial(), None, dst, dst_sizes, used)

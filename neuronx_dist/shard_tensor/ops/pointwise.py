@@ -15,6 +15,7 @@ from ...torch_internals.tensors import foreach_functions
 from ..handlers import FUNCTIONS, UNHANDLED, sharded
 from ..labels import inside, rule_of
 from ..moves.redistribute import check_is_no_copy, redistributed
+from ..partials import kept
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, gradient_spec, local_of, wrap, written
 
@@ -27,6 +28,9 @@ def aligned(*shapes: torch.Size | None) -> Spec:
 
 
 def _pointwise(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    parts = kept(func, args, kwargs)
+    if parts is not None:
+        return wrap(func(*parts[0], **kwargs), parts[1])
     locals_, keywords, spec = _operands(args, kwargs, None)
     return wrap(func(*locals_, **keywords), spec)
 
@@ -50,6 +54,11 @@ def check_writable(name: str, x: torch.Tensor) -> None:
 
 def _in_place(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
+    parts = kept(func, args, kwargs) if isinstance(x, ShardTensor) and x._spec.partial else None
+    if parts is not None and parts[1] is x._spec:
+        check_is_no_copy(func.__name__, x._local)
+        func(*parts[0], **kwargs)
+        return written(x)
     check_writable(func.__name__, x)
     locals_, keywords, _ = _operands(args, kwargs, x._spec)
     func(*locals_, **keywords)

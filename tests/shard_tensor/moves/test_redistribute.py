@@ -54,7 +54,7 @@ def test_all_pairs(shape):
 def on_two_mesh_dims(mesh):
     """From sums and maxima to a dim on two mesh dims, and back: the same values and gradients."""
     twice = [Shard(0), Shard(0)]
-    for op, src, split in itertools.product(("sum", "avg", "max"), ("PP", "PR", "RP", "SP", "PS"), SPLITS):
+    for op, src, split in itertools.product(("sum", "avg", "max", "min", "product"), ("PP", "PR", "RP", "SP", "PS"), SPLITS):
         layout = [{"P": Partial(op), "R": Replicate(), "S": Shard(1)}[letter] for letter in src]
         a = distribute_tensor(whole().requires_grad_(), mesh, src=None)
         b = a.redistribute(placements=layout)
@@ -94,7 +94,7 @@ def test_sums(count):
 
 
 def replicate_to_partial(mesh):
-    for op in ("sum", "avg", "max"):
+    for op in ("sum", "avg", "max", "min", "product"):
         a = distribute_tensor(whole().requires_grad_(), mesh, src=None)
         b = a.redistribute(placements=[Partial(op)])
         assert b.placements == (Partial(op),)
@@ -123,7 +123,7 @@ def test_a_partial_maximum_is_never_added():
 
 def other_partials(mesh):
     number = mesh.get_rank() + 1.0
-    values = {"sum": 6.0, "avg": 2.0, "max": 3.0}
+    values = {"sum": 6.0, "avg": 2.0, "max": 3.0, "min": 1.0, "product": 6.0}
     for src, dst in itertools.permutations(values, 2):
         x = ShardTensor.from_local(torch.full((2,), number, requires_grad=True), mesh, [Partial(src)])
         y = x.redistribute(placements=[Partial(dst)])

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 
 from neuronx_dist import comm, spmd
@@ -647,7 +648,7 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         ValueError,
         "output_padding 2 must be smaller",
     ),
-    (lambda mesh: spmd_type(Partial("product")), ValueError, "has no SPMD type"),
+    (lambda mesh: spmd_type(_StridedShard(0, split_factor=2)), ValueError, "has no SPMD type"),
     (
         lambda mesh: distribute_tensor(torch.ones(8), DeviceMesh("cpu", [[0]]), [Shard(0), Shard(0)], src=None),
         ValueError,
