@@ -8,6 +8,7 @@ handlers.py      how functions get handlers; the recipe         labels.py       
 fallback.py      functions without a handler                    free_labels.py  calls on shards, if they are independent
 typed.py         declarations for the type checker              report.py       the communication, by function
 view_layouts.py  layouts in which dims are split and merged
+partials.py      functions that are exact on each rank's part    outside.py      ranks outside of a tensor's mesh
 merged_mesh.py   one tensor dim on several mesh dims             merged.py       its functions, on a mesh that merges them
 module.py        distribute_module                              manager.py      DistributedManager
 checkpoint.py    torch.distributed.checkpoint                   bounded.py      tables of plans, of limited size
@@ -20,7 +21,7 @@ ops/             the handlers of torch's functions, one family a file
 """
 
 from ..call_site import hide
-from . import awaited, checkpoint, merged, ops
+from . import awaited, checkpoint, merged, ops, outside
 from .construct import distribute_tensor, scatter_tensor
 from .device_mesh import DeviceMesh, init_device_mesh
 from .fallback import fallback, set_fallback
@@ -52,6 +53,7 @@ __all__ = [
     "merged",
     "one_exchange",
     "ops",
+    "outside",
     "promotion_mode",
     "report",
     "scatter_tensor",

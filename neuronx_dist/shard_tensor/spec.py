@@ -49,11 +49,13 @@ class ShardTensorSpec:
         mesh_dim_of: tensor dim -> mesh dim, of the sharded ones.
         groups: mesh dims that shard one tensor dim together; each other mesh dim by itself.
         merged: the same layout on the mesh that merges each group (`merged_mesh.py`); None where each is one mesh dim.
+        is_ordinary: this rank is in the mesh, and nothing is merged.
     """
 
     __slots__ = (
         "__weakref__",
         "groups",
+        "is_ordinary",
         "local_shape",
         "merged",
         "mesh",
@@ -77,6 +79,7 @@ class ShardTensorSpec:
     mesh_dim_of: Mapping[int, int]
     groups: Groups
     merged: ShardTensorSpec | None
+    is_ordinary: bool
 
     def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, sizes: Sizes) -> None:
         sharded = tuple((m, p.dim) for m, p in enumerate(placements) if isinstance(p, Shard))
@@ -106,6 +109,7 @@ class ShardTensorSpec:
             "local_shape": torch.Size(local),
             "offsets": tuple(offsets),
             "groups": groups,
+            "is_ordinary": coordinate is not None and len(groups) == mesh.ndim,
         }.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "merged", None if len(groups) == mesh.ndim else on_merged(self, groups))

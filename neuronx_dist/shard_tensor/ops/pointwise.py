@@ -14,6 +14,7 @@ from ...rules.spec import elementwise
 from ...torch_internals.tensors import foreach_functions
 from ..handlers import FUNCTIONS, UNHANDLED, sharded
 from ..labels import inside, rule_of
+from ..moves.exchange import linked
 from ..moves.redistribute import check_is_no_copy, redistributed
 from ..partials import kept
 from ..spec import ShardTensorSpec
@@ -87,6 +88,8 @@ def _operands(
     names = [name for name, x in kwargs.items() if isinstance(x, torch.Tensor)]
     tensors = [args[i] for i in positions] + [kwargs[name] for name in names]
     locals_, spec = inside(aligned, tensors, result=result)
+    if spec.mesh.communicators is None:  # of an empty part the operands behind its first dim are broadcast to it
+        locals_ = [x if x.dim() == len(spec.shape) else linked(x.new_ones([1] * x.dim()), x) for x in locals_]
     arguments, keywords = list(args), dict(kwargs)
     for i, local in zip(positions, locals_):
         arguments[i] = local

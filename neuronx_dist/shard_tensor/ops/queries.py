@@ -82,6 +82,7 @@ item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __array__ __d
 
 @sharded(*(getattr(_T, name) for name in _NUMBERS))
 def numbers(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    args[0].device_mesh.communicator(0)  # raises on a rank outside of the mesh, where the number would be that of nothing
     return func(args[0].full_tensor(), *args[1:], **kwargs)
 
 

@@ -95,6 +95,11 @@ def _on_two_mesh_dims(ranks):
     return distribute_tensor(torch.ones(8, 2), mesh, [Shard(0), Shard(0)], src=None)
 
 
+def _outside(mesh):
+    with as_rank(Mesh(4), 2):
+        distribute_tensor(torch.ones(8, 2), DeviceMesh("cpu", [0, 1]), [Shard(0)], src=None).sum()
+
+
 def _checked_off_the_axes(mesh):
     with as_rank(Mesh(4), mesh.get_rank()):
         y = _on_two_mesh_dims([[0, 1], [2, 3]])
@@ -259,7 +264,7 @@ REFUSALS = {
         "positions -4 to 1 are beyond the reflections.*use less padding",
     ),
     "in place on a Partial": (
-        lambda mesh: torch.dot(x(mesh, shape=(6,)), x(mesh, shape=(6,))).mul_(2),
+        lambda mesh: torch.dot(x(mesh, shape=(6,)), x(mesh, shape=(6,))).exp_(),
         ValueError,
         "redistribute",
     ),
@@ -667,6 +672,7 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         "shards one tensor dim on several mesh dims",
     ),
     (lambda mesh: _on_two_mesh_dims([[0, 1]]) + x(mesh, 4, 4, shape=(8, 2)), ValueError, "operands are on two meshes"),
+    (_outside, RuntimeError, "sum of a ShardTensor: rank 2 is not in DeviceMesh"),
     (_checked_off_the_axes, NotImplementedError, "where these are axes of the job"),
     (
         lambda mesh: F.batch_norm(
