@@ -8,8 +8,8 @@ handlers.py      how functions get handlers; the recipe         labels.py       
 fallback.py      functions without a handler                    free_labels.py  calls on shards, if they are independent
 typed.py         declarations for the type checker              report.py       the communication, by function
 view_layouts.py  layouts in which dims are split and merged
-partials.py      functions that are exact on each rank's part    outside.py      ranks outside of a tensor's mesh
-merged_mesh.py   one tensor dim on several mesh dims             merged.py       its functions, on a mesh that merges them
+partials.py      functions exact on each rank's part      outside.py      ranks outside of a tensor's mesh
+merged_mesh.py   one tensor dim on several mesh dims      merged.py       its functions, on a mesh that merges them
 module.py        distribute_module                              manager.py      DistributedManager
 checkpoint.py    torch.distributed.checkpoint                   bounded.py      tables of plans, of limited size
 xla.py           XLA's partition specs

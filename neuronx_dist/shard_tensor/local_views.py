@@ -12,7 +12,6 @@ from .. import spmd
 from ..spmd import I, R
 from ..spmd.watching import active
 from ..torch_internals.autograd import apply_without_transforms
-from ..torch_internals.distributed import splits_in_order
 from .device_mesh import DeviceMesh
 from .local_shapes import local_spec
 from .moves.redistribute import redistributed
@@ -67,7 +66,8 @@ def local_of_dtensor(x: DTensor) -> tuple[torch.Tensor, ShardTensorSpec]:
     Raises:
         ValueError: mesh dims split a tensor dim in another order than theirs.
     """
-    if not splits_in_order(x):
+    order: Sequence[Any] = getattr(x._spec, "shard_order", None) or ()  # torch 2.9 has no other order
+    if any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order):
         raise ValueError(
             f"from_dtensor: {x.placements} of shape {tuple(x.shape)} splits a dim over mesh dims in another order than "
             "theirs: redistribute() the DTensor to Replicate on one of them first"

@@ -28,8 +28,9 @@ def outside_of_mesh(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, ShardTensor)]
         mesh = operands[0].device_mesh
         raise RuntimeError(
-            f"{getattr(func, '__name__', func)} of a ShardTensor: rank {mesh.get_rank()} is not in {mesh}, so it has no "
-            "values of it: call this function on the ranks of the mesh alone, where mesh.get_coordinate() is not None"
+            f"{getattr(func, '__name__', func)} of a ShardTensor: rank {mesh.get_rank()} is not in {mesh}, so "
+            "it has no values of it: call this function on the ranks of the mesh alone, where "
+            "mesh.get_coordinate() is not None"
         ) from error
     return pytree.tree_map(_with_empty_part, result)
 

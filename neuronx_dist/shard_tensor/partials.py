@@ -32,8 +32,13 @@ __all__ = ["kept"]
 
 _NAMES = {
     **{name: name for name in ("add", "sub", "mul", "div", "neg", "maximum", "minimum")},
-    **{"subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div", "negative": "neg"},
-    **{"clone": "same", "positive": "same"},
+    "subtract": "sub",
+    "multiply": "mul",
+    "divide": "div",
+    "true_divide": "div",
+    "negative": "neg",
+    "clone": "same",
+    "positive": "same",
 }
 _LINEAR, _ALL = frozenset(("sum", "avg")), frozenset(("sum", "avg", "max", "min", "product"))
 # Reductions with which two tensors of one layout are combined, and one tensor with what is equal on the ranks.
@@ -55,7 +60,7 @@ _NEGATED = {"max": Partial("min"), "min": Partial("max")}
 
 
 def kept(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Any], ShardTensorSpec] | None:
-    """Returns the local arguments of a call of Partial tensors and the layout of its result; None: reduce them first."""
+    """Returns the local arguments of a call of Partial tensors, and the result's layout; None: reduce them first."""
     rule = RULES.get(func)
     name = _NAMES.get(rule.name.rstrip("_")) if rule is not None else None
     if name is None or kwargs.keys() - {"alpha"} or not 1 <= len(args) <= 2:

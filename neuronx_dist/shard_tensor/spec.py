@@ -241,7 +241,9 @@ def make_spec(
         counts = [mesh.shape[m] for m in group]
         along = requested[0] if requested else chunk_sizes(shape[placement.dim], *counts)
         if len(set(requested)) > 1:
-            raise ValueError(f"sizes {requested} on mesh dims {group} must be equal: all of them shard dim {placement.dim}")
+            raise ValueError(
+                f"sizes {requested} on mesh dims {group} must be equal: all of them shard dim {placement.dim}"
+            )
         if len(along) != prod(counts) or sum(along) != shape[placement.dim] or min(along) < 0:
             where = f"mesh dim {group[0]}" if len(group) == 1 else f"mesh dims {group}"
             raise ValueError(
@@ -272,7 +274,9 @@ def on_merged(spec: ShardTensorSpec, groups: Groups) -> ShardTensorSpec | None:
     firsts = [group[0] for group in groups]
     placements = [spec.placements[m] for m in firsts]
     dims = [placement.dim for placement in placements if isinstance(placement, Shard)]
-    if len({*dims}) < len(dims) or any(spec.placements[m] != spec.placements[group[0]] for group in groups for m in group):
+    if len({*dims}) < len(dims) or any(
+        spec.placements[m] != spec.placements[group[0]] for group in groups for m in group
+    ):
         return None
     if len(groups) == spec.mesh.ndim:
         return spec
@@ -285,8 +289,8 @@ def of_merged(spec: ShardTensorSpec, mesh: DeviceMesh, groups: Groups) -> ShardT
         mesh_dims = [m for i in group for m in groups[i]]
         if mesh_dims != sorted(mesh_dims):
             raise NotImplementedError(
-                f"{spec.placements[group[0]]!r} over dims {mesh_dims} of {mesh}, in this order: redistribute() the operand "
-                "to a layout with each tensor dim on one mesh dim first"
+                f"{spec.placements[group[0]]!r} over dims {mesh_dims} of {mesh}, in this order: redistribute() the "
+                "operand to a layout with each tensor dim on one mesh dim first"
             )
     index = {m: i for i, group in enumerate(groups) for m in group}
     order = [index[m] for m in range(mesh.ndim)]

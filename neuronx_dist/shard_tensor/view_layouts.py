@@ -89,7 +89,7 @@ def _join(
     firsts: dict[int, _First],
     shape: Sequence[int],
 ) -> None:
-    """Lets mesh dims for which no dim is left shard one that another mesh dim shards, the first of their group if any."""
+    """Lets mesh dims for which no dim is left shard one that another mesh dim shards, of their group if possible."""
     sharded = {p.dim: m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim in firsts}
     if not sharded:
         return

@@ -24,8 +24,8 @@ def partition_spec(spec: ShardTensorSpec) -> tuple[int | None, ...]:
     """
     if spec.merged is not None:
         raise ValueError(
-            f"partition_spec: {list(spec.placements)} shards one tensor dim on several mesh dims: redistribute() it to a "
-            "mesh that merges them into one dim"
+            f"partition_spec: {list(spec.placements)} shards one tensor dim on several mesh dims: redistribute() it to "
+            "a mesh that merges them into one dim"
         )
     for m in spec.partial:
         raise ValueError(

@@ -56,12 +56,6 @@ def overrides(implementation: type, method: str) -> bool:
     return getattr(implementation, method, None) not in [getattr(base, method, None) for base in _INTERFACES]
 
 
-def splits_in_order(x: Any) -> bool:
-    """Returns whether the mesh dims that shard one dim of a DTensor split it in their order, the first one first."""
-    order: Sequence[Any] = getattr(x._spec, "shard_order", None) or ()  # torch 2.9 has no other order
-    return all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in order)
-
-
 def is_registered(group: dist.ProcessGroup) -> bool:
     """Returns whether a group has not been destroyed, alone or with all others: else a cached one would be reused."""
     return group in dist.distributed_c10d._world.pg_map

@@ -88,7 +88,7 @@ def test_torchs_tensors_and_groups():
 
 
 def torchs_tensors_on_two_mesh_dims():
-    """[Shard(0), Shard(0)] of 7 rows on 2 x 2: from torch's DTensor and to it, without communication, with its graph."""
+    """[Shard(0), Shard(0)] of 7 rows on 2 x 2: from torch's DTensor and to it, without communication."""
     mesh = distributed.init_device_mesh("cpu", (2, 2))
     twice = [Shard(0), Shard(0)]
     x = distribute_dtensor(whole(7, 3), mesh.to_torch(), twice).requires_grad_()

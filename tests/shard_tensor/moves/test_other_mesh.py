@@ -176,7 +176,9 @@ def of_nothing(_):
     assert (rows + 1).to_local().shape == rows._spec.local_shape
     for function in (torch.sum, torch.amax, torch.Tensor.tolist, bool, lambda x: x[1:3]):
         if not inside:
-            with pytest.raises(RuntimeError, match=r"of a ShardTensor: rank [03] is not in DeviceMesh\('cpu', \[1, 2\]"):
+            with pytest.raises(
+                RuntimeError, match=r"of a ShardTensor: rank [03] is not in DeviceMesh\('cpu', \[1, 2\]"
+            ):
                 function(x.detach())
 
 

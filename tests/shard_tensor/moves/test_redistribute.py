@@ -54,7 +54,9 @@ def test_all_pairs(shape):
 def on_two_mesh_dims(mesh):
     """From sums and maxima to a dim on two mesh dims, and back: the same values and gradients."""
     twice = [Shard(0), Shard(0)]
-    for op, src, split in itertools.product(("sum", "avg", "max", "min", "product"), ("PP", "PR", "RP", "SP", "PS"), SPLITS):
+    for op, src, split in itertools.product(
+        ("sum", "avg", "max", "min", "product"), ("PP", "PR", "RP", "SP", "PS"), SPLITS
+    ):
         layout = [{"P": Partial(op), "R": Replicate(), "S": Shard(1)}[letter] for letter in src]
         a = distribute_tensor(whole().requires_grad_(), mesh, src=None)
         b = a.redistribute(placements=layout)

@@ -165,9 +165,7 @@ def check_on_this_rank(case: Case, mesh_shape: tuple[int, ...], most: int = MOST
     return _checks(case, mesh_shape, most)().count("")
 
 
-def _checks(
-    case: Case, mesh_shape: tuple[int, ...], most: int, doubled: bool = False
-) -> Callable[[], list[str]]:
+def _checks(case: Case, mesh_shape: tuple[int, ...], most: int, doubled: bool = False) -> Callable[[], list[str]]:
     """Checks all layouts on one rank, and returns the error of each."""
     plain = operands(case)
     expected = tensors(case.function(*plain))

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from neuronx_dist import comm, spmd
 from neuronx_dist.comm import CommError
@@ -59,6 +59,7 @@ from neuronx_dist.shard_tensor.windows.index_maps import Sliding, plan_windows
 from neuronx_dist.shard_tensor.xla import partition_spec, placements_of
 from neuronx_dist.sharded_functions.vocabulary import hide_padding
 from neuronx_dist.spmd import I, P, S, SpmdTypeError, V
+from neuronx_dist.torch_internals.dual_numbers import make_dual
 from tests.shard_tensor.sharding import Doubled
 
 __all__ = ["REFUSALS"]
@@ -93,6 +94,11 @@ def _on_two_mesh_dims(ranks):
     """A tensor with a dim on two mesh dims."""
     mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("data", "domain"))
     return distribute_tensor(torch.ones(8, 2), mesh, [Shard(0), Shard(0)], src=None)
+
+
+def _plain_dual(mesh):
+    y = x(mesh)
+    make_dual(torch.ones(7, 6), y, 0)
 
 
 def _outside(mesh):
@@ -667,12 +673,15 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         r"on mesh dims \(0, 1\) must be equal: all of them shard dim 0",
     ),
     (
-        lambda mesh: partition_spec(distribute_tensor(torch.ones(8), _two_dims(), [Shard(0), Shard(0)], src=None)._spec),
+        lambda mesh: partition_spec(
+            distribute_tensor(torch.ones(8), _two_dims(), [Shard(0), Shard(0)], src=None)._spec
+        ),
         ValueError,
         "shards one tensor dim on several mesh dims",
     ),
     (lambda mesh: _on_two_mesh_dims([[0, 1]]) + x(mesh, 4, 4, shape=(8, 2)), ValueError, "operands are on two meshes"),
     (_outside, RuntimeError, "sum of a ShardTensor: rank 2 is not in DeviceMesh"),
+    (_plain_dual, ValueError, r"make_dual: a plain tensor of shape \(7, 6\)"),
     (_checked_off_the_axes, NotImplementedError, "where these are axes of the job"),
     (
         lambda mesh: F.batch_norm(
