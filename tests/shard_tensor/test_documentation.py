@@ -113,7 +113,7 @@ def test_the_blocks_run_in_the_order_of_the_page():
             exec(compile(block, f"docs/shard-tensor.md, block {number}", "exec"), names)
 
     on_ranks(4, run)
-    assert len(blocks) == 12
+    assert len(blocks) == 13
 
 
 def test_the_files_that_it_names_are_there():
