@@ -28,6 +28,7 @@ import neuronx_dist
 from neuronx_dist.torch_internals import (
     autograd,
     distributed,
+    dual_numbers,
     fake_tensors,
     modules,
     operators,
@@ -39,7 +40,7 @@ from tests.support.sources import nodes_of, tree_of
 
 PACKAGE = Path(neuronx_dist.__file__).parent
 ROOM = Path(tensors.__file__).parent
-MODULES = [autograd, distributed, fake_tensors, modules, operators, tensors, transforms, weight_norms]
+MODULES = [autograd, distributed, dual_numbers, fake_tensors, modules, operators, tensors, transforms, weight_norms]
 EXTENDED = {name for names in modules.EXTENDED.values() for name in names}
 
 
@@ -314,6 +315,13 @@ def fake_tensors_case() -> None:
         x.sum().item()
 
 
+def dual_numbers_case() -> None:
+    x = torch.ones(2)
+    with torch.autograd.forward_ad.dual_level():
+        _, tangent = dual_numbers.unpack_dual(dual_numbers.make_dual(x, x * 3, level=0), level=0)
+    assert tangent.tolist() == [3.0, 3.0]
+
+
 def transforms_case() -> None:
     seen = []
 
@@ -398,6 +406,7 @@ CASES = {
     operators: [operators_case],
     fake_tensors: [fake_tensors_case],
     transforms: [transforms_case],
+    dual_numbers: [dual_numbers_case],
     distributed: [distributed_case],
     weight_norms: [weight_norms_case],
 }

@@ -8,6 +8,8 @@ handlers.py      how functions get handlers; the recipe         labels.py       
 fallback.py      functions without a handler                    free_labels.py  calls on shards, if they are independent
 typed.py         declarations for the type checker              report.py       the communication, by function
 view_layouts.py  layouts in which dims are split and merged
+partials.py      functions exact on each rank's part      outside.py      ranks outside of a tensor's mesh
+merged_mesh.py   one tensor dim on several mesh dims      merged.py       its functions, on a mesh that merges them
 module.py        distribute_module                              sync.py         sync_module_over_mesh
 manager.py       DistributedManager                             launchers.py    starts by torchrun, SLURM, Open MPI
 parallel.py, experimental.py  names of torch.distributed.tensor.parallel and .experimental
@@ -22,7 +24,7 @@ physicsnemo/     PhysicsNeMo's import names
 """
 
 from ..call_site import hide
-from . import awaited, checkpoint, ops
+from . import awaited, checkpoint, merged, ops, outside
 from .construct import distribute_tensor, scatter_tensor
 from .device_mesh import DeviceMesh, init_device_mesh
 from .fallback import fallback, set_fallback
@@ -54,8 +56,10 @@ __all__ = [
     "distribute_tensor",
     "fallback",
     "init_device_mesh",
+    "merged",
     "one_exchange",
     "ops",
+    "outside",
     "promotion_mode",
     "report",
     "scatter_tensor",

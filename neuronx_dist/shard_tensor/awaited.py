@@ -68,7 +68,8 @@ def start_redistribute(x: ShardTensor, target: ShardTensorSpec) -> ShardTensor:
                 f'redistribute(async_op=True) of {placement!r}: only Partial("sum") can be reduced '
                 "asynchronously; use async_op=False"
             )
-    if active() is not None or in_one_program(x._local):  # the checker judges the moves; XLA's compiler orders them
+    # The checker judges the moves; XLA's compiler orders them; an awaited tensor is no `MergedShardTensor`.
+    if active() is not None or in_one_program(x._local) or target.merged is not None:
         return wrap(moved(local_of(x), x._spec, target), target)
     source, spec, grad_enabled = local_of(x), x._spec, torch.is_grad_enabled()
     version = version_of(source)

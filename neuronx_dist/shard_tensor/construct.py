@@ -16,6 +16,7 @@ import torch
 from .. import accelerator, comm
 from .device_mesh import DeviceMesh, as_mesh
 from .local_views import graded
+from .merged_mesh import number_in
 from .moves.redistribute import steps
 from .placements import Partial, Placement, Shard
 from .spec import ShardTensorSpec, make_spec
@@ -166,7 +167,7 @@ def own_piece(whole: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
     """Returns this rank's part of a whole tensor, as a view."""
     if spec.mesh.communicators is None:
         return whole.reshape(-1)[:0].view(spec.local_shape)
-    for _, dim in spec.sharded:
+    for dim in spec.mesh_dim_of:
         whole = whole.narrow(dim, spec.offsets[dim], spec.local_shape[dim])
     return whole
 
@@ -185,6 +186,8 @@ def _sent(
     One mesh dim after the other: after each, the ranks that differ from `src` along the dims so far have their parts
     along these.
     """
+    if spec.merged is not None:
+        src, spec = number_in(spec.mesh, spec.groups, src), spec.merged
     mesh = spec.mesh
     coordinate, source = mesh.get_coordinate(), list(mesh.coordinate_of(src))
     if coordinate is None:

@@ -32,10 +32,11 @@ from ..spmd import no_typecheck
 from ..torch_internals.tensors import base_of_view, pytree
 from .device_mesh import DeviceMesh
 from .labels import Labels, inside
+from .merged_mesh import has_all_ranks
 from .moves.exchange import linked
 from .moves.redistribute import redistributed
 from .placements import Partial, Placement, Replicate, Shard
-from .spec import ShardTensorSpec, chunk_sizes, gradient_spec, make_spec
+from .spec import ShardTensorSpec, chunk_sizes, gradient_spec, joined_sizes, make_spec
 from .tensor import ShardTensor, wrap_result
 
 __all__ = ["on_shards"]
@@ -101,6 +102,9 @@ def on_shards(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     plan = _looked_up(_planned, call, rule)
     if plan is None and (specs := _looked_up(_moved, call, rule)) is not None:
         specs = [spec if isinstance(x, ShardTensor) else old for x, spec, old in zip(tensors, specs, call.specs)]
+        if any(spec.merged is not None for spec in specs):
+            args, kwargs = call.arguments([_in_layout(x, spec) for x, spec in zip(tensors, specs)], {})
+            return func(*args, **kwargs)
         call = call._replace(specs=tuple(specs))
         plan = _looked_up(_planned, call, rule)
         if plan is not None:
@@ -235,7 +239,7 @@ def _moved(call: _Call, rule: Rule) -> list[ShardTensorSpec] | None:
     """Returns the layouts of all tensors in which each mesh dim with shards cuts a free label; None if there are none.
 
     A mesh dim whose label is free stays. For others a label that results have is taken before one that is summed, and
-    one with a position for each rank before others.
+    one with a position for each rank before others. Where no label is left for a mesh dim, it joins another mesh dim.
     """
     mesh = call.specs[0].mesh
     with no_typecheck():
@@ -251,12 +255,20 @@ def _moved(call: _Call, rule: Rule) -> list[ShardTensorSpec] | None:
         for m, d in call.specs[number].sharded:
             cuts.setdefault(m, set()).add(_cut_of(call.specs[number], dims[number], whole, m, d))
     chosen = {m: cut for m, (cut, *others) in cuts.items() if cut is not None and cut.label in free and not others}
-    for m in cuts.keys() - chosen.keys():
+    joining: list[int] = []
+    for m in sorted(cuts.keys() - chosen.keys()):
         left = [label for label in free if label not in [cut.label for cut in chosen.values()]]
         if not left:
-            return None
+            joining.append(m)
+            continue
         label = min(left, key=lambda label: (label in whole.reduced, whole.sizes[label] < mesh.shape[m]))
         chosen[m] = Cut(label, chunk_sizes(whole.sizes[label], mesh.shape[m]))
+    if joining:
+        if not chosen or not has_all_ranks(mesh):
+            return None
+        first = max(chosen, key=lambda m: (chosen[m].label not in whole.reduced, whole.sizes[chosen[m].label]))
+        cut = Cut(chosen[first].label, joined_sizes(mesh, first, chosen[first].sizes, joining))
+        chosen |= dict.fromkeys((first, *joining), cut)
     return [_along_labels(spec, dims[number], whole, chosen) for number, spec in enumerate(call.specs)]
 
 

@@ -270,12 +270,12 @@ def _plan(labels: Labels, specs: Sequence[ShardTensorSpec | None], result: Shard
     used_labels: set[Label] = set()
     for m in range(mesh.ndim):
         label, along = _sharded_label(labels, specs, m, used_labels, result)
-        summed = label is None and labels.linear and result is None and _one_is_a_sum(specs, m)
+        summed = _one_sum(specs, m) if label is None and labels.linear and result is None else None
         if label is not None:
             used_labels.add(label)
-        if label is not None or summed:
+        if label is not None or summed is not None:
             used.append(m)
-        is_sum = summed or (label is not None and label not in labels.out)
+        is_sum = summed is not None or (label is not None and label not in labels.out)
         for i, spec in enumerate(specs):
             names = labels.operands[i]
             if spec is None:
@@ -285,12 +285,12 @@ def _plan(labels: Labels, specs: Sequence[ShardTensorSpec | None], result: Shard
                 placement = _PARTIAL
             elif label is not None and label in names:
                 placement = Shard(tuple(names).index(label))
-            elif summed and m in spec.partial:
+            elif summed is not None and m in spec.partial:
                 placement = spec.placements[m]
             placements[i].append(placement)
             sizes[i].append(along if isinstance(placement, Shard) else None)
         if is_sum:
-            out_placements.append(_PARTIAL)
+            out_placements.append(summed or _PARTIAL)
             out_sizes.append(None)
         else:
             out_placements.append(_REPLICATE if label is None else Shard(tuple(labels.out).index(label)))
@@ -340,6 +340,7 @@ def _sharded_label(
     return max(weights, key=weights.__getitem__)
 
 
-def _one_is_a_sum(specs: Sequence[ShardTensorSpec | None], m: int) -> bool:
+def _one_sum(specs: Sequence[ShardTensorSpec | None], m: int) -> Placement | None:
+    """Returns the placement of the only operand that is Partial on mesh dim `m`, if it is a sum or a mean."""
     sums = [spec.placements[m] for spec in specs if spec is not None and m in spec.partial]
-    return len(sums) == 1 and sums == [_PARTIAL]
+    return sums[0] if sums in ([_PARTIAL], [Partial("avg")]) else None

@@ -10,9 +10,10 @@ import torch
 from .. import comm
 from ..spmd import P
 from .device_mesh import DeviceMesh
+from .merged_mesh import groups_of, merged_mesh
 from .moves.exchange import linked
 from .placements import Partial, Placement, Shard, checked_placements
-from .spec import ShardTensorSpec, make_spec
+from .spec import ShardTensorSpec, make_spec, of_merged
 from .typed import unseen
 
 __all__ = ["check_plain", "local_spec", "weighed"]
@@ -45,7 +46,9 @@ def local_spec(
             'local tensor: pass global_shape, and sharding_shapes as "chunk" or a dict'
         )
     if sharding_shapes == "infer":
-        spec = _inferred(local, mesh, checked)
+        groups = groups_of(checked)
+        inferred = _inferred(local, merged_mesh(mesh, groups), [checked[group[0]] for group in groups])
+        spec = of_merged(inferred, mesh, groups)
     elif isinstance(sharding_shapes, str):
         if global_shape is None:
             sizes = [mesh.shape[m] if isinstance(p, Shard) else 1 for m, p in enumerate(checked)]

@@ -79,7 +79,17 @@ def graded(local: torch.Tensor, spec: ShardTensorSpec, grad_placements: Sequence
 
 
 def local_of_dtensor(x: DTensor) -> tuple[torch.Tensor, ShardTensorSpec]:
-    """Returns the local tensor of a torch DTensor, and its layout."""
+    """Returns the local tensor of a torch DTensor, and its layout.
+
+    Raises:
+        ValueError: mesh dims split a tensor dim in another order than theirs.
+    """
+    order: Sequence[Any] = getattr(x._spec, "shard_order", None) or ()  # torch 2.9 has no other order
+    if any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order):
+        raise ValueError(
+            f"from_dtensor: {x.placements} of shape {tuple(x.shape)} splits a dim over mesh dims in another order than "
+            "theirs: redistribute() the DTensor to Replicate on one of them first"
+        )
     mesh = DeviceMesh.from_torch(x.device_mesh)
     local = x.to_local()
     spec = make_spec(mesh, x.placements, x.shape)

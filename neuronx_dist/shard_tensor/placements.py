@@ -7,6 +7,7 @@
 | `Partial("sum")` | P | reduced by `all_reduce(P, I)` before what is not linear | Replicate |
 | `Partial("avg")` | P("avg") | divided by the number of ranks, and so made a sum | Replicate |
 | `Partial("max")` | P("max") | its maximum over the ranks; it is never added | Replicate |
+| `Partial("min")`, `Partial("product")` | V | its minimum, or product, over the ranks | Replicate |
 
 `Partial("avg")` counts each rank once, as torch does. So it is the mean over a sharded dim only where all shards have
 one size. Of shards of any sizes `ShardTensor.from_local(means, mesh, [Partial("avg")], sharding_shapes=shapes)` makes a
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from ..spmd import I, P, S, SpmdType
+from ..spmd import I, P, S, SpmdType, V
 
 __all__ = ["Partial", "Placement", "Replicate", "Shard", "checked_placements", "spmd_type"]
 
@@ -31,7 +32,7 @@ def spmd_type(placement: Placement) -> SpmdType:
     """Returns the type of a tensor with this placement along one mesh dim.
 
     Raises:
-        ValueError: a placement that has no type, such as `Partial("product")`.
+        ValueError: a placement that has no type.
     """
     if isinstance(placement, Shard):
         return S(placement.dim)
@@ -39,7 +40,11 @@ def spmd_type(placement: Placement) -> SpmdType:
         return I
     if isinstance(placement, Partial) and placement.reduce_op in ("sum", "avg", "max"):
         return P(placement.reduce_op)
-    raise ValueError(f"{placement!r} has no SPMD type: use Shard(dim), Replicate(), or Partial of sum, avg or max")
+    if isinstance(placement, Partial) and placement.reduce_op in ("min", "product"):
+        return V
+    raise ValueError(
+        f"{placement!r} has no SPMD type: use Shard(dim), Replicate(), or Partial of sum, avg, max, min or product"
+    )
 
 
 def checked_placements(
@@ -48,7 +53,7 @@ def checked_placements(
     """Returns placements with dims counted from the front; None: replicated along every mesh dim.
 
     Raises:
-        ValueError: not one for each mesh dim; a dim that the tensor does not have; one tensor dim on two mesh dims.
+        ValueError: not one for each mesh dim; a dim that the tensor does not have.
     """
     if placements is None:
         return (_REPLICATE,) * mesh_ndim
@@ -58,7 +63,6 @@ def checked_placements(
             f"placements {list(placements)} has {len(placements)} entries for a mesh of {mesh_ndim} dims; pass one "
             "for each mesh dim"
         )
-    seen: dict[int, int] = {}
     result: list[Placement] = []
     for mesh_dim, placement in enumerate(placements):
         spmd_type(placement)
@@ -68,12 +72,6 @@ def checked_placements(
                 raise ValueError(
                     f"{placement!r} on mesh dim {mesh_dim} is out of range: the tensor has {tensor_ndim} dims"
                 )
-            if dim in seen:
-                raise ValueError(
-                    f"placements {list(placements)}: tensor dim {dim} is sharded on mesh dims {seen[dim]} and "
-                    f"{mesh_dim}; shard it on only one of them, or on a mesh that merges them into one dim"
-                )
-            seen[dim] = mesh_dim
             placement = Shard(dim)
         result.append(placement)
     return tuple(result)

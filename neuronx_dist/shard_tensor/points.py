@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .labels import one_mesh, planned
+from .merged import on_single_mesh_dims
 from .moves.fetch import has_values
 from .moves.redistribute import redistributed
 from .placements import Placement, Replicate, Shard
@@ -34,6 +35,7 @@ class Neighbours(NamedTuple):
     points: torch.Tensor
 
 
+@on_single_mesh_dims
 def knn(x: Any, y: Any, k: int) -> Neighbours:
     """Returns the `k` points of `x` nearest to each point of `y`; of equal distances, the smaller index.
 

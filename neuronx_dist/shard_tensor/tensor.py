@@ -40,7 +40,18 @@ from .placements import Placement
 from .spec import Offsets, ShardTensorSpec, gradient_spec, make_spec
 from .typed import declared, laid_out, promoted
 
-__all__ = ["ShardTensor", "gradient_spec", "in_layout", "local_of", "wrap", "wrap_result", "wrap_view", "written"]
+__all__ = [
+    "MergedShardTensor",
+    "OutsideShardTensor",
+    "ShardTensor",
+    "gradient_spec",
+    "in_layout",
+    "local_of",
+    "wrap",
+    "wrap_result",
+    "wrap_view",
+    "written",
+]
 
 _BASE: Any = torch.Tensor  # its properties, which this class has in another way
 
@@ -328,10 +339,40 @@ class ShardTensor(torch.Tensor):
     promotion_mode = staticmethod(handlers.promotion_mode)
 
 
+class MergedShardTensor(ShardTensor):
+    """A ShardTensor with a dim that several mesh dims shard: its functions are computed on a mesh that merges them."""
+
+    __slots__ = ()
+
+    @classmethod
+    @skip_in_compiler
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return FUNCTIONS[MergedShardTensor.__torch_function__](func, types, args, kwargs or {})
+
+    @classmethod
+    @skip_in_compiler
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return FUNCTIONS[MergedShardTensor.__torch_dispatch__](func, types, args, kwargs or {})
+
+
+class OutsideShardTensor(ShardTensor):
+    """A ShardTensor on a rank outside of its mesh: its functions do nothing there, or are refused (`outside.py`)."""
+
+    __slots__ = ()
+
+    @classmethod
+    @skip_in_compiler
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return FUNCTIONS[OutsideShardTensor.__torch_function__](func, types, args, kwargs or {})
+
+
 def _new(local: torch.Tensor, spec: ShardTensorSpec) -> ShardTensor:
+    class_ = ShardTensor
+    if not spec.is_ordinary:
+        class_ = OutsideShardTensor if spec.merged is None else MergedShardTensor
     # by position: torch takes 0.2 us less to read them (size, strides, offset, memory format, dtype, layout, device)
     result: ShardTensor = make_wrapper_subclass(
-        ShardTensor, spec.shape, None, None, None, local.dtype, torch.strided, local.device
+        class_, spec.shape, None, None, None, local.dtype, torch.strided, local.device
     )
     refuse_address(result)
     result._local = local

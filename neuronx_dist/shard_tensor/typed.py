@@ -121,7 +121,7 @@ def shards_of(spec: ShardTensorSpec) -> dict[Communicator, SpmdType]:
 
 
 # Of a layout's type the letters that a local tensor must not have; what is the same everywhere is R inside of handlers.
-_CONTRADICTS = {"I": "VSP", "S": "SPI", "P": "S"}
+_CONTRADICTS = {"I": "VSP", "S": "SPI", "P": "S", "V": "SPI"}
 
 
 def _contradicts(known: SpmdType, wanted: SpmdType) -> bool:

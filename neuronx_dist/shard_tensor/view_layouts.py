@@ -3,7 +3,7 @@
 A view cuts the dims of a tensor into groups: the dims of a group before and after hold the same elements. A shard stays
 if its dim is the first of its group (apart from ones) and the bounds of the shards are bounds of the new first dim. Any
 other shard moves, by one exchange: within its dim to such bounds; else to a dim that can be sharded, the first of its
-group before others; and where there is none it is gathered.
+group before others; and where other mesh dims shard all of these, to one of them, then on several mesh dims.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import torch
 
+from .merged_mesh import has_all_ranks
 from .placements import Placement, Replicate, Shard
-from .spec import ShardTensorSpec, chunk_sizes, make_spec
+from .spec import ShardTensorSpec, chunk_sizes, joined_sizes, make_spec
 
 __all__ = ["layouts_of_view"]
 
@@ -43,6 +44,7 @@ def layouts_of_view(spec: ShardTensorSpec, shape: torch.Size) -> tuple[ShardTens
     source = _without_shards_of_one(spec)
     firsts = _firsts(source.shape, shape)
     placements, sizes = list(source.placements), list(source.sizes)
+    without: list[int] = []  # mesh dims for which no dim is left
     for m, dim in source.sharded:
         first, along = firsts.get(dim), source.sizes[m] or ()
         if first is None or any(size * first.inner % first.outer for size in along):
@@ -50,6 +52,9 @@ def layouts_of_view(spec: ShardTensorSpec, shape: torch.Size) -> tuple[ShardTens
                 firsts[d] for d in firsts if d == dim or d not in [p.dim for p in placements if isinstance(p, Shard)]
             ]
             placements[m], sizes[m] = _moved(source.shape, dim, free, len(along), _group_of(dim, source.shape, shape))
+            without += [] if free else [m]
+    if without and has_all_ranks(spec.mesh):
+        _join(source, placements, sizes, without, firsts, shape)
     source = make_spec(spec.mesh, placements, spec.shape, sizes)
     for m, dim in source.sharded:
         first = firsts[dim]
@@ -74,6 +79,25 @@ def _moved(
     best = min(free, key=cost)
     blocks = shape[best.dim] // best.block
     return Shard(best.dim), tuple(size * best.block for size in chunk_sizes(blocks, count))
+
+
+def _join(
+    source: ShardTensorSpec,
+    placements: list[Placement],
+    sizes: list[tuple[int, ...] | None],
+    joining: Sequence[int],
+    firsts: dict[int, _First],
+    shape: Sequence[int],
+) -> None:
+    """Lets mesh dims for which no dim is left shard one that another mesh dim shards, of their group if possible."""
+    sharded = {p.dim: m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim in firsts}
+    if not sharded:
+        return
+    group = _group_of(source.placements[joining[0]].dim, source.shape, shape)  # type: ignore[attr-defined]
+    dim = max(sharded, key=lambda d: (d in group, source.shape[d]))
+    along = joined_sizes(source.mesh, sharded[dim], sizes[sharded[dim]] or (), joining, firsts[dim].block)
+    for m in (sharded[dim], *joining):
+        placements[m], sizes[m] = Shard(dim), along
 
 
 def _firsts(before: Sequence[int], after: Sequence[int]) -> dict[int, _First]:

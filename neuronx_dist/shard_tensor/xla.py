@@ -20,8 +20,13 @@ def partition_spec(spec: ShardTensorSpec) -> tuple[int | None, ...]:
     """Returns the mesh dim that shards each tensor dim, or None.
 
     Raises:
-        ValueError: shards of different sizes, or a Partial.
+        ValueError: shards of different sizes, a dim that several mesh dims shard, or a Partial.
     """
+    if spec.merged is not None:
+        raise ValueError(
+            f"partition_spec: {list(spec.placements)} shards one tensor dim on several mesh dims: redistribute() it to "
+            "a mesh that merges them into one dim"
+        )
     for m in spec.partial:
         raise ValueError(
             f"partition_spec: {spec.placements[m]!r} on mesh dim {m} has no partition spec: redistribute() it first"

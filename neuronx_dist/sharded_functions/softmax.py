@@ -33,7 +33,8 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 def _exponentials(x: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns `(x - m, exp(x - m), m, Σ exp(x - m))` of this rank's shard; m is a constant, -inf of an empty shard."""
     with torch.no_grad():
-        largest = x.amax(dims, keepdim=True) if x.numel() else x.sum(dims, keepdim=True) - inf
+        x_value = x.detach()  # forward-mode AD has tangents under no_grad, too
+        largest = x_value.amax(dims, keepdim=True) if x.numel() else x_value.sum(dims, keepdim=True) - inf
         shift = torch.where(largest == -inf, torch.zeros_like(largest), largest)
     shifted = x - shift
     powers = shifted.exp()

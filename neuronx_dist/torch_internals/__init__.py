@@ -12,6 +12,7 @@ the name.
     operators.py    operators of the dispatcher, of compiled code and of TorchScript
     fake_tensors.py tensors without values
     transforms.py   `torch.func`, `torch.vmap` and forward-mode AD
+    dual_numbers.py the functions that make dual numbers of forward-mode AD, and take them apart
     distributed.py  process groups; files of `torch.distributed.checkpoint`
 
 `torch_xla` has private names of its own, which `comm/host.py`, `comm/backends/` and `xla_replay/` use.

@@ -15,7 +15,7 @@ from neuronx_dist.shard_tensor import Replicate, Shard, distribute_tensor
 from tests.shard_tensor.support.cases import on_ranks
 from tests.support.pool import processes
 
-LAYOUTS = ["plain", "dtensor", "uneven", "replicated", "grid"]
+LAYOUTS = ["plain", "dtensor", "uneven", "replicated", "grid", "twice", "dtensor twice"]
 
 
 def whole() -> torch.Tensor:
@@ -33,6 +33,10 @@ def lay(x: torch.Tensor, layout: str, world: int) -> torch.Tensor:
         return distribute_tensor(x, mesh, [Shard(0)], sizes=[(1, 5, 0, 1) if world == 4 else (0, 7)])
     if layout == "replicated":
         return distribute_tensor(x, grid, [Replicate(), Shard(0)])
+    if layout == "twice":
+        return distribute_tensor(x, grid, [Shard(0), Shard(0)], sizes=[(3, 0, 1, 3) if world == 4 else (5, 2), None])
+    if layout == "dtensor twice":
+        return distribute_dtensor(x, grid.to_torch(), [Shard(0), Shard(0)])
     return distribute_tensor(x, grid, [Shard(1), Shard(0)], sizes=[(1, 5), (3, 4) if world == 4 else (7,)])
 
 

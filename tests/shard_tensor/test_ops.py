@@ -22,3 +22,9 @@ def layouts():
 @pytest.mark.parametrize("case,mesh", layouts())
 def test_equals_one_process(case, mesh):
     assert run_case(case, mesh) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_dim_on_two_mesh_dims(case):
+    assert run_case(case, (2, 2), most=2, doubled=True) > 0

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import distribute_tensor as distribute_dtensor
 
-from neuronx_dist import distributed
+from neuronx_dist import comm, distributed
 from neuronx_dist.shard_tensor import DeviceMesh, Replicate, Shard, ShardTensor
 from tests.shard_tensor.support.cases import assert_close, check_on_this_rank
 from tests.shard_tensor.support.selection import DISTANCES, INDEXING, REARRANGE, SCATTER, SELECT
@@ -84,3 +85,27 @@ def torchs_tensors():
 
 def test_torchs_tensors_and_groups():
     processes(2).run(torchs_tensors, mesh={})
+
+
+def torchs_tensors_on_two_mesh_dims():
+    """[Shard(0), Shard(0)] of 7 rows on 2 x 2: from torch's DTensor and to it, without communication."""
+    mesh = distributed.init_device_mesh("cpu", (2, 2))
+    twice = [Shard(0), Shard(0)]
+    x = distribute_dtensor(whole(7, 3), mesh.to_torch(), twice).requires_grad_()
+    with comm.record() as calls:
+        y = ShardTensor.from_dtensor(x)
+        back = (y * 2).to_dtensor()
+    assert y.placements == tuple(twice) and y._spec.sizes[0] == (2, 2, 2, 1) and calls == []
+    assert back.placements == tuple(twice)
+    assert_close(back.full_tensor().detach(), whole(7, 3) * 2, "as a DTensor")
+    (F.softmax(y, 0) * whole(3)).sum().backward()
+    expected = whole(7, 3).requires_grad_()
+    (F.softmax(expected, 0) * whole(3)).sum().backward()
+    assert_close(x.grad.full_tensor(), expected.grad, "gradient of a DTensor")
+    z = distributed.distribute_tensor(whole(7, 3), mesh, twice, sizes=[(1, 0, 4, 2), None])
+    assert_close(z.to_dtensor().full_tensor(), whole(7, 3), "chunks of other shards")
+    assert_close(z.sort(0)[0].full_tensor(), whole(7, 3), "sorted")
+
+
+def test_torchs_tensors_on_two_mesh_dims():
+    processes(4).run(torchs_tensors_on_two_mesh_dims, mesh={})

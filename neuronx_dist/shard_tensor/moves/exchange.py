@@ -15,6 +15,7 @@ from ... import comm
 from ...comm import Communicator
 from ...comm.context import AxisLike
 from ...comm.rank_selection import in_one_program
+from ...comm.verbs.transformed_tensors import transforming
 from ...spmd import no_typecheck
 from ..report import predict, watched
 from ..typed import exchanged
@@ -66,12 +67,14 @@ def planned_bytes(x: torch.Tensor, plan: ExchangePlan, rank: int, dim: int) -> i
 
 
 def linked(result: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
-    """Returns `result` with `others` in its autograd graph: they get gradients of 0.
+    """Returns `result` with `others` in its autograd graph: they get gradients of 0, it a tangent of 0.
 
-    A rank that computes nothing takes part in the reduction of their gradients by it.
+    A rank that computes nothing takes part in the reduction of their gradients, or of its tangent, by it.
     """
     for other in others:
-        if other is not None and other.requires_grad:
+        if other is None:
+            continue
+        if other.requires_grad or (transforming() and (other.is_floating_point() or other.is_complex())):
             zero = other.reshape(-1)[:0].sum()
             result = result + (zero if result.is_complex() else zero.real).to(result.dtype)
     return result

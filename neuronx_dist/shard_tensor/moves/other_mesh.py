@@ -1,5 +1,7 @@
 """From a layout on one mesh to a layout on another mesh, of any ranks, by one exchange.
 
+So does a layout whose tensor dim lies on two mesh dims become one in which these mesh dims differ.
+
 Every rank of either mesh owns a box of the tensor by each layout: an interval along each dim. From the boxes of all
 ranks follows what each rank sends to each: where two boxes meet. Of several ranks that have the same box one sends it
 (the receiver itself, where it is one of them), and summands of a Partial are all sent, and added. The gradient goes the
@@ -17,6 +19,7 @@ from ... import comm
 from ...spmd import no_typecheck
 from ..bounded import Bounded
 from ..device_mesh import group_over
+from ..placements import Shard
 from ..spec import ShardTensorSpec, gradient_spec
 from ..typed import declared
 
@@ -184,9 +187,12 @@ def _boxes(spec: ShardTensorSpec) -> dict[int, Box]:
     for number, rank in enumerate(spec.mesh.mesh.flatten().tolist()):
         box = [(0, size) for size in spec.shape]
         coordinate = spec.mesh.coordinate_of(number)
-        for m, dim in spec.sharded:
-            along, i = spec.sizes[m] or (), coordinate[m]
-            box[dim] = sum(along[:i]), sum(along[: i + 1])
+        for group in spec.groups:
+            placement, along, i = spec.placements[group[0]], spec.sizes[group[0]] or (), 0
+            for m in group:
+                i = i * spec.mesh.shape[m] + coordinate[m]
+            if isinstance(placement, Shard):
+                box[placement.dim] = sum(along[:i]), sum(along[: i + 1])
         result[rank] = tuple(box)
     return result
 

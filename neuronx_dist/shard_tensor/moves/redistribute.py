@@ -23,9 +23,10 @@ from ...torch_internals.autograd import apply_without_transforms
 from ..bounded import Bounded
 from ..device_mesh import DeviceMesh
 from ..placements import Partial, Placement, Replicate, Shard
-from ..spec import ShardTensorSpec, gradient_spec
+from ..spec import ShardTensorSpec, gradient_spec, on_merged
 from ..typed import laid_out
 from . import one_dim as moves
+from .exchange import linked
 from .extremes import extreme
 from .other_mesh import moved_to_mesh
 
@@ -115,7 +116,9 @@ def steps(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int] = 
             f"redistribute: a tensor of shape {tuple(spec.shape)} cannot have a layout of shape {tuple(target.shape)}"
         )
     if spec.mesh is not target.mesh:
-        return _to_another_mesh(spec, target, used)
+        return _by_one_exchange(spec, target, used)
+    if spec.merged is not None or target.merged is not None:
+        return _on_merged_mesh(spec, target, used)
     if spec.mesh.communicators is None:
         return (partial(nothing_of, shape=target.local_shape),)
     table = spec.mesh.tables.setdefault("steps", Bounded())
@@ -237,6 +240,15 @@ def _as_summand(x: torch.Tensor, group: Communicator) -> torch.Tensor:
     return spmd.convert(x, group, src=I, dst=P, expert_mode=True)
 
 
+def _as_factor(x: torch.Tensor, group: Communicator) -> torch.Tensor:
+    """Returns `x` on the first rank of the group and ones, in the graph of `x`, on the others."""
+    return x if int(group.rank) == 0 else linked(torch.ones_like(x), x)
+
+
+def _product(x: torch.Tensor, group: Communicator) -> torch.Tensor:
+    return moves.gather_each(x, group).prod(0)
+
+
 def _blocked(placements: Sequence[Placement], wanted: Placement, mesh_dim: int) -> bool:
     return isinstance(wanted, Shard) and any(
         isinstance(other, Shard) and other.dim == wanted.dim for m, other in enumerate(placements) if m != mesh_dim
@@ -280,8 +292,10 @@ def _along(
         if isinstance(dst, Shard):
             assert dst_sizes is not None
             return [partial(moves.split, communicator=group, dim=dst.dim, sizes=dst_sizes)]
-        if _op(dst) == "max":  # of equal values, each of which has its share of the gradient
+        if _op(dst) in ("max", "min"):  # of equal values, each of which has its share of the gradient
             return [partial(_used, mesh=mesh, mesh_dims=(mesh_dim,))]
+        if _op(dst) == "product":
+            return [partial(_used, mesh=mesh, mesh_dims=(mesh_dim,)), partial(_as_factor, group=group)]
         summand: list[Step] = [partial(_as_summand, group=group)]
         return summand if _op(dst) == "sum" else [*summand, partial(_scaled, group=group, divide=False)]
     if isinstance(dst, Partial):
@@ -291,8 +305,9 @@ def _along(
             return [partial(_scaled, group=group, divide=_op(src) == "avg")]
         whole = _along(mesh, mesh_dim, src, None, _REPLICATE, None, False)
         return whole + _along(mesh, mesh_dim, _REPLICATE, None, dst, None, False)
-    if _op(src) == "max":
-        reduced: list[Step] = [partial(extreme, dims=(), groups=(group,), op="max")]
+    if _op(src) in ("max", "min", "product"):
+        reduce = partial(_product, group=group) if _op(src) == "product" else None
+        reduced: list[Step] = [reduce or partial(extreme, dims=(), groups=(group,), op=_op(src))]
         return reduced + _along(mesh, mesh_dim, _REPLICATE, None, dst, dst_sizes, used)
     if _op(src) == "avg":
         summed = _along(mesh, mesh_dim, Partial(), None, dst, dst_sizes, used)
@@ -313,8 +328,17 @@ def _scaled(x: torch.Tensor, group: Communicator, divide: bool) -> torch.Tensor:
     return x * (1 / comm.size(group)) if divide else x * comm.size(group)
 
 
-def _to_another_mesh(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int]) -> tuple[Step, ...]:
-    """Returns the steps to another mesh: one exchange; a Partial maximum is reduced before it, on its mesh."""
+def _on_merged_mesh(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int]) -> tuple[Step, ...]:
+    """Returns the steps on the mesh that merges mesh dims which shard one tensor dim; else one exchange."""
+    for layout in (spec, target):
+        source, aim = on_merged(spec, layout.groups), on_merged(target, layout.groups)
+        if source is not None and aim is not None:
+            return steps(source, aim, [i for i, group in enumerate(layout.groups) if {*group} & {*used}])
+    return _by_one_exchange(spec, target, used)
+
+
+def _by_one_exchange(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int]) -> tuple[Step, ...]:
+    """Returns one exchange of all ranks, also to another mesh; a Partial maximum is reduced before it, on its mesh."""
     if used:
         raise ValueError(
             f"an operand on {spec.mesh} cannot be combined with operands on {target.mesh}: redistribute() it first"

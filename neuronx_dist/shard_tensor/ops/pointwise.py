@@ -14,7 +14,9 @@ from ...rules.spec import elementwise
 from ...torch_internals.tensors import foreach_functions
 from ..handlers import FUNCTIONS, UNHANDLED, sharded
 from ..labels import inside, rule_of
+from ..moves.exchange import linked
 from ..moves.redistribute import check_is_no_copy, redistributed
+from ..partials import kept
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, gradient_spec, local_of, wrap, written
 
@@ -27,6 +29,9 @@ def aligned(*shapes: torch.Size | None) -> Spec:
 
 
 def _pointwise(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    parts = kept(func, args, kwargs)
+    if parts is not None:
+        return wrap(func(*parts[0], **kwargs), parts[1])
     locals_, keywords, spec = _operands(args, kwargs, None)
     return wrap(func(*locals_, **keywords), spec)
 
@@ -50,6 +55,11 @@ def check_writable(name: str, x: torch.Tensor) -> None:
 
 def _in_place(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
+    parts = kept(func, args, kwargs) if isinstance(x, ShardTensor) and x._spec.partial else None
+    if parts is not None and parts[1] is x._spec:
+        check_is_no_copy(func.__name__, x._local)
+        func(*parts[0], **kwargs)
+        return written(x)
     check_writable(func.__name__, x)
     locals_, keywords, _ = _operands(args, kwargs, x._spec)
     func(*locals_, **keywords)
@@ -78,6 +88,8 @@ def _operands(
     names = [name for name, x in kwargs.items() if isinstance(x, torch.Tensor)]
     tensors = [args[i] for i in positions] + [kwargs[name] for name in names]
     locals_, spec = inside(aligned, tensors, result=result)
+    if spec.mesh.communicators is None:  # of an empty part the operands behind its first dim are broadcast to it
+        locals_ = [x if x.dim() == len(spec.shape) else linked(x.new_ones([1] * x.dim()), x) for x in locals_]
     arguments, keywords = list(args), dict(kwargs)
     for i, local in zip(positions, locals_):
         arguments[i] = local

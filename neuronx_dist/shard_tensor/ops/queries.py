@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...torch_internals.dual_numbers import make_dual, unpack_dual
 from ...torch_internals.tensors import DisableTorchFunction, has_compatible_type
 from ..handlers import sharded
 from ..labels import one_mesh
@@ -82,6 +83,9 @@ item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __array__ __d
 
 @sharded(*(getattr(_T, name) for name in _NUMBERS))
 def numbers(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    args[0].device_mesh.communicator(
+        0
+    )  # raises on a rank outside of the mesh, where the number would be that of nothing
     return func(args[0].full_tensor(), *args[1:], **kwargs)
 
 
@@ -116,6 +120,25 @@ def allclose(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> bo
 
 
 # --- autograd
+
+
+@sharded(make_dual)
+def dual(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    """Gives this rank's part the tangent's part, in the tensor's layout."""
+    x, tangent, *others = args
+    if not isinstance(x, ShardTensor):
+        raise ValueError(
+            f"make_dual: a plain tensor of shape {tuple(x.shape)} and a tangent that is a ShardTensor: distribute the "
+            "tensor first"
+        )
+    return wrap(func(local_of(x), in_layout(tangent, x._spec), *others, **kwargs), x._spec)
+
+
+@sharded(unpack_dual)
+def undual(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    spec = args[0]._spec
+    parts = func(local_of(args[0]), *args[1:], **kwargs)
+    return tuple(None if part is None else wrap(part, spec) for part in parts)
 
 
 def _loss(x: torch.Tensor) -> torch.Tensor:

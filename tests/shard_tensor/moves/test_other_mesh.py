@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from neuronx_dist import comm
 from neuronx_dist.shard_tensor import DeviceMesh, Partial, Replicate, Shard, ShardTensor, distribute_tensor
@@ -152,3 +153,34 @@ def told(_):
 
 def test_a_rank_outside_cannot_infer_a_layout():
     on_ranks(3, told)
+
+
+def of_nothing(_):
+    """A model in the middle of another mesh's ranks: the others call the same functions, of nothing."""
+    mesh, whole_mesh = DeviceMesh("cpu", [1, 2]), DeviceMesh("cpu", [0, 1, 2, 3])
+    inside = mesh.get_coordinate() is not None
+    weight, bias = torch.linspace(-1, 1, 30, dtype=torch.float64).view(5, 6).cos(), torch.ones(5, dtype=torch.float64)
+    for source in (0, None):
+        x = distribute_tensor(whole().requires_grad_(), mesh, [Shard(0)], sizes=[(11, 5)], src=source)
+        y = F.layer_norm(F.linear(x, weight, bias).sin() + bias, (5,)).t()
+        y = y.redistribute(mesh, [Shard(0)]) * 2
+        assert y.to_local().shape == y._spec.local_shape and y.full_tensor().shape[1] == 16
+        z = y.redistribute(whole_mesh, [Shard(1)])
+        z.square().sum().backward()
+        plain = whole().requires_grad_()
+        expected = (F.layer_norm(F.linear(plain, weight, bias).sin() + bias, (5,)).t() * 2).square()
+        expected.sum().backward()
+        assert_close(z.square().full_tensor().detach(), expected.detach(), "value")
+        assert_close(x.grad.to_local(), own_of(x, plain.grad), "gradient")
+    rows = ShardTensor.from_local(torch.ones(3 if inside else 0, 6), mesh, [Shard(0)], shape=(6, 6))
+    assert (rows + 1).to_local().shape == rows._spec.local_shape
+    for function in (torch.sum, torch.amax, torch.Tensor.tolist, bool, lambda x: x[1:3]):
+        if not inside:
+            with pytest.raises(
+                RuntimeError, match=r"of a ShardTensor: rank [03] is not in DeviceMesh\('cpu', \[1, 2\]"
+            ):
+                function(x.detach())
+
+
+def test_ranks_outside_of_a_mesh_do_nothing():
+    on_ranks(4, of_nothing)

@@ -19,15 +19,15 @@ def whole() -> torch.Tensor:
 
 
 def layouts(mesh):
-    """Placements and sizes on a mesh, Partial left out."""
-    per_dim = [[(Replicate(), None)] for _ in mesh.shape]
-    for m, count in enumerate(mesh.shape):
-        for d, split in itertools.product((0, 1), SPLITS):
-            per_dim[m].append((Shard(d), sizes(SHAPE[d], count, split)))
-    for each in itertools.product(*per_dim):
-        dims = [p.dim for p, _ in each if isinstance(p, Shard)]
-        if len(set(dims)) == len(dims):
-            yield [p for p, _ in each], [s for _, s in each]
+    """Placements and sizes on a mesh, Partial left out; a dim may be sharded on several mesh dims."""
+    for dims in itertools.product((None, 0, 1), repeat=mesh.ndim):
+        sharded = sorted({*dims} - {None})
+        for splits in itertools.product(SPLITS, repeat=len(sharded)):
+            along = {}
+            for d, split in zip(sharded, splits):
+                count = torch.Size(size for size, other in zip(mesh.shape, dims) if other == d).numel()
+                along[d] = sizes(SHAPE[d], count, split)
+            yield [Replicate() if d is None else Shard(d) for d in dims], [along.get(d) for d in dims]
 
 
 def all_pairs(mesh, most=400):
@@ -46,9 +46,34 @@ def all_pairs(mesh, most=400):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(2,), (3,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2)], ids=str)
 def test_all_pairs(shape):
     on_ranks(torch.Size(shape).numel(), all_pairs, shape)
+
+
+def on_two_mesh_dims(mesh):
+    """From sums and maxima to a dim on two mesh dims, and back: the same values and gradients."""
+    twice = [Shard(0), Shard(0)]
+    for op, src, split in itertools.product(
+        ("sum", "avg", "max", "min", "product"), ("PP", "PR", "RP", "SP", "PS"), SPLITS
+    ):
+        layout = [{"P": Partial(op), "R": Replicate(), "S": Shard(1)}[letter] for letter in src]
+        a = distribute_tensor(whole().requires_grad_(), mesh, src=None)
+        b = a.redistribute(placements=layout)
+        along = sizes(16, mesh.size(), split)
+        c = b.redistribute(placements=twice, sizes=[along, along])
+        what = f"{layout} -> {twice} {along}"
+        assert c.placements == tuple(twice) and c._spec.sizes[0] == c._spec.sizes[1] == c._spec.merged.sizes[0]
+        assert_close(c.full_tensor().detach(), whole(), what)
+        d = c.redistribute(placements=layout)
+        assert_close(d.full_tensor().detach(), whole(), f"{what} and back")
+        d.backward(whole().cos())
+        assert_close(a.grad.full_tensor(), whole().cos(), f"gradient of {what} and back")
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 3)], ids=str)
+def test_sums_and_maxima_to_a_dim_on_two_mesh_dims(shape):
+    on_ranks(torch.Size(shape).numel(), on_two_mesh_dims, shape)
 
 
 def sums(mesh):
@@ -71,7 +96,7 @@ def test_sums(count):
 
 
 def replicate_to_partial(mesh):
-    for op in ("sum", "avg", "max"):
+    for op in ("sum", "avg", "max", "min", "product"):
         a = distribute_tensor(whole().requires_grad_(), mesh, src=None)
         b = a.redistribute(placements=[Partial(op)])
         assert b.placements == (Partial(op),)
@@ -100,7 +125,7 @@ def test_a_partial_maximum_is_never_added():
 
 def other_partials(mesh):
     number = mesh.get_rank() + 1.0
-    values = {"sum": 6.0, "avg": 2.0, "max": 3.0}
+    values = {"sum": 6.0, "avg": 2.0, "max": 3.0, "min": 1.0, "product": 6.0}
     for src, dst in itertools.permutations(values, 2):
         x = ShardTensor.from_local(torch.full((2,), number, requires_grad=True), mesh, [Partial(src)])
         y = x.redistribute(placements=[Partial(dst)])

@@ -25,7 +25,7 @@ from tests.support.covering import chosen
 TOLERANCE = 1e-10
 MESHES = [(2,), (3,), (4,), (2, 2)]
 SPLITS = ("chunk", "uneven", "one")  # 16: 8/8; 11/5, 2/9/5, 1/12/0/3; 0/16
-_UNEVEN = {1: (16,), 2: (11, 5), 3: (2, 9, 5), 4: (1, 12, 0, 3)}
+_UNEVEN = {1: (16,), 2: (11, 5), 3: (2, 9, 5), 4: (1, 12, 0, 3), 6: (3, 0, 5, 1, 7, 0), 8: (2, 1, 0, 5, 3, 0, 4, 1)}
 # Combinations of placements for a mesh; of more, as many are drawn.
 FULL = bool(os.environ.get("NXD_FULL"))
 MOST = 60 if FULL else 6
@@ -79,10 +79,11 @@ def sizes(n: int, count: int, split: str) -> tuple[int, ...] | None:
     return tuple(high - low for low, high in zip(cuts, cuts[1:]))
 
 
-def layouts(case: Case, mesh: tuple[int, ...], most: int = MOST) -> list[Layout]:
+def layouts(case: Case, mesh: tuple[int, ...], most: int = MOST, doubled: bool = False) -> list[Layout]:
     """All combinations in which an operand is sharded; of more than `most`, a sample with every dim of each operand.
 
-    Each is split in all ways with NXD_FULL=1, and else in two of the three, by turns.
+    Each is split in all ways with NXD_FULL=1, and else in two of the three, by turns. `doubled`: those, instead, in
+    which an operand has a dim on several mesh dims.
     """
     choices = []
     for index, shape in enumerate(case.shapes):
@@ -90,10 +91,10 @@ def layouts(case: Case, mesh: tuple[int, ...], most: int = MOST) -> list[Layout]
         if index in case.plain:
             dims = [None]
         per_mesh_dim = itertools.product(dims, repeat=len(mesh))
-        choices.append(
-            [each for each in per_mesh_dim if len(set(each) - {None}) == len([d for d in each if d is not None])]
-        )
+        choices.append([each for each in per_mesh_dim if doubled or not _is_doubled(each)])
     combinations = [each for each in itertools.product(*choices) if any(d is not None for dims in each for d in dims)]
+    if doubled:
+        combinations = [each for each in combinations if any(map(_is_doubled, each))]
     if len(combinations) > most:
         few = chosen([tuple(-1 if d is None else d for dims in each for d in dims) for each in combinations], 1)
         others = [number for number in range(len(combinations)) if number not in few]
@@ -107,10 +108,16 @@ def layouts(case: Case, mesh: tuple[int, ...], most: int = MOST) -> list[Layout]
     ]
 
 
+def _is_doubled(dims: Sequence[int | None]) -> bool:
+    sharded = [d for d in dims if d is not None]
+    return len({*sharded}) < len(sharded)
+
+
 def distributed(x: torch.Tensor, mesh: DeviceMesh, dims: Sequence[int | None], split: str) -> ShardTensor:
     """A whole tensor, equal on all ranks, as a leaf."""
     placements = [Replicate() if d is None else Shard(d) for d in dims]
-    along = [None if d is None else sizes(x.shape[d], mesh.shape[m], split) for m, d in enumerate(dims)]
+    counts = [torch.Size(mesh.shape[m] for m, other in enumerate(dims) if other == d).numel() for d in dims]
+    along = [None if d is None else sizes(x.shape[d], count, split) for d, count in zip(dims, counts)]
     return distribute_tensor(
         x.detach().clone().requires_grad_(x.requires_grad), mesh, placements, sizes=along, src=None
     )
@@ -145,9 +152,9 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str, tolera
     )
 
 
-def run_case(case: Case, mesh_shape: tuple[int, ...], most: int = MOST) -> int:
+def run_case(case: Case, mesh_shape: tuple[int, ...], most: int = MOST, doubled: bool = False) -> int:
     """Checks a case at all layouts on one mesh, and returns in how many it was not refused."""
-    rank = _checks(case, mesh_shape, most)
+    rank = _checks(case, mesh_shape, most, doubled)
     outcomes = threads.run(Mesh(torch.Size(mesh_shape).numel()), rank)
     assert all(each == outcomes[0] for each in outcomes), "some ranks refuse, and others do not"
     return outcomes[0].count("")
@@ -158,7 +165,7 @@ def check_on_this_rank(case: Case, mesh_shape: tuple[int, ...], most: int = MOST
     return _checks(case, mesh_shape, most)().count("")
 
 
-def _checks(case: Case, mesh_shape: tuple[int, ...], most: int) -> Callable[[], list[str]]:
+def _checks(case: Case, mesh_shape: tuple[int, ...], most: int, doubled: bool = False) -> Callable[[], list[str]]:
     """Checks all layouts on one rank, and returns the error of each."""
     plain = operands(case)
     expected = tensors(case.function(*plain))
@@ -166,7 +173,7 @@ def _checks(case: Case, mesh_shape: tuple[int, ...], most: int) -> Callable[[], 
     graded = [(y, w) for y, w in zip(expected, weights) if y.requires_grad]
     if case.gradients:
         torch.autograd.backward([y for y, _ in graded], [w for _, w in graded])
-    todo = layouts(case, mesh_shape, most)
+    todo = layouts(case, mesh_shape, most, doubled)
     world = torch.Size(mesh_shape).numel()
 
     def rank() -> list[str]:

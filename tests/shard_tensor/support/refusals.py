@@ -15,10 +15,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from neuronx_dist import comm, spmd
 from neuronx_dist.comm import CommError
+from neuronx_dist.comm.scopes import as_rank
+from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers.autograd_linear import RowLinear, call
 from neuronx_dist.parallel_layers.embedding import ParallelEmbedding
 from neuronx_dist.parallel_layers.loss_functions import parallel_cross_entropy
@@ -56,6 +59,7 @@ from neuronx_dist.shard_tensor.windows.index_maps import Sliding, plan_windows
 from neuronx_dist.shard_tensor.xla import partition_spec, placements_of
 from neuronx_dist.sharded_functions.vocabulary import hide_padding
 from neuronx_dist.spmd import I, P, S, SpmdTypeError, V
+from neuronx_dist.torch_internals.dual_numbers import make_dual
 from tests.shard_tensor.sharding import Doubled
 
 __all__ = ["REFUSALS"]
@@ -75,6 +79,38 @@ def _dtensor():
     whole = torch.ones(7, 6)
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     return DTensor(whole, DTensorSpec(mesh, (Replicate(),), tensor_meta=meta), requires_grad=False)
+
+
+def _split_in_another_order():
+    """A DTensor whose dim is split by mesh dim 1 first."""
+    mesh = TorchMesh("cpu", [[0]], _init_backend=False, _rank=0)
+    meta = TensorMeta(torch.Size((7, 6)), (6, 1), torch.float32)
+    order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
+    spec = DTensorSpec(mesh, (Shard(0), Shard(0)), tensor_meta=meta, shard_order=order)
+    return DTensor(torch.ones(7, 6), spec, requires_grad=False)
+
+
+def _on_two_mesh_dims(ranks):
+    """A tensor with a dim on two mesh dims."""
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("data", "domain"))
+    return distribute_tensor(torch.ones(8, 2), mesh, [Shard(0), Shard(0)], src=None)
+
+
+def _plain_dual(mesh):
+    y = x(mesh)
+    make_dual(torch.ones(7, 6), y, 0)
+
+
+def _outside(mesh):
+    with as_rank(Mesh(4), 2):
+        distribute_tensor(torch.ones(8, 2), DeviceMesh("cpu", [0, 1]), [Shard(0)], src=None).sum()
+
+
+def _checked_off_the_axes(mesh):
+    with as_rank(Mesh(4), mesh.get_rank()):
+        y = _on_two_mesh_dims([[0, 1], [2, 3]])
+        with spmd.SpmdTypeMode():
+            y * 2
 
 
 def _synchronised_alone(mesh):
@@ -234,7 +270,7 @@ REFUSALS = {
         "positions -4 to 1 are beyond the reflections.*use less padding",
     ),
     "in place on a Partial": (
-        lambda mesh: torch.dot(x(mesh, shape=(6,)), x(mesh, shape=(6,))).mul_(2),
+        lambda mesh: torch.dot(x(mesh, shape=(6,)), x(mesh, shape=(6,))).exp_(),
         ValueError,
         "redistribute",
     ),
@@ -623,12 +659,47 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         ValueError,
         "output_padding 2 must be smaller",
     ),
-    (lambda mesh: spmd_type(Partial("product")), ValueError, "has no SPMD type"),
+    (lambda mesh: spmd_type(_StridedShard(0, split_factor=2)), ValueError, "has no SPMD type"),
     (
-        lambda mesh: distribute_tensor(torch.ones(8), _two_dims(), [Shard(0), Shard(0)], src=None),
+        lambda mesh: distribute_tensor(torch.ones(8), DeviceMesh("cpu", [[0]]), [Shard(0), Shard(0)], src=None),
         ValueError,
-        "tensor dim 0 is sharded on mesh dims 0 and 1; shard it on only one of them",
+        "a group over several of its dims needs all of these",
     ),
+    (
+        lambda mesh: distribute_tensor(
+            torch.ones(8), _two_dims(), [Shard(0), Shard(0)], sizes=[(4, 4), (3, 5)], src=None
+        ),
+        ValueError,
+        r"on mesh dims \(0, 1\) must be equal: all of them shard dim 0",
+    ),
+    (
+        lambda mesh: partition_spec(
+            distribute_tensor(torch.ones(8), _two_dims(), [Shard(0), Shard(0)], src=None)._spec
+        ),
+        ValueError,
+        "shards one tensor dim on several mesh dims",
+    ),
+    (lambda mesh: _on_two_mesh_dims([[0, 1]]) + x(mesh, 4, 4, shape=(8, 2)), ValueError, "operands are on two meshes"),
+    (_outside, RuntimeError, "sum of a ShardTensor: rank 2 is not in DeviceMesh"),
+    (_plain_dual, ValueError, r"make_dual: a plain tensor of shape \(7, 6\)"),
+    (_checked_off_the_axes, NotImplementedError, "where these are axes of the job"),
+    (
+        lambda mesh: F.batch_norm(
+            _on_two_mesh_dims([[0, 1]]),
+            *(distribute_tensor(torch.ones(2), _two_dims(), [Replicate(), Shard(0)], src=None) for _ in range(2)),
+            training=True,
+        ),
+        RuntimeError,
+        r"batch_norm wrote to a copy of a tensor of \[Replicate\(\), Shard\(dim=0\)\]",
+    ),
+    (
+        lambda mesh: distribute_tensor(
+            torch.ones(4, 4), DeviceMesh("cpu", [[[0]], [[1]]]), [Shard(0), Shard(1), Shard(0)], src=None
+        ).flatten(),
+        NotImplementedError,
+        r"over dims \[0, 2, 1\] of .*, in this order",
+    ),
+    (lambda mesh: ShardTensor.from_dtensor(_split_in_another_order()), ValueError, "in another order than theirs"),
     (lambda mesh: knn(x(mesh), torch.ones(3, 5), 1), ValueError, r"must be \[n, d\] and \[m, d\]"),
     (lambda mesh: knn(x(mesh), torch.ones(3, 6), 8), ValueError, "k=8 of 7 points"),
     (lambda mesh: knn(x(mesh), x(DeviceMesh("cpu", [1, 0])), 1), ValueError, "operands are on"),
