@@ -27,6 +27,7 @@ from neuronx_dist.shard_tensor import (
     scatter_tensor,
 )
 from neuronx_dist.shard_tensor.spec import make_spec
+from tests.shard_tensor.sharding import Foreign
 from tests.shard_tensor.support.cases import assert_close, on_ranks, sizes, verbs
 
 TWICE = [Shard(0), Shard(0)]
@@ -74,7 +75,8 @@ def test_mesh_dims_that_are_no_neighbours():
         placements = [Shard(0), Shard(1), Shard(0)]
         along = sizes(9, 4, "uneven")
         for src in (0, 3, 6, None):
-            y = distribute_tensor(x.clone().requires_grad_(), mesh, placements, sizes=[along, (1, 3), None], src=src)
+            sent = x if src in (None, mesh.get_rank()) else torch.zeros_like(x)
+            y = distribute_tensor(sent.clone().requires_grad_(), mesh, placements, sizes=[along, (1, 3), None], src=src)
             (a, b, c), column = mesh.get_coordinate(), 0
             start = sum(along[: 2 * a + c])
             expected = x[start : start + along[2 * a + c], b and 1 : 4 if b else 1]
@@ -174,6 +176,10 @@ def test_writes_views_and_hooks():
         plain.add_(x.detach())
         assert plain.placements == (Shard(0), Replicate())
         assert_close(plain.full_tensor(), whole(9, 4) * 2, "written in its layout")
+        z = x * 1
+        z.mul_(x)
+        (seen_by_foreign,) = torch.autograd.grad(Foreign.apply(z).sum(), x)  # by the wrapper's graph
+        assert_close(seen_by_foreign.full_tensor(), 2 * whole(9, 4), "gradient of a foreign function")
         (grad,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
         (double,) = torch.autograd.grad(grad.sum(), x)
         assert_close(double.full_tensor(), 6 * whole(9, 4), "gradient of a gradient")

@@ -91,11 +91,13 @@ def functions(mesh, placement_of):
                 assert_close(c.grad.full_tensor(), plain[2].grad, f"gradient of c of {what}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 def test_functions_that_stay_partial(count):
     on_ranks(count, lambda mesh: functions(mesh, ()))
 
 
+@pytest.mark.slow
 def test_they_stay_partial_beside_shards():
     on_ranks(4, lambda mesh: functions(mesh, (Shard(0),)), (2, 2))
 

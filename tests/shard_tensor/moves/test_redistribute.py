@@ -71,6 +71,7 @@ def on_two_mesh_dims(mesh):
         assert_close(a.grad.full_tensor(), whole().cos(), f"gradient of {what} and back")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 2), (2, 3)], ids=str)
 def test_sums_and_maxima_to_a_dim_on_two_mesh_dims(shape):
     on_ranks(torch.Size(shape).numel(), on_two_mesh_dims, shape)
