@@ -39,6 +39,7 @@ from neuronx_dist.shard_tensor import (
     init_device_mesh,
     one_exchange,
     promotion_mode,
+    report,
     scatter_tensor,
     spmd_type,
     sync_module_over_mesh,
@@ -808,6 +809,10 @@ _MORE.append(
         r"one_exchange: relu\(inplace=True\) would write to x",
     )
 )
+_MORE.append(
+    (lambda mesh: report(mesh=8, rank=8).__enter__(), ValueError, "rank 8 is not one of the 8 ranks of the mesh")
+)
+_MORE.append((lambda mesh: report(rank=1).__enter__(), ValueError, "rank=1 is played on a mesh: pass mesh="))
 _MORE.append((lambda mesh: x(mesh)._fsdp_flattened, NotImplementedError, "^FullyShardedDataParallel of a ShardTensor"))
 _MORE.append((lambda mesh: _layer(mesh, lambda h: h.grad_fn), AttributeError, "one_exchange: grad_fn has"))
 REFUSALS |= {words: (function, kind, words) for function, kind, words in _MORE}
