@@ -54,5 +54,5 @@ def _decomposed(*functions: Callable[..., Any]) -> None:
 _decomposed(
     *(F.multi_head_attention_forward, F.multilabel_soft_margin_loss),
     *(F.triplet_margin_with_distance_loss, F.local_response_norm),
-    *(F.lp_pool1d, F.lp_pool2d, F.lp_pool3d),
+    *(F.lp_pool1d, F.lp_pool2d, F.lp_pool3d, F.max_unpool1d, F.max_unpool2d, F.max_unpool3d),
 )

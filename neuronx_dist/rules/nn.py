@@ -294,3 +294,17 @@ def col2im(input: Tensor, output_size: Any, kernel_size: Any, *args: Any, **kwar
     why = "fold adds its windows up"
     ins = [*lead, (channels, builder.new(inside, why)), (builder.new(input.shape[-1], why),)]
     return builder.spec([ins], [[*lead, (channels,), *builder.dims(_each(output_size, 2, None))]])
+
+
+def _unpooled(count: int) -> Callable[..., Spec]:
+    def spec(input: Tensor, indices: Tensor, output_size: Any, *args: Any, **kwargs: Any) -> Spec:
+        builder = ViewLabels()
+        lead = builder.dims(input.shape[:-count])
+        ins = [*lead, *((builder.new(size, "indices place its values"),) for size in input.shape[-count:])]
+        return builder.spec([ins, ins], [[*lead, *builder.dims(map(as_int, output_size[-count:]))]])
+
+    return spec
+
+
+for _count in (2, 3):
+    rule(getattr(native_nn, f"max_unpool{_count}d"), linear=FIRST)(_unpooled(_count))

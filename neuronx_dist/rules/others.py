@@ -132,7 +132,7 @@ def shifted(input: Tensor, dim: Any = None) -> Spec:
 # --- images ---
 
 
-@rule(F.grid_sample, linear=FIRST)
+@rule(F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d, linear=FIRST)
 def grid_sample(input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Spec:
     builder = ViewLabels()
     why = "a grid says where in it values are taken"
@@ -200,7 +200,12 @@ def _linear_cross_entropy(
 ) -> Tensor:
     if ignore_index is not None:
         kwargs["ignore_index"] = ignore_index
-    return F.cross_entropy(F.linear(input, linear_weight, linear_bias), target, **kwargs)
+    shape = linear_weight.shape[:-1]
+    if len(shape) > 1:  # a loss of several dims behind that of the classes
+        linear_weight = linear_weight.flatten(0, -2)
+        linear_bias = None if linear_bias is None else linear_bias.flatten()
+    logits = F.linear(input, linear_weight, linear_bias)
+    return F.cross_entropy(logits.unflatten(-1, shape) if len(shape) > 1 else logits, target, **kwargs)
 
 
 if hasattr(F, "linear_cross_entropy"):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .names import register
 from .pointwise import pointwise, rounds
-from .spec import Spec, along, elementwise, labels, operands, reduction, rule
+from .spec import Spec, along, derive, elementwise, labels, nonzero, operands, reduction, rule
 
 __all__ = ["SQUARES", "ends"]
 
@@ -373,12 +373,17 @@ def _into_order(sequence: Tensor, values: Any) -> Spec:
     new = values.dim()
     dims = (*placed[:-1], (new,)) if sequence.dim() > 1 else ((new,),)
     sizes = {**dict(enumerate(values.shape)), new: sequence.shape[-1]}
-    return Spec((dims, placed), (placed,), sizes, {}, {new: why})
+    return Spec((dims, placed), (placed,), sizes, {new: "sum"})  # a place is a count of the smaller ones
 
 
 def searchsorted(*args: Any, **kwargs: Any) -> Spec:
     sequence, values = _read("sorted_sequence input", args, kwargs)
-    return _into_order(sequence, values)
+    spec = _into_order(sequence, values)
+    order = kwargs.get("sorter")
+    if order is None:
+        return spec
+    fixed = {spec.ins[0][-1][0]: "the sorter's positions are of all of it"}  # type: ignore[index]
+    return spec._replace(ins=(*spec.ins, spec.ins[0]), reduced={}, fixed=fixed)
 
 
 def bucketize(*args: Any, **kwargs: Any) -> Spec:
@@ -401,3 +406,29 @@ def histc(*args: Any, **kwargs: Any) -> Spec:
 
 
 register("histc", histc)
+
+
+@rule(torch.renorm, Tensor.renorm)
+def renorm(input: Tensor, p: Any, dim: int, maxnorm: Any) -> Spec:
+    others = [other for other in range(input.dim()) if other != dim % input.dim()]
+    return along(input.shape, others, "renorm takes the norm over it")
+
+
+derive(torch.renorm, Tensor.renorm_, inplace=0)
+
+
+def _is_no_sum(data: Tensor, reduce: str, *, initial: Any = None, **_: Any) -> bool:
+    return reduce not in ("sum", "mean") or nonzero(initial)
+
+
+@rule(torch.segment_reduce, linear=((0,),), affine=_is_no_sum)
+def segment_reduce(
+    data: Tensor, reduce: str, *, lengths: Any = None, indices: Any = None, offsets: Any = None, axis: int = 0, **_: Any
+) -> Spec:
+    """Spec of reductions of segments along `axis`, before which dims are those of the segments' lengths, too."""
+    bounds = offsets if lengths is None else lengths
+    dims, why = labels(data.dim()), "segments end anywhere in it"
+    cuts, kept = data.dim(), data.dim() + 1
+    sizes = {**dict(enumerate(data.shape)), cuts: bounds.shape[-1], kept: bounds.shape[-1] - (lengths is None)}
+    out = (*dims[:axis], (kept,), *dims[axis + 1 :])
+    return Spec((dims, (*dims[:axis], (cuts,))), (out,), sizes, fixed={axis: why, cuts: why})

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..call_site import call_site
+from ..rules import RULES
 from ..torch_internals.distributed import before_flattening
 from ..torch_internals.operators import OpOverload
 from ..torch_internals.tensors import DisableTorchFunction, pytree
@@ -64,6 +65,9 @@ def by_gathering(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if DISPATCH.keys() != {UNHANDLED} and not getattr(func, "__module__", "").startswith("neuronx_dist"):
         with DisableTorchFunction():  # continues with operators, of which some have a handler
             return func(*args, **kwargs)
+    rule = RULES.get(func)
+    if rule is not None and rule.decompose is not None and rule.inplace is None:
+        return rule.decompose(*args, **kwargs)
     if isinstance(func, OpOverload):
         return _by_gathering_operator(func, types, args, kwargs)
     return _gathered(func, args, kwargs)

@@ -54,6 +54,7 @@ __all__ = [
     "TensorPromotionMode",
     "UNHANDLED",
     "check_promotion",
+    "composed",
     "get_promotion_mode",
     "named_handler",
     "promotion_mode",
@@ -149,6 +150,19 @@ def sharded(*targets: Callable[..., Any], **rule: Any) -> Callable[[Handler], Ha
         for target in targets:
             register_function_handler(target, handler, **rule)
         return handler
+
+    return decorate
+
+
+def composed(*targets: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator that registers a function that computes `targets` by functions that have handlers."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @sharded(*targets)
+        def handler(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return function
 
     return decorate
 

@@ -10,6 +10,7 @@ the name.
     weight_norms.py norms of weights, parametrizations and pruning
     autograd.py     the running backward, nodes of the graph, hooks on saved tensors, custom functions
     operators.py    operators of the dispatcher, of compiled code and of TorchScript
+    low_level.py    forms of functions that compiled programs name, and those of a list of tensors
     fake_tensors.py tensors without values
     transforms.py   `torch.func`, `torch.vmap` and forward-mode AD
     dual_numbers.py the functions that make dual numbers of forward-mode AD, and take them apart

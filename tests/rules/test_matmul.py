@@ -218,11 +218,35 @@ def test_decompositions_of_a_batch():
     verify(linalg.lu_solve, *linalg.lu_factor(x), wide)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:torch.lu", "ignore:torch.triangular_solve", "ignore:torch.svd", "ignore:torch.orgqr"
+)
+def test_factors_of_a_batch():
+    x, wide, linalg = signed(2, 4, 4) + 3 * torch.eye(4), signed(2, 4, 6), torch.linalg
+    symmetric = x + x.mT
+    for function in (linalg.lu_factor_ex, torch.lu, linalg.cond, torch.geqrf):
+        assert verify(function, x).fixed.keys() == {1, 2}
+    for function in (linalg.ldl_factor, linalg.ldl_factor_ex):
+        assert verify(function, symmetric, _linear=False).fixed.keys() == {1, 2}
+    verify(torch.svd, wide)
+    ranks = torch.stack([x[0], x[0].clone().index_fill_(0, torch.tensor([1]), 0.0)])
+    assert verify(linalg.matrix_rank, ranks, _refusals=False).fixed.keys() == {1, 2}
+    verify(torch.lu_unpack, *linalg.lu_factor(wide))
+    assert len(verify(torch.lu_solve, wide, *linalg.lu_factor(x)).fixed) == 4, "columns are independent"
+    assert len(verify(linalg.ldl_solve, *linalg.ldl_factor(symmetric), wide).fixed) == 4
+    reflections, factors = torch.geqrf(x)
+    for function in (linalg.householder_product, torch.orgqr):
+        assert verify(function, reflections, factors).fixed.keys() == {1, 2, 3}
+    assert verify(torch.ormqr, reflections, factors, wide).fixed.keys() == {1, 2, 3, 4, 5}
+    verify(torch.triangular_solve, wide, x.triu())
+
+
 def test_solutions_of_a_batch():
     x = signed(2, 4, 4) + 3 * torch.eye(4)
     for rows in (signed(2, 4, 6), signed(1, 4, 6), signed(2, 4), signed(4)):
         spec = verify(torch.linalg.solve, x, rows)
-        assert 0 not in spec.fixed and len(spec.fixed) == (4 if rows.dim() > 2 else 3)
+        assert 0 not in spec.fixed and len(spec.fixed) == 3, "of several columns each is independent"
+        assert len(verify(torch.linalg.solve_ex, x, rows).fixed) == (4 if rows.dim() > 2 else 3)
     verify(torch.linalg.solve, x[0], signed(4))
     verify(torch.linalg.solve, x, signed(2, 6, 4), left=False)
 

@@ -99,24 +99,22 @@ _sym_cos _sym_cosh _sym_sin _sym_sinh _sym_tan _sym_tanh _values _values_copy _w
 _wrapped_quantized_linear_prepacked adaptive_max_pool1d affine_grid_generator apply_ as_strided_ as_strided_scatter
 autocast batch_norm batch_norm_backward_elemt batch_norm_backward_reduce batch_norm_elemt batch_norm_gather_stats
 batch_norm_gather_stats_with_counts batch_norm_stats batch_norm_update_stats ccol_indices ccol_indices_copy
-_update_names choose_qparams_optimized coalesce col_indices col_indices_copy combinations cond conv_tbc convolution
-corrcoef cosine_embedding_loss cov crow_indices crow_indices_copy ctc_loss cumulative_trapezoid dequantize
-embedding_bag fake_quantize_per_channel_affine fake_quantize_per_tensor_affine fbgemm_linear_fp16_weight
+_update_names choose_qparams_optimized coalesce col_indices col_indices_copy combinations conv_tbc convolution corrcoef
+cosine_embedding_loss cov crow_indices crow_indices_copy ctc_loss cumulative_trapezoid dequantize embedding_bag
+fake_quantize_per_channel_affine fake_quantize_per_tensor_affine fbgemm_linear_fp16_weight
 fbgemm_linear_fp16_weight_fp32_activation fbgemm_linear_int8_weight fbgemm_linear_int8_weight_fp32_activation
 fbgemm_linear_quantize_weight fbgemm_pack_gemm_matrix_fp16 fbgemm_pack_quantized_matrix fractional_max_pool2d
 fractional_max_pool2d_with_indices fractional_max_pool3d fractional_max_pool3d_with_indices frobenius_norm
-fused_moving_avg_obs_fake_quant geqrf gradient grid_sampler grid_sampler_2d grid_sampler_3d hash_tensor histogramdd
-householder_product hsmm hspmm index indices indices_copy instance_norm int_repr istft ldl_factor ldl_factor_ex
-ldl_solve lobpcg lstsq lu lu_factor_ex lu_solve lu_unpack map2_ map_ matrix_rank matrix_sqrth max_pool1d_with_indices
-max_unpool1d max_unpool2d max_unpool3d miopen_batch_norm miopen_convolution miopen_convolution_add_relu
-miopen_convolution_relu miopen_convolution_transpose miopen_depthwise_convolution miopen_rnn native_batch_norm
-native_group_norm native_norm norm_except_dim nuclear_norm orgqr ormqr pca_lowrank pdist linalg_polar
+fused_moving_avg_obs_fake_quant gradient hash_tensor histogramdd hsmm hspmm index indices indices_copy instance_norm
+int_repr istft lobpcg lstsq map2_ map_ matrix_sqrth max_pool1d_with_indices miopen_batch_norm miopen_convolution
+miopen_convolution_add_relu miopen_convolution_relu miopen_convolution_transpose miopen_depthwise_convolution miopen_rnn
+native_batch_norm native_group_norm native_norm norm_except_dim nuclear_norm pca_lowrank pdist linalg_polar
 q_per_channel_scales q_per_channel_zero_points quantize_per_channel quantize_per_tensor quantize_per_tensor_dynamic
 quantized_batch_norm quantized_gru_cell quantized_lstm_cell quantized_max_pool1d quantized_max_pool2d
-quantized_max_pool3d quantized_rnn_relu_cell quantized_rnn_tanh_cell renorm renorm_ resize resize_ resize_as
-resize_as_ resize_as_sparse_ row_indices row_indices_copy segment_reduce set_ slice_copy slice_inverse smm solve_ex
-sparse_mask sparse_resize_ sparse_resize_and_clear_ saddmm sspaddmm stft svd svd_lowrank tensorinv tensorsolve
-to_sparse trapezoid trapz triangular_solve triplet_margin_loss values values_copy vander
+quantized_max_pool3d quantized_rnn_relu_cell quantized_rnn_tanh_cell resize resize_ resize_as resize_as_
+resize_as_sparse_ row_indices row_indices_copy set_ slice_copy slice_inverse smm sparse_mask sparse_resize_
+sparse_resize_and_clear_ saddmm sspaddmm stft svd_lowrank tensorinv tensorsolve to_sparse trapezoid trapz
+triplet_margin_loss values values_copy vander
 """
 
 
@@ -261,6 +259,7 @@ def test_copies_and_the_rest():
     verify(torch.detach_copy, x(4, 6))
     verify(Tensor.__reversed__, x(4, 6))
     verify(F.grid_sample, x(2, 4, 6, 8), torch.tanh(x(2, 10, 12, 2)), align_corners=True)
+    verify(torch.grid_sampler_2d, x(2, 4, 6, 8), torch.tanh(x(2, 10, 12, 2)), 0, 1, True)
     verify(torch.unravel_index, whole(24, 8), (4, 6))
     verify(torch.special.chebyshev_polynomial_v, x(4, 6), torch.tensor(2), _refusals=False)
     tokens, experts = x(8, 4).to(torch.bfloat16), x(2, 4, 8).to(torch.bfloat16)

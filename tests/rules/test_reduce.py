@@ -227,9 +227,20 @@ def test_looking_for_values():
     assert verify(torch.isin, x, x[0], _refusals=True).fixed.keys() == {2}
     verify(torch.isin, x, float(x[1, 2]))
     verify(torch.isin, 0.5, x, _refusals=False)
-    assert verify(torch.bucketize, x, order).fixed.keys() == {2}
-    assert verify(torch.searchsorted, order, x).fixed.keys() == {2}
+    assert verify(torch.bucketize, x, order).reduced == {2: "sum"}
+    assert verify(torch.searchsorted, order, x).reduced == {2: "sum"}
+    sorter = torch.arange(6).flip(0)
+    assert verify(torch.searchsorted, order.flip(0), x, sorter=sorter).fixed.keys() == {2}
     assert verify(torch.searchsorted, order.expand(2, 6).contiguous(), x, right=True).ins[0] == ((0,), (2,))
     verify(torch.bucketize, 0.3, order, _refusals=False)
     assert verify(torch.histc, x, 6, -4.0, 4.0).reduced == {0: "sum", 1: "sum"}
     assert verify(torch.histc, x, bins=6).fixed.keys() == {0, 1}
+
+
+def test_norms_of_slices_and_reductions_of_segments():
+    x = signed(4, 6, 2)
+    assert verify(torch.renorm, x, 2, 1, 0.5).fixed.keys() == {0, 2}
+    lengths = torch.tensor([1, 3])
+    assert verify(torch.segment_reduce, x, "sum", lengths=lengths, unsafe=True).fixed.keys() == {0, 3}
+    spec = verify(torch.segment_reduce, x, "max", offsets=torch.tensor([0, 1, 4]), unsafe=True)
+    assert spec.outs == (((4,), (1,), (2,)),)

@@ -13,22 +13,26 @@ tensor_parallel.py  parallel layers, operators of spmd     factories.py  like an
 one_exchange.py  windows of a list of layers after one exchange
 fourier.py     Fourier transforms over several dims, of which some are sharded
 collectives.py  torch.distributed's, on equal parts
-composed.py    functions that are made of others
+composed.py    functions that are made of others          numerics.py   integrals, derivatives, statistics, norms
+diagonals.py   diagonals, trace, block_diag               low_level.py  native norms, backward and copying forms
 """
 
 from . import (
     attention,
     collectives,
     composed,
+    diagonals,
     distances,
     dropout,
     factories,
     fourier,
     indexing,
     losses,
+    low_level,
     matmul,
     multihead,
     normalise,
+    numerics,
     optimizers,
     pointwise,
     queries,
@@ -46,15 +50,18 @@ __all__ = [
     "attention",
     "collectives",
     "composed",
+    "diagonals",
     "distances",
     "dropout",
     "factories",
     "fourier",
     "indexing",
     "losses",
+    "low_level",
     "matmul",
     "multihead",
     "normalise",
+    "numerics",
     "optimizers",
     "pointwise",
     "queries",

@@ -91,6 +91,18 @@ def _cosine_embedding_loss(func: Callable[..., Any], types: Any, args: Any, kwar
     return call(*args, **kwargs)
 
 
+@sharded(F.ctc_loss)
+def _ctc_loss(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *options: Any, **named: Any) -> Any:
+        lengths = [
+            x if isinstance(x, torch.Tensor) else torch.tensor(x, device=log_probs.device)
+            for x in (input_lengths, target_lengths)
+        ]  # each rank takes its samples' lengths
+        return FUNCTIONS[UNHANDLED](func, types, (log_probs, targets, *lengths, *options), named)
+
+    return call(*args, **kwargs)
+
+
 @sharded(F.glu)
 def _glu(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: Any, dim: int = -1) -> Any:

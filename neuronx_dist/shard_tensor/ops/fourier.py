@@ -31,6 +31,10 @@ _ONE_DIM: dict[Callable[..., Any], tuple[Callable[..., Any], Callable[..., Any],
     _fft.rfftn: (_fft.rfft, _fft.fft, False),
     _fft.irfft2: (_fft.irfft, _fft.ifft, True),
     _fft.irfftn: (_fft.irfft, _fft.ifft, True),
+    _fft.hfft2: (_fft.hfft, _fft.fft, True),
+    _fft.hfftn: (_fft.hfft, _fft.fft, True),
+    _fft.ihfft2: (_fft.ihfft, _fft.ifft, False),
+    _fft.ihfftn: (_fft.ihfft, _fft.ifft, False),
 }
 
 

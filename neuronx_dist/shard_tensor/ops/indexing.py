@@ -17,7 +17,7 @@ from ... import comm, spmd
 from ...comm import Communicator
 from ...spmd import I, P, R, S, SpmdType, no_typecheck
 from ...torch_internals.tensors import assert_async
-from ..handlers import FUNCTIONS, UNHANDLED, sharded
+from ..handlers import FUNCTIONS, UNHANDLED, composed, sharded
 from ..labels import Labels, New, inside
 from ..moves.exchange import linked
 from ..moves.fetch import ask, fetch, has_values
@@ -355,3 +355,52 @@ def masked_select(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) 
         return _masked(*(x if x.shape == shape else x.expand(shape) for x in (input, mask)))
 
     return call(*args, **kwargs)
+
+
+# --- positions in all of a tensor
+
+
+@composed(torch.take, _T.take)
+def take_flat(input: Any, index: Any) -> Any:
+    return input.reshape(-1)[index]
+
+
+@composed(torch.put, _T.put)
+def put(input: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+    flat = torch.index_put(input.reshape(-1), (index.reshape(-1),), source.reshape(-1), accumulate)
+    return flat.reshape(input.shape)
+
+
+@composed(torch.masked_scatter, _T.masked_scatter)
+def masked_scatter(input: Any, mask: Any, source: Any) -> Any:
+    """Returns the values of `source` in order where the mask is True: they are counted over all ranks."""
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    mask = mask.expand(shape)
+    taken = mask.reshape(-1).to(torch.int64).cumsum(0) - 1
+    if source.numel():
+        values = source.reshape(-1)[taken.clamp_min(0)].reshape(shape)
+        return torch.where(mask, values, input)
+    return torch.where(mask, torch.zeros_like(input), input)
+
+
+# --- positions of values, which are sharded as the values are
+
+
+@composed(torch.nonzero, _T.nonzero, torch.argwhere, _T.argwhere)
+def nonzero(input: Any, *, as_tuple: bool = False) -> Any:
+    flat = (input != 0).reshape(-1)
+    at: Any = torch.arange(flat.shape[0], device=flat.device)[flat]
+    columns: list[Any] = []
+    for size in reversed(input.shape):
+        columns.insert(0, at % size)
+        at = torch.div(at, size, rounding_mode="floor")
+    if as_tuple:
+        return tuple(columns) if columns else (at,)
+    return torch.stack(columns, 1) if columns else at.new_zeros((at.shape[0], 0))
+
+
+@composed(torch.nonzero_static, _T.nonzero_static)
+def nonzero_static(input: Any, *, size: int, fill_value: int = -1) -> Any:
+    rows = torch.nonzero(input)
+    missing = torch.full((max(0, size - rows.shape[0]), input.dim()), fill_value, device=rows.device)
+    return torch.cat([rows[:size], missing])

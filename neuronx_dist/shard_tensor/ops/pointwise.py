@@ -12,7 +12,7 @@ from ...rules import RULES, Spec
 from ...rules.pointwise import ELEMENTWISE
 from ...rules.spec import elementwise
 from ...torch_internals.tensors import foreach_functions
-from ..handlers import FUNCTIONS, UNHANDLED, sharded
+from ..handlers import FUNCTIONS, sharded
 from ..labels import inside, rule_of
 from ..moves.exchange import linked
 from ..moves.redistribute import check_is_no_copy, redistributed
@@ -159,8 +159,9 @@ def cast(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
 @sharded(torch.where, torch.Tensor.where)
 def where(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     """Chooses by element; `where(condition)` alone returns positions, whose number depends on values."""
-    handler = FUNCTIONS[UNHANDLED] if len(args) + len(kwargs) == 1 else pointwise
-    return handler(func, types, args, kwargs)
+    if len(args) + len(kwargs) == 1:
+        return torch.nonzero(*args, *kwargs.values(), as_tuple=True)
+    return pointwise(func, types, args, kwargs)
 
 
 @sharded(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like)

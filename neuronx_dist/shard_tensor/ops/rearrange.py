@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..handlers import sharded
+from ...torch_internals.low_level import of_lists
+from ..handlers import composed, sharded
 from ..labels import one_mesh, planned
 from ..moves.exchange import exchange, linked
 from ..moves.intervals import Bounds, ExchangePlan, Run, bounds_of, divided, flipped, rolled
@@ -278,7 +279,36 @@ def triangle(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
     return call(*args, **kwargs)
 
 
-@sharded(torch.meshgrid)
+for _at_least in (torch.atleast_1d, torch.atleast_2d, torch.atleast_3d):
+    composed(getattr(of_lists, _at_least.__name__))(
+        lambda tensors, _function=_at_least: tuple(_function(x) for x in tensors)
+    )
+
+
+@composed(torch.hstack)
+def hstack(tensors: Sequence[Any]) -> Any:
+    rows = [torch.atleast_1d(x) for x in tensors]
+    return torch.cat(rows, 0 if rows[0].dim() == 1 else 1)
+
+
+@composed(torch.column_stack)
+def column_stack(tensors: Sequence[Any]) -> Any:
+    return torch.cat([x.reshape(-1, 1) if x.dim() < 2 else x for x in tensors], 1)
+
+
+@composed(torch.combinations)
+def combinations(input: Any, r: int = 2, with_replacement: bool = False) -> Any:
+    return input[torch.combinations(torch.arange(input.shape[0], device=input.device), r, with_replacement)]
+
+
+@composed(torch.cartesian_prod)
+def cartesian_prod(*tensors: Any) -> Any:
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.stack([x.flatten() for x in torch.meshgrid(*tensors, indexing="ij")], 1)
+
+
+@sharded(torch.meshgrid, of_lists.meshgrid)
 def meshgrid(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(*tensors: Any, indexing: str = "ij") -> Any:
         tensors = tuple(tensors[0]) if isinstance(tensors[0], (list, tuple)) else tensors

@@ -119,18 +119,43 @@ for _make, _names in (
         sharded(getattr(_T, f"{_name}_"))(_handler(_call, True))
 
 
+def _indexed(x: Any, indices: Sequence[Any]) -> tuple[list[int], list[Any]]:
+    """Returns the indexed dims, and the positions in each; a mask is that of its True positions, on every rank."""
+    dims: list[int] = []
+    positions: list[Any] = []
+    dim = 0
+    for index in indices:
+        if is_mask(index):
+            whole = index.full_tensor() if isinstance(index, ShardTensor) else index
+            found = list(whole.to(x.device).nonzero().unbind(1))
+        else:
+            found = [] if index is None or isinstance(index, slice) else [index.to(x.device)]
+        dims += range(dim, dim + len(found))
+        positions += found
+        dim += max(1, len(found))
+    return dims, positions
+
+
 @sharded(torch.index_put, _T.index_put, _T.index_put_)
 def index_put(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
-        if len(indices) != 1 or is_mask(indices[0]):
-            raise NotImplementedError(
-                "index_put of ShardTensors takes one tensor of positions; for a mask use torch.where()"
-            )
-        index = indices[0].to(input.device)
-        index = torch.where(index < 0, index + input.shape[0], index)
-        values = torch.broadcast_to(values, (*index.shape, *input.shape[1:]))
-        index, values = index.reshape(-1), values.reshape(-1, *input.shape[1:])
-        result = (torch.index_add if accumulate else torch.index_copy)(input, 0, index, values)
+        dims, positions = _indexed(input, indices)
+        at = torch.broadcast_shapes(*(index.shape for index in positions))
+        flat: Any = 0
+        for dim, index in zip(dims, positions):
+            flat = flat * input.shape[dim] + torch.where(index < 0, index + input.shape[dim], index)
+        front = list(range(len(dims)))
+        x = torch.movedim(input, dims, front) if dims != front else input
+        rest = x.shape[len(dims) :]
+        # where the values have the dims of the index: in place of adjacent dims, else in front
+        before = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
+        values = torch.broadcast_to(values, (*rest[:before], *at, *rest[before:]))
+        if before:
+            values = torch.movedim(values, list(range(before, before + len(at))), list(range(len(at))))
+        rows = x.flatten(0, len(dims) - 1) if len(dims) > 1 else x
+        write = torch.index_add if accumulate else torch.index_copy
+        result = write(rows, 0, flat.reshape(-1), values.reshape(-1, *rest)).reshape(x.shape)
+        result = torch.movedim(result, front, dims) if dims != front else result
         return input.copy_(result) if func is _T.index_put_ else result
 
     return call(*args, **kwargs)

@@ -17,11 +17,11 @@ import torch
 
 from ...spmd import S
 from ..handlers import FUNCTIONS, UNHANDLED, sharded
-from ..labels import planned
+from ..labels import Labels, inside, planned
 from ..moves.fetch import position_type
 from ..moves.redistribute import redistributed
 from ..placements import Placement, Replicate, Shard
-from ..spec import ShardTensorSpec, make_spec
+from ..spec import ShardTensorSpec, gradient_spec, make_spec
 from ..tensor import ShardTensor, wrap
 from ..typed import on_own_shard
 from .reduce import operand, reduced
@@ -256,3 +256,31 @@ def median(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
 
 def _named(func: Callable[..., Any], pair: Sequence[torch.Tensor]) -> Any:
     return getattr(torch.return_types, func.__name__)(tuple(pair))
+
+
+# --- places in sorted sequences
+
+
+def _placed(values: torch.Size, sequence: torch.Size) -> Labels:
+    names = tuple(range(len(values)))
+    return Labels([names, (*(names[:-1] if len(sequence) > 1 else ()), "sequence")], names)
+
+
+@sharded(torch.bucketize, torch.searchsorted)
+def places(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    """Returns the number of smaller elements: the sum of the numbers among the elements of each shard."""
+
+    def call(first: Any, second: Any, **options: Any) -> Any:
+        values, sequence = (first, second) if func is torch.bucketize else (second, first)
+        if options.get("sorter") is not None:
+            return FUNCTIONS[UNHANDLED](func, types, args, kwargs)
+        if not isinstance(values, torch.Tensor):
+            values = torch.tensor(values, dtype=sequence.dtype, device=sequence.device)
+        (values, sequence), spec = inside(_placed, (values, sequence))
+        local = torch.searchsorted(sequence, values, **options)
+        whole = gradient_spec(spec)
+        return wrap(redistributed(local, spec, whole), whole)
+
+    names = {"input": "first" if func is torch.bucketize else "second", "self": "second"}
+    names |= {"boundaries": "second", "sorted_sequence": "first"}
+    return call(*args, **{names.get(name, name): value for name, value in kwargs.items()})

@@ -619,9 +619,19 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         "would write a ShardTensor",
     ),
     (
-        lambda mesh: x(mesh).index_put((torch.tensor([0]), torch.tensor([1])), torch.ones(())),
+        lambda mesh: torch.gradient(x(mesh), edge_order=3),
+        RuntimeError,
+        "gradient: edge_order 3 must be 1 or 2",
+    ),
+    (
+        lambda mesh: torch.linalg.matrix_norm(x(mesh), 3),
+        RuntimeError,
+        "matrix_norm: order 3 is none of",
+    ),
+    (
+        lambda mesh: torch.stft(x(mesh)[:, 0], 2, center=False, return_complex=True, align_to_window=True),
         NotImplementedError,
-        "takes one tensor of positions",
+        "does not support align_to_window",
     ),
     (
         lambda mesh: x(mesh).scatter(1, torch.zeros(3, 1).long(), 1.0),

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from neuronx_dist.shard_tensor.attention_method import attention_method
 from tests.shard_tensor.support.cases import Case, quietly
+from tests.shard_tensor.support.numerics import CASES as NUMERICS
 from tests.shard_tensor.support.selection import CASES as SELECTION
 
 N = 16
@@ -348,4 +349,4 @@ ATTENTION = [
     Case("attention, plain keys", _attention(), [(N, 3), (N, 3), (N, 3)], plain=(1, 2)),
 ]
 
-CASES = [*POINTWISE, *MATMUL, *VIEWS, *REDUCE, *NORMALISE, *SOFTMAX, *LOSSES, *ATTENTION, *SELECTION]
+CASES = [*POINTWISE, *MATMUL, *VIEWS, *REDUCE, *NORMALISE, *SOFTMAX, *LOSSES, *ATTENTION, *SELECTION, *NUMERICS]

@@ -1,0 +1,113 @@
+"""Cases of functions that are composed of others: integrals, statistics, diagonals, low-level forms, positions."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tests.shard_tensor.support.cases import Case
+
+N = 16
+_aten = torch.ops.aten
+_AT = torch.tensor([[3, 0, 11], [7, 3, 15]])
+_COLUMNS = torch.tensor([2, 0, 1])
+
+
+def _spread(count: int) -> torch.Tensor:
+    """Coordinates that grow by steps of several sizes."""
+    return torch.arange(count, dtype=torch.float64).square() + 1
+
+
+def _batch_norm(x, w, b):
+    mean, variance = torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    return torch.native_batch_norm(x, w, b, mean, variance, True, 0.2, 1e-5)
+
+
+def _places(x, y):
+    ordered = y.detach().sort().values
+    return torch.bucketize(x.detach(), ordered), torch.searchsorted(ordered, x.detach(), right=True)
+
+
+def _stored(x, values):
+    mask = torch.arange(N) % 3 == 1
+    stored = x.index_put((mask,), values[:5])
+    return stored.index_put((_AT, _COLUMNS), values[:2, :3], accumulate=True)
+
+
+def _histogram(x):
+    counts, edges = torch.histogram(x.detach(), 5)
+    return counts, edges, *torch.histogram(x.detach(), 3, range=(-1.0, 1.0), weight=x.detach().abs(), density=True)
+
+
+CASES = [
+    Case("trapezoid", lambda y: torch.trapezoid(y, dx=0.5, dim=0), [(N, 3)]),
+    Case("trapezoid at x", lambda y, x: torch.trapezoid(y, x), [(3, N), (3, N)]),
+    Case("trapezoid at a row", lambda y: torch.trapezoid(y, _spread(N), dim=0), [(N, 3)]),
+    Case("cumulative_trapezoid", lambda y, x: torch.cumulative_trapezoid(y, x, dim=0), [(N, 3), (N, 3)], gathers=True),
+    Case("gradient", torch.gradient, [(N, 3)]),
+    Case("gradient of order 2", lambda x: torch.gradient(x, spacing=0.5, dim=0, edge_order=2), [(N, 3)]),
+    Case("gradient at x", lambda x: torch.gradient(x, spacing=(_spread(N),), dim=0, edge_order=2), [(N, 3)]),
+    Case("nanmean", lambda x: torch.nanmean(torch.where(x > 0, x, float("nan")), 0), [(N, 3)]),
+    Case("aminmax", lambda x: [*torch.aminmax(x, dim=0), *x.aminmax()], [(N, 3)]),
+    Case("cov", lambda x: torch.cov(x, correction=0, aweights=_spread(N)), [(3, N)]),
+    Case("corrcoef", torch.corrcoef, [(3, N)], gathers=True),
+    Case("dist", lambda x, y: torch.dist(x, y, 3), [(N, 3), (N, 3)]),
+    Case("pdist", lambda x: F.pdist(x, 2), [(N, 3)], gathers=True),
+    Case("linalg.norm", torch.linalg.norm, [(N, 3)]),
+    Case("norm of matrices", lambda x: torch.linalg.norm(x, 1, (0, 1), True), [(N, 3, 2)]),
+    Case("least norm of matrices", lambda x: torch.linalg.matrix_norm(x, -float("inf"), (2, 0)), [(N, 3, 2)]),
+    Case("nuclear norm", lambda x: torch.linalg.matrix_norm(x, "nuc"), [(N, 3, 2)], gathers=True),
+    Case("fftshift", torch.fft.fftshift, [(N, 3)]),
+    Case("ifftshift", lambda x: torch.fft.ifftshift(x, 0), [(15, 3)]),
+    Case("stft", lambda x: torch.view_as_real(torch.stft(x, 6, 2, 4, return_complex=True)), [(2, N)], gathers=True),
+    Case("vander", lambda x: torch.linalg.vander(x, N=4), [(N,)]),
+    Case("bilinear", F.bilinear, [(N, 3), (N, 2), (4, 3, 2), (4,)]),
+    Case("histogram", _histogram, [(N, 3)], gradients=False),
+    Case("diagonal", lambda x: (x.diagonal(), x.diagonal(-2, 1, 0)), [(N, N)], gathers=True),
+    Case("diagonals of a batch", lambda x: torch.linalg.diagonal(x, offset=1), [(2, 5, N)], gathers=True),
+    Case("diagonal_scatter", lambda x, y: torch.diagonal_scatter(x, y, 1), [(N, 9), (8,)], gathers=True),
+    Case("diag_embed", lambda x: torch.diag_embed(x, -1, 0, 2), [(N, 4)], gathers=True),
+    Case("diag", lambda x: (torch.diag(x, 1), torch.diag(x[0])), [(N, 9)], gathers=True),
+    Case("trace", torch.trace, [(N, 12)], gathers=True),
+    Case("block_diag", torch.block_diag, [(N, 3), (4,), (2, 5)]),
+    Case("native_layer_norm", lambda x, w: torch.native_layer_norm(x, (N, 3), w, None, 1e-5), [(2, N, 3), (N, 3)]),
+    Case(
+        "native_group_norm",
+        lambda x, w, b: torch.native_group_norm(x, w, b, 2, N, 3, 4, 1e-5),
+        [(2, N, 3), (N,), (N,)],
+        gathers=True,
+    ),
+    Case("native_batch_norm", _batch_norm, [(N, 4, 3), (4,), (4,)]),
+    Case("safe softmax", lambda x: _aten._safe_softmax(x, 0), [(N, 3)]),
+    Case("backward of softmax", lambda g, y: _aten._softmax_backward_data(g, y, 0, torch.float64), [(N, 3), (N, 3)]),
+    Case("backward of dropout", lambda g, x: _aten.native_dropout_backward(g, x > 0, 2.0), [(N, 3), (N, 3)]),
+    Case("hstack", lambda x, y: torch.hstack([x, y]), [(N,), (3,)]),
+    Case("column_stack", lambda x, y: torch.column_stack([x, y]), [(N,), (N, 2)]),
+    Case("atleast_2d of several", lambda x, y: torch.atleast_2d([x, y]), [(N,), (N, 2)]),
+    Case("meshgrid of a list", lambda x, y: torch.meshgrid([x, y], indexing="xy"), [(N,), (5,)]),
+    Case("cartesian_prod", torch.cartesian_prod, [(N,), (4,)], gathers=True),
+    Case("combinations", torch.combinations, [(N,)]),
+    Case("index_put", _stored, [(N, 3), (5, 3)], gathers=True),
+    Case("take", lambda x: x.take(_AT - 4), [(N, 3)], gathers=True),
+    Case("put", lambda x, y: x.put(_AT, y, accumulate=True), [(N, 3), (6,)], gathers=True),
+    Case("masked_scatter", lambda x, y, z: x.masked_scatter(y > 0, z), [(N, 3), (N, 3), (60,)], gathers=True),
+    Case("nonzero", lambda x: (torch.nonzero(x > 0), *torch.where(x > 0)), [(N, 3, 2)], gradients=False, gathers=True),
+    Case(
+        "nonzero_static",
+        lambda x: (torch.nonzero_static(x > 0, size=5), torch.nonzero_static(x > 1, size=50, fill_value=7)),
+        [(N, 3)],
+        gradients=False,
+        gathers=True,
+    ),
+    Case("places", _places, [(N, 3), (9,)], gradients=False),
+    Case("squeeze_copy", lambda x: torch.squeeze_copy(x), [(N, 1, 3)]),
+    Case("unbind_copy", lambda x: torch.unbind_copy(x, 1), [(N, 3)]),
+    Case("slice as operator", lambda x: _aten.slice.Tensor(x, 0, 2, -3, 2), [(N, 3)]),
+    Case(
+        "chunks side by side",
+        lambda x, y: torch._chunk_cat([x, y], 0, 3),
+        [(N, 2), (5, 2)],
+        gradients=False,
+        gathers=True,
+    ),
+]
