@@ -93,7 +93,7 @@ def check_equal(function, *args, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence_parallel,vocabulary", [(True, 60), (False, 59)])
+@pytest.mark.parametrize("sequence_parallel,vocabulary", [pytest.param(True, 60, marks=pytest.mark.full), (False, 59)])
 def test_a_whole_model(sequence_parallel, vocabulary):
     check_equal(whole, sequence_parallel, vocabulary, mesh=dict(tp=2))
 

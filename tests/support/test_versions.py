@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.versions import PLACES, evenly_spaced, mark
+from tests.support.versions import PLACES, WITHOUT_TORCH, evenly_spaced, mark
 
 
 class Item:
@@ -29,9 +29,16 @@ def test_a_place_exists_and_the_short_selection_takes_fewer(place: str) -> None:
     assert (ROOT / place).exists() and short <= full > 0
 
 
+@pytest.mark.parametrize("place", WITHOUT_TORCH)
+def test_a_place_without_torch_exists_and_is_in_the_long_selection_alone(place: str) -> None:
+    item: Any = Item(place, "fast")
+    mark([item])
+    assert (ROOT / place).exists() and item.marks == {"fast", "versions"}
+
+
 def test_fast_tests_are_in_both_and_of_the_others_as_many_as_a_place_says() -> None:
     place = "tests/optimizer/test_zero1.py"
-    fast, full, elsewhere = Item("tests/test_mesh.py", "fast"), Item(place, "full"), Item("tests/test_mesh.py", "slow")
+    fast, full, elsewhere = Item("tests/test_main.py", "fast"), Item(place, "full"), Item("tests/test_main.py", "slow")
     slow = [Item(place, "slow") for _ in range(100)]
     items: Any = [fast, full, elsewhere, *slow]
     mark(items)

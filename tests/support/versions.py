@@ -1,14 +1,30 @@
 """The tests that every version of torch must pass: `make test-versions`, on the list of versions in `torch_internals`.
 
 They are all fast tests, and some of the slow ones, which train on a few layouts: of each place as many as `PLACES`
-says, evenly spaced. The mark `versions` is given to all of them, `versions_short` to the fast ones and to fewer others.
+says, evenly spaced. The mark `versions` is given to all of them, `versions_short` to the fast ones, but for those in
+`WITHOUT_TORCH`, and to fewer others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
-__all__ = ["PLACES", "mark"]
+__all__ = ["PLACES", "WITHOUT_TORCH", "mark"]
+
+# Fast tests of text and of pure Python, which no version of torch changes.
+WITHOUT_TORCH = (
+    "tests/mutate",
+    "tests/pipeline/schedule",
+    "tests/pipeline/timeline",
+    "tests/planning/test_layout.py",
+    "tests/planning/test_plan.py",
+    "tests/test_docstrings.py",
+    "tests/test_mesh.py",
+    "tests/test_structure.py",
+    "tests/test_topology.py",
+)
 
 # Folder or file -> numbers of its slow tests in the short selection, and in the other. 1000 is more than there are.
 PLACES = {
@@ -51,12 +67,18 @@ def mark(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("fast"):
             item.add_marker("versions")
-            item.add_marker("versions_short")
+            if not item.nodeid.startswith(_inside(WITHOUT_TORCH)):
+                item.add_marker("versions_short")
     for place, counts in PLACES.items():
-        at_place = [item for item in slow if item.nodeid.startswith((f"{place}/", f"{place}::"))]
+        at_place = [item for item in slow if item.nodeid.startswith(_inside([place]))]
         for name, count in zip(("versions_short", "versions"), counts, strict=True):
             for item in evenly_spaced(at_place, count):
                 item.add_marker(name)
+
+
+def _inside(places: Iterable[str]) -> tuple[str, ...]:
+    """Returns how the ids of tests in these files and folders begin."""
+    return tuple(place + end for place in places for end in ("/", "::"))
 
 
 def evenly_spaced(items: list[pytest.Item], count: int) -> list[pytest.Item]:
