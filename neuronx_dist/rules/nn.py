@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..torch_internals.operators import upsample_bicubic2d_aa, upsample_bilinear2d_aa
 from ..torch_internals.tensors import native_nn
 from .spec import Spec, elementwise, labels, nonzero, operands, rule
 from .views import FIRST, ViewLabels, as_int
@@ -308,3 +309,27 @@ def _unpooled(count: int) -> Callable[..., Spec]:
 
 for _count in (2, 3):
     rule(getattr(native_nn, f"max_unpool{_count}d"), linear=FIRST)(_unpooled(_count))
+
+
+_pool_backward = torch.ops.aten.max_pool2d_with_indices_backward
+
+
+@rule(_pool_backward, _pool_backward.default)
+def max_pool2d_backward(grad: Tensor, x: Tensor, *options: Any) -> Spec:
+    """Images and channels are independent."""
+    builder = ViewLabels()
+    lead = builder.dims(x.shape[:-2])
+    pooled = [(builder.new(size, "pooled"),) for size in grad.shape[-2:]]
+    whole = [(builder.new(size, "windows go over it"),) for size in x.shape[-2:]]
+    return builder.spec([[*lead, *pooled], [*lead, *whole], [*lead, *pooled]], [[*lead, *whole]])
+
+
+@rule(upsample_bilinear2d_aa, upsample_bicubic2d_aa)
+def antialiased(x: Tensor, output_size: Any, *options: Any, **named: Any) -> Spec:
+    """Images and channels are independent."""
+    factors = named.get("scale_factors") or ()
+    sizes = output_size or [int(size * factor) for size, factor in zip(x.shape[-2:], factors)]
+    builder = ViewLabels()
+    lead = builder.dims(x.shape[:-2])
+    whole = [(builder.new(size, "it is resized as a whole"),) for size in x.shape[-2:]]
+    return builder.spec([[*lead, *whole]], [[*lead, *builder.dims(sizes)]])

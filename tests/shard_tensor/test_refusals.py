@@ -18,6 +18,8 @@ from tests.shard_tensor.support.refusals import REFUSALS as OTHER_REFUSALS
 TIMEOUT = 60.0
 REFUSALS = OTHER_REFUSALS | NAME_REFUSALS
 FOLDER = Path(shard_tensor.__file__).parent
+# Their refusals are about environment variables, names and groups of a job: their own tests have them.
+APART = {"launchers.py", "manager.py", "physicsnemo", "sync.py"}
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -58,6 +60,7 @@ def test_each_refusal_of_the_package_has_a_case():
     statements = [
         (file, node)
         for file in sorted(FOLDER.rglob("*.py"))
+        if file.relative_to(FOLDER).parts[0] not in APART
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Raise) and node.exc is not None
     ]

@@ -19,6 +19,7 @@ from ...spmd import I, P, R, S, SpmdType, no_typecheck
 from ...torch_internals.tensors import assert_async
 from ..handlers import FUNCTIONS, UNHANDLED, composed, sharded
 from ..labels import Labels, New, inside
+from ..merged import on_single_mesh_dims
 from ..moves.exchange import linked
 from ..moves.fetch import ask, fetch, has_values
 from ..moves.redistribute import redistributed
@@ -93,6 +94,7 @@ def _taken(x: torch.Size, index: torch.Size, dim: int) -> Labels:
     )
 
 
+@on_single_mesh_dims
 def take(x: Any, dim: int, index: Any) -> ShardTensor:
     """Returns `x[:, .., index, .., :]` with an index of any shape at `dim`: [before, *index.shape, after]."""
     fetched = _fetched(x, dim, index)
@@ -329,6 +331,7 @@ def _aligned(x: torch.Size, mask: torch.Size) -> Labels:
     return Labels([names, names[: len(mask)]], names)
 
 
+@on_single_mesh_dims
 def _masked(x: Any, mask: Any) -> ShardTensor:
     """Returns `x[mask]`, sharded as `x` is: each rank has the True elements of its shard; counts are gathered."""
     (local, chosen), spec = inside(_aligned, (x, mask))

@@ -12,10 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...rules import RULES, Spec
-from ...rules.spec import register_operator
-from ...rules.views import ViewLabels
-from ...torch_internals import low_level, operators
+from ...torch_internals import low_level
 from ...torch_internals.tensors import pytree
 from ..handlers import FUNCTIONS, composed, sharded
 from .select import dim_of
@@ -89,33 +86,6 @@ def softmax_backward(grad: Any, output: Any, dim: int, input_dtype: torch.dtype)
 @composed(*_both(_aten.native_dropout_backward))
 def dropout_backward(grad: Any, mask: Any, scale: float) -> Any:
     return grad * (mask.to(grad.dtype) * scale)
-
-
-def _pooled(grad: Any, x: Any, *options: Any) -> Spec:
-    """Spec of the backward of max pooling, in which images and channels are independent."""
-    builder = ViewLabels()
-    lead = builder.dims(x.shape[:-2])
-    pooled = [(builder.new(size, "pooled"),) for size in grad.shape[-2:]]
-    whole = [(builder.new(size, "windows go over it"),) for size in x.shape[-2:]]
-    return builder.spec([[*lead, *pooled], [*lead, *whole], [*lead, *pooled]], [[*lead, *whole]])
-
-
-register_operator(*_both(_aten.max_pool2d_with_indices_backward), spec=_pooled)
-
-
-def _resized(x: Any, output_size: Any, *options: Any, **named: Any) -> Spec:
-    """Spec of antialiased resampling, in which images and channels are independent."""
-    factors = named.get("scale_factors") or ()
-    sizes = output_size or [int(size * factor) for size, factor in zip(x.shape[-2:], factors)]
-    builder = ViewLabels()
-    lead = builder.dims(x.shape[:-2])
-    whole = [(builder.new(size, "it is resized as a whole"),) for size in x.shape[-2:]]
-    return builder.spec([[*lead, *whole]], [[*lead, *builder.dims(sizes)]])
-
-
-for _resampled in (operators.upsample_bilinear2d_aa, operators.upsample_bicubic2d_aa):
-    if _resampled not in RULES:
-        register_operator(_resampled, spec=_resized)
 
 
 # --- masked positions

@@ -124,11 +124,6 @@ REFUSED = [
     (ValueError, "narrow", lambda x, i: x.scatter(1, torch.zeros(2, 1, dtype=torch.int64), 1.0)),
     (ValueError, "x a plain tensor", lambda x, i: torch.zeros(8, 3).__setitem__(slice(0, 8), x)),
     (NotImplementedError, "torch.where", lambda x, i: x.__setitem__(x > 0, torch.ones(24))),
-    (
-        NotImplementedError,
-        "for a mask use",
-        lambda x, i: x.index_put((torch.ones(8, dtype=torch.uint8),), torch.ones(())),
-    ),
     (ValueError, "roll: 2 shifts for 1 dims", lambda x, i: x.roll((1, 2), (0,))),
     (ValueError, "unfold: size=9", lambda x, i: x.unfold(0, 9, 1)),
     (ValueError, "k=9 of 8 points", lambda x, i: knn(x, x, 9)),

@@ -495,6 +495,11 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         ValueError,
         "position 9 is out of range: bounds .* cover 8 positions",
     ),
+    (
+        lambda mesh: HaloConfig(0, 0, 1, communication_method="nvl"),
+        ValueError,
+        "communication_method='nvl': use one of",
+    ),
     (lambda mesh: virtual_runs(-1, 4, 4, "mirror"), ValueError, "padding mode 'mirror': use one of"),
     (lambda mesh: virtual_runs(-1, 4, 0, "circular"), ValueError, "needs values to repeat, but the dim is empty"),
     (
