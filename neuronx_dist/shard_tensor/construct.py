@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .. import accelerator, comm
+from ..torch_internals.operators import skip_in_compiler
 from .device_mesh import DeviceMesh, as_mesh
 from .local_views import graded
 from .merged_mesh import number_in
@@ -46,6 +47,7 @@ __all__ = [
 ]
 
 
+@skip_in_compiler
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: DeviceMesh | None = None,
@@ -103,6 +105,7 @@ def distribute_tensor(
     return result
 
 
+@skip_in_compiler
 def scatter_tensor(
     tensor: torch.Tensor | None,
     global_src: int,

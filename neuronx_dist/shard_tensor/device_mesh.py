@@ -176,11 +176,6 @@ class DeviceMesh(TorchMesh):
         """Returns the torch ProcessGroup along each dim; errors are those of `get_group`."""
         return [self.get_group(m) for m in range(self.ndim)]
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or not name.startswith("_"):
-            raise AttributeError(f"a DeviceMesh of neuronx_dist has no attribute {name!r}", name=name)
-        return getattr(self.to_torch(), name)  # of torch's functions
-
     def __eq__(self, other: object) -> bool:
         if isinstance(other, DeviceMesh) or not isinstance(other, TorchMesh):
             return self is other
@@ -201,7 +196,8 @@ class DeviceMesh(TorchMesh):
             raise RuntimeError(f"rank {_context().rank} is not in {self}")
         index = tuple(slice(None) if dim in dims else coordinate[dim] for dim in range(self.ndim))
         sorted_dims = sorted(dims)
-        ranks = self.mesh[index].permute([sorted_dims.index(dim) for dim in dims])
+        with _with_values():
+            ranks = self.mesh[index].permute([sorted_dims.index(dim) for dim in dims])
         result = _interned(self.device_type, ranks, chosen, [self.communicator(dim) for dim in dims])
         if result is not self:
             result.tables.setdefault("part of", (self, chosen))
@@ -224,7 +220,9 @@ class DeviceMesh(TorchMesh):
         merged = _context().extras.setdefault(_FLATTENED, {}).setdefault(name, [])
         if self.mesh_dim_names not in merged:
             merged.insert(0, self.mesh_dim_names)
-        return _interned(self.device_type, self.mesh.flatten(), (name,))
+        with _with_values():
+            ranks = self.mesh.flatten()
+        return _interned(self.device_type, ranks, (name,))
 
     def _unflatten(  # type: ignore[override]
         self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str]
@@ -241,7 +239,8 @@ class DeviceMesh(TorchMesh):
                 f"new name; sizes are {sizes}, names {tuple(mesh_dim_names)}"
             )
         names = (*self.mesh_dim_names[:dim], *mesh_dim_names, *self.mesh_dim_names[dim + 1 :])
-        ranks = self.mesh.reshape(*self.shape[:dim], *sizes, *self.shape[dim + 1 :])
+        with _with_values():
+            ranks = self.mesh.reshape(*self.shape[:dim], *sizes, *self.shape[dim + 1 :])
         known = self.communicators
         groups = None if known is None else [*known[:dim], *[None] * len(sizes), *known[dim + 1 :]]
         return _interned(self.device_type, ranks, names, groups)
@@ -296,7 +295,9 @@ def init_device_mesh(
             "sizes must equal the number of ranks; one size may be -1 if the product of the others divides that "
             "number"
         )
-    return DeviceMesh(device_type, torch.arange(world, device="cpu").view(shape), mesh_dim_names=mesh_dim_names)
+    with _with_values():
+        ranks = torch.arange(world, device="cpu").view(shape)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names)
 
 
 def as_mesh(mesh: Any, device_type: str = "cpu") -> DeviceMesh:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
+from math import prod
 from typing import Any
 
 import torch
@@ -115,6 +116,6 @@ def _wrapped(y: Any, mesh: DeviceMesh, placements: Placements, inputs: Sequence[
             dim = placement.dim % y.dim()
             sizes = (specs[0].sizes[m] if specs else None) or ()
             if len(set(sizes)) < 2:
-                sizes = (y.shape[dim],) * mesh.shape[m]
+                sizes = (y.shape[dim],) * prod(mesh.shape[k] for k, p in enumerate(placements) if p == placement)
             shapes[m] = [(*y.shape[:dim], size, *y.shape[dim + 1 :]) for size in sizes]
     return ShardTensor.from_local(y, mesh, placements, sharding_shapes=shapes)

@@ -45,7 +45,9 @@ from torch.distributed.tensor import DTensor
 
 from ..call_site import call_site
 from ..rules.spec import HANDLERS, register_operator
+from ..spmd import no_typecheck
 from ..torch_internals.operators import OpOverload, OpOverloadPacket, name_of
+from ..torch_internals.tensors import pytree
 
 __all__ = [
     "DISPATCH",
@@ -154,17 +156,31 @@ def sharded(*targets: Callable[..., Any], **rule: Any) -> Callable[[Handler], Ha
     return decorate
 
 
-def composed(*targets: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator that registers a function that computes `targets` by functions that have handlers."""
+def composed(*targets: Callable[..., Any], checked: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator that registers a function that computes `targets` by functions that have handlers.
+
+    Args:
+        checked: torch's function is called on tensors without values first, for torch's errors.
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @sharded(*targets)
         def handler(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+            if kwargs.get("out") is not None:
+                raise NotImplementedError(f"{func.__name__} with out= is not supported: use its out-of-place form")
+            if checked:
+                with no_typecheck():
+                    meta_args, meta_kwargs = pytree.tree_map_only(torch.Tensor, _without_values, (args, kwargs))
+                    func(*meta_args, **meta_kwargs)
             return function(*args, **kwargs)
 
         return function
 
     return decorate
+
+
+def _without_values(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
 class TensorPromotionMode(Enum):

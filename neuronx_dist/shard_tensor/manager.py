@@ -23,11 +23,11 @@ _STATE = "distributed_manager"  # of a context
 
 
 class UninitializedManagerError(RuntimeError):
-    """Nobody has called `DistributedManager.initialize()`."""
+    """Error of a manager that is used before `DistributedManager.initialize()`."""
 
 
 class UndefinedGroupError(ValueError):
-    """There is no group of this name."""
+    """Error of a name that no group has."""
 
 
 class DistributedManager:

@@ -25,6 +25,8 @@ def outside_of_mesh(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     try:
         result = ShardTensor.__torch_function__(func, types, args, kwargs)
     except (IndexError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and " is not in DeviceMesh" not in str(error):
+            raise
         operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, ShardTensor)]
         mesh = operands[0].device_mesh
         raise RuntimeError(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..torch_internals.operators import skip_in_compiler
 from .construct import distribute_tensor, shared_by_layers
 from .device_mesh import DeviceMesh, as_mesh
 from .module import ties_kept
@@ -102,6 +103,7 @@ def loss_parallel() -> Iterator[None]:
 # --- between plain tensors and ShardTensors
 
 
+@skip_in_compiler
 def _sharded(
     x: Any, mesh: DeviceMesh, layout: Placement, desired: Placement | None, sizes: Sequence[int] | None = None
 ) -> ShardTensor:
@@ -126,11 +128,13 @@ def _sharded(
     return x if desired is None else _in_layout(x, desired)
 
 
+@skip_in_compiler
 def _in_layout(x: ShardTensor, layout: Placement) -> ShardTensor:
     placements = checked_placements((layout,), 1, x.dim())
     return x if x.placements == placements else x.redistribute(placements=placements)
 
 
+@skip_in_compiler
 def _returned(x: ShardTensor, use_local: bool) -> torch.Tensor:
     """Returns a ShardTensor, or its part.
 

@@ -5,12 +5,14 @@
 | `x + y`, `x - y` | both "sum", or both "avg", in one layout | the same |
 | `x * y`, `x / y` | both "product", in one layout | the same |
 | `maximum`, `minimum` | both "max", both "min" | the same |
-| `x * c`, `x / c` | "sum" or "avg", and a number or a tensor that is equal on the ranks | the same |
+| `x * c` | "sum" or "avg", and a finite number or a tensor that is equal on the ranks | the same |
+| `x / c` | "sum" or "avg", and a number that is not 0 | the same |
 | `x + c`, `x - c` | "avg", "max" or "min", and the same | the same; the ranks are not counted |
 | `-x` | "sum" or "avg"; "max" or "min" | the same; the other one |
 | `clone`, `+x` | any | the same |
 
-A tensor that is equal on the ranks is used by each on its own: its gradient is summed over them.
+A tensor that is equal on the ranks is used by each on its own: its gradient is summed over them. Where such a tensor is
+infinite, parts of two signs have no sum.
 """
 
 from __future__ import annotations
@@ -61,12 +63,14 @@ _NEGATED = {"max": Partial("min"), "min": Partial("max")}
 
 def kept(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Any], ShardTensorSpec] | None:
     """Returns the local arguments of a call of Partial tensors, and the result's layout; None: reduce them first."""
+    partial = [x for x in args if isinstance(x, ShardTensor) and x._spec.partial]
+    if not partial:
+        return None
     rule = RULES.get(func)
     name = _NAMES.get(rule.name.rstrip("_")) if rule is not None else None
     if name is None or kwargs.keys() - {"alpha"} or not 1 <= len(args) <= 2:
         return None
-    partial = [x for x in args if isinstance(x, ShardTensor) and x._spec.partial]
-    if not partial or any(not (x.is_floating_point() or x.is_complex()) for x in partial):
+    if any(not (x.is_floating_point() or x.is_complex()) for x in partial):
         return None
     spec = partial[0]._spec
     ops = {str(placement.reduce_op) for placement in spec.placements if isinstance(placement, Partial)}
@@ -81,6 +85,8 @@ def kept(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Any], S
         return None
     x, y = args
     if partial[0] is y and (name == "div" or not ops <= _LINEAR):  # c - x of a maximum is a minimum
+        return None
+    if name == "div" and (isinstance(y, torch.Tensor) or not y):  # infinite parts of two signs have no sum
         return None
     other = _equal(x if partial[0] is y else y, spec)
     if other is None:

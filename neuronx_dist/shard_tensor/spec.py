@@ -197,7 +197,8 @@ class ShardTensorSpec:
 class Offsets(tuple[int, ...]):
     """First positions of a shard, for each tensor dim; called, along each mesh dim: PhysicsNeMo's `offsets(mesh_dim)`.
 
-    Along a mesh dim that shards nothing the position is 0.
+    Along a mesh dim that shards nothing the position is 0; along several that shard one dim, where the part of the
+    mesh dims up to this one begins.
     """
 
     _spec: ShardTensorSpec
@@ -209,9 +210,19 @@ class Offsets(tuple[int, ...]):
 
     def __call__(self, mesh_dim: int | None = None) -> Any:
         """Returns the position along a mesh dim; without one, those of all mesh dims."""
-        coordinate = self._spec.mesh.get_coordinate() or [0] * len(self._spec.sizes)
-        along = tuple(0 if sizes is None else sum(sizes[:i]) for sizes, i in zip(self._spec.sizes, coordinate))
-        return along if mesh_dim is None else along[mesh_dim]
+        mesh = self._spec.mesh
+        coordinate, along = mesh.get_coordinate() or [0] * mesh.ndim, [0] * mesh.ndim
+        for group in self._spec.groups:
+            shards = prod(mesh.shape[m] for m in group)
+            index = 0
+            for m in group:
+                shards //= mesh.shape[m]
+                index += coordinate[m] * shards
+                along[m] = sum((self._spec.sizes[m] or ())[:index])
+        return tuple(along) if mesh_dim is None else along[mesh_dim]
+
+    def __reduce__(self) -> Any:
+        return tuple, (tuple(self),)
 
 
 def make_spec(

@@ -65,17 +65,19 @@ def _compare_ranks(rows: Iterable[Any], groups: Iterable[Communicator], name_of:
     """Compares rows between the ranks of each group.
 
     Raises:
-        RuntimeError: they differ, on all ranks of the group; the message has the first row that does.
+        RuntimeError: they differ, on all ranks of the mesh; the message has the first row that does.
     """
-    own = list(rows)
+    local, groups, difference = list(rows), list(groups), ""
     for group in groups:
-        for rank, other in zip(group.ranks, comm.gather_objects(own, group)):
-            if other != own:
-                mine, theirs = next(pair for pair in zip([*own, None], [*other, None]) if pair[0] != pair[1])
-                raise RuntimeError(
-                    f"sync_module_over_mesh: {name_of(mine or theirs)} differs across the mesh: {mine} here, {theirs} "
-                    f"on rank {rank}"
-                )
+        for rank, other in zip(group.ranks, comm.gather_objects(local, group)):
+            if other != local and not difference:
+                mine, theirs = next(pair for pair in zip([*local, None], [*other, None]) if pair[0] != pair[1])
+                difference = f"{name_of(mine or theirs)} differs across the mesh: {mine} here, {theirs} on rank {rank}"
+    for group in groups:  # along each mesh dim in turn, so that all ranks raise
+        differences = comm.gather_objects(difference, group)
+        difference = difference or next(filter(None, differences), "")
+    if difference:
+        raise RuntimeError(f"sync_module_over_mesh: {difference}")
 
 
 def _sums(x: torch.Tensor) -> str:

@@ -46,6 +46,7 @@ __all__ = [
     "ShardTensor",
     "gradient_spec",
     "in_layout",
+    "laid_out_gradient",
     "local_of",
     "wrap",
     "wrap_result",
@@ -274,7 +275,7 @@ class ShardTensor(torch.Tensor):
     def grad(self) -> ShardTensor | None:
         """The gradient: of the same layout, Replicate where the tensor is Partial."""
         grad = self._local.grad
-        return None if grad is None else wrap(grad, gradient_spec(self._spec))
+        return None if grad is None else laid_out_gradient(grad, self._spec)
 
     @grad.setter
     def grad(self, grad: torch.Tensor | None) -> None:
@@ -364,6 +365,20 @@ class OutsideShardTensor(ShardTensor):
     @skip_in_compiler
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return FUNCTIONS[OutsideShardTensor.__torch_function__](func, types, args, kwargs or {})
+
+
+def laid_out_gradient(grad: torch.Tensor, spec: ShardTensorSpec) -> ShardTensor:
+    """Returns the gradient of a local tensor as that of the ShardTensor.
+
+    Raises:
+        RuntimeError: the tensor is Partial by another reduction than a sum or a mean.
+    """
+    if any(str(spec.placements[m].reduce_op) not in ("sum", "avg") for m in spec.partial):  # type: ignore[attr-defined]
+        raise RuntimeError(
+            f"the gradient of a tensor that is {list(spec.placements)} differs between the ranks, so that no layout "
+            "describes it: require the gradient of the local tensor, ShardTensor.from_local(part.requires_grad_(), ..)"
+        )
+    return wrap(grad, gradient_spec(spec))
 
 
 def _new(local: torch.Tensor, spec: ShardTensorSpec) -> ShardTensor:

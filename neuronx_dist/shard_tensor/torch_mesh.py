@@ -13,11 +13,25 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 __all__ = ["answered_by_torch", "mesh_of_torch"]
 
+# Attributes that only instances of torch's class have, in 2.9 to 2.15, and that its functions read. By name: others,
+# which a debugger asks for, must not make a mesh of torch, for which all ranks have to take part; and torch.compile
+# takes no mesh whose class has `__getattr__`.
+_STATE = """
+_coordinate_on_dim _device_type _dim_group_names _flatten_mapping _flatten_mesh_list _flatten_rank_map _hash _layout
+_mesh_dim_names _pg_registry _preserve_rank_order _rank _rank_map _root_mesh _thread_id
+""".split()
+
 
 def answered_by_torch(cls: type) -> type:
     """Decorator of a subclass of torch's mesh: members that only torch's class defines become those of `to_torch()`."""
-    for name, member in vars(TorchMesh).items():
-        if name not in vars(cls) and not name.startswith("__") and not isinstance(member, (staticmethod, classmethod)):
+    members = vars(TorchMesh)
+    of_instances = [
+        name
+        for name, member in members.items()
+        if not name.startswith("__") and not isinstance(member, (staticmethod, classmethod))
+    ]
+    for name in (*of_instances, *_STATE):
+        if name not in vars(cls):
             setattr(cls, name, _Member(name))
     return cls
 

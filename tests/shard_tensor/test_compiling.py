@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from neuronx_dist import distributed
-from neuronx_dist.shard_tensor import Shard
+from neuronx_dist.shard_tensor import Shard, ShardTensor, distribute_tensor
+from neuronx_dist.shard_tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tests.shard_tensor.support.cases import assert_close
 from tests.support.pool import processes
 
@@ -61,6 +62,19 @@ def compiled() -> None:
     assert_close(local.detach(), x.to_local().detach() + 1, "to_local")
     whole_again = torch.compile(lambda x: x.redistribute(placements=[Shard(0)]).full_tensor(), backend="eager")(x)
     assert_close(whole_again.detach(), whole(), "redistribute")
+
+    def of_meshes(x):  # a mesh is an object of torch's class, of which dynamo takes some members alone
+        y = distribute_tensor(x, mesh, [Shard(0)]) * mesh.size()
+        return ShardTensor.from_local(y.to_local(), mesh, [Shard(0)]).full_tensor()
+
+    plain = torch.arange(8.0).view(4, 2)
+    assert_close(torch.compile(of_meshes, backend="eager")(plain), plain * mesh.size(), "meshes")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).double()
+    ones = torch.ones(2, 4, dtype=torch.float64)
+    expected = model(ones).detach()
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    assert_close(torch.compile(model, backend="eager")(ones).detach(), expected, "styles")
 
 
 def test_compiled_functions_and_modules():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -392,3 +395,12 @@ def test_from_local_takes_shapes_by_position():
             assert ShardTensor.from_local(x, mesh, [Shard(0)], *arguments)._spec.sizes == ((3, 2),)
 
     on_ranks(2, run)
+
+
+def test_offsets_where_two_mesh_dims_shard_one_dim():
+    def rank(mesh):
+        x = distribute_tensor(torch.ones(8), mesh, [Shard(0), Shard(0)], src=None)
+        assert copy.deepcopy(x.offsets) == pickle.loads(pickle.dumps(x.offsets)) == tuple(x.offsets)
+        return tuple(x.offsets), x.offsets()
+
+    assert on_ranks(4, rank, (2, 2)) == [((0,), (0, 0)), ((2,), (0, 2)), ((4,), (4, 4)), ((6,), (4, 6))]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import distribute_tensor as distribute_dtensor
 from torch.nn.parallel import DistributedDataParallel
 
 from neuronx_dist.shard_tensor import DeviceMesh, Replicate, Shard, ShardTensor, init_device_mesh
-from tests.shard_tensor.support.cases import assert_close
+from tests.shard_tensor.support.cases import assert_close, on_ranks
 from tests.support.pool import processes
 
 pytestmark = pytest.mark.process
@@ -83,6 +83,16 @@ def tensor_and_data_parallel() -> None:
     twin(whole(4, 3)).square().mean().backward()
     for param, expected in zip(module.parameters(), twin.parameters(), strict=True):
         assert_close(param.grad.full_tensor(), expected.grad, "gradient")
+
+
+def test_what_a_notebook_asks_makes_no_mesh_of_torch():
+    """All ranks would have to take part."""
+
+    def rank(mesh):
+        assert not hasattr(mesh, "_repr_html_") and not hasattr(mesh, "_ipython_display_")
+        assert "torch" not in mesh.tables
+
+    on_ranks(2, rank)
 
 
 def test_dtensors():

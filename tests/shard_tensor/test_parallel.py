@@ -308,6 +308,23 @@ def test_inputs_and_outputs_are_prepared():
     on_ranks(2, run)
 
 
+def test_a_model_on_meta_gets_memory_when_it_is_parallel():
+    """As torchtitan does: parameters are made after they are cut."""
+
+    def rank(mesh):
+        with torch.device("meta"):
+            module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        parallelize_module(module, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        module.to_empty(device="cpu")
+        weight = module[0].weight
+        assert weight.placements == (Shard(0),) and weight.to_local().shape == (4, 4)
+        for param in module.parameters():
+            nn.init.ones_(param)
+        return module(torch.ones(2, 4)).tolist()
+
+    assert on_ranks(2, rank) == [[[41.0] * 4] * 2] * 2
+
+
 def test_patterns_as_fnmatch_has_them():
     def run(mesh):
         module = nn.ModuleDict({"layers": nn.ModuleList([Net(), Net()]), "head": Net()})

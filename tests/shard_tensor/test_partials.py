@@ -47,7 +47,7 @@ FUNCTIONS = {
     "c - x": (lambda x, y, c: c - x, ("avg",), {}),
     "x * c": (lambda x, y, c: x * c, LINEAR, {}),
     "c * x": (lambda x, y, c: c[:, :1] * x, LINEAR, {}),
-    "x / c": (lambda x, y, c: x / c, LINEAR, {}),
+    "x / c": (lambda x, y, c: x / c, (), {}),
     "c / x": (lambda x, y, c: c / x, (), {}),
     "floor(x / c)": (lambda x, y, c: torch.div(x, c, rounding_mode="floor"), (), {}),
     "x of more dims": (lambda x, y, c: x + c.unsqueeze(0), (), {}),
@@ -148,3 +148,36 @@ def test_a_sum_stays_a_sum_under_the_checker():
                 assert_close((z + 1).full_tensor().detach(), parts_of(1)[0].sum(0) + 1, op)
 
     threads.run(Mesh(2), rank)
+
+
+def test_a_sum_over_infinite_parts_is_reduced_first() -> None:
+    """Parts of 1 and -2, divided by 0, have no sum; the quotient of the sum is -inf."""
+
+    def rank(mesh):
+        x = ShardTensor.from_local(torch.tensor([1.0, -2.0])[mesh.get_rank() :][:1], mesh, [Partial()])
+        return [(x / divisor).full_tensor().item() for divisor in (0, torch.zeros(1))]
+
+    assert on_ranks(2, rank) == [[-float("inf")] * 2] * 2
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_gradient_that_no_layout_describes_is_refused(op) -> None:
+    def rank(mesh):
+        part = torch.tensor([[1.0, 5.0], [3.0, 2.0]])[mesh.get_rank()]
+        x = ShardTensor.from_local(part.clone(), mesh, [Partial(op)]).requires_grad_()
+        (x.redistribute(placements=[Replicate()]) * torch.tensor([1.0, 10.0])).sum().backward()
+        inner = part.clone().requires_grad_()
+        y = ShardTensor.from_local(inner, mesh, [Partial(op)]).redistribute(placements=[Replicate()])
+        (y * torch.tensor([1.0, 10.0])).sum().backward()
+        if op in LINEAR:
+            return [n * (2 if op == "avg" else 1) for n in x.grad.full_tensor().tolist()]
+        with pytest.raises(RuntimeError, match="differs between the ranks, .* require the gradient of the local"):
+            _ = x.grad
+        with pytest.raises(RuntimeError, match="differs between the ranks"):
+            torch.autograd.grad(x.redistribute(placements=[Replicate()]).sum(), x)
+        return inner.grad.tolist()
+
+    parts = torch.tensor([[1.0, 5.0], [3.0, 2.0]], requires_grad=True)
+    (value(op, parts) * torch.tensor([1.0, 10.0])).sum().backward()
+    expected = [[1.0, 10.0]] * 2 if op in LINEAR else parts.grad.tolist()
+    assert on_ranks(2, rank) == expected

@@ -10,7 +10,15 @@ import torch.nn.functional as F
 
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.shard_tensor import DeviceMesh, Shard, ShardTensor, distribute_tensor, fallback, report
+from neuronx_dist.shard_tensor import (
+    DeviceMesh,
+    Shard,
+    ShardTensor,
+    distribute_tensor,
+    fallback,
+    init_device_mesh,
+    report,
+)
 from neuronx_dist.shard_tensor.attention_method import attention_method
 from neuronx_dist.shard_tensor.report import note, predict, watched
 from tests.shard_tensor.support.cases import on_ranks
@@ -171,3 +179,12 @@ def test_operands_that_a_handler_needs_whole_are_told():
     for notes, line, nothing in on_ranks(2, run):
         assert notes == [("linear", f"gathers {2 * 4 * 4} bytes, of (2, 4), at {__file__}:{line}")]
         assert nothing == []
+
+
+def test_meshes_are_made_and_divided_inside_of_a_report():
+    with report(mesh=8) as r:
+        grid = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "domain"))
+        x = ShardTensor.from_local(torch.empty(1, 2, 4, 6), grid["domain"], [Shard(2)])
+        F.conv2d(x, torch.empty(2, 2, 3, 3), padding=1)
+        assert grid["dp", "domain"]._flatten("world").size() == 8
+    assert [entry.call.verb for entry in r.calls] == ["exchange"]

@@ -91,3 +91,14 @@ def test_dtensors_are_left_as_they_are():
 
     with mock.patch.object(sync, "DTensor", nn.Parameter):
         on_ranks(2, run)
+
+
+def test_ranks_whose_groups_agree_raise_too():
+    """On a grid of 2 x 2 rank 2 differs, of which ranks 0 and 1 learn by another mesh dim."""
+
+    def rank(mesh):
+        module = nn.Linear(3 if mesh.get_rank() == 2 else 2, 2)
+        with pytest.raises(RuntimeError, match="weight differs across the mesh"):
+            sync_module_over_mesh(module, mesh, verify=True)
+
+    on_ranks(4, rank, (2, 2))

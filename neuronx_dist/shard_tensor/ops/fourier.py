@@ -75,4 +75,5 @@ def _along_another(x: ShardTensor, dim: int, transformed_dims: Sequence[int]) ->
         return x
     placements = list(x.placements)
     placements[m] = Shard(max(fit, key=lambda d: x.shape[d]))
-    return x.redistribute(placements=placements)
+    sizes = [None if p == Shard(dim) else along for p, along in zip(x.placements, x._spec.sizes)]
+    return x.redistribute(placements=placements, sizes=sizes)

@@ -309,16 +309,26 @@ def _is_odd(x: Any) -> bool:
 
 def _at_positions(x: Any, dim: int, indices: Sequence[Any]) -> Any:
     """Returns `x` at an index for each of the dims from `dim` on, which are flattened into one."""
-    flat: Any = 0
-    for i, index in enumerate(indices):
-        size = x.shape[dim + i]
-        position = torch.where(index < 0, index + size, index)
-        if len(indices) > 1:
-            check_positions(local_of(position) if isinstance(position, ShardTensor) else position, size, dim + i)
-        flat = flat * size + position
+    flat = flat_positions(x, range(dim, dim + len(indices)), indices)
     if len(indices) > 1:
         x = x.flatten(dim, dim + len(indices) - 1)
     return take(x, dim, flat)
+
+
+def flat_positions(x: Any, dims: Sequence[int], indices: Sequence[Any]) -> Any:
+    """Returns the positions in several dims as positions in the one that these dims form.
+
+    Raises:
+        IndexError: a position is outside of its dim, where it would become another element.
+    """
+    flat: Any = 0
+    for dim, index in zip(dims, indices):
+        size = x.shape[dim]
+        position = torch.where(index < 0, index + size, index)
+        if len(indices) > 1:
+            check_positions(local_of(position) if isinstance(position, ShardTensor) else position, size, dim)
+        flat = flat * size + position
+    return flat
 
 
 # --- masks, whose results have as many elements as are True

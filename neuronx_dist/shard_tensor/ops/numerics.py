@@ -38,7 +38,7 @@ def _trapezoids(y: Any, x: Any, dx: Any, dim: int) -> Any:
     return torch.diff(x, dim=dim) * heights
 
 
-@composed(torch.trapezoid, torch.trapz)
+@composed(torch.trapezoid, torch.trapz, checked=True)
 def trapezoid(y: Any, x: Any = None, *, dx: Any = None, dim: int = -1) -> Any:
     dim = dim_of(y, dim)
     return _trapezoids(y, x, dx, dim).sum(dim) / 2
@@ -93,13 +93,13 @@ def _derivative(x: Any, dim: int, spacing: Any, edge_order: int) -> Any:
 # --- statistics
 
 
-@composed(torch.nanmean, _T.nanmean)
+@composed(torch.nanmean, _T.nanmean, checked=True)
 def nanmean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     counts = torch.sum(~input.isnan(), dim, keepdim)
     return torch.nansum(input, dim, keepdim, dtype=dtype) / counts
 
 
-@composed(torch.aminmax, _T.aminmax)
+@composed(torch.aminmax, _T.aminmax, checked=True)
 def aminmax(input: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
     over = () if dim is None else dim
     return torch.return_types.aminmax((torch.amin(input, over, keepdim), torch.amax(input, over, keepdim)))
@@ -156,7 +156,7 @@ def _counted(x: torch.Size, weight: torch.Size | None) -> Labels:
 # --- distances and norms
 
 
-@composed(torch.dist, _T.dist)
+@composed(torch.dist, _T.dist, checked=True)
 def dist(input: Any, other: Any, p: float = 2) -> Any:
     return _linalg.vector_norm(input - other, p)
 
@@ -170,7 +170,7 @@ def pdist(input: Any, p: float = 2.0) -> Any:
     return all_pairs.reshape(-1).index_select(0, rows * n + columns)
 
 
-@composed(_linalg.norm)
+@composed(_linalg.norm, checked=True)
 def norm(A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     is_vector = isinstance(dim, int) or (dim is not None and len(dim) == 1) or (dim is None and A.dim() == 1)
     if ord is None or (is_vector and not isinstance(ord, str)):
@@ -178,7 +178,7 @@ def norm(A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dty
     return _linalg.matrix_norm(A, ord, (-2, -1) if dim is None else dim, keepdim, dtype=dtype)
 
 
-@composed(_linalg.matrix_norm)
+@composed(_linalg.matrix_norm, checked=True)
 def matrix_norm(
     A: Any, ord: Any = "fro", dim: Sequence[int] = (-2, -1), keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
@@ -187,6 +187,8 @@ def matrix_norm(
     x = A if dtype is None else A.to(dtype)
     if ord == "fro":
         return _linalg.vector_norm(x, 2, (rows, columns), keepdim)
+    if 0 in (x.shape[rows], x.shape[columns]):
+        return FUNCTIONS[UNHANDLED](_linalg.matrix_norm, (), (x, ord, (rows, columns), keepdim), {})
     if ord == "nuc" or abs(ord) == 2:
         values = _linalg.svdvals(torch.movedim(x, (rows, columns), (-2, -1)))
         y = values.sum(-1) if ord == "nuc" else values.amax(-1) if ord > 0 else values.amin(-1)
@@ -228,7 +230,7 @@ def ifftshift(input: Any, dim: Any = None) -> Any:
     return torch.roll(input, [-(input.shape[d] // 2) for d in dims], list(dims))
 
 
-@composed(torch.stft, _T.stft)
+@composed(torch.stft, _T.stft, checked=True)
 def stft(
     input: Any,
     n_fft: int,
@@ -259,6 +261,7 @@ def stft(
         before = (n_fft - width) // 2
         frames = frames * F.pad(window, (before, n_fft - width - before))
     half = onesided if onesided is not None else not frames.is_complex()
+    is_complex = frames.is_complex() if return_complex is None else return_complex
     y = (torch.fft.rfft if half else torch.fft.fft)(frames, norm="ortho" if normalized else None).transpose(1, 2)
     y = y[0] if input.dim() == 1 else y
-    return y if return_complex or input.is_complex() else torch.view_as_real(y)
+    return y if is_complex else torch.view_as_real(y)

@@ -13,14 +13,15 @@ from ...torch_internals.tensors import DisableTorchFunction, has_compatible_type
 from ..handlers import sharded
 from ..labels import one_mesh
 from ..moves.redistribute import redistributed
-from ..tensor import ShardTensor, gradient_spec, in_layout, local_of, wrap
+from ..tensor import ShardTensor, gradient_spec, in_layout, laid_out_gradient, local_of, wrap
 
 __all__: list[str] = []
 
 _T = torch.Tensor
 _ATTRIBUTES = """
 shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_xla is_mps is_mkldnn
-is_vulkan is_nested names itemsize nbytes grad_fn output_nr retains_grad _version
+is_vulkan is_ipu is_maia is_mtia is_xpu is_nested name names volatile itemsize nbytes grad_dtype grad_fn output_nr
+retains_grad _backward_hooks _base _cdata _post_accumulate_grad_hooks _version
 """.split()
 _QUERIES = """
 size dim ndimension numel nelement element_size is_floating_point is_complex is_signed get_device __hash__
@@ -104,7 +105,8 @@ def formatted(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> s
 def takes_the_data(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> bool:
     """Returns whether `x.data = y` is possible; where it is not, `nn.Module` makes a new parameter."""
     x, y = args
-    return isinstance(x, ShardTensor) and isinstance(y, ShardTensor) and x._spec is y._spec
+    same = isinstance(x, ShardTensor) and isinstance(y, ShardTensor) and x._spec is y._spec
+    return same and bool(func(x._local, y._local))
 
 
 @sharded(torch.equal, _T.equal)
@@ -223,7 +225,7 @@ def autograd_grad(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) 
         grads = [_start(x, g) for x, g in zip(outs, starts)]
         results = torch.autograd.grad([_loss(x) for x in outs], [_local(x) for x in ins], grads, *others, **keywords)
         return tuple(
-            wrap(grad, gradient_spec(x._spec)) if isinstance(x, ShardTensor) and grad is not None else grad
+            laid_out_gradient(grad, x._spec) if isinstance(x, ShardTensor) and grad is not None else grad
             for x, grad in zip(ins, results)
         )
 

@@ -19,7 +19,16 @@ from ..moves.redistribute import check_is_no_copy
 from ..spec import make_spec
 from ..tensor import ShardTensor, local_of, wrap, written
 from ..typed import on_own_shard
-from .indexing import check_positions, expanded, in_layout_of, is_basic, is_mask, own_positions, shortened
+from .indexing import (
+    check_positions,
+    expanded,
+    flat_positions,
+    in_layout_of,
+    is_basic,
+    is_mask,
+    own_positions,
+    shortened,
+)
 from .pointwise import aligned, check_writable
 from .select import dim_of
 from .views import sliced
@@ -141,9 +150,7 @@ def index_put(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
     def call(input: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
         dims, positions = _indexed(input, indices)
         at = torch.broadcast_shapes(*(index.shape for index in positions))
-        flat: Any = 0
-        for dim, index in zip(dims, positions):
-            flat = flat * input.shape[dim] + torch.where(index < 0, index + input.shape[dim], index)
+        flat = flat_positions(input, dims, positions)
         front = list(range(len(dims)))
         x = torch.movedim(input, dims, front) if dims != front else input
         rest = x.shape[len(dims) :]

@@ -272,10 +272,12 @@ def places(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
 
     def call(first: Any, second: Any, **options: Any) -> Any:
         values, sequence = (first, second) if func is torch.bucketize else (second, first)
-        if options.get("sorter") is not None:
+        if options.get("sorter") is not None or options.get("out") is not None:
             return FUNCTIONS[UNHANDLED](func, types, args, kwargs)
         if not isinstance(values, torch.Tensor):
-            values = torch.tensor(values, dtype=sequence.dtype, device=sequence.device)
+            values = torch.tensor(values, device=sequence.device)
+        dtype = torch.promote_types(values.dtype, sequence.dtype)  # torch takes equal ones alone
+        values, sequence = values.to(dtype), sequence.to(dtype)
         (values, sequence), spec = inside(_placed, (values, sequence))
         local = torch.searchsorted(sequence, values, **options)
         whole = gradient_spec(spec)

@@ -36,7 +36,9 @@ def compute_sharding_shapes_from_chunking_global_shape(
         ValueError: there is not a placement for each mesh dim.
     """
     along = [
-        tuple(compute_split_shapes(global_shape[p.dim], mesh.shape[m])) if isinstance(p, Shard) else None
+        tuple(compute_split_shapes(global_shape[p.dim], mesh.shape[m]))
+        if isinstance(p, Shard) and placements.count(p) == 1
+        else None
         for m, p in enumerate(placements[: mesh.ndim])
     ]
     shapes = make_spec(mesh, placements, global_shape, along).sharding_shapes()

@@ -72,7 +72,7 @@ def fused_all_reduce(
         leaves = [result]
     elif isinstance(tensors, Mapping):
         detach = getattr(tensors, "detach", None)  # a TensorDict's
-        result = {name: x.detach().clone() for name, x in tensors.items()} if detach is None else detach().clone()
+        result = _copied(tensors) if detach is None else detach().clone()
         leaves = [x for _, x in sorted(_items(result), key=lambda item: item[0])]
     elif isinstance(tensors, Sequence) and not isinstance(tensors, (str, bytes)):
         result = leaves = [x.detach().clone() for x in tensors]
@@ -83,6 +83,10 @@ def fused_all_reduce(
         return result, work
     work.wait()
     return result
+
+
+def _copied(tensors: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {name: _copied(x) if isinstance(x, Mapping) else x.detach().clone() for name, x in tensors.items()}
 
 
 def _items(tensors: Mapping[Any, Any], prefix: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
@@ -148,13 +152,13 @@ def mark_module_as_shared(
     communicator = communicator_of(DistributedManager().group(process_group))
     reduce_dtype = torch.float32 if use_fp32_reduction else None
 
-    def sum_gradient(param: torch.Tensor) -> None:
-        param.grad = comm.all_reduce(param.grad, communicator, reduce_dtype=reduce_dtype)  # type: ignore[arg-type]
+    def summed(grad: torch.Tensor) -> torch.Tensor:
+        return comm.all_reduce(grad, communicator, reduce_dtype=reduce_dtype)
 
     for name, param in module.named_parameters(recurse=recurse):
         if hasattr(param, _HANDLE):
             raise RuntimeError(f"mark_module_as_shared: parameter {name} is marked already: unmark it first")
-        setattr(param, _HANDLE, param.register_post_accumulate_grad_hook(sum_gradient))
+        setattr(param, _HANDLE, param.register_hook(summed))
     return module
 
 

@@ -128,3 +128,12 @@ def test_padding_of_few_modes_to_a_field_is_shared_by_all_ranks() -> None:
             assert y.placements == (Shard(2),)
 
     on_ranks(4, rank)
+
+
+def test_uneven_shards_of_other_dims_stay() -> None:
+    def rank(mesh):
+        sizes = [(1, 3), (2, 4)]
+        calls, y = equals_one_process(mesh, _fft.fft2, (4, 5, 6, 8), [Shard(0), Shard(2)], sizes)
+        assert y._spec.sizes[0] == (1, 3) and len(calls) == 1
+
+    on_ranks(4, rank, (2, 2))

@@ -163,3 +163,85 @@ def test_bytes_are_a_mask_as_in_getitem():
         assert x.full_tensor().tolist() == [9, 1, 2, 9, 9, 5]
 
     on_ranks(2, rank)
+
+
+def test_positions_outside_of_a_dim_do_not_become_other_elements():
+    """Of several dims, which are flattened."""
+
+    def rank(mesh):
+        x = sharded(torch.zeros(4, 3), mesh, sizes=(1, 3))
+        for rows, columns in (([2], [-4]), ([0], [3])):
+            with pytest.raises(IndexError, match="dim 1 has 3 elements"):
+                torch.index_put(x, (torch.tensor(rows), torch.tensor(columns)), torch.ones(1))
+
+    on_ranks(2, rank)
+
+
+def test_places_in_sequences_of_integers():
+    def rank(mesh):
+        sequence = sharded(torch.tensor([1, 3, 5]), mesh, sizes=(1, 2))
+        assert torch.searchsorted(sequence, 3.5).item() == 2
+        assert torch.searchsorted(sequence, sharded(torch.tensor([0.5, 3.5]), mesh)).full_tensor().tolist() == [0, 2]
+        with pytest.raises(NotImplementedError, match="use its out-of-place form"):
+            torch.searchsorted(sequence, sequence, out=torch.empty(3, dtype=torch.int64))
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.linalg.norm(x.reshape(2, 3, 4), "fro"),
+        lambda x: torch.linalg.norm(x.reshape(2, 3, 4), 2),
+        lambda x: x[:0].aminmax(),
+        lambda x: x.long().nanmean(),
+        lambda x: torch.dist(x.long(), x.long()),
+        lambda x: torch.stft(x[:, 0], 4),
+    ],
+)
+def test_calls_that_torch_refuses_are_refused(call):
+    with pytest.raises(RuntimeError):
+        call(torch.ones(6, 4))
+
+    def rank(mesh):
+        with pytest.raises(RuntimeError):
+            call(sharded(torch.ones(6, 4), mesh))
+
+    on_ranks(2, rank)
+
+
+def test_an_empty_matrix_has_norm_0():
+    def rank(mesh):
+        x = sharded(torch.ones(4, 0, dtype=torch.float64), mesh)
+        return [torch.linalg.matrix_norm(x, ord).item() for ord in ("fro", 2, float("inf"))]
+
+    assert on_ranks(2, rank) == [[0.0] * 3] * 2
+
+
+@pytest.mark.parametrize("return_complex", [True, False])
+def test_a_transform_of_windows_is_real_pairs_if_asked_for(return_complex):
+    x = torch.arange(24, dtype=torch.float64).sin()
+    z = torch.complex(x, x.cos())
+    window = torch.complex(torch.ones(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64))
+
+    def rank(mesh):
+        for signal, options in ((z, {}), (x, {"window": window, "onesided": False})):
+            expected = torch.stft(signal, 4, return_complex=return_complex, **options)
+            actual = torch.stft(sharded(signal, mesh), 4, return_complex=return_complex, **options).full_tensor()
+            assert actual.dtype == expected.dtype
+            torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize("name", ["_base", "_cdata", "name", "_backward_hooks", "grad_dtype"])
+def test_attributes_gather_nothing(name):
+    """`fully_shard` asks for some."""
+    if not hasattr(torch.Tensor, name):
+        pytest.skip("this torch has no such attribute")
+
+    def rank(mesh):
+        with fallback("error"):
+            getattr(sharded(torch.ones(4), mesh), name)
+
+    on_ranks(2, rank)

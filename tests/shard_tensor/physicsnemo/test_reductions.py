@@ -147,3 +147,25 @@ def test_shared_gradients_of_16_bits(use_fp32):
         return [call.dtype for call in calls]
 
     assert on_ranks(2, run) == [[torch.float32 if use_fp32 else torch.bfloat16]] * 2
+
+
+def test_gradients_that_accumulate_are_summed_once_each():
+    def rank(mesh):
+        DistributedManager.initialize()
+        module = nn.Linear(1, 1, bias=False)
+        reductions.mark_module_as_shared(module, None)
+        found = []
+        for _ in range(3):
+            module(torch.ones(1, 1)).sum().backward()
+            found.append(module.weight.grad.item())
+        return found
+
+    assert on_ranks(2, rank) == [[2.0, 4.0, 6.0]] * 2
+
+
+def test_mappings_inside_of_mappings():
+    def rank(mesh):
+        return reductions.fused_all_reduce({"b": torch.ones(2), "a": {"c": torch.full((1,), 3.0)}})
+
+    for found in on_ranks(2, rank):
+        assert found["b"].tolist() == [2.0, 2.0] and found["a"]["c"].tolist() == [6.0]
