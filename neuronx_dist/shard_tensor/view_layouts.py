@@ -2,8 +2,9 @@
 
 A view cuts the dims of a tensor into groups: the dims of a group before and after hold the same elements. A shard stays
 if its dim is the first of its group (apart from ones) and the bounds of the shards are bounds of the new first dim. Any
-other shard moves, by one exchange: within its dim to such bounds; else to a dim that can be sharded, the first of its
-group before others; and where other mesh dims shard all of these, to one of them, then on several mesh dims.
+other shard moves, by one exchange: within its dim to such bounds; else to the dim of which most ranks get a position,
+of equal ones the first of its group; and where other mesh dims shard all of these, to one of them, then on several mesh
+dims.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def _moved(
     `free`: dims that can be sharded, and that no other mesh dim shards; `group`: dims that are merged with `dim`.
     """
 
-    def cost(first: _First) -> tuple[bool, bool, bool]:
-        return first.dim != dim, shape[first.dim] // first.block < count, first.dim not in group
+    def cost(first: _First) -> tuple[bool, int, bool]:
+        return first.dim != dim, -min(shape[first.dim] // first.block, count), first.dim not in group
 
     if not free:
         return Replicate(), None

@@ -39,10 +39,10 @@ def expected(rank: int) -> list[Call]:
         Call("all_reduce", "tp", "max", (4, 6), F32, 96, 2),
         Call("all_reduce", "world", "sum", (4, 6), F32, 96, 4),
         Call("all_gather", "tp", None, (4, 6), F32, 192, 2),
-        Call("all_to_all", "pp,tp", None, (6, 4), F32, 96, 4),
+        Call("all_to_all", "pp,tp", None, (6, 4), F32, 96, 4, messages=3),
         Call("permute", "tp", None, (4, 6), F32, 96, 2),
         Call("broadcast", "pp", None, (4, 6), I64, 192, 2),
-        Call("send" if rank % 2 == 0 else "recv", "tp", None, (6,), F32, 24, 2),
+        Call("send" if rank % 2 == 0 else "recv", "tp", None, (6,), F32, 24, 2, messages=1 - rank % 2),
     ]
 
 

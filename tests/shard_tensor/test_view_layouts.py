@@ -172,3 +172,15 @@ def test_models_equal_one_process(loss, shape, placements, mesh_shape) -> None:
         assert_close(leaf.grad.full_tensor(), expected.grad, "gradient")
 
     on_ranks(torch.Size(mesh_shape).numel(), rank, mesh_shape)
+
+
+def test_where_all_dims_are_short_most_ranks_get_a_shard():
+    """Not the first of the merged dims, of which two ranks of four would."""
+    whole = torch.arange(2.0 * 6 * 3).view(2, 6, 3)
+
+    def rank(mesh):
+        y = distribute_tensor(whole, mesh, [Shard(1)], src=None).flatten(0, 1)
+        assert (y.placements, y._spec.sizes) == ((Shard(1),), ((1, 1, 1, 0),))
+        assert torch.equal(y.full_tensor(), whole.flatten(0, 1))
+
+    on_ranks(4, rank)

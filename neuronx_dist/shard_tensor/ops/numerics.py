@@ -192,13 +192,11 @@ def matrix_norm(
     if ord == "nuc" or abs(ord) == 2:
         values = _linalg.svdvals(torch.movedim(x, (rows, columns), (-2, -1)))
         y = values.sum(-1) if ord == "nuc" else values.amax(-1) if ord > 0 else values.amin(-1)
-    elif abs(ord) in (1, _INF):
+    else:  # 1, -1, inf or -inf: torch takes no other order
         summed, compared = (rows, columns) if abs(ord) == 1 else (columns, rows)
         y = x.abs().sum(summed, keepdim=True)
         y = torch.amax(y, compared, True) if ord > 0 else torch.amin(y, compared, True)
         return y if keepdim else y.squeeze((rows, columns))
-    else:
-        raise RuntimeError(f"matrix_norm: order {ord!r} is none of 'fro', 'nuc', inf, -inf, 1, -1, 2, -2")
     for d in sorted((rows, columns)) if keepdim else ():
         y = y.unsqueeze(d)
     return y

@@ -193,6 +193,7 @@ def test_places_in_sequences_of_integers():
     [
         lambda x: torch.linalg.norm(x.reshape(2, 3, 4), "fro"),
         lambda x: torch.linalg.norm(x.reshape(2, 3, 4), 2),
+        lambda x: torch.linalg.matrix_norm(x, 3),
         lambda x: x[:0].aminmax(),
         lambda x: x.long().nanmean(),
         lambda x: torch.dist(x.long(), x.long()),

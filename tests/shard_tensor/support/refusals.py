@@ -302,6 +302,12 @@ def summand(mesh: DeviceMesh, *shape: int, op: str = "sum") -> ShardTensor:
     return ShardTensor.from_local(torch.ones(shape), mesh, [Partial(op)], sharding_shapes="chunk")
 
 
+def _gradient_of_a_maximum(mesh: DeviceMesh) -> None:
+    y = summand(mesh, 2, op="max").requires_grad_()
+    y.full_tensor().sum().backward()
+    _ = y.grad
+
+
 def _others(mesh: DeviceMesh) -> DeviceMesh:
     """A mesh that this rank is not in."""
     meshes = [DeviceMesh("cpu", [rank], mesh_dim_names=("alone",)) for rank in range(2)]
@@ -629,12 +635,7 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         "gradient: edge_order 3 must be 1 or 2",
     ),
     (
-        lambda mesh: torch.linalg.matrix_norm(x(mesh), 3),
-        RuntimeError,
-        "matrix_norm: order 3 is none of",
-    ),
-    (
-        lambda mesh: torch.stft(x(mesh)[:, 0], 2, center=False, return_complex=True, align_to_window=True),
+        lambda mesh: torch.stft(x(mesh)[:, 0], 4, 1, center=False, return_complex=True, align_to_window=True),
         NotImplementedError,
         "does not support align_to_window",
     ),
@@ -826,6 +827,14 @@ _MORE.append(
 )
 _MORE.append(
     (lambda mesh: report(mesh=8, rank=8).__enter__(), ValueError, "rank 8 is not one of the 8 ranks of the mesh")
+)
+_MORE.append((_gradient_of_a_maximum, RuntimeError, "^the gradient of a tensor that is .* differs between the ranks"))
+_MORE.append(
+    (
+        lambda mesh: torch.take(x(mesh), torch.zeros(1, dtype=torch.int64), out=torch.empty(1)),
+        NotImplementedError,
+        "^take with out= is not supported: use its out-of-place form",
+    )
 )
 _MORE.append((lambda mesh: report(rank=1).__enter__(), ValueError, "rank=1 is played on a mesh: pass mesh="))
 _MORE.append((lambda mesh: x(mesh)._fsdp_flattened, NotImplementedError, "^FullyShardedDataParallel of a ShardTensor"))
