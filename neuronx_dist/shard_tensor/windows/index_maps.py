@@ -307,9 +307,9 @@ def out_bounds_of(windows: IndexMap, bounds: Bounds) -> Bounds:
     if bounds[-1] != windows.size:
         raise ValueError(f"shards with a total of {bounds[-1]} positions do not match windows over {windows.size}")
     outputs, ranks = windows.outputs, len(bounds) - 1
-    if isinstance(windows, Sliding) and windows.extent == windows.stride == 1:
+    if isinstance(windows, Sliding) and windows.extent == windows.stride == 1 and windows.padding_mode == "zeros":
         share = -(-outputs // ranks)
-        if windows.left + windows.right > share:
+        if min(windows.left, windows.right) >= 0 and windows.left + windows.right > share:
             return tuple(min(rank * share, outputs) for rank in range(ranks + 1))
 
     def owned(bound: int) -> int:
