@@ -3,8 +3,8 @@
 A view cuts the dims of a tensor into groups: the dims of a group before and after hold the same elements. A shard stays
 if its dim is the first of its group (apart from ones) and the bounds of the shards are bounds of the new first dim. Any
 other shard moves, by one exchange: within its dim to such bounds; else to the dim of which most ranks get a position,
-of equal ones the first of its group; and where other mesh dims shard all of these, to one of them, then on several mesh
-dims.
+of equal ones the first of its group; and where other mesh dims shard all of these, to one of them, which several mesh
+dims shard then.
 """
 
 from __future__ import annotations
