@@ -62,6 +62,9 @@ def fallback(mode: str) -> Iterator[None]:
 def by_gathering(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Computes `func` on shards that are independent, or else on whole tensors, on every rank."""
     _refuse_collectives(func)
+    if getattr(func, "__name__", "") == "__get__":  # an attribute is no computation: torch reads it of the wrapper
+        with DisableTorchFunction():
+            return func(*args, **kwargs)
     if DISPATCH.keys() != {UNHANDLED} and not getattr(func, "__module__", "").startswith("neuronx_dist"):
         with DisableTorchFunction():  # continues with operators, of which some have a handler
             return func(*args, **kwargs)

@@ -37,7 +37,7 @@ def test_local_rank_is_the_launcher_s(monkeypatch):
 
 
 def test_groups_by_name():
-    """Of 8 ranks: pairs, the ranks that have one index in their pairs, and quartets of these halved."""
+    """Groups of 8 ranks: pairs, the ranks that have one index in their pairs, and quartets of these halved."""
 
     def run():
         DistributedManager.initialize()

@@ -309,7 +309,7 @@ def test_inputs_and_outputs_are_prepared():
 
 
 def test_a_model_on_meta_gets_memory_when_it_is_parallel():
-    """As torchtitan does: parameters are made after they are cut."""
+    """Parameters get memory after they are cut, as torchtitan does it."""
 
     def rank(mesh):
         with torch.device("meta"):

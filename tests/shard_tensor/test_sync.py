@@ -28,7 +28,7 @@ def test_sync_module_over_mesh():
 
 @pytest.mark.parametrize("own_mesh", [False, True])
 def test_sync_of_parameters_that_one_mesh_dim_shards(own_mesh):
-    """Their shards come over the other mesh dim, and stay different over their own."""
+    """Shards come over the other mesh dim, and stay different over the one that shards them."""
 
     def run(mesh):
         mesh = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=("data", "domain"))

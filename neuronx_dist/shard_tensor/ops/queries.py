@@ -20,8 +20,7 @@ __all__: list[str] = []
 _T = torch.Tensor
 _ATTRIBUTES = """
 shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_xla is_mps is_mkldnn
-is_vulkan is_ipu is_maia is_mtia is_xpu is_nested name names volatile itemsize nbytes grad_dtype grad_fn output_nr
-retains_grad _backward_hooks _base _cdata _post_accumulate_grad_hooks _version
+is_vulkan is_nested names itemsize nbytes grad_fn output_nr retains_grad _version
 """.split()
 _QUERIES = """
 size dim ndimension numel nelement element_size is_floating_point is_complex is_signed get_device __hash__

@@ -166,7 +166,7 @@ def test_bytes_are_a_mask_as_in_getitem():
 
 
 def test_positions_outside_of_a_dim_do_not_become_other_elements():
-    """Of several dims, which are flattened."""
+    """Positions in several dims are flattened into one."""
 
     def rank(mesh):
         x = sharded(torch.zeros(4, 3), mesh, sizes=(1, 3))

@@ -25,7 +25,7 @@ def pieces(sizes, dim: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
 
 
 def gradients(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a weighted sum of squares, and of its gradient's sum: the second derivative communicates too."""
+    """Compares gradients of a weighted sum of squares, and of their sum: second derivatives communicate too."""
     (first,) = torch.autograd.grad((result.square() * weight).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     return first.detach(), second
