@@ -3,7 +3,7 @@
 linear.py            column and row layers, fused where they have one input; autograd_linear.py: their formulas
 embedding.py         `ParallelEmbedding`; layer_norm.py: norms; loss_functions.py: `parallel_cross_entropy`
 mappings.py          region functions (`copy_to_...`, `gather_from_...`)
-parallel_state.py    `initialize_model_parallel`, and the getters
+parallel_state.py    `initialize_model_parallel`, and the getters; model_groups.py: groups that a model asks for
 replace.py           a model's layers replaced by a list of `LayerPlan`; pad.py: padded heads, repeated ones
 activation_checkpoint.py   layers that are recomputed in backward
 checkpointing.py     NxD's files of one layout; random.py: seeds; utils.py: small functions

@@ -138,15 +138,6 @@ class _ParallelLinear(LinearAttributes):
     def _bias(self) -> torch.Tensor | None:
         return None if self.skip_bias_add else self.bias
 
-    def _sequence_dim(self, x: torch.Tensor) -> int | None:
-        """The sequence dim of the input and the output, if it is sharded; else None."""
-        if not self.sequence_parallel_enabled:
-            return None
-        dim = self.sequence_dimension
-        if not -x.dim() <= dim < x.dim() - 1 or dim == -1:  # the last dim is that of the features
-            refuse_sequence(self, x)
-        return dim
-
     def extra_repr(self) -> str:
         return (
             f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}, "
@@ -154,6 +145,16 @@ class _ParallelLinear(LinearAttributes):
             + (f", sequence_parallel(dim={self.sequence_dimension})" if self.sequence_parallel_enabled else "")
             + (f", replicas={self.replicas}" if self.replicas > 1 else "")
         )
+
+
+def sequence_dim_of(layer: Any, x: torch.Tensor) -> int | None:
+    """The sequence dim of a layer's input and output, if it is sharded; else None."""
+    if not layer.sequence_parallel_enabled or comm.communicator(layer.axis).size == 1:
+        return None
+    dim: int = layer.sequence_dimension
+    if not -x.dim() <= dim < x.dim() - 1 or dim == -1:  # the last dim is that of the features
+        refuse_sequence(layer, x)
+    return dim
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -181,6 +182,8 @@ class ColumnParallelLinear(_ParallelLinear):
         ValueError: `output_size` does not divide by tp / replicas * stride; `gather_output` together with sequence
             parallelism or with replicas.
     """
+
+    column_parameters = ("weight", "bias")
 
     @accepts("ColumnParallelLinear")
     def __init__(
@@ -252,44 +255,66 @@ class ColumnParallelLinear(_ParallelLinear):
         return (out, self._used_parameter(self.bias)) if self.skip_bias_add else out
 
     def _used_parameter(self, param: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns a parameter for use: backward sums the gradients of all ranks with the same shard."""
-        if param is None or self.replicas == 1:
-            return param
-        replicas = f"tp%{self.replicas}"
-        copy = spmd.reinterpret(param, replicas, src=I, dst=V, reduce_dtype=self.reduce_dtype)
-        return spmd.trust(
-            copy, replicas, S(0), "copies of a shard are the shards of the parameter with its rows repeated"
-        )
+        return None if param is None else used_parameter(param, self.replicas, self.reduce_dtype)
 
     def _gathered(self, out: torch.Tensor) -> torch.Tensor:
-        if self.stride > 1:  # each block is gathered by itself
-            out = spmd.all_gather(out.unflatten(-1, (self.stride, -1)), self.axis, src=S(-1), dst=I).flatten(-2)
-        else:
-            out = spmd.all_gather(out, self.axis, src=S(-1), dst=I)
-        bias = self._bias()
-        if bias is None:
-            return out
-        result = out + bias
-        carry_note(out, result)
-        return result
+        return gathered(out, self.axis, self._bias(), self.stride)
+
+
+def used_parameter(param: torch.Tensor, replicas: int, reduce_dtype: torch.dtype | None) -> torch.Tensor:
+    """Returns a parameter for use: backward sums the gradients of all ranks with the same shard."""
+    if replicas == 1:
+        return param
+    axis = f"tp%{replicas}"
+    copy = spmd.reinterpret(param, axis, src=I, dst=V, reduce_dtype=reduce_dtype)
+    return spmd.trust(copy, axis, S(0), "copies of a shard are the shards of the parameter with its rows repeated")
+
+
+def gathered(out: torch.Tensor, axis: AxisLike, bias: torch.Tensor | None, stride: int = 1) -> torch.Tensor:
+    """Gathers an output's features, `[.., out/tp] -> [.., out]`, and adds a bias `[out]`."""
+    if stride > 1:  # each block is gathered by itself
+        out = spmd.all_gather(out.unflatten(-1, (stride, -1)), axis, src=S(-1), dst=I).flatten(-2)
+    else:
+        out = spmd.all_gather(out, axis, src=S(-1), dst=I)
+    if bias is None:
+        return out
+    result = out + bias
+    carry_note(out, result)
+    return result
 
 
 def _shards(layers: Sequence[ColumnParallelLinear], x: torch.Tensor) -> Sequence[torch.Tensor]:
     """This rank's shards of the outputs of layers of one kind on `x`; without a bias, which comes after a gather."""
     first = layers[0]
-    communicator = comm.communicator(first.axis)
     weights: list[Any] = [layer._used_parameter(layer.weight) for layer in layers]
     biases = (
         [] if first.gather_output or first._bias() is None else [layer._used_parameter(layer.bias) for layer in layers]
     )
+    if first.input_is_replicated and comm.communicator(first.axis).size > 1:
+        return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases or repeat(None))]
+    shard = weights[0] if first.replicas == 1 else None
+    return column_outputs(x, weights, biases, first.axis, sequence_dim_of(first, x), first.reduce_dtype, shard)
+
+
+def column_outputs(
+    x: torch.Tensor,
+    weights: Sequence[Any],
+    biases: Sequence[Any],
+    axis: AxisLike,
+    sequence_dim: int | None,
+    reduce_dtype: torch.dtype | None,
+    shard: torch.Tensor | None = None,
+) -> Sequence[torch.Tensor]:
+    """Outputs `x · weightᵀ + bias` of several column weights on one input, whose gradient is one sum.
+
+    `shard`: a weight whose values no other rank has.
+    """
+    communicator = comm.communicator(axis)
     if communicator.size == 1:
         return [linear_alone(x, weight, bias, communicator) for weight, bias in zip(weights, biases or repeat(None))]
-    if first.input_is_replicated:
-        return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases or repeat(None))]
-    dim, count = first._sequence_dim(x), len(layers)
-    if dim is None:
-        note_first(x, communicator, "inputs of linear layers", weights[0] if first.replicas == 1 else None)
-    return call(ColumnLinear, x, communicator, dim, first.reduce_dtype, count, *weights, *biases)
+    if sequence_dim is None:
+        note_first(x, communicator, "inputs of linear layers", shard)
+    return call(ColumnLinear, x, communicator, sequence_dim, reduce_dtype, len(weights), *weights, *biases)
 
 
 class _FusedColumns:
@@ -431,7 +456,7 @@ class RowParallelLinear(_ParallelLinear):
                     shard = spmd.convert(shard, communicator, src=I, dst=S(-1))
                     shard = shard.flatten(-2) if self.stride > 1 else shard
                 if self.reduce_output:
-                    dim = self._sequence_dim(input_)
+                    dim = sequence_dim_of(self, input_)
                     out = call(RowLinear, shard, weight, bias, communicator, dim, self.reduce_dtype)
                 else:
                     out = spmd.trust(F.linear(shard, weight), communicator, P)

@@ -17,8 +17,20 @@ from ..lazy_names import lazy_names
 from ..mesh import Axis, Mesh
 from ..topology import LINEAR
 
-# The API guide lists this function here. Loaded at the first use, so that importing the package stays quick.
-__getattr__ = lazy_names(__name__, {"move_model_to_device": "parallel_layers.utils"})
+# Loaded at the first use, so that importing the package stays quick.
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "move_model_to_device": "parallel_layers.utils",  # which the API guide lists here
+        **dict.fromkeys(
+            "create_pg_with_ranks destroy_kv_group destroy_token_shuffle_group get_kv_shared_group "
+            "get_kv_shared_group_size get_kv_shared_replica_groups get_token_shuffle_group "
+            "get_token_shuffle_group_size get_token_shuffle_replica_groups initialize_kv_group "
+            "initialize_token_shuffle_group".split(),
+            "parallel_layers.model_groups",
+        ),
+    },
+)
 
 ParallelGroups = namedtuple("ParallelGroups", "tp_groups dp_groups pp_groups ep_model_groups ep_data_groups cp_groups")
 
@@ -327,90 +339,6 @@ def get_experts_for_expert_parallel_rank(
         )
     count = total_number_of_experts // expert_model_parallel_size
     return list(range(expert_parallel_rank * count, (expert_parallel_rank + 1) * count))
-
-
-# Groups that a model asks for.
-
-
-def initialize_token_shuffle_group(token_shuffle_group_size: int = 1) -> None:
-    """Creates groups of consecutive data-parallel ranks, among which tokens are shuffled. The size divides dp."""
-    if get_mesh().dp % token_shuffle_group_size:
-        raise ValueError(
-            f"token shuffle group size {token_shuffle_group_size} does not divide the data parallel size "
-            f"{get_mesh().dp}"
-        )
-    _subgroups("token_shuffle", "dp", token_shuffle_group_size, sequential=True)
-
-
-def get_token_shuffle_group(as_list: bool = False) -> Any:
-    return _subgroup("token_shuffle", "initialize_token_shuffle_group", as_list)
-
-
-def get_token_shuffle_replica_groups() -> list[list[int]]:
-    return [*get_token_shuffle_group(as_list=True)]
-
-
-def get_token_shuffle_group_size() -> int:
-    return len(get_token_shuffle_group(as_list=True)[0])
-
-
-def destroy_token_shuffle_group() -> None:
-    context.current().extras.pop("token_shuffle", None)
-
-
-def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> None:
-    """Creates the groups of tensor-parallel ranks that share one key/value head.
-
-    They are adjacent ranks, or strided ones (NxD's trn1 order).
-    """
-    if get_mesh().tp % kv_shared_group_size:
-        raise ValueError(
-            f"kv shared group size {kv_shared_group_size} does not divide the tensor parallel size {get_mesh().tp}"
-        )
-    _subgroups("kv_shared", "tp", kv_shared_group_size, sequential_ranks_in_group)
-
-
-def get_kv_shared_group(as_list: bool = False) -> Any:
-    return _subgroup("kv_shared", "initialize_kv_group", as_list)
-
-
-def get_kv_shared_replica_groups() -> list[list[int]]:
-    return [*get_kv_shared_group(as_list=True)]
-
-
-def get_kv_shared_group_size() -> int:
-    return len(get_kv_shared_group(as_list=True)[0])
-
-
-def destroy_kv_group() -> None:
-    context.current().extras.pop("kv_shared", None)
-
-
-def _subgroups(name: str, axis: str, size: int, sequential: bool) -> None:
-    existing = context.current().extras.get(name)
-    if existing is not None:
-        if existing[0] != (size, sequential):
-            raise ValueError(
-                f"{name} groups are already initialized with size {existing[0][0]}; all layers must use the same size"
-            )
-        return
-    groups: list[list[int]] = []
-    for group in get_mesh().groups(axis):
-        count = len(group) // size
-        groups += [group[i * size : (i + 1) * size] if sequential else group[i::count] for i in range(count)]
-    context.current().extras[name] = ((size, sequential), groups, comm.new_group(groups, name))
-
-
-def _subgroup(name: str, builder: str, as_list: bool) -> Any:
-    existing = context.current().extras.get(name)
-    if existing is None:
-        raise RuntimeError(f"{name} group is not initialized: call {builder}(size) first")
-    return existing[1] if as_list else process_group(existing[2])
-
-
-def create_pg_with_ranks(ranks: list[int]) -> Any:
-    """A group over the same pipeline stages (`ranks`: pp indices) of every pipeline: for weights that stages share."""
-    return comm.new_group([[group[i] for i in ranks] for group in get_mesh().groups("pp")], "shared_weight")
 
 
 # Messages and small things.

@@ -121,12 +121,12 @@ CASES: dict[str, Callable[[], None]] = {
         join=_joined_sequence,
     ),
     **{
-        f"ColumnParallelLinear._gathered:spmd.all_gather#{number}": partial(
+        f"gathered:spmd.all_gather#{number}": partial(
             layer, partial(_column, gather_output=True, stride=stride), split=_whole, join=_whole
         )
         for number, stride in ((1, 2), (2, 1))
     },
-    "ColumnParallelLinear._used_parameter:spmd.reinterpret#1": partial(one_step, Case(tp=2, heads="one kv")),
+    "used_parameter:spmd.reinterpret#1": partial(one_step, Case(tp=2, heads="one kv")),
     "RowParallelLinear.forward:spmd.convert#1": partial(
         layer, partial(_row, input_is_parallel=False), split=_whole, join=_whole
     ),

@@ -73,9 +73,9 @@ PROGRAM_OF: dict[str, str] = {
     "RowLinear.forward:comm.all_reduce#1": "mlp",
     "RowLinear.forward:comm.reduce_scatter#1": "sequence",
     "RowLinear.backward:comm.all_gather#1": "sequence",
-    "ColumnParallelLinear._gathered:spmd.all_gather#1": "gathered blocks",
-    "ColumnParallelLinear._gathered:spmd.all_gather#2": "gathered",
-    "ColumnParallelLinear._used_parameter:spmd.reinterpret#1": "llama, one key/value head",
+    "gathered:spmd.all_gather#1": "gathered blocks",
+    "gathered:spmd.all_gather#2": "gathered",
+    "used_parameter:spmd.reinterpret#1": "llama, one key/value head",
     "RowParallelLinear._used_weight:spmd.convert#1": "llama, one key/value head",
     "RowParallelLinear.forward:spmd.convert#1": "split",
     "RowParallelLinear.forward:spmd.convert#2": "partial",
@@ -100,6 +100,8 @@ PROGRAM_OF: dict[str, str] = {
     "_ParallelLinear.__init__:set_spec#1": "mlp",
     "_ParallelLinear.__init__:set_spec#2": "sequence",
     "ParallelEmbedding.__init__:set_spec#1": "embedding",
+    "GQAQKVColumnParallelLinear._register:set_spec#1": "attention",
+    "GQAQKVColumnParallelLinear._register_parameters:ColumnParallelLinear#1": "attention",
     "mark_partial_gradients:set_spec#1": "llama, sequence",
     "apply_sequence_parallel:mark_partial_gradients#1": "llama, sequence",
     "apply:mark_partial_gradients#1": "qwen",
@@ -166,8 +168,15 @@ UNSEEN = {
 _REPEATED = "doing it twice is doing it once"
 EQUIVALENT = {
     ("copy_to_tensor_model_parallel_region:spmd.convert#1", "reinterpret(I, R)"): "a synonym",
-    ("ColumnParallelLinear._used_parameter:spmd.reinterpret#1", "convert(I, R)"): "the gradient is summed as well",
-    ("ColumnParallelLinear._used_parameter:spmd.reinterpret#1", "reinterpret(I, R)"): "a synonym of that",
+    ("used_parameter:spmd.reinterpret#1", "convert(I, R)"): "the gradient is summed as well",
+    ("used_parameter:spmd.reinterpret#1", "reinterpret(I, R)"): "a synonym of that",
+    **{
+        (
+            "GQAQKVColumnParallelLinear._register_parameters:ColumnParallelLinear#1",
+            option,
+        ): "only its parameters are used"
+        for option in ("not input_is_replicated", "not sequence_parallel_enabled")
+    },
     ("RowParallelLinear._used_weight:spmd.convert#1", "convert(I, S(0))"): "a mask has no gradient",
     ("_ParallelCrossEntropy.forward:comm.all_reduce#1", "twice"): _REPEATED,
     ("reduce_gradients:_reduce_params#2", "over pp"): "all stages hold the weight",

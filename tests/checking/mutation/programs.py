@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf, spmd
+from neuronx_dist.modules.qkv_linear import GQAQKVColumnParallelLinear
 from neuronx_dist.parallel_layers import fuse_columns, grads, mappings
 from neuronx_dist.parallel_layers.layer_norm import LayerNorm
 from tests.checking.mutation.checked_program import Program
@@ -64,6 +65,14 @@ _sequence = dict(sequence_parallel_enabled=True, sequence_dimension=1)
 
 def _mlp(net: Any, x: torch.Tensor) -> torch.Tensor:
     return net.down(F.gelu(net.up(x)))
+
+
+def _attention(net: Any, x: torch.Tensor) -> torch.Tensor:
+    query, *others = net.qkv(x)
+    if comm.size("tp") == 1:  # otherwise each rank has all keys and values
+        others = [other.repeat(1, 1, 2) for other in others]
+    key, value = others
+    return net.down(query * key.sigmoid() + value)
 
 
 def _sequence_mlp(net: Any, x: torch.Tensor) -> torch.Tensor:
@@ -335,6 +344,13 @@ def _batch() -> dict[str, torch.Tensor]:
 
 PROGRAMS: dict[str, Program] = {
     "mlp": _net(_mlp, up=_column, down=_row),
+    "attention": _net(
+        _attention,
+        qkv=lambda: GQAQKVColumnParallelLinear(
+            HIDDEN, [INNER, INNER // 2], gather_output=False, kv_size_multiplier=comm.size("tp")
+        ),
+        down=_row,
+    ),
     "sequence": Program(_sequence_net, _x()),
     "fused": Program(_fused, _x()),
     "gathered": _net(_mlp, up=partial(_column, gather_output=True), down=partial(nn.Linear, INNER, HIDDEN)),
