@@ -24,7 +24,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from .. import comm
-from ..parallel_layers.linear import ColumnParallelLinear, column_outputs, gathered, sequence_dim_of, used_parameter
+from ..parallel_layers.linear import (
+    ColumnParallelLinear,
+    column_outputs,
+    draw,
+    gathered,
+    sequence_dim_of,
+    used_parameter,
+)
 from ..parallel_layers.misfits import refuse_input
 from ..parallel_layers.model_groups import share_kv_heads
 from ..spmd import ShardedModule, ShardSpec, set_spec, spec_of
@@ -126,7 +133,9 @@ class GQAQKVColumnParallelLinear(ShardedModule):
             value = nn.Parameter(torch.empty(spec.local_shape, dtype=dtype, device=device)) if bias else None
             self._register(f"bias_{letter}", value, spec)
         for letter in _LETTERS if bias and not self.weight_q.is_meta else ():
-            self._draw(f"bias_{letter}")
+            param = getattr(self, f"bias_{letter}")
+            axis = spec_of(param).axis
+            draw(param, partial(self._initialise, f"bias_{letter}"), comm.rank(axis) if axis else 0)
         has_masters = None not in masters
         if self.fuse_qkv:
             self.master_weight_qkv = torch.cat(masters) if has_masters else None  # type: ignore[arg-type]
@@ -137,15 +146,6 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         self.register_parameter(name, param)
         if param is not None:
             set_spec(self, name, spec)
-
-    @torch.no_grad()
-    def _draw(self, name: str) -> None:
-        """Draws an unsharded parameter from the global CPU generator, and stores this rank's slice."""
-        param: torch.Tensor = getattr(self, name)
-        spec = spec_of(param)
-        whole = torch.empty(spec.unpadded_shape, dtype=torch.promote_types(param.dtype, torch.float32), device="cpu")
-        self._initialise(name, whole)
-        param.copy_(spec.local_slice(whole, comm.rank(spec.axis)) if spec.axis else whole)
 
     def _initialise(self, name: str, value: torch.Tensor) -> None:
         if name.startswith("weight"):

@@ -1,6 +1,7 @@
 """NeuronX Distributed's parallel layers, by its names.
 
 linear.py            column and row layers, fused where they have one input; autograd_linear.py: their formulas
+conv.py              convolutions sharded over channels
 embedding.py         `ParallelEmbedding`; layer_norm.py: norms; loss_functions.py: `parallel_cross_entropy`
 mappings.py          region functions (`copy_to_...`, `gather_from_...`)
 parallel_state.py    `initialize_model_parallel`, and the getters; model_groups.py: groups that a model asks for

@@ -9,6 +9,7 @@ from .. import comm
 from ..comm.context import AxisLike
 from ..weights.shard_spec import set_spec
 from .autograd_linear import ColumnLinear, call, linear_alone
+from .conv import BaseParallelConv, InputChannelParallelConv2d, OutputChannelParallelConv2d
 from .embedding import ParallelEmbedding
 from .linear import ColumnParallelLinear, RowParallelLinear, fuse_columns
 from .signatures import accepts
@@ -19,7 +20,10 @@ from .utils import (
 )
 
 __all__ = [
+    "BaseParallelConv",
     "ColumnParallelLinear",
+    "InputChannelParallelConv2d",
+    "OutputChannelParallelConv2d",
     "ParallelEmbedding",
     "RowParallelLinear",
     "copy_tensor_model_parallel_attributes",

@@ -124,16 +124,11 @@ class _ParallelLinear(LinearAttributes):
         if self.keep_master_weight:
             self.master_weight = whole
 
-    @torch.no_grad()
     def _draw(self, name: str, init_method: InitMethod) -> torch.Tensor:
         """Draws an unsharded parameter, and stores this rank's slice; returns the unsharded parameter."""
         param = self._parameters[name]
         assert param is not None
-        spec = spmd.spec_of(param)
-        whole = torch.empty(spec.unpadded_shape, dtype=torch.promote_types(param.dtype, torch.float32), device="cpu")
-        init_method(whole)
-        param.copy_(spec.local_slice(whole, comm.communicator(self.axis).rank // self.replicas))
-        return whole
+        return draw(param, init_method, comm.communicator(self.axis).rank // self.replicas)
 
     def _bias(self) -> torch.Tensor | None:
         return None if self.skip_bias_add else self.bias
@@ -155,6 +150,16 @@ def sequence_dim_of(layer: Any, x: torch.Tensor) -> int | None:
     if not -x.dim() <= dim < x.dim() - 1 or dim == -1:  # the last dim is that of the features
         refuse_sequence(layer, x)
     return dim
+
+
+@torch.no_grad()
+def draw(param: torch.Tensor, init_method: InitMethod, index: int) -> torch.Tensor:
+    """Draws a whole parameter from the global CPU generator, stores shard number `index`, and returns the whole."""
+    spec = spmd.spec_of(param)
+    whole = torch.empty(spec.unpadded_shape, dtype=torch.promote_types(param.dtype, torch.float32), device="cpu")
+    init_method(whole)
+    param.copy_(spec.local_slice(whole, index))
+    return whole
 
 
 class ColumnParallelLinear(_ParallelLinear):

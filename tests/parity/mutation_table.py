@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from tests.checkpoint import exchanges
+from tests.parallel_layers.test_conv import compare as convolution
 from tests.parallelize.support import mutations as composites
 from tests.parallelize.support import pipelines, sent_weights
 from tests.parity.mutation_cases import (
@@ -133,6 +134,12 @@ CASES: dict[str, Callable[[], None]] = {
     "RowParallelLinear.forward:spmd.convert#2": partial(
         layer, partial(_row, input_is_parallel=True, reduce_output=False), split=_own_features, join=_sum_of_partials
     ),
+    "OutputChannelParallelConv2d.forward:spmd.convert#1": partial(convolution, "output", 2),
+    "OutputChannelParallelConv2d.forward:spmd.convert#2": partial(convolution, "output", 2, groups=4),
+    "OutputChannelParallelConv2d.forward:spmd.all_gather#1": partial(convolution, "output", 2),
+    "InputChannelParallelConv2d.forward:spmd.convert#1": partial(convolution, "input", 2, groups=2),
+    "InputChannelParallelConv2d.forward:spmd.convert#2": partial(convolution, "input", 2),
+    "InputChannelParallelConv2d.forward:spmd.all_reduce#1": partial(convolution, "input", 2),
     f"{_EMBEDDING}spmd.all_gather#1": partial(embedding, shard_across_embedding=True),
     f"{_EMBEDDING}spmd.all_to_all#1": partial(embedding, shard_across_embedding=True, sequence_parallel_enabled=True),
     f"{_EMBEDDING}spmd.all_reduce#1": embedding,

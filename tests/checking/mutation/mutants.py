@@ -100,6 +100,13 @@ PROGRAM_OF: dict[str, str] = {
     "_ParallelLinear.__init__:set_spec#1": "mlp",
     "_ParallelLinear.__init__:set_spec#2": "sequence",
     "ParallelEmbedding.__init__:set_spec#1": "embedding",
+    "OutputChannelParallelConv2d.forward:spmd.convert#1": "convolutions",
+    "OutputChannelParallelConv2d.forward:spmd.convert#2": "convolution of groups",
+    "OutputChannelParallelConv2d.forward:spmd.all_gather#1": "convolutions",
+    "InputChannelParallelConv2d.forward:spmd.convert#1": "convolution of groups",
+    "InputChannelParallelConv2d.forward:spmd.convert#2": "convolutions",
+    "InputChannelParallelConv2d.forward:spmd.all_reduce#1": "convolutions",
+    "BaseParallelConv._register:set_spec#1": "convolutions",
     "GQAQKVColumnParallelLinear._register:set_spec#1": "attention",
     "GQAQKVColumnParallelLinear._register_parameters:ColumnParallelLinear#1": "attention",
     "mark_partial_gradients:set_spec#1": "llama, sequence",
@@ -168,6 +175,7 @@ UNSEEN = {
 _REPEATED = "doing it twice is doing it once"
 EQUIVALENT = {
     ("copy_to_tensor_model_parallel_region:spmd.convert#1", "reinterpret(I, R)"): "a synonym",
+    ("OutputChannelParallelConv2d.forward:spmd.convert#1", "reinterpret(I, R)"): "a synonym",
     ("used_parameter:spmd.reinterpret#1", "convert(I, R)"): "the gradient is summed as well",
     ("used_parameter:spmd.reinterpret#1", "reinterpret(I, R)"): "a synonym of that",
     **{

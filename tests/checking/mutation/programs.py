@@ -17,6 +17,7 @@ import neuronx_dist as nxd
 from neuronx_dist import comm, hf, spmd
 from neuronx_dist.modules.qkv_linear import GQAQKVColumnParallelLinear
 from neuronx_dist.parallel_layers import fuse_columns, grads, mappings
+from neuronx_dist.parallel_layers.conv import InputChannelParallelConv2d, OutputChannelParallelConv2d
 from neuronx_dist.parallel_layers.layer_norm import LayerNorm
 from tests.checking.mutation.checked_program import Program
 from tests.parity import mutation_cases
@@ -73,6 +74,11 @@ def _attention(net: Any, x: torch.Tensor) -> torch.Tensor:
         others = [other.repeat(1, 1, 2) for other in others]
     key, value = others
     return net.down(query * key.sigmoid() + value)
+
+
+def _convolutions(net: Any, x: torch.Tensor) -> torch.Tensor:
+    image = x.transpose(1, 2).unflatten(2, (2, -1))  # [rows, hidden, 2, seq / 2]: features are channels
+    return net.down(F.gelu(net.up(image))).flatten(2).transpose(1, 2)
 
 
 def _sequence_mlp(net: Any, x: torch.Tensor) -> torch.Tensor:
@@ -350,6 +356,16 @@ PROGRAMS: dict[str, Program] = {
             HIDDEN, [INNER, INNER // 2], gather_output=False, kv_size_multiplier=comm.size("tp")
         ),
         down=_row,
+    ),
+    "convolutions": _net(
+        _convolutions,
+        up=partial(OutputChannelParallelConv2d, HIDDEN, INNER, 1),
+        down=partial(InputChannelParallelConv2d, INNER, HIDDEN, 1),
+    ),
+    "convolution of groups": _net(
+        _convolutions,
+        up=partial(OutputChannelParallelConv2d, HIDDEN, INNER, 1, groups=4),
+        down=partial(InputChannelParallelConv2d, INNER, HIDDEN, 1, groups=2),
     ),
     "sequence": Program(_sequence_net, _x()),
     "fused": Program(_fused, _x()),
