@@ -24,7 +24,8 @@ PUBLIC = """checking comm comm.launch distributed hf mesh optimizer parallel_lay
     weights.shard_spec modules.qkv_linear modules.rms_norm""".split()
 PUBLIC += [
     f"parallel_layers.{name}"
-    for name in "checkpointing grads layers mappings model_groups parallel_state random utils".split()
+    for name in """checkpointing comm grads layers logprobs mappings model_groups parallel_state random rank_orders
+    utils""".split()
 ]
 LAZY = [f"neuronx_dist.{name}" for name in ("checking", "comm", "comm.backends", "parallel_layers", "pipeline", "spmd")]
 

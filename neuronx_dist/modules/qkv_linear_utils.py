@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from ..lazy_names import lazy_names
+
 __all__ = ["check_requires_grad", "check_use_bias"]
+
+_STEPS = "base_setup_fwd base_setup_bwd bwd_grad_reduce bwd_no_weight_grad bwd_input_grad".split()
+__getattr__ = lazy_names(__name__, {f"_qkvlinear_autograd_{step}": "parallel_layers.neuron_only" for step in _STEPS})
 
 
 def check_use_bias(

@@ -30,6 +30,10 @@ class LinearAttributes(ShardedModule):
     """NxD's attributes of `ColumnParallelLinear` and `RowParallelLinear`."""
 
     tensor_parallel_group = _Computed(_group)
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__()
+
     add_bias = _Computed(lambda layer: layer.bias is not None)
     arg_init_method = _Computed(lambda layer: layer.init_method)
     bias_shape = _Computed(lambda layer: None if layer.bias is None else tuple(layer.bias.shape))

@@ -186,7 +186,7 @@ def generate_padding_mask(
     """
     hardware = getattr(hardware_type, "value", hardware_type)
     if hardware is not None and hardware not in _ADJACENT:
-        raise RuntimeError(f"hardware_type {hardware_type!r} is unknown: use None or one of {', '.join(_ADJACENT)}")
+        raise RuntimeError(f"Unexpected hardware_type {hardware_type!r}: use None or one of {', '.join(_ADJACENT)}")
     if not 0 <= tp_rank < tp_degree:
         raise ValueError(f"tp_rank {tp_rank} is not a rank of {tp_degree}")
     if num_heads_with_pad % tp_degree:

@@ -7,6 +7,9 @@ from functools import partial
 
 from tests.checkpoint import exchanges
 from tests.parallel_layers.test_conv import compare as convolution
+from tests.parallel_layers.test_nxd_names import (
+    test_collectives_by_the_arguments_of_torch_xla as collectives_of_torch_xla,
+)
 from tests.parallelize.support import mutations as composites
 from tests.parallelize.support import pipelines, sent_weights
 from tests.parity.mutation_cases import (
@@ -140,6 +143,7 @@ CASES: dict[str, Callable[[], None]] = {
     "InputChannelParallelConv2d.forward:spmd.convert#1": partial(convolution, "input", 2, groups=2),
     "InputChannelParallelConv2d.forward:spmd.convert#2": partial(convolution, "input", 2),
     "InputChannelParallelConv2d.forward:spmd.all_reduce#1": partial(convolution, "input", 2),
+    **{f"{verb}:comm.{verb}#1": collectives_of_torch_xla for verb in ("all_reduce", "all_gather", "reduce_scatter")},
     f"{_EMBEDDING}spmd.all_gather#1": partial(embedding, shard_across_embedding=True),
     f"{_EMBEDDING}spmd.all_to_all#1": partial(embedding, shard_across_embedding=True, sequence_parallel_enabled=True),
     f"{_EMBEDDING}spmd.all_reduce#1": embedding,

@@ -140,6 +140,10 @@ EXEMPT = {
     "gather_full": "gives tests and files the whole of a tensor",
     "_pad_layer": "marks the weights of other sizes, before training",
     "gather_python_object": "Python objects",
+    **{
+        f"{verb}:comm.{verb}": "scripts' own collectives, by torch_xla's arguments"
+        for verb in ("all_reduce", "all_gather", "reduce_scatter")
+    },
     "open_together": "Python objects: clocks, when a trace is opened",
     "Lockstep": "in place of the messages of the runtime, where there are none (XLA)",
     "StageModule.sync_tied_weights": "before the first step; a check has no values",
