@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from .. import comm, spmd
-from ..spmd import I, P, R, S, ShardedModule, ShardSpec, set_spec, spec_of
+from ..spmd import I, P, R, S, ShardSpec, set_spec, spec_of
+from .attributes import PaddedLayer
 from .linear import InitMethod, draw
 
 __all__ = ["BaseParallelConv", "InputChannelParallelConv2d", "OutputChannelParallelConv2d"]
@@ -34,7 +35,7 @@ def _pair(value: Any) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else tuple(value)
 
 
-class BaseParallelConv(ShardedModule):
+class BaseParallelConv(PaddedLayer):
     """The base of both convolutions: sizes, parameters, and initial weights that do not depend on the layout."""
 
     weight: nn.Parameter

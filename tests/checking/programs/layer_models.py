@@ -162,6 +162,7 @@ def _linears() -> dict[str, Callable[[], nn.Module]]:
         kind = dict(sequence_parallel_enabled=True, sequence_dimension=1, gather_output=False, replicas=2)
         case(f"column, {word}, replicas, sequence 1", functools.partial(column, **kind), split(1), summed)
         case(f"fused, {word}", functools.partial(Fused, bias))
+        case(f"column, gathered, {word}, padded", functools.partial(Column, HIDDEN, INNER - 2, bias, pad=True))
         for multiplier in (1, 2):
             attention = functools.partial(Attention, multiplier, bias=bias)
             case(f"attention, {word}, multiplier {multiplier}", attention)
