@@ -54,7 +54,8 @@ def get_token_shuffle_group_size() -> int:
 
 
 def destroy_token_shuffle_group() -> None:
-    comm.current().extras.pop("token_shuffle", None)
+    """Forgets the groups. Safe to call twice, and after `destroy_model_parallel`."""
+    _forget("token_shuffle")
 
 
 def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> None:
@@ -89,7 +90,13 @@ def get_kv_shared_group_size() -> int:
 
 
 def destroy_kv_group() -> None:
-    comm.current().extras.pop("kv_shared", None)
+    """Forgets the groups. Safe to call twice, and after `destroy_model_parallel`."""
+    _forget("kv_shared")
+
+
+def _forget(name: str) -> None:
+    if comm.is_initialized():
+        comm.current().extras.pop(name, None)
 
 
 def _subgroups(name: str, axis: str, size: int, sequential: bool) -> None:

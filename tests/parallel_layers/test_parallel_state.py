@@ -159,6 +159,12 @@ def test_a_group_over_pipeline_stages():
             assert (group.ranks if group is not None else None) == ranks
 
 
+def test_groups_are_forgotten_without_a_mesh() -> None:
+    """Scripts forget the mesh first, and these groups after it."""
+    ps.destroy_kv_group()
+    ps.destroy_token_shuffle_group()
+
+
 def test_every_getter_says_what_to_call_before_there_is_a_mesh():
     getters = [
         function
