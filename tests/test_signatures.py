@@ -21,9 +21,11 @@ import neuronx_dist
 FILE = Path(__file__).parent / "signatures.txt"
 PUBLIC = """checking comm comm.launch distributed hf mesh optimizer parallel_layers parallelize pipeline planning.layout
     planning.memory planning.plan shard_tensor shard_tensor.experimental shard_tensor.parallel spmd
-    weights.shard_spec""".split()
+    weights.shard_spec modules.qkv_linear modules.rms_norm""".split()
 PUBLIC += [
-    f"parallel_layers.{name}" for name in "checkpointing grads layers mappings parallel_state random utils".split()
+    f"parallel_layers.{name}"
+    for name in """checkpointing comm grads layers logprobs mappings model_groups parallel_state random rank_orders
+    utils""".split()
 ]
 LAZY = [f"neuronx_dist.{name}" for name in ("checking", "comm", "comm.backends", "parallel_layers", "pipeline", "spmd")]
 

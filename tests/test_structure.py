@@ -38,6 +38,7 @@ TOWER = [
     ["attention", "program", "sharded_functions"],
     ["gradients"],
     ["parallel_layers"],
+    ["modules"],
     ["shard_tensor"],
     ["distributed"],
     ["hf", "optimizer", "pipeline/schedule"],

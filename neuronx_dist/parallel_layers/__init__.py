@@ -1,14 +1,18 @@
 """NeuronX Distributed's parallel layers, by its names.
 
 linear.py            column and row layers, fused where they have one input; autograd_linear.py: their formulas
+conv.py              convolutions sharded over channels
 embedding.py         `ParallelEmbedding`; layer_norm.py: norms; loss_functions.py: `parallel_cross_entropy`
-mappings.py          region functions (`copy_to_...`, `gather_from_...`)
-parallel_state.py    `initialize_model_parallel`, and the getters
+logprobs.py          log-probabilities of tokens
+mappings.py          region functions (`copy_to_...`, `gather_from_...`); local_pieces.py: without gradients
+parallel_state.py    `initialize_model_parallel`, and the getters; model_groups.py: groups that a model asks for
+rank_orders.py       NxD's choice of a rank order; comm.py: collectives by torch_xla's arguments
 replace.py           a model's layers replaced by a list of `LayerPlan`; pad.py: padded heads, repeated ones
 activation_checkpoint.py   layers that are recomputed in backward
 checkpointing.py     NxD's files of one layout; random.py: seeds; utils.py: small functions
 signatures.py        the positional orders of NxD's release and guide; attributes.py: attributes that scripts read;
-                     layers.py, grads.py: NxD's import paths
+                     layers.py, layers_utils.py, grads.py: NxD's import paths
+neuron_only.py       names for Neuron devices alone: an error at use
 misfits.py           errors for inputs that do not fit a layer; first_batch.py: for ranks that have different data
 """
 

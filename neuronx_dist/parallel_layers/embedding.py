@@ -39,6 +39,7 @@ class ParallelEmbedding(EmbeddingAttributes):
         sparse: sparse weight gradients.
         init_method: fills the whole table `[V, H]` in place.
         shard_across_embedding: shard the embedding dim instead of the vocabulary.
+        pad: add rows of zeros to the table, or columns with `shard_across_embedding`, until tp divides it.
         sequence_parallel_enabled: return this rank's piece of the sequence.
         sequence_dimension: the output's dim that is sharded: 0 or None gives `[seq/tp, batch, hidden]`, 1 keeps
             `[batch, seq/tp, hidden]`.
@@ -67,6 +68,7 @@ class ParallelEmbedding(EmbeddingAttributes):
         device: Any = None,
         dtype: torch.dtype = torch.float32,
         shard_across_embedding: bool = False,
+        pad: bool = False,
         *,
         sequence_parallel_enabled: bool = False,
         tensor_model_parallel_group: Any = None,
@@ -103,7 +105,9 @@ class ParallelEmbedding(EmbeddingAttributes):
             raise ValueError(f"ParallelEmbedding: sequence_dimension must be 0 or 1, got {sequence_dimension}")
         shard_dim = 1 if shard_across_embedding else 0
         full = (num_embeddings, embedding_dim)
-        if full[shard_dim] % size:
+        unpadded = full[shard_dim]
+        self.pad, self.pad_size = pad, -unpadded % size if pad else 0
+        if (unpadded + self.pad_size) % size:
             name = "embedding_dim" if shard_across_embedding else "num_embeddings"
             raise ValueError(
                 f"ParallelEmbedding: {name} {full[shard_dim]} is not divisible by the tensor parallel size "
@@ -111,7 +115,12 @@ class ParallelEmbedding(EmbeddingAttributes):
                 f"{full[shard_dim] + -full[shard_dim] % size}"
             )
         layout_axis = self.axis if isinstance(self.axis, str) else "tp"
-        spec = ShardSpec(layout_axis, shard_dim, 1, size, full)
+        full = (
+            (num_embeddings, embedding_dim + self.pad_size)
+            if shard_dim
+            else (num_embeddings + self.pad_size, embedding_dim)
+        )
+        spec = ShardSpec(layout_axis, shard_dim, 1, size, full, unpadded if self.pad_size else None)
         target = torch.device(device) if device is not None else torch.get_default_device()
         self.weight = nn.Parameter(torch.empty(spec.local_shape, dtype=dtype, device=target))
         set_spec(self, "weight", spec)
@@ -164,8 +173,10 @@ class ParallelEmbedding(EmbeddingAttributes):
             return out
         if self.shard_across_embedding:
             if sequence_dim is None:
-                return spmd.all_gather(out, self.axis, src=S(-1), dst=I)
-            return spmd.all_to_all(out, self.axis, src=S(-1), dst=S(sequence_dim))
+                out = spmd.all_gather(out, self.axis, src=S(-1), dst=I)
+            else:
+                out = spmd.all_to_all(out, self.axis, src=S(-1), dst=S(sequence_dim))
+            return out.narrow(-1, 0, self.embedding_dim) if self.pad_size else out
         if sequence_dim is None:
             return spmd.all_reduce(out, self.axis, src=P, dst=I, reduce_dtype=self.reduce_dtype, inplace=True)
         return spmd.reduce_scatter(out, self.axis, src=P, dst=S(sequence_dim), reduce_dtype=self.reduce_dtype)

@@ -54,9 +54,12 @@ class _ParallelLinear(LinearAttributes):
         shard_dim: int,
         bias_is_sharded: bool,
         bias_is_partial: bool,
+        pad: bool = False,
+        alignment: int = 1,
     ) -> None:
         super().__init__()
         self.input_size, self.output_size = input_size, output_size
+        self.pad = pad
         self.axis: AxisLike = tensor_model_parallel_group or "tp"
         self.stride = stride
         self.init_method = init_method
@@ -72,7 +75,11 @@ class _ParallelLinear(LinearAttributes):
                 "must divide the size, and the axis must be 'tp'"
             )
         size //= replicas
-        full = (output_size, input_size)
+        unpadded = (output_size, input_size)[shard_dim]
+        self.pad_size = -unpadded % (size * stride * alignment) if pad else 0
+        full = (
+            (output_size + self.pad_size, input_size) if shard_dim == 0 else (output_size, input_size + self.pad_size)
+        )
         if full[shard_dim] % (size * stride):
             side = "output" if shard_dim == 0 else "input"
             raise ValueError(
@@ -80,20 +87,21 @@ class _ParallelLinear(LinearAttributes):
                 f"{size * replicas}"
                 + (f" / {replicas} replicas" if replicas > 1 else "")
                 + (f" times {stride} fused blocks" if stride > 1 else "")
-                + "; pad it (see pad_model) or choose another degree"
+                + "; pad it (see pad_model, or pad=True) or choose another degree"
             )
         layout_axis = self.axis if isinstance(self.axis, str) else "tp"
         if replicas > 1:
             layout_axis = f"tp/{replicas}"
             for part in (layout_axis, f"tp%{replicas}"):  # while all ranks are here: a checkpoint is saved by some
                 comm.communicator(part)
-        spec = ShardSpec(layout_axis, shard_dim, stride, size, full)
+        real = unpadded if self.pad_size else None
+        spec = ShardSpec(layout_axis, shard_dim, stride, size, full, real)
         target = torch.device(device) if device is not None else torch.get_default_device()
         self.weight = nn.Parameter(torch.empty(spec.local_shape, dtype=dtype, device=target))
         set_spec(self, "weight", spec)
         if bias:
             if bias_is_sharded:
-                bias_spec = ShardSpec(layout_axis, 0, stride, size, (output_size,))
+                bias_spec = ShardSpec(layout_axis, 0, stride, size, full[:1], real)
             else:
                 is_partial = bias_is_partial and (size > 1 or self.axis == "tp")  # at tp 1 too, as in NxD
                 bias_spec = ShardSpec(full_shape=(output_size,), sequence_parallel=is_partial)
@@ -124,28 +132,14 @@ class _ParallelLinear(LinearAttributes):
         if self.keep_master_weight:
             self.master_weight = whole
 
-    @torch.no_grad()
     def _draw(self, name: str, init_method: InitMethod) -> torch.Tensor:
         """Draws an unsharded parameter, and stores this rank's slice; returns the unsharded parameter."""
         param = self._parameters[name]
         assert param is not None
-        spec = spmd.spec_of(param)
-        whole = torch.empty(spec.unpadded_shape, dtype=torch.promote_types(param.dtype, torch.float32), device="cpu")
-        init_method(whole)
-        param.copy_(spec.local_slice(whole, comm.communicator(self.axis).rank // self.replicas))
-        return whole
+        return draw(param, init_method, comm.communicator(self.axis).rank // self.replicas)
 
     def _bias(self) -> torch.Tensor | None:
         return None if self.skip_bias_add else self.bias
-
-    def _sequence_dim(self, x: torch.Tensor) -> int | None:
-        """The sequence dim of the input and the output, if it is sharded; else None."""
-        if not self.sequence_parallel_enabled:
-            return None
-        dim = self.sequence_dimension
-        if not -x.dim() <= dim < x.dim() - 1 or dim == -1:  # the last dim is that of the features
-            refuse_sequence(self, x)
-        return dim
 
     def extra_repr(self) -> str:
         return (
@@ -154,6 +148,26 @@ class _ParallelLinear(LinearAttributes):
             + (f", sequence_parallel(dim={self.sequence_dimension})" if self.sequence_parallel_enabled else "")
             + (f", replicas={self.replicas}" if self.replicas > 1 else "")
         )
+
+
+def sequence_dim_of(layer: Any, x: torch.Tensor) -> int | None:
+    """The sequence dim of a layer's input and output, if it is sharded; else None."""
+    if not layer.sequence_parallel_enabled or comm.communicator(layer.axis).size == 1:
+        return None
+    dim: int = layer.sequence_dimension
+    if not -x.dim() <= dim < x.dim() - 1 or dim == -1:  # the last dim is that of the features
+        refuse_sequence(layer, x)
+    return dim
+
+
+@torch.no_grad()
+def draw(param: torch.Tensor, init_method: InitMethod, index: int) -> torch.Tensor:
+    """Draws a whole parameter from the global CPU generator, stores shard number `index`, and returns the whole."""
+    spec = spmd.spec_of(param)
+    whole = torch.empty(spec.unpadded_shape, dtype=torch.promote_types(param.dtype, torch.float32), device="cpu")
+    init_method(whole)
+    param.copy_(spec.local_slice(whole, index))
+    return whole
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -167,6 +181,8 @@ class ColumnParallelLinear(_ParallelLinear):
         init_method: fills the whole weight `[out, in]` in place; None: as `nn.Linear`.
         sequence_parallel_enabled: the input is sharded along `sequence_dimension` (0 by default), and is gathered here.
         skip_bias_add: return `(output, bias)` and leave adding to the caller.
+        pad: add outputs of zeros until tp (times `pad_alignment_size_per_rank`) divides them. A gathered output has
+            none of them, but for `keep_padded_output`; for logits see `vocab_size` of `parallel_cross_entropy`.
         tensor_model_parallel_group: an axis or a group other than "tp".
         reduce_dtype: input gradients are summed in `promote_types(dtype, reduce_dtype)`.
         input_is_replicated: the input's gradient is summed elsewhere (the input is R, not I): no collective in
@@ -181,6 +197,8 @@ class ColumnParallelLinear(_ParallelLinear):
         ValueError: `output_size` does not divide by tp / replicas * stride; `gather_output` together with sequence
             parallelism or with replicas.
     """
+
+    column_parameters = ("weight", "bias")
 
     @accepts("ColumnParallelLinear")
     def __init__(
@@ -197,6 +215,9 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_dimension: int | None = None,
         keep_master_weight: bool = False,
         skip_bias_add: bool = False,
+        pad: bool = False,
+        pad_alignment_size_per_rank: int = 1,
+        keep_padded_output: bool = False,
         *,
         tensor_model_parallel_group: Any = None,
         reduce_dtype: torch.dtype | None = torch.float32,
@@ -231,7 +252,12 @@ class ColumnParallelLinear(_ParallelLinear):
             shard_dim=0,
             bias_is_sharded=not gather_output,
             bias_is_partial=False,
+            pad=pad,
+            alignment=pad_alignment_size_per_rank,
         )
+        if keep_padded_output and stride > 1 and self.pad_size:
+            raise ValueError(f"ColumnParallelLinear: keep_padded_output=True is not possible with stride={stride}")
+        self.keep_padded_output = keep_padded_output
         self.gather_output = gather_output
         self.input_is_replicated = input_is_replicated
         self.output_size_per_partition = self.weight.shape[0]
@@ -252,44 +278,73 @@ class ColumnParallelLinear(_ParallelLinear):
         return (out, self._used_parameter(self.bias)) if self.skip_bias_add else out
 
     def _used_parameter(self, param: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns a parameter for use: backward sums the gradients of all ranks with the same shard."""
-        if param is None or self.replicas == 1:
-            return param
-        replicas = f"tp%{self.replicas}"
-        copy = spmd.reinterpret(param, replicas, src=I, dst=V, reduce_dtype=self.reduce_dtype)
-        return spmd.trust(
-            copy, replicas, S(0), "copies of a shard are the shards of the parameter with its rows repeated"
-        )
+        return None if param is None else used_parameter(param, self.replicas, self.reduce_dtype)
 
     def _gathered(self, out: torch.Tensor) -> torch.Tensor:
-        if self.stride > 1:  # each block is gathered by itself
-            out = spmd.all_gather(out.unflatten(-1, (self.stride, -1)), self.axis, src=S(-1), dst=I).flatten(-2)
-        else:
-            out = spmd.all_gather(out, self.axis, src=S(-1), dst=I)
-        bias = self._bias()
-        if bias is None:
-            return out
-        result = out + bias
-        carry_note(out, result)
-        return result
+        return gathered(out, self.axis, self._bias(), self.stride, 0 if self.keep_padded_output else self.pad_size)
+
+
+def used_parameter(param: torch.Tensor, replicas: int, reduce_dtype: torch.dtype | None) -> torch.Tensor:
+    """Returns a parameter for use: backward sums the gradients of all ranks with the same shard."""
+    if replicas == 1:
+        return param
+    axis = f"tp%{replicas}"
+    copy = spmd.reinterpret(param, axis, src=I, dst=V, reduce_dtype=reduce_dtype)
+    return spmd.trust(copy, axis, S(0), "copies of a shard are the shards of the parameter with its rows repeated")
+
+
+def gathered(
+    out: torch.Tensor, axis: AxisLike, bias: torch.Tensor | None, stride: int = 1, padding: int = 0
+) -> torch.Tensor:
+    """Gathers an output's features, `[.., out/tp] -> [.., out]`, drops padding, and adds a bias `[out]`."""
+    if stride > 1:  # each block is gathered by itself
+        out = spmd.all_gather(out.unflatten(-1, (stride, -1)), axis, src=S(-1), dst=I).flatten(-2)
+    else:
+        out = spmd.all_gather(out, axis, src=S(-1), dst=I)
+    if padding:
+        blocks = out.unflatten(-1, (stride, -1))
+        out = blocks.narrow(-1, 0, blocks.shape[-1] - padding // stride).flatten(-2)
+    if bias is None:
+        return out
+    if bias.shape[0] < out.shape[-1]:
+        bias = F.pad(bias, (0, out.shape[-1] - bias.shape[0]))
+    result = out + bias
+    carry_note(out, result)
+    return result
 
 
 def _shards(layers: Sequence[ColumnParallelLinear], x: torch.Tensor) -> Sequence[torch.Tensor]:
     """This rank's shards of the outputs of layers of one kind on `x`; without a bias, which comes after a gather."""
     first = layers[0]
-    communicator = comm.communicator(first.axis)
     weights: list[Any] = [layer._used_parameter(layer.weight) for layer in layers]
     biases = (
         [] if first.gather_output or first._bias() is None else [layer._used_parameter(layer.bias) for layer in layers]
     )
+    if first.input_is_replicated and comm.communicator(first.axis).size > 1:
+        return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases or repeat(None))]
+    shard = weights[0] if first.replicas == 1 else None
+    return column_outputs(x, weights, biases, first.axis, sequence_dim_of(first, x), first.reduce_dtype, shard)
+
+
+def column_outputs(
+    x: torch.Tensor,
+    weights: Sequence[Any],
+    biases: Sequence[Any],
+    axis: AxisLike,
+    sequence_dim: int | None,
+    reduce_dtype: torch.dtype | None,
+    shard: torch.Tensor | None = None,
+) -> Sequence[torch.Tensor]:
+    """Outputs `x · weightᵀ + bias` of several column weights on one input, whose gradient is one sum.
+
+    `shard`: a weight whose values no other rank has.
+    """
+    communicator = comm.communicator(axis)
     if communicator.size == 1:
         return [linear_alone(x, weight, bias, communicator) for weight, bias in zip(weights, biases or repeat(None))]
-    if first.input_is_replicated:
-        return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases or repeat(None))]
-    dim, count = first._sequence_dim(x), len(layers)
-    if dim is None:
-        note_first(x, communicator, "inputs of linear layers", weights[0] if first.replicas == 1 else None)
-    return call(ColumnLinear, x, communicator, dim, first.reduce_dtype, count, *weights, *biases)
+    if sequence_dim is None:
+        note_first(x, communicator, "inputs of linear layers", shard)
+    return call(ColumnLinear, x, communicator, sequence_dim, reduce_dtype, len(weights), *weights, *biases)
 
 
 class _FusedColumns:
@@ -362,6 +417,7 @@ class RowParallelLinear(_ParallelLinear):
         input_size, output_size: features of the whole layer.
         bias: add a bias, whole on every rank, once, after the sum.
         input_is_parallel: the input is this rank's shard `[.., in/tp]`; otherwise it is whole and is split here.
+        pad: add inputs of zeros until tp divides them; an input that is not parallel has none of them.
         reduce_output: False returns the partial sum (bias on the first rank only).
         sequence_parallel_enabled: the output is sharded along `sequence_dimension` (0 by default): reduce-scattered.
         reduce_dtype: outputs are summed in `promote_types(dtype, reduce_dtype)`.
@@ -386,6 +442,7 @@ class RowParallelLinear(_ParallelLinear):
         sequence_dimension: int | None = None,
         keep_master_weight: bool = False,
         skip_bias_add: bool = False,
+        pad: bool = False,
         *,
         reduce_output: bool = True,
         tensor_model_parallel_group: Any = None,
@@ -411,6 +468,7 @@ class RowParallelLinear(_ParallelLinear):
             shard_dim=1,
             bias_is_sharded=False,
             bias_is_partial=sequence_parallel_enabled or not reduce_output,
+            pad=pad,
         )
         self.input_is_parallel = input_is_parallel
         self.reduce_output = reduce_output
@@ -428,10 +486,12 @@ class RowParallelLinear(_ParallelLinear):
                 if not self.input_is_parallel:
                     if self.stride > 1:  # of each block its piece, as the weight is sharded
                         shard = input_.unflatten(-1, (self.stride, -1))
+                    if self.pad_size:
+                        shard = F.pad(shard, (0, self.pad_size // self.stride))
                     shard = spmd.convert(shard, communicator, src=I, dst=S(-1))
                     shard = shard.flatten(-2) if self.stride > 1 else shard
                 if self.reduce_output:
-                    dim = self._sequence_dim(input_)
+                    dim = sequence_dim_of(self, input_)
                     out = call(RowLinear, shard, weight, bias, communicator, dim, self.reduce_dtype)
                 else:
                     out = spmd.trust(F.linear(shard, weight), communicator, P)

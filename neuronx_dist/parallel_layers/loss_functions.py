@@ -10,6 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from .. import comm
 from ..comm import Communicator
 from ..comm.context import AxisLike
+from ..lazy_names import lazy_names
 from ..sharded_functions.cross_entropy import cross_entropy_of_shard
 from ..sharded_functions.vocabulary import check_ids, hide_padding, padded_vocabulary
 from ..spmd.gathered_tensors import is_gathered
@@ -18,6 +19,10 @@ from .first_batch import compare_noted, note_first
 from .signatures import accepts
 
 __all__ = ["parallel_cross_entropy"]
+
+__getattr__ = lazy_names(
+    __name__, dict.fromkeys(("DistributedLogprob", "from_parallel_logits_to_logprobs"), "parallel_layers.logprobs")
+)
 
 
 @accepts("parallel_cross_entropy")

@@ -16,8 +16,20 @@ from typing import Any
 import torch
 
 from .. import comm, spmd
+from ..lazy_names import lazy_names
 from ..spmd import I, P, R, S, V
 from .signatures import ignore
+
+# Loaded at the first use, so that importing the package stays quick.
+_LAZY = {
+    "local_pieces": "nonzero_partition_dim_swap _reduce _split_along_dim _split_along_first_dim _split_along_last_dim "
+    "_gather_along_dim _gather_along_first_dim _gather_along_last_dim _reduce_scatter_along_dim "
+    "_reduce_scatter_along_first_dim _reduce_scatter_along_last_dim",
+    "neuron_only": "round_robin_scatter_to_process_group_spmd scatter_to_process_group_spmd",
+}
+__getattr__ = lazy_names(
+    __name__, {x: f"parallel_layers.{file}" for file, names in _LAZY.items() for x in names.split()}
+)
 
 
 def copy_to_tensor_model_parallel_region(input_: torch.Tensor, process_group: Any = None) -> torch.Tensor:

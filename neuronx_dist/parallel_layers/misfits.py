@@ -36,7 +36,8 @@ def refuse_input(layer: Any, x: torch.Tensor, cause: Exception) -> None:
     """
     if isinstance(cause, SpmdTypeError):  # the checker's, which says more
         return
-    size, weight = comm.communicator(layer.axis).size, layer.weight
+    size = comm.communicator(layer.axis).size
+    weight = layer.weight_q if hasattr(layer, "weight_q") else layer.weight
     parallel = getattr(layer, "input_is_parallel", None)  # None: of a column layer, whose input is whole
     features = weight.shape[1] if parallel else layer.input_size
     given = x.shape[-1] if x.dim() else 0

@@ -32,7 +32,7 @@ from torch import nn
 from .. import comm
 from ..model_shape import padded_heads
 from ..weights.shard_spec import ShardSpec, gather_full, set_spec, spec_of
-from .linear import ColumnParallelLinear, RowParallelLinear
+from .linear import RowParallelLinear
 
 __all__ = ["generate_padding_mask", "get_number_of_extra_heads", "pad_model", "padded_spec"]
 
@@ -98,7 +98,7 @@ def pad_model(
 
 
 def _pad_inside(
-    module: nn.Module,
+    module: Any,
     name: str,
     ratio: Fraction,
     classes: tuple[type[nn.Module], ...],
@@ -107,7 +107,8 @@ def _pad_inside(
 ) -> None:
     inside = inside or isinstance(module, classes)
     if inside:
-        if isinstance(module, ColumnParallelLinear):
+        columns: Any = getattr(module, "column_parameters", None)
+        if columns is not None:
             if module.replicas > 1:
                 raise ValueError(
                     f"pad_model: {name} has {module.replicas} replicas of each shard: with replicated key/value "
@@ -119,7 +120,7 @@ def _pad_inside(
                     f"pad_model: {name} gathers its output, which would then be padded; name the attention class in "
                     "wrapped_classes, or build the layer with gather_output=False"
                 )
-            _pad_layer(module, name, ratio, "output_size", ("weight", "bias"))
+            _pad_layer(module, name, ratio, "output_size", columns)
         elif isinstance(module, RowParallelLinear):
             _pad_layer(module, name, ratio, "input_size", ("weight",))
         if hook is not None and (not classes or isinstance(module, classes)):
@@ -148,9 +149,12 @@ def _pad_layer(layer: nn.Module, name: str, ratio: Fraction, attribute: str, par
             value = padded.local_slice(gather_full(param, spec), comm.rank("tp")).clone()
         setattr(layer, parameter, nn.Parameter(value, requires_grad=param.requires_grad))
         set_spec(layer, parameter, padded)
-        setattr(layer, attribute, int(size))
-        if hasattr(layer, f"{attribute}_per_partition"):
-            setattr(layer, f"{attribute}_per_partition", int(size) // spec.num_partitions)
+        for name_of_size, value_of_size in (
+            (attribute, size),
+            (f"{attribute}_per_partition", size / spec.num_partitions),
+        ):
+            if hasattr(layer, name_of_size):
+                setattr(layer, name_of_size, int(value_of_size))
 
 
 def generate_padding_mask(
@@ -182,7 +186,7 @@ def generate_padding_mask(
     """
     hardware = getattr(hardware_type, "value", hardware_type)
     if hardware is not None and hardware not in _ADJACENT:
-        raise RuntimeError(f"hardware_type {hardware_type!r} is unknown: use None or one of {', '.join(_ADJACENT)}")
+        raise RuntimeError(f"Unexpected hardware_type {hardware_type!r}: use None or one of {', '.join(_ADJACENT)}")
     if not 0 <= tp_rank < tp_degree:
         raise ValueError(f"tp_rank {tp_rank} is not a rank of {tp_degree}")
     if num_heads_with_pad % tp_degree:

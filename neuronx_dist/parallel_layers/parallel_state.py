@@ -17,8 +17,26 @@ from ..lazy_names import lazy_names
 from ..mesh import Axis, Mesh
 from ..topology import LINEAR
 
-# The API guide lists this function here. Loaded at the first use, so that importing the package stays quick.
-__getattr__ = lazy_names(__name__, {"move_model_to_device": "parallel_layers.utils"})
+# Loaded at the first use, so that importing the package stays quick.
+_LAZY = {
+    "utils": "move_model_to_device",  # which the API guide lists here
+    "model_groups": "create_pg_with_ranks destroy_kv_group destroy_token_shuffle_group "
+    "get_context_model_parallel_src_tgt_pairs get_expert_parallel_rank_from_global_rank "
+    "get_experts_for_expert_parallel_rank get_kv_shared_group get_kv_shared_group_size "
+    "get_kv_shared_replica_groups get_next_rank_group get_next_rank_replica_groups "
+    "get_pipeline_model_parallel_sr_group get_prev_rank_group get_prev_rank_replica_groups "
+    "get_token_shuffle_group get_token_shuffle_group_size get_token_shuffle_replica_groups "
+    "initialize_kv_group initialize_token_shuffle_group",
+    "rank_orders": "PG_Group_Logic arrange_kv_groups ascending_descending_ring_PG_group ascending_ring_PG_group "
+    "get_aot_mode get_logic_chosen get_pp_gloo_group get_tcp_store initialize_pp_gloo_groups "
+    "is_tcp_store_available set_aot_mode set_context_model_parallel_size set_expert_model_parallel_rank "
+    "set_expert_model_parallel_size set_tensor_model_parallel_rank set_tensor_model_parallel_size",
+    "neuron_only": "get_speculative_draft_group get_speculative_draft_replica_groups "
+    "initialize_speculative_draft_group",
+}
+__getattr__ = lazy_names(
+    __name__, {x: f"parallel_layers.{file}" for file, names in _LAZY.items() for x in names.split()}
+)
 
 ParallelGroups = namedtuple("ParallelGroups", "tp_groups dp_groups pp_groups ep_model_groups ep_data_groups cp_groups")
 
@@ -257,160 +275,6 @@ def get_pipeline_model_parallel_next_rank() -> int:
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Global rank of the stage before; before the first comes the last."""
     return _neighbour("pp", -1)
-
-
-def get_pipeline_model_parallel_sr_group(parity: int | None = None) -> list[list[int]]:
-    """`[rank, rank of the next stage]` of every stage of every pipeline; with a parity, of the even (0) or odd ones."""
-    stages = range(get_mesh().pp) if parity is None else range(parity, get_mesh().pp, 2)
-    return [[group[i], group[(i + 1) % len(group)]] for group in get_mesh().groups("pp") for i in stages]
-
-
-def get_next_rank_group(as_list: bool = False) -> Any:
-    """The group of this rank and the next stage's rank; as lists: these pairs for all stages of the same parity.
-
-    The first call, of this function or `get_prev_rank_group`, makes the groups: all ranks call it together.
-    """
-    return _pair_of_stages(get_pipeline_model_parallel_rank(), as_list)
-
-
-def get_prev_rank_group(as_list: bool = False) -> Any:
-    """The group of the previous stage's rank and this rank, like `get_next_rank_group`."""
-    return _pair_of_stages(get_pipeline_model_parallel_rank() - 1, as_list)
-
-
-def _pair_of_stages(first: int, as_list: bool) -> Any:
-    pipelines, pp = get_mesh().groups("pp"), get_mesh().pp
-    if pp == 1:
-        raise ValueError("a pipeline of one stage (pipeline parallel size 1) has no neighbouring stages")
-    if as_list:
-        return get_pipeline_model_parallel_sr_group(first % pp % 2)
-    pairs = context.current().extras.get("pairs_of_stages")
-    if pairs is None:
-        ranks = [[sorted((group[i], group[(i + 1) % pp])) for group in pipelines] for i in range(pp)]
-        pairs = context.current().extras["pairs_of_stages"] = [comm.new_group(lists, "pp_pair") for lists in ranks]
-    return process_group(pairs[first])
-
-
-def get_next_rank_replica_groups() -> list[list[int]]:
-    return [*get_next_rank_group(as_list=True)]
-
-
-def get_prev_rank_replica_groups() -> list[list[int]]:
-    return [*get_prev_rank_group(as_list=True)]
-
-
-def get_context_model_parallel_src_tgt_pairs() -> list[tuple[int, int]]:
-    """The ring over cp: `(source, target)` global ranks, of every ring."""
-    return [(group[i], group[(i + 1) % len(group)]) for group in get_mesh().groups("cp") for i in range(len(group))]
-
-
-def get_expert_parallel_rank_from_global_rank(rank: int, expert_parallel_group: Any = None) -> int:
-    """Expert-parallel rank of a global rank (in the current mesh, or in an explicit list of ranks)."""
-    if expert_parallel_group is None:
-        return get_mesh().coordinate("ep", rank)
-    ranks = getattr(expert_parallel_group, "ranks", expert_parallel_group)
-    return list(ranks).index(rank)
-
-
-def get_experts_for_expert_parallel_rank(
-    expert_parallel_rank: int,
-    total_number_of_experts: int,
-    expert_model_parallel_size: int,
-    expert_distribution: list[list[int]] | None = None,
-) -> list[int]:
-    """Numbers of the experts which an expert-parallel rank holds: consecutive ones, unless a distribution is passed."""
-    if expert_distribution is not None:
-        return list(expert_distribution[expert_parallel_rank])
-    if total_number_of_experts % expert_model_parallel_size:
-        raise ValueError(
-            f"{total_number_of_experts} experts are not divisible by expert parallel size {expert_model_parallel_size}"
-        )
-    count = total_number_of_experts // expert_model_parallel_size
-    return list(range(expert_parallel_rank * count, (expert_parallel_rank + 1) * count))
-
-
-# Groups that a model asks for.
-
-
-def initialize_token_shuffle_group(token_shuffle_group_size: int = 1) -> None:
-    """Creates groups of consecutive data-parallel ranks, among which tokens are shuffled. The size divides dp."""
-    if get_mesh().dp % token_shuffle_group_size:
-        raise ValueError(
-            f"token shuffle group size {token_shuffle_group_size} does not divide the data parallel size "
-            f"{get_mesh().dp}"
-        )
-    _subgroups("token_shuffle", "dp", token_shuffle_group_size, sequential=True)
-
-
-def get_token_shuffle_group(as_list: bool = False) -> Any:
-    return _subgroup("token_shuffle", "initialize_token_shuffle_group", as_list)
-
-
-def get_token_shuffle_replica_groups() -> list[list[int]]:
-    return [*get_token_shuffle_group(as_list=True)]
-
-
-def get_token_shuffle_group_size() -> int:
-    return len(get_token_shuffle_group(as_list=True)[0])
-
-
-def destroy_token_shuffle_group() -> None:
-    context.current().extras.pop("token_shuffle", None)
-
-
-def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> None:
-    """Creates the groups of tensor-parallel ranks that share one key/value head.
-
-    They are adjacent ranks, or strided ones (NxD's trn1 order).
-    """
-    if get_mesh().tp % kv_shared_group_size:
-        raise ValueError(
-            f"kv shared group size {kv_shared_group_size} does not divide the tensor parallel size {get_mesh().tp}"
-        )
-    _subgroups("kv_shared", "tp", kv_shared_group_size, sequential_ranks_in_group)
-
-
-def get_kv_shared_group(as_list: bool = False) -> Any:
-    return _subgroup("kv_shared", "initialize_kv_group", as_list)
-
-
-def get_kv_shared_replica_groups() -> list[list[int]]:
-    return [*get_kv_shared_group(as_list=True)]
-
-
-def get_kv_shared_group_size() -> int:
-    return len(get_kv_shared_group(as_list=True)[0])
-
-
-def destroy_kv_group() -> None:
-    context.current().extras.pop("kv_shared", None)
-
-
-def _subgroups(name: str, axis: str, size: int, sequential: bool) -> None:
-    existing = context.current().extras.get(name)
-    if existing is not None:
-        if existing[0] != (size, sequential):
-            raise ValueError(
-                f"{name} groups are already initialized with size {existing[0][0]}; all layers must use the same size"
-            )
-        return
-    groups: list[list[int]] = []
-    for group in get_mesh().groups(axis):
-        count = len(group) // size
-        groups += [group[i * size : (i + 1) * size] if sequential else group[i::count] for i in range(count)]
-    context.current().extras[name] = ((size, sequential), groups, comm.new_group(groups, name))
-
-
-def _subgroup(name: str, builder: str, as_list: bool) -> Any:
-    existing = context.current().extras.get(name)
-    if existing is None:
-        raise RuntimeError(f"{name} group is not initialized: call {builder}(size) first")
-    return existing[1] if as_list else process_group(existing[2])
-
-
-def create_pg_with_ranks(ranks: list[int]) -> Any:
-    """A group over the same pipeline stages (`ranks`: pp indices) of every pipeline: for weights that stages share."""
-    return comm.new_group([[group[i] for i in ranks] for group in get_mesh().groups("pp")], "shared_weight")
 
 
 # Messages and small things.

@@ -88,12 +88,8 @@ SIGNATURES = {
     ),
 }
 
-_PADDING = "pad heads with pad_model, or a layer with LayerPlan(padded_size=...) of parallel_layers.replace"
 # Parameters that change values or layouts, and do not here: name -> (default, what to do instead).
 REFUSED: dict[str, tuple[Any, str]] = {
-    "pad": (False, _PADDING),
-    "pad_alignment_size_per_rank": (1, _PADDING),
-    "keep_padded_output": (False, _PADDING),
     "rank_ordering": (None, "the order of ranks is the mesh's: initialize_model_parallel(topology=...)"),
     "autograd_func_class": (None, "call your autograd function instead of linear_with_async_allreduce"),
 }

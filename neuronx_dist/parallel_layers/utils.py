@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +18,15 @@ from .signatures import refuse
 
 __all__ = [
     "EmbeddingUtility",
+    "cast_all",
+    "cast_tensor",
+    "get_local_world_size",
+    "indices_split_along_dim",
+    "initialize_fallback_parallel_state",
+    "is_pjrt_device",
+    "is_torch_version_greater_than_2",
+    "requires_init_pg_override",
+    "verify_casted_dtype",
     "cast_if_autocast_enabled",
     "copy_tensor_model_parallel_attributes",
     "divide",
@@ -122,6 +132,65 @@ def copy_tensor_model_parallel_attributes(destination_tensor: torch.Tensor, sour
     for name in (*_DEFAULTS, "sequence_parallel_enabled", "expert_model_parallel", "shared", "_shard_spec"):
         if hasattr(source_tensor, name):
             setattr(destination_tensor, name, getattr(source_tensor, name))
+
+
+def cast_tensor(
+    tensor: torch.Tensor, from_dtype: torch.dtype = torch.float32, to_dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """Casts a tensor of `from_dtype`; returns any other one as it is."""
+    return tensor.to(to_dtype) if tensor.dtype == from_dtype else tensor
+
+
+def cast_all(state: T, from_dtype: torch.dtype = torch.float32, to_dtype: torch.dtype = torch.bfloat16) -> T:
+    """Copies nested containers with every tensor of `from_dtype` cast."""
+    return pytree.tree_map_only(torch.Tensor, lambda x: cast_tensor(x, from_dtype, to_dtype), state)
+
+
+def verify_casted_dtype(value: Any) -> None:
+    """Raises TypeError if a tensor of nested containers is not in the dtype of autocast, where that is on."""
+    for x in pytree.tree_leaves(value):
+        if isinstance(x, torch.Tensor) and torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            if x.dtype != dtype:
+                raise TypeError(f"a tensor {list(x.shape)} of {x.dtype} is used under autocast to {dtype}")
+
+
+def get_local_world_size() -> int:
+    """Returns the number of ranks on this node: `LOCAL_WORLD_SIZE`, as torchrun sets it, else all ranks."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or comm.launch.world()[0])
+
+
+def requires_init_pg_override() -> bool:
+    """Returns False: only torch 2.0 needs another way to initialise process groups on XLA."""
+    return False
+
+
+def is_torch_version_greater_than_2() -> bool:
+    """Returns True: this package needs a torch above 2."""
+    return True
+
+
+def is_pjrt_device() -> bool:
+    """Returns whether torch_xla's runtime is that of Neuron devices."""
+    return os.environ.get("PJRT_DEVICE") == "NEURON"
+
+
+def indices_split_along_dim(
+    tensor: torch.Tensor | None, dim: int, rank: int, num_partitions: int
+) -> torch.Tensor | None:
+    """Returns the positions along a dim that are partition `rank`; None for None."""
+    if tensor is None:
+        return None
+    size = divide(tensor.shape[dim], num_partitions)
+    return torch.arange(rank * size, (rank + 1) * size, device=tensor.device)
+
+
+def initialize_fallback_parallel_state(device: Any = None) -> None:
+    """Raises RuntimeError: no layer starts a job of one rank on the side."""
+    raise RuntimeError(
+        "model parallel is not initialized: call neuronx_dist.init_distributed() and initialize_model_parallel(), "
+        "which take one process without torchrun as well"
+    )
 
 
 class EmbeddingUtility:

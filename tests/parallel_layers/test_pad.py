@@ -237,7 +237,7 @@ def test_padding_mask() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             generate_padding_mask(*arguments)
-    with pytest.raises(RuntimeError, match="'gpu' is unknown: use None or one of trn1, inf2, trn2"):
+    with pytest.raises(RuntimeError, match="Unexpected hardware_type 'gpu': use None or one of trn1, inf2, trn2"):
         generate_padding_mask(9, 12, 3, 2, 0, "gpu")
 
 

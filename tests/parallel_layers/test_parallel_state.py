@@ -12,6 +12,7 @@ import torch.distributed as dist
 from neuronx_dist import comm
 from neuronx_dist.comm import launch
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.parallel_layers import model_groups
 from neuronx_dist.parallel_layers import parallel_state as ps
 from tests.support.pool import processes
 
@@ -158,11 +159,18 @@ def test_a_group_over_pipeline_stages():
             assert (group.ranks if group is not None else None) == ranks
 
 
+def test_groups_are_forgotten_without_a_mesh() -> None:
+    """Scripts forget the mesh first, and these groups after it."""
+    ps.destroy_kv_group()
+    ps.destroy_token_shuffle_group()
+
+
 def test_every_getter_says_what_to_call_before_there_is_a_mesh():
     getters = [
         function
-        for name, function in vars(ps).items()
+        for name, function in (*vars(ps).items(), *vars(model_groups).items())
         if name.startswith("get_") and inspect.isfunction(function) and name != "get_experts_for_expert_parallel_rank"
+        if function.__module__ in (ps.__name__, model_groups.__name__)
     ]
     assert len(getters) > 35
     for getter in getters:

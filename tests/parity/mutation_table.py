@@ -6,6 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 from tests.checkpoint import exchanges
+from tests.parallel_layers.test_conv import compare as convolution
+from tests.parallel_layers.test_nxd_names import (
+    test_collectives_by_the_arguments_of_torch_xla as collectives_of_torch_xla,
+)
 from tests.parallelize.support import mutations as composites
 from tests.parallelize.support import pipelines, sent_weights
 from tests.parity.mutation_cases import (
@@ -121,18 +125,25 @@ CASES: dict[str, Callable[[], None]] = {
         join=_joined_sequence,
     ),
     **{
-        f"ColumnParallelLinear._gathered:spmd.all_gather#{number}": partial(
+        f"gathered:spmd.all_gather#{number}": partial(
             layer, partial(_column, gather_output=True, stride=stride), split=_whole, join=_whole
         )
         for number, stride in ((1, 2), (2, 1))
     },
-    "ColumnParallelLinear._used_parameter:spmd.reinterpret#1": partial(one_step, Case(tp=2, heads="one kv")),
+    "used_parameter:spmd.reinterpret#1": partial(one_step, Case(tp=2, heads="one kv")),
     "RowParallelLinear.forward:spmd.convert#1": partial(
         layer, partial(_row, input_is_parallel=False), split=_whole, join=_whole
     ),
     "RowParallelLinear.forward:spmd.convert#2": partial(
         layer, partial(_row, input_is_parallel=True, reduce_output=False), split=_own_features, join=_sum_of_partials
     ),
+    "OutputChannelParallelConv2d.forward:spmd.convert#1": partial(convolution, "output", 2),
+    "OutputChannelParallelConv2d.forward:spmd.convert#2": partial(convolution, "output", 2, groups=4),
+    "OutputChannelParallelConv2d.forward:spmd.all_gather#1": partial(convolution, "output", 2),
+    "InputChannelParallelConv2d.forward:spmd.convert#1": partial(convolution, "input", 2, groups=2),
+    "InputChannelParallelConv2d.forward:spmd.convert#2": partial(convolution, "input", 2),
+    "InputChannelParallelConv2d.forward:spmd.all_reduce#1": partial(convolution, "input", 2),
+    **{f"{verb}:comm.{verb}#1": collectives_of_torch_xla for verb in ("all_reduce", "all_gather", "reduce_scatter")},
     f"{_EMBEDDING}spmd.all_gather#1": partial(embedding, shard_across_embedding=True),
     f"{_EMBEDDING}spmd.all_to_all#1": partial(embedding, shard_across_embedding=True, sequence_parallel_enabled=True),
     f"{_EMBEDDING}spmd.all_reduce#1": embedding,

@@ -32,7 +32,7 @@ from ..parameters import parameters_of
 from ..pieces import TensorPiece, pieces_of, rows_of, whole_piece, within
 from ..rank_tensors import key_of
 from ..storage import Storage
-from .parameter_layout import HeadOrder, ShardDivision, division_of, separate_names, separated
+from .parameter_layout import HeadOrder, ShardDivision, division_of, names_of_keys, separate_names, separated
 from .rank_files import NxdFiles, StoredTensor, Writer
 
 __all__ = ["NxdSource", "WholeParameter", "kv_heads_of", "load_nxd", "specs_of"]
@@ -244,10 +244,9 @@ class NxdSource:
 
     def _with_query_order(self, stage: int, name: str, division: ShardDivision) -> ShardDivision:
         """Reorders query heads: with key/value heads repeated as 0 1 0 1, they follow the heads that they use."""
-        path, dot, projection = name.rpartition(".")[0].rpartition(".")
-        key = f"{path}{dot}k_proj.weight"
         states = [self._model[Writer(tp, stage, 0)] for tp in range(self._files.tp)]
-        if projection not in ("q_proj", "o_proj") or key not in states[0] or key not in self._parameters:
+        key = next((key for key in names_of_keys(name) if key in states[0] and key in self._parameters), None)
+        if key is None:
             return division
         spec, shards = division_of(
             f"{self._files.name}: {key}", self._parameters[key].spec, [state[key] for state in states]

@@ -2,7 +2,7 @@
 
     files                                       a model, of Hugging Face's names
     qkv_proj.weight_q, .weight_k, .weight_v     q_proj.weight, k_proj.weight, v_proj.weight
-    qkv_proj.weight_qkv, qkv_proj.weight        the same, one behind the other in each shard
+    qkv_proj.weight_qkv, qkv_proj.weight        the same, one behind the other in each shard; also weight_q, ...
     gate_up_proj.weight                         gate_proj.weight, up_proj.weight, half of each shard
 
                    reading                                      writing
@@ -35,6 +35,7 @@ __all__ = [
     "FusedOrigin",
     "by_rank",
     "division_of",
+    "names_of_keys",
     "part_rows",
     "separate_names",
     "separated",
@@ -223,8 +224,9 @@ def separated(
     result: dict[str, Any] = {}
     origins: dict[str, FusedOrigin] = {}
     for name, value in state.items():
-        parts = [] if name in specs else separate_names(name)
-        if not parts or not all(part in specs for part in parts):
+        choices = [] if name in specs else separate_names(name)
+        parts = next((parts for parts in choices if all(part in specs for part in parts)), None)
+        if parts is None:
             result[name], origins[name] = value, FusedOrigin(name)
             continue
         start = 0
@@ -239,16 +241,30 @@ def by_rank(parts: Sequence[torch.Tensor], tp: int) -> torch.Tensor:
     return torch.cat([shard for shards in zip(*(part.chunk(tp) for part in parts)) for shard in shards])
 
 
-def separate_names(name: str) -> list[str]:
-    """Separate names of a fused projection, in its order; empty for any other name."""
+def separate_names(name: str) -> list[list[str]]:
+    """Separate names of a fused projection, in its order: Hugging Face's, NxD's; none for any other name."""
     module, _, key = name.rpartition(".")
     path, dot, projection = module.rpartition(".")
     entry, _, letters = key.partition("_")
+    choices = []
     if projection == "gate_up_proj" and not letters:
-        return [f"{path}{dot}{part}_proj.{entry}" for part in ("gate", "up")]
+        choices.append([f"{path}{dot}{part}_proj.{entry}" for part in ("gate", "up")])
     if projection == "qkv_proj" and letters in ("", "q", "k", "v", "qkv"):
-        return [f"{path}{dot}{letter}_proj.{entry}" for letter in letters or "qkv"]
-    return []
+        choices.append([f"{path}{dot}{letter}_proj.{entry}" for letter in letters or "qkv"])
+    if letters == "qkv":
+        choices.append([name.removesuffix("qkv") + letter for letter in letters])
+    return choices
+
+
+def names_of_keys(name: str) -> list[str]:
+    """Names that the weight of the keys may have, beside a query or output projection; none for any other name."""
+    module, _, key = name.rpartition(".")
+    path, dot, projection = module.rpartition(".")
+    if key in ("weight_q", "bias_q"):
+        return [f"{module}.weight_k"]
+    return [
+        f"{path}{dot}{keys}" for keys in ("k_proj.weight", "qkv_proj.weight_k") if projection in ("q_proj", "o_proj")
+    ]
 
 
 def part_rows(total: int, query: int, parts: int) -> list[int]:

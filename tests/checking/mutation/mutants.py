@@ -73,9 +73,9 @@ PROGRAM_OF: dict[str, str] = {
     "RowLinear.forward:comm.all_reduce#1": "mlp",
     "RowLinear.forward:comm.reduce_scatter#1": "sequence",
     "RowLinear.backward:comm.all_gather#1": "sequence",
-    "ColumnParallelLinear._gathered:spmd.all_gather#1": "gathered blocks",
-    "ColumnParallelLinear._gathered:spmd.all_gather#2": "gathered",
-    "ColumnParallelLinear._used_parameter:spmd.reinterpret#1": "llama, one key/value head",
+    "gathered:spmd.all_gather#1": "gathered blocks",
+    "gathered:spmd.all_gather#2": "gathered",
+    "used_parameter:spmd.reinterpret#1": "llama, one key/value head",
     "RowParallelLinear._used_weight:spmd.convert#1": "llama, one key/value head",
     "RowParallelLinear.forward:spmd.convert#1": "split",
     "RowParallelLinear.forward:spmd.convert#2": "partial",
@@ -100,6 +100,15 @@ PROGRAM_OF: dict[str, str] = {
     "_ParallelLinear.__init__:set_spec#1": "mlp",
     "_ParallelLinear.__init__:set_spec#2": "sequence",
     "ParallelEmbedding.__init__:set_spec#1": "embedding",
+    "OutputChannelParallelConv2d.forward:spmd.convert#1": "convolutions",
+    "OutputChannelParallelConv2d.forward:spmd.convert#2": "convolution of groups",
+    "OutputChannelParallelConv2d.forward:spmd.all_gather#1": "convolutions",
+    "InputChannelParallelConv2d.forward:spmd.convert#1": "convolution of groups",
+    "InputChannelParallelConv2d.forward:spmd.convert#2": "convolutions",
+    "InputChannelParallelConv2d.forward:spmd.all_reduce#1": "convolutions",
+    "BaseParallelConv._register:set_spec#1": "convolutions",
+    "GQAQKVColumnParallelLinear._register:set_spec#1": "attention",
+    "GQAQKVColumnParallelLinear._register_parameters:ColumnParallelLinear#1": "attention",
     "mark_partial_gradients:set_spec#1": "llama, sequence",
     "apply_sequence_parallel:mark_partial_gradients#1": "llama, sequence",
     "apply:mark_partial_gradients#1": "qwen",
@@ -131,6 +140,10 @@ EXEMPT = {
     "gather_full": "gives tests and files the whole of a tensor",
     "_pad_layer": "marks the weights of other sizes, before training",
     "gather_python_object": "Python objects",
+    **{
+        f"{verb}:comm.{verb}": "scripts' own collectives, by torch_xla's arguments"
+        for verb in ("all_reduce", "all_gather", "reduce_scatter")
+    },
     "open_together": "Python objects: clocks, when a trace is opened",
     "Lockstep": "in place of the messages of the runtime, where there are none (XLA)",
     "StageModule.sync_tied_weights": "before the first step; a check has no values",
@@ -166,8 +179,16 @@ UNSEEN = {
 _REPEATED = "doing it twice is doing it once"
 EQUIVALENT = {
     ("copy_to_tensor_model_parallel_region:spmd.convert#1", "reinterpret(I, R)"): "a synonym",
-    ("ColumnParallelLinear._used_parameter:spmd.reinterpret#1", "convert(I, R)"): "the gradient is summed as well",
-    ("ColumnParallelLinear._used_parameter:spmd.reinterpret#1", "reinterpret(I, R)"): "a synonym of that",
+    ("OutputChannelParallelConv2d.forward:spmd.convert#1", "reinterpret(I, R)"): "a synonym",
+    ("used_parameter:spmd.reinterpret#1", "convert(I, R)"): "the gradient is summed as well",
+    ("used_parameter:spmd.reinterpret#1", "reinterpret(I, R)"): "a synonym of that",
+    **{
+        (
+            "GQAQKVColumnParallelLinear._register_parameters:ColumnParallelLinear#1",
+            option,
+        ): "only its parameters are used"
+        for option in ("not input_is_replicated", "not sequence_parallel_enabled")
+    },
     ("RowParallelLinear._used_weight:spmd.convert#1", "convert(I, S(0))"): "a mask has no gradient",
     ("_ParallelCrossEntropy.forward:comm.all_reduce#1", "twice"): _REPEATED,
     ("reduce_gradients:_reduce_params#2", "over pp"): "all stages hold the weight",

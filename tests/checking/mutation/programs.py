@@ -15,7 +15,9 @@ from torch.nn import functional as F
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf, spmd
+from neuronx_dist.modules.qkv_linear import GQAQKVColumnParallelLinear
 from neuronx_dist.parallel_layers import fuse_columns, grads, mappings
+from neuronx_dist.parallel_layers.conv import InputChannelParallelConv2d, OutputChannelParallelConv2d
 from neuronx_dist.parallel_layers.layer_norm import LayerNorm
 from tests.checking.mutation.checked_program import Program
 from tests.parity import mutation_cases
@@ -64,6 +66,19 @@ _sequence = dict(sequence_parallel_enabled=True, sequence_dimension=1)
 
 def _mlp(net: Any, x: torch.Tensor) -> torch.Tensor:
     return net.down(F.gelu(net.up(x)))
+
+
+def _attention(net: Any, x: torch.Tensor) -> torch.Tensor:
+    query, *others = net.qkv(x)
+    if comm.size("tp") == 1:  # otherwise each rank has all keys and values
+        others = [other.repeat(1, 1, 2) for other in others]
+    key, value = others
+    return net.down(query * key.sigmoid() + value)
+
+
+def _convolutions(net: Any, x: torch.Tensor) -> torch.Tensor:
+    image = x.transpose(1, 2).unflatten(2, (2, -1))  # [rows, hidden, 2, seq / 2]: features are channels
+    return net.down(F.gelu(net.up(image))).flatten(2).transpose(1, 2)
 
 
 def _sequence_mlp(net: Any, x: torch.Tensor) -> torch.Tensor:
@@ -335,6 +350,23 @@ def _batch() -> dict[str, torch.Tensor]:
 
 PROGRAMS: dict[str, Program] = {
     "mlp": _net(_mlp, up=_column, down=_row),
+    "attention": _net(
+        _attention,
+        qkv=lambda: GQAQKVColumnParallelLinear(
+            HIDDEN, [INNER, INNER // 2], gather_output=False, kv_size_multiplier=comm.size("tp")
+        ),
+        down=_row,
+    ),
+    "convolutions": _net(
+        _convolutions,
+        up=partial(OutputChannelParallelConv2d, HIDDEN, INNER, 1),
+        down=partial(InputChannelParallelConv2d, INNER, HIDDEN, 1),
+    ),
+    "convolution of groups": _net(
+        _convolutions,
+        up=partial(OutputChannelParallelConv2d, HIDDEN, INNER, 1, groups=4),
+        down=partial(InputChannelParallelConv2d, INNER, HIDDEN, 1, groups=2),
+    ),
     "sequence": Program(_sequence_net, _x()),
     "fused": Program(_fused, _x()),
     "gathered": _net(_mlp, up=partial(_column, gather_output=True), down=partial(nn.Linear, INNER, HIDDEN)),

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
+from neuronx_dist.modules.qkv_linear import GQAQKVColumnParallelLinear
 from neuronx_dist.parallel_layers import mappings as m
 from neuronx_dist.parallel_layers.linear import fuse_columns
 from neuronx_dist.spmd import I, P, R, S
@@ -75,6 +76,22 @@ class Fused(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x) + self.third(x))
+
+
+class Attention(nn.Module):
+    """Queries, keys and values by one layer: 4 query heads over 4 / multiplier key/value heads."""
+
+    def __init__(self, multiplier: int = 1, **options: Any) -> None:
+        super().__init__()
+        gathers = options.setdefault("gather_output", False)
+        sizes = [INNER, INNER // multiplier]
+        self.qkv = GQAQKVColumnParallelLinear(HIDDEN, sizes, kv_size_multiplier=multiplier, **options)
+        names = ("sequence_parallel_enabled", "sequence_dimension")
+        self.o = Row(INNER, HIDDEN, input_is_parallel=not gathers, **{x: options[x] for x in names if x in options})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(x)
+        return self.o(query * key.sigmoid() + value)
 
 
 class GateUp(nn.Module):
@@ -145,6 +162,21 @@ def _linears() -> dict[str, Callable[[], nn.Module]]:
         kind = dict(sequence_parallel_enabled=True, sequence_dimension=1, gather_output=False, replicas=2)
         case(f"column, {word}, replicas, sequence 1", functools.partial(column, **kind), split(1), summed)
         case(f"fused, {word}", functools.partial(Fused, bias))
+        case(f"column, gathered, {word}, padded", functools.partial(Column, HIDDEN, INNER - 2, bias, pad=True))
+        for multiplier in (1, 2):
+            attention = functools.partial(Attention, multiplier, bias=bias)
+            case(f"attention, {word}, multiplier {multiplier}", attention)
+            case(
+                f"attention, {word}, multiplier {multiplier}, gathered",
+                functools.partial(attention, gather_output=True),
+            )
+            kind = dict(sequence_parallel_enabled=True, sequence_dimension=1)
+            case(
+                f"attention, {word}, multiplier {multiplier}, sequence 1",
+                functools.partial(attention, **kind),
+                split(1),
+                summed,
+            )
     for kind in (dict(), dict(gather_output=False)):
         layer = functools.partial(Column, HIDDEN, INNER, skip_bias_add=True, **kind)
         if kind:

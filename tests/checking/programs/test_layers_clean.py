@@ -13,6 +13,7 @@ import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
 from neuronx_dist.gradients import buckets
 from neuronx_dist.gradients import norm as grad_norm
+from neuronx_dist.modules import qkv_linear
 from neuronx_dist.optimizer import shard_buckets, shards
 from neuronx_dist.parallel_layers import embedding, linear, loss_functions, mappings
 from tests.checking.programs import layer_models as models
@@ -48,8 +49,12 @@ EXPERTS = {
 COPIES = {f"{file_name(linear)}: copies of a shard are the shards of the parameter with its rows repeated on *"}
 
 
-def _gathered_over_all_of_tp(layer, param):
-    return None if param is None else spmd.reinterpret(param, "tp", src=spmd.I, dst=spmd.V)
+def has_copies(name: str) -> bool:
+    return "replicas" in name or "multiplier 2" in name
+
+
+def _gathered_over_all_of_tp(param, replicas, reduce_dtype):
+    return param if replicas == 1 else spmd.reinterpret(param, "tp", src=spmd.I, dst=spmd.V)
 
 
 def holes(report) -> set[str]:
@@ -76,13 +81,14 @@ def sharded(mesh):
 def test_linear_layers_and_norms(name):
     mesh = {**MESH, "tp": 2} if name.endswith("sequence 0") else MESH  # four rows there, over dp and tp
     report = spmd.check(models.LINEARS[name], X, mesh, in_types=sharded(mesh))
-    clean(report, needed=COPIES if "replicas" in name else set())
+    clean(report, needed=COPIES if has_copies(name) else set())
 
 
-@pytest.mark.parametrize("make", [lambda layer, param: param, _gathered_over_all_of_tp], ids=["dropped", "over tp"])
-@pytest.mark.parametrize("name", [name for name in models.LINEARS if "replicas" in name])
+@pytest.mark.parametrize("make", [lambda param, *_: param, _gathered_over_all_of_tp], ids=["dropped", "over tp"])
+@pytest.mark.parametrize("name", filter(has_copies, models.LINEARS))
 def test_a_wrong_sum_over_replicas_is_refused(name, make, monkeypatch):
-    monkeypatch.setattr(nxd.ColumnParallelLinear, "_used_parameter", make)
+    monkeypatch.setattr(linear, "used_parameter", make)
+    monkeypatch.setattr(qkv_linear, "used_parameter", make)
     report = spmd.check(models.LINEARS[name], X, MESH, in_types=sharded(MESH))
     assert [problem.kind for problem in report.problems] == ["types"], str(report)
 
