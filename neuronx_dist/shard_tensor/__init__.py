@@ -26,7 +26,18 @@ physicsnemo/     PhysicsNeMo's import names
 
 from ..call_site import hide
 from . import awaited, checkpoint, data_parallel, merged, ops, outside
-from .construct import distribute_tensor, scatter_tensor
+from .construct import (
+    arange,
+    distribute_tensor,
+    empty,
+    full,
+    ones,
+    rand,
+    randint,
+    randn,
+    scatter_tensor,
+    zeros,
+)
 from .device_mesh import DeviceMesh, init_device_mesh
 from .fallback import fallback, set_fallback
 from .handlers import TensorPromotionMode, promotion_mode, sharded
@@ -50,25 +61,33 @@ __all__ = [
     "ShardTensor",
     "ShardTensorSpec",
     "TensorPromotionMode",
+    "arange",
     "awaited",
     "checkpoint",
     "data_parallel",
     "compute_local_shape_and_global_offset",
     "distribute_module",
     "distribute_tensor",
+    "empty",
     "fallback",
+    "full",
     "init_device_mesh",
     "merged",
     "one_exchange",
+    "ones",
     "ops",
     "outside",
     "promotion_mode",
+    "rand",
+    "randint",
+    "randn",
     "report",
     "scatter_tensor",
     "set_fallback",
     "sharded",
     "spmd_type",
     "sync_module_over_mesh",
+    "zeros",
 ]
 
 DTensor = ShardTensor

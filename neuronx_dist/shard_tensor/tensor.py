@@ -78,6 +78,7 @@ class ShardTensor(torch.Tensor):
     _spec: ShardTensorSpec
     _family: list[ref[ShardTensor]]  # if it is or has a view: all that share its memory
     _used: torch.Tensor | None = None  # of `construct.shared_by_layers`: `_local` as R, in the same memory
+    _rows_to: Placement | None = None  # of positions that a style looks up in an embedding: where the sum goes
     _foreign: bool  # made while gradients were off: a foreign autograd function may have wanted it a graph
 
     # --- the protocol of torch

@@ -52,7 +52,7 @@ from neuronx_dist.shard_tensor.moves.intervals import Run, cut, repartition, vir
 from neuronx_dist.shard_tensor.moves.redistribute import redistributed, steps
 from neuronx_dist.shard_tensor.ops.one_exchange import Chain, InTurn
 from neuronx_dist.shard_tensor.points import knn, radius_search
-from neuronx_dist.shard_tensor.ring import RingPassingConfig, perform_ring_iteration
+from neuronx_dist.shard_tensor.ring import RingPassingConfig, perform_ring_iteration, perform_ring_iteration_async
 from neuronx_dist.shard_tensor.spec import make_spec
 from neuronx_dist.shard_tensor.typed import laid_out
 from neuronx_dist.shard_tensor.windows.chains import plan_chain
@@ -782,6 +782,11 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         lambda mesh: x(mesh) + _dtensor(),
         ValueError,
         r"two meshes, .*\[0, 1\]\) and .*\[\[0, 1\]\]",
+    ),
+    (
+        lambda mesh: perform_ring_iteration_async(torch.ones(2), mesh, RingPassingConfig(communication_method="a2a")),
+        ValueError,
+        "communication_method='a2a': pass 'p2p'",
     ),
     (lambda mesh: torch.cat([_dtensor(), x(mesh)]), ValueError, r"two meshes, .*\[\[0, 1\]\]\) and"),
     (
