@@ -19,14 +19,20 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
+from torch.distributed import _state_dict_utils
 from torch.distributed.algorithms.model_averaging import utils as averaging
-from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import filesystem, state_dict
 from torch.distributed.checkpoint import state_dict_saver as saver
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import neuronx_dist
 from neuronx_dist.torch_internals import (
     autograd,
+    data_parallel,
     distributed,
     dual_numbers,
     fake_tensors,
@@ -40,7 +46,8 @@ from tests.support.sources import nodes_of, tree_of
 
 PACKAGE = Path(neuronx_dist.__file__).parent
 ROOM = Path(tensors.__file__).parent
-MODULES = [autograd, distributed, dual_numbers, fake_tensors, modules, operators, tensors, transforms, weight_norms]
+MODULES = [autograd, data_parallel, distributed, dual_numbers, fake_tensors, modules, operators, tensors, transforms]
+MODULES += [weight_norms]
 EXTENDED = {name for names in modules.EXTENDED.values() for name in names}
 
 
@@ -399,8 +406,42 @@ def distributed_case() -> None:
     ) == ("file", 0, 8)
 
 
+def data_parallel_case() -> None:
+    """All that needs a job is used on one of one process."""
+    replaced = ("__init__", "init_unsharded_param", "_get_grad_inner_tensor")
+    before = {name: vars(FSDPParam)[name] for name in replaced}
+    gather = state_dict._gather_state_dict
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        seen: list[Any] = []
+
+        def convert(param: Any, mesh: Any) -> tuple[torch.Tensor, Any]:
+            return param, lambda gathered: seen.append(gathered) or gathered
+
+        data_parallel.before_sharding(convert)
+        data_parallel.before_gathering(lambda state: seen.append(state) or state)
+        module: Any = fully_shard(nn.Linear(2, 2, bias=False), mesh=DeviceMesh("cpu", [0]))
+        module(torch.ones(1, 2)).sum()
+        state_dict.get_model_state_dict(module, options=state_dict.StateDictOptions(full_state_dict=True))
+        kinds = [type(x) for x in seen]  # the values have been freed
+        assert kinds[0] is nn.Parameter and issubclass(kinds[-1], dict)
+        leaf = torch.ones(2, 2, requires_grad=True)
+        handle = register_module_module_registration_hook(
+            lambda wrapper, name, module: data_parallel.reduce_leaves(wrapper, module, {"weight": leaf})
+        )
+        wrapper: Any = DistributedDataParallel(nn.Linear(2, 2, bias=False))
+        handle.remove()
+        assert wrapper.parameters_to_ignore == {"weight"} and wrapper._build_params_for_reducer() == ([leaf], [False])
+    finally:
+        dist.destroy_process_group()
+        for name, member in before.items():
+            setattr(FSDPParam, name, member)
+        state_dict._gather_state_dict = _state_dict_utils._gather_state_dict = gather
+
+
 CASES = {
     tensors: [tensors_case],
+    data_parallel: [data_parallel_case],
     modules: [modules_case],
     autograd: [autograd_case, checkpoint_case],
     operators: [operators_case],

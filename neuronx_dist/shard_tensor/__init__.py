@@ -13,6 +13,7 @@ merged_mesh.py   one tensor dim on several mesh dims      merged.py       its fu
 module.py        distribute_module                              sync.py         sync_module_over_mesh
 manager.py       DistributedManager                             launchers.py    starts by torchrun, SLURM, Open MPI
 parallel.py, experimental.py  names of torch.distributed.tensor.parallel and .experimental
+data_parallel.py parameters in torch's wrappers
 checkpoint.py    torch.distributed.checkpoint                   bounded.py      tables of plans, of limited size
 xla.py           XLA's partition specs                          torch_mesh.py   meshes in torch's functions
 halo.py, ring.py halos and rings of plain tensors               points.py       nearest neighbours
@@ -24,8 +25,19 @@ physicsnemo/     PhysicsNeMo's import names
 """
 
 from ..call_site import hide
-from . import awaited, checkpoint, merged, ops, outside
-from .construct import distribute_tensor, scatter_tensor
+from . import awaited, checkpoint, data_parallel, merged, ops, outside
+from .construct import (
+    arange,
+    distribute_tensor,
+    empty,
+    full,
+    ones,
+    rand,
+    randint,
+    randn,
+    scatter_tensor,
+    zeros,
+)
 from .device_mesh import DeviceMesh, init_device_mesh
 from .fallback import fallback, set_fallback
 from .handlers import TensorPromotionMode, promotion_mode, sharded
@@ -49,24 +61,33 @@ __all__ = [
     "ShardTensor",
     "ShardTensorSpec",
     "TensorPromotionMode",
+    "arange",
     "awaited",
     "checkpoint",
+    "data_parallel",
     "compute_local_shape_and_global_offset",
     "distribute_module",
     "distribute_tensor",
+    "empty",
     "fallback",
+    "full",
     "init_device_mesh",
     "merged",
     "one_exchange",
+    "ones",
     "ops",
     "outside",
     "promotion_mode",
+    "rand",
+    "randint",
+    "randn",
     "report",
     "scatter_tensor",
     "set_fallback",
     "sharded",
     "spmd_type",
     "sync_module_over_mesh",
+    "zeros",
 ]
 
 DTensor = ShardTensor

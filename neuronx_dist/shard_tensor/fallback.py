@@ -21,6 +21,7 @@ from ..rules import RULES
 from ..torch_internals.distributed import before_flattening
 from ..torch_internals.operators import OpOverload
 from ..torch_internals.tensors import DisableTorchFunction, pytree
+from ..torch_internals.transforms import is_functorch_wrapped_tensor
 from .free_labels import on_shards
 from .handlers import DISPATCH, FUNCTIONS, UNHANDLED, sharded
 from .labels import one_mesh
@@ -80,6 +81,11 @@ def _by_gathering_operator(func: Any, types: Any, args: Any, kwargs: Any) -> Any
     """Computes an operator that autograd, or a function without a handler, called."""
     x: Any = args[0] if args else None
     _refuse_collectives(func)
+    if isinstance(x, ShardTensor) and is_functorch_wrapped_tensor(x._local):
+        raise NotImplementedError(
+            f"{func}: a ShardTensor made of plain tensors inside of torch.func leaves the transformed function: pass "
+            "ShardTensors to that function, or return to_local() or full_tensor()"
+        )
     if func in _ON_LOCALS and isinstance(x, ShardTensor):
         return wrap(func(x._local, *args[1:], **kwargs), x._spec)
     if func is _aten.view.default and tuple(args[1]) == tuple(x.shape):  # an input that an autograd function returns
@@ -99,7 +105,7 @@ def _refuse_collectives(func: Any) -> None:
     raise NotImplementedError(
         f"{name} of a ShardTensor: torch.distributed does not know its layout. x.redistribute() and "
         "x.full_tensor() communicate by the layout; x.to_local() is this rank's part as a plain tensor. "
-        f"(DistributedDataParallel and FSDP call this for parameters that are ShardTensors: {_DATA_PARALLEL})"
+        f"(FullyShardedDataParallel calls this for parameters that are ShardTensors: {_DATA_PARALLEL})"
     )
 
 
@@ -170,8 +176,8 @@ def _split_again(whole: torch.Tensor, like: ShardTensorSpec, operands: Sequence[
 
 
 _DATA_PARALLEL = (
-    "leave parameters plain, and distribute inputs; or distribute the module over a mesh that has the data-parallel "
-    'dim too, and inputs with Shard(0) there: docs/shard-tensor.md, "Composition"'
+    "use fully_shard over the data-parallel ranks, or leave parameters plain, and distribute inputs: "
+    "docs/shard-tensor-wrappers.md"
 )
 
 

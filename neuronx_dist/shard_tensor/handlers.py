@@ -44,13 +44,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..call_site import call_site
+from ..comm.verbs.transformed_tensors import whole_batch
 from ..rules.spec import HANDLERS, register_operator
 from ..spmd import no_typecheck
 from ..torch_internals.operators import OpOverload, OpOverloadPacket, name_of
 from ..torch_internals.tensors import pytree
+from ..torch_internals.transforms import transforms_active
 
 __all__ = [
     "DISPATCH",
+    "DTensorMet",
     "FUNCTIONS",
     "Handler",
     "TensorPromotionMode",
@@ -183,6 +186,10 @@ def _without_values(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
+class DTensorMet(ValueError):
+    """A DTensor of torch meets a ShardTensor: `__torch_function__` calls the handler again with one in its layout."""
+
+
 class TensorPromotionMode(Enum):
     """Treatment of a plain tensor that meets a ShardTensor."""
 
@@ -226,13 +233,17 @@ def check_promotion(x: torch.Tensor, function: str) -> None:
     """Checks that a plain tensor may be used as Replicate, and warns if the mode says so.
 
     Raises:
-        ValueError: the mode is DISABLED; the tensor is torch's DTensor, which has a layout.
+        DTensorMet: the tensor is torch's DTensor, which has a layout.
+        NotImplementedError: the tensor is a ShardTensor inside of a transform of `torch.func`.
+        ValueError: the mode is DISABLED.
     """
-    if type(x) is DTensor:
-        raise ValueError(
-            f"{function}: a DTensor of shape {tuple(x.shape)}, {x.placements}, is mixed with a ShardTensor: convert "
-            "it by ShardTensor.from_dtensor(x), which preserves layout and graph"
+    if transforms_active() and getattr(whole_batch(x), "holds_local", False):
+        raise NotImplementedError(
+            f"{function}: a ShardTensor that torch.func transforms meets one that it does not: pass both to the "
+            "transformed function, or use torch.autograd.grad"
         )
+    if type(x) is DTensor:
+        raise DTensorMet(function)
     mode = _mode.get()
     if mode is TensorPromotionMode.SILENT:
         return

@@ -12,7 +12,8 @@ from .. import spmd
 from ..spmd import I, R
 from ..spmd.watching import active
 from ..torch_internals.autograd import apply_without_transforms
-from .device_mesh import DeviceMesh
+from ..torch_internals.transforms import transforms_active
+from .device_mesh import as_mesh
 from .local_shapes import local_spec
 from .moves.redistribute import redistributed
 from .placements import Partial, Placement, Replicate
@@ -44,7 +45,7 @@ def local_view(local: torch.Tensor, spec: ShardTensorSpec, grad_placements: Sequ
     """
     if spec.partial:
         local = local.clone()
-    elif local.grad_fn is not None and torch.is_grad_enabled() and active() is None:
+    elif local.grad_fn is not None and torch.is_grad_enabled() and active() is None and not transforms_active():
         local = _read_only(local)
     if grad_placements is None:
         return local
@@ -90,7 +91,7 @@ def local_of_dtensor(x: DTensor) -> tuple[torch.Tensor, ShardTensorSpec]:
             f"from_dtensor: {x.placements} of shape {tuple(x.shape)} splits a dim over mesh dims in another order than "
             "theirs: redistribute() the DTensor to Replicate on one of them first"
         )
-    mesh = DeviceMesh.from_torch(x.device_mesh)
+    mesh = as_mesh(x.device_mesh)
     local = x.to_local()
     spec = make_spec(mesh, x.placements, x.shape)
     if local.shape != spec.local_shape:
@@ -102,7 +103,7 @@ def dtensor_of(local: torch.Tensor, spec: ShardTensorSpec) -> Any:
     """Returns the tensor as a torch DTensor, in chunks."""
     return DTensor.from_local(
         redistributed(local, spec, make_spec(spec.mesh, spec.placements, spec.shape)),
-        spec.mesh.to_torch(),
+        spec.mesh,
         spec.placements,
         run_check=False,
         shape=spec.shape,

@@ -250,6 +250,8 @@ class DistributedManager:
     def group(self, name: str | None = None) -> Any:
         """Returns the torch ProcessGroup of a name, for torch.distributed and for every function of this package.
 
+        The name is that of a group that was made, or of a dim of the mesh of `initialize_mesh`.
+
         Returns the Communicator, which functions of this package take, where ranks are threads; None, which means all
         ranks, for no name.
 
@@ -290,10 +292,7 @@ class DistributedManager:
             UndefinedGroupError: there is no group `group_name`.
         """
         manager = cls()
-        if group_name is not None:
-            manager._communicator(group_name)  # raises
-        parents = [list(range(manager.world_size))]
-        parents = parents if group_name is None else manager._state["group_ranks"][group_name]
+        parents = [list(range(manager.world_size))] if group_name is None else manager._ranks(group_name)
         if size < 1 or len(parents[0]) % size:
             raise ValueError(f"create_process_subgroup {name!r}: size {size} does not divide {len(parents[0])} ranks")
         manager._create(name, [ranks[i : i + size] for ranks in parents for i in range(0, len(ranks), size)], verbose)
@@ -309,8 +308,7 @@ class DistributedManager:
             UndefinedGroupError: there is no group `group_name`.
         """
         manager = cls()
-        manager._communicator(group_name)  # raises
-        rows = [list(ranks) for ranks in zip(*manager._state["group_ranks"][group_name])]
+        rows = [list(ranks) for ranks in zip(*manager._ranks(group_name))]
         manager._create(orthogonal_group_name, rows, verbose)
 
     @classmethod
@@ -346,8 +344,20 @@ class DistributedManager:
         if verbose and self.rank == 0:
             print(f"group {name!r}: ranks {rows}")
 
+    def _ranks(self, name: str) -> list[list[int]]:
+        """Returns the ranks of each group of a name."""
+        size = self._communicator(name).size
+        if name in self._state["groups"]:
+            ranks: list[list[int]] = self._state["group_ranks"][name]
+            return ranks
+        dim = self.mesh_names().index(name)
+        rows: list[list[int]] = self.mesh.mesh.movedim(dim, -1).reshape(-1, size).tolist()
+        return rows
+
     def _communicator(self, name: str) -> Communicator:
         if name not in self._state["groups"]:
+            if name in self.mesh_dims:
+                return self.mesh.communicator(name)
             raise UndefinedGroupError(
                 f"no group {name!r} was made: the groups are {self.group_names}; create_process_subgroup makes one"
             )

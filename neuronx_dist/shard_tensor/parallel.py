@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from typing import Any
@@ -25,7 +25,7 @@ from .construct import distribute_tensor, shared_by_layers
 from .device_mesh import DeviceMesh, as_mesh
 from .module import ties_kept
 from .placements import Placement, Replicate, Shard, checked_placements
-from .tensor import ShardTensor
+from .tensor import ShardTensor, wrap
 
 __all__ = [
     "ColwiseParallel",
@@ -76,22 +76,32 @@ def parallelize_module(
         raise TypeError(f"parallelize_plan must be a ParallelStyle or a dict of them, not a {type(plan).__name__}")
     with torch.no_grad(), ties_kept(module, "parallelize_module"):
         for pattern, style in plan.items():
-            modules = list(_matching(module, pattern.split(".") if pattern else []))
+            modules = list(_matching(module, pattern.split(".") if pattern else [], ""))
             if not modules:
                 warnings.warn(f"parallelize_module: no submodule of the module matches {pattern!r}", stacklevel=2)
-            for child in modules:
-                style.src_data_rank = src_data_rank
+            for name, child in modules:
+                style.src_data_rank, style.label = src_data_rank, f"{type(style).__name__} of {name or 'the module'}"
                 style._apply(child, mesh)
     return module
 
 
-def _matching(module: nn.Module, tokens: Sequence[str]) -> Iterator[nn.Module]:
+def _matching(module: nn.Module, tokens: Sequence[str], prefix: str) -> Iterator[tuple[str, nn.Module]]:
     if not tokens:
-        yield module
+        yield prefix, module
         return
     for name, child in module.named_children():
         if fnmatch(name, tokens[0]):
-            yield from _matching(child, tokens[1:])
+            yield from _matching(child, tokens[1:], f"{prefix}.{name}" if prefix else name)
+
+
+def _labelled(label: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a hook of a module whose communication a report attributes to `label`."""
+
+    def op_hook(*args: Any) -> Any:
+        label  # noqa: B018  # the report reads it
+        return hook(*args)
+
+    return op_hook
 
 
 @contextmanager
@@ -170,9 +180,11 @@ class ParallelStyle(ABC):
 
     Attributes:
         src_data_rank: the rank of the mesh whose parameters all ranks get; None: each keeps its own.
+        label: of the module that it is applied to, in reports.
     """
 
     src_data_rank: int | None = 0
+    label: str = ""
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -185,7 +197,7 @@ class ParallelStyle(ABC):
             module.register_parameter(name, nn.Parameter(x, requires_grad=param.requires_grad))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in vars(self).items())})"
+        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in vars(self).items() if k != 'label')})"
 
 
 class _CutWeights(ParallelStyle):
@@ -226,12 +238,16 @@ class _CutWeights(ParallelStyle):
         def before(mod: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             sizes = mod.weight._spec.sizes[0] if isinstance(needed, Shard) else None
             x = _sharded(inputs[0], device_mesh, self.input_layouts[0], needed, sizes)
+            if isinstance(mod, nn.Embedding) and isinstance(weight, Shard) and weight.dim == 0:
+                x = wrap(x._local, x._spec)
+                (x._rows_to,) = checked_placements(self.output_layouts, 1, x.dim() + 1)
             return (x, *inputs[1:])
 
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(
-            lambda mod, inputs, y: _returned(_in_layout(y, self.output_layouts[0]), self.use_local_output)
-        )
+        def behind(mod: Any, inputs: Any, y: Any) -> torch.Tensor:
+            return _returned(_in_layout(y, self.output_layouts[0]), self.use_local_output)
+
+        module.register_forward_pre_hook(_labelled(self.label, before))
+        module.register_forward_hook(_labelled(self.label, behind))
         return module
 
 
@@ -278,9 +294,11 @@ class SequenceParallel(ParallelStyle):
             for name in child._parameters:
                 self._distribute(child, name, device_mesh, Replicate())
         (layout,) = self.sequence_sharding
-        module.register_forward_pre_hook(
-            lambda mod, inputs: (_sharded(inputs[0], device_mesh, layout, layout), *inputs[1:])
-        )
+
+        def before(mod: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (_sharded(inputs[0], device_mesh, layout, layout), *inputs[1:])
+
+        module.register_forward_pre_hook(_labelled(self.label, before))
         module.register_forward_hook(lambda mod, inputs, y: _returned(y, self.use_local_output))
         return module
 
@@ -326,7 +344,7 @@ class PrepareModuleInput(ParallelStyle):
             of_keyword, desired_of = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
             return inputs, {name: prepared(x, of_keyword.get(name), desired_of.get(name)) for name, x in kwargs.items()}
 
-        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_pre_hook(_labelled(self.label, before), with_kwargs=True)
         return module
 
 
@@ -358,7 +376,7 @@ class PrepareModuleOutput(ParallelStyle):
             )
             return prepared if len(prepared) > 1 else prepared[0]
 
-        module.register_forward_hook(behind)
+        module.register_forward_hook(_labelled(self.label, behind))
         return module
 
 
@@ -396,5 +414,6 @@ class PrepareModuleInputOutput(ParallelStyle):
         )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.prepare_module_input.label = self.prepare_module_output.label = self.label
         self.prepare_module_input._apply(module, device_mesh)
         return self.prepare_module_output._apply(module, device_mesh)

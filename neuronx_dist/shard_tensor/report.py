@@ -225,6 +225,8 @@ def _current_op() -> str:
         if code.co_name == "__torch_function__":
             func = frame.f_locals["func"]
             named = getattr(func, "__name__", str(func))
+        elif code.co_name == "op_hook":  # of a style
+            entered = frame.f_locals["label"]
         elif not code.co_name.startswith("_"):
             entered = code.co_name
     result = named or entered

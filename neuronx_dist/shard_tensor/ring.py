@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,7 +26,8 @@ class RingPassingConfig:
         mesh_dim: of the device mesh, by index or name.
         mesh_size: ranks along it; None: as many as there are. It is compared with the mesh.
         ring_direction: "forward": to the next rank; "backward": to the one before.
-        communication_method: "p2p" or "a2a"; both are the same exchange here, in which only neighbours send.
+        communication_method: "p2p" or "a2a"; both are the same exchange here, in which only neighbours send. The
+            asynchronous form refuses "a2a", as PhysicsNeMo's.
 
     Raises:
         ValueError: a direction or a method that there is not.
@@ -82,7 +83,8 @@ def perform_ring_iteration(
         ValueError: the configuration is of a mesh of another size.
         CommError: the rank before sends another number of elements.
     """
-    return perform_ring_iteration_async(tensor, mesh, ring_config, recv_shape=recv_shape).wait()
+    config = replace(ring_config, communication_method="p2p")
+    return perform_ring_iteration_async(tensor, mesh, config, recv_shape=recv_shape).wait()
 
 
 def perform_ring_iteration_async(
@@ -97,7 +99,14 @@ def perform_ring_iteration_async(
     Args:
         recv_tensor: contiguous buffer for what comes; None: a new one. Autograd sees that it is written.
         recv_shape: of what comes, without a buffer; None: as `tensor`'s.
+
+    Raises:
+        ValueError: the configuration is of a mesh of another size, or says "a2a".
     """
+    if ring_config.communication_method != "p2p":
+        raise ValueError(
+            f"perform_ring_iteration_async: communication_method={ring_config.communication_method!r}: pass 'p2p'"
+        )
     communicator = mesh.communicator(ring_config.mesh_dim)
     if ring_config.mesh_size is not None and ring_config.mesh_size != communicator.size:
         raise ValueError(
@@ -125,7 +134,21 @@ def _start_passing(
     nothing = x.new_empty(0)
     sends, recvs = [nothing] * size, [nothing] * size
     sends[(rank + step) % size], recvs[(rank - step) % size] = x, received
-    return received, comm.exchange(sends, recvs, communicator, async_op=True)
+    return received, _Started(comm.exchange(sends, recvs, communicator, async_op=True), x, received)
+
+
+class _Started:
+    """An exchange under way, with its memory: without that, messages that nobody awaits would stop later ones."""
+
+    unfinished: ClassVar[set[_Started]] = set()
+
+    def __init__(self, handle: Any, *memory: torch.Tensor) -> None:
+        self._handle, self._memory = handle, memory
+        self.unfinished.add(self)
+
+    def wait(self) -> None:
+        self._handle.wait()
+        self.unfinished.discard(self)
 
 
 class _Pass(torch.autograd.Function):

@@ -19,6 +19,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..spmd import no_typecheck
 from ..torch_internals.autograd import apply_without_transforms
@@ -28,11 +29,13 @@ from ..torch_internals.tensors import (
     base_of_view,
     is_view,
     make_wrapper_subclass,
+    pytree,
     refuse_address,
 )
+from ..torch_internals.transforms import transforms_active
 from . import handlers
 from .device_mesh import DeviceMesh, as_mesh
-from .handlers import DISPATCH, FUNCTIONS, UNHANDLED
+from .handlers import DISPATCH, FUNCTIONS, UNHANDLED, DTensorMet
 from .local_shapes import check_plain, local_spec, weighed
 from .local_views import dtensor_of, graded, local_of_dtensor, local_view
 from .moves.redistribute import moved, nothing_of, redistributed
@@ -75,6 +78,7 @@ class ShardTensor(torch.Tensor):
     _spec: ShardTensorSpec
     _family: list[ref[ShardTensor]]  # if it is or has a view: all that share its memory
     _used: torch.Tensor | None = None  # of `construct.shared_by_layers`: `_local` as R, in the same memory
+    _rows_to: Placement | None = None  # of positions that a style looks up in an embedding: where the sum goes
     _foreign: bool  # made while gradients were off: a foreign autograd function may have wanted it a graph
 
     # --- the protocol of torch
@@ -85,7 +89,10 @@ class ShardTensor(torch.Tensor):
         handler = FUNCTIONS.get(func)
         if handler is None:
             handler = handlers.named_handler(func) or FUNCTIONS[UNHANDLED]
-        return handler(func, types, args, kwargs or {})
+        try:
+            return handler(func, types, args, kwargs or {})
+        except DTensorMet:
+            return handler(func, types, *without_dtensors(args, kwargs or {}))
 
     @classmethod
     @skip_in_compiler
@@ -348,7 +355,11 @@ class MergedShardTensor(ShardTensor):
     @classmethod
     @skip_in_compiler
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return FUNCTIONS[MergedShardTensor.__torch_function__](func, types, args, kwargs or {})
+        handler = FUNCTIONS[MergedShardTensor.__torch_function__]
+        try:
+            return handler(func, types, args, kwargs or {})
+        except DTensorMet:
+            return handler(func, types, *without_dtensors(args, kwargs or {}))
 
     @classmethod
     @skip_in_compiler
@@ -462,10 +473,15 @@ def written(x: ShardTensor) -> ShardTensor:
     return x
 
 
+def without_dtensors(args: Any, kwargs: Any) -> Any:
+    """Returns arguments in which each DTensor of torch is a ShardTensor, in its layout and graph."""
+    return pytree.tree_map_only(DTensor, ShardTensor.from_dtensor, (args, kwargs))
+
+
 def wrap(local: torch.Tensor, spec: ShardTensorSpec) -> ShardTensor:
     """Returns the ShardTensor whose local tensor on this rank is `local`."""
     if local.requires_grad:
-        return _link(local, spec)
+        return _new(local, spec) if transforms_active() else _link(local, spec)
     result = _new(local, spec)
     result._foreign = not torch.is_grad_enabled()
     return result

@@ -14,6 +14,7 @@ the name.
     fake_tensors.py tensors without values
     transforms.py   `torch.func`, `torch.vmap` and forward-mode AD
     dual_numbers.py the functions that make dual numbers of forward-mode AD, and take them apart
+    data_parallel.py  parameters of `fully_shard`, of DistributedDataParallel and of whole state dicts
     distributed.py  process groups; files of `torch.distributed.checkpoint`
 
 `torch_xla` has private names of its own, which `comm/host.py`, `comm/backends/` and `xla_replay/` use.

@@ -12,7 +12,7 @@ all ranks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ..torch_internals.tensors import pytree
 from .shard_spec import _TABLE, ShardSpec, named_specs
 
 __all__ = [
+    "TAKE_SHARDS",
     "check_group",
     "check_mesh",
     "note_saved",
@@ -49,6 +50,8 @@ _REPAIR = (
     "docs/other-libraries.md)"
 )
 
+# By wrapper, what makes it take parameters that are ShardTensors, of these names: `(wrapper, module, names)`.
+TAKE_SHARDS: dict[str, Callable[[nn.Module, nn.Module, Sequence[str]], None]] = {}
 _saved_shards: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors in state dicts -> names
 
 
@@ -66,13 +69,8 @@ def _check(wrapper: nn.Module, attribute: str, module: nn.Module | None) -> None
     for child in module.modules():
         refuse_wrapper(kind, type(child))
     holders = [name for name, param in module.named_parameters() if getattr(type(param), "holds_local", False)]
-    if holders:
-        raise RuntimeError(
-            f"{kind}: {holders[0]} is a ShardTensor, whose backward this wrapper does not see: it would average no "
-            "gradient. Leave parameters plain, and distribute inputs alone; or distribute the module over a mesh that "
-            "has the data-parallel dim too, and inputs with Shard(0) over it; or use NeuronZero1Optimizer: "
-            'docs/shard-tensor.md, "Composition"'
-        )
+    if holders and kind in TAKE_SHARDS:
+        TAKE_SHARDS[kind](wrapper, module, holders)
     for name, param, spec in named_specs(module):
         expert = bool(getattr(param, "expert_model_parallel", False))
         if spec.num_partitions > 1 or expert:

@@ -218,6 +218,7 @@ CASES: dict[str, Callable[[], None]] = {
     "_broadcast_object:comm.broadcast_object#1": mutations.one_ranks_tensor,
     **{f"_sent:comm.{verb}#1": mutations.one_ranks_tensor for verb in ("exchange", "broadcast")},
     "sync_module_over_mesh:comm.broadcast#1": mutations.synchronised,
+    "_reduce_parts:comm.broadcast#1": mutations.parts_of_the_first_rank,
     "_compare_ranks:comm.gather_objects#1": physicsnemo.compared_ranks,
     "_compare_ranks:comm.gather_objects#2": physicsnemo.compared_ranks,
     "all_gather_v:spmd.all_gather#1": physicsnemo.pieces,

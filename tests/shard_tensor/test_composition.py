@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_module as distribute_dtensors
 from torch.nn.parallel import DistributedDataParallel
 
 from neuronx_dist import distributed
@@ -104,6 +105,31 @@ def wrapped(wrapper: str, name: str) -> None:
 @pytest.mark.parametrize("wrapper", ["ddp", "fully_shard", "fsdp1"])
 def test_data_parallel_wrappers(wrapper, name):
     processes(4).run(wrapped, wrapper, name, mesh={})
+
+
+def beside_dtensors(wrapper: str) -> None:
+    """Torch's `distribute_module` replicates parameters over domain, as PhysicsNeMo's scripts do; inputs are ours."""
+    mesh = grid()
+    module: nn.Module = distribute_dtensors(model(), mesh["domain"])
+    if wrapper == "fully_shard":
+        fully_shard(module, mesh=mesh["data"])
+    elif wrapper != "none":
+        module = FullyShardedDataParallel(
+            module, device_mesh=mesh["data"], use_orig_params=wrapper == "fsdp1", device_id=torch.device("cpu")
+        )
+    everything = distribute_tensor(whole(), mesh["domain"], [Shard(1)], sizes=[(5, 2)])
+    x = everything if wrapper == "none" else own_input(mesh.get_local_rank("data"), mesh["domain"])
+    twin = train(module, OPTIMIZERS["adamw"](module.parameters()), x, "adamw")
+    if wrapper.startswith("fsdp1"):
+        with FullyShardedDataParallel.summon_full_params(module):
+            assert_twins(module, twin)
+    else:
+        assert_twins(module, twin)
+
+
+@pytest.mark.parametrize("wrapper", ["none", "fully_shard", "fsdp1", "fsdp1, flat"])
+def test_dtensors_beside_shard_tensors(wrapper):
+    processes(4).run(beside_dtensors, wrapper, mesh={})
 
 
 def zero1(parameters: str, name: str) -> None:

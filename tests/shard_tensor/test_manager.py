@@ -69,6 +69,12 @@ def test_the_mesh_by_physicsnemo_s_names():
         assert manager.global_mesh is mesh and manager.mesh_dims == {"data": 2, "domain": 2}
         assert (manager.mesh_names(), manager.mesh_sizes()) == (["data", "domain"], [2, 2])
         assert manager.get_mesh_group(mesh["domain"]) is mesh.communicator("domain")
+        assert manager.group("data") is mesh.communicator("data") and manager.group_names == []
+        assert (manager.group_size("domain"), manager.group_rank("domain")) == (2, manager.rank % 2)
+        DistributedManager.create_orthogonal_process_group("across", "domain")
+        assert [*manager.group("across").ranks] == [manager.rank % 2, manager.rank % 2 + 2]
+        DistributedManager.create_process_subgroup("alone", 1, "data")
+        assert [*manager.group("alone").ranks] == [manager.rank]
         assert manager.get_mesh_group(mesh) is manager.get_mesh_group(mesh)
         return comm.gather_objects(manager.rank, manager.get_mesh_group(mesh))
 

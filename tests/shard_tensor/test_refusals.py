@@ -18,8 +18,8 @@ from tests.shard_tensor.support.refusals import REFUSALS as OTHER_REFUSALS
 TIMEOUT = 60.0
 REFUSALS = OTHER_REFUSALS | NAME_REFUSALS
 FOLDER = Path(shard_tensor.__file__).parent
-# Their refusals are about environment variables, names and groups of a job: their own tests have them.
-APART = {"launchers.py", "manager.py", "physicsnemo", "sync.py"}
+# Their refusals are about environment variables, names, groups and wrappers of a job: their own tests have them.
+APART = {"data_parallel.py", "launchers.py", "manager.py", "physicsnemo", "sync.py"}
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -41,7 +41,7 @@ def raised_at(error: BaseException) -> set[tuple[str, int]]:
     while error is not None:
         *_, (frame, line) = traceback.walk_tb(error.__traceback__)
         places.add((frame.f_code.co_filename, line))
-        error = error.__cause__
+        error = error.__cause__ or error.__context__
     return places
 
 

@@ -7,8 +7,10 @@ import torch
 
 from neuronx_dist import comm
 from neuronx_dist.comm import CommError
+from neuronx_dist.shard_tensor import DeviceMesh
 from neuronx_dist.shard_tensor.ring import RingPassingConfig, perform_ring_iteration, perform_ring_iteration_async
 from tests.shard_tensor.support.cases import on_ranks
+from tests.support.pool import processes
 
 SIZES = (2, 0, 3, 1)
 
@@ -53,6 +55,19 @@ def test_a_tensor_travels_while_the_rank_computes() -> None:
         return handle.wait().tolist()
 
     assert on_ranks(3, rank) == [[2.0] * 3, [0.0] * 3, [1.0] * 3]
+
+
+def abandoned() -> float:
+    mesh = DeviceMesh.from_axes("dp")
+    perform_ring_iteration_async(torch.ones(4), mesh, RingPassingConfig())
+    y = torch.ones(())
+    torch.distributed.all_reduce(y, group=mesh.get_group())
+    return y.item()
+
+
+@pytest.mark.process
+def test_messages_that_nobody_awaits_stop_no_others() -> None:
+    assert processes(2).run(abandoned, mesh={}, timeout=30) == [2.0, 2.0]
 
 
 def test_refusals() -> None:

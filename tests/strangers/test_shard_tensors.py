@@ -325,18 +325,15 @@ WRAPPERS = ["ddp", "fsdp1", "fully_shard"]
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_data_parallelism_of_plain_parameters(wrapper):
+def test_data_parallelism(wrapper, sharded):
+    """Of plain parameters, and of ShardTensors over the ranks of another dim."""
     reference = trained(drawn())
-    for message, weights in processes(4).run(wrapped, wrapper, False, mesh={"tp": 2}):
+    for message, weights in processes(4).run(wrapped, wrapper, sharded, mesh={"tp": 2}):
+        if sharded and wrapper == "fsdp1":
+            assert "FullyShardedDataParallel of a ShardTensor: use fully_shard" in message
+            continue
         assert not message and weights.keys() == reference.keys()
         for key, x in reference.items():
             assert_close(weights[key], x, key)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_data_parallelism_of_shard_tensors_is_refused(wrapper):
-    for message, _ in processes(4).run(wrapped, wrapper, True, mesh={"tp": 2}):
-        name = {"ddp": "DistributedData", "fsdp1": "FullyShardedData"}.get(wrapper, "")
-        assert name in message and "ShardTensor" in message and 'docs/shard-tensor.md, "Composition"' in message

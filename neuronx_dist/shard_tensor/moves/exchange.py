@@ -7,7 +7,7 @@ shard or an empty result too; where no rank needs anything from another one, not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from ...comm.context import AxisLike
 from ...comm.rank_selection import in_one_program
 from ...comm.verbs.transformed_tensors import transforming
 from ...spmd import no_typecheck
+from ...spmd.linear_operator import linear
 from ..report import predict, watched
 from ..typed import exchanged
 from . import one_program
@@ -48,15 +49,15 @@ def exchange(
     dim = _checked(x, plan, rank_plan, communicator, dim)
     if plan.is_local and (plan.is_identity if in_one_program(x) else rank_plan.is_identity):
         return x
-    return exchanged(lambda: _Exchange.apply(x, plan, communicator, dim, fill, False, started), x, communicator, dim)
+    use = _Use(plan, communicator, dim, fill, False, started)
+    return exchanged(lambda: _apply(x, use), x, communicator, dim)
 
 
 def take(x: torch.Tensor, plan: ExchangePlan, dim: int, fill: float | int | bool = 0) -> torch.Tensor:
     """Takes the positions of a plan for one rank, without a group: `exchange` that communicates nothing."""
     if plan.of(0).is_identity:
         return x
-    result: torch.Tensor = _Exchange.apply(x, plan, None, dim % x.dim(), fill, False, None)
-    return result
+    return _apply(x, _Use(plan, None, dim % x.dim(), fill, False, None))
 
 
 def planned_bytes(x: torch.Tensor, plan: ExchangePlan, rank: int, dim: int) -> int:
@@ -135,21 +136,22 @@ def _communicate(
     return Started(received, comm.exchange(sends, received, communicator, async_op=True))
 
 
-class _Exchange(torch.autograd.Function):
-    """Autograd function of an exchange. Gradients go from receivers to owners; second gradients go forward again."""
+class _Use(NamedTuple):
+    """One use of a plan. Without its fill values it is a linear operator."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        plan: ExchangePlan,
-        communicator: Communicator | None,
-        dim: int,
-        fill: float | int | bool,
-        backward: bool,
-        started: Started | None,
-    ) -> torch.Tensor:
-        ctx.arguments = plan, communicator, dim, backward
+    plan: ExchangePlan
+    communicator: Communicator | None
+    dim: int
+    fill: float | int | bool
+    backward: bool
+    started: Started | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Applies the operator to a tangent, whose fill values are 0."""
+        return _apply(x, self._replace(fill=0, started=None))
+
+    def value(self, x: torch.Tensor) -> torch.Tensor:
+        plan, communicator, dim, fill, backward, started = self
         rank = 0 if communicator is None else int(communicator.rank)
         rank_plan = plan.of(rank)
         if communicator is not None and in_one_program(x):
@@ -160,11 +162,29 @@ class _Exchange(torch.autograd.Function):
             return _return(x, plan, rank_plan, rank, communicator, dim)
         return _gather(x, plan, rank_plan, rank, communicator, dim, fill, started)
 
+    def transposed(self) -> _Use:
+        return self._replace(fill=0, backward=not self.backward, started=None)
+
+    def batched(self) -> _Use:
+        return self._replace(dim=self.dim + 1)
+
+
+class _Exchange(torch.autograd.Function):
+    """Autograd function of an exchange. Gradients go from receivers to owners; second gradients go forward again."""
+
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        plan, communicator, dim, backward = ctx.arguments
-        result = _Exchange.apply(grad, plan, communicator, dim, 0, not backward, None)
-        return result, None, None, None, None, None, None
+    def forward(ctx: Any, x: torch.Tensor, use: _Use) -> torch.Tensor:
+        ctx.use = use
+        return use.value(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _apply(grad, ctx.use.transposed()), None
+
+
+def _apply(x: torch.Tensor, use: _Use) -> torch.Tensor:
+    result: torch.Tensor = linear(use, x) if transforming() else _Exchange.apply(x, use)
+    return result
 
 
 def _gather(

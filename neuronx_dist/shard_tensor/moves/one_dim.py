@@ -23,7 +23,9 @@ import torch
 
 from ... import comm, spmd
 from ...comm import Communicator
+from ...comm.verbs.transformed_tensors import transforming
 from ...spmd import I, P, R, S, SpmdType
+from ...spmd.linear_operator import linear
 from ...spmd.watching import active
 from .. import typed
 from .exchange import exchange
@@ -92,15 +94,25 @@ def transpose(
 
 
 class _Between(NamedTuple):
-    """Autograd function of a move between two divisions into shards."""
+    """A move between two divisions into shards: a linear operator."""
 
     name: str
     communicator: Communicator
     src: Shards
     dst: Shards
 
-    def reversed(self) -> _Between:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return _apply(x, self)
+
+    def value(self, x: torch.Tensor) -> torch.Tensor:
+        return _KERNELS[self.name](x, self)
+
+    def transposed(self) -> _Between:
         return _Between(_BACKWARD[self.name], self.communicator, self.dst, self.src)
+
+    def batched(self) -> _Between:
+        src, dst = (shards._replace(dim=shards.dim + 1) for shards in (self.src, self.dst))
+        return self._replace(src=src, dst=dst)
 
 
 _BACKWARD = {
@@ -129,11 +141,11 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, between: _Between) -> torch.Tensor:
         ctx.between = between
-        return _KERNELS[between.name](x, between)
+        return between.value(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _apply(grad, ctx.between.reversed()), None
+        return _apply(grad, ctx.between.transposed()), None
 
 
 @cache
@@ -154,11 +166,13 @@ def _apply(x: torch.Tensor, between: _Between) -> torch.Tensor:
         judged = typed.moved(operator, _unseen(between), x, between.communicator, *types)
         if judged is not None:
             return judged
+    if transforming():
+        return linear(between, x)
     if x.requires_grad and torch.is_grad_enabled():
         result: torch.Tensor = _Move.apply(x, between)
         return result
     with torch.no_grad():
-        return _KERNELS[between.name](x, between)
+        return between.value(x)
 
 
 def _gather(x: torch.Tensor, between: _Between) -> torch.Tensor:

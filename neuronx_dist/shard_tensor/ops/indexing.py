@@ -68,13 +68,15 @@ def _summands(spec: ShardTensorSpec) -> dict[Communicator, SpmdType]:
     return {spec.mesh.communicator(m): P for m in spec.partial}
 
 
-def in_layout_of(y: torch.Tensor, spec: ShardTensorSpec, like: Any, shift: Callable[[int], int]) -> ShardTensor:
-    """Reduces a Partial result, sharded on each mesh dim as `like` is; dim d of `like` is dim `shift(d)`."""
+def in_layout_of(
+    y: torch.Tensor, spec: ShardTensorSpec, like: Any, shift: Callable[[int], int], to: Placement | None = None
+) -> ShardTensor:
+    """Reduces a Partial result, sharded on each mesh dim as `like` is, or `to`; dim d of `like` is dim `shift(d)`."""
     placements: list[Placement] = list(spec.placements)
     sizes = list(spec.sizes)
     for m in spec.partial:
         placement = like._spec.placements[m] if isinstance(like, ShardTensor) else None
-        placements[m] = Replicate()
+        placements[m] = to or Replicate()
         if isinstance(placement, Shard) and Shard(shift(placement.dim)) not in placements:
             placements[m], sizes[m] = Shard(shift(placement.dim)), like._spec.sizes[m]
     target = make_spec(spec.mesh, placements, spec.shape, sizes)
@@ -95,8 +97,12 @@ def _taken(x: torch.Size, index: torch.Size, dim: int) -> Labels:
 
 
 @on_single_mesh_dims
-def take(x: Any, dim: int, index: Any) -> ShardTensor:
-    """Returns `x[:, .., index, .., :]` with an index of any shape at `dim`: [before, *index.shape, after]."""
+def take(x: Any, dim: int, index: Any, to: Placement | None = None) -> ShardTensor:
+    """Returns `x[:, .., index, .., :]` with an index of any shape at `dim`: [before, *index.shape, after].
+
+    Args:
+        to: the placement of the result where it is a sum over ranks; None: Replicate.
+    """
     fetched = _fetched(x, dim, index)
     if fetched is not None:
         return fetched
@@ -114,7 +120,7 @@ def take(x: Any, dim: int, index: Any) -> ShardTensor:
         return torch.where(owned.reshape(*owned.shape, *[1] * (x.dim() - dim - 1)), rows, rows.new_zeros(()))
 
     rows = on_own_shard(owned_rows, _summands(spec))(local, positions)
-    return in_layout_of(rows, spec, index, lambda d: dim + d)
+    return in_layout_of(rows, spec, index, lambda d: dim + d, to)
 
 
 def _fetched(x: Any, dim: int, index: Any) -> ShardTensor | None:
@@ -169,7 +175,7 @@ def embedding(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
             raise NotImplementedError(
                 "embedding of ShardTensors does not support max_norm, scale_grad_by_freq and sparse"
             )
-        rows = take(weight, 0, input)
+        rows = take(weight, 0, input, getattr(input, "_rows_to", None))
         if padding_idx is None or padding_idx == -1 and func is torch.embedding or not rows.requires_grad:
             return rows
         is_padding = (input == padding_idx % weight.shape[0]).unsqueeze(-1)

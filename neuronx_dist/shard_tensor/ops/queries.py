@@ -147,7 +147,8 @@ def _loss(x: torch.Tensor) -> torch.Tensor:
     if not isinstance(x, ShardTensor):
         return x
     spec = gradient_spec(x._spec)
-    return redistributed(local_of(x), x._spec, spec.replicated() if spec.shape.numel() == 1 else spec)
+    with torch.enable_grad():  # a checkpoint calls this in its backward
+        return redistributed(local_of(x), x._spec, spec.replicated() if spec.shape.numel() == 1 else spec)
 
 
 def _start(x: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -20,6 +21,7 @@ from neuronx_dist.shard_tensor import (
 )
 from neuronx_dist.shard_tensor.attention_method import attention_method
 from neuronx_dist.shard_tensor.moves import exchange
+from neuronx_dist.weights.wrappers import TAKE_SHARDS
 from tests.shard_tensor.support.cases import assert_close, on_ranks
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "not_finite",
     "moved_to_another_mesh",
     "one_ranks_tensor",
+    "parts_of_the_first_rank",
     "replicated_points",
     "running_totals",
     "summand",
@@ -218,6 +221,21 @@ def synchronised() -> None:
         assert_close(module.weight.detach(), whole(3), "a parameter of one rank")
 
     on_ranks(2, step)
+
+
+def parts_of_the_first_rank() -> None:
+    """What DistributedDataParallel does with ShardTensors when it takes a module."""
+
+    def step(_):
+        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+        values = whole(4) * (1 + mesh.get_local_rank("dp"))
+        module = nn.Module()
+        module.weight = nn.Parameter(distribute_tensor(values, mesh["tp"], [Shard(0)]))
+        wrapper = SimpleNamespace(process_group=mesh.communicator("dp"), parameters_to_ignore=set())
+        TAKE_SHARDS["DistributedDataParallel"](wrapper, module, ["weight"])
+        assert_close(module.weight.full_tensor().detach(), whole(4), "a parameter of two data-parallel ranks")
+
+    on_ranks(4, step)
 
 
 def _like_one_process(function, x, sizes=_UNEVEN):

@@ -52,7 +52,7 @@ from neuronx_dist.shard_tensor.moves.intervals import Run, cut, repartition, vir
 from neuronx_dist.shard_tensor.moves.redistribute import redistributed, steps
 from neuronx_dist.shard_tensor.ops.one_exchange import Chain, InTurn
 from neuronx_dist.shard_tensor.points import knn, radius_search
-from neuronx_dist.shard_tensor.ring import RingPassingConfig, perform_ring_iteration
+from neuronx_dist.shard_tensor.ring import RingPassingConfig, perform_ring_iteration, perform_ring_iteration_async
 from neuronx_dist.shard_tensor.spec import make_spec
 from neuronx_dist.shard_tensor.typed import laid_out
 from neuronx_dist.shard_tensor.windows.chains import plan_chain
@@ -75,11 +75,11 @@ def _local(mesh, rows):
 
 
 def _dtensor():
-    """A DTensor of torch, whole on this rank; it needs no processes as long as nothing is computed."""
-    mesh = TorchMesh("cpu", [0], _init_backend=False, _rank=0)
+    """A DTensor of torch, whole on both ranks; it needs no processes as long as nothing is computed."""
+    mesh = TorchMesh("cpu", [[0, 1]], _init_backend=False, _rank=0)
     whole = torch.ones(7, 6)
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
-    return DTensor(whole, DTensorSpec(mesh, (Replicate(),), tensor_meta=meta), requires_grad=False)
+    return DTensor(whole, DTensorSpec(mesh, (Replicate(),) * 2, tensor_meta=meta), requires_grad=False)
 
 
 def _split_in_another_order():
@@ -781,10 +781,29 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
     (
         lambda mesh: x(mesh) + _dtensor(),
         ValueError,
-        r"aligned: a DTensor of .* ShardTensor.from_dtensor\(x\), which preserves",
+        r"two meshes, .*\[0, 1\]\) and .*\[\[0, 1\]\]",
     ),
-    (lambda mesh: torch.cat([_dtensor(), x(mesh)]), ValueError, r"cat: a DTensor of shape \(7, 6\), \(Replicate"),
-    (lambda mesh: torch.isin(x(mesh), _dtensor()), ValueError, r"isin: a DTensor of shape \(7, 6\)"),
+    (
+        lambda mesh: perform_ring_iteration_async(torch.ones(2), mesh, RingPassingConfig(communication_method="a2a")),
+        ValueError,
+        "communication_method='a2a': pass 'p2p'",
+    ),
+    (lambda mesh: torch.cat([_dtensor(), x(mesh)]), ValueError, r"two meshes, .*\[\[0, 1\]\]\) and"),
+    (
+        lambda mesh: torch.isin(x(mesh), _dtensor()),
+        ValueError,
+        r"on two meshes, .* and DeviceMesh\(.*\[\[0, 1\]\]",
+    ),
+    (
+        lambda mesh: torch.vmap(lambda row: row + x(mesh))(torch.ones(3, 6)),
+        NotImplementedError,
+        "leaves the transformed",
+    ),
+    (
+        lambda mesh: torch.func.grad(lambda weight: (x(mesh) * weight).sum())(x(mesh)),
+        NotImplementedError,
+        ": a ShardTensor that torch.func transforms meets one that it does not",
+    ),
     (
         lambda mesh: x(mesh)[5].mul_(2),
         RuntimeError,
