@@ -73,7 +73,16 @@ INDEXING = [
 SCATTER = [
     Case("scatter", lambda x, y: x.scatter(0, positions(3, 0, 9).view(3, 1).expand(3, 3), y), [(N, 3), (3, 3)]),
     Case("scatter of a number", lambda x: torch.scatter(x, 1, _GRID, 2.5), [(4, N)]),
-    Case("scatter of a part", lambda x, y: x.scatter(1, _GRID, y), [(6, N), (4, 4)], refusals="narrow"),
+    Case("scatter of a part", lambda x, y: x.scatter(1, _GRID, y), [(6, N), (4, 4)]),
+    Case("scatter of a part, in place", lambda x, y: (x * 1).scatter_(1, _GRID, y), [(6, N), (4, 4)]),
+    Case("scatter_add of a part", lambda x, y: x.scatter_add(1, ranks_of(y), y), [(6, N), (4, 4)]),
+    Case("scatter_reduce of a part", lambda x, y: x.scatter_reduce(0, ranks_of(y), y, "amax"), [(N, 6), (9, 2)]),
+    Case("scatter_reduce sum", lambda x, y: x.scatter_reduce(0, ranks_of(y), y, "sum"), [(N, 3), (4 * N, 3)]),
+    Case(
+        "scatter_reduce sum of values alone",
+        lambda x, y: x.scatter_reduce(0, ranks_of(y), y, "sum", include_self=False),
+        [(N, 3), (5, 3)],
+    ),
     Case("scatter_add", lambda x, y: x.scatter_add(0, ranks_of(y), y), [(N, 3), (5, 3)]),
     Case("scatter_add of many", lambda x, y: x.scatter_add(1, ranks_of(y), y), [(3, N), (3, 4 * N)]),
     Case("scatter_reduce", lambda x, y: x.scatter_reduce(0, ranks_of(y), y, "amax"), [(N, 3), (5, 3)]),
