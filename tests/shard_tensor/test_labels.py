@@ -51,3 +51,19 @@ def test_a_label_that_another_mesh_dim_shards_is_left_to_it():
         assert_close(y.full_tensor(), F.conv1d(x, w), "conv1d")
 
     on_ranks(4, rank, (2, 2))
+
+
+@pytest.mark.parametrize("deficient", [False, True])
+def test_residuals_of_least_squares_if_all_ranks_matrices_have_full_rank(deficient):
+    a, b = torch.eye(4, 2).repeat(5, 1, 1).double(), torch.arange(20.0).double().view(5, 4, 1)
+    if deficient:
+        a[4, :, 1] = 0
+    expected = torch.linalg.lstsq(a, b, driver="gelsd")
+    assert expected.residuals.numel() == (0 if deficient else 5)
+
+    def rank(mesh):
+        x, y = (distribute_tensor(z, mesh, [Shard(0)], sizes=[(3, 0, 2)], src=None) for z in (a, b))
+        for actual, wanted in zip(torch.linalg.lstsq(x, y, driver="gelsd"), expected, strict=True):
+            assert_close(actual.full_tensor(), wanted, "lstsq")
+
+    on_ranks(3, rank)

@@ -14,6 +14,7 @@ one_exchange.py  windows of a list of layers after one exchange
 fourier.py     Fourier transforms over several dims, of which some are sharded
 collectives.py  torch.distributed's, on equal parts
 composed.py    functions that are made of others          numerics.py   integrals, derivatives, statistics, norms
+least_squares.py  linalg.lstsq
 diagonals.py   diagonals, trace, block_diag               low_level.py  native norms, backward and copying forms
 """
 
@@ -27,6 +28,7 @@ from . import (
     factories,
     fourier,
     indexing,
+    least_squares,
     losses,
     low_level,
     matmul,
@@ -56,6 +58,7 @@ __all__ = [
     "factories",
     "fourier",
     "indexing",
+    "least_squares",
     "losses",
     "low_level",
     "matmul",

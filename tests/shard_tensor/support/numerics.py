@@ -110,4 +110,9 @@ CASES = [
         gradients=False,
         gathers=True,
     ),
+    Case("lstsq", torch.linalg.lstsq, [(N, 4, 2), (N, 4, 3)]),
+    Case("lstsq with residuals", lambda a, b: torch.linalg.lstsq(a, b, driver="gelsd"), [(N, 4, 2), (N, 4, 3)]),
+    Case("lstsq of vectors", lambda a, b: torch.linalg.lstsq(a, b, driver="gels"), [(N, 4, 2), (N, 4)]),
+    Case("lstsq of many columns", lambda a, b: torch.linalg.lstsq(a, b, driver="gelss"), [(5, 3), (5, N)]),
+    Case("lstsq of a broadcast system", lambda a, b: torch.linalg.lstsq(a, b)[0], [(1, 3, 2), (N, 3, 2)], gathers=True),
 ]
