@@ -119,6 +119,25 @@ def test_shards_move_to_a_free_label():
     on_ranks(2, function)
 
 
+@pytest.mark.parametrize("sizes", [(1, 0), (0, 1)])
+def test_one_sample_stays_on_its_rank(sizes):
+    x = torch.arange(24.0, dtype=torch.float64).view(1, 2, 3, 4).sin().requires_grad_()
+    grid = torch.arange(12.0, dtype=torch.float64).view(1, 3, 2, 2).cos()
+    expected = F.grid_sample(x, grid, align_corners=False)
+    (grad,) = torch.autograd.grad(expected.square().sum(), x)
+
+    def function(mesh):
+        sample = distribute_tensor(x.detach(), mesh, [Shard(0)], sizes=[sizes], src=None).requires_grad_()
+        with fallback("error"), comm.record() as calls:
+            y = F.grid_sample(sample, grid, align_corners=False)
+        assert calls == [] and y.placements == (Shard(0),) and y._spec.sizes == (sizes,)
+        assert_close(y.full_tensor(), expected.detach(), "grid_sample")
+        y.square().sum().backward()
+        assert_close(sample.grad.full_tensor(), grad, "its gradient")
+
+    on_ranks(2, function)
+
+
 def test_shards_that_disagree_move_to_equal_ones():
     def function(mesh):
         x, grid = torch.randn(6, 2, 3, 3), torch.rand(6, 2, 2, 2)
