@@ -236,7 +236,7 @@ def _labelled(call: _Call, rule: Rule) -> tuple[Spec | None, bool, tuple[int, ..
 
 
 def _moved(call: _Call, rule: Rule) -> list[ShardTensorSpec] | None:
-    """Returns the layouts of all tensors in which each mesh dim with shards cuts a free label; None if there are none.
+    """Returns the layouts of all tensors in which each mesh dim with shards or sums cuts a free label; None: no label.
 
     A mesh dim whose label is free stays. For others a label that results have is taken before one that is summed, and
     one with a position for each rank before others. Where no label is left for a mesh dim, it joins another mesh dim.
@@ -247,7 +247,7 @@ def _moved(call: _Call, rule: Rule) -> list[ShardTensorSpec] | None:
     if whole is None:
         return None
     dims = {number: of_one or () for number, of_one in zip(order, whole.ins)}
-    sharded = [number for number in order if call.specs[number].sharded]
+    sharded = [number for number in order if call.specs[number].sharded or call.specs[number].partial]
     free = [
         label
         for label in free_labels(whole, affine)
@@ -257,7 +257,12 @@ def _moved(call: _Call, rule: Rule) -> list[ShardTensorSpec] | None:
     for number in sharded:
         for m, d in call.specs[number].sharded:
             cuts.setdefault(m, set()).add(_cut_of(call.specs[number], dims[number], whole, m, d))
-    chosen = {m: cut for m, (cut, *others) in cuts.items() if cut is not None and cut.label in free and not others}
+        for m in call.specs[number].partial:
+            cuts.setdefault(m, set()).add(None)
+    chosen: dict[int, Cut] = {}
+    for m, (cut, *others) in cuts.items():
+        if cut is not None and cut.label in free and not others and cut.label not in [c.label for c in chosen.values()]:
+            chosen[m] = cut
     joining: list[int] = []
     for m in sorted(cuts.keys() - chosen.keys()):
         taken = [cut.label for cut in chosen.values()]

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from neuronx_dist import comm, spmd
 from neuronx_dist.rules import RULES
-from neuronx_dist.shard_tensor import Replicate, Shard, distribute_tensor, fallback
-from tests.shard_tensor.support.cases import Case, assert_close, on_ranks, run_case
+from neuronx_dist.shard_tensor import Partial, Replicate, Shard, ShardTensor, distribute_tensor, fallback
+from tests.shard_tensor.support.cases import Case, assert_close, on_ranks, run_case, verbs
 
 pytestmark = pytest.mark.slow
 
@@ -136,6 +136,31 @@ def test_one_sample_stays_on_its_rank(sizes):
         assert_close(sample.grad.full_tensor(), grad, "its gradient")
 
     on_ranks(2, function)
+
+
+def test_a_sum_is_reduced_to_shards_of_a_free_label():
+    x = torch.arange(45.0, dtype=torch.float64).view(5, 3, 3).sin() + 2 * torch.eye(3)
+
+    def function(mesh):
+        summand = ShardTensor.from_local(x * (mesh.get_rank() + 1), mesh, [Partial()])
+        with fallback("error"), comm.record() as calls:
+            y = torch.linalg.inv(summand)
+        assert y.placements == (Shard(0),) and verbs(calls) == ["exchange"], (y, verbs(calls))
+        assert_close(y.full_tensor(), torch.linalg.inv(x * 3), "inv")
+
+    on_ranks(2, function)
+
+
+def test_two_mesh_dims_do_not_shard_one_label():
+    a, b = torch.eye(3).expand(4, 4, 3, 3).double(), torch.arange(48.0).double().view(4, 4, 3, 1)
+
+    def function(mesh):
+        x = distribute_tensor(a, mesh, [Shard(0), Replicate()], src=None)
+        y = distribute_tensor(b, mesh, [Replicate(), Shard(0)], src=None)
+        with fallback("error"):
+            assert_close(torch.linalg.solve(x, y).full_tensor(), b, "solve")
+
+    on_ranks(4, function, (2, 2))
 
 
 def test_shards_that_disagree_move_to_equal_ones():
