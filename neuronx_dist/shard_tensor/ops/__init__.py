@@ -15,7 +15,7 @@ fourier.py     Fourier transforms over several dims, of which some are sharded
 collectives.py  torch.distributed's, on equal parts
 composed.py    functions that are made of others          numerics.py   integrals, derivatives, statistics, norms
 least_squares.py  linalg.lstsq
-diagonals.py   diagonals, trace, block_diag               low_level.py  native norms, backward and copying forms
+sets.py        runs of equal values, membership    diagonals.py   diagonals, trace, block_diag               low_level.py  native norms, backward and copying forms
 """
 
 from . import (
@@ -42,6 +42,7 @@ from . import (
     reduce,
     scatter,
     select,
+    sets,
     softmax,
     spatial,
     tensor_parallel,
@@ -72,6 +73,7 @@ __all__ = [
     "reduce",
     "scatter",
     "select",
+    "sets",
     "softmax",
     "tensor_parallel",
     "spatial",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..handlers import FUNCTIONS, UNHANDLED, sharded
+from ..handlers import FUNCTIONS, UNHANDLED, composed, sharded
 from .losses import as_autocast, reduction_name
 
 __all__: list[str] = []
@@ -124,6 +124,17 @@ def _rrelu(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         return F.leaky_relu(input, (lower + upper) / 2, inplace)
 
     return call(*args, **kwargs)
+
+
+@composed(torch.fill)
+def _fill(input: Any, value: Any) -> Any:
+    return torch.where(torch.ones_like(input, dtype=torch.bool), value, input).to(input.dtype)
+
+
+@composed(torch.cross, _T.cross, checked=True)
+def _cross(input: Any, other: Any, dim: int | None = None) -> Any:
+    """Returns the products along a dim; by default it is the first one of size 3 of the whole tensors."""
+    return torch.linalg.cross(input, other, dim=list(input.shape).index(3) if dim is None else dim)
 
 
 @sharded(torch.tensordot)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...spmd import S
-from ..handlers import sharded
+from ..handlers import FUNCTIONS, UNHANDLED, sharded
 from ..labels import Labels, inside, one_mesh
 from ..moves.redistribute import check_is_no_copy
 from ..placements import Placement, Replicate, Shard
@@ -208,6 +208,23 @@ def setitem(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Non
     if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
         raise RuntimeError("x[..] = y on a leaf that requires gradients: use x.clone(), or torch.no_grad()")
     _set_slices(x, [entry for entry in entries if entry is not None], value, index)
+
+
+@sharded(torch.select_scatter, _T.select_scatter, torch.slice_scatter, _T.slice_scatter)
+def part_scatter(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    """Writes a part along a sharded dim into a copy; along others shards are independent."""
+    is_slice = func in (torch.slice_scatter, _T.slice_scatter)
+
+    def call(input: Any, src: Any, dim: int = 0, *at: Any, **named: Any) -> Any:
+        dim = dim_of(input, dim)
+        if not isinstance(input, ShardTensor) or dim not in input._spec.mesh_dim_of or input._spec.partial:
+            return FUNCTIONS[UNHANDLED](func, types, args, kwargs)
+        bounds = [*at, *(named[name] for name in ("index", "start", "end", "step") if name in named)]
+        result = input.clone()
+        result[(*[slice(None)] * dim, slice(*bounds) if is_slice else bounds[0])] = src
+        return result
+
+    return call(*args, **kwargs)
 
 
 def _set_slices(x: ShardTensor, entries: Sequence[Any], value: Any, index: Any) -> None:
