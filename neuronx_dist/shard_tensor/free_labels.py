@@ -261,7 +261,8 @@ def _moved(call: _Call, rule: Rule) -> list[ShardTensorSpec] | None:
             cuts.setdefault(m, set()).add(None)
     chosen: dict[int, Cut] = {}
     for m, (cut, *others) in cuts.items():
-        if cut is not None and cut.label in free and not others and cut.label not in [c.label for c in chosen.values()]:
+        taken = [other.label for other in chosen.values()]
+        if cut is not None and cut.label in free and not others and cut.label not in taken:
             chosen[m] = cut
     joining: list[int] = []
     for m in sorted(cuts.keys() - chosen.keys()):
@@ -317,7 +318,7 @@ def _described(rule: Rule, arguments: Arguments) -> tuple[Spec | None, bool]:
 
 
 def _without_inner_ones(spec: Spec) -> Spec:
-    """Returns a spec without labels of size 1 beside others, which cannot be cut; a dim of size 1 may be on one rank."""
+    """Returns a spec without labels of size 1 beside others; a dim of size 1 by itself may be on one rank."""
     every = [dim for dims in (*spec.ins, *spec.outs) for dim in dims or () if len(dim) > 1]
     inner = {label for dim in every for label in dim if spec.sizes[label] == 1}
 

@@ -14,8 +14,9 @@ one_exchange.py  windows of a list of layers after one exchange
 fourier.py     Fourier transforms over several dims, of which some are sharded
 collectives.py  torch.distributed's, on equal parts
 composed.py    functions that are made of others          numerics.py   integrals, derivatives, statistics, norms
-least_squares.py  linalg.lstsq
-sets.py        runs of equal values, membership    diagonals.py   diagonals, trace, block_diag               low_level.py  native norms, backward and copying forms
+diagonals.py   diagonals, trace, block_diag               low_level.py  native norms, backward and copying forms
+sets.py        runs of equal values, membership, counts   least_squares.py  linalg.lstsq
+strides.py     as_strided
 """
 
 from . import (
@@ -45,6 +46,7 @@ from . import (
     sets,
     softmax,
     spatial,
+    strides,
     tensor_parallel,
     views,
 )
@@ -77,5 +79,6 @@ __all__ = [
     "softmax",
     "tensor_parallel",
     "spatial",
+    "strides",
     "views",
 ]

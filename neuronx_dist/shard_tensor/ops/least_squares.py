@@ -58,6 +58,7 @@ def lstsq(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
             residuals = _wrapped(rests.reshape(-1)[:0], spec, ())
         values = _wrapped(values, spec, batch if driver in ("gelsd", "gelss") else ())
         solution = solution.squeeze(-1) if is_vector else solution
-        return torch.return_types.linalg_lstsq((solution, residuals, rank, values))
+        named: Any = torch.return_types  # its annotations have no linalg_lstsq
+        return named.linalg_lstsq((solution, residuals, rank, values))
 
     return call(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ..handlers import FUNCTIONS, UNHANDLED, composed, sharded
 from ..labels import Labels, inside
 from ..spec import make_spec
 from ..tensor import ShardTensor, wrap
-from .select import dim_of, elsewhere
+from .select import elsewhere
 
 __all__: list[str] = []
 
@@ -86,5 +86,6 @@ def histogramdd(input: Any, bins: Any, *, range: Any = None, weight: Any = None,
     if density:
         result = result / result.sum()
         for dim, edge in enumerate(edges):
-            result = result / edge.diff().reshape([-1 if d == dim else 1 for d in torch.arange(count).tolist()])
-    return torch.return_types.histogramdd((result, [wrap(e, make_spec(spec.mesh, None, e.shape)) for e in edges]))
+            result = result / edge.diff().reshape([-1, *[1] * (count - dim - 1)])
+    bounds = tuple(wrap(edge, make_spec(spec.mesh, None, edge.shape)) for edge in edges)
+    return torch.return_types.histogramdd((result, bounds))

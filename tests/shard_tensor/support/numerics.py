@@ -115,6 +115,8 @@ CASES = [
         gradients=False,
         gathers=True,
     ),
+    Case("as_strided", lambda x: torch.as_strided(x, (5, 3), (4, 1), 2), [(N, 3)]),
+    Case("as_strided_copy of overlapping windows", lambda x: torch.as_strided_copy(x, (4, 7), (3, 1)), [(2, N)]),
     Case("lstsq", torch.linalg.lstsq, [(N, 4, 2), (N, 4, 3)]),
     Case("lstsq with residuals", lambda a, b: torch.linalg.lstsq(a, b, driver="gelsd"), [(N, 4, 2), (N, 4, 3)]),
     Case("lstsq of vectors", lambda a, b: torch.linalg.lstsq(a, b, driver="gels"), [(N, 4, 2), (N, 4)]),
