@@ -270,7 +270,7 @@ def _plan(labels: Labels, specs: Sequence[ShardTensorSpec | None], result: Shard
     used: list[int] = []
     used_labels: set[Label] = set()
     for m in range(mesh.ndim):
-        label, along = _sharded_label(labels, specs, m, used_labels, result)
+        label, along = _sharded_label(labels, specs, m, used_labels, result, out_shape)
         summed = _one_sum(specs, m) if label is None and labels.linear and result is None else None
         if label is not None:
             used_labels.add(label)
@@ -322,6 +322,7 @@ def _sharded_label(
     m: int,
     used_labels: set[Label],
     result: ShardTensorSpec | None,
+    out_shape: torch.Size,
 ) -> tuple[Label | None, tuple[int, ...] | None]:
     """Returns the label that is sharded on mesh dim `m`, and the sizes of its shards."""
     if result is not None:
@@ -337,16 +338,21 @@ def _sharded_label(
         assert along is not None
         weights[label, along] = weights.get((label, along), 0) + spec.shape.numel()
     if not weights:
-        return _other_label(labels, specs, m, used_labels)
+        return _other_label(labels, specs, m, used_labels, out_shape)
     return max(weights, key=weights.__getitem__)
 
 
 def _other_label(
-    labels: Labels, specs: Sequence[ShardTensorSpec | None], m: int, used_labels: set[Label]
+    labels: Labels,
+    specs: Sequence[ShardTensorSpec | None],
+    m: int,
+    used_labels: set[Label],
+    out_shape: torch.Size,
 ) -> tuple[Label | None, tuple[int, ...] | None]:
-    """Returns a label of the result that operands with shards of whole labels have, and sizes of its shards.
+    """Returns a label that operands with shards of whole labels have, and sizes of its shards.
 
-    Shards of these operands move to the label by one exchange, where they would be gathered otherwise.
+    Shards of these operands move to the label by one exchange, where they would be gathered otherwise. It is a label of
+    the result, or a contracted one where the result, which is reduced then, has fewer elements than these operands.
     """
     blocked = [
         (spec, names)
@@ -363,13 +369,14 @@ def _other_label(
         for _, dim in spec.sharded
         if names
     }
-    left = [
+    free = [
         label
         for label in lengths
-        if label in labels.out
-        and label not in labels.whole | used_labels | taken
-        and all(label in names for _, names in blocked)
+        if label not in labels.whole | used_labels | taken and all(label in names for _, names in blocked)
     ]
+    left = [label for label in free if label in labels.out]
+    if not left and out_shape.numel() < sum(spec.shape.numel() for spec, _ in blocked):
+        left = free
     if not left:
         return None, None
     mesh = next(spec.mesh for spec in specs if spec is not None)

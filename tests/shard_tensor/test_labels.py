@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from neuronx_dist.shard_tensor import Replicate, Shard, distribute_tensor, report
+from neuronx_dist.shard_tensor import Partial, Replicate, Shard, distribute_tensor, report
 from tests.shard_tensor.support.cases import assert_close, on_ranks
 
 _INDEX = torch.arange(24).view(4, 6) * 5 % 7
@@ -37,6 +37,19 @@ def test_shards_move_to_a_label_of_the_result(name):
         assert_close(z.full_tensor(), expected, name)
 
     on_ranks(3, rank)
+
+
+@pytest.mark.parametrize(("length", "placement"), [(5, Partial()), (13, Replicate())])
+def test_shards_move_to_a_contracted_label_if_the_result_is_small(length, placement):
+    x, w = torch.arange(4.0 * length).view(1, 4, length), torch.arange(12.0).view(1, 4, 3)
+
+    def rank(mesh):
+        kernel = distribute_tensor(w, mesh, [Shard(2)], sizes=[(1, 2)], src=None)
+        y = F.conv1d(distribute_tensor(x, mesh, [Replicate()], src=None), kernel)
+        assert y.placements == (placement,)
+        assert_close(y.full_tensor(), F.conv1d(x, w), "conv1d")
+
+    on_ranks(2, rank)
 
 
 def test_a_label_that_another_mesh_dim_shards_is_left_to_it():
