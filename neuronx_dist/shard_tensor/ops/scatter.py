@@ -112,6 +112,15 @@ def _index_write(func: Callable[..., Any], name: str) -> Callable[..., Any]:
         values = options.pop("value", source) if source is None else source
         if mode:
             options["reduce"] = mode[0]
+        if name == "index_fill" and isinstance(index, ShardTensor) and index._spec.sharded:
+            n, d = input.shape[dim] if input.dim() else 1, dim_of(input, dim)
+            if n <= 2 * index.numel():  # how often each position is filled, as int32, is less than all positions
+                times = torch.zeros(n, dtype=torch.int32, device=index.device)
+                times = torch.index_add(
+                    times, 0, index.reshape(-1), torch.ones_like(index, dtype=torch.int32).reshape(-1)
+                )
+                filled = (times > 0).reshape([n if other == d else 1 for other in range(input.dim())])
+                return torch.where(filled, values, input).to(input.dtype)
         return _write(func, input, dim, index, values, True, name == "index_add", **options)
 
     return write

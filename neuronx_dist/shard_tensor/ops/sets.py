@@ -1,4 +1,4 @@
-"""Values as sets: runs of equal values, membership, and histograms of points. Counts are summed over the ranks."""
+"""Values as sets: unique ones, runs of equal ones, membership, and histograms of points. Ranks' counts are added."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...spmd import no_typecheck
 from ..handlers import FUNCTIONS, UNHANDLED, composed, sharded
 from ..labels import Labels, inside
-from ..spec import make_spec
+from ..moves.one_dim import gather, gather_each
+from ..moves.redistribute import redistributed
+from ..placements import Placement, Replicate, Shard
+from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, wrap
-from .select import elsewhere
+from ..windows.local_windows import nonempty
+from .reduce import operand, reduced
+from .select import dim_of, elsewhere
 
 __all__: list[str] = []
 
@@ -40,6 +46,54 @@ def unique_consecutive(
     if return_counts:
         at: Any = torch.arange(n, device=x.device)[starts.bool()]
         results.append(torch.diff(at, append=torch.tensor([n], device=x.device)))
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+def _with_counts(x: torch.Tensor, dim: int | None) -> Any:
+    """Returns the sorted values, the place of each element among them, and counts; also of no elements."""
+    if x.numel():
+        return torch.unique(x, return_inverse=True, return_counts=True, dim=dim)
+    nothing = torch.zeros(0, dtype=torch.int64, device=x.device)
+    return (x.reshape(-1), nothing.reshape(x.shape), nothing) if dim is None else (x, nothing, nothing)
+
+
+def _rows(spec: ShardTensorSpec, dim: int) -> ShardTensorSpec:
+    """Returns a layout in which no dim but `dim` is sharded: by the first mesh dim of those that shard any."""
+    placements: list[Placement] = [Replicate()] * spec.mesh.ndim
+    sizes = [None] * spec.mesh.ndim
+    m = spec.mesh_dim_of.get(dim)
+    if m is not None:
+        placements[m], sizes[m] = spec.placements[m], spec.sizes[m]  # type: ignore[call-overload]
+    elif spec.sharded:
+        placements[spec.sharded[0][0]] = Shard(dim)
+    return make_spec(spec.mesh, placements, spec.shape, sizes)
+
+
+@composed(torch.unique, _T.unique)
+def unique(
+    input: Any, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> Any:
+    """Returns the values of all ranks, each of which sends a value once; places are sharded as elements are."""
+    x, spec = operand(input.detach())
+    if dim is not None:
+        dim = dim_of(input, dim)
+        x, spec = redistributed(x, spec, _rows(spec, dim)), _rows(spec, dim)
+    values, places, counts = _with_counts(x, dim)
+    with no_typecheck():
+        for m, _ in spec.sharded:
+            group = spec.mesh.communicator(m)
+            sizes = tuple(gather_each(torch.tensor(len(counts), device=x.device), group).tolist())
+            first, counts = sum(sizes[: group.rank]), gather(counts, group, 0, sizes)
+            values, at, _ = _with_counts(gather(values, group, dim or 0, sizes), dim)
+            places = at[first : first + sizes[group.rank]][places]
+            counts = counts.new_zeros(values.shape[dim or 0]).index_add(0, at, counts)
+    along = spec
+    if dim is not None:
+        placements = [Shard(0) if isinstance(p, Shard) else p for p in spec.placements]
+        along = make_spec(spec.mesh, placements, (spec.shape[dim],), spec.sizes)
+    results = [wrap(values, make_spec(spec.mesh, None, values.shape))]
+    results += [wrap(places, along)] if return_inverse else []
+    results += [wrap(counts, make_spec(spec.mesh, None, counts.shape))] if return_counts else []
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -89,3 +143,24 @@ def histogramdd(input: Any, bins: Any, *, range: Any = None, weight: Any = None,
             result = result / edge.diff().reshape([-1, *[1] * (count - dim - 1)])
     bounds = tuple(wrap(edge, make_spec(spec.mesh, None, edge.shape)) for edge in edges)
     return torch.return_types.histogramdd((result, bounds))
+
+
+if hasattr(torch, "hash_tensor"):  # of newer versions
+
+    @sharded(torch.hash_tensor)
+    def hash_tensor(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+        """Hashes this rank's elements, and then the hashes of all ranks: an exclusive or has no order."""
+
+        def call(input: Any, dim: Any = (), *, keepdim: bool = False, **options: Any) -> Any:
+            if not input.numel():
+                return FUNCTIONS[UNHANDLED](func, types, args, kwargs)
+            local, spec = operand(input)
+            plan = reduced(spec, dim, keepdim)
+            for d in plan.dims:
+                local = nonempty(local, d)  # the hash of zero is zero
+            y = torch.hash_tensor(local, plan.dims, keepdim=keepdim, **options)
+            for group in plan.groups:
+                y = torch.hash_tensor(gather_each(y.view(torch.int64), group), 0)
+            return wrap(y, plan.spec)
+
+        return call(*args, **kwargs)

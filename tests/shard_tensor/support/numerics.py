@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.shard_tensor.support.cases import Case
+from tests.shard_tensor.support.selection import ranks_of
 
 N = 16
 _aten = torch.ops.aten
@@ -25,6 +26,12 @@ def _batch_norm(x, w, b):
 
 def _counts(histogram):
     return histogram.hist, *histogram.bin_edges
+
+
+def _hashes(x):
+    if not hasattr(torch, "hash_tensor"):  # of newer versions
+        return x
+    return torch.hash_tensor(x).view(torch.int64), torch.hash_tensor(x, 0, keepdim=True).view(torch.int64)
 
 
 def _places(x, y):
@@ -122,6 +129,25 @@ CASES = [
     Case("lstsq of vectors", lambda a, b: torch.linalg.lstsq(a, b, driver="gels"), [(N, 4, 2), (N, 4)]),
     Case("lstsq of many columns", lambda a, b: torch.linalg.lstsq(a, b, driver="gelss"), [(5, 3), (5, N)]),
     Case("lstsq of a broadcast system", lambda a, b: torch.linalg.lstsq(a, b)[0], [(1, 3, 2), (N, 3, 2)], gathers=True),
+    Case(
+        "multi_margin_loss",
+        lambda x, w: F.multi_margin_loss(x, ranks_of(x[:, 0]) % 4, 2, 0.7, w.detach()),
+        [(N, 4), (4,)],
+    ),
+    Case("multi_margin_loss of one", lambda x: F.multi_margin_loss(x, torch.tensor(3), reduction="none"), [(N,)]),
+    Case(
+        "embedding_bag of cut bags",
+        lambda x, y, w: F.embedding_bag(ranks_of(y), x, torch.tensor([0, 3, 3, 9]), mode="sum", per_sample_weights=w),
+        [(N, 3), (N,), (N,)],
+    ),
+    Case(
+        "embedding_bag means",
+        lambda x, y: F.embedding_bag(
+            ranks_of(y), x, torch.tensor([0, 3, 3, 16]), padding_idx=-2, include_last_offset=True
+        ),
+        [(N, 3), (N,)],
+    ),
+    Case("cross, broadcast", lambda x, y: torch.linalg.cross(x, y), [(1, 3), (N, 3)]),
     Case("multi_dot", lambda *xs: torch.linalg.multi_dot(xs), [(N,), (N, 3), (3, N), (N, 2)]),
     Case("multi_dot of matrices", lambda *xs: torch.linalg.multi_dot(xs), [(5, N), (N, 2), (2, N)]),
     Case("cov of few variables", torch.cov, [(4, N)]),
@@ -131,6 +157,12 @@ CASES = [
     Case("fill", lambda x, y: torch.fill(x, 2.5) + torch.fill(x, y.sum()), [(N, 3), (4,)]),
     Case("cross of the first dim of size 3", lambda x, y: torch.cross(x, y), [(N, 3), (N, 3)]),
     Case("isin", lambda x, y: torch.isin(x.round(), y.round(), invert=True), [(N, 3), (5, 2)], gradients=False),
+    Case("hash_tensor", _hashes, [(N, 3)], gradients=False),
+    Case(
+        "unique", lambda x: torch.unique(x.round(), return_inverse=True, return_counts=True), [(N, 5)], gradients=False
+    ),
+    Case("unique rows", lambda x: x.sign().unique(dim=0, return_inverse=True), [(N, 2)], gradients=False),
+    Case("unique columns", lambda x: torch.unique(x, dim=-1, return_counts=True), [(3, N)], gradients=False),
     Case("unique_consecutive", lambda x: torch.unique_consecutive(x.round(), True, True), [(N, 5)], gradients=False),
     Case(
         "unique_consecutive rows",

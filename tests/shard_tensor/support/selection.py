@@ -88,6 +88,7 @@ SCATTER = [
     Case("scatter_reduce", lambda x, y: x.scatter_reduce(0, ranks_of(y), y, "amax"), [(N, 3), (5, 3)]),
     Case("index_add", lambda x, y: x.index_add(0, _SPREAD, y, alpha=2), [(N, 3), (N, 3)]),
     Case("index_add of few", lambda x, y: torch.index_add(x, 1, positions(4, 4, 15), y), [(2, N), (2, 3)]),
+    Case("index_fill of sharded positions", lambda x, y: x.index_fill(0, ranks_of(y), 2.5), [(N, 3), (N,)]),
     Case("index_copy", lambda x, y: x.index_copy(0, positions(7, 2), y), [(N, 3), (2, 3)]),
     Case("index_fill", lambda x: x.index_fill(0, positions(7, 2), 1.5), [(N, 3)]),
     Case("index_put", lambda x, y: x.index_put((positions(-1, 2),), y), [(N, 3), (2, 3)]),
