@@ -185,6 +185,18 @@ def _rrelu(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     return call(*args, **kwargs)
 
 
+@composed(_T.resize_, _T.resize_as_, torch.resize_as_)
+def _resize(input: Any, *sizes: Any, memory_format: Any = None) -> Any:
+    """Returns a tensor that has the size already, as buffers that are reused mostly have."""
+    size = getattr(sizes[0], "shape", sizes[0] if isinstance(sizes[0], (tuple, list)) else sizes)
+    if tuple(size) != tuple(input.shape):
+        raise NotImplementedError(
+            f"resize_: a ShardTensor of shape {tuple(input.shape)} cannot become {tuple(size)} in place: use "
+            "x.reshape(), or a new tensor"
+        )
+    return input
+
+
 @composed(torch.fill)
 def _fill(input: Any, value: Any) -> Any:
     return torch.where(torch.ones_like(input, dtype=torch.bool), value, input).to(input.dtype)
