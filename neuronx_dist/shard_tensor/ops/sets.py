@@ -60,10 +60,10 @@ def _with_counts(x: torch.Tensor, dim: int | None) -> Any:
 def _rows(spec: ShardTensorSpec, dim: int) -> ShardTensorSpec:
     """Returns a layout in which no dim but `dim` is sharded: by the first mesh dim of those that shard any."""
     placements: list[Placement] = [Replicate()] * spec.mesh.ndim
-    sizes = [None] * spec.mesh.ndim
+    sizes: list[tuple[int, ...] | None] = [None] * spec.mesh.ndim
     m = spec.mesh_dim_of.get(dim)
     if m is not None:
-        placements[m], sizes[m] = spec.placements[m], spec.sizes[m]  # type: ignore[call-overload]
+        placements[m], sizes[m] = spec.placements[m], spec.sizes[m]
     elif spec.sharded:
         placements[spec.sharded[0][0]] = Shard(dim)
     return make_spec(spec.mesh, placements, spec.shape, sizes)
@@ -97,7 +97,7 @@ def unique(
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def _members(x: torch.Size, values: torch.Size) -> Labels:
+def _isin(x: torch.Size, values: torch.Size) -> Labels:
     names = tuple(range(len(x)))
     return Labels([names, tuple(("value", d) for d in range(len(values)))], names)
 
@@ -109,7 +109,7 @@ def isin(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Any:
         if not (isinstance(elements, torch.Tensor) and isinstance(test_elements, torch.Tensor)):
             return FUNCTIONS[UNHANDLED](func, types, args, kwargs)
-        (x, values), spec = inside(_members, (elements, test_elements))
+        (x, values), spec = inside(_isin, (elements, test_elements))
         found: Any = wrap(torch.isin(x, values, assume_unique=assume_unique).to(torch.int32), spec)
         return found == 0 if invert else found > 0
 

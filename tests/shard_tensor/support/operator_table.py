@@ -15,15 +15,16 @@ WIDTH = 150
 REASONS = {
     "gathered": {
         "a factor or a solution needs all of a matrix, and no dim of a batch is left to shard": """
-            cholesky cholesky_inverse cholesky_solve geqrf linalg.cholesky linalg.cholesky_ex linalg.cond
-            linalg.det linalg.eig linalg.eigh linalg.eigvals linalg.eigvalsh linalg.householder_product linalg.inv
-            linalg.inv_ex linalg.ldl_factor linalg.ldl_factor_ex linalg.ldl_solve linalg.lu linalg.lu_factor
-            linalg.lu_factor_ex linalg.lu_solve
-            linalg.lstsq linalg.lstsq.grad_oriented linalg.matrix_norm linalg.matrix_power linalg.matrix_rank linalg.matrix_rank.hermitian linalg.norm
-            linalg.pinv linalg.pinv.hermitian linalg.pinv.singular linalg.qr linalg.slogdet linalg.solve
-            linalg.solve_ex linalg.solve_triangular linalg.svd linalg.svdvals linalg.tensorinv linalg.tensorsolve
-            logdet lu lu_solve lu_unpack matrix_exp ormqr pinverse qr svd triangular_solve""",
-        "torch's gradient is another than that of the written values, so that torch's function is called": "as_strided_scatter",
+            cholesky cholesky_inverse cholesky_solve geqrf linalg.cholesky linalg.cholesky_ex linalg.cond linalg.det
+            linalg.eig linalg.eigh linalg.eigvals linalg.eigvalsh linalg.householder_product linalg.inv linalg.inv_ex
+            linalg.ldl_factor linalg.ldl_factor_ex linalg.ldl_solve linalg.lu linalg.lu_factor linalg.lu_factor_ex
+            linalg.lu_solve linalg.lstsq linalg.lstsq.grad_oriented linalg.matrix_norm linalg.matrix_power
+            linalg.matrix_rank linalg.matrix_rank.hermitian linalg.norm linalg.pinv linalg.pinv.hermitian
+            linalg.pinv.singular linalg.qr linalg.slogdet linalg.solve linalg.solve_ex linalg.solve_triangular
+            linalg.svd linalg.svdvals linalg.tensorinv linalg.tensorsolve logdet lu lu_solve lu_unpack matrix_exp
+            ormqr pinverse qr svd triangular_solve""",
+        "torch's gradient is another than that of the written values, so that torch's function is called": """
+            as_strided_scatter""",
         "values are compared over all of a tensor": "masked.prod median nanmedian nanquantile quantile",
         "the sharded dim is the only one, or the others have one position": """
             _segment_reduce.lengths _segment_reduce.offsets fft.fft fft.fftn fft.hfft fft.hfftn fft.ifft fft.ifftn

@@ -779,6 +779,7 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         r"aligned: a DTensor of .* ShardTensor.from_dtensor\(x\), which preserves",
     ),
     (lambda mesh: torch.cat([_dtensor(), x(mesh)]), ValueError, r"cat: a DTensor of shape \(7, 6\), \(Replicate"),
+    (lambda mesh: x(mesh).resize_(3, 14), NotImplementedError, r"shape \(7, 6\) cannot become \(3, 14\) in place"),
     (lambda mesh: torch.isin(x(mesh), _dtensor()), ValueError, r"isin: a DTensor of shape \(7, 6\)"),
     (
         lambda mesh: x(mesh)[5].mul_(2),
