@@ -22,7 +22,11 @@ _l = torch.linalg
 
 
 def _of_batches(
-    function: Callable[..., Any], *vectors: int, rows: int | None = None, columns: int | None = None
+    function: Callable[..., Any],
+    *vectors: int,
+    rows: int | None = None,
+    columns: int | None = None,
+    tolerances: bool = False,
 ) -> Callable[..., Spec]:
     """Builder of the spec of a function of matrices.
 
@@ -31,6 +35,7 @@ def _of_batches(
         vectors: operands that may have one dim of a matrix only.
         rows: the operand that always has one dim: pivots, or factors of reflections.
         columns: the operand whose last dim is that of the result: columns are independent of one another.
+        tolerances: all operands but the first have one number for each matrix.
     """
 
     def spec(*args: Any, **kwargs: Any) -> Spec:
@@ -40,6 +45,8 @@ def _of_batches(
             ends[index] = 1 if _is_vector(xs, index) else 2
         if rows is not None:
             ends[rows] = 1
+        if tolerances:
+            ends[1:] = [0] * (len(xs) - 1)
         batch = torch.broadcast_shapes(*(x.shape[: x.dim() - end] for x, end in zip(xs, ends)))
         builder = ViewLabels()
         shared = builder.dims(batch)
@@ -78,12 +85,14 @@ def _without_values(x: Any) -> Any:
 
 
 for _function in (
-    *(_l.cholesky_ex, _l.eig, _l.eigh, _l.eigvals, _l.eigvalsh, _l.inv_ex, _l.lu, _l.lu_factor, _l.pinv),
+    *(_l.cholesky_ex, _l.eig, _l.eigh, _l.eigvals, _l.eigvalsh, _l.inv_ex, _l.lu, _l.lu_factor),
     *(_l.qr, _l.svd, _l.svdvals, torch.cholesky_inverse, Tensor.cholesky_inverse, torch.pinverse, Tensor.pinverse),
-    *(_l.lu_factor_ex, _l.ldl_factor, _l.ldl_factor_ex, _l.cond, _l.matrix_rank, torch.svd, Tensor.svd),
+    *(_l.lu_factor_ex, _l.ldl_factor, _l.ldl_factor_ex, _l.cond, torch.svd, Tensor.svd),
     *(torch.triangular_solve, Tensor.triangular_solve),
 ):
     rule(_function)(_of_batches(_function))
+for _function in (_l.pinv, _l.matrix_rank):
+    rule(_function)(_of_batches(_function, tolerances=True))
 for _function in (torch.qr, Tensor.qr):  # since torch 2.15 they raise an error that names torch.linalg.qr
     rule(_function)(_of_batches(_function))
 for _function in (torch.lu, Tensor.lu):

@@ -243,6 +243,14 @@ def quantile(*args: Any, **kwargs: Any) -> Spec:
 register("quantile nanquantile", quantile)
 
 
+def hash_tensor(*args: Any, **kwargs: Any) -> Spec:
+    x, dim, keepdim = _read("input dim keepdim", args, kwargs)
+    return ends(x.shape, dim, bool(keepdim), "a hash is made of all of it")
+
+
+register("hash_tensor", hash_tensor)
+
+
 def trace(input: Tensor) -> Spec:
     return ends(input.shape, None, False, "trace walks along two dims at once")
 

@@ -27,7 +27,7 @@ import torch
 from ..rules import RULES, Dims, Rule, Spec
 from ..rules import operands as operands_of
 from ..rules.containers import substituted
-from ..rules.local_call import Arguments, Cut, TensorSlot, free_cuts, free_labels, local_arguments, spec_of
+from ..rules.local_call import Arguments, Cut, TensorSlot, free_cuts, free_labels, local_arguments
 from ..spmd import no_typecheck
 from ..torch_internals.tensors import base_of_view, pytree
 from .device_mesh import DeviceMesh
@@ -236,7 +236,7 @@ def _labelled(call: _Call, rule: Rule) -> tuple[Spec | None, bool, tuple[int, ..
 
 
 def _moved(call: _Call, rule: Rule) -> list[ShardTensorSpec] | None:
-    """Returns the layouts of all tensors in which each mesh dim with shards cuts a free label; None if there are none.
+    """Returns the layouts of all tensors in which each mesh dim with shards or sums cuts a free label; None: no label.
 
     A mesh dim whose label is free stays. For others a label that results have is taken before one that is summed, and
     one with a position for each rank before others. Where no label is left for a mesh dim, it joins another mesh dim.
@@ -247,17 +247,27 @@ def _moved(call: _Call, rule: Rule) -> list[ShardTensorSpec] | None:
     if whole is None:
         return None
     dims = {number: of_one or () for number, of_one in zip(order, whole.ins)}
-    sharded = [number for number in order if call.specs[number].sharded]
-    free = [label for label in free_labels(whole, affine) if whole.sizes[label] > 1]
-    free = [label for label in free if all(any(label in dim for dim in dims[number]) for number in sharded)]
+    sharded = [number for number in order if call.specs[number].sharded or call.specs[number].partial]
+    free = [
+        label
+        for label in free_labels(whole, affine)
+        if all(any(label in dim for dim in dims[number]) for number in sharded)
+    ]
     cuts: dict[int, set[Any]] = {}  # mesh dim -> what operands are sharded along
     for number in sharded:
         for m, d in call.specs[number].sharded:
             cuts.setdefault(m, set()).add(_cut_of(call.specs[number], dims[number], whole, m, d))
-    chosen = {m: cut for m, (cut, *others) in cuts.items() if cut is not None and cut.label in free and not others}
+        for m in call.specs[number].partial:
+            cuts.setdefault(m, set()).add(None)
+    chosen: dict[int, Cut] = {}
+    for m, (cut, *others) in cuts.items():
+        taken = [other.label for other in chosen.values()]
+        if cut is not None and cut.label in free and not others and cut.label not in taken:
+            chosen[m] = cut
     joining: list[int] = []
     for m in sorted(cuts.keys() - chosen.keys()):
-        left = [label for label in free if label not in [cut.label for cut in chosen.values()]]
+        taken = [cut.label for cut in chosen.values()]
+        left = [label for label in free if whole.sizes[label] > 1 and label not in taken]
         if not left:
             joining.append(m)
             continue
@@ -301,9 +311,21 @@ def _described(rule: Rule, arguments: Arguments) -> tuple[Spec | None, bool]:
     try:
         if rule.random(*args, **kwargs) if callable(rule.random) else rule.random:
             return None, False
-        return spec_of(rule, (args, kwargs)), rule.affine is not None and rule.affine(*args, **kwargs)
+        spec = _without_inner_ones(rule.spec(*args, **kwargs)) if rule.spec is not None else None
+        return spec, rule.affine is not None and rule.affine(*args, **kwargs)
     except Exception:  # the rule asks for values, or the arguments are not valid
         return None, False
+
+
+def _without_inner_ones(spec: Spec) -> Spec:
+    """Returns a spec without labels of size 1 beside others; a dim of size 1 by itself may be on one rank."""
+    every = [dim for dims in (*spec.ins, *spec.outs) for dim in dims or () if len(dim) > 1]
+    inner = {label for dim in every for label in dim if spec.sizes[label] == 1}
+
+    def dims(of: Dims | None) -> Any:
+        return None if of is None else tuple(tuple(label for label in dim if label not in inner) for dim in of)
+
+    return spec._replace(ins=tuple(map(dims, spec.ins)), outs=tuple(map(dims, spec.outs))) if inner else spec
 
 
 def _on_meta(shapes: Mapping[int, tuple[int, ...]], slot: TensorSlot) -> torch.Tensor:
@@ -322,6 +344,7 @@ def _plan_of(
     plan: _Plan | None = None
     for chosen in itertools.product(*(dict.fromkeys(cut.sizes) for cut in cuts.values())):
         sizes = {cut.label: max(size, 1) for cut, size in zip(cuts.values(), chosen)}
+        sizes = {label: size for label, size in sizes.items() if size != whole.sizes[label]}
         lengths = {**whole.sizes, **sizes}
         shapes = {i: _shape(dims, lengths) for i, dims in zip(order, whole.ins) if dims is not None}
         local = local_arguments(call.func, rule, whole, sizes, arguments, partial(_on_meta, shapes))

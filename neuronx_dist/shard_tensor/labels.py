@@ -5,6 +5,7 @@ of their dims alone. A `OperandPlan` for given layouts is computed once, and sto
 
 On each mesh dim at most one label is sharded: that of the largest operand that shards a label there. Operands that have
 the label get shards of equal sizes; every rank uses the others whole (type R). A result without the label is Partial.
+Where operands are sharded along labels alone that must be whole, their shards move to another label of theirs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .handlers import check_promotion
 from .moves.redistribute import Step, other_mesh, steps, used_by, used_together
 from .placements import Partial, Placement, Replicate, Shard
 from .report import note, watched
-from .spec import ShardTensorSpec, make_spec
+from .spec import ShardTensorSpec, chunk_sizes, make_spec
 from .tensor import ShardTensor, local_of
 from .typed import promoted
 
@@ -269,7 +270,7 @@ def _plan(labels: Labels, specs: Sequence[ShardTensorSpec | None], result: Shard
     used: list[int] = []
     used_labels: set[Label] = set()
     for m in range(mesh.ndim):
-        label, along = _sharded_label(labels, specs, m, used_labels, result)
+        label, along = _sharded_label(labels, specs, m, used_labels, result, out_shape)
         summed = _one_sum(specs, m) if label is None and labels.linear and result is None else None
         if label is not None:
             used_labels.add(label)
@@ -321,6 +322,7 @@ def _sharded_label(
     m: int,
     used_labels: set[Label],
     result: ShardTensorSpec | None,
+    out_shape: torch.Size,
 ) -> tuple[Label | None, tuple[int, ...] | None]:
     """Returns the label that is sharded on mesh dim `m`, and the sizes of its shards."""
     if result is not None:
@@ -336,8 +338,50 @@ def _sharded_label(
         assert along is not None
         weights[label, along] = weights.get((label, along), 0) + spec.shape.numel()
     if not weights:
-        return None, None
+        return _other_label(labels, specs, m, used_labels, out_shape)
     return max(weights, key=weights.__getitem__)
+
+
+def _other_label(
+    labels: Labels,
+    specs: Sequence[ShardTensorSpec | None],
+    m: int,
+    used_labels: set[Label],
+    out_shape: torch.Size,
+) -> tuple[Label | None, tuple[int, ...] | None]:
+    """Returns a label that operands with shards of whole labels have, and sizes of its shards.
+
+    Shards of these operands move to the label by one exchange, where they would be gathered otherwise. It is a label of
+    the result, or a contracted one where the result, which is reduced then, has fewer elements than these operands.
+    """
+    blocked = [
+        (spec, names)
+        for spec, names in zip(specs, labels.operands)
+        if spec is not None and isinstance(spec.placements[m], Shard) and spec.merged is None
+    ]
+    lengths: dict[Label, int] = {}
+    for spec, names in blocked:
+        lengths |= {label: size for label, size in zip(names, spec.shape) if label is not None and size > 1}
+    taken = {
+        names[dim]
+        for spec, names in zip(specs, labels.operands)
+        if spec is not None
+        for _, dim in spec.sharded
+        if names
+    }
+    free = [
+        label
+        for label in lengths
+        if label not in labels.whole | used_labels | taken and all(label in names for _, names in blocked)
+    ]
+    left = [label for label in free if label in labels.out]
+    if not left and out_shape.numel() < sum(spec.shape.numel() for spec, _ in blocked):
+        left = free
+    if not left:
+        return None, None
+    mesh = next(spec.mesh for spec in specs if spec is not None)
+    label = max(left, key=lengths.__getitem__)
+    return label, chunk_sizes(lengths[label], mesh.shape[m])
 
 
 def _one_sum(specs: Sequence[ShardTensorSpec | None], m: int) -> Placement | None:

@@ -231,6 +231,9 @@ def test_factors_of_a_batch():
     verify(torch.svd, wide)
     ranks = torch.stack([x[0], x[0].clone().index_fill_(0, torch.tensor([1]), 0.0)])
     assert verify(linalg.matrix_rank, ranks, _refusals=False).fixed.keys() == {1, 2}
+    tolerances = torch.tensor([1.0, 1e-9])
+    assert verify(linalg.matrix_rank, ranks, atol=tolerances, _refusals=False).fixed.keys() == {1, 2}
+    assert verify(linalg.pinv, ranks, rtol=tolerances, _refusals=False, _linear=False).fixed.keys() == {1, 2}
     verify(torch.lu_unpack, *linalg.lu_factor(wide))
     assert len(verify(torch.lu_solve, wide, *linalg.lu_factor(x)).fixed) == 4, "columns are independent"
     assert len(verify(linalg.ldl_solve, *linalg.ldl_factor(symmetric), wide).fixed) == 4

@@ -148,6 +148,8 @@ def test_reductions_of_a_whole_dim():
     verify(torch.quantile, x, torch.tensor([0.2, 0.7], dtype=torch.float64), 1, keepdim=True, _refusals=False)
     verify(torch.nanquantile, x, 0.5)
     verify(torch.trace, signed(4, 6))
+    if hasattr(torch, "hash_tensor"):  # of newer versions
+        verify(torch.hash_tensor, signed(4, 6), 1, _refusals=False)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("max", "max"), ("min", "min")])

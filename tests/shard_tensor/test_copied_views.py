@@ -123,7 +123,7 @@ OF_ROWS += [_data, _detached, _row, _of_one_row, _init, _foreign, _operator, _op
 WRITES = [*OF_ROWS, _view_by_another_function, _element, _column, _diagonal]
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]] = {  # mesh, sharded dims, what of it is not refused
     "rows": ((2,), (0,), [_column, _diagonal]),
-    "columns": ((3,), (1,), [*OF_ROWS, _diagonal]),
+    "columns": ((3,), (1,), [*OF_ROWS, _view_by_another_function, _diagonal]),
     "both": ((2, 2), (0, 1), []),
 }
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from neuronx_dist import comm, spmd
 from neuronx_dist.rules import RULES
-from neuronx_dist.shard_tensor import Replicate, Shard, distribute_tensor, fallback
-from tests.shard_tensor.support.cases import Case, assert_close, on_ranks, run_case
+from neuronx_dist.shard_tensor import Partial, Replicate, Shard, ShardTensor, distribute_tensor, fallback
+from tests.shard_tensor.support.cases import Case, assert_close, on_ranks, run_case, verbs
 
 pytestmark = pytest.mark.slow
 
@@ -117,6 +117,50 @@ def test_shards_move_to_a_free_label():
         assert torch.equal(y.full_tensor(), F.pixel_shuffle(images, 2))
 
     on_ranks(2, function)
+
+
+@pytest.mark.parametrize("sizes", [(1, 0), (0, 1)])
+def test_one_sample_stays_on_its_rank(sizes):
+    x = torch.arange(24.0, dtype=torch.float64).view(1, 2, 3, 4).sin().requires_grad_()
+    grid = torch.arange(12.0, dtype=torch.float64).view(1, 3, 2, 2).cos()
+    expected = F.grid_sample(x, grid, align_corners=False)
+    (grad,) = torch.autograd.grad(expected.square().sum(), x)
+
+    def function(mesh):
+        sample = distribute_tensor(x.detach(), mesh, [Shard(0)], sizes=[sizes], src=None).requires_grad_()
+        with fallback("error"), comm.record() as calls:
+            y = F.grid_sample(sample, grid, align_corners=False)
+        assert calls == [] and y.placements == (Shard(0),) and y._spec.sizes == (sizes,)
+        assert_close(y.full_tensor(), expected.detach(), "grid_sample")
+        y.square().sum().backward()
+        assert_close(sample.grad.full_tensor(), grad, "its gradient")
+
+    on_ranks(2, function)
+
+
+def test_a_sum_is_reduced_to_shards_of_a_free_label():
+    x = torch.arange(45.0, dtype=torch.float64).view(5, 3, 3).sin() + 2 * torch.eye(3)
+
+    def function(mesh):
+        summand = ShardTensor.from_local(x * (mesh.get_rank() + 1), mesh, [Partial()])
+        with fallback("error"), comm.record() as calls:
+            y = torch.linalg.inv(summand)
+        assert y.placements == (Shard(0),) and verbs(calls) == ["exchange"], (y, verbs(calls))
+        assert_close(y.full_tensor(), torch.linalg.inv(x * 3), "inv")
+
+    on_ranks(2, function)
+
+
+def test_two_mesh_dims_do_not_shard_one_label():
+    a, b = torch.eye(3).expand(4, 4, 3, 3).double(), torch.arange(48.0).double().view(4, 4, 3, 1)
+
+    def function(mesh):
+        x = distribute_tensor(a, mesh, [Shard(0), Replicate()], src=None)
+        y = distribute_tensor(b, mesh, [Replicate(), Shard(0)], src=None)
+        with fallback("error"):
+            assert_close(torch.linalg.solve(x, y).full_tensor(), b, "solve")
+
+    on_ranks(4, function, (2, 2))
 
 
 def test_shards_that_disagree_move_to_equal_ones():

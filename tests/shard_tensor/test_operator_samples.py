@@ -30,13 +30,8 @@ FULL = bool(os.environ.get("NXD_FULL"))
 PARTS = 16  # a run checks the first, a full one all
 MOST = 6  # samples of an operator; a run checks every second one, a full one all
 
-_IN_PLACE = "has no handler and writes in place: use its out-of-place form"
-_SHORT = "and is sharded: x.narrow() to the indexed part, or redistribute() x first"
 REFUSED = {
-    **dict.fromkeys(["resize_", "resize_as_"], _IN_PLACE),
-    **dict.fromkeys(["scatter", "scatter_add"], _SHORT),
-    **{f"scatter_reduce.{name}": _SHORT for name in ("amax", "amin", "mean", "prod", "sum")},
-    "gather": "the tensor has 1 dims and the index 2: both must have the same number",  # an empty one
+    "resize_": "cannot become (25, 5) in place: use x.reshape(), or a new tensor",
     "nn.functional.multi_head_attention_forward": "remove them, or call it on full_tensor()",
     "norm.nuc": "norm of order 'nuc' is not supported: call full_tensor() first, or use a numeric order",
     "to_sparse": "a ShardTensor must be strided: call full_tensor() on the operands first",
@@ -229,7 +224,7 @@ def test_how_operators_are_computed():
         operator_table.PAGE.write_text(operator_table.text(kinds))
     assert operator_table.PAGE.read_text() == operator_table.text(kinds)
     shares = operator_table.shares(kinds)
-    assert shares["gathered"] <= 0.095 and shares["refused"] <= 0.0065, shares
+    assert shares["gathered"] <= 0.05 and shares["refused"] <= 0.002, shares
 
 
 def draw_on_this_rank(mesh: DeviceMesh) -> list[str]:

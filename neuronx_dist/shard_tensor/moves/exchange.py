@@ -7,9 +7,11 @@ shard or an empty result too; where no rank needs anything from another one, not
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from ... import comm
 from ...comm import Communicator
@@ -23,6 +25,7 @@ from ..typed import exchanged
 from . import one_program
 from .intervals import FILL, ExchangePlan, Piece, RankPlan
 from .shard_pieces import add, of_owner
+from .tangents import may_be_dual, moved_dual
 
 __all__ = ["Started", "exchange", "linked", "planned_bytes", "start", "take"]
 
@@ -49,8 +52,12 @@ def exchange(
     dim = _checked(x, plan, rank_plan, communicator, dim)
     if plan.is_local and (plan.is_identity if in_one_program(x) else rank_plan.is_identity):
         return x
-    use = _Use(plan, communicator, dim, fill, False, started)
-    return exchanged(lambda: _apply(x, use), x, communicator, dim)
+
+    def run(x: torch.Tensor, fill: float | int | bool = 0, started: Started | None = None) -> torch.Tensor:
+        use = _Use(plan, communicator, dim, fill, False, started)
+        return exchanged(lambda: _apply(x, use), x, communicator, dim)
+
+    return moved_dual(x, partial(run, fill=fill, started=started), run) if may_be_dual(x) else run(x, fill, started)
 
 
 def take(x: torch.Tensor, plan: ExchangePlan, dim: int, fill: float | int | bool = 0) -> torch.Tensor:
@@ -101,6 +108,7 @@ def start(x: torch.Tensor, plan: ExchangePlan, axis: AxisLike, dim: int) -> Star
     rank_plan = plan.of(int(communicator.rank))
     dim = _checked(x, plan, rank_plan, communicator, dim)
     with no_typecheck():  # it is judged where it is awaited
+        x = forward_ad.unpack_dual(x).primal if may_be_dual(x) else x
         return _start(x.detach(), plan, rank_plan, communicator, dim)
 
 

@@ -16,7 +16,7 @@ is run by `_Move`, with shards of the sizes that every rank knows, and its backw
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from ...spmd.watching import active
 from .. import typed
 from .exchange import exchange
 from .intervals import bounds_of, repartition
+from .tangents import may_be_dual, moved_dual
 
 __all__ = ["gather", "gather_each", "scatter_sum", "split", "transpose"]
 
@@ -160,6 +161,10 @@ def _unseen(between: _Between) -> Callable[..., torch.Tensor]:
 
 
 def _apply(x: torch.Tensor, between: _Between) -> torch.Tensor:
+    return moved_dual(x, partial(_applied, between=between)) if may_be_dual(x) else _applied(x, between)
+
+
+def _applied(x: torch.Tensor, between: _Between) -> torch.Tensor:
     if active() is not None and between.name in _OPERATORS:
         operator, src, dst = _OPERATORS[between.name]
         types = (declared or S(shards.dim) for declared, shards in ((src, between.src), (dst, between.dst)))

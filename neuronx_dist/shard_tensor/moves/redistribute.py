@@ -33,6 +33,7 @@ from .other_mesh import moved_to_mesh
 __all__ = [
     "Step",
     "check_is_no_copy",
+    "mark_as_copy",
     "moved",
     "nothing_of",
     "other_mesh",
@@ -77,11 +78,15 @@ _copied: WeakSet[torch.UntypedStorage] = WeakSet()  # memory of copies that stan
 def redistributed_view(local: torch.Tensor, spec: ShardTensorSpec, target: ShardTensorSpec) -> torch.Tensor:
     """Returns `redistributed(..)` for a view of `local`: where it is a copy, `check_is_no_copy` refuses writes."""
     result = redistributed(local, spec, target)
-    if result is not local and not transforming():
-        memory = result.untyped_storage()
-        if memory is not local.untyped_storage():
-            _copied.add(memory)
+    if result is not local and not transforming() and result.untyped_storage() is not local.untyped_storage():
+        mark_as_copy(result)
     return result
+
+
+def mark_as_copy(local: torch.Tensor) -> None:
+    """Marks a tensor of memory of its own that stands for a view, so that `check_is_no_copy` refuses writes."""
+    if not transforming():
+        _copied.add(local.untyped_storage())
 
 
 def check_is_no_copy(name: str, local: torch.Tensor) -> None:

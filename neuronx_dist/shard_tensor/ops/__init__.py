@@ -15,6 +15,8 @@ fourier.py     Fourier transforms over several dims, of which some are sharded
 collectives.py  torch.distributed's, on equal parts
 composed.py    functions that are made of others          numerics.py   integrals, derivatives, statistics, norms
 diagonals.py   diagonals, trace, block_diag               low_level.py  native norms, backward and copying forms
+sets.py        runs of equal values, membership, counts   least_squares.py  linalg.lstsq
+strides.py     as_strided
 """
 
 from . import (
@@ -27,6 +29,7 @@ from . import (
     factories,
     fourier,
     indexing,
+    least_squares,
     losses,
     low_level,
     matmul,
@@ -40,8 +43,10 @@ from . import (
     reduce,
     scatter,
     select,
+    sets,
     softmax,
     spatial,
+    strides,
     tensor_parallel,
     views,
 )
@@ -56,6 +61,7 @@ __all__ = [
     "factories",
     "fourier",
     "indexing",
+    "least_squares",
     "losses",
     "low_level",
     "matmul",
@@ -69,8 +75,10 @@ __all__ = [
     "reduce",
     "scatter",
     "select",
+    "sets",
     "softmax",
     "tensor_parallel",
     "spatial",
+    "strides",
     "views",
 ]

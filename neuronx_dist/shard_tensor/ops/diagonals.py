@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ..handlers import FUNCTIONS, UNHANDLED, composed, sharded
 from ..labels import inside, one_mesh, planned
 from ..moves.intervals import bounds_of
-from ..placements import Shard
+from ..placements import Replicate, Shard
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, local_of, wrap, wrap_view
 from ..typed import on_own_shard, shards_of
@@ -70,6 +70,9 @@ def diagonal_scatter(func: Callable[..., Any], types: Any, args: Any, kwargs: An
         if not isinstance(input, ShardTensor):
             input = wrap(input, make_spec(one_mesh((input, src), "diagonal_scatter"), None, input.shape))
         dim1, dim2 = dim_of(input, dim1), dim_of(input, dim2)
+        if isinstance(src, ShardTensor):
+            rows = _rows(input._spec, src._spec, offset, dim1, dim2)
+            input = input.redistribute(placements=rows.placements, sizes=rows.sizes)
         local, spec = operand(input)
         plan = _plan(spec, offset, dim1, dim2)
         if plan is None:
@@ -81,6 +84,19 @@ def diagonal_scatter(func: Callable[..., Any], types: Any, args: Any, kwargs: An
         return wrap(write(local, values, local_offset, dim1, dim2), spec)
 
     return call(*args, **kwargs)
+
+
+@planned
+def _rows(spec: ShardTensorSpec, diagonal: ShardTensorSpec, offset: int, dim1: int, dim2: int) -> ShardTensorSpec:
+    """Returns a layout of matrices whose rows are sharded as their diagonal is, where the matrices are on all ranks."""
+    placements, sizes = list(spec.placements), list(spec.sizes)
+    m = diagonal.mesh_dim_of.get(len(diagonal.shape) - 1)
+    if m is not None and isinstance(spec.placements[m], Replicate) and not {dim1, dim2} & spec.mesh_dim_of.keys():
+        rows = list(diagonal.sizes[m] or ())
+        rows[0] += max(-offset, 0)
+        rows[-1] += spec.shape[dim1] - sum(rows)
+        placements[m], sizes[m] = Shard(dim1), tuple(rows)
+    return make_spec(spec.mesh, placements, spec.shape, sizes)
 
 
 @composed(torch.diag_embed, _T.diag_embed)

@@ -222,6 +222,8 @@ def gather(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         dim = dim_of(input, dim)
         if not (input.dim() and index.dim()) and max(input.dim(), index.dim()) == 1:  # a scalar is a vector of one
             return torch.gather(input.reshape(-1), 0, index.reshape(-1)).reshape(index.shape)
+        if input.dim() != index.dim() and not index.numel():
+            return input.new_zeros(index.shape) + input.reshape(-1)[:0].sum()
         if input.dim() != index.dim():
             raise ValueError(
                 f"gather: the tensor has {input.dim()} dims and the index {index.dim()}: both must have the same number"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
+from math import prod
 from string import ascii_lowercase, ascii_uppercase
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ..handlers import sharded
+from ..handlers import composed, sharded
 from ..labels import Labels, inside, labels_of, rule_of
 from ..tensor import wrap
 
@@ -62,6 +64,38 @@ def by_rule(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
     """Computes a function on shards by the labels of its rule."""
     locals_, spec = inside(rule_of(func), args)
     return wrap(func(*locals_, **kwargs), spec)
+
+
+@cache
+def _cheapest(sizes: tuple[int, ...]) -> tuple[int, int]:
+    """Returns the multiplications of a product of matrices of `sizes[i]` rows, and how many come first, together."""
+    if len(sizes) < 4:
+        return (prod(sizes) if len(sizes) == 3 else 0), 1
+    ends = sizes[0] * sizes[-1]
+    costs = {
+        at: _cheapest(sizes[: at + 1])[0] + _cheapest(sizes[at:])[0] + ends * sizes[at]
+        for at in range(1, len(sizes) - 1)
+    }
+    first = min(costs, key=costs.__getitem__)
+    return costs[first], first
+
+
+def _product(matrices: Sequence[Any]) -> Any:
+    if len(matrices) == 1:
+        return matrices[0]
+    _, first = _cheapest((*(x.shape[0] for x in matrices), matrices[-1].shape[1]))
+    return torch.matmul(_product(matrices[:first]), _product(matrices[first:]))
+
+
+@composed(torch.linalg.multi_dot, torch.chain_matmul, checked=True)
+def multi_dot(*tensors: Any) -> Any:
+    first, *others = tensors[0] if isinstance(tensors[0], (list, tuple)) else tensors
+    *inner, last = (first, *others)
+    matrices = [*inner, last.unsqueeze(1) if last.dim() == 1 else last]
+    matrices[0] = first.unsqueeze(0) if first.dim() == 1 else matrices[0]
+    y = _product(matrices)
+    y = y.squeeze(1) if last.dim() == 1 else y
+    return y.squeeze(0) if first.dim() == 1 else y
 
 
 def _einsum(*arguments: Any) -> Labels:

@@ -18,6 +18,7 @@ from ...sharded_functions.softmax import wide
 from ...spmd import S, V
 from ..handlers import check_promotion, sharded
 from ..labels import Labels, inside, one_mesh
+from ..moves.tangents import may_be_dual
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, in_layout, wrap
 from ..typed import on_own_shard
@@ -209,9 +210,9 @@ def _batch_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) ->
 
 
 def _by_running(eps: float, x: torch.Tensor, mean: Any, variance: Any, weight: Any, bias: Any) -> torch.Tensor:
-    if x.numel():
+    if x.numel() and not may_be_dual(x):
         return F.batch_norm(x, mean, variance, weight, bias, False, eps=eps)
-    behind = (1,) * (x.dim() - 2)  # torch's function does not take a tensor without elements
+    behind = (1,) * (x.dim() - 2)  # torch's function takes no tensor without elements, and no statistics with tangents
     y = (x - mean.view(-1, *behind)) * (variance.view(-1, *behind) + eps).rsqrt()
     return affine(y, weight, bias, x.dtype, len(behind))
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from ..handlers import FUNCTIONS, UNHANDLED, composed
 from ..labels import Labels, inside
 from ..spec import make_spec
-from ..tensor import wrap
-from .select import dim_of
+from ..tensor import ShardTensor, wrap
+from .select import dim_of, elsewhere
 
 __all__: list[str] = []
 
@@ -111,6 +111,9 @@ def cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any 
         weights = {"correction": correction, "fweights": fweights, "aweights": aweights}
         return FUNCTIONS[UNHANDLED](torch.cov, (), (input,), weights)
     x = input.reshape(1, -1) if input.dim() < 2 else input
+    if isinstance(x, ShardTensor) and 0 in x._spec.mesh_dim_of and 1 not in x._spec.mesh_dim_of:
+        columns = elsewhere(x._spec, 0)  # in place of all rows on each rank
+        x = x.redistribute(placements=columns.placements, sizes=columns.sizes)
     x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
     given = [w for w in (fweights, aweights) if w is not None]
     w: Any = prod(given) if given else None

@@ -2,7 +2,8 @@
 
 If the written dim is sharded, every rank has the index and the values, and writes the positions that it owns. If values
 are added that are sharded and larger than the tensor, each rank adds its values, and these sums are reduced. The result
-has the layout of the tensor.
+has the layout of the tensor, or of the index where only this one is sharded. An index that is shorter than the tensor
+along another dim writes the tensor's first positions there.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any
 import torch
 
 from ...spmd import S
-from ..handlers import sharded
+from ..handlers import FUNCTIONS, UNHANDLED, sharded
 from ..labels import Labels, inside, one_mesh
 from ..moves.redistribute import check_is_no_copy
+from ..placements import Placement, Replicate, Shard
 from ..spec import make_spec
 from ..tensor import ShardTensor, local_of, wrap, written
 from ..typed import on_own_shard
@@ -47,13 +49,8 @@ def _written(*arguments: Any) -> Labels:
     names = tuple(range(len(x)))
     names_of_x = (*names[:dim], "written", *names[dim + 1 :])
     entries = (*names[:dim], "index", *names[dim + 1 :])
-    if not rows:
-        entries = tuple(name if d == dim or index[d] == x[d] else ("part", d) for d, name in enumerate(entries))
-    parts = {d for d in names if d != dim and entries[d] != d}
-    names_of_x = tuple(("cut", d) if d in parts else name for d, name in enumerate(names_of_x))
-    whole = {("part", d) for d in parts} | {("cut", d) for d in parts} | (set() if is_sum else {"index"})
     operands = [names_of_x, ("index",) if rows else entries, entries if values else ()]
-    return Labels(operands, names_of_x, frozenset(whole), added=frozenset((0,)))
+    return Labels(operands, names_of_x, frozenset(() if is_sum else ("index",)), added=frozenset((0,)))
 
 
 def _write(
@@ -61,13 +58,9 @@ def _write(
 ) -> Any:
     """Computes `func(x, dim, index, values)` on each rank's positions; others are written to an additional row."""
     dim = dim_of(x, dim)
-    if not rows and x.dim() == index.dim() and isinstance(x, ShardTensor):
-        for d in x._spec.mesh_dim_of:
-            if d != dim and index.shape[d] != x.shape[d]:
-                raise ValueError(
-                    f"{func.__name__}: the index has {index.shape[d]} elements along dim {d}, where the tensor has "
-                    f"{x.shape[d]} and is sharded: x.narrow() to the indexed part, or redistribute() x first"
-                )
+    if not rows and x.dim() == index.dim() and any(d != dim and index.shape[d] < x.shape[d] for d in range(x.dim())):
+        part = _write(func, shortened(x, index.shape, dim), dim, index, values, rows, is_sum, **options)
+        return _with_first(x, part, dim)
     tensor = values if isinstance(values, torch.Tensor) else None
     (local, positions, written_values), spec = inside(_written, (x, index, tensor), dim, rows, is_sum)
     check_positions(positions, x.shape[dim] if x.dim() else 1, dim)
@@ -87,13 +80,29 @@ def _write(
     return in_layout_of(result, spec, x, lambda d: d)
 
 
+def _with_first(x: Any, part: ShardTensor, dim: int) -> ShardTensor:
+    """Returns a copy of `x` whose first positions along all dims but `dim` are `part`, sharded as `part` is."""
+    spec = x._spec if isinstance(x, ShardTensor) else make_spec(part._spec.mesh, None, x.shape)
+    x = x if isinstance(x, ShardTensor) else wrap(x, spec)
+    placements: list[Placement] = [p if isinstance(p, Shard) else Replicate() for p in spec.placements]
+    sizes = list(spec.sizes)
+    for m, d in part._spec.sharded:
+        if not isinstance(placements[m], Shard) and Shard(d) not in placements:
+            *others, last = part._spec.sizes[m] or ()
+            placements[m], sizes[m] = Shard(d), (*others, last + x.shape[d] - part.shape[d])
+    result: Any = x.redistribute(placements=placements, sizes=sizes).clone()
+    result[tuple(slice(None) if d == dim else slice(size) for d, size in enumerate(part.shape))] = part
+    return result
+
+
 def _scatter(func: Callable[..., Any], name: str) -> Callable[..., Any]:
     def scatter(input: Any, dim: int, index: Any, src: Any = None, *reduce: Any, **options: Any) -> Any:
         values = options.pop("value", src) if src is None else src
         if reduce:
             options["reduce"] = reduce[0]
         values = shortened(values, index.shape, None) if isinstance(values, torch.Tensor) else values
-        return _write(func, input, dim, index, values, False, name == "scatter_add", **options)
+        is_sum = name == "scatter_add" or (options.get("reduce") == "sum" and options.get("include_self", True))
+        return _write(func, input, dim, index, values, False, is_sum, **options)
 
     return scatter
 
@@ -103,6 +112,15 @@ def _index_write(func: Callable[..., Any], name: str) -> Callable[..., Any]:
         values = options.pop("value", source) if source is None else source
         if mode:
             options["reduce"] = mode[0]
+        if name == "index_fill" and isinstance(index, ShardTensor) and index._spec.sharded:
+            n, d = input.shape[dim] if input.dim() else 1, dim_of(input, dim)
+            if n <= 2 * index.numel():  # how often each position is filled, as int32, is less than all positions
+                times = torch.zeros(n, dtype=torch.int32, device=index.device)
+                times = torch.index_add(
+                    times, 0, index.reshape(-1), torch.ones_like(index, dtype=torch.int32).reshape(-1)
+                )
+                filled = (times > 0).reshape([n if other == d else 1 for other in range(input.dim())])
+                return torch.where(filled, values, input).to(input.dtype)
         return _write(func, input, dim, index, values, True, name == "index_add", **options)
 
     return write
@@ -199,6 +217,23 @@ def setitem(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Non
     if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
         raise RuntimeError("x[..] = y on a leaf that requires gradients: use x.clone(), or torch.no_grad()")
     _set_slices(x, [entry for entry in entries if entry is not None], value, index)
+
+
+@sharded(torch.select_scatter, _T.select_scatter, torch.slice_scatter, _T.slice_scatter)
+def part_scatter(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    """Writes a part along a sharded dim into a copy; along others shards are independent."""
+    is_slice = func in (torch.slice_scatter, _T.slice_scatter)
+
+    def call(input: Any, src: Any, dim: int = 0, *at: Any, **named: Any) -> Any:
+        dim = dim_of(input, dim)
+        if not isinstance(input, ShardTensor) or dim not in input._spec.mesh_dim_of or input._spec.partial:
+            return FUNCTIONS[UNHANDLED](func, types, args, kwargs)
+        bounds = [*at, *(named[name] for name in ("index", "start", "end", "step") if name in named)]
+        result = input.clone()
+        result[(*[slice(None)] * dim, slice(*bounds) if is_slice else bounds[0])] = src
+        return result
+
+    return call(*args, **kwargs)
 
 
 def _set_slices(x: ShardTensor, entries: Sequence[Any], value: Any, index: Any) -> None:

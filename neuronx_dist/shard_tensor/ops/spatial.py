@@ -1,7 +1,8 @@
 """The handlers of convolutions, pooling, padding and interpolation, over the functions of `windows/`.
 
-Any of the spatial dims, and the batch, may be sharded, in shards of any sizes. A convolution without groups takes
-channels that are sharded too: contracted ones make the result Partial.
+Any of the spatial dims, the batch and the channels may be sharded, in shards of any sizes. Contracted channels make the
+result Partial. Groups of channels are independent: where channels are sharded, their dim is split into groups and the
+channels of one group (`_grouped`), whose shards are bounded as views bound them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, wrap
 from ..typed import on_own_shard
 from ..windows import convolution, pooling, resample
-from ..windows.local_windows import ShardedDim
+from ..windows.local_windows import ShardedDim, nonempty
 from .one_exchange import Chain, refusal, takes_chains
 
 __all__: list[str] = []
@@ -42,6 +43,49 @@ def _convolution(x: torch.Size, weight: torch.Size, bias: torch.Size | None, gro
     out = New(groups * weight[1]) if transposed else "o"
     operands = [data, (*channels, *kernels), ("o",)]
     return Labels(operands, (*batch, out, *spatial), frozenset(("c", "o", "g", *kernels)), linear=bias is None)
+
+
+def _groups(x: torch.Size, weight: torch.Size, bias: torch.Size | None, transposed: bool) -> Labels:
+    """Returns the labels of a convolution whose operands have a dim of groups before their channels."""
+    count = len(weight) - 3
+    batch, spatial = ("b",) * (len(x) - count - 2), tuple(range(count))
+    kernels = tuple(f"k{i}" for i in range(count))
+    channels = ("g", "c", "o") if transposed else ("g", "o", "c")
+    operands = [(*batch, "g", "c", *spatial), (*channels, *kernels), ("g", "o")]
+    return Labels(operands, (*batch, "g", "o", *spatial), frozenset(kernels), frozenset((2,)), linear=bias is None)
+
+
+def _cuts_channels(x: Any, weight: Any, bias: Any) -> bool:
+    """Returns whether the weight or the bias is sharded, or the input along its channels."""
+    at = x.dim() - weight.dim() + 1
+    return any(
+        isinstance(operand, ShardTensor) and any(operand is not x or dim == at for _, dim in operand._spec.sharded)
+        for operand in (x, weight, bias)
+    )
+
+
+def _grouped(
+    x: Any, weight: Any, bias: Any, groups: int, compute: Callable[..., convolution.Result], transposed: bool
+) -> Any:
+    """Computes a convolution of groups by `compute(x, weight, bias, sharded dims, groups)`, on each rank's groups."""
+    count = weight.dim() - 2
+    at = x.dim() - count - 1
+    x, weight = x.unflatten(at, (groups, -1)), weight.unflatten(0, (groups, -1))
+    bias = None if bias is None else bias.unflatten(0, (groups, -1))
+    (local, w, b), spec = inside(_groups, (x, weight, bias), transposed)
+    here, channels = w.shape[0], w.shape[2 if transposed else 1]
+    for dim in range(3):  # of sharded groups, or channels, this rank may have none
+        w = nonempty(w, dim)
+    local = nonempty(nonempty(local, at), at + 1)
+    b = None if b is None else nonempty(nonempty(b, 0), 1).flatten()
+
+    def op(x: torch.Tensor, dims: Any) -> Any:
+        dims = [shard._replace(dim=shard.dim - 1) for shard in dims]
+        y, shards = compute(x.flatten(at, at + 1), w.flatten(0, 1), b, dims, w.shape[0])
+        y = y.unflatten(at, (w.shape[0], -1)).narrow(at, 0, here).narrow(at + 1, 0, channels)
+        return y, tuple(shard._replace(dim=shard.dim + 1) for shard in shards)
+
+    return _computed(local, spec, count, op)[0].flatten(at, at + 1)
 
 
 def _spatial(x: torch.Size, count: int) -> Labels:
@@ -90,6 +134,12 @@ def conv(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
             dim = input.window_dim(weight.dim() - 2, (weight, bias))
             (_, w, b), spec = inside(_convolution, (input.outline(), weight, bias), groups, False)
             return input.then(func.__name__, convolution.convolution(input.shape, w, b, [dim], **options), spec)
+        if groups > 1 and _cuts_channels(input, weight, bias):
+            return _grouped(
+                *(input, weight, bias, groups),
+                lambda x, w, b, dims, groups: convolution.conv(x, w, b, dims, **options | {"groups": groups}),
+                False,
+            )
         (x, w, b), spec = inside(_convolution, (input, weight, bias), groups, False)
         return _computed(x, spec, w.dim() - 2, lambda x, dims: convolution.conv(x, w, b, dims, **options))[0]
 
@@ -108,9 +158,15 @@ def conv_transpose(func: Callable[..., Any], types: Any, args: Any, kwargs: Any)
         groups: int = 1,
         dilation: Any = 1,
     ) -> Any:
-        (x, w, b), spec = inside(_convolution, (input, weight, bias), groups, True)
         options = {"stride": stride, "padding": padding, "output_padding": output_padding}
         options |= {"groups": groups, "dilation": dilation}
+        if groups > 1 and _cuts_channels(input, weight, bias):
+            return _grouped(
+                *(input, weight, bias, groups),
+                lambda x, w, b, dims, groups: convolution.conv_transpose(x, w, b, dims, **options | {"groups": groups}),
+                True,
+            )
+        (x, w, b), spec = inside(_convolution, (input, weight, bias), groups, True)
         return _computed(x, spec, w.dim() - 2, lambda x, dims: convolution.conv_transpose(x, w, b, dims, **options))[0]
 
     return call(*args, **kwargs)

@@ -10,7 +10,7 @@ import torch
 from ...spmd import S
 from ...spmd.watching import active
 from ..fallback import announce
-from ..handlers import sharded
+from ..handlers import composed, sharded
 from ..labels import Labels, inside, labels_of, planned
 from ..moves.intervals import bounds_of
 from ..moves.redistribute import redistributed_view
@@ -267,6 +267,21 @@ def split(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         return tuple(sliced(x, dim, low, high) for low, high in zip(bounds, bounds[1:]))
 
     return call(*args, **kwargs)
+
+
+@composed(torch.hsplit, _T.hsplit, checked=True)
+def hsplit(input: Any, sections: Any = None, *, indices: Any = None) -> Any:
+    return torch.tensor_split(input, indices if sections is None else sections, dim=min(1, input.dim() - 1))
+
+
+@composed(torch.vsplit, _T.vsplit, checked=True)
+def vsplit(input: Any, sections: Any = None, *, indices: Any = None) -> Any:
+    return torch.tensor_split(input, indices if sections is None else sections, dim=0)
+
+
+@composed(torch.dsplit, _T.dsplit, checked=True)
+def dsplit(input: Any, sections: Any = None, *, indices: Any = None) -> Any:
+    return torch.tensor_split(input, indices if sections is None else sections, dim=2)
 
 
 @sharded(torch.unbind, _T.unbind)

@@ -44,6 +44,15 @@ def test_a_reflection_past_the_tensor_is_refused_on_all_ranks() -> None:
     on_ranks(3, rank)
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_padding_of_no_elements(dim):
+    def rank(mesh):
+        y = F.pad(distribute_tensor(torch.zeros(0, 4), mesh, [Shard(dim)], src=None), (0, 0, 2, 1), value=3.0)
+        assert torch.equal(y.full_tensor(), torch.full((3, 4), 3.0))
+
+    on_ranks(2, rank)
+
+
 def test_padding_gives_memory_of_its_own() -> None:
     """On the second rank nothing is added to the shard."""
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.shard_tensor.support.cases import Case
+from tests.shard_tensor.support.selection import ranks_of
 
 N = 16
 _aten = torch.ops.aten
@@ -21,6 +22,16 @@ def _spread(count: int) -> torch.Tensor:
 def _batch_norm(x, w, b):
     mean, variance = torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
     return torch.native_batch_norm(x, w, b, mean, variance, True, 0.2, 1e-5)
+
+
+def _counts(histogram):
+    return histogram.hist, *histogram.bin_edges
+
+
+def _hashes(x):
+    if not hasattr(torch, "hash_tensor"):  # of newer versions
+        return x
+    return torch.hash_tensor(x).view(torch.int64), torch.hash_tensor(x, 0, keepdim=True).view(torch.int64)
 
 
 def _places(x, y):
@@ -66,6 +77,7 @@ CASES = [
     Case("diagonal", lambda x: (x.diagonal(), x.diagonal(-2, 1, 0)), [(N, N)], gathers=True),
     Case("diagonals of a batch", lambda x: torch.linalg.diagonal(x, offset=1), [(2, 5, N)], gathers=True),
     Case("diagonal_scatter", lambda x, y: torch.diagonal_scatter(x, y, 1), [(N, 9), (8,)], gathers=True),
+    Case("diagonal_scatter below", lambda x, y: x.diagonal_scatter(y, -2), [(N, 9), (9,)], gathers=True),
     Case("diag_embed", lambda x: torch.diag_embed(x, -1, 0, 2), [(N, 4)], gathers=True),
     Case("diag", lambda x: (torch.diag(x, 1), torch.diag(x[0])), [(N, 9)], gathers=True),
     Case("trace", torch.trace, [(N, 12)], gathers=True),
@@ -109,5 +121,65 @@ CASES = [
         [(N, 2), (5, 2)],
         gradients=False,
         gathers=True,
+    ),
+    Case("as_strided", lambda x: torch.as_strided(x, (5, 3), (4, 1), 2), [(N, 3)]),
+    Case("as_strided_copy of overlapping windows", lambda x: torch.as_strided_copy(x, (4, 7), (3, 1)), [(2, N)]),
+    Case("lstsq", torch.linalg.lstsq, [(N, 4, 2), (N, 4, 3)]),
+    Case("lstsq with residuals", lambda a, b: torch.linalg.lstsq(a, b, driver="gelsd"), [(N, 4, 2), (N, 4, 3)]),
+    Case("lstsq of vectors", lambda a, b: torch.linalg.lstsq(a, b, driver="gels"), [(N, 4, 2), (N, 4)]),
+    Case("lstsq of many columns", lambda a, b: torch.linalg.lstsq(a, b, driver="gelss"), [(5, 3), (5, N)]),
+    Case("lstsq of a broadcast system", lambda a, b: torch.linalg.lstsq(a, b)[0], [(1, 3, 2), (N, 3, 2)], gathers=True),
+    Case(
+        "multi_margin_loss",
+        lambda x, w: F.multi_margin_loss(x, ranks_of(x[:, 0]) % 4, 2, 0.7, w.detach()),
+        [(N, 4), (4,)],
+    ),
+    Case("multi_margin_loss of one", lambda x: F.multi_margin_loss(x, torch.tensor(3), reduction="none"), [(N,)]),
+    Case(
+        "embedding_bag of cut bags",
+        lambda x, y, w: F.embedding_bag(ranks_of(y), x, torch.tensor([0, 3, 3, 9]), mode="sum", per_sample_weights=w),
+        [(N, 3), (N,), (N,)],
+    ),
+    Case(
+        "embedding_bag means",
+        lambda x, y: F.embedding_bag(
+            ranks_of(y), x, torch.tensor([0, 3, 3, 16]), padding_idx=-2, include_last_offset=True
+        ),
+        [(N, 3), (N,)],
+    ),
+    Case("cross, broadcast", lambda x, y: torch.linalg.cross(x, y), [(1, 3), (N, 3)]),
+    Case("multi_dot", lambda *xs: torch.linalg.multi_dot(xs), [(N,), (N, 3), (3, N), (N, 2)]),
+    Case("multi_dot of matrices", lambda *xs: torch.linalg.multi_dot(xs), [(5, N), (N, 2), (2, N)]),
+    Case("cov of few variables", torch.cov, [(4, N)]),
+    Case("hsplit, vsplit", lambda x: (*torch.hsplit(x, 4), *x.vsplit([4, 9])), [(N, N)]),
+    Case("select_scatter", lambda x, y: x.select_scatter(y, 0, -3), [(N, 4), (4,)]),
+    Case("slice_scatter", lambda x, y: torch.slice_scatter(x, y, 0, 3, 14, 2), [(N, 4), (6, 4)]),
+    Case("fill", lambda x, y: torch.fill(x, 2.5) + torch.fill(x, y.sum()), [(N, 3), (4,)]),
+    Case("cross of the first dim of size 3", lambda x, y: torch.cross(x, y), [(N, 3), (N, 3)]),
+    Case("isin", lambda x, y: torch.isin(x.round(), y.round(), invert=True), [(N, 3), (5, 2)], gradients=False),
+    Case("hash_tensor", _hashes, [(N, 3)], gradients=False),
+    Case(
+        "unique", lambda x: torch.unique(x.round(), return_inverse=True, return_counts=True), [(N, 5)], gradients=False
+    ),
+    Case("unique rows", lambda x: x.sign().unique(dim=0, return_inverse=True), [(N, 2)], gradients=False),
+    Case("unique columns", lambda x: torch.unique(x, dim=-1, return_counts=True), [(3, N)], gradients=False),
+    Case("unique_consecutive", lambda x: torch.unique_consecutive(x.round(), True, True), [(N, 5)], gradients=False),
+    Case(
+        "unique_consecutive rows",
+        lambda x: x.sign().unique_consecutive(dim=0, return_counts=True),
+        [(N, 2)],
+        gradients=False,
+    ),
+    Case(
+        "histogramdd",
+        lambda x, w: _counts(torch.histogramdd(x, [3, 4], weight=w, density=True)),
+        [(N, 2), (N,)],
+        gradients=False,
+    ),
+    Case(
+        "histogramdd in a range",
+        lambda x: _counts(torch.histogramdd(x, 2, range=[-1.0, 1, 0, 2, -2, 0])),
+        [(N, 4, 3)],
+        gradients=False,
     ),
 ]

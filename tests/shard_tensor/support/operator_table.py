@@ -15,38 +15,29 @@ WIDTH = 150
 REASONS = {
     "gathered": {
         "a factor or a solution needs all of a matrix, and no dim of a batch is left to shard": """
-            cholesky cholesky_inverse cholesky_solve geqrf linalg.cholesky linalg.cholesky_ex linalg.cond
-            linalg.det linalg.eig linalg.eigh linalg.eigvals linalg.eigvalsh linalg.householder_product linalg.inv
-            linalg.inv_ex linalg.ldl_factor linalg.ldl_factor_ex linalg.ldl_solve linalg.lu linalg.lu_factor
-            linalg.lu_factor_ex linalg.lu_solve
-            linalg.matrix_norm linalg.matrix_power linalg.matrix_rank linalg.matrix_rank.hermitian linalg.norm
-            linalg.pinv linalg.pinv.hermitian linalg.pinv.singular linalg.qr linalg.slogdet linalg.solve
-            linalg.solve_ex linalg.solve_triangular linalg.svd linalg.svdvals linalg.tensorinv linalg.tensorsolve
-            logdet lu lu_solve lu_unpack matrix_exp ormqr pinverse qr svd triangular_solve""",
-        "whether there are residuals depends on the ranks of all matrices, so that there is no rule": """
-            linalg.lstsq linalg.lstsq.grad_oriented""",
-        "strides count the positions of all of a tensor": "as_strided as_strided_copy as_strided_scatter",
-        "values are compared over all of a tensor": """
-            hash_tensor histogramdd isin masked.prod median nanmedian nanquantile quantile unique
-            unique_consecutive""",
+            cholesky cholesky_inverse cholesky_solve geqrf linalg.cholesky linalg.cholesky_ex linalg.cond linalg.det
+            linalg.eig linalg.eigh linalg.eigvals linalg.eigvalsh linalg.householder_product linalg.inv linalg.inv_ex
+            linalg.ldl_factor linalg.ldl_factor_ex linalg.ldl_solve linalg.lu linalg.lu_factor linalg.lu_factor_ex
+            linalg.lu_solve linalg.lstsq linalg.lstsq.grad_oriented linalg.matrix_norm linalg.matrix_power
+            linalg.matrix_rank linalg.matrix_rank.hermitian linalg.norm linalg.pinv linalg.pinv.hermitian
+            linalg.pinv.singular linalg.qr linalg.slogdet linalg.solve linalg.solve_ex linalg.solve_triangular
+            linalg.svd linalg.svdvals linalg.tensorinv linalg.tensorsolve logdet lu lu_solve lu_unpack matrix_exp
+            ormqr pinverse qr svd triangular_solve""",
+        "torch's gradient is another than that of the written values, so that torch's function is called": """
+            as_strided_scatter""",
+        "values are compared over all of a tensor": "masked.prod median nanmedian nanquantile quantile",
         "the sharded dim is the only one, or the others have one position": """
-            _segment_reduce.lengths _segment_reduce.offsets cross fft.fft fft.fftn fft.hfft fft.hfftn fft.ifft
-            fft.ifftn fft.ihfft fft.ihfftn fft.irfft fft.irfftn fft.rfft fft.rfftn fill grid_sampler_3d hsplit
-            linalg.cross nn.functional.multi_margin_loss nn.functional.multilabel_margin_loss select_scatter""",
+            _segment_reduce.lengths _segment_reduce.offsets fft.fft fft.fftn fft.hfft fft.hfftn fft.ifft fft.ifftn
+            fft.ihfft fft.ihfftn fft.irfft fft.irfftn fft.rfft fft.rfftn grid_sampler_3d
+            nn.functional.multilabel_margin_loss""",
         "each rank uses all of a smaller operand, such as a weight, an index or written values": """
-            _batch_norm_with_update _chunk_cat addbmm _native_batch_norm_legit cdist corrcoef cov diagonal_scatter
-            index_copy index_fill index_reduce.amax index_reduce.amin index_reduce.mean index_reduce.prod kron
-            linalg.multi_dot native_batch_norm nn.functional.conv1d nn.functional.conv2d nn.functional.conv3d
-            nn.functional.conv_transpose1d nn.functional.conv_transpose2d nn.functional.conv_transpose3d
-            nn.functional.embedding_bag nn.functional.instance_norm nn.functional.pdist scatter scatter_add
-            scatter_reduce.amax scatter_reduce.amin scatter_reduce.mean scatter_reduce.prod scatter_reduce.sum""",
+            _batch_norm_with_update _chunk_cat addbmm _native_batch_norm_legit cov index_copy index_reduce.amax
+            index_reduce.amin index_reduce.mean index_reduce.prod kron native_batch_norm nn.functional.conv2d
+            nn.functional.conv3d nn.functional.conv_transpose1d nn.functional.conv_transpose2d
+            nn.functional.embedding_bag nn.functional.instance_norm nn.functional.pdist""",
     },
     "refused": {
-        "an index that is shorter than a sharded dim": """
-            scatter scatter_add scatter_reduce.amax scatter_reduce.amin scatter_reduce.mean scatter_reduce.prod
-            scatter_reduce.sum""",
-        "an index with more dims than the tensor": "gather",
-        "a size that is changed in place": "resize_ resize_as_",
+        "a size that is changed in place": "resize_",
         "a nuclear norm by `torch.norm`, which torch deprecates; `torch.linalg.matrix_norm` has it": "norm.nuc",
         "a sparse result": "to_sparse",
     },
@@ -60,7 +51,7 @@ equal plain torch's in every call that is not refused (`tests/shard_tensor/test_
 writes this page). The table counts forward calls; operators that draw random numbers are not among them.
 
 * *local*: nothing is communicated.
-* *exchanged*: shards move to another dim, or halos or reduced values travel.
+* *exchanged*: shards move to another dim, or halos, reduced values or a rank's unique values travel.
 * *gathered*: the ranks receive all of the sharded operand, with a warning or, if it is the smaller operand of a
   function with a handler, with a note in the report. Samples are small, so that other messages of the operand's size
   count, too.

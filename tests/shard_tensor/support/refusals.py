@@ -639,11 +639,6 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         NotImplementedError,
         "does not support align_to_window",
     ),
-    (
-        lambda mesh: x(mesh).scatter(1, torch.zeros(3, 1).long(), 1.0),
-        ValueError,
-        "the index has 3 elements along dim 0, where the tensor has 7",
-    ),
     (lambda mesh: _assigned(x(mesh), x(mesh) > 0, torch.ones(42)), NotImplementedError, "depends on the mask's values"),
     (lambda mesh: _assigned(x(mesh), 9, 1.0), IndexError, "^index 9 is out of bounds for dim 0 with size 7"),
     (lambda mesh: x(mesh).sort(2), IndexError, "dim 2 is out of range"),
@@ -804,6 +799,7 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         NotImplementedError,
         ": a ShardTensor that torch.func transforms meets one that it does not",
     ),
+    (lambda mesh: x(mesh).resize_(3, 14), NotImplementedError, r"shape \(7, 6\) cannot become \(3, 14\) in place"),
     (
         lambda mesh: x(mesh)[5].mul_(2),
         RuntimeError,
