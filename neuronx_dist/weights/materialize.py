@@ -15,17 +15,17 @@ import copy
 import hashlib
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import comm
-from .partial_model import buffer_slots, install_parameter, parameter_names, parameter_slots, partial_model
+from .partial_model import buffer_slots, install_parameter, join, parameter_names, parameter_slots, partial_model
 from .shard_spec import ShardSpec, spec_of
 
-__all__ = ["fill", "materialize", "materialize_buffers"]
+__all__ = ["fill", "initialize_modules", "materialize", "materialize_buffers"]
 
 Initialiser = Callable[[nn.Module], Any]
 
@@ -105,6 +105,52 @@ def materialize_buffers(
             initialisers = _initialisers(whole, name.rpartition(".")[0], init_fn, otherwise)
             module._buffers[key] = _draw(_stand_in(module), key, value, name, seed, initialisers).to(device)
     return model
+
+
+@torch.no_grad()
+def initialize_modules(
+    named_modules: Iterable[tuple[str, nn.Module]],
+    init_fn: Callable[..., Any],
+    is_local: Callable[[str], bool] = lambda name: True,
+) -> None:
+    """Allocates the meta tensors of modules on the CPU, as NaN, and fills them by NxD's `param_init_fn`.
+
+    Args:
+        named_modules: with their names in the model; `is_local` says which of their tensors are this rank's.
+        init_fn: `init_fn(module)`, called for each module with tensors on meta; or `init_fn(module, device)`, as in
+            NxD's release, called for each module that contains one at any depth.
+    """
+    device = torch.device("cpu")
+    arguments = (device,) if _takes_device(init_fn) else ()
+    for name, module in named_modules:  # lazily: `init_fn` may replace submodules
+        tensors = [
+            *module.named_parameters(name, recurse=bool(arguments), remove_duplicate=False),
+            *module.named_buffers(name, recurse=bool(arguments), remove_duplicate=False),
+        ]
+        if any(tensor.is_meta and is_local(key) for key, tensor in tensors):
+            for key, param in module._parameters.items():
+                if param is not None and param.is_meta and is_local(join(name, key)):
+                    install_parameter(param, _memory(param, device))
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta and is_local(join(name, key)):
+                    module._buffers[key] = _memory(buffer, device)
+            init_fn(module, *arguments)
+
+
+def _takes_device(init_fn: Callable[..., Any]) -> bool:
+    """Returns whether a `param_init_fn` takes `(module, device)`, as in NxD's release; its guide passes `(module)`."""
+    try:
+        parameters = [*inspect.signature(init_fn).parameters.values()]
+    except ValueError:  # of builtins
+        return False
+    second = next((p for p in parameters[1:2] if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)), None)
+    return second is not None and (second.default is second.empty or second.name == "device")
+
+
+def _memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns memory for a tensor of meta: NaN, so that a value which no initialiser sets is seen."""
+    memory = torch.empty_like(tensor, device=device)
+    return memory.fill_(float("nan")) if memory.is_floating_point() else memory
 
 
 def _local_slice(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
