@@ -58,11 +58,13 @@ def initialize_parallel_model(
     on_meta, init_fn = options["meta_device_init"], options["param_init_fn"]
     with init_on_device("meta", include_buffers=include_buffers) if on_meta else nullcontext():
         model = model_fn(*model_args, **model_kwargs)
+    stays_on_meta = torch.get_default_device().type == "meta"  # as in `spmd.check`, which needs no values
     if in_pipeline:
-        model = _pipeline(nxd_config, model, init_fn if on_meta else None)
-    elif on_meta:
+        model = _pipeline(nxd_config, model, init_fn if on_meta and not stays_on_meta else None)
+    elif on_meta and not stays_on_meta:
         initialize_modules(model.named_modules(), init_fn)
-    _move_in_turns(model, comm.current().backend.device, options["sequential_move_factor"])
+    if not stays_on_meta:
+        _move_in_turns(model, comm.current().backend.device, options["sequential_move_factor"])
     if nxd_config["pad_model"]:
         pad_model(model, comm.size("tp"), _heads(model))
     layers = nxd_config["activation_checkpoint_config"]

@@ -68,7 +68,7 @@ class NxDOptimizer(torch.optim.Optimizer):
     """An optimizer whose `step` first reduces the gradients over the mesh, and clips them.
 
     Gradients of sequence-parallel parameters are summed over tp, all are averaged over dp x cp (experts' over edp).
-    What a pipeline's `run_train` has done already is not done again. With ZeRO-1 the optimizer inside averages and clips.
+    What a pipeline's `run_train` has done is not done again. With ZeRO-1 the optimizer inside averages and clips.
 
     Attributes:
         optimizer: the optimizer inside; `param_groups`, `state` and `defaults` are its.

@@ -210,3 +210,44 @@ def test_a_checkpoint_continues_in_another_layout(tmp_path: Any) -> None:
 
 def _whole(param: nn.Parameter) -> torch.Tensor:
     return gather_full(param, spec_of(param))
+
+
+CHECKED = [(Mesh(4, tp=2), Options(sequence_parallel=True)), (Mesh(4, tp=2, pp=2), Options(zero1=True, meta=True))]
+
+
+@pytest.mark.parametrize(("mesh", "options"), CHECKED, ids=str)
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_a_trained_model_is_checked(mesh: Mesh, options: Options, stepwise: bool) -> None:
+    def model_fn() -> tuple[nxd.NxDModel, nxd.NxDOptimizer]:
+        config = config_of(mesh, options)
+        model = trainer.initialize_parallel_model(config, LanguageModel, False, options.sequence_parallel)
+        return model, trainer.initialize_parallel_optimizer(config, torch.optim.SGD, model.parameters(), lr=0.1)
+
+    def step(model: nxd.NxDModel, optimizer: nxd.NxDOptimizer, inputs: dict[str, torch.Tensor]) -> None:
+        model.run_train(**inputs)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    ids = torch.zeros(8, 8, dtype=torch.long)
+    inputs = {"input_ids": ids, "labels": ids}
+    report = nxd.spmd.check(model_fn, inputs, mesh, step=step if stepwise else None)
+    assert report.ok, str(report)
+
+
+def test_a_step_around_the_trainer_is_refused_by_the_check() -> None:
+    """The optimizer inside steps on gradients that nobody has reduced."""
+    mesh, options = CHECKED[0]
+
+    def model_fn() -> tuple[nxd.NxDModel, nxd.NxDOptimizer]:
+        config = config_of(mesh, options)
+        model = trainer.initialize_parallel_model(config, LanguageModel, False, True)
+        return model, trainer.initialize_parallel_optimizer(config, torch.optim.SGD, model.parameters(), lr=0.1)
+
+    def step(model: nxd.NxDModel, optimizer: nxd.NxDOptimizer, inputs: dict[str, torch.Tensor]) -> None:
+        model.run_train(**inputs)
+        optimizer.optimizer.step()
+
+    ids = torch.zeros(8, 8, dtype=torch.long)
+    report = nxd.spmd.check(model_fn, {"input_ids": ids, "labels": ids}, mesh, step=step)
+    assert not report.ok
+    assert "reduce_gradients" in str(report)
