@@ -24,19 +24,60 @@ _NAME = "neuronx_distributed"
 _ROOT = __name__.partition(".")[0]
 _PLACES = (f"{__package__}.{_NAME}", _ROOT)
 
-# Parts of NxD that are no part of training, and what is used instead.
+_INFERENCE = "it is for inference: use NxD Inference or vLLM with the weights that the converter writes"
+_NKI = "it is Neuron's kernel language: use torch's functions, or Triton"
+_TRACING = "forwards are recorded by neuronx_dist.program; NxDPPModel needs no tracer"
+_SCHEDULE = "schedules are neuronx_dist.pipeline.OneFOneB, Interleaved, ...; NxDPPModel(schedule=) takes one"
+
+# Parts of NxD without a counterpart, and what is used instead: modules, and names of modules that are here.
 _UNAVAILABLE = {
-    "trace": "it compiles models for inference on Neuron: use NxD Inference, or vLLM; "
-    "neuronx_dist.hf.save_pretrained writes a trained model's weights for them",
-    "inference": "use NxD Inference, or vLLM",
+    "trace": _INFERENCE,
+    "inference": _INFERENCE,
     "quantization": "it is for inference on Neuron; torchao quantises a trained model",
-    "operators": "they are for inference on Neuron: use torch's argmax and topk",
+    "operators": "they are for inference on Neuron: use torch.argmax, torch.topk",
     "experimental": "it is for inference on Neuron",
-    "utils.medusa_utils": "it is for speculative decoding: use NxD Inference, or vLLM",
-    "utils.sampling": "it is for inference: use transformers' generate",
-    "utils.speculative_decoding": "use NxD Inference, or vLLM",
+    "kernels.kernel_utils": _NKI,
+    "lightning": "write the loop with neuronx_dist.trainer, whose options NeuronXLAStrategy takes in NxD",
+    "modules.lora": "this version has no adapters: freeze parameters, and add your adapters in the model",
+    "modules.moe": "this version has no layers of experts",
+    "optimizer.convert_zero_checkpoints": "run python -m neuronx_dist.scripts.convert_zero_checkpoints --help",
+    "optimizer.zero_dcp_utils": "save_checkpoint writes and loads files of torch.distributed.checkpoint",
+    "pipeline.comm": 'use neuronx_dist.comm.send and recv over the axis "pp"',
+    "pipeline.scheduler": _SCHEDULE,
+    "pipeline.trace": _TRACING,
+    "trainer.checkpoint_storage": "save_checkpoint takes a path, or a URL of fsspec (s3://bucket/run)",
+    "trainer.post_partition_hooks": "NxDPPModel is partitioned when it is made: act after it",
+    "utils.medusa_utils": _INFERENCE,
+    "utils.sampling": _INFERENCE,
+    "utils.safetensors_utils": "hf.save_pretrained writes safetensors; tied weights are saved once",
+    "utils.serialization": "messages between stages have recorded shapes; use pickle for objects",
+    "utils.speculative_decoding": _INFERENCE,
     "utils.tensor_capture": "it is for inference on Neuron: use forward hooks",
     "utils.tensor_replacement": "it is for inference on Neuron: use forward hooks",
+    "utils.timeline": "NxDPPModel(trace_file_path=) records a step; for others use torch.profiler",
+}
+_NAMES_UNAVAILABLE = {
+    "": {
+        "BaseNxDModel": _INFERENCE,
+        "ModelBuilder": _INFERENCE,
+        "NxDParallelState": _INFERENCE,
+        "TorchScriptNxDModel": _INFERENCE,
+        "convert_nxd_model_to_torchscript_model": _INFERENCE,
+        "shard_checkpoint": _INFERENCE,
+    },
+    "kernels.flash_attn": dict.fromkeys(("NKIAttnFunc", "get_flash_attn_kernels"), _NKI),
+    "kernels.ring_attention_kernel": dict.fromkeys(("NkiRingAttnFunc", "get_seq_tile_size"), _NKI),
+    "pipeline.model": {"mark_timeline": "NxDPPModel(trace_file_path=) records a step"},
+    "pipeline.timeline": {"PPTimeline": "NxDPPModel(trace_file_path=) records a step; neuronx-dist timeline draws it"},
+    "pipeline.partition": dict.fromkeys(
+        ("PipelineIO", "adding_live_obj_for_previous_stages", "analyze_pipeline_module", "iterate_graph_model_outputs")
+        + ("analyze_shared_weights_across_stages", "partition_traced_model", "stage_to_pipeline_parallel_rank"),
+        "a recorded forward is cut by neuronx_dist.pipeline.cut",
+    ),
+    "trainer": {"PostPartitionHooks": "NxDPPModel is partitioned when it is made: act after it"},
+    "trainer.trainer": {"filter_to_local_parameter_group": "NxDModel.parameters() are those of the stage"},
+    "utils.model_utils": {"maybe_materalize_model": "torchdistx is not supported: build on meta (meta_device_init)"},
+    "utils.activation_checkpoint": {"NxDCheckpointWrapper": "checkpoint_wrapper changes a module in place"},
 }
 
 
@@ -47,7 +88,7 @@ def install_names() -> None:
         RuntimeError: the published package is imported already.
     """
     present = sys.modules.get(_NAME)
-    if present is not None and not present.__name__.startswith(_ROOT):
+    if present is not None and present.__name__.partition(".")[0] != _ROOT:
         raise RuntimeError(
             f"{_NAME} is imported already, from {getattr(present, '__file__', None)}: import neuronx_dist.compat "
             f"before anything that imports {_NAME}"
@@ -69,9 +110,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         place = self._place(spec.name)
         assert place is not None
-        if place.startswith(_ROOT):
+        if place.partition(".")[0] == _ROOT:
             module = importlib.import_module(place)
             spec.loader_state = module.__spec__
+            part = spec.name.partition(".")[2]
+            for name, reason in _NAMES_UNAVAILABLE.get(part, {}).items():
+                if name not in vars(module):
+                    setattr(module, name, _unavailable(spec.name, name, reason))
             return module
         return unavailable_module(spec.name, place)
 
@@ -107,13 +152,18 @@ def unavailable_module(name: str, reason: str) -> ModuleType:
     def get(attribute: str) -> Any:
         if attribute.startswith("__"):
             raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
-
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise NotImplementedError(f"{name}.{attribute} is not available here: {reason}")
-
-        return type(attribute, (), {"__init__": refuse, "__class_getitem__": refuse, "__module__": name})
+        return _unavailable(name, attribute, reason)
 
     module = ModuleType(name, f"Not available here: {reason}.")
     module.__dict__["__getattr__"] = get
     module.__path__ = []
     return module
+
+
+def _unavailable(module: str, name: str, reason: str) -> type:
+    """Returns a class that raises `NotImplementedError` where it is instantiated or called."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{module}.{name} is not available here: {reason}")
+
+    return type(name, (), {"__init__": refuse, "__class_getitem__": refuse, "__module__": module})

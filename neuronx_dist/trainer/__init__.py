@@ -1,14 +1,14 @@
 """NxD's trainer: one configuration, a model and an optimizer that are made by it, and their checkpoints.
 
-config.py      `neuronx_distributed_config`: the options and their defaults
-model.py       `initialize_parallel_model`, `NxDModel`
-optimizer.py   `initialize_parallel_optimizer`, `NxDOptimizer`
+trainer.py     `neuronx_distributed_config`, `initialize_parallel_model`, `initialize_parallel_optimizer`
+model.py       `NxDModel`; optimizer.py: `NxDOptimizer`
+checkpoint.py  NxD's import path of `save_checkpoint` and `load_checkpoint`
 """
 
-from ..checkpoint.api import load_checkpoint, save_checkpoint
-from .config import neuronx_distributed_config
-from .model import NxDModel, initialize_parallel_model
-from .optimizer import NxDOptimizer, initialize_parallel_optimizer
+from .checkpoint import load_checkpoint, save_checkpoint
+from .model import NxDModel
+from .optimizer import NxDOptimizer
+from .trainer import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
 
 __all__ = [
     "NxDModel",

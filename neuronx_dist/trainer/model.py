@@ -1,117 +1,16 @@
-"""A model made by a configuration: on meta or not, in a pipeline or not, padded, recomputed; on this rank's device."""
+"""The model of NxD's trainer: a module, or a pipeline model, with NxD's methods."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from .. import comm
-from ..parallel_layers import parallel_state
-from ..parallel_layers.activation_checkpoint import checkpoint_layers
-from ..parallel_layers.pad import pad_model
-from ..parallel_layers.utils import move_model_to_device
 from ..pipeline.model import NxDPPModel
-from ..weights.init_device import init_on_device
-from ..weights.materialize import initialize_modules
-from .config import initialize_mesh
 
-__all__ = ["NxDModel", "initialize_parallel_model"]
-
-
-def initialize_parallel_model(
-    nxd_config: Mapping[str, Any],
-    model_fn: Callable[..., nn.Module],
-    include_buffers: bool = False,
-    *model_args: Any,
-    **model_kwargs: Any,
-) -> NxDModel:
-    """Builds `model_fn(*model_args, **model_kwargs)` as a configuration says, and moves it to this rank's device.
-
-    The order is: meta device, pipeline, initial values and device, padding of heads, activation checkpointing.
-
-    Args:
-        nxd_config: of `neuronx_distributed_config`.
-        model_fn: returns a model with parallel layers.
-        include_buffers: with `meta_device_init`, build buffers on meta too.
-
-    Raises:
-        ValueError: a pipeline without `pipeline_config`; `pad_model` in a pipeline, or for a model without a config of
-            its heads; layers for activation checkpointing that the model does not have.
-        NotImplementedError: `lora_config`.
-    """
-    if not parallel_state.model_parallel_is_initialized():
-        initialize_mesh(nxd_config)
-    in_pipeline = nxd_config["pipeline_parallel_size"] > 1
-    if nxd_config["pad_model"] and in_pipeline:
-        raise ValueError("pad_model=True in a pipeline: pad in model_fn, by neuronx_dist.pad_model(model, tp, heads)")
-    if nxd_config["lora_config"] is not None:
-        raise NotImplementedError(
-            "lora_config: this version has no adapters; leave lora_config out, or freeze parameters and add your "
-            "adapters in model_fn"
-        )
-    options = nxd_config["model_init_config"]
-    on_meta, init_fn = options["meta_device_init"], options["param_init_fn"]
-    with init_on_device("meta", include_buffers=include_buffers) if on_meta else nullcontext():
-        model = model_fn(*model_args, **model_kwargs)
-    stays_on_meta = torch.get_default_device().type == "meta"  # as in `spmd.check`, which needs no values
-    if in_pipeline:
-        model = _pipeline(nxd_config, model, init_fn if on_meta and not stays_on_meta else None)
-    elif on_meta and not stays_on_meta:
-        initialize_modules(model.named_modules(), init_fn)
-    if not stays_on_meta:
-        _move_in_turns(model, comm.current().backend.device, options["sequential_move_factor"])
-    if nxd_config["pad_model"]:
-        pad_model(model, comm.size("tp"), _heads(model))
-    layers = nxd_config["activation_checkpoint_config"]
-    if layers is not None:
-        checkpoint_layers(model, None if layers == "full" else layers)
-    return NxDModel(model, nxd_config)
-
-
-def _pipeline(nxd_config: Mapping[str, Any], model: nn.Module, init_fn: Callable[..., Any] | None) -> NxDPPModel:
-    options = nxd_config["pipeline_config"]
-    if options is None:
-        raise ValueError(
-            f"pipeline_parallel_size={nxd_config['pipeline_parallel_size']} needs a pipeline_config: a dict with "
-            "arguments of NxDPPModel, such as transformer_layer_cls, num_microbatches and output_loss_value_spec"
-        )
-    # The optimizer's step takes the mean over the data, so that a script may call it after several `run_train`.
-    zero1 = nxd_config["optimizer_config"]["zero_one_enabled"]
-    public = {name: value for name, value in options.items() if not name.startswith("_")}
-    public.pop("use_model_wrapper", None)
-    public |= {"use_zero1_optimizer": zero1, "use_optimizer_wrapper": not zero1}
-    public["param_init_fn"] = init_fn or public.get("param_init_fn")
-    return NxDPPModel(model, **public)
-
-
-def _move_in_turns(model: nn.Module, device: torch.device, ranks_at_a_time: int) -> None:
-    """Moves the model to the device, some ranks of each host at a time: a host holds fewer copies in between."""
-    if ranks_at_a_time < 1:
-        raise ValueError(f"sequential_move_factor must be at least 1, got {ranks_at_a_time}")
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size("world")))
-    local_rank = comm.rank("world") % ranks
-    for turn in range(-(-ranks // ranks_at_a_time)):
-        if turn:
-            comm.barrier()
-        if local_rank // ranks_at_a_time == turn:
-            move_model_to_device(model, device)
-
-
-def _heads(model: nn.Module) -> int:
-    """Returns the heads that `pad_model` counts: the key/value heads, of which each has its group of query heads."""
-    config = getattr(model, "config", None)
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-    if not heads:
-        raise ValueError(
-            f"pad_model=True: {type(model).__name__} has no config.num_attention_heads; pad in model_fn, by "
-            "neuronx_dist.pad_model(model, tp_degree, n_heads)"
-        )
-    return int(heads)
+__all__ = ["NxDModel"]
 
 
 class NxDModel(nn.Module):

@@ -1,4 +1,4 @@
-"""An optimizer made by a configuration: its step reduces the gradients over the mesh, and clips them."""
+"""The optimizer of NxD's trainer: its step reduces the gradients over the mesh, and clips them."""
 
 from __future__ import annotations
 
@@ -10,58 +10,8 @@ import torch
 from ..gradients.gradient import gradient_of, parameters_of
 from ..gradients.norm import clip_grad_norm
 from ..gradients.reduce import allreduce_sequence_parallel_gradients, bucket_allreduce_gradients
-from ..optimizer import NeuronZero1Optimizer
 
-__all__ = ["NxDOptimizer", "initialize_optimizer_from_class", "initialize_parallel_optimizer"]
-
-
-def initialize_parallel_optimizer(
-    nxd_config: Mapping[str, Any],
-    optimizer_class: Callable[..., torch.optim.Optimizer],
-    parameters: Any,
-    **defaults: Any,
-) -> NxDOptimizer:
-    """Makes `optimizer_class(parameters, **defaults)` as a configuration says; its `step` does all that a step needs.
-
-    Args:
-        nxd_config: of `neuronx_distributed_config`.
-        optimizer_class: a torch optimizer; with ZeRO-1 one whose update is elementwise.
-        parameters: parameters or groups of them, of this rank: `model.parameters()` of an `NxDModel`.
-
-    Raises:
-        RuntimeError: an option of `mixed_precision_config` is set that needs ZeRO-1, which is off.
-    """
-    return NxDOptimizer(
-        initialize_optimizer_from_class(nxd_config, optimizer_class, parameters, **defaults), nxd_config
-    )
-
-
-def initialize_optimizer_from_class(
-    nxd_config: Mapping[str, Any],
-    optimizer_class: Callable[..., torch.optim.Optimizer],
-    parameters: Any,
-    model: Any = None,
-    **defaults: Any,
-) -> torch.optim.Optimizer:
-    """Makes the optimizer that `NxDOptimizer` wraps: `NeuronZero1Optimizer`, or one of `optimizer_class`."""
-    options, precision = nxd_config["optimizer_config"], nxd_config["mixed_precision_config"]
-    if not options["zero_one_enabled"]:
-        if wrong := [name for name, value in precision.items() if value]:
-            raise RuntimeError(
-                f"mixed_precision_config: {', '.join(wrong)} need ZeRO-1: set optimizer_config "
-                '{"zero_one_enabled": True}, or leave them out'
-            )
-        return optimizer_class(parameters, **defaults)
-    return NeuronZero1Optimizer(
-        parameters,
-        optimizer_class,
-        grad_clipping=options["grad_clipping"],
-        max_norm=options["max_grad_norm"],
-        use_grad_acc_hook=precision["use_fp32_grad_acc"],
-        higher_cc_precision=precision["use_fp32_grad_acc"],
-        save_master_weights=precision["use_master_weights_in_ckpt"],
-        **defaults,
-    )
+__all__ = ["NxDOptimizer"]
 
 
 class NxDOptimizer(torch.optim.Optimizer):

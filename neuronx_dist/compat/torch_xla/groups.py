@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ... import comm
+from ...comm.backends.local_device import device_type, select
 from ...mesh import Mesh
 
 __all__ = ["communicator", "in_world", "local_device", "local_rank", "local_size", "rank", "size"]
@@ -42,7 +43,7 @@ def local_device() -> torch.device:
     """Returns this rank's device."""
     if comm.is_initialized():
         return comm.current().backend.device
-    return comm.backends.local_device.select(comm.backends.local_device.device_type("auto"))
+    return select(device_type("auto"))
 
 
 @contextmanager

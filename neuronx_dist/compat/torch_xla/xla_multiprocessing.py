@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.spawn import start_processes
 
 from ... import comm
+from ...comm.backends.local_device import device_type
 from .groups import rank, size
 from .xla_model import rendezvous
 
@@ -37,7 +38,7 @@ def spawn(
     if "RANK" in os.environ:  # torchrun started this process: it is one of the ranks
         comm.launch.init_distributed()
         return fn(int(os.environ.get("LOCAL_RANK", "0")), *args)
-    device = comm.backends.local_device.device_type("auto")
+    device = device_type("auto")
     count = nprocs or (1 if device == "cpu" else torch.accelerator.device_count())
     if count == 1:
         comm.launch.init_distributed()

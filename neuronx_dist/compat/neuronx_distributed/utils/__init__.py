@@ -6,7 +6,8 @@ import os
 
 import torch
 
-from .... import comm
+from ....comm.backends.local_device import device_type, select
+from ....comm.launch import end_step
 from .utils import HloMetadataLevel, hardware
 
 __all__ = ["HloMetadataLevel", "cpu_mode", "get_device", "hardware", "mark_step", "master_print"]
@@ -19,7 +20,7 @@ def cpu_mode() -> bool:
 
 def mark_step() -> None:
     """Ends a step, which is a program on XLA and nothing elsewhere."""
-    comm.end_step()
+    end_step()
 
 
 def master_print(msg: object) -> None:
@@ -30,4 +31,4 @@ def master_print(msg: object) -> None:
 
 def get_device() -> torch.device:
     """Returns this rank's device; the CPU in `cpu_mode`."""
-    return torch.device("cpu") if cpu_mode() else comm.backends.local_device.select("auto")
+    return torch.device("cpu") if cpu_mode() else select(device_type("auto"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -17,10 +19,17 @@ from ....weights.materialize import initialize_modules
 __all__ = [
     "LogicalNCConfig",
     "analyze_shared_parameters",
+    "check_delay_tracing",
+    "get_delay_tracing",
     "get_model_sequential",
+    "get_platform_lnc",
+    "has_fake_tensors",
     "init_on_device",
+    "is_hf_accelerate_available",
     "is_hf_pretrained_model",
     "is_hf_transformers_available",
+    "is_nxdt_available",
+    "is_nxdt_pretrained_model",
     "move_model_to_device",
     "preserve_parallel_attributes",
     "preserve_shared_weights",
@@ -66,11 +75,42 @@ def get_model_sequential(
 
 def is_hf_transformers_available() -> bool:
     """Returns whether transformers is installed."""
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return importlib.util.find_spec("transformers") is not None
+
+
+def is_hf_accelerate_available() -> bool:
+    """Returns whether accelerate is installed."""
+    return importlib.util.find_spec("accelerate") is not None
+
+
+def is_nxdt_available() -> bool:
+    """Returns False: NxD Training is not supported."""
+    return False
+
+
+def is_nxdt_pretrained_model(model: nn.Module) -> bool:
+    """Returns False: NxD Training is not supported."""
+    return False
+
+
+def has_fake_tensors(model: nn.Module, ignored_params: set[nn.Parameter] | None = None) -> bool:
+    """Returns False: torchdistx's fake tensors are not supported; models are built on meta."""
+    return False
+
+
+def check_delay_tracing(nxd_config: Any) -> bool:
+    """Returns False: a pipeline model is cut when it is made."""
+    return False
+
+
+def get_delay_tracing(arg: Any) -> bool:
+    """Returns False: a pipeline model is cut when it is made."""
+    return False
+
+
+def get_platform_lnc() -> LogicalNCConfig:
+    """Returns the number of physical cores of a logical one that `NEURON_LOGICAL_NC_CONFIG` says, 1 by default."""
+    return LogicalNCConfig(int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", "1")))
 
 
 def is_hf_pretrained_model(model: nn.Module) -> bool:
