@@ -62,8 +62,8 @@ def neuronx_distributed_config(
         tensor_parallel_size, pipeline_parallel_size, expert_parallel_size, context_parallel_size: degrees.
         pipeline_config: arguments of `NxDPPModel`, which is made if `pipeline_parallel_size` is more than 1.
         optimizer_config: `zero_one_enabled` (False), `grad_clipping` (True), `max_grad_norm` (1.0), also under ZeRO-1.
-        activation_checkpoint_config: None: nothing is recomputed. "full": the transformer layers. A class of modules,
-            its name, or several of them.
+        activation_checkpoint_config: None: nothing is recomputed. "full": the transformer layers, as
+            `pipeline_config` or a Hugging Face model names them. A class of modules, its name, or several of them.
         pad_model: zero heads are added to a Hugging Face model whose heads tp does not divide (`pad_model`).
         sequence_parallel: whether layers were built with sequence parallelism. (Their gradients are summed over tp in
             any case, since parameters are marked.)
@@ -161,8 +161,11 @@ def initialize_parallel_model(
     if nxd_config["pad_model"]:
         pad_model(model, comm.size("tp"), _heads(model))
     layers = nxd_config["activation_checkpoint_config"]
-    if layers is not None:
-        checkpoint_layers(model, None if layers == "full" else layers)
+    if isinstance(layers, str) and layers == "full":
+        layers = (nxd_config["pipeline_config"] or {}).get("transformer_layer_cls")
+        checkpoint_layers(model, layers)
+    elif layers is not None:
+        checkpoint_layers(model, layers)
     return NxDModel(model, nxd_config)
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support import forked
+
+pytestmark = pytest.mark.process
 
 ALONE = """
 import neuronx_dist.compat
