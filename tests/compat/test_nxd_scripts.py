@@ -22,8 +22,11 @@ def _run(script: str, ranks: int, options: tuple[str, ...]) -> list[tuple[float,
     command = ["-m", "neuronx_dist", "compat", str(SCRIPTS / script), *options]
     result = forked.run(command, ranks=ranks, OMP_NUM_THREADS="1")
     assert result.codes == [0] * ranks, "\n".join(error[-1500:] for error in result.errors)
-    lines = [line.split() for output in result.outputs for line in output.splitlines() if line.startswith("LOG")]
-    return [(float(loss), float(norm)) for _, loss, norm in lines]
+    outputs = [
+        [line.split()[1:] for line in output.splitlines() if line.startswith("LOG")] for output in result.outputs
+    ]
+    steps = zip(*(lines for lines in outputs if lines))  # of the data-parallel ranks that print
+    return [(sum(float(loss) for loss, _ in ranks) / len(ranks), float(ranks[0][1])) for ranks in steps]
 
 
 def _options(**options: Any) -> tuple[str, ...]:

@@ -165,7 +165,7 @@ class LlamaForCausalLM(nn.Module):
             logits, labels = logits[:, :-1].contiguous(), labels[:, 1:].contiguous()
         valid = labels != -100
         losses = parallel_cross_entropy(logits, labels.clamp(min=0)) * valid
-        return losses.sum() / valid.sum(), logits.detach()
+        return losses.sum() / input_ids.numel(), logits.detach()
 
 
 def init_weights(module, device):

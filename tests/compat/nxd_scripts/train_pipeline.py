@@ -8,7 +8,6 @@ from data import arguments, create_dataloader, options_of
 from modeling_llama import Config, CoreAttention, DecoderLayer, LlamaForCausalLM, RMSNorm, init_weights
 from neuronx_distributed.parallel_layers import mappings
 from neuronx_distributed.parallel_layers.parallel_state import (
-    get_data_parallel_rank,
     get_pipeline_model_parallel_rank,
     get_tensor_model_parallel_rank,
 )
@@ -50,7 +49,7 @@ def train(args):
     optimizer = nxd.initialize_parallel_optimizer(nxd_config, torch.optim.AdamW, groups, lr=0.01, eps=1e-8)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 3)
     last = get_pipeline_model_parallel_rank() == args.pipeline_parallel_size - 1
-    prints = last and get_tensor_model_parallel_rank() == 0 and get_data_parallel_rank() == 0
+    prints = last and get_tensor_model_parallel_rank() == 0  # the loss of each data-parallel rank
     loader, steps = create_dataloader(), 0
     if args.checkpoint_dir and nxd.has_checkpoint(args.checkpoint_dir):
         content = nxd.load_checkpoint(args.checkpoint_dir, None, model, optimizer, scheduler)
