@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from .. import comm
+from ..modules.lora.model import adapters_by_themselves, add_adapters, load_when_asked
 from ..nearest import nearest
 from ..optimizer import NeuronZero1Optimizer
 from ..parallel_layers import parallel_state
@@ -125,7 +126,7 @@ def initialize_parallel_model(
 ) -> NxDModel:
     """Builds `model_fn(*model_args, **model_kwargs)` as a configuration says, and moves it to this rank's device.
 
-    The order is: meta device, pipeline, initial values and device, padding of heads, activation checkpointing.
+    In this order: meta device, adapters, pipeline, initial values and device, padding, activation checkpointing.
 
     Args:
         nxd_config: of `neuronx_distributed_config`.
@@ -134,23 +135,21 @@ def initialize_parallel_model(
 
     Raises:
         ValueError: a pipeline without `pipeline_config`; `pad_model` in a pipeline, or for a model without a config of
-            its heads; layers for activation checkpointing that the model does not have.
-        NotImplementedError: `lora_config`.
+            its heads; layers for activation checkpointing, or for adapters, that the model does not have.
     """
     if not parallel_state.model_parallel_is_initialized():
         _initialize_mesh(nxd_config)
     in_pipeline = nxd_config["pipeline_parallel_size"] > 1
     if nxd_config["pad_model"] and in_pipeline:
         raise ValueError("pad_model=True in a pipeline: pad in model_fn, by neuronx_dist.pad_model(model, tp, heads)")
-    if nxd_config["lora_config"] is not None:
-        raise NotImplementedError(
-            "lora_config: this version has no adapters; leave lora_config out, or freeze parameters and add your "
-            "adapters in model_fn"
-        )
     options = nxd_config["model_init_config"]
     on_meta, init_fn = options["meta_device_init"], options["param_init_fn"]
     with init_on_device("meta", include_buffers=include_buffers) if on_meta else nullcontext():
         model = model_fn(*model_args, **model_kwargs)
+    lora = nxd_config["lora_config"]
+    if lora is not None:
+        lora = add_adapters(model, lora)
+        init_fn = adapters_by_themselves(init_fn)
     stays_on_meta = torch.get_default_device().type == "meta"  # as in `spmd.check`, which needs no values
     if in_pipeline:
         model = _pipeline(nxd_config, model, init_fn if on_meta and not stays_on_meta else None)
@@ -158,6 +157,8 @@ def initialize_parallel_model(
         initialize_modules(model.named_modules(), init_fn)
     if not stays_on_meta:
         _move_in_turns(model, comm.current().backend.device, options["sequential_move_factor"])
+    if lora is not None and not stays_on_meta:
+        load_when_asked(model, lora)
     if nxd_config["pad_model"]:
         pad_model(model, comm.size("tp"), _heads(model))
     layers = nxd_config["activation_checkpoint_config"]

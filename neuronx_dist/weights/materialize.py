@@ -25,7 +25,7 @@ from .. import comm
 from .partial_model import buffer_slots, install_parameter, join, parameter_names, parameter_slots, partial_model
 from .shard_spec import ShardSpec, spec_of
 
-__all__ = ["fill", "initialize_modules", "materialize", "materialize_buffers"]
+__all__ = ["fill", "initialize_modules", "materialize", "materialize_buffers", "seed_of"]
 
 Initialiser = Callable[[nn.Module], Any]
 
@@ -219,7 +219,7 @@ def _draw(
             value.fill_(unset)
             table = module.__dict__["_parameters" if is_parameter else "_buffers"]
             table[name] = nn.Parameter(value, requires_grad=False) if is_parameter else value
-            torch.default_generator.manual_seed(_seed_of(seed, qualified))
+            torch.default_generator.manual_seed(seed_of(seed, qualified))
             initialiser(module)
             drawn: torch.Tensor = getattr(module, name).detach()
             if not (drawn.isnan() if unset != unset else drawn == unset).any():
@@ -239,6 +239,6 @@ def _unset(dtype: torch.dtype) -> Any:
     return True if dtype == torch.bool else torch.iinfo(dtype).min
 
 
-def _seed_of(seed: int, name: str) -> int:
+def seed_of(seed: int, name: str) -> int:
     """63 bits from the seed and the name; a cryptographic hash, since Python's own differs between processes."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1

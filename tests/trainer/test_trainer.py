@@ -11,6 +11,7 @@ from torch import nn
 import neuronx_dist as nxd
 from neuronx_dist import comm, trainer
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.modules.lora import LoraConfig
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
 from tests.support.synthetic import relative_error
 from tests.trainer.nxd_model import Block, LanguageModel, Options, check, config_of
@@ -82,7 +83,6 @@ def _model(mesh: Mesh, **changes: Any) -> nxd.NxDModel:
 
 
 REFUSED = {
-    "adapters": (Mesh(1), dict(lora_config=object()), NotImplementedError, "lora_config"),
     "padding in a pipeline": (Mesh(2, pp=2), dict(pad_model=True), ValueError, "pad in model_fn"),
     "padding without heads": (Mesh(1), dict(pad_model=True), ValueError, "no config.num_attention_heads"),
     "unknown layers": (Mesh(1), dict(activation_checkpoint_config="Blok"), ValueError, "no layer 'Blok'; nearest"),
@@ -251,3 +251,39 @@ def test_a_step_around_the_trainer_is_refused_by_the_check() -> None:
     report = nxd.spmd.check(model_fn, {"input_ids": ids, "labels": ids}, mesh, step=step)
     assert not report.ok
     assert "reduce_gradients" in str(report)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("mesh", [Mesh(2, tp=2), Mesh(4, tp=2, pp=2)], ids=str)
+def test_adapters_are_put_into_the_model(mesh: Mesh, meta: bool) -> None:
+    """They are trained, and nothing else; a model that was built on meta begins as one that was not."""
+
+    def main(mesh: Mesh) -> tuple[list[float | None], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        lora = LoraConfig(lora_rank=2, target_modules=["up", "down"])
+        config = config_of(mesh, Options(meta=meta), lora_config=lora)
+        model = trainer.initialize_parallel_model(config, LanguageModel)
+        optimizer = trainer.initialize_parallel_optimizer(
+            config, torch.optim.SGD, [param for param in model.parameters() if param.requires_grad], lr=0.5
+        )
+        before = {name: _whole(param).clone() for name, param in model.named_parameters()}
+        ids = torch.arange(64).view(8, 8) % 24
+        losses = []
+        for _ in range(3):
+            loss = model.run_train(input_ids=ids, labels=ids)
+            losses.append(None if loss is None else loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, before, {name: _whole(param) for name, param in model.named_parameters()}
+
+    losses, start, end = comm.threads.run(Mesh(1), main, Mesh(1))[0]
+    assert any("lora_A" in name and "up" in name for name in start)
+    assert all(bool(value.any()) == ("lora_B" not in name) for name, value in start.items() if "lora_" in name)
+    for name in start:
+        assert torch.equal(start[name], end[name]) != ("lora_" in name), name
+    for found, before, after in comm.threads.run(mesh, main, mesh):
+        assert found[0] is None or found == pytest.approx(losses, abs=1e-10)
+        for name, value in before.items():
+            assert torch.equal(value, start[name]), name
+        for name, value in after.items():
+            assert relative_error(value, end[name]) < 1e-10, name
