@@ -38,7 +38,6 @@ _UNAVAILABLE = {
     "experimental": "it is for inference on Neuron",
     "kernels.kernel_utils": _NKI,
     "lightning": "write the loop with neuronx_dist.trainer, whose options NeuronXLAStrategy takes in NxD",
-    "modules.lora": "this version has no adapters: freeze parameters, and add your adapters in the model",
     "modules.moe": "this version has no layers of experts",
     "optimizer.convert_zero_checkpoints": "run python -m neuronx_dist.scripts.convert_zero_checkpoints --help",
     "optimizer.zero_dcp_utils": "save_checkpoint writes and loads files of torch.distributed.checkpoint",
@@ -80,6 +79,13 @@ _NAMES_UNAVAILABLE = {
     "utils.activation_checkpoint": {"NxDCheckpointWrapper": "checkpoint_wrapper changes a module in place"},
 }
 
+# Modules that NxD's modules import, and which its users reach, and patch, through them.
+_IMPORTED = {
+    "pipeline.model": ("parallel_layers.parallel_state",),
+    "trainer.optimizer": ("parallel_layers.grads",),
+    "trainer.trainer": ("parallel_layers.parallel_state",),
+}
+
 
 def install_names() -> None:
     """Makes `neuronx_distributed` this package in this process; a second call changes nothing.
@@ -114,6 +120,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module = importlib.import_module(place)
             spec.loader_state = module.__spec__
             part = spec.name.partition(".")[2]
+            for other in _IMPORTED.get(part, ()):
+                setattr(module, other.rpartition(".")[2], importlib.import_module(f"{_ROOT}.{other}"))
             for name, reason in _NAMES_UNAVAILABLE.get(part, {}).items():
                 if name not in vars(module):
                     setattr(module, name, _unavailable(spec.name, name, reason))

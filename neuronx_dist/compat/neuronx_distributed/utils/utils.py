@@ -43,6 +43,8 @@ def get_dict_from_json(json_file: str | os.PathLike[str]) -> dict[Any, Any]:
     try:
         with open(json_file, encoding="utf-8") as file:
             content: dict[Any, Any] = json.load(file)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {json_file} as JSON: {error}") from error
+    except FileNotFoundError as error:
+        raise ValueError(f"JSON file not found at {json_file!r}") from error
+    except ValueError as error:
+        raise ValueError(f"Failed to parse JSON file {json_file!r}: {error}") from error
     return content
