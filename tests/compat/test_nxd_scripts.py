@@ -47,7 +47,10 @@ LAYOUTS = {
         4,
         _zero1(tensor_parallel_size=2, use_zero_1=1, sequence_parallel_enabled=1, selective_checkpoint_enabled=1),
     ),
-    "tp 4, replicated qkv": (4, _zero1(tensor_parallel_size=4, qkv_linear=1, fuse_qkv=1, kv_replicator=2)),
+    "tp 4, replicated qkv, meta": (
+        4,
+        _zero1(tensor_parallel_size=4, qkv_linear=1, fuse_qkv=1, kv_replicator=2, use_meta_device_init=1),
+    ),
     "cp 2, dp 2, ZeRO-1, flash": (4, _zero1(context_parallel_size=2, use_zero_1=1, use_flash_attention=1)),
     "tp 2, pp 2, ZeRO-1, SP, qkv, flash": (
         4,
@@ -65,7 +68,7 @@ LAYOUTS = {
         _pipeline(pipeline_parallel_size=2, virtual_pipeline_size=2, selective_checkpoint_enabled=1),
     ),
 }
-ALONE = ("qkv_linear", "fuse_qkv")  # options that change which random numbers the initial weights are
+ALONE = ("qkv_linear", "fuse_qkv", "use_meta_device_init")  # options by which the initial weights differ
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
