@@ -20,6 +20,8 @@ _LAZY = {
     "CheckpointIOState": "checkpoint.background",
     "Layout": "planning.layout",
     "MasterWeightsOptimizer": "optimizer",
+    "NxDModel": "trainer",
+    "NxDOptimizer": "trainer",
     "NeuronZero1Optimizer": "optimizer",
     "NxDPPModel": "pipeline.model",
     "apply_activation_checkpointing": "parallel_layers.activation_checkpoint",
@@ -27,6 +29,9 @@ _LAZY = {
     "checkpoint_wrapper": "parallel_layers.activation_checkpoint",
     "clip_grad_norm": "gradients.norm",
     "global_num_items": "gradients.reduce",
+    **dict.fromkeys(
+        ("initialize_parallel_model", "initialize_parallel_optimizer", "neuronx_distributed_config"), "trainer"
+    ),
     "init_distributed": "comm.launch",
     "init_on_device": "weights.init_device",
     "materialize": "weights.materialize",
@@ -37,7 +42,7 @@ _LAZY = {
     "no_sync": "gradients.accumulation",
     "pad_model": "parallel_layers.pad",
     "reduce_gradients": "gradients.reduce",
-    **dict.fromkeys(("hf", "pipeline"), ""),
+    **dict.fromkeys(("hf", "pipeline", "trainer"), ""),
     **{f"{verb}_checkpoint": "checkpoint.api" for verb in ("save", "load", "has", "finalize")},
 }
 

@@ -12,6 +12,7 @@ _NAME = "neuronx-dist"
 # Subcommand -> the module with its `arguments()`, a parser, and `run(args) -> exit code`, and its text in `--help`.
 SUBCOMMANDS = {
     "check": ("checking.command", "play a training step of every rank in this process, and compare them"),
+    "compat": ("compat.command", "run a script for NeuronX Distributed as it is"),
     "convert": (
         "checkpoint.convert.convert_command",
         "weights between Hugging Face, NeuronX Distributed and save_checkpoint",

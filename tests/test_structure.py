@@ -47,7 +47,7 @@ TOWER = [
     ["pipeline/run"],
     ["pipeline"],
     ["checkpoint"],
-    ["scripts"],
+    ["scripts", "trainer"],
     ["checking/types"],
     ["checking/types/messages"],
     ["checking/types/handlers"],

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .. import comm
+from ..weights.partial_model import unwrapped
 from . import random_state
 from .agreement import listed, together
 from .background import CheckpointIOState, Save, state_of_rank
@@ -76,6 +77,7 @@ def save_checkpoint(
             user_content that is no plain data.
         TypeError: `model`, `optimizer` or `scheduler` is of another type, such as a state dict.
     """
+    model, optimizer = unwrapped(model), unwrapped(optimizer)
     io_state = state_of_rank()
     rank, ranks = comm.rank("world"), comm.size("world")
     keep = None if num_kept_ckpts == -1 else num_kept_ckpts
@@ -175,6 +177,7 @@ def load_checkpoint(
         CheckpointMismatch: on all ranks: the checkpoint is of another model, or lacks a part that is to be loaded.
         TypeError: `model`, `optimizer` or `scheduler` is of another type, such as a state dict.
     """
+    model, optimizer = unwrapped(model), unwrapped(optimizer)
     state_of_rank().settle()
     with together(f"no checkpoint was loaded from {path}"):
         _check_types(model, optimizer, scheduler)

@@ -112,40 +112,42 @@ class GQAQKVColumnParallelLinear(ShardedModule):
             share_kv_heads(kv_size_multiplier)
 
     def _register_parameters(self, sizes: Sequence[int], bias: bool, dtype: torch.dtype, device: Any) -> None:
-        masters: list[torch.Tensor | None] = []
         query, key = sizes
         for letter, size, replicas in zip(_LETTERS, (query, key, key), self._replicas):
             column = ColumnParallelLinear(
-                self.input_size,
-                size,
-                bias=False,
-                gather_output=False,
-                dtype=dtype,
-                device=device,
-                init_method=self.arg_init_method,
-                keep_master_weight=self.keep_master_weight,
-                replicas=replicas,
+                self.input_size, size, bias=False, gather_output=False, dtype=dtype, device="meta", replicas=replicas
             )
-            masters.append(column.master_weight)
             spec = spec_of(column.weight)
-            self._register(f"weight_{letter}", column.weight, spec)
+            self._register(f"weight_{letter}", spec, dtype, device)
             spec = ShardSpec(full_shape=(size,)) if self.gather_output else replace(spec, full_shape=(size,))
-            value = nn.Parameter(torch.empty(spec.local_shape, dtype=dtype, device=device)) if bias else None
-            self._register(f"bias_{letter}", value, spec)
-        for letter in _LETTERS if bias and not self.weight_q.is_meta else ():
-            param = getattr(self, f"bias_{letter}")
-            axis = spec_of(param).axis
-            draw(param, partial(self._initialise, f"bias_{letter}"), comm.rank(axis) if axis else 0)
-        has_masters = None not in masters
-        if self.fuse_qkv:
-            self.master_weight_qkv = torch.cat(masters) if has_masters else None  # type: ignore[arg-type]
+            self._register(f"bias_{letter}", spec if bias else None, dtype, device)
+        if not self.weight_q.is_meta:
+            self.initialize_weight_biases()
         else:
-            self.master_weight_q, self.master_weight_k, self.master_weight_v = masters
+            for name in ("master_weight_qkv",) if self.fuse_qkv else (f"master_weight_{letter}" for letter in _LETTERS):
+                setattr(self, name, None)
 
-    def _register(self, name: str, param: nn.Parameter | None, spec: ShardSpec) -> None:
-        self.register_parameter(name, param)
-        if param is not None:
+    def _register(self, name: str, spec: ShardSpec | None, dtype: torch.dtype, device: Any) -> None:
+        value = None if spec is None else nn.Parameter(torch.empty(spec.local_shape, dtype=dtype, device=device))
+        self.register_parameter(name, value)
+        if spec is not None:
             set_spec(self, name, spec)
+
+    def initialize_weight_biases(self) -> None:
+        """Draws whole weights and biases from the global CPU generator, and stores this rank's shards (NxD's name)."""
+        masters = [self._draw(f"weight_{letter}") for letter in _LETTERS]
+        for letter in _LETTERS if self.use_bias else ():
+            self._draw(f"bias_{letter}")
+        if self.fuse_qkv:
+            self.master_weight_qkv = torch.cat(masters) if self.keep_master_weight else None
+        else:
+            whole: list[Any] = masters if self.keep_master_weight else [None] * 3
+            self.master_weight_q, self.master_weight_k, self.master_weight_v = whole
+
+    def _draw(self, name: str) -> torch.Tensor:
+        param = getattr(self, name)
+        axis = spec_of(param).axis
+        return draw(param, partial(self._initialise, name), comm.rank(axis) if axis else 0)
 
     def _initialise(self, name: str, value: torch.Tensor) -> None:
         if name.startswith("weight"):

@@ -22,7 +22,6 @@ __all__ = [
     "inputs_by_name",
     "module_classes",
     "names",
-    "takes_device",
     "warn_of_stages_without_parameters",
     "warn_of_tracing",
     "warn_of_unused",
@@ -113,16 +112,6 @@ def checked_auto_partition(value: Any) -> Literal["layers", "balanced"] | None:
         f'auto_partition={value!r}: True or "layers" cuts evenly between transformer layers, "balanced" by FLOPs and '
         "parameters, False leaves it to pipeline_cuts"
     )
-
-
-def takes_device(init_fn: Callable[..., Any]) -> bool:
-    """Returns whether a `param_init_fn` takes `(module, device)`, as in NxD's release; its guide passes `(module)`."""
-    try:
-        parameters = [*inspect.signature(init_fn).parameters.values()]
-    except ValueError:  # of builtins
-        return False
-    second = next((p for p in parameters[1:2] if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)), None)
-    return second is not None and (second.default is second.empty or second.name == "device")
 
 
 def check_counts(**counts: Any) -> None:

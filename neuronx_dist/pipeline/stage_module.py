@@ -10,11 +10,11 @@ from torch import nn
 
 from .. import comm
 from ..torch_internals.modules import IncompatibleKeys
+from ..weights.materialize import initialize_modules
 from ..weights.module_tree import ModuleTree, ParameterSlot
-from ..weights.partial_model import install_parameter, join
+from ..weights.partial_model import join
 from ..weights.wrappers import refuse_wrapper, wrapper_of
 from .cut.placement import Placement
-from .options import takes_device
 
 __all__ = ["StageModule"]
 
@@ -304,24 +304,9 @@ class StageModule(nn.Module):
                     self._put_away.append((table, name, tensor))
                     table[name] = turned[id(tensor)]
 
-    @torch.no_grad()
     def initialize(self, init_fn: Callable[..., Any]) -> None:
         """Allocates this stage's meta tensors on the CPU, and fills them by `init_fn`, as `NxDPPModel` describes."""
-        device = torch.device("cpu")
-        arguments = (device,) if takes_device(init_fn) else ()
-        for name, module in self._stage_modules():
-            tensors = [
-                *module.named_parameters(name, recurse=bool(arguments), remove_duplicate=False),
-                *module.named_buffers(name, recurse=bool(arguments), remove_duplicate=False),
-            ]
-            if any(tensor.is_meta and self.is_local(key) for key, tensor in tensors):
-                for key, param in module._parameters.items():
-                    if param is not None and param.is_meta and self.is_local(join(name, key)):
-                        install_parameter(param, _unset(param, device))
-                for key, buffer in module._buffers.items():
-                    if buffer is not None and buffer.is_meta and self.is_local(join(name, key)):
-                        module._buffers[key] = _unset(buffer, device)
-                init_fn(module, *arguments)
+        initialize_modules(self._stage_modules(), init_fn, self.is_local)
 
     def refuse_meta(self) -> None:
         """Raises RuntimeError if a parameter of this stage has no value yet."""
@@ -429,9 +414,3 @@ def _refuse_wrapped_layers(model: nn.Module) -> None:
                 "pipeline cuts, records and names: call module.compile() on each transformer layer, which compiles "
                 "in place, or compile() of the pipeline model"
             )
-
-
-def _unset(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory for a tensor of meta: NaN, so that a value which no initialiser sets is seen."""
-    memory = torch.empty_like(tensor, device=device)
-    return memory.fill_(float("nan")) if memory.is_floating_point() else memory

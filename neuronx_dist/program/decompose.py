@@ -26,7 +26,7 @@ import torch
 from torch.nn import functional as F
 
 from ..rules.containers import substituted
-from ..torch_internals.tensors import pytree
+from ..torch_internals.tensors import pytree, tensor_to
 from .builder import Builder, without_dead_calls
 from .program import Call, Program, Value, argument_name
 
@@ -147,4 +147,4 @@ def _is_given(call: Call, name: str, value: Any) -> bool:
 
 
 def _as(builder: Builder, call: Call, value: Value, like: Value) -> Value:
-    return value if value.dtype == like.dtype else builder.compute(call, torch.Tensor.to, value, like.dtype)
+    return value if value.dtype == like.dtype else builder.compute(call, tensor_to, value, like.dtype)

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from ..rules.indexing import write, write_number
+from ..torch_internals.tensors import tensor_to
 from .builder import Builder, ResultSpec
 from .program import Call, Value
 from .recording import TracingError
@@ -46,7 +47,7 @@ def written_value(builder: Builder, call: Call, before: Value, is_fresh: Callabl
     if value.producer is not None and value.producer is builder.calls[-1]:
         value.producer.flops, value.producer.random = call.flops, call.random
     if value.dtype != before.dtype:
-        value = builder.compute(call, torch.Tensor.to, value, before.dtype)
+        value = builder.compute(call, tensor_to, value, before.dtype)
     if value.shape != before.shape:
         value = builder.compute(call, torch.Tensor.expand, value, before.shape)
     return value

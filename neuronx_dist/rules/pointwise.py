@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..torch_internals.tensors import foreach_functions, native_nn
+from ..torch_internals.tensors import foreach_functions, native_nn, tensor_to
 from .names import getter, register
 from .spec import ALL, RULES, Rule, Spec, along, elementwise, labels, nonzero, operands, rule, same
 
@@ -195,7 +195,7 @@ def _target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule(
-    Tensor.to,
+    tensor_to,
     Tensor.type,
     Tensor.type_as,
     linear=((0,),),

@@ -15,17 +15,17 @@ import copy
 import hashlib
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import comm
-from .partial_model import buffer_slots, install_parameter, parameter_names, parameter_slots, partial_model
+from .partial_model import buffer_slots, install_parameter, join, parameter_names, parameter_slots, partial_model
 from .shard_spec import ShardSpec, spec_of
 
-__all__ = ["fill", "materialize", "materialize_buffers"]
+__all__ = ["fill", "initialize_modules", "materialize", "materialize_buffers", "seed_of"]
 
 Initialiser = Callable[[nn.Module], Any]
 
@@ -107,6 +107,52 @@ def materialize_buffers(
     return model
 
 
+@torch.no_grad()
+def initialize_modules(
+    named_modules: Iterable[tuple[str, nn.Module]],
+    init_fn: Callable[..., Any],
+    is_local: Callable[[str], bool] = lambda name: True,
+) -> None:
+    """Allocates the meta tensors of modules on the CPU, as NaN, and fills them by NxD's `param_init_fn`.
+
+    Args:
+        named_modules: with their names in the model; `is_local` says which of their tensors are this rank's.
+        init_fn: `init_fn(module)`, called for each module with tensors on meta; or `init_fn(module, device)`, as in
+            NxD's release, called for each module that contains one at any depth.
+    """
+    device = torch.device("cpu")
+    arguments = (device,) if _takes_device(init_fn) else ()
+    for name, module in named_modules:  # lazily: `init_fn` may replace submodules
+        tensors = [
+            *module.named_parameters(name, recurse=bool(arguments), remove_duplicate=False),
+            *module.named_buffers(name, recurse=bool(arguments), remove_duplicate=False),
+        ]
+        if any(tensor.is_meta and is_local(key) for key, tensor in tensors):
+            for key, param in module._parameters.items():
+                if param is not None and param.is_meta and is_local(join(name, key)):
+                    install_parameter(param, _memory(param, device))
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta and is_local(join(name, key)):
+                    module._buffers[key] = _memory(buffer, device)
+            init_fn(module, *arguments)
+
+
+def _takes_device(init_fn: Callable[..., Any]) -> bool:
+    """Returns whether a `param_init_fn` takes `(module, device)`, as in NxD's release; its guide passes `(module)`."""
+    try:
+        parameters = [*inspect.signature(init_fn).parameters.values()]
+    except ValueError:  # of builtins
+        return False
+    second = next((p for p in parameters[1:2] if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)), None)
+    return second is not None and (second.default is second.empty or second.name == "device")
+
+
+def _memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns memory for a tensor of meta: NaN, so that a value which no initialiser sets is seen."""
+    memory = torch.empty_like(tensor, device=device)
+    return memory.fill_(float("nan")) if memory.is_floating_point() else memory
+
+
 def _local_slice(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     return spec.local_slice(full, comm.rank(spec.axis)) if spec.axis is not None else full
 
@@ -173,7 +219,7 @@ def _draw(
             value.fill_(unset)
             table = module.__dict__["_parameters" if is_parameter else "_buffers"]
             table[name] = nn.Parameter(value, requires_grad=False) if is_parameter else value
-            torch.default_generator.manual_seed(_seed_of(seed, qualified))
+            torch.default_generator.manual_seed(seed_of(seed, qualified))
             initialiser(module)
             drawn: torch.Tensor = getattr(module, name).detach()
             if not (drawn.isnan() if unset != unset else drawn == unset).any():
@@ -193,6 +239,6 @@ def _unset(dtype: torch.dtype) -> Any:
     return True if dtype == torch.bool else torch.iinfo(dtype).min
 
 
-def _seed_of(seed: int, name: str) -> int:
+def seed_of(seed: int, name: str) -> int:
     """63 bits from the seed and the name; a cryptographic hash, since Python's own differs between processes."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1

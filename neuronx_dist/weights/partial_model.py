@@ -27,6 +27,7 @@ __all__ = [
     "parameter_names",
     "parameter_slots",
     "partial_model",
+    "unwrapped",
 ]
 
 
@@ -113,8 +114,16 @@ def is_partial(model: Any) -> TypeGuard[PartialModel]:
     return True
 
 
+def unwrapped(wrapper: Any) -> Any:
+    """Returns the model, or optimizer, inside of the trainer's wrappers: classes with a `wrapped_attribute`."""
+    while (attribute := getattr(type(wrapper), "wrapped_attribute", None)) is not None:
+        wrapper = getattr(wrapper, attribute)
+    return wrapper
+
+
 def partial_model(model: nn.Module | PartialModel) -> PartialModel:
-    """The model itself if it is partial; else a view of it in which everything is local."""
+    """Returns the model itself if it is partial; else a view of it in which everything is local."""
+    model = unwrapped(model)
     return model if is_partial(model) else _WholeModel(model)  # type: ignore[arg-type]
 
 

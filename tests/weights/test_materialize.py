@@ -263,7 +263,7 @@ def test_values_are_drawn_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatc
 
 def test_values_of_a_seed_and_a_name_stay_what_they_are() -> None:
     """A job that goes on with another version has the same model."""
-    seed_of = vars(materialize_module)["_seed_of"]
+    seed_of = materialize_module.seed_of
     assert [seed_of(0, "a"), seed_of(0, "b"), seed_of(1, "a")] == SEEDS
     assert all(0 <= seed_of(0, str(number)) < 2**63 for number in range(64))
 

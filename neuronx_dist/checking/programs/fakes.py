@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ...spmd.tensor_type import TensorType, type_of
 from ...torch_internals.fake_tensors import LOGGER, FakeTensor, FakeTensorMode
 from ...torch_internals.tensors import backward_hooks, has_storage, post_accumulate_hooks, pytree, storage_key
-from ...weights.partial_model import is_partial, join, partial_model
+from ...weights.partial_model import is_partial, join, partial_model, unwrapped
 
 __all__ = ["MadeLike", "built_anew", "fake_inputs", "make_fake", "no_messages", "optimizers_of"]
 
@@ -53,7 +53,7 @@ def built_anew(build: Callable[[], Any], *, with_values: bool = False) -> Any:
         built = build()
     finally:
         hook.remove()
-    model = built[0] if isinstance(built, tuple) and built else built
+    model = unwrapped(built[0] if isinstance(built, tuple) and built else built)
     if not isinstance(model, nn.Module) or all(id(param) in new for param in model.parameters()):
         return built
     tensors = {} if with_values else {id(x): x for x in (*model.parameters(), *model.buffers())}

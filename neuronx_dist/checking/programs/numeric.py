@@ -16,7 +16,7 @@ from ...optimizer import NeuronZero1Optimizer
 from ...pipeline.model import NxDPPModel
 from ...torch_internals.tensors import pytree
 from ...weights.materialize import fill
-from ...weights.partial_model import parameter_names, partial_model
+from ...weights.partial_model import parameter_names, partial_model, unwrapped
 from ...weights.shard_spec import gather_full, spec_of
 from ..report import Problem
 from .calls import Deadline
@@ -94,15 +94,15 @@ def _step(subject: Subject, parts: int, missing: int = 0) -> Values | None:
     """
     with torch.device("meta"):
         built = built_anew(lambda: subject.model_fn(**subject.options), with_values=True)
-    model = built[0] if isinstance(built, tuple) else built
+    user_model, user_optimizer = built if isinstance(built, tuple) else (built, None)
+    model = unwrapped(user_model)
     if comm.size("pp") > 1 and not isinstance(model, NxDPPModel):
         return None
     _fill(model)
     inputs = _inputs(subject.inputs, model, parts, missing)
     names = _names(model)
     if subject.step is not None:
-        optimizer = built[1] if isinstance(built, tuple) else None
-        return _user_step(subject, model, optimizer, inputs, names)
+        return _user_step(subject, user_model, user_optimizer, inputs, names)
     if isinstance(model, NxDPPModel):
         model.use_zero1_optimizer = model.use_optimizer_wrapper = False  # the mean is taken by the reduction
         model.broadcast_and_average_loss, model.return_mb_loss = True, False
@@ -128,7 +128,7 @@ def _user_step(
         optimizer = subject.optimizer(params) if subject.optimizer else default_optimizer(model, params)
     known = {id(param) for param in names.values()}
     stale = any(id(param) not in known or param.is_meta for param in parameters_of(optimizer))
-    if stale or isinstance(optimizer, NeuronZero1Optimizer):
+    if stale or isinstance(unwrapped(optimizer), NeuronZero1Optimizer):
         return None
     grads: list[dict[str, torch.Tensor]] = []
     optimizer.register_step_pre_hook(lambda *_: grads.append(_gradients(names)))

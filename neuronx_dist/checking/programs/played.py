@@ -44,6 +44,7 @@ from ...spmd.errors import SpmdTypeError
 from ...spmd.tensor_type import TensorType, type_of
 from ...spmd.types import DIFFERING
 from ...torch_internals.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
+from ...weights.partial_model import unwrapped
 from ..types.axis_powers import tracked
 from ..types.handlers.one_rank import Claim
 from ..types.handlers.seeds import OUTSIDE, kept_seeds
@@ -186,7 +187,8 @@ class Played:
             _check_call(self.subject.model_fn, (), self.subject.options, "model_fn is called with the options {given}")
             with torch.device("meta"), OpRecorder(self.deadline), MadeLike() as made_like:
                 built = built_anew(lambda: self.subject.model_fn(**self.subject.options))
-            self.model, self.optimizer = built if isinstance(built, tuple) else (built, None)
+            self._built = built if isinstance(built, tuple) else (built, None)
+            self.model, self.optimizer = map(unwrapped, self._built)
             if not isinstance(self.model, nn.Module):
                 raise TypeError(
                     f"{_name(self.subject.model_fn)} returned a {type(self.model).__name__}; it must return a module, "
@@ -223,8 +225,9 @@ class Played:
                     self._message_types.connect(self.types, self.model, inputs, self.mesh, rank)
             with kept_hooks(self.model), self._fake, torch.enable_grad(), self._trace(phase):
                 if self.subject.step is not None:
-                    _check_step(self.subject.step, self.model, self.optimizer, inputs)
-                    returned = self.subject.step(self.model, self.optimizer, inputs)
+                    arguments = (self._built[0], self._built[1] or self.optimizer, inputs)  # in the trainer's wrappers
+                    _check_step(self.subject.step, *arguments)
+                    returned = self.subject.step(*arguments)
                     if self.types is not None:
                         check_returned(self.types, returned)
                 elif isinstance(self.model, NxDPPModel):

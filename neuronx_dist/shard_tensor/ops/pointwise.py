@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ...rules import RULES, Spec
 from ...rules.pointwise import ELEMENTWISE
 from ...rules.spec import elementwise
-from ...torch_internals.tensors import foreach_functions
+from ...torch_internals.tensors import foreach_functions, tensor_to
 from ..handlers import FUNCTIONS, sharded
 from ..labels import inside, rule_of
 from ..moves.exchange import linked
@@ -142,7 +142,7 @@ def contiguous(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> 
     return converted(func, types, args, kwargs)
 
 
-@sharded(torch.Tensor.to, torch.Tensor.type_as)
+@sharded(tensor_to, torch.Tensor.type_as)
 def cast(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     """Casts a tensor; only the dtype and the device of another tensor are used."""
     x, *options = args
@@ -152,8 +152,8 @@ def cast(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         return converted(func, types, args, kwargs)
     target = (x, other.device, other.dtype, *options[1:])
     if isinstance(x, ShardTensor):
-        return converted(torch.Tensor.to, types, target, keywords)
-    return torch.Tensor.to(*target, **keywords)
+        return converted(tensor_to, types, target, keywords)
+    return tensor_to(*target, **keywords)
 
 
 @sharded(torch.where, torch.Tensor.where)

@@ -1,0 +1,1 @@
+"""NxD's overrides of transformers' functions."""

@@ -1,0 +1,181 @@
+"""Stand-ins for torch_xla and torch_neuronx, which scripts for NxD import, on machines without them.
+
+Only scripts see them: an import of `torch_xla` by a file outside of Python's folders of installed packages gives the
+stand-in. It is no entry of `sys.modules`, and `importlib.util.find_spec("torch_xla")` finds nothing, so that
+transformers, accelerate and all others that look for torch_xla see that it is absent.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib
+import importlib.util
+import os
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import comm
+from ..torch_internals.tensors import tensor_to
+from .nxd_names import install_names, unavailable_module
+from .torch_xla.groups import local_device
+
+__all__ = ["install"]
+
+_PLACE = f"{__package__}.torch_xla"
+# Import name -> the module with its functions here, or the reason why it has none.
+_STAND_INS = {
+    "torch_xla": f"{_PLACE}.top",
+    "torch_xla.amp": f"{_PLACE}.small_modules",
+    "torch_xla.core": f"{_PLACE}.top",
+    "torch_xla.core.xla_model": f"{_PLACE}.xla_model",
+    "torch_xla.debug": f"{_PLACE}.top",
+    "torch_xla.debug.metrics": f"{_PLACE}.small_modules",
+    "torch_xla.distributed": f"{_PLACE}.top",
+    "torch_xla.distributed.parallel_loader": f"{_PLACE}.parallel_loader",
+    "torch_xla.distributed.xla_backend": f"{_PLACE}.small_modules",
+    "torch_xla.distributed.xla_multiprocessing": f"{_PLACE}.xla_multiprocessing",
+    "torch_xla.experimental": f"{_PLACE}.top",
+    "torch_xla.experimental.pjrt_backend": f"{_PLACE}.small_modules",
+    "torch_xla.runtime": f"{_PLACE}.runtime",
+    "torch_xla.utils": f"{_PLACE}.top",
+    "torch_xla.utils.checkpoint": f"{_PLACE}.small_modules",
+    "torch_xla.utils.serialization": f"{_PLACE}.small_modules",
+    "torch_neuronx": f"{_PLACE}.neuronx",
+    "torch_neuronx.utils": f"{_PLACE}.neuronx",
+    "neuronxcc": "it is Neuron's compiler; write kernels in Triton, or use torch.compile",
+    "nki": "it is Neuron's kernel language; write kernels in Triton, or use torch.compile",
+    "nkilib": "it is Neuron's kernel language; write kernels in Triton, or use torch.compile",
+}
+_PACKAGES = ("torch_xla", "torch_neuronx", "neuronxcc", "nki", "nkilib")
+_INSTALLED = tuple(
+    {os.path.join(os.path.realpath(sysconfig.get_path(name)), "") for name in ("purelib", "platlib", "stdlib")}
+)
+_library: torch.library.Library | None = None
+
+
+@functools.cache
+def install() -> None:
+    """Makes scripts for NxD run in this process: `neuronx_distributed` is this package from then on.
+
+    Where torch_xla is absent, scripts (not installed packages) also import stand-ins for it and for torch_neuronx,
+    `init_process_group("xla")` starts the backend of this machine's device, and `device="xla"` is that device.
+
+    Raises:
+        RuntimeError: the published `neuronx_distributed` is imported already.
+    """
+    install_names()
+    absent = frozenset(name for name in _PACKAGES if importlib.util.find_spec(name) is None)
+    before = builtins.__import__
+
+    @functools.wraps(before)
+    def import_(
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> ModuleType:
+        if not level and (first := name.partition(".")[0]) in absent and _is_script(globals):
+            module = _stand_in(name)
+            for child in fromlist or ():
+                if f"{name}.{child}" in _STAND_INS:
+                    _stand_in(f"{name}.{child}")
+            return module if fromlist else _stand_in(first)
+        return before(name, globals, locals, fromlist or (), level)
+
+    builtins.__import__ = import_
+    if "torch_xla" in absent:
+        _serve_backend()
+        _serve_device()
+
+
+def _is_script(importer: Mapping[str, Any] | None) -> bool:
+    """Returns whether the importing file is not part of an installed package, nor of this one."""
+    if importer is None or str(importer.get("__name__", "")).partition(".")[0] == __name__.partition(".")[0]:
+        return False
+    file = importer.get("__file__")
+    return not (isinstance(file, str) and os.path.realpath(file).startswith(_INSTALLED))
+
+
+@functools.cache
+def _stand_in(name: str) -> ModuleType:
+    """Returns the stand-in, which is also an attribute of its parent."""
+    first = name.partition(".")[0]
+    place = _STAND_INS.get(name, _STAND_INS[first])
+    if not place.startswith(__package__):
+        module = unavailable_module(name, place)
+    elif name not in _STAND_INS:
+        others = ", ".join(other for other in _STAND_INS if other.startswith(first))
+        raise ModuleNotFoundError(f"no module {name}: neuronx_dist.compat has stand-ins for {others}", name=name)
+    else:
+        module = ModuleType(name, importlib.import_module(place).__doc__)
+        functions = importlib.import_module(place)
+        module.__dict__.update({key: getattr(functions, key) for key in functions.__all__})
+        module.__path__ = []
+    parent, _, child = name.rpartition(".")
+    if parent:
+        setattr(_stand_in(parent), child, module)
+    return module
+
+
+def _serve_backend() -> None:
+    """Makes `init_process_group("xla")` start the backend of this machine's device."""
+    before = dist.init_process_group
+
+    @functools.wraps(before)
+    def init_process_group(
+        backend: str | None = None, init_method: str | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if backend != "xla":
+            return before(backend, init_method, *args, **kwargs)
+        timeout = args[0] if args else kwargs.get("timeout")
+        comm.launch.init_distributed("auto", timeout.total_seconds() if timeout is not None else None)
+        return None
+
+    dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
+
+
+def _serve_device() -> None:
+    """Makes the device "xla" this rank's device.
+
+    Memory that a function of torch asks for on "xla" is allocated on this rank's device, at torch's dispatcher.
+    `module.to("xla")` and `tensor.to("xla")`, for which torch asks torch_xla for the index first, are replaced.
+    """
+    global _library
+
+    def empty(size: Any, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **_: Any) -> torch.Tensor:
+        layout = memory_format or torch.contiguous_format
+        return torch.empty(size, dtype=dtype, device=local_device(), memory_format=layout)
+
+    def empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=local_device())
+
+    _library = torch.library.Library("aten", "IMPL")
+    _library.impl("empty.memory_format", empty, "XLA")
+    _library.impl("empty_strided", empty_strided, "XLA")
+
+    def served(before: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(before)
+        def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if args and _is_xla(args[0]):
+                args = (local_device(), *args[1:])
+            elif _is_xla(kwargs.get("device")):
+                kwargs["device"] = local_device()
+            return before(self, *args, **kwargs)
+
+        return to
+
+    torch.Tensor.to = served(tensor_to)  # type: ignore[method-assign]
+    torch.nn.Module.to = served(torch.nn.Module.to)  # type: ignore[method-assign]
+
+
+def _is_xla(device: Any) -> bool:
+    return (isinstance(device, str) and device.partition(":")[0] == "xla") or (
+        isinstance(device, torch.device) and device.type == "xla"
+    )

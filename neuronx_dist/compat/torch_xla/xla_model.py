@@ -1,0 +1,301 @@
+"""torch_xla.core.xla_model on any device.
+
+A device that is not XLA computes at once, so `mark_step` has nothing to do and step closures run where they are added.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ... import comm
+from ...gradients.reduce import bucket_allreduce_gradients
+from ...parallel_layers.utils import move_all_tensor_to_cpu
+from .groups import communicator, in_world, local_device, local_rank, rank, size
+
+__all__ = [
+    "REDUCE_AND",
+    "REDUCE_MAX",
+    "REDUCE_MIN",
+    "REDUCE_MUL",
+    "REDUCE_OR",
+    "REDUCE_SUM",
+    "add_step_closure",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast_master_param",
+    "get_local_ordinal",
+    "get_memory_info",
+    "get_ordinal",
+    "get_rng_state",
+    "get_xla_supported_devices",
+    "is_master_ordinal",
+    "is_xla_tensor",
+    "mark_step",
+    "master_print",
+    "mesh_reduce",
+    "optimizer_step",
+    "reduce_gradients",
+    "reduce_scatter",
+    "rendezvous",
+    "save",
+    "send_cpu_data_to_device",
+    "set_rng_state",
+    "unlazy",
+    "wait_device_ops",
+    "xla_device",
+    "xla_device_hw",
+    "xla_real_devices",
+    "xrt_world_size",
+]
+
+REDUCE_SUM, REDUCE_MUL, REDUCE_MIN, REDUCE_MAX, REDUCE_AND, REDUCE_OR = "sum", "mul", "min", "max", "and", "or"
+_OPS = {REDUCE_SUM: "sum", REDUCE_MUL: "product", REDUCE_MIN: "min", REDUCE_MAX: "max"}
+
+Groups = Sequence[Sequence[int]] | None
+
+
+def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
+    """Returns this rank's device, whatever its type; `n` is not used, since a process has one device."""
+    return local_device()
+
+
+def get_xla_supported_devices(devkind: str | None = None, max_devices: int | None = None) -> list[str]:
+    """Returns the names of this process's devices: one."""
+    return [str(local_device())][:max_devices]
+
+
+def xla_real_devices(devices: Any = None) -> list[str]:
+    """Returns the names of devices, or of this process's device."""
+    return [str(device) for device in devices] if devices else [str(local_device())]
+
+
+def xla_device_hw(device: Any) -> str:
+    """Returns a device's type in capitals: "CPU", "CUDA"."""
+    return torch.device(device).type.upper()
+
+
+def is_xla_tensor(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor is on this rank's device."""
+    return tensor.device.type == local_device().type
+
+
+def get_memory_info(device: Any = None) -> dict[str, int]:
+    """Returns `bytes_used` and `bytes_limit` of an accelerator; an empty dict for the CPU."""
+    chosen = torch.device(device) if device is not None else local_device()
+    if chosen.type == "cpu":
+        return {}
+    free, total = torch.accelerator.get_memory_info(chosen)
+    return {"bytes_used": total - free, "bytes_limit": total}
+
+
+def mark_step(wait: bool = False, **kwargs: Any) -> None:
+    """Does nothing: operators have run already."""
+
+
+def wait_device_ops(devices: Any = ()) -> None:
+    """Waits until the device has run what was started on it."""
+    if local_device().type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False) -> None:
+    """Calls `closure(*args)` now: the values of the step are there."""
+    closure(*args)
+
+
+def unlazy(tensors: Any) -> None:
+    """Does nothing: tensors have values."""
+
+
+def get_ordinal(defval: int = 0) -> int:
+    """Returns this process's rank."""
+    return rank()
+
+
+def get_local_ordinal(defval: int = 0) -> int:
+    """Returns this process's index on its host."""
+    return local_rank()
+
+
+def xrt_world_size(defval: int = 1) -> int:
+    """Returns the number of ranks."""
+    return size()
+
+
+def is_master_ordinal(local: bool = True) -> bool:
+    """Returns whether this is the first rank, of its host or of all."""
+    return (local_rank() if local else rank()) == 0
+
+
+def master_print(*args: Any, fd: Any = None, local: bool = False, flush: bool = False) -> None:
+    """Prints on rank 0, or with `local` on the first rank of each host."""
+    if is_master_ordinal(local=local):
+        print(*args, file=fd or sys.stdout, flush=flush)
+
+
+def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] | None = None) -> list[bytes]:
+    """Waits for all ranks, and returns the payload of each.
+
+    Raises:
+        CommError: ranks are at different tags.
+        NotImplementedError: `replicas`.
+    """
+    if replicas:
+        raise NotImplementedError(f"rendezvous({tag!r}, replicas={replicas}): only all ranks together are possible")
+    if size() == 1:
+        return [payload]
+    with in_world():
+        everywhere = comm.gather_objects((tag, payload))
+    others = sorted({other for other, _ in everywhere})
+    if len(others) > 1:
+        raise comm.CommError(f"rendezvous({tag!r}): the ranks are at different rendezvous: {others}")
+    return [data for _, data in everywhere]
+
+
+def all_reduce(
+    reduce_type: str,
+    inputs: Any,
+    scale: float = 1.0,
+    groups: Groups = None,
+    cctx: Any = None,
+    pin_layout: bool = True,
+) -> Any:
+    """Reduces over the ranks of `groups`, times `scale`: a tensor gives a new one, a list is changed in place.
+
+    Raises:
+        NotImplementedError: `REDUCE_AND`, `REDUCE_OR`: use min and max.
+    """
+    op = _op("all_reduce", reduce_type)
+    with in_world(), torch.no_grad():
+        axis = communicator(groups)
+        if isinstance(inputs, torch.Tensor):
+            reduced = comm.all_reduce(inputs, axis, op=op)
+            return reduced if scale == 1.0 else reduced * scale
+        for tensor in inputs:
+            comm.all_reduce(tensor, axis, op=op, out=tensor)
+            if scale != 1.0:
+                tensor.mul_(scale)
+    return None
+
+
+def all_gather(
+    value: torch.Tensor,
+    dim: int = 0,
+    groups: Groups = None,
+    output: torch.Tensor | None = None,
+    pin_layout: bool = True,
+) -> torch.Tensor:
+    """Gathers the tensors of all ranks of `groups` along `dim`."""
+    with in_world(), torch.no_grad():
+        return _stored(comm.all_gather(value, communicator(groups), dim=dim % value.dim()), output)
+
+
+def reduce_scatter(
+    reduce_type: str,
+    input: torch.Tensor,
+    scale: float,
+    scatter_dim: int,
+    shard_count: int,
+    groups: Groups = None,
+    output: torch.Tensor | None = None,
+    pin_layout: bool = True,
+) -> torch.Tensor:
+    """Reduces over the ranks of `groups`; each gets its part along `scatter_dim`, times `scale`."""
+    with in_world(), torch.no_grad():
+        part = comm.reduce_scatter(input, communicator(groups), dim=scatter_dim, op=_op("reduce_scatter", reduce_type))
+        return _stored(part if scale == 1.0 else part * scale, output)
+
+
+def all_to_all(
+    value: torch.Tensor,
+    split_dimension: int,
+    concat_dimension: int,
+    split_count: int,
+    groups: Groups = None,
+    pin_layout: bool = True,
+) -> torch.Tensor:
+    """Sends each rank of `groups` its part along `split_dimension`; joins what arrives along `concat_dimension`."""
+    with in_world(), torch.no_grad():
+        result: torch.Tensor = comm.all_to_all(
+            value, communicator(groups), split_dim=split_dimension, concat_dim=concat_dimension
+        )
+        return result
+
+
+def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
+    """Returns `reduce_fn` of the list of all ranks' data."""
+    if size() == 1:
+        return reduce_fn([data])
+    with in_world():
+        return reduce_fn(comm.gather_objects(move_all_tensor_to_cpu(data)))
+
+
+def broadcast_master_param(model: torch.nn.Module) -> None:
+    """Sets parameters and buffers to those of rank 0: of a model that is equal on all ranks."""
+    with in_world(), torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            comm.broadcast(tensor.detach(), "world", src=0, out=tensor.detach())
+
+
+def reduce_gradients(optimizer: torch.optim.Optimizer, groups: Groups = None, pin_layout: bool = True) -> None:
+    """Averages the gradients over the ranks of `groups`; without them over the data-parallel ranks of the mesh."""
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    with in_world(), torch.no_grad():
+        axis = ("dp", "cp") if groups is None else communicator(groups)
+        if axis in ("dp", ("dp", "cp")) and comm.size("cp") == 1 and comm.size("ep") == 1:
+            bucket_allreduce_gradients(grads)
+            return
+        for grad in grads:
+            comm.all_reduce(grad, axis, out=grad)
+            grad.div_(comm.size(axis))
+
+
+def optimizer_step(
+    optimizer: torch.optim.Optimizer,
+    barrier: bool = False,
+    optimizer_args: dict[str, Any] | None = None,
+    groups: Groups = None,
+    pin_layout: bool = True,
+) -> Any:
+    """Averages the gradients as `reduce_gradients`, and steps."""
+    reduce_gradients(optimizer, groups)
+    return optimizer.step(**(optimizer_args or {}))
+
+
+def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
+    """Saves data, on the CPU, by `torch.save` on the first rank; the other ranks wait for it."""
+    on_cpu = move_all_tensor_to_cpu(data)
+    if not master_only or is_master_ordinal(local=not global_master):
+        torch.save(on_cpu, file_or_path)
+    if master_only:
+        rendezvous("torch_xla.core.xla_model.save")
+
+
+def send_cpu_data_to_device(datas: Any, device: Any, input_sharding: Any = None) -> Any:
+    """Moves the tensors of nested containers to a device."""
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), datas)
+
+
+def set_rng_state(seed: int, device: Any = None) -> None:
+    """Seeds torch's generators."""
+    torch.manual_seed(seed)
+
+
+def get_rng_state(device: Any = None) -> int:
+    """Returns the seed of torch's generator."""
+    return torch.initial_seed()
+
+
+def _op(verb: str, reduce_type: str) -> str:
+    if reduce_type not in _OPS:
+        raise NotImplementedError(f"{verb}: reduction {reduce_type!r} is not possible; possible: {', '.join(_OPS)}")
+    return _OPS[reduce_type]
+
+
+def _stored(value: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
+    return value if output is None else output.copy_(value)

@@ -1,0 +1,266 @@
+"""A model with adapters: which layers get them, which parameters are trained, merging."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from ... import comm
+from ...gradients.gradient import parameters_of
+from ...nearest import nearest
+from ...parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
+from ...weights.materialize import seed_of
+from ...weights.partial_model import partial_model, unwrapped
+from ..qkv_linear import GQAQKVColumnParallelLinear
+from .config import LoraConfig
+from .files import load_adapters, save_adapters
+from .layer import LoraConv2d, LoraEmbedding, LoraLayer, LoraLinear
+from .tp_layer import LoraGQAQKVParallelLinear, LoraParallelLinear
+
+__all__ = ["LoraModel", "add_adapters", "adapters_by_themselves", "adapters_of", "get_lora_model", "load_when_asked"]
+
+# Class of layers -> class of the adapter. Subclasses count too.
+_ADAPTERS: list[tuple[type[nn.Module], Any]] = [
+    (ColumnParallelLinear, LoraParallelLinear),
+    (RowParallelLinear, LoraParallelLinear),
+    (GQAQKVColumnParallelLinear, LoraGQAQKVParallelLinear),
+    (nn.Linear, LoraLinear),
+    (nn.Embedding, LoraEmbedding),
+    (nn.Conv2d, LoraConv2d),
+]
+# `model_type` of a Hugging Face config -> the layers that get adapters, as PEFT chooses them.
+_QUERY_VALUE = ["q_proj", "v_proj"]
+_TARGETS = {
+    **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "olmo", "opt"), _QUERY_VALUE),
+    **dict.fromkeys(("gptj", "gpt_neo", "stablelm", "cohere", "bart", "blip-2"), _QUERY_VALUE),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra", "layoutlm", "vit"), ["query", "value"]),
+    **dict.fromkeys(("bloom", "gpt_neox", "falcon", "chatglm"), ["query_key_value"]),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), ["c_attn"]),
+    **dict.fromkeys(("t5", "mt5"), ["q", "v"]),
+    "codegen": ["qkv_proj"],
+    "phi": ["q_proj", "v_proj", "fc1", "fc2"],
+    "phi3": ["qkv_proj"],
+}
+
+
+def get_lora_model(model: nn.Module, lora_config: Any) -> nn.Module:
+    """Puts adapters into a model; returns a `LoraModel`, or an `NxDModel` as it is, and without a config the model.
+
+    Args:
+        model: a module, before its optimizer and, if it is to be a pipeline, before `NxDPPModel` is made.
+        lora_config: a `LoraConfig`, or PEFT's.
+
+    Raises:
+        ValueError: `LoraModel`.
+    """
+    if lora_config is None:
+        return model
+    inner = unwrapped(model)
+    if inner is not model:
+        add_adapters(inner, lora_config)
+        return model
+    return LoraModel(model, lora_config)
+
+
+def adapters_of(model: nn.Module) -> dict[str, LoraLayer]:
+    """Returns the layers with adapters that this rank holds, by their names in the model."""
+    return {name: layer for name, layer in partial_model(model).local_named_modules() if isinstance(layer, LoraLayer)}
+
+
+def add_adapters(model: nn.Module, config: LoraConfig) -> LoraConfig:
+    """Replaces the layers that a config targets by layers with adapters, and freezes all else, in place.
+
+    Returns the config with its targets.
+
+    Raises:
+        ValueError: nothing in the model matches the targets, or a target is of a class without adapters.
+    """
+    config = LoraConfig.of(config)
+    if partial_model(model).original_module is not model:
+        raise ValueError(
+            f"adapters are put into the model before {type(model).__name__} is made: get_lora_model(module, config), "
+            "or lora_config of neuronx_distributed_config"
+        )
+    targets = config.target_modules if config.target_modules is not None else _default_targets(model)
+    found = {name: layer for name, layer in model.named_modules() if name and _is_target(name, targets)}
+    if not found:
+        names = {
+            name.rpartition(".")[2]
+            for name, layer in model.named_modules()
+            if next(layer.parameters(False), None) is not None
+        }
+        word = targets if isinstance(targets, str) else next(iter(targets), "")
+        raise ValueError(
+            f"adapters: no layer of {type(model).__name__} matches target_modules={targets!r}; nearest: "
+            f"{nearest(word, sorted(names))}"
+        )
+    for name, layer in found.items():
+        if not isinstance(layer, LoraLayer):
+            owner, _, key = name.rpartition(".")
+            adapted = _with_adapter(name, layer, config)
+            adapted.name = name
+            setattr(model.get_submodule(owner), key, adapted)
+    _freeze(model, config)
+    return LoraConfig(**{**config.__dict__, "target_modules": targets})
+
+
+def _default_targets(model: nn.Module) -> list[str]:
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type not in _TARGETS:
+        raise ValueError(
+            f"adapters: {type(model).__name__} has no known config.model_type (got {model_type!r}): pass "
+            'target_modules, the names of layers such as ["q_proj", "v_proj"]'
+        )
+    return _TARGETS[model_type]
+
+
+def _is_target(name: str, targets: list[str] | str) -> bool:
+    if isinstance(targets, str):
+        return re.fullmatch(targets, name) is not None
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def _with_adapter(name: str, layer: nn.Module, config: LoraConfig) -> LoraLayer:
+    for cls, adapter in _ADAPTERS:
+        if isinstance(layer, cls):
+            return adapter(layer, config)
+    if type(layer).__name__ == "Conv1D":  # transformers'
+        return LoraLinear(layer, config, is_conv_1d_layer=True)
+    raise ValueError(
+        f"adapters: {name} is a {type(layer).__name__}; possible are {', '.join(cls.__name__ for cls, _ in _ADAPTERS)}"
+    )
+
+
+def _freeze(model: nn.Module, config: LoraConfig) -> None:
+    """Leaves the adapters trainable, and what the config names besides."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    adapters = {id(param) for layer in layers for part in (layer.lora_A, layer.lora_B) for param in part.parameters()}
+    others = {id(param) for layer in layers for key, param in layer.base_layer.named_parameters() if "bias" in key}
+    saved = config.modules_to_save or []
+    for name, param in model.named_parameters():
+        has_bias = "bias" in name.rpartition(".")[2]
+        param.requires_grad_(
+            id(param) in adapters
+            or any(part in name for part in saved)
+            or (config.bias == "all" and has_bias)
+            or (config.bias == "lora_only" and id(param) in others)
+        )
+
+
+def adapters_by_themselves(init_fn: Any) -> Any:
+    """Returns NxD's `param_init_fn` for a model with adapters, which are drawn by themselves."""
+
+    seed = torch.initial_seed()
+
+    def initialise(module: nn.Module, device: torch.device) -> None:
+        if isinstance(module, LoraLayer):
+            with torch.random.fork_rng(devices=[]):  # by its name, since a rank has a part of the layers
+                torch.manual_seed(seed_of(seed, module.name))
+                module.reset_adapter_on(device)
+        elif init_fn is not None:
+            init_fn(module, device)
+
+    return initialise
+
+
+def load_when_asked(model: nn.Module, config: LoraConfig) -> None:
+    """Loads the adapters of `lora_save_dir`, if the config says so; prints the number of trained parameters."""
+    if config.load_lora_from_ckpt:
+        load_adapters(model, config, config.lora_save_dir, config.lora_load_tag)
+    if config.lora_verbose:
+        _print_trainable(model)
+
+
+def _trainable(model: nn.Module) -> tuple[int, int]:
+    params = parameters_of(model)
+    return sum(p.numel() for p in params if p.requires_grad), sum(p.numel() for p in params)
+
+
+def _print_trainable(model: nn.Module) -> None:
+    trained, total = _trainable(model)
+    if comm.rank("world") == 0:
+        print(f"trainable parameters of this rank: {trained:,} of {total:,} ({trained / max(total, 1):.2%})")
+
+
+class LoraModel(nn.Module):
+    """A model with adapters; names of parameters and attributes are those of the model inside.
+
+    Args:
+        module: the model.
+        config: a `LoraConfig`, or PEFT's.
+
+    Attributes:
+        module: the model, whose layers have been replaced.
+        lora_config: the config.
+
+    Raises:
+        ValueError: no layer matches the targets, or one is of a class without adapters.
+    """
+
+    wrapped_attribute = "module"
+
+    def __init__(self, module: nn.Module, config: Any) -> None:
+        super().__init__()
+        self.module = module
+        self.lora_config = add_adapters(module, config)
+        load_when_asked(module, self.lora_config)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def get_base_model(self) -> nn.Module:
+        """Returns the model inside."""
+        return self.module
+
+    def merge_lora(self) -> None:
+        """Adds the adapters to the weights of their layers, which then compute without them."""
+        for layer in adapters_of(self.module).values():
+            layer.merge()
+
+    def unmerge_lora(self) -> None:
+        """Subtracts the adapters from the weights of their layers again."""
+        for layer in adapters_of(self.module).values():
+            layer.unmerge()
+
+    def save_lora(self, save_dir: str | None = None, adapter_tag: str | None = None) -> None:
+        """Saves the adapters, whole, in PEFT's format; all ranks call it.
+
+        Args:
+            save_dir: a folder; None: the config's `lora_save_dir`.
+            adapter_tag: a folder in it.
+        """
+        save_adapters(self.module, self.lora_config, save_dir or self.lora_config.lora_save_dir, adapter_tag)
+
+    def load_lora(self, save_dir: str | None = None, adapter_tag: str | None = None) -> None:
+        """Loads adapters from a folder of `save_lora` or of PEFT, in any layout.
+
+        Raises:
+            ValueError: the folder's config or its adapters are not those of the model; the message says which.
+        """
+        load_adapters(self.module, self.lora_config, save_dir or self.lora_config.lora_save_dir, adapter_tag)
+
+    def get_nb_trainable_parameters(self) -> tuple[int, int]:
+        """Returns the numbers of trained and of all parameters' elements, of this rank."""
+        return _trainable(self.module)
+
+    def print_trainable_parameters(self) -> None:
+        """Prints these numbers, on rank 0."""
+        _print_trainable(self.module)

@@ -1,0 +1,170 @@
+"""Stand-ins for torch_xla: scripts see them, installed packages do not; the device and the backend "xla"."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import forked
+
+pytestmark = pytest.mark.process
+
+ALONE = """
+import neuronx_dist.compat
+import importlib.util
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+import torch_xla.distributed.parallel_loader as pl
+import torch_xla.runtime as xr
+import torch_xla.utils.serialization as xser
+from torch_neuronx.utils import get_platform_target
+from torch_xla.utils.checkpoint import checkpoint
+
+# Nobody else sees them.
+assert importlib.util.find_spec("torch_xla") is None and "torch_xla" not in __import__("sys").modules
+import accelerate.utils, transformers.utils
+assert not accelerate.utils.is_torch_xla_available() and not transformers.utils.is_torch_xla_available()
+
+# The device "xla" is this rank's device.
+device = xm.xla_device()
+assert device.type == "cpu" and xm.xla_device_hw(device) == "CPU" and xr.device_type() == "CPU"
+made = [torch.ones(2, 3, device="xla"), torch.zeros(2, device="xla"), torch.arange(3, device="xla"),
+        torch.full((2,), 1.5, device="xla"), torch.randn(2, device="xla"), torch.empty(1, device=torch.device("xla"))]
+assert all(x.device == device for x in made)
+x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+for y in (x.to("xla"), x.to(device="xla"), x.to("xla:0", torch.float32), x.to(torch.device("xla", 0))):
+    assert y.device == device
+x.to("xla", torch.float32).sum().backward()
+assert x.grad.dtype == torch.float64
+module = torch.nn.Linear(2, 2).to("xla")
+assert module.to(device="xla") is module and module.weight.device == device
+double = torch.compile(lambda t: t.to(torch.float64) * 2, backend="eager", fullgraph=True)
+assert double(torch.ones(1)).dtype == torch.float64
+
+# One rank.
+assert (xr.world_size(), xr.global_ordinal(), xr.local_ordinal()) == (1, 0, 0)
+assert (xm.get_ordinal(), xm.xrt_world_size()) == (0, 1)
+assert xm.is_master_ordinal() and xm.rendezvous("alone", b"x") == [b"x"]
+called = []
+xm.add_step_closure(lambda *args: called.append(args), args=(1, 2), run_async=True)
+xm.mark_step(); torch_xla.sync(); xm.wait_device_ops()
+assert called == [(1, 2)]
+batches = list(pl.MpDeviceLoader([{"x": torch.ones(1), "n": 3}], device))
+assert batches[0]["x"].device == device and batches[0]["n"] == 3
+loader = pl.MpDeviceLoader(torch.utils.data.DataLoader(range(5), batch_size=2), device)
+assert len(loader) == 3 and loader.batch_size == 2
+a = torch.ones(2, requires_grad=True)
+checkpoint(torch.sin, a, use_reentrant=True).sum().backward()
+assert torch.equal(a.grad, torch.ones(2).cos())
+xser.save({"a": torch.ones(2)}, "file.pt")
+assert torch.equal(xser.load("file.pt")["a"], torch.ones(2))
+assert xm.mesh_reduce("tag", 3, sum) == 3 and isinstance(met.metrics_report(), str)
+for text, word in (("import torch_xla.nothing", "torch_xla.core.xla_model"),
+                   ("import neuronxcc.nki.language as nl; nl.load(1)", "Triton"), ("xr.use_spmd()", "parallelize"),
+                   ("xm.all_reduce(xm.REDUCE_AND, torch.ones(1))", "possible: sum")):
+    try:
+        exec(text)
+    except (ImportError, NotImplementedError) as error:
+        assert word in str(error), error
+    else:
+        raise AssertionError(text)
+print("ok")
+"""
+
+
+def test_a_script_on_one_rank(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    result = forked.run(["-c", ALONE], cwd=tmp_path)
+    assert result.outputs == ["ok\n"], result.errors[0][-3000:]
+
+
+RANKS = """
+import neuronx_dist.compat
+import torch
+import torch.distributed as dist
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from neuronx_distributed.parallel_layers import parallel_state
+
+dist.init_process_group("xla")
+assert dist.get_backend() == "gloo"
+rank, size = xr.global_ordinal(), xr.world_size()
+assert (rank, size) == (dist.get_rank(), 2) and xr.local_ordinal() == rank and xr.local_process_count() == 2
+
+
+def check(when):
+    x = torch.arange(4.0) + rank
+    total = xm.all_reduce(xm.REDUCE_SUM, x, scale=0.5)
+    assert torch.equal(total, torch.arange(4.0) + 0.5), (when, total)
+    assert torch.equal(x, torch.arange(4.0) + rank)
+    assert xm.all_reduce(xm.REDUCE_SUM, [x], groups=[[0], [1]]) is None and torch.equal(x, torch.arange(4.0) + rank)
+    y = x.clone()
+    xm.all_reduce(xm.REDUCE_MAX, [y])
+    assert torch.equal(y, torch.arange(4.0) + 1)
+    assert xm.all_gather(x[:1], dim=0, groups=[[0, 1]]).tolist() == [0.0, 1.0]
+    part = xm.reduce_scatter(xm.REDUCE_SUM, x, 1.0, 0, 2, groups=[[0, 1]])
+    assert torch.equal(part, (2 * torch.arange(4.0) + 1)[2 * rank : 2 * rank + 2])
+    assert xm.all_to_all(x, 0, 0, 2).tolist() == ([0, 1, 1, 2] if rank == 0 else [2, 3, 3, 4])
+    assert xm.mesh_reduce("sum", rank + 1, sum) == 3
+    assert xm.rendezvous(when, str(rank).encode()) == [b"0", b"1"]
+
+
+check("without a mesh")
+assert not parallel_state.model_parallel_is_initialized()
+parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+check("with a mesh")
+groups = parallel_state.get_tensor_model_parallel_group(as_list=True)
+assert xm.all_reduce(xm.REDUCE_SUM, torch.ones(1), groups=groups) == 2
+parallel_state.destroy_model_parallel()
+parallel_state.initialize_model_parallel()
+weight = torch.nn.Parameter(torch.ones(1) * rank)
+xm.broadcast_master_param(torch.nn.ParameterList([weight]))
+weight.grad = torch.ones(1) * (rank + 1)
+xm.optimizer_step(torch.optim.SGD([weight], lr=1.0))
+assert float(weight) == -1.5, weight
+xm.save({"rank": rank}, "saved.pt")
+assert torch.load("saved.pt") == {"rank": 0}
+print("ok")
+if rank == 1:
+    xm.rendezvous("here")
+else:
+    try:
+        xm.rendezvous("there")
+    except Exception as error:
+        print(error)
+"""
+
+
+def test_a_script_on_two_ranks(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    result = forked.run(["-c", RANKS], ranks=2, cwd=tmp_path)
+    assert [output.partition("\n")[0] for output in result.outputs] == ["ok", "ok"], result.errors[0][-3000:]
+    assert "the ranks are at different rendezvous: ['here', 'there']" in result.outputs[0]
+
+
+SPAWN = """
+import neuronx_dist.compat
+import sys
+import torch_xla.distributed.xla_multiprocessing as xmp
+import torch_xla.core.xla_model as xm
+
+
+def main(index, word):
+    print(word, index, xm.get_ordinal(), xm.xrt_world_size(), xm.mesh_reduce("n", index, sum), flush=True)
+
+
+if __name__ == "__main__":
+    xmp.spawn(main, args=("hello",), nprocs=int(sys.argv[1]))
+"""
+
+
+def test_spawn_starts_a_job(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    script = tmp_path / "spawned.py"
+    script.write_text(SPAWN)
+    assert forked.run([str(script), "1"]).outputs == ["hello 0 0 1 0\n"]
+    assert sorted(forked.run([str(script), "2"]).outputs[0].splitlines()) == ["hello 0 0 2 1", "hello 1 1 2 1"]
+
+
+def test_a_missing_script_is_reported() -> None:
+    result = forked.run(["-m", "neuronx_dist", "compat", "nothing.py"])
+    assert result.codes == [2]
+    assert "there is no script nothing.py" in result.errors[0]

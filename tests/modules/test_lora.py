@@ -1,0 +1,357 @@
+"""Adapters: training on every layout equals one process, where they equal the formula; merging, files, errors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+import neuronx_dist as nxd
+from neuronx_dist import comm
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.modules.lora import LoraConfig, LoraModel, get_lora_model
+from neuronx_dist.modules.lora.layer import WholeLinear
+from neuronx_dist.modules.lora.model import adapters_of
+from neuronx_dist.modules.qkv_linear import GQAQKVColumnParallelLinear
+from neuronx_dist.parallel_layers import ColumnParallelLinear, RowParallelLinear
+from neuronx_dist.weights.shard_spec import gather_full, spec_of
+from tests.support.synthetic import relative_error
+
+HIDDEN, HEADS, ROWS, SEQ, STEPS = 8, 4, 4, 8, 3
+DATA = [
+    torch.randn(ROWS, SEQ, HIDDEN, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(3)
+]
+
+
+class Net(nn.Module):
+    """Attention over fused q, k, v, a gated MLP whose first layer has two blocks, and a plain head."""
+
+    def __init__(self, sequence_parallel: bool, kv: int = HIDDEN, kv_replicas: int = 1) -> None:
+        super().__init__()
+        shared: dict[str, Any] = dict(
+            dtype=torch.float64, sequence_parallel_enabled=sequence_parallel, sequence_dimension=1
+        )
+        self.qkv_proj = GQAQKVColumnParallelLinear(
+            HIDDEN, [HIDDEN, kv], gather_output=False, kv_size_multiplier=kv_replicas, **shared
+        )
+        self.o_proj = RowParallelLinear(HIDDEN, HIDDEN, input_is_parallel=True, **shared)
+        self.gate_up = ColumnParallelLinear(HIDDEN, 4 * HIDDEN, gather_output=False, stride=2, **shared)
+        self.down = RowParallelLinear(2 * HIDDEN, HIDDEN, input_is_parallel=True, bias=False, **shared)
+        self.norm = nxd.LayerNorm(HIDDEN, sequence_parallel_enabled=sequence_parallel, dtype=torch.float64)
+        self.sequence_parallel = sequence_parallel
+        self.head = ColumnParallelLinear(HIDDEN, 2 * HIDDEN, dtype=torch.float64)  # gathers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.sequence_parallel:
+            x = nxd.parallel_layers.mappings.scatter_to_sequence_parallel_region(x, 1)
+        q, k, v = (y.unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2) for y in self.qkv_proj(self.norm(x)))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o_proj(out.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        x = x + self.down(F.silu(gate) * up)
+        if self.sequence_parallel:
+            x = nxd.parallel_layers.mappings.gather_from_sequence_parallel_region(x, 1, to_model_parallel=False)
+        return self.head(x)
+
+
+class Loss(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
+CONFIG = LoraConfig(lora_rank=3, lora_alpha=6, target_modules=["qkv_proj", "o_proj", "gate_up", "down", "head"])
+
+
+def _adapted(sequence_parallel: bool, kv: int = HIDDEN, kv_replicas: int = 1, dropout: float = 0.0) -> LoraModel:
+    torch.manual_seed(0)
+    net = Net(sequence_parallel, kv, kv_replicas)
+    model = get_lora_model(net, LoraConfig(**{**CONFIG.__dict__, "lora_dropout": dropout}))
+    for name, layer in adapters_of(net).items():  # else the gradient of A is zero
+        for key, param in layer.lora_B.named_parameters():
+            spec = spec_of(param)
+            generator = torch.Generator().manual_seed(sum(map(ord, f"{name}{key}")))
+            whole = torch.randn(spec.full_shape, generator=generator, dtype=torch.float64) / 4
+            with torch.no_grad():
+                param.copy_(spec.local_slice(whole, comm.rank(spec.axis) if spec.axis else 0))
+    assert isinstance(model, LoraModel)
+    return model
+
+
+Result = tuple[list[float], list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+
+def _train(sequence_parallel: bool, kv: int = HIDDEN, kv_replicas: int = 1, zero1: bool = False) -> Result:
+    """Returns losses, the reduced gradients of steps, and the weights at the end, whole."""
+    model = _adapted(sequence_parallel, kv, kv_replicas)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    options: dict[str, Any] = dict(lr=0.1, momentum=0.9)
+    optimizer: Any = torch.optim.SGD(trained, **options)
+    if zero1:
+        optimizer = nxd.NeuronZero1Optimizer(trained, torch.optim.SGD, grad_clipping=False, **options)
+    losses, grads = [], []
+    rows = ROWS // comm.size("dp")
+    for x in DATA:
+        loss = model(x[comm.rank("dp") * rows :][:rows]).pow(2).mean()
+        loss.backward()
+        nxd.reduce_gradients(model, average_over_data=not zero1)
+        losses.append(float(comm.all_reduce(loss.detach(), "dp") / comm.size("dp")))
+        grads.append({} if zero1 else {n: _whole(p.grad, p) for n, p in model.named_parameters() if p.requires_grad})
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, grads, {name: _whole(param, param) for name, param in model.named_parameters()}
+
+
+def _whole(tensor: torch.Tensor | None, param: torch.Tensor) -> torch.Tensor:
+    assert tensor is not None
+    return gather_full(tensor, spec_of(param))
+
+
+@cache
+def _alone(kv: int) -> Result:
+    return comm.threads.run(Mesh(1), _train, False, kv)[0]
+
+
+# Mesh, sequence parallelism, features and replicas of keys and values, ZeRO-1.
+LAYOUTS = [
+    (Mesh(2, tp=2), False, HIDDEN, 1, False),
+    (Mesh(2, tp=2), True, HIDDEN, 1, False),
+    (Mesh(4, tp=4), True, HIDDEN, 1, False),
+    (Mesh(4, tp=4), False, HIDDEN // 2, 2, False),
+    (Mesh(4, tp=2), True, HIDDEN, 1, True),
+    (Mesh(2), False, HIDDEN, 1, True),
+]
+
+
+@pytest.mark.parametrize(("mesh", "sequence_parallel", "kv", "replicas", "zero1"), LAYOUTS, ids=str)
+def test_training_equals_one_process(mesh: Mesh, sequence_parallel: bool, kv: int, replicas: int, zero1: bool) -> None:
+    losses, grads, weights = _alone(kv)
+    for found in comm.threads.run(mesh, _train, sequence_parallel, kv, replicas, zero1):
+        assert found[0] == pytest.approx(losses, abs=1e-12)
+        for step, expected in enumerate(grads):
+            for name, grad in found[1][step].items():
+                assert relative_error(grad, expected[name]) < 1e-10, (step, name)
+        assert zero1 or found[1][0].keys() == grads[0].keys()
+        assert found[2].keys() == weights.keys()
+        for name, weight in found[2].items():
+            assert relative_error(weight, weights[name]) < 1e-10, name
+    assert all("lora_" in name for name in grads[0])
+
+
+def test_the_sum_over_tp_of_the_whole_matrix_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuronx_dist.modules.lora.tp_layer.WholeLinear", _without_sum)
+    with pytest.raises(AssertionError):
+        test_training_equals_one_process(*LAYOUTS[0])
+
+
+def _without_sum(rows: int, columns: int, initialise: Any, is_partial: bool, like: torch.Tensor) -> WholeLinear:
+    return WholeLinear(rows, columns, initialise, False, like)
+
+
+def test_one_process_equals_the_formula() -> None:
+    """The weights W + s B A of the layers, in the model without adapters, give the outputs and the gradients of x."""
+
+    def main() -> None:
+        model = _adapted(False)
+        plain = Net(False)
+        weights = {
+            name.replace(".base_layer", ""): p.detach() for name, p in model.named_parameters() if "lora" not in name
+        }
+        for name, layer in adapters_of(model).items():
+            for letter in ("_q", "_k", "_v") if name == "qkv_proj" else ("",):
+                b, a = getattr(layer.lora_B, f"weight{letter}"), layer.lora_A.weight
+                weights[f"{name}.weight{letter}"] = weights[f"{name}.weight{letter}"] + 2.0 * b @ a
+        plain_weights = dict(plain.named_parameters())
+        assert plain_weights.keys() == weights.keys()
+        with torch.no_grad():
+            for name, param in plain_weights.items():
+                param.copy_(weights[name])
+        inputs = [DATA[0].clone().requires_grad_() for _ in range(2)]
+        outputs = [net(x) for net, x in zip((model, plain), inputs)]
+        torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
+        for out in outputs:
+            out.square().sum().backward()
+        torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-11, atol=1e-11)
+
+    comm.threads.run(Mesh(1), main)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_adapters_need_no_collective_of_their_own(sequence_parallel: bool) -> None:
+    """A layer with an adapter calls what the layer calls, in forward and backward."""
+
+    def calls(adapted: bool) -> list[tuple[str, str]]:
+        model = _adapted(sequence_parallel) if adapted else Net(sequence_parallel)
+        x = DATA[0].clone().requires_grad_()
+        with comm.record() as record:
+            model(x).sum().backward()
+        return sorted((call.verb, str(call.axis)) for call in record)
+
+    for with_adapters, without in comm.threads.run(Mesh(2, tp=2), lambda: (calls(True), calls(False))):
+        if sequence_parallel:  # the gathered input of a column layer is saved for A, and not gathered again in backward
+            for _ in ("qkv_proj", "gate_up"):
+                without.remove(("all_gather", "tp"))
+        assert with_adapters == without
+        assert len(without) > 4
+
+
+def test_merging_changes_no_output() -> None:
+    def main() -> None:
+        model = _adapted(True, HIDDEN // 2, 2)
+        before, weight = model(DATA[0]), model.gate_up.base_layer.weight.clone()
+        model.merge_lora()
+        model.merge_lora()
+        assert not torch.equal(weight, model.gate_up.base_layer.weight)
+        torch.testing.assert_close(model(DATA[0]), before, rtol=1e-12, atol=1e-12)
+        model.unmerge_lora()
+        torch.testing.assert_close(model.gate_up.base_layer.weight, weight, rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(model(DATA[0]), before, rtol=1e-12, atol=1e-12)
+
+    comm.threads.run(Mesh(4, tp=4), main)
+
+
+def test_initial_values_do_not_depend_on_the_degree() -> None:
+    def main() -> dict[str, torch.Tensor]:
+        torch.manual_seed(5)
+        model = get_lora_model(Net(False), CONFIG)
+        return {name: _whole(param, param) for name, param in model.named_parameters() if "lora_" in name}
+
+    alone = comm.threads.run(Mesh(1), main)[0]
+    assert all(bool(value.any()) == ("lora_A" in name) for name, value in alone.items())
+    for values in comm.threads.run(Mesh(4, tp=4), main):
+        for name, value in values.items():
+            assert torch.equal(value, alone[name]), name
+
+
+def test_dropout_is_that_of_the_whole_input() -> None:
+    """Ranks draw one mask where they have one input, so that the column layers' outputs are those of one process."""
+
+    def main() -> torch.Tensor:
+        model = _adapted(False, dropout=0.5)
+        torch.manual_seed(9)
+        return torch.cat([model.head(DATA[0]).detach()])
+
+    alone = comm.threads.run(Mesh(1), main)[0]
+    for out in comm.threads.run(Mesh(2, tp=2), main):
+        torch.testing.assert_close(out, alone, rtol=1e-12, atol=1e-12)
+
+
+def test_files_are_pefts_and_load_in_any_layout(tmp_path: Path) -> None:
+    def save() -> torch.Tensor:
+        model = _adapted(False)
+        model.save_lora(tmp_path, "one")
+        return model(DATA[0]).detach()
+
+    def load() -> torch.Tensor:
+        torch.manual_seed(0)
+        config = LoraConfig(**{**CONFIG.__dict__, "load_lora_from_ckpt": True})
+        config.lora_save_dir, config.lora_load_tag = str(tmp_path), "one"
+        return LoraModel(Net(True), config)(DATA[0]).detach()
+
+    expected = comm.threads.run(Mesh(2, tp=2), save)[0]
+    for out in comm.threads.run(Mesh(4, tp=4), load):
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    config = json.loads((tmp_path / "one/adapter_config.json").read_text())
+    assert config["r"] == 3 and config["peft_type"] == "LORA"
+    assert config["target_modules"] == ["down", "gate_up", "head", "k_proj", "o_proj", "q_proj", "v_proj"]
+    tensors = load_file(tmp_path / "one/adapter_model.safetensors")
+    assert tensors["base_model.model.q_proj.lora_B.weight"].shape == (HIDDEN, 3)
+    assert torch.equal(*(tensors[f"base_model.model.{x}_proj.lora_A.weight"] for x in "qv"))
+
+
+@pytest.mark.parametrize("layer", ["linear", "embedding", "conv", "conv1d"])
+def test_plain_layers(layer: str) -> None:
+    """Output and merged weight of an adapter on a plain layer are those of the formula."""
+    torch.manual_seed(0)
+    made: Any = {
+        "linear": lambda: nn.Linear(4, 6),
+        "embedding": lambda: nn.Embedding(5, 6),
+        "conv": lambda: nn.Conv2d(2, 4, 3, stride=2, padding=1),
+        "conv1d": lambda: Conv1D(6, 4),
+    }[layer]()
+    x: Any = {"embedding": torch.tensor([[0, 4, 2]]), "conv": torch.randn(2, 2, 7, 7)}.get(layer, torch.randn(3, 4))
+    with comm.as_rank(Mesh(1), 0):
+        model: Any = LoraModel(nn.Sequential(made), LoraConfig(lora_rank=2, target_modules=["0"]))
+        assert torch.equal(model(x), made(x))
+        with torch.no_grad():
+            for param in (*model.module[0].lora_A.parameters(), *model.module[0].lora_B.parameters()):
+                param.normal_()
+        out = model(x)
+        assert not torch.allclose(out, made(x))
+        model.merge_lora()
+        torch.testing.assert_close(made(x), out, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model(x), out, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_trained() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(2, 2), nn.Linear(2, 2), nn.LayerNorm(2)
+
+    def trained(**options: Any) -> set[str]:
+        model = LoraModel(Model(), LoraConfig(lora_rank=1, target_modules="a", **options))
+        return {name for name, param in model.named_parameters() if param.requires_grad}
+
+    with comm.as_rank(Mesh(1), 0):
+        adapters = {"a.lora_A.weight", "a.lora_B.weight"}
+        assert trained() == adapters
+        assert trained(bias="lora_only") == adapters | {"a.base_layer.bias"}
+        assert trained(bias="all") == adapters | {"a.base_layer.bias", "b.bias", "c.bias"}
+        assert trained(modules_to_save=["c"]) == adapters | {"c.weight", "c.bias"}
+
+
+BAD = {
+    "no target": (
+        dict(target_modules=["q_prj"]),
+        "no layer of Net matches target_modules=\\['q_prj'\\]; nearest: qkv_proj",
+    ),
+    "class": (dict(target_modules=["norm"]), "norm is a LayerNorm; possible are ColumnParallelLinear"),
+    "unknown model": (dict(), "no known config.model_type .got None.: pass target_modules"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_targets_that_cannot_have_adapters_are_refused(case: str) -> None:
+    options, message = BAD[case]
+    with comm.as_rank(Mesh(1), 0), pytest.raises(ValueError, match=message):
+        get_lora_model(Net(False), LoraConfig(**options))
+
+
+@pytest.mark.parametrize(
+    "options", [dict(lora_rank=0), dict(lora_dropout=1.5), dict(bias="some"), dict(init_lora_weights="x")]
+)
+def test_wrong_options_are_refused(options: Any) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        LoraConfig(**options)
+
+
+def test_pefts_config_is_taken_or_refused() -> None:
+    peft = {"r": 4, "lora_alpha": 8, "target_modules": {"v", "q"}, "init_lora_weights": True, "use_rslora": True}
+    config = LoraConfig.of(peft)
+    assert (config.lora_rank, config.target_modules, config.scaling) == (4, ["q", "v"], 4.0)
+    with pytest.raises(ValueError, match="use_dora=True of PEFT's LoraConfig is not possible"):
+        LoraConfig.of({**peft, "use_dora": True})
+    with pytest.raises(TypeError, match="adapters need a LoraConfig, or PEFT's LoraConfig, got int"):
+        LoraConfig.of(3)
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_a_step_is_checked(sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not sums:
+        monkeypatch.setattr("neuronx_dist.modules.lora.tp_layer.WholeLinear", _without_sum)
+
+    def model_fn() -> nn.Module:
+        return get_lora_model(Loss(True), replace(CONFIG, target_modules=["qkv_proj", "o_proj", "gate_up", "down"]))
+
+    report = nxd.spmd.check(model_fn, DATA[0], dict(tp=2))
+    assert report.ok == sums, str(report)
+    assert sums or "qkv_proj.lora_B.weight_q" in str(report)
