@@ -218,6 +218,10 @@ def test_lazy_names_are_the_only_doors_up():
     assert sorted(set(by_name)) == [
         "neuronx_dist.__main__",
         "neuronx_dist.checking.command",  # the user's own module
+        "neuronx_dist.compat",  # what the user asks for
+        "neuronx_dist.compat.neuronx_distributed",
+        "neuronx_dist.compat.nxd_names",  # modules in the place of NxD's
+        "neuronx_dist.compat.stand_ins",  # modules in the place of torch_xla's
         "neuronx_dist.lazy_names",
         "neuronx_dist.shard_tensor.physicsnemo",  # PhysicsNeMo, where it is installed
         "neuronx_dist.xla_replay.__main__",  # the user's own module

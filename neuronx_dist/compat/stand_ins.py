@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from .. import comm
+from ..comm.rank_selection import XLA
 from ..torch_internals.tensors import tensor_to
 from .nxd_names import install_names, unavailable_module
 from .torch_xla.groups import local_device
@@ -132,7 +133,7 @@ def _serve_backend() -> None:
     def init_process_group(
         backend: str | None = None, init_method: str | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        if backend != "xla":
+        if backend != XLA:
             return before(backend, init_method, *args, **kwargs)
         timeout = args[0] if args else kwargs.get("timeout")
         comm.launch.init_distributed("auto", timeout.total_seconds() if timeout is not None else None)
@@ -176,6 +177,6 @@ def _serve_device() -> None:
 
 
 def _is_xla(device: Any) -> bool:
-    return (isinstance(device, str) and device.partition(":")[0] == "xla") or (
-        isinstance(device, torch.device) and device.type == "xla"
+    return (isinstance(device, str) and device.partition(":")[0] == XLA) or (
+        isinstance(device, torch.device) and device.type == XLA
     )

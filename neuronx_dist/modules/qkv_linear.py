@@ -217,10 +217,14 @@ class GQAQKVColumnParallelLinear(ShardedModule):
             raise
 
     def _projections(self, x: torch.Tensor) -> QKV:
-        weights = self._used("weight")
-        biases = self._used("bias") if self.use_bias and not self.gather_output else []
+        weights = self.used("weight")
+        biases = self.used("bias") if self.use_bias and not self.gather_output else []
         dim = sequence_dim_of(self, x)
         outputs = column_outputs(x, weights, biases, self.axis, dim, self.reduce_dtype, self.weight_q)
+        return self.whole_outputs(outputs)
+
+    def whole_outputs(self, outputs: Sequence[torch.Tensor]) -> QKV:
+        """Returns a rank's parts of q, k and v; with `gather_output` gathered, and with their biases."""
         if self.gather_output:
             outputs = [
                 gathered(out, self.axis, self._whole_bias(letter, replicas))
@@ -229,7 +233,7 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         query, key, value = outputs
         return query, key, value
 
-    def _used(self, kind: str) -> list[torch.Tensor]:
+    def used(self, kind: str) -> list[torch.Tensor]:
         return [
             used_parameter(getattr(self, f"{kind}_{letter}"), replicas, self.reduce_dtype)
             for letter, replicas in zip(_LETTERS, self._replicas)

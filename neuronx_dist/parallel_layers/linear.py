@@ -138,7 +138,7 @@ class _ParallelLinear(LinearAttributes):
         assert param is not None
         return draw(param, init_method, comm.communicator(self.axis).rank // self.replicas)
 
-    def _bias(self) -> torch.Tensor | None:
+    def added_bias(self) -> torch.Tensor | None:
         return None if self.skip_bias_add else self.bias
 
     def extra_repr(self) -> str:
@@ -271,17 +271,17 @@ class ColumnParallelLinear(_ParallelLinear):
             else:
                 (out,) = _shards([self], input)
                 if self.gather_output:
-                    out = self._gathered(out)
+                    out = self.gathered_output(out)
         except (RuntimeError, ValueError) as error:
             refuse_input(self, input, error)
             raise
-        return (out, self._used_parameter(self.bias)) if self.skip_bias_add else out
+        return (out, self.used(self.bias)) if self.skip_bias_add else out
 
-    def _used_parameter(self, param: torch.Tensor | None) -> torch.Tensor | None:
+    def used(self, param: torch.Tensor | None) -> torch.Tensor | None:
         return None if param is None else used_parameter(param, self.replicas, self.reduce_dtype)
 
-    def _gathered(self, out: torch.Tensor) -> torch.Tensor:
-        return gathered(out, self.axis, self._bias(), self.stride, 0 if self.keep_padded_output else self.pad_size)
+    def gathered_output(self, out: torch.Tensor) -> torch.Tensor:
+        return gathered(out, self.axis, self.added_bias(), self.stride, 0 if self.keep_padded_output else self.pad_size)
 
 
 def used_parameter(param: torch.Tensor, replicas: int, reduce_dtype: torch.dtype | None) -> torch.Tensor:
@@ -316,10 +316,8 @@ def gathered(
 def _shards(layers: Sequence[ColumnParallelLinear], x: torch.Tensor) -> Sequence[torch.Tensor]:
     """This rank's shards of the outputs of layers of one kind on `x`; without a bias, which comes after a gather."""
     first = layers[0]
-    weights: list[Any] = [layer._used_parameter(layer.weight) for layer in layers]
-    biases = (
-        [] if first.gather_output or first._bias() is None else [layer._used_parameter(layer.bias) for layer in layers]
-    )
+    weights: list[Any] = [layer.used(layer.weight) for layer in layers]
+    biases = [] if first.gather_output or first.added_bias() is None else [layer.used(layer.bias) for layer in layers]
     if first.input_is_replicated and comm.communicator(first.axis).size > 1:
         return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases or repeat(None))]
     shard = weights[0] if first.replicas == 1 else None
@@ -398,7 +396,7 @@ def check_fusable(layers: Sequence[ColumnParallelLinear]) -> None:
             layer.sequence_dimension,
             layer.input_is_replicated,
             layer.reduce_dtype,
-            layer._bias() is not None,
+            layer.added_bias() is not None,
             layer.gather_output,
         )
         for layer in layers
@@ -478,7 +476,7 @@ class RowParallelLinear(_ParallelLinear):
         """`[.., in/tp]` (or `[.., in]`) `-> [.., out]`; `(output, bias)` with skip_bias_add."""
         communicator = comm.communicator(self.axis)
         compare_noted(communicator)
-        weight, bias, shard = self._used_weight(), self._bias(), input_
+        weight, bias, shard = self.used_weight(), self.added_bias(), input_
         try:
             if communicator.size == 1:
                 out = linear_alone(input_, weight, bias, communicator)
@@ -502,7 +500,7 @@ class RowParallelLinear(_ParallelLinear):
             raise
         return (out, self.bias) if self.skip_bias_add else out
 
-    def _used_weight(self) -> torch.Tensor:
+    def used_weight(self) -> torch.Tensor:
         """The weight; padded query heads in the group of a real key/value head have values, and must not train it."""
         spec = spmd.spec_of(self.weight)
         if spec.group is None:

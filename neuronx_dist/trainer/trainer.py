@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from .. import comm
+from ..comm.rank_selection import XLA
 from ..modules.lora.model import adapters_by_themselves, add_adapters, load_when_asked
 from ..nearest import nearest
 from ..optimizer import NeuronZero1Optimizer
@@ -286,7 +287,7 @@ def _section(name: str, options: Any, defaults: Mapping[str, Any]) -> dict[str, 
 def _warn_of_downcasts() -> None:
     """Warns of environment variables by which torch_xla computes in bf16, where torch_xla is not in use."""
     for variable in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"):
-        if os.environ.get(variable) == "1" and comm.current().backend.device.type != "xla":
+        if os.environ.get(variable) == "1" and comm.current().backend.device.type != XLA:
             warnings.warn(
                 f"{variable}=1 is a setting of torch_xla and has no effect on this device: weights stay in the dtype "
                 "that they were created with. For bf16, build the model in torch.bfloat16, with ZeRO-1 for masters",

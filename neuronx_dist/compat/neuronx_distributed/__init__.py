@@ -6,11 +6,11 @@ utils/      NxD's small modules; kernels/: its attention kernels, as torch's fun
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
-import neuronx_dist
-
-__version__ = neuronx_dist.__version__
+_package: Any = sys.modules[__name__.partition(".")[0]]
+__version__ = _package.__version__
 
 
 def __getattr__(name: str) -> Any:
@@ -21,8 +21,8 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != f"neuronx_distributed.{name}":
             raise
-        return getattr(neuronx_dist, name)
+        return getattr(_package, name)
 
 
 def __dir__() -> list[str]:
-    return dir(neuronx_dist)
+    return dir(_package)

@@ -13,7 +13,9 @@ import torch
 
 from ... import comm
 from ...gradients.reduce import bucket_allreduce_gradients
+from ...parallel_layers import comm as collectives
 from ...parallel_layers.utils import move_all_tensor_to_cpu
+from ...torch_internals.tensors import pytree
 from .groups import communicator, in_world, local_device, local_rank, rank, size
 
 __all__ = [
@@ -170,17 +172,12 @@ def all_reduce(
     Raises:
         NotImplementedError: `REDUCE_AND`, `REDUCE_OR`: use min and max.
     """
-    op = _op("all_reduce", reduce_type)
+    op, is_tensor = _op("all_reduce", reduce_type), isinstance(inputs, torch.Tensor)
     with in_world(), torch.no_grad():
-        axis = communicator(groups)
-        if isinstance(inputs, torch.Tensor):
-            reduced = comm.all_reduce(inputs, axis, op=op)
-            return reduced if scale == 1.0 else reduced * scale
-        for tensor in inputs:
-            comm.all_reduce(tensor, axis, op=op, out=tensor)
-            if scale != 1.0:
-                tensor.mul_(scale)
-    return None
+        reduced = collectives.all_reduce(op, inputs.clone() if is_tensor else inputs, communicator(groups))
+        for tensor in reduced if scale != 1.0 else ():
+            tensor.mul_(scale)
+    return reduced[0] if is_tensor else None
 
 
 def all_gather(
@@ -192,7 +189,7 @@ def all_gather(
 ) -> torch.Tensor:
     """Gathers the tensors of all ranks of `groups` along `dim`."""
     with in_world(), torch.no_grad():
-        return _stored(comm.all_gather(value, communicator(groups), dim=dim % value.dim()), output)
+        return collectives.all_gather(value, dim % value.dim(), communicator(groups), output)
 
 
 def reduce_scatter(
@@ -207,8 +204,8 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """Reduces over the ranks of `groups`; each gets its part along `scatter_dim`, times `scale`."""
     with in_world(), torch.no_grad():
-        part = comm.reduce_scatter(input, communicator(groups), dim=scatter_dim, op=_op("reduce_scatter", reduce_type))
-        return _stored(part if scale == 1.0 else part * scale, output)
+        op, axis = _op("reduce_scatter", reduce_type), communicator(groups)
+        return collectives.reduce_scatter(op, input, scale, scatter_dim, shard_count, axis, output)
 
 
 def all_to_all(
@@ -250,8 +247,7 @@ def reduce_gradients(optimizer: torch.optim.Optimizer, groups: Groups = None, pi
         if axis in ("dp", ("dp", "cp")) and comm.size("cp") == 1 and comm.size("ep") == 1:
             bucket_allreduce_gradients(grads)
             return
-        for grad in grads:
-            comm.all_reduce(grad, axis, out=grad)
+        for grad in collectives.all_reduce("sum", grads, axis):
             grad.div_(comm.size(axis))
 
 
@@ -278,7 +274,7 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
 
 def send_cpu_data_to_device(datas: Any, device: Any, input_sharding: Any = None) -> Any:
     """Moves the tensors of nested containers to a device."""
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), datas)
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), datas)
 
 
 def set_rng_state(seed: int, device: Any = None) -> None:
@@ -295,7 +291,3 @@ def _op(verb: str, reduce_type: str) -> str:
     if reduce_type not in _OPS:
         raise NotImplementedError(f"{verb}: reduction {reduce_type!r} is not possible; possible: {', '.join(_OPS)}")
     return _OPS[reduce_type]
-
-
-def _stored(value: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
-    return value if output is None else output.copy_(value)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ... import spmd
-from ...parallel_layers.linear import ColumnParallelLinear, RowParallelLinear, gathered, sequence_dim_of
+from ...parallel_layers.linear import ColumnParallelLinear, RowParallelLinear, sequence_dim_of
 from ...spmd import I, P, R, S
 from ..qkv_linear import GQAQKVColumnParallelLinear
 from .config import LoraConfig
@@ -87,13 +87,13 @@ class LoraParallelLinear(LoraLayer):
     def _column(self, x: torch.Tensor) -> Any:
         base: Any = self.base_layer
         inputs = _whole_input(base, x)
-        bias = None if base.gather_output else base._used_parameter(base._bias())
-        out = F.linear(inputs, base._used_parameter(base.weight), bias)
+        bias = None if base.gather_output else base.used(base.added_bias())
+        out = F.linear(inputs, base.used(base.weight), bias)
         low_rank = F.linear(self.lora_dropout(inputs), self.lora_A.weight)  # type: ignore[arg-type]
-        out = out + F.linear(low_rank, base._used_parameter(self.lora_B.weight)) * self.scaling
+        out = out + F.linear(low_rank, base.used(self.lora_B.weight)) * self.scaling
         if base.gather_output:
-            out = base._gathered(out)
-        return (out, base._used_parameter(base.bias)) if base.skip_bias_add else out
+            out = base.gathered_output(out)
+        return (out, base.used(base.bias)) if base.skip_bias_add else out
 
     def _row(self, x: torch.Tensor) -> Any:
         base: Any = self.base_layer
@@ -103,8 +103,8 @@ class LoraParallelLinear(LoraLayer):
             shard = spmd.convert(shard, axis, src=I, dst=S(-1))
             shard = shard.flatten(-2) if base.stride > 1 else shard
         low_rank = F.linear(self.lora_dropout(shard), self.lora_A.weight)  # type: ignore[arg-type]
-        partial = F.linear(shard, base._used_weight()) + F.linear(low_rank, self.lora_B.weight) * self.scaling  # type: ignore
-        partial, bias = spmd.trust(partial, axis, P), base._bias()
+        partial = F.linear(shard, base.used_weight()) + F.linear(low_rank, self.lora_B.weight) * self.scaling  # type: ignore
+        partial, bias = spmd.trust(partial, axis, P), base.added_bias()
         if not base.reduce_output:
             out = partial if bias is None else partial + spmd.convert(bias, axis, src=R, dst=P).to(partial.dtype)
         else:
@@ -148,20 +148,14 @@ class LoraGQAQKVParallelLinear(LoraLayer):
         if self.merged:
             return base(x)
         inputs = _whole_input(base, x)
-        weights = base._used("weight")
-        biases: list[Any] = base._used("bias") if base.use_bias and not base.gather_output else [None] * 3
+        weights = base.used("weight")
+        biases: list[Any] = base.used("bias") if base.use_bias and not base.gather_output else [None] * 3
         low_rank = F.linear(self.lora_dropout(inputs), self.lora_A.weight)  # type: ignore[arg-type]
         outputs = [
             F.linear(inputs, weight, bias) + F.linear(low_rank, b) * self.scaling
-            for weight, bias, b in zip(weights, biases, self.lora_B._used("weight"))
+            for weight, bias, b in zip(weights, biases, self.lora_B.used("weight"))
         ]
-        if base.gather_output:
-            outputs = [
-                gathered(out, base.axis, base._whole_bias(letter, replicas))
-                for out, letter, replicas in zip(outputs, _LETTERS, base._replicas)
-            ]
-        query, key, value = outputs
-        return query, key, value
+        return base.whole_outputs(outputs)
 
     def get_qkv(self, layer: GQAQKVColumnParallelLinear) -> tuple[torch.Tensor, ...]:
         """Returns the weights of queries, keys and values of a layer, such as `lora_B`."""

@@ -76,7 +76,7 @@ PROGRAM_OF: dict[str, str] = {
     "gathered:spmd.all_gather#1": "gathered blocks",
     "gathered:spmd.all_gather#2": "gathered",
     "used_parameter:spmd.reinterpret#1": "llama, one key/value head",
-    "RowParallelLinear._used_weight:spmd.convert#1": "llama, one key/value head",
+    "RowParallelLinear.used_weight:spmd.convert#1": "llama, one key/value head",
     "RowParallelLinear.forward:spmd.convert#1": "split",
     "RowParallelLinear.forward:spmd.convert#2": "partial",
     f"{_EMBEDDING}all_gather#1": "embedding, columns",
@@ -189,7 +189,7 @@ EQUIVALENT = {
         ): "only its parameters are used"
         for option in ("not input_is_replicated", "not sequence_parallel_enabled")
     },
-    ("RowParallelLinear._used_weight:spmd.convert#1", "convert(I, S(0))"): "a mask has no gradient",
+    ("RowParallelLinear.used_weight:spmd.convert#1", "convert(I, S(0))"): "a mask has no gradient",
     ("_ParallelCrossEntropy.forward:comm.all_reduce#1", "twice"): _REPEATED,
     ("reduce_gradients:_reduce_params#2", "over pp"): "all stages hold the weight",
     ("reduce_gradients:_reduce_params#3", "twice"): "the mean of equal values is the value",

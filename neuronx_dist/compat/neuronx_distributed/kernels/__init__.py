@@ -1,4 +1,8 @@
-"""NxD's attention kernels, by torch's attention and by the ring of this package."""
+"""NxD's attention kernels.
+
+flash_attn.py             by torch's attention
+ring_attention_kernel.py  over context-parallel ranks, by `neuronx_dist.attention`
+"""
 
 from .flash_attn import nki_flash_attn_func
 from .ring_attention_kernel import nki_ring_attn_func

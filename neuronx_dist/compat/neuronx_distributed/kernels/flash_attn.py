@@ -26,8 +26,8 @@ def nki_flash_attn_func(
     """Computes attention of any sequence length; returns `[batch, heads, sequence, head_dim]`.
 
     Args:
-        q, k, v: `[batch, heads, head_dim, sequence]` with `transpose_nki_inputs`, else `[batch, heads, sequence,
-            head_dim]`; q may have a multiple of the heads of k and v.
+        q, k, v: `[batch, heads, head_dim, sequence]` with `transpose_nki_inputs`, else
+            `[batch, heads, sequence, head_dim]`; q may have a multiple of the heads of k and v.
         dropout_p: drawn from torch's generator.
         softmax_scale: None: 1 / sqrt(head_dim).
         lnc, mixed_precision, seed, hardware_type: settings of Neuron's kernel, without effect.

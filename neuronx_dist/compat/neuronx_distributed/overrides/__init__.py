@@ -1,1 +1,4 @@
-"""NxD's overrides of transformers' functions."""
+"""NxD's overrides of transformers' functions.
+
+transformer_overrides.py  rotary embeddings
+"""

@@ -1,4 +1,12 @@
-"""NxD's `utils`: where a script runs, and small modules."""
+"""NxD's `utils`: where a script runs, and small modules.
+
+activation_checkpoint.py, adamw_fp32_optim_params.py, random.py  NxD's import paths
+batch_utils.py   a context-parallel rank's part of a batch
+logger.py        a logger of rank 0
+model_utils.py   building on meta, ties and marks of parameters
+tensor_utils.py  `cumsum`
+utils.py         names of hardware, a JSON file
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class hardware(Enum):
 
 
 class HloMetadataLevel(Enum):
-    """How much metadata Neuron's compiler writes: True is DEBUG, False INFO."""
+    """Levels of the metadata that Neuron's compiler writes: True is DEBUG, False INFO."""
 
     DEBUG = "debug"
     INFO = "info"
