@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from neuronx_dist import comm
+from neuronx_dist.compat.torch_xla import xla_model
+from neuronx_dist.mesh import Mesh
 from tests.support import forked
 
 pytestmark = pytest.mark.process
@@ -76,6 +80,28 @@ print("ok")
 def test_a_script_on_one_rank(tmp_path) -> None:  # type: ignore[no-untyped-def]
     result = forked.run(["-c", ALONE], cwd=tmp_path)
     assert result.outputs == ["ok\n"], result.errors[0][-3000:]
+
+
+def compare_collectives() -> None:
+    """Compares the results of `torch_xla.core.xla_model`'s functions with collectives with what they must be."""
+
+    def main() -> None:
+        rank = xla_model.get_ordinal()
+        x = torch.arange(4.0) + rank
+        assert xla_model.all_to_all(x, 0, 0, 2).tolist() == ([0, 1, 1, 2] if rank == 0 else [2, 3, 3, 4])
+        module = torch.nn.Linear(2, 2)
+        with torch.no_grad():
+            module.weight.fill_(rank + 1.0)
+        xla_model.broadcast_master_param(module)
+        assert bool((module.weight == 1).all())
+        assert xla_model.mesh_reduce("sum", rank + 1, sum) == 3
+        assert xla_model.rendezvous("here", str(rank).encode()) == [b"0", b"1"]
+
+    comm.threads.run(Mesh(2), main)
+
+
+def test_collectives_on_two_ranks() -> None:
+    compare_collectives()
 
 
 RANKS = """

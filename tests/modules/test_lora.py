@@ -21,6 +21,7 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.modules.lora import LoraConfig, LoraModel, get_lora_model
 from neuronx_dist.modules.lora.layer import WholeLinear
 from neuronx_dist.modules.lora.model import adapters_of
+from neuronx_dist.modules.lora.tp_layer import LoraParallelLinear
 from neuronx_dist.modules.qkv_linear import GQAQKVColumnParallelLinear
 from neuronx_dist.parallel_layers import ColumnParallelLinear, RowParallelLinear
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
@@ -355,3 +356,80 @@ def test_a_step_is_checked(sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     report = nxd.spmd.check(model_fn, DATA[0], dict(tp=2))
     assert report.ok == sums, str(report)
     assert sums or "qkv_proj.lora_B.weight_q" in str(report)
+
+
+def _formula(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Returns the output of a net with adapters from whole weights, by torch alone."""
+
+    def linear(name: str, x: torch.Tensor, letter: str = "") -> torch.Tensor:
+        delta = weights[f"{name}.lora_B.weight{letter}"] @ weights[f"{name}.lora_A.weight"] * CONFIG.scaling
+        weight, bias = (weights.get(f"{name}.base_layer.{kind}{letter}") for kind in ("weight", "bias"))
+        assert weight is not None
+        return F.linear(x, weight + delta, bias)
+
+    y = F.layer_norm(x, [HIDDEN], weights["norm.weight"], weights["norm.bias"])
+    heads = (linear("qkv_proj", y, f"_{letter}").unflatten(-1, (HEADS, -1)).transpose(1, 2) for letter in "qkv")
+    x = x + linear("o_proj", F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+    gate, up = linear("gate_up", x).chunk(2, dim=-1)
+    return linear("head", x + linear("down", F.silu(gate) * up))
+
+
+def compare(mesh: Mesh, sequence_parallel: bool) -> None:
+    """Compares loss and gradients of a net with adapters with those of the formula."""
+
+    def main() -> None:
+        model = _adapted(sequence_parallel)
+        weights = {name: _whole(param, param).clone() for name, param in model.named_parameters()}
+        loss = model(DATA[0]).square().mean()
+        loss.backward()
+        nxd.reduce_gradients(model)
+        for name, weight in weights.items():
+            weight.requires_grad_("lora_" in name)
+        expected = _formula(weights, DATA[0]).square().mean()
+        expected.backward()
+        assert abs(float(loss.detach() - expected.detach())) < 1e-12
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                assert relative_error(_whole(param.grad, param), _whole(weights[name].grad, DATA[0])) < 1e-10, name
+
+    comm.threads.run(mesh, main)
+
+
+def compare_row(**options: Any) -> None:
+    """Compares a row layer with an adapter with the formula: output, gradient of the input and of the adapter."""
+
+    def main() -> None:
+        torch.manual_seed(1)
+        base = RowParallelLinear(8, 6, dtype=torch.float64, **options)
+        layer = LoraParallelLinear(base, LoraConfig(lora_rank=2, lora_alpha=4))
+        with torch.no_grad():
+            layer.lora_B.weight.copy_(torch.randn(6, 2, dtype=torch.float64))
+            base.bias.copy_(torch.randn(6, dtype=torch.float64))
+        whole = {name: _whole(param, param).clone().requires_grad_() for name, param in layer.named_parameters()}
+        x, y = (torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) for _ in range(2))
+        x.requires_grad_(), y.requires_grad_()
+        out = layer(x if not options.get("input_is_parallel") else x.chunk(2, dim=-1)[comm.rank("tp")])
+        summed = out if options.get("reduce_output", True) else comm.all_reduce(out.detach(), "tp")
+        weight = whole["base_layer.weight"] + 2.0 * whole["lora_B.weight"] @ whole["lora_A.weight"]
+        expected = F.linear(y, weight, whole["base_layer.bias"])
+        torch.testing.assert_close(summed, expected, rtol=1e-12, atol=1e-12)
+        out.square().sum().backward() if options.get("reduce_output", True) else out.sum().backward()
+        (expected.square() if options.get("reduce_output", True) else expected).sum().backward()
+        nxd.reduce_gradients(layer)
+        if not options.get("input_is_parallel"):
+            torch.testing.assert_close(x.grad, y.grad, rtol=1e-11, atol=1e-11)
+        for name in ("lora_A.weight", "lora_B.weight"):
+            grad = _whole(layer.get_parameter(name).grad, layer.get_parameter(name))
+            torch.testing.assert_close(grad, whole[name].grad, rtol=1e-11, atol=1e-11)
+
+    comm.threads.run(Mesh(2, tp=2), main)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_gradients_are_those_of_the_formula(sequence_parallel: bool) -> None:
+    compare(Mesh(2, tp=2), sequence_parallel)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(reduce_output=False, input_is_parallel=True)], ids=str)
+def test_row_layers_that_split_their_input_or_do_not_sum(options: Any) -> None:
+    compare_row(**options)

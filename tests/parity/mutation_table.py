@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from neuronx_dist.mesh import Mesh
 from tests.checkpoint import exchanges
+from tests.compat.test_stand_ins import compare_collectives as collectives_of_scripts
+from tests.modules.test_lora import compare as adapters
+from tests.modules.test_lora import compare_row
 from tests.parallel_layers.test_conv import compare as convolution
 from tests.parallel_layers.test_nxd_names import (
     test_collectives_by_the_arguments_of_torch_xla as collectives_of_torch_xla,
@@ -137,6 +141,16 @@ CASES: dict[str, Callable[[], None]] = {
     "RowParallelLinear.forward:spmd.convert#2": partial(
         layer, partial(_row, input_is_parallel=True, reduce_output=False), split=_own_features, join=_sum_of_partials
     ),
+    "LoraParallelLinear._row:spmd.convert#1": compare_row,
+    "LoraParallelLinear._row:spmd.convert#2": partial(compare_row, reduce_output=False, input_is_parallel=True),
+    "LoraParallelLinear._row:spmd.all_reduce#1": partial(adapters, Mesh(2, tp=2), False),
+    "LoraParallelLinear._row:spmd.reduce_scatter#1": partial(adapters, Mesh(2, tp=2), True),
+    "_whole_input:spmd.all_gather#1": partial(adapters, Mesh(2, tp=2), True),
+    "_whole_input:spmd.convert#1": partial(adapters, Mesh(2, tp=2), False),
+    "all_to_all:comm.all_to_all#1": collectives_of_scripts,
+    "broadcast_master_param:comm.broadcast#1": collectives_of_scripts,
+    "mesh_reduce:comm.gather_objects#1": collectives_of_scripts,
+    "rendezvous:comm.gather_objects#1": collectives_of_scripts,
     "OutputChannelParallelConv2d.forward:spmd.convert#1": partial(convolution, "output", 2),
     "OutputChannelParallelConv2d.forward:spmd.convert#2": partial(convolution, "output", 2, groups=4),
     "OutputChannelParallelConv2d.forward:spmd.all_gather#1": partial(convolution, "output", 2),

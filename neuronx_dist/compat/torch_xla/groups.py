@@ -21,11 +21,15 @@ _AXES = ("tp", "dp", "pp", "cp", ("dp", "cp"), "ep", "edp", "world")
 
 def size() -> int:
     """Returns the number of ranks of the job: 1 before a process group is made."""
+    if comm.is_initialized():
+        return comm.size("world")
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
     """Returns this process's rank."""
+    if comm.is_initialized():
+        return comm.rank("world")
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 

@@ -109,6 +109,18 @@ PROGRAM_OF: dict[str, str] = {
     "BaseParallelConv._register:set_spec#1": "convolutions",
     "GQAQKVColumnParallelLinear._register:set_spec#1": "attention",
     "GQAQKVColumnParallelLinear._register_parameters:ColumnParallelLinear#1": "attention",
+    **{
+        f"{site}#1": "adapters, sequence"
+        for site in (
+            "LoraParallelLinear._row:spmd.reduce_scatter",
+            "WholeLinear.__init__:set_spec",
+            "_whole_input:spmd.all_gather",
+        )
+    },
+    "LoraParallelLinear._row:spmd.all_reduce#1": "adapters",
+    "_whole_input:spmd.convert#1": "adapters",
+    "LoraParallelLinear._row:spmd.convert#1": "adapter, split",
+    "LoraParallelLinear._row:spmd.convert#2": "adapter, partial",
     "mark_partial_gradients:set_spec#1": "llama, sequence",
     "apply_sequence_parallel:mark_partial_gradients#1": "llama, sequence",
     "apply:mark_partial_gradients#1": "qwen",
@@ -140,6 +152,13 @@ EXEMPT = {
     "gather_full": "gives tests and files the whole of a tensor",
     "_pad_layer": "marks the weights of other sizes, before training",
     "gather_python_object": "Python objects",
+    "save_adapters": "writes files",
+    "LoraParallelLinear.__init__": "only the parameters of these layers are used",
+    "_move_in_turns": "before the first step: ranks wait for each other",
+    **dict.fromkeys(
+        ("all_to_all:comm.all_to_all", "broadcast_master_param", "mesh_reduce", "optimizer_step", "rendezvous"),
+        "scripts' own collectives, by torch_xla's arguments",
+    ),
     **{
         f"{verb}:comm.{verb}": "scripts' own collectives, by torch_xla's arguments"
         for verb in ("all_reduce", "all_gather", "reduce_scatter")

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf, spmd
+from neuronx_dist.modules.lora import LoraConfig
+from neuronx_dist.modules.lora.tp_layer import LoraParallelLinear
 from neuronx_dist.modules.qkv_linear import GQAQKVColumnParallelLinear
 from neuronx_dist.parallel_layers import fuse_columns, grads, mappings
 from neuronx_dist.parallel_layers.conv import InputChannelParallelConv2d, OutputChannelParallelConv2d
@@ -62,6 +64,18 @@ def _net(body: Callable[[Any, torch.Tensor], torch.Tensor], **parts: Callable[[]
 _column = partial(nxd.ColumnParallelLinear, HIDDEN, INNER, gather_output=False)
 _row = partial(nxd.RowParallelLinear, INNER, HIDDEN, input_is_parallel=True)
 _sequence = dict(sequence_parallel_enabled=True, sequence_dimension=1)
+
+
+def _adapted(layer: Any, **options: Any) -> Callable[[], nn.Module]:
+    """Makes a layer with an adapter, whose second matrix is not zero."""
+
+    def make() -> nn.Module:
+        adapted = LoraParallelLinear(layer(**options), LoraConfig(lora_rank=2))
+        if not adapted.lora_B.weight.is_meta:
+            nn.init.ones_(adapted.lora_B.weight)
+        return adapted
+
+    return make
 
 
 def _mlp(net: Any, x: torch.Tensor) -> torch.Tensor:
@@ -356,6 +370,22 @@ PROGRAMS: dict[str, Program] = {
             HIDDEN, [INNER, INNER // 2], gather_output=False, kv_size_multiplier=comm.size("tp")
         ),
         down=_row,
+    ),
+    "adapters": _net(_mlp, up=_adapted(_column), down=_adapted(_row)),
+    "adapters, sequence": Program(
+        lambda: Net(
+            _sequence_mlp,
+            up=_adapted(_column, **_sequence)(),
+            down=_adapted(_row, **_sequence)(),
+            norm=LayerNorm(HIDDEN, **_norm),
+        ),
+        _x(),
+    ),
+    "adapter, split": _net(_mlp, up=partial(nn.Linear, HIDDEN, INNER), down=_adapted(_row, input_is_parallel=False)),
+    "adapter, partial": _net(
+        lambda net, x: mappings.reduce_from_tensor_model_parallel_region(_mlp(net, x)),
+        up=_column,
+        down=_adapted(_row, reduce_output=False),
     ),
     "convolutions": _net(
         _convolutions,
