@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,6 +46,21 @@ class NxDModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+    # Torch's own go through `named_children`, which are those of the model inside: they would leave that out.
+
+    def train(self, mode: bool = True) -> NxDModel:
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> NxDModel:
+        self.module.apply(fn)
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> NxDModel:
+        self.module._apply(fn, recurse)
+        return self
 
     def run_train(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of a batch; gradients are added to those that parameters have.

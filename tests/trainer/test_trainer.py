@@ -152,6 +152,17 @@ def test_names_are_those_of_the_model_inside(mesh: Mesh) -> None:
         assert names == set(LanguageModel().state_dict())
 
 
+def test_modes_and_conversions_reach_the_model_inside() -> None:
+    with comm.as_rank(Mesh(1), 0):
+        model = trainer.initialize_parallel_model(trainer.neuronx_distributed_config(), Result)
+        assert model.eval() is model and not model.module.training and not model.training
+        assert model.train().module.training
+        assert model.to(torch.float64) is model and model.module.weight.dtype == torch.float64
+        seen: list[nn.Module] = []
+        model.apply(seen.append)
+        assert seen == [model.module]
+
+
 class Result(nn.Module):
     """Returns its loss in the form that a test asks for."""
 
