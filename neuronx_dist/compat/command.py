@@ -9,6 +9,7 @@ import sys
 
 from ..command_line import command_parser
 from .stand_ins import install
+from .torch_xla import xla_multiprocessing
 
 __all__ = ["arguments", "run"]
 
@@ -31,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     if not os.path.isfile(args.script):
         raise argparse.ArgumentError(None, f"there is no script {args.script}")
     install()
+    xla_multiprocessing.is_run_by_command = True
     sys.argv = [args.script, *args.args]
     sys.path[0] = os.path.dirname(os.path.abspath(args.script))
     runpy.run_path(args.script, run_name="__main__")

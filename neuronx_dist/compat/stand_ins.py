@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import site
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -55,7 +56,12 @@ _STAND_INS = {
 }
 _PACKAGES = ("torch_xla", "torch_neuronx", "neuronxcc", "nki", "nkilib")
 _INSTALLED = tuple(
-    {os.path.join(os.path.realpath(sysconfig.get_path(name)), "") for name in ("purelib", "platlib", "stdlib")}
+    os.path.join(os.path.realpath(folder), "")
+    for folder in (
+        *map(sysconfig.get_path, ("purelib", "platlib", "stdlib")),
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+    )
 )
 _library: torch.library.Library | None = None
 

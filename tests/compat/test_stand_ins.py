@@ -186,8 +186,12 @@ if __name__ == "__main__":
 def test_spawn_starts_a_job(tmp_path) -> None:  # type: ignore[no-untyped-def]
     script = tmp_path / "spawned.py"
     script.write_text(SPAWN)
-    assert forked.run([str(script), "1"]).outputs == ["hello 0 0 1 0\n"]
-    assert sorted(forked.run([str(script), "2"]).outputs[0].splitlines()) == ["hello 0 0 2 1", "hello 1 1 2 1"]
+    two = ["hello 0 0 2 1", "hello 1 1 2 1"]
+    assert sorted(forked.run([str(script), "2"]).outputs[0].splitlines()) == two
+    script.write_text(SPAWN.replace("import neuronx_dist.compat\n", ""))
+    command = ["-m", "neuronx_dist", "compat", str(script)]
+    assert forked.run([*command, "1"]).outputs == ["hello 0 0 1 0\n"]
+    assert sorted(forked.run([*command, "2"]).outputs[0].splitlines()) == two
 
 
 def test_a_missing_script_is_reported() -> None:
