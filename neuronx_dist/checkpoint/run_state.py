@@ -168,6 +168,9 @@ def _name_as_saved(parameter: Parameter, catalog: Catalog) -> None:
         CheckpointMismatch: the checkpoint has several of its names, with different tensors.
     """
     saved = [name for name in parameter.names if key_of((_MODEL, name)) in catalog.tensors]
+    if not saved:  # the checkpoint may be of the model without adapters, and the other way round
+        names = [name.replace(".base_layer.", ".") for name in parameter.names]
+        saved = [name for name in names if key_of((_MODEL, name)) in catalog.tensors]
     chunks = [catalog.tensors[key_of((_MODEL, name))].chunks for name in saved]
     if any(chunk != chunks[0] for chunk in chunks):
         raise CheckpointMismatch(

@@ -25,5 +25,6 @@ def _is_imported_for_a_submodule() -> bool:
     return False
 
 
+importlib.import_module(f"{__name__}.nxd_names").install_names()
 if not _is_imported_for_a_submodule():
     importlib.import_module(f"{__name__}.stand_ins").install()

@@ -20,7 +20,7 @@ def arguments() -> argparse.ArgumentParser:
         "torch_xla is absent, its functions are served on this machine's device.",
         "Examples:\n"
         "  torchrun --nproc-per-node 4 -m neuronx_dist compat train.py --tensor_parallel_size 2\n"
-        "  neuronx-dist run -n 4 -m neuronx_dist compat train.py --tensor_parallel_size 2\n\n"
+        "  neuronx-dist run --nproc-per-node 4 -m neuronx_dist compat train.py --tensor_parallel_size 2\n\n"
         "The same by one line at the top of the script: import neuronx_dist.compat",
     )
     parser.add_argument("script", help="the script's path")
@@ -30,7 +30,8 @@ def arguments() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     if not os.path.isfile(args.script):
-        raise argparse.ArgumentError(None, f"there is no script {args.script}")
+        what = "is a folder" if os.path.isdir(args.script) else "does not exist"
+        raise argparse.ArgumentError(None, f"the script {args.script} {what}")
     install()
     xla_multiprocessing.is_run_by_command = True
     sys.argv = [args.script, *args.args]

@@ -73,7 +73,9 @@ _NAMES_UNAVAILABLE = {
         + ("analyze_shared_weights_across_stages", "partition_traced_model", "stage_to_pipeline_parallel_rank"),
         "a recorded forward is cut by neuronx_dist.pipeline.cut",
     ),
-    "trainer": {"PostPartitionHooks": "NxDPPModel is partitioned when it is made: act after it"},
+    "trainer": dict.fromkeys(
+        ("PostPartitionHooks", "hooks"), "NxDPPModel is partitioned when it is made: act after it"
+    ),
     "trainer.trainer": {"filter_to_local_parameter_group": "NxDModel.parameters() are those of the stage"},
     "utils.model_utils": {"maybe_materalize_model": "torchdistx is not supported: build on meta (meta_device_init)"},
     "utils.activation_checkpoint": {"NxDCheckpointWrapper": "checkpoint_wrapper changes a module in place"},
@@ -168,10 +170,21 @@ def unavailable_module(name: str, reason: str) -> ModuleType:
     return module
 
 
+class _Refusing(type):
+    """Class of classes whose instances and attributes are not available."""
+
+    reason = ""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(cls.reason)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotImplementedError(cls.reason)
+
+
 def _unavailable(module: str, name: str, reason: str) -> type:
-    """Returns a class that raises `NotImplementedError` where it is instantiated or called."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"{module}.{name} is not available here: {reason}")
-
-    return type(name, (), {"__init__": refuse, "__class_getitem__": refuse, "__module__": module})
+    """Returns a class that raises `NotImplementedError` where it is instantiated, called or asked for a method."""
+    text = f"{module}.{name} is not available here: {reason}"
+    return _Refusing(name, (), {"__module__": module, "reason": text})

@@ -107,7 +107,10 @@ def _is_script(importer: Mapping[str, Any] | None) -> bool:
     if importer is None or str(importer.get("__name__", "")).partition(".")[0] == __name__.partition(".")[0]:
         return False
     file = importer.get("__file__")
-    return not (isinstance(file, str) and os.path.realpath(file).startswith(_INSTALLED))
+    if not isinstance(file, str):
+        return True
+    path = os.path.realpath(file)
+    return not path.startswith(_INSTALLED) and not {"site-packages", "dist-packages"} & {*path.split(os.sep)}
 
 
 @functools.cache
@@ -125,6 +128,8 @@ def _stand_in(name: str) -> ModuleType:
         functions = importlib.import_module(place)
         module.__dict__.update({key: getattr(functions, key) for key in functions.__all__})
         module.__path__ = []
+        if first == "torch_neuronx":
+            module.__dict__["__getattr__"] = vars(unavailable_module(name, _STAND_INS["neuronxcc"]))["__getattr__"]
     parent, _, child = name.rpartition(".")
     if parent:
         setattr(_stand_in(parent), child, module)
@@ -178,6 +183,13 @@ def _serve_device() -> None:
 
         return to
 
+    initialise = torch.autocast.__init__
+
+    @functools.wraps(initialise)
+    def autocast(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        initialise(self, local_device().type if device_type == XLA else device_type, *args, **kwargs)
+
+    torch.autocast.__init__ = autocast  # type: ignore[method-assign]
     torch.Tensor.to = served(tensor_to)  # type: ignore[method-assign]
     torch.nn.Module.to = served(torch.nn.Module.to)  # type: ignore[method-assign]
 

@@ -35,6 +35,7 @@ __all__ = [
     "allreduce_context_parallel_gradients",
     "allreduce_sequence_parallel_gradients",
     "bucket_allreduce_gradients",
+    "complete_reduction",
     "global_num_items",
     "reduce_gradients",
     "refuse_accumulation",
@@ -96,6 +97,34 @@ def reduce_gradients(
     MeanInBackward.set_up(model, gradients, overlap and average_over_data, cap, reduce_dtype)
     if not average_over_data:
         start_complete(gradient.param for gradient in gradients.gradients)
+
+
+@torch.no_grad()
+def complete_reduction(parameters: Iterable[torch.Tensor], average_over_data: bool = True) -> None:
+    """Reduces the gradients of an optimizer's parameters over tp and the data, as far as that is not done yet.
+
+    After `run_train` of a pipeline, which has summed over tp and over tied weights, the mean over the data is left, or
+    nothing. A gradient that is missing on this rank counts as zero.
+
+    Raises:
+        RuntimeError: the mean over the data was taken already, by another call than `run_train`'s.
+    """
+    gradients = ModelGradients(list(parameters))
+    options: dict[str, Any] = {"cap": cap_in_bytes(None, "ALLREDUCE_BUCKET_CAP_MB", _BUCKET_CAP_MB)}
+    for stage in ("tp", "data") if average_over_data else ("tp",):
+        held = list(gradients.held)
+        left = left_to_reduce(held, stage)
+        if len(left) < len(held):
+            refuse_reduced(left and held)  # some are, and others are not
+            mark_reduced(held, stage)
+            continue
+        with keeping_reductions(held):
+            if stage == "tp":
+                _reduce_params(gradients.partial_over_tp, "tp", **options)
+            else:
+                for axis, members in gradients.by_data_axis():
+                    _reduce_params(members, axis, scale=1 / comm.size(DATA_AXES), **options)
+        mark_reduced(gradients.held, stage)
 
 
 def refuse_accumulation(model: nn.Module) -> None:

@@ -280,6 +280,12 @@ class ColumnParallelLinear(_ParallelLinear):
     def used(self, param: torch.Tensor | None) -> torch.Tensor | None:
         return None if param is None else used_parameter(param, self.replicas, self.reduce_dtype)
 
+    def separate(self) -> None:
+        """Takes the layer out of those that `fuse_columns` computes together; the others stay."""
+        siblings, self._siblings = self._siblings, None
+        if siblings is not None:
+            siblings.layers.remove(self)
+
     def gathered_output(self, out: torch.Tensor) -> torch.Tensor:
         return gathered(out, self.axis, self.added_bias(), self.stride, 0 if self.keep_padded_output else self.pad_size)
 

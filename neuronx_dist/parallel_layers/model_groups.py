@@ -71,10 +71,17 @@ def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group
 
 def share_kv_heads(kv_shared_group_size: int) -> None:
     """Makes `get_kv_shared_group` return adjacent ranks, as layers with this multiplier use, unless groups exist."""
-    if "kv_shared" not in comm.current().extras:
-        axis = f"tp%{kv_shared_group_size}"
-        groups = [*comm.current().mesh.groups(axis)]
+    axis = f"tp%{kv_shared_group_size}"
+    groups = [*comm.current().mesh.groups(axis)]
+    existing = comm.current().extras.get("kv_shared")
+    if existing is None:
         comm.current().extras["kv_shared"] = ((kv_shared_group_size, True), groups, comm.communicator(axis))
+    elif sorted(map(list, existing[1])) != sorted(map(list, groups)):
+        raise ValueError(
+            f"kv_shared groups are {existing[1][:2]}, and a layer with kv_size_multiplier={kv_shared_group_size} has "
+            f"its heads on {groups[:2]}: leave initialize_kv_group out, or call "
+            f"initialize_kv_group({kv_shared_group_size}, sequential_ranks_in_group=True)"
+        )
 
 
 def get_kv_shared_group(as_list: bool = False) -> Any:
@@ -104,7 +111,8 @@ def _subgroups(name: str, axis: str, size: int, sequential: bool) -> None:
     if existing is not None:
         if existing[0] != (size, sequential):
             raise ValueError(
-                f"{name} groups are already initialized with size {existing[0][0]}; all layers must use the same size"
+                f"{name} groups are already initialized with size {existing[0][0]}, of "
+                f"{'adjacent' if existing[0][1] else 'strided'} ranks; all layers must use the same"
             )
         return
     groups: list[list[int]] = []

@@ -94,3 +94,8 @@ def _checked(clip: Callable[..., Any], check: Callable[[Sequence[torch.Tensor]],
         return clip(parameters, *args, **kwargs)
 
     return checked
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Returns whether hooks run before or after a module's forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)

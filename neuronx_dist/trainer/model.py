@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..modules.lora.model import AdapterMethods
 from ..pipeline.model import NxDPPModel
 
 __all__ = ["NxDModel"]
 
 
-class NxDModel(nn.Module):
+class NxDModel(AdapterMethods):
     """A model made by `initialize_parallel_model`: names of parameters are those of the model inside.
 
     Attributes that it does not have are the model's. `save_checkpoint`, `reduce_gradients` and the other functions of
@@ -29,7 +30,7 @@ class NxDModel(nn.Module):
 
     def __init__(self, module: nn.Module, nxd_config: Mapping[str, Any]) -> None:
         super().__init__()
-        self.module: Any = module
+        self.module = module
         self.nxd_config = nxd_config
         self.pp_enabled = isinstance(module, NxDPPModel)
         if not self.pp_enabled:
@@ -78,7 +79,7 @@ class NxDModel(nn.Module):
             return self.module.run_train(*args, **kwargs)
         loss = _loss(self.module(*args, **kwargs))
         loss.backward()
-        return loss
+        return loss.detach()
 
     def run_eval(self, *args: Any, **kwargs: Any) -> Any:
         """Forward without gradients, in evaluation mode; the mode is set back afterwards.

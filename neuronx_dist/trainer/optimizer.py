@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..gradients.gradient import gradient_of, parameters_of
+from ..gradients.gradient import parameters_of
 from ..gradients.norm import clip_grad_norm
-from ..gradients.reduce import allreduce_sequence_parallel_gradients, bucket_allreduce_gradients
+from ..gradients.reduce import complete_reduction
 
 __all__ = ["NxDOptimizer"]
 
@@ -105,17 +105,19 @@ class NxDOptimizer(torch.optim.Optimizer):
                 "NxDOptimizer.step(closure): gradients that a closure computes would not be reduced over ranks; "
                 "compute them by run_train before step()"
             )
-        allreduce_sequence_parallel_gradients(params)
+        try:
+            complete_reduction(params, average_over_data=not options["zero_one_enabled"])
+        except RuntimeError as error:
+            if "second call" in str(error):
+                raise RuntimeError(
+                    "NxDOptimizer.step: these gradients were reduced, and stepped on, already: call zero_grad() and "
+                    "run_train (or backward) before the next step"
+                ) from error
+            raise
         if options["zero_one_enabled"]:
             result = self.optimizer.step(closure)
             self._grad_norm = self.optimizer.grad_norm  # type: ignore[attr-defined]
             return result
-        grads = [(param, grad) for param in params if (grad := gradient_of(param)) is not None]
-        experts = [grad for param, grad in grads if getattr(param, "expert_model_parallel", False)]
-        others = [grad for param, grad in grads if not getattr(param, "expert_model_parallel", False)]
-        bucket_allreduce_gradients(others + experts)
-        if experts:
-            bucket_allreduce_gradients(others, reduce_over_ep_group=True)
         if options["grad_clipping"]:
             self._grad_norm = clip_grad_norm(params, options["max_grad_norm"])
         return self.optimizer.step()

@@ -5,6 +5,7 @@ Keys and defaults of the configuration are those of NxD Core 0.18's `neuronx_dis
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,7 +17,8 @@ from torch import nn
 
 from .. import comm
 from ..comm.rank_selection import XLA
-from ..modules.lora.model import adapters_by_themselves, add_adapters, load_when_asked
+from ..modules.lora import LoraConfig
+from ..modules.lora.model import adapters_by_themselves, add_adapters
 from ..nearest import nearest
 from ..optimizer import NeuronZero1Optimizer
 from ..parallel_layers import parallel_state
@@ -26,6 +28,7 @@ from ..parallel_layers.utils import move_model_to_device
 from ..pipeline.model import NxDPPModel
 from ..weights.init_device import init_on_device
 from ..weights.materialize import initialize_modules
+from ..weights.partial_model import parameter_slots
 from .model import NxDModel
 from .optimizer import NxDOptimizer
 
@@ -72,7 +75,7 @@ def neuronx_distributed_config(
         model_init_config: `meta_device_init` (False): the model is built on meta, and filled by `param_init_fn(module,
             device)`; `sequential_move_factor`: number of ranks of a host that move their model at a time.
         lora_config: options of adapters, which are put into the model.
-        mixed_precision_config: `use_master_weights`, `use_fp32_grad_acc` (both: as `zero_one_enabled`),
+        mixed_precision_config: `use_master_weights` (with ZeRO-1 masters are always float32), `use_fp32_grad_acc` (both: as `zero_one_enabled`),
             `use_master_weights_in_ckpt` (False). All need ZeRO-1.
         sequential_move_factor: default of the option in `model_init_config`.
         lnc_size: accepted for compatibility.
@@ -83,6 +86,10 @@ def neuronx_distributed_config(
         TypeError: a section is no dict.
         RuntimeError: model parallel is initialized already, with another layout.
     """
+    if pipeline_config is not None:
+        known = dict.fromkeys([*inspect.signature(NxDPPModel.__init__).parameters][2:])  # without self and module
+        public = {name: value for name, value in pipeline_config.items() if not name.startswith("_")}
+        _section("pipeline_config", public, known)
     optimizer = _section("optimizer_config", optimizer_config, _OPTIMIZER)
     zero1 = bool(optimizer["zero_one_enabled"])
     mixed_precision = _section(
@@ -147,7 +154,9 @@ def initialize_parallel_model(
     on_meta, init_fn = options["meta_device_init"], options["param_init_fn"]
     with init_on_device("meta", include_buffers=include_buffers) if on_meta else nullcontext():
         model = model_fn(*model_args, **model_kwargs)
-    lora = nxd_config["lora_config"]
+    lora = nxd_config.get("lora_config")
+    if lora is not None and not LoraConfig.of(lora).enable_lora:
+        lora = None
     if lora is not None:
         lora = add_adapters(model, lora)
         init_fn = adapters_by_themselves(init_fn)
@@ -156,19 +165,44 @@ def initialize_parallel_model(
         model = _pipeline(nxd_config, model, init_fn if on_meta and not stays_on_meta else None)
     elif on_meta and not stays_on_meta:
         initialize_modules(model.named_modules(), init_fn)
+    if on_meta and not stays_on_meta:
+        _warn_of_no_values(model)
     if not stays_on_meta:
         _move_in_turns(model, comm.current().backend.device, options["sequential_move_factor"])
-    if lora is not None and not stays_on_meta:
-        load_when_asked(model, lora)
     if nxd_config["pad_model"]:
         pad_model(model, comm.size("tp"), _heads(model))
     layers = nxd_config["activation_checkpoint_config"]
     if isinstance(layers, str) and layers == "full":
         layers = (nxd_config["pipeline_config"] or {}).get("transformer_layer_cls")
+        if layers is None and not in_pipeline and not hasattr(model, "_no_split_modules"):
+            raise ValueError(
+                f'activation_checkpoint_config="full": the transformer layers of {type(model).__name__} are unknown; '
+                "pass their class as activation_checkpoint_config"
+            )
         checkpoint_layers(model, layers)
     elif layers is not None:
         checkpoint_layers(model, layers)
-    return NxDModel(model, nxd_config)
+    nxd_model = NxDModel(model, nxd_config)
+    if lora is not None:
+        nxd_model.lora_config = lora
+        if not stays_on_meta:
+            nxd_model.load_when_asked()
+    return nxd_model
+
+
+def _warn_of_no_values(model: nn.Module) -> None:
+    """Warns of parameters that `param_init_fn` left as NaN, which is right only if they are loaded next."""
+    names = [
+        slot.name
+        for slot in parameter_slots(model)
+        if slot.tensor.is_floating_point() and slot.tensor.numel() and bool(slot.tensor.isnan().all())
+    ]
+    if names:
+        warnings.warn(
+            f"param_init_fn gave {len(names)} parameters no value, such as {names[0]}: they are NaN until loaded. "
+            "It must set the parameters of every class of modules",
+            stacklevel=3,
+        )
 
 
 def _pipeline(nxd_config: Mapping[str, Any], model: nn.Module, init_fn: Callable[..., Any] | None) -> NxDPPModel:
@@ -178,7 +212,7 @@ def _pipeline(nxd_config: Mapping[str, Any], model: nn.Module, init_fn: Callable
             f"pipeline_parallel_size={nxd_config['pipeline_parallel_size']} needs a pipeline_config: a dict with "
             "arguments of NxDPPModel, such as transformer_layer_cls, num_microbatches and output_loss_value_spec"
         )
-    # The optimizer's step takes the mean over the data, so that a script may call it after several `run_train`.
+    # `NxDOptimizer.step` takes the mean over the data.
     zero1 = nxd_config["optimizer_config"]["zero_one_enabled"]
     public = {name: value for name, value in options.items() if not name.startswith("_")}
     public.pop("use_model_wrapper", None)
@@ -281,6 +315,8 @@ def _section(name: str, options: Any, defaults: Mapping[str, Any]) -> dict[str, 
     for option in options:
         if option not in defaults:
             raise ValueError(f"{name} has no option {option!r}; nearest: {nearest(str(option), defaults)}")
+        if isinstance(defaults[option], bool) and options[option] not in (True, False):
+            raise TypeError(f"{name}: {option} is True or False, got {options[option]!r}")
     return {**defaults, **options}
 
 

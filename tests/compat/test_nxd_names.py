@@ -129,7 +129,7 @@ def test_another_name_of_compat_installs_no_stand_in() -> None:
         "import builtins, sys; before = builtins.__import__\n"
         "import neuronx_dist.compat.spmd_types\n"
         "assert builtins.__import__ is before\n"
-        "try:\n    import neuronx_distributed\nexcept ImportError:\n    print('absent')"
+        "try:\n    import torch_xla\nexcept ImportError:\n    print('absent')"
     )
     result = forked.run(["-c", code])
     assert result.outputs == ["absent\n"], (result.errors, sys.version)

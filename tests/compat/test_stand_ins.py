@@ -46,7 +46,15 @@ assert module.to(device="xla") is module and module.weight.device == device
 double = torch.compile(lambda t: t.to(torch.float64) * 2, backend="eager", fullgraph=True)
 assert double(torch.ones(1)).dtype == torch.float64
 
+with torch.autocast("xla", dtype=torch.bfloat16):
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+state = xm.get_rng_state()
+drawn = torch.rand(2)
+xm.set_rng_state(state)
+assert torch.equal(drawn, torch.rand(2))
+
 # One rank.
+assert xm.all_gather(torch.tensor(1.0)).tolist() == [1.0]
 assert (xr.world_size(), xr.global_ordinal(), xr.local_ordinal()) == (1, 0, 0)
 assert (xm.get_ordinal(), xm.xrt_world_size()) == (0, 1)
 assert xm.is_master_ordinal() and xm.rendezvous("alone", b"x") == [b"x"]
@@ -66,7 +74,7 @@ assert torch.equal(xser.load("file.pt")["a"], torch.ones(2))
 assert xm.mesh_reduce("tag", 3, sum) == 3 and isinstance(met.metrics_report(), str)
 for text, word in (("import torch_xla.nothing", "torch_xla.core.xla_model"),
                    ("import neuronxcc.nki.language as nl; nl.load(1)", "Triton"), ("xr.use_spmd()", "parallelize"),
-                   ("xm.all_reduce(xm.REDUCE_AND, torch.ones(1))", "possible: sum")):
+                   ("xm.all_reduce(xm.REDUCE_MUL, torch.ones(1))", "possible: sum")):
     try:
         exec(text)
     except (ImportError, NotImplementedError) as error:
@@ -197,4 +205,4 @@ def test_spawn_starts_a_job(tmp_path) -> None:  # type: ignore[no-untyped-def]
 def test_a_missing_script_is_reported() -> None:
     result = forked.run(["-m", "neuronx_dist", "compat", "nothing.py"])
     assert result.codes == [2]
-    assert "there is no script nothing.py" in result.errors[0]
+    assert "the script nothing.py does not exist" in result.errors[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -147,14 +148,31 @@ def test_training_equals_one_process(mesh: Mesh, sequence_parallel: bool, kv: in
     assert all("lora_" in name for name in grads[0])
 
 
-def test_the_sum_over_tp_of_the_whole_matrix_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sum_over_tp_of_the_replicated_matrix_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuronx_dist.modules.lora.tp_layer._replicated", lambda part, base: part.weight)
+    with pytest.raises(AssertionError):
+        compare(Mesh(2, tp=2), False)
     monkeypatch.setattr("neuronx_dist.modules.lora.tp_layer.WholeLinear", _without_sum)
     with pytest.raises(AssertionError):
-        test_training_equals_one_process(*LAYOUTS[0])
+        compare(Mesh(2, tp=2), True)
 
 
 def _without_sum(rows: int, columns: int, initialise: Any, is_partial: bool, like: torch.Tensor) -> WholeLinear:
     return WholeLinear(rows, columns, initialise, False, like)
+
+
+def test_a_loop_without_a_reduction_over_tp_is_right() -> None:
+    """Without sequence parallelism a script for NxD reduces gradients over the data alone."""
+
+    def main() -> dict[str, torch.Tensor]:
+        model = _adapted(False)
+        model(DATA[0]).square().mean().backward()
+        return {name: _whole(param.grad, param) for name, param in model.named_parameters() if param.requires_grad}
+
+    alone = comm.threads.run(Mesh(1), main)[0]
+    for grads in comm.threads.run(Mesh(2, tp=2), main):
+        for name, grad in grads.items():
+            assert relative_error(grad, alone[name]) < 1e-10, name
 
 
 def test_one_process_equals_the_formula() -> None:
@@ -186,21 +204,22 @@ def test_one_process_equals_the_formula() -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_adapters_need_no_collective_of_their_own(sequence_parallel: bool) -> None:
-    """A layer with an adapter calls what the layer calls, in forward and backward."""
+def test_activations_need_no_collective_of_adapters(sequence_parallel: bool) -> None:
+    """A layer with an adapter calls what the layer calls, and one sum of a small gradient, `[r, in]` or `[out, r]`."""
 
-    def calls(adapted: bool) -> list[tuple[str, str]]:
+    def calls(adapted: bool) -> list[tuple[str, int]]:
         model = _adapted(sequence_parallel) if adapted else Net(sequence_parallel)
         x = DATA[0].clone().requires_grad_()
         with comm.record() as record:
             model(x).sum().backward()
-        return sorted((call.verb, str(call.axis)) for call in record)
+        return [(call.verb, math.prod(call.shape)) for call in record if ":" not in call.verb]
 
     for with_adapters, without in comm.threads.run(Mesh(2, tp=2), lambda: (calls(True), calls(False))):
         if sequence_parallel:  # the gathered input of a column layer is saved for A, and not gathered again in backward
             for _ in ("qkv_proj", "gate_up"):
-                without.remove(("all_gather", "tp"))
-        assert with_adapters == without
+                without.remove(("all_gather", ROWS * SEQ * HIDDEN // 2))
+        layers = 1 if sequence_parallel else 5  # the head has no sequence parallelism
+        assert sorted(with_adapters) == sorted([*without, *[("all_reduce", HIDDEN * 3)] * layers])
         assert len(without) > 4
 
 
@@ -217,6 +236,106 @@ def test_merging_changes_no_output() -> None:
         torch.testing.assert_close(model(DATA[0]), before, rtol=1e-12, atol=1e-12)
 
     comm.threads.run(Mesh(4, tp=4), main)
+
+
+def test_a_state_that_is_saved_or_loaded_while_merged_means_the_same(tmp_path: Path) -> None:
+    def main() -> None:
+        model, other = _adapted(False).eval(), _adapted(False).eval()
+        before = model(DATA[0])
+        model.merge_lora()
+        assert model.is_lora_merged
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        nxd.save_checkpoint(tmp_path, "merged", model)
+        other.load_state_dict(state)
+        torch.testing.assert_close(other(DATA[0]), before, rtol=1e-12, atol=1e-12)
+        other = _adapted(False).eval()
+        nxd.load_checkpoint(tmp_path, "merged", other)
+        torch.testing.assert_close(other(DATA[0]), before, rtol=1e-12, atol=1e-12)
+        fresh = _adapted(False).eval()
+        model.load_state_dict(fresh.state_dict())  # while it is merged
+        assert not model.is_lora_merged
+        model.unmerge_lora()
+        torch.testing.assert_close(model(DATA[0]), fresh(DATA[0]), rtol=1e-12, atol=1e-12)
+        model.merge_lora()
+        with pytest.raises(ValueError, match=r"call unmerge_lora\(\) before saving"):
+            model.save_lora(tmp_path)
+        model.train()(DATA[0]).sum().backward()  # which unmerges
+        assert not model.is_lora_merged and model.head.lora_B.weight.grad is not None
+
+    comm.threads.run(Mesh(2, tp=2), main)
+
+
+def test_a_base_models_checkpoint_loads_into_a_model_with_adapters(tmp_path: Path) -> None:
+    def main() -> None:
+        torch.manual_seed(7)
+        base = Net(False)
+        expected = base(DATA[0]).detach()
+        state = {name: value.clone() for name, value in base.state_dict().items()}
+        nxd.save_checkpoint(tmp_path, "base", base)
+        for load in (
+            lambda model: model.load_state_dict(state, strict=False),
+            lambda model: nxd.load_checkpoint(tmp_path, "base", model, strict=False),
+        ):
+            model = get_lora_model(Net(False), CONFIG)
+            assert not torch.allclose(model(DATA[0]), expected)
+            load(model)
+            torch.testing.assert_close(model(DATA[0]), expected, rtol=1e-12, atol=1e-12)
+
+    comm.threads.run(Mesh(2, tp=2), main)
+
+
+def test_what_else_is_trained_is_saved_too(tmp_path: Path) -> None:
+    options: dict[str, Any] = dict(lora_rank=3, target_modules=["o_proj"], modules_to_save=["head"], bias="all")
+
+    def main() -> None:
+        model = get_lora_model(Net(False), LoraConfig(**options))
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.requires_grad:
+                    param.add_(1.0)
+        model.save_lora(tmp_path)
+        torch.manual_seed(4)
+        other = get_lora_model(Net(False), LoraConfig(**options))
+        for name, param in model.named_parameters():
+            if not param.requires_grad:
+                with torch.no_grad():
+                    other.get_parameter(name).copy_(param)
+        other.load_lora(tmp_path)
+        torch.testing.assert_close(other(DATA[0]), model(DATA[0]), rtol=1e-12, atol=1e-12)
+        few = get_lora_model(Net(False), LoraConfig(**{**options, "modules_to_save": None}))
+        with pytest.raises(ValueError, match="tensors that the model has no place for, such as base_model.model.head"):
+            few.load_lora(tmp_path)
+
+    comm.threads.run(Mesh(2, tp=2), main)
+
+
+class Doubled(ColumnParallelLinear):
+    def forward(self, input: torch.Tensor) -> Any:
+        return super().forward(input) * 2
+
+
+def test_layers_whose_forward_an_adapter_would_leave_out_are_refused() -> None:
+    with comm.as_rank(Mesh(1), 0):
+        for layer in (Doubled(4, 4), ColumnParallelLinear(4, 4)):
+            if type(layer) is ColumnParallelLinear:
+                layer.register_forward_hook(lambda *args: None)
+            with pytest.raises(ValueError, match="0 is a .* with hooks or another forward than ColumnParallelLinear's"):
+                get_lora_model(nn.Sequential(layer), LoraConfig(target_modules=["0"]))
+
+
+def test_tied_weights_are_not_merged_and_one_layer_of_two_names_stays_one() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
+            self.head.weight = self.embed.weight
+            self.first = self.second = nn.Linear(4, 4)
+
+    with comm.as_rank(Mesh(1), 0):
+        model: Any = get_lora_model(Tied(), LoraConfig(target_modules=["head", "first", "second"]))
+        assert model.module.first is model.module.second
+        with pytest.raises(ValueError, match="head cannot be merged, because its weight is tied"):
+            model.merge_lora()
 
 
 def test_initial_values_do_not_depend_on_the_degree() -> None:

@@ -147,6 +147,7 @@ CASES: dict[str, Callable[[], None]] = {
     "LoraParallelLinear._row:spmd.reduce_scatter#1": partial(adapters, Mesh(2, tp=2), True),
     "_whole_input:spmd.all_gather#1": partial(adapters, Mesh(2, tp=2), True),
     "_whole_input:spmd.convert#1": partial(adapters, Mesh(2, tp=2), False),
+    "_replicated:spmd.convert#1": partial(adapters, Mesh(2, tp=2), False),
     "all_to_all:comm.all_to_all#1": collectives_of_scripts,
     "broadcast_master_param:comm.broadcast#1": collectives_of_scripts,
     "mesh_reduce:comm.gather_objects#1": collectives_of_scripts,

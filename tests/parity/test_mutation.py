@@ -107,6 +107,7 @@ EXEMPT = {
     "_move_in_turns:comm.barrier#1": _ORDER,
     "save_adapters:comm.barrier#1": _ORDER,
     "save_adapters:comm.gather_objects#1": _FILES,
+    "load_adapters:comm.gather_objects#1": _FILES,
     "NeuronZero1Optimizer.load_sharded_state_dict:comm.barrier#1": _ORDER,
     "NeuronZero1Optimizer.save_sharded_state_dict:comm.barrier#1": _ORDER,
 }

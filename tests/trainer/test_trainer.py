@@ -10,6 +10,7 @@ from torch import nn
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, trainer
+from neuronx_dist.gradients.reduce import complete_reduction
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.modules.lora import LoraConfig
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
@@ -36,11 +37,56 @@ def test_training_is_that_of_one_process(mesh: Mesh, options: Options) -> None:
     check(mesh, options)
 
 
-@pytest.mark.parametrize("verb", ["allreduce_sequence_parallel_gradients", "bucket_allreduce_gradients"])
-def test_a_reduction_that_is_left_out_is_seen(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"neuronx_dist.trainer.optimizer.{verb}", lambda *args, **kwargs: None)
+@pytest.mark.parametrize("average", [True, False])
+def test_a_reduction_that_is_left_out_is_seen(average: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the mean over the data, and without the sum over tp."""
+    original = complete_reduction
+
+    def left_out(params: Any, average_over_data: bool = True) -> None:
+        if not average:
+            params = [param for param in params if not spec_of(param).sequence_parallel]
+            original(params, average_over_data)
+
+    monkeypatch.setattr("neuronx_dist.trainer.optimizer.complete_reduction", left_out)
     with pytest.raises((AssertionError, RuntimeError)):
         check(Mesh(4, tp=2), Options(sequence_parallel=True))
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+def test_a_parameter_that_one_rank_does_not_use_counts_as_zero_there(zero1: bool) -> None:
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+
+        def forward(self) -> torch.Tensor:
+            return self.a.sum() if comm.rank("dp") == 0 else 10 * self.b.sum()
+
+    def main() -> tuple[float, float]:
+        config = trainer.neuronx_distributed_config(
+            optimizer_config={"zero_one_enabled": zero1, "grad_clipping": False}
+        )
+        model = trainer.initialize_parallel_model(config, Either)
+        optimizer = trainer.initialize_parallel_optimizer(config, torch.optim.SGD, model.parameters(), lr=1.0)
+        model.run_train()
+        optimizer.step()
+        return float(model.a[0].detach()), float(model.b[0].detach())
+
+    assert comm.threads.run(Mesh(2), main) == [(-0.5, -5.0)] * 2
+
+
+def test_two_steps_of_one_backward_are_refused() -> None:
+    def main() -> None:
+        config = config_of(Mesh(2), Options())
+        model = trainer.initialize_parallel_model(config, LanguageModel)
+        optimizer = trainer.initialize_parallel_optimizer(config, torch.optim.SGD, model.parameters(), lr=1.0)
+        ids = torch.zeros(4, 8, dtype=torch.long)
+        model.run_train(input_ids=ids, labels=ids)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="stepped on, already: call zero_grad"):
+            optimizer.step()
+
+    comm.threads.run(Mesh(2), main)
 
 
 def test_defaults_are_those_of_nxd() -> None:
@@ -67,6 +113,8 @@ def test_the_sections_of_the_caller_are_not_changed() -> None:
 BAD = {
     "unknown option": (dict(optimizer_config={"zero_1_enabled": True}), ValueError, "nearest: zero_one_enabled"),
     "no dict": (dict(mixed_precision_config=True), TypeError, "mixed_precision_config is a dict of use_master_weights"),
+    "pipeline": (dict(pipeline_config={"num_micro_batches": 4}), ValueError, "nearest: num_microbatches"),
+    "no boolean": (dict(optimizer_config={"zero_one_enabled": "False"}), TypeError, "is True or False, got 'False'"),
     "no init": (dict(model_init_config={"meta_device_init": True}), ValueError, "needs a param_init_fn"),
 }
 
@@ -85,6 +133,12 @@ def _model(mesh: Mesh, **changes: Any) -> nxd.NxDModel:
 REFUSED = {
     "padding in a pipeline": (Mesh(2, pp=2), dict(pad_model=True), ValueError, "pad in model_fn"),
     "padding without heads": (Mesh(1), dict(pad_model=True), ValueError, "no config.num_attention_heads"),
+    "no known layers": (
+        Mesh(1),
+        dict(activation_checkpoint_config="full"),
+        ValueError,
+        "pass their class as activation",
+    ),
     "unknown layers": (Mesh(1), dict(activation_checkpoint_config="Blok"), ValueError, "no layer 'Blok'; nearest"),
 }
 
@@ -108,6 +162,16 @@ def test_a_pipeline_needs_its_config() -> None:
             trainer.initialize_parallel_model(config, LanguageModel)
 
     comm.threads.run(Mesh(2, pp=2), rank_main)
+
+
+def test_parameters_that_param_init_fn_leaves_are_reported() -> None:
+    def main() -> None:
+        section = {"meta_device_init": True, "param_init_fn": lambda module, device: None}
+        config = trainer.neuronx_distributed_config(model_init_config=section)
+        with pytest.warns(UserWarning, match="gave 18 parameters no value, such as embed.weight: they are NaN until"):
+            trainer.initialize_parallel_model(config, LanguageModel)
+
+    comm.threads.run(Mesh(1), main)
 
 
 def test_master_weights_need_zero1() -> None:

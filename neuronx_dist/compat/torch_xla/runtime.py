@@ -11,6 +11,7 @@ __all__ = [
     "device_type",
     "global_device_count",
     "global_ordinal",
+    "initialize_cache",
     "local_device_count",
     "local_ordinal",
     "local_process_count",
@@ -86,6 +87,10 @@ def using_pjrt() -> bool:
 def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
     """Returns this rank's device."""
     return local_device()
+
+
+def initialize_cache(path: str, readonly: bool = False) -> None:
+    """Does nothing: nothing is compiled."""
 
 
 def use_spmd(auto: bool = False) -> None:

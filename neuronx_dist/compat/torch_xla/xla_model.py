@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ... import comm
-from ...gradients.reduce import bucket_allreduce_gradients
+from ...gradients.reduce import complete_reduction
 from ...parallel_layers import comm as collectives
 from ...parallel_layers.utils import move_all_tensor_to_cpu
 from ...torch_internals.tensors import pytree
@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 REDUCE_SUM, REDUCE_MUL, REDUCE_MIN, REDUCE_MAX, REDUCE_AND, REDUCE_OR = "sum", "mul", "min", "max", "and", "or"
-_OPS = {REDUCE_SUM: "sum", REDUCE_MUL: "product", REDUCE_MIN: "min", REDUCE_MAX: "max"}
+_OPS = {REDUCE_SUM: "sum", REDUCE_MIN: "min", REDUCE_MAX: "max"}
 
 Groups = Sequence[Sequence[int]] | None
 
@@ -170,7 +170,7 @@ def all_reduce(
     """Reduces over the ranks of `groups`, times `scale`: a tensor gives a new one, a list is changed in place.
 
     Raises:
-        NotImplementedError: `REDUCE_AND`, `REDUCE_OR`: use min and max.
+        NotImplementedError: `REDUCE_MUL`; `REDUCE_AND` and `REDUCE_OR`: use min and max.
     """
     op, is_tensor = _op("all_reduce", reduce_type), isinstance(inputs, torch.Tensor)
     with in_world(), torch.no_grad():
@@ -189,6 +189,7 @@ def all_gather(
 ) -> torch.Tensor:
     """Gathers the tensors of all ranks of `groups` along `dim`."""
     with in_world(), torch.no_grad():
+        value = value if value.dim() else value.reshape(1)
         return collectives.all_gather(value, dim % value.dim(), communicator(groups), output)
 
 
@@ -241,13 +242,13 @@ def broadcast_master_param(model: torch.nn.Module) -> None:
 
 def reduce_gradients(optimizer: torch.optim.Optimizer, groups: Groups = None, pin_layout: bool = True) -> None:
     """Averages the gradients over the ranks of `groups`; without them over the data-parallel ranks of the mesh."""
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     with in_world(), torch.no_grad():
         axis = ("dp", "cp") if groups is None else communicator(groups)
-        if axis in ("dp", ("dp", "cp")) and comm.size("cp") == 1 and comm.size("ep") == 1:
-            bucket_allreduce_gradients(grads)
+        if axis in ("dp", ("dp", "cp")) and comm.size(axis) == comm.size(("dp", "cp")):
+            complete_reduction(params)
             return
-        for grad in collectives.all_reduce("sum", grads, axis):
+        for grad in collectives.all_reduce("sum", [p.grad for p in params if p.grad is not None], axis):
             grad.div_(comm.size(axis))
 
 
@@ -259,7 +260,8 @@ def optimizer_step(
     pin_layout: bool = True,
 ) -> Any:
     """Averages the gradients as `reduce_gradients`, and steps."""
-    reduce_gradients(optimizer, groups)
+    if not hasattr(optimizer, "nxd_config"):  # an `NxDOptimizer` reduces them itself
+        reduce_gradients(optimizer, groups)
     return optimizer.step(**(optimizer_args or {}))
 
 
@@ -277,14 +279,17 @@ def send_cpu_data_to_device(datas: Any, device: Any, input_sharding: Any = None)
     return pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), datas)
 
 
-def set_rng_state(seed: int, device: Any = None) -> None:
-    """Seeds torch's generators."""
-    torch.manual_seed(seed)
+def set_rng_state(seed: int | torch.Tensor, device: Any = None) -> None:
+    """Seeds torch's generators, or sets the CPU's to a state of `get_rng_state`."""
+    if isinstance(seed, torch.Tensor):
+        torch.set_rng_state(seed)
+    else:
+        torch.manual_seed(seed)
 
 
-def get_rng_state(device: Any = None) -> int:
-    """Returns the seed of torch's generator."""
-    return torch.initial_seed()
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    """Returns the state of the CPU's generator."""
+    return torch.get_rng_state()
 
 
 def _op(verb: str, reduce_type: str) -> str:

@@ -38,10 +38,12 @@ class LoraConfig:
         bias: biases that are trained: "none", "all", or "lora_only" (those of layers with adapters).
         init_lora_weights: A is drawn by Kaiming's uniform distribution ("default"), or is Gaussian with standard
             deviation 1 / r ("gaussian"). B is zero.
-        modules_to_save: parts of names of parameters that are trained besides.
+        modules_to_save: substrings of parameter names; these parameters are trained and saved too.
         lora_verbose: print the number of trained parameters, on rank 0.
         load_lora_from_ckpt: load the adapters of `lora_save_dir`/`lora_load_tag` when the model is made.
-        lora_save_dir: folder of `LoraModel.save_lora`.
+        lora_save_dir: folder of `save_lora`. When adapters are loaded from it, `target_modules` may be left out.
+        lora_load_tag: folder in `lora_save_dir`; None: that folder itself, or the newest folder in it with adapters.
+        enable_lora: False: the model gets no adapters.
         merge_lora, save_lora_base, save_lora_config_adapter, merge_sharded_lora: without effect: files have whole
             adapters and their config; `save_checkpoint` saves the base model too, and `merge_lora()` merges.
     """
@@ -62,6 +64,7 @@ class LoraConfig:
     save_lora_base: bool = False
     save_lora_config_adapter: bool = True
     merge_sharded_lora: bool = True
+    enable_lora: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.lora_rank, int) or self.lora_rank < 1:

@@ -21,14 +21,28 @@ from .config import LoraConfig
 from .layer import LoraEmbedding, LoraLayer
 from .tp_layer import LoraGQAQKVParallelLinear
 
-__all__ = ["load_adapters", "save_adapters"]
+__all__ = ["load_adapters", "save_adapters", "saved_config"]
 
 _PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[list[str], nn.Parameter]]:
-    """Yields `(names in the file, parameter)` of this rank's adapters; an A that several layers share has several."""
+    """Yields `(names in the file, parameter)` of what is trained on this rank.
+
+    Besides adapters these are the biases and `modules_to_save` of the config. An A that several layers share has
+    several names.
+    """
+    adapters: set[int] = set()
+    for names, param in _adapters(model):
+        adapters.add(id(param))
+        yield names, param
+    for name, param in partial_model(model).local_named_parameters():
+        if param.requires_grad and id(param) not in adapters:
+            yield [f"{_PREFIX}{name}"], param
+
+
+def _adapters(model: nn.Module) -> Iterator[tuple[list[str], nn.Parameter]]:
     for name, layer in partial_model(model).local_named_modules():
         if isinstance(layer, LoraGQAQKVParallelLinear):
             parent = name.rpartition(".")[0]
@@ -51,6 +65,9 @@ def save_adapters(model: nn.Module, config: LoraConfig, folder: str | Path, tag:
     from safetensors.torch import save_file
 
     place = Path(folder, tag) if tag else Path(folder)
+    layers = [module for _, module in partial_model(model).local_named_modules() if isinstance(module, LoraLayer)]
+    if any(layer.merged for layer in layers):
+        raise ValueError("adapters: they are merged into the weights, and B is zero: call unmerge_lora() before saving")
     tensors = {}
     for names, param in _parameters(model):
         whole = gather_full(param, spec_of(param)).cpu()
@@ -66,30 +83,47 @@ def save_adapters(model: nn.Module, config: LoraConfig, folder: str | Path, tag:
 
 def _peft_config(config: LoraConfig, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Returns PEFT's config; targets of fused projections are those of the file."""
-    layers = sorted({name[len(_PREFIX) :].rpartition(".lora_")[0] for name in tensors})
-    content = config.for_peft()
-    targets = content["target_modules"]
-    if not isinstance(targets, str):
-        content["target_modules"] = sorted({layer.rpartition(".")[2] for layer in layers})
+    layers = sorted({name[len(_PREFIX) :].rpartition(".lora_")[0] for name in tensors if ".lora_" in name})
+    targets, content = config.target_modules, config.for_peft()
+    is_exact = isinstance(targets, str) or any("." in target for target in targets or ())
+    content["target_modules"] = layers if is_exact else sorted({layer.rpartition(".")[2] for layer in layers})
     return content
+
+
+def _place(folder: str | Path, tag: str | None) -> Path:
+    """Returns the folder with adapters: of the tag, or the folder itself, or the newest one in it.
+
+    Raises:
+        ValueError: there are no adapters.
+    """
+    place = Path(folder, tag) if tag else Path(folder)
+    if not tag and not (place / _CONFIG).is_file():
+        tags = [file.parent for file in place.glob(f"*/{_CONFIG}")]
+        place = max(tags, key=lambda path: path.stat().st_mtime, default=place)
+    for file in (_CONFIG, _WEIGHTS):
+        if not (place / file).is_file():
+            raise ValueError(f"adapters: there is no {file} in {place}: pass a folder of save_lora, or of PEFT")
+    return place
+
+
+def saved_config(folder: str | Path, tag: str | None = None) -> LoraConfig:
+    """Returns the config of a folder of `save_lora` or of PEFT."""
+    return LoraConfig.of(json.loads((_place(folder, tag) / _CONFIG).read_text()))
 
 
 def load_adapters(model: nn.Module, config: LoraConfig, folder: str | Path, tag: str | None = None) -> None:
     """Loads adapters into a model that has them; each rank reads the whole file, and stores its shards."""
     from safetensors import safe_open
 
-    place = Path(folder, tag) if tag else Path(folder)
-    for file in (_CONFIG, _WEIGHTS):
-        if not (place / file).is_file():
-            raise ValueError(f"adapters: there is no {file} in {place}: pass a folder of save_lora, or of PEFT")
-    saved = LoraConfig.of(json.loads((place / _CONFIG).read_text()))
+    place = _place(folder, tag)
+    saved = saved_config(folder, tag)
     if (saved.lora_rank, saved.scaling) != (config.lora_rank, config.scaling):
         raise ValueError(
             f"adapters: {place} has rank {saved.lora_rank} and scaling {saved.scaling}, and the model "
             f"{config.lora_rank} and {config.scaling}: pass lora_rank={saved.lora_rank}, lora_alpha={saved.lora_alpha}"
         )
     with safe_open(place / _WEIGHTS, framework="pt") as file:
-        known = set(file.keys())
+        known, used = set(file.keys()), set()
         for names, param in _parameters(model):
             missing = [name for name in names if name not in known]
             if missing:
@@ -106,3 +140,10 @@ def load_adapters(model: nn.Module, config: LoraConfig, folder: str | Path, tag:
             index = 0 if spec.axis is None else comm.rank(spec.axis)
             with torch.no_grad():
                 param.copy_(spec.local_slice(values[0], index))
+            used.update(names)
+    unused = sorted(known.difference(used, *(comm.gather_objects(used, "pp") if comm.size("pp") > 1 else ())))
+    if unused:
+        raise ValueError(
+            f"adapters: {place / _WEIGHTS} has {len(unused)} tensors that the model has no place for, such as "
+            f"{unused[0]}: use the target_modules and modules_to_save of its adapter_config.json"
+        )

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...spmd import ShardedModule, ShardSpec, set_spec, spec_of
+from ...torch_internals.tensors import version_of
 from ...weights.partial_model import install_parameter
 from .config import LoraConfig
 
@@ -58,11 +59,11 @@ class LoraLayer(nn.Module):
         base_layer: the layer, whose parameters are frozen.
         lora_A, lora_B: the adapter.
         scaling: factor of the adapter's output.
-        merged: whether the layer's weight contains the adapter.
-        name: the layer's name in the model.
+        name: the layer's name in the model; is_tied: whether its weight has other names too.
     """
 
     name = ""
+    is_tied = False
 
     lora_A: nn.Module
     lora_B: nn.Module
@@ -77,7 +78,7 @@ class LoraLayer(nn.Module):
             lora_config.scaling,
         )
         self.lora_dropout = nn.Dropout(lora_config.lora_dropout)
-        self.merged = False
+        self._merged: tuple[list[torch.Tensor], list[int]] | None = None  # B, and its version when it became zero
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -95,19 +96,60 @@ class LoraLayer(nn.Module):
         """Yields `(weight of the layer, what the adapter adds to it)`, of this rank."""
         raise NotImplementedError
 
+    @property
+    def merged(self) -> bool:
+        """Whether the layer's weight contains the adapter; no longer so once B was trained or loaded."""
+        return self._merged is not None and [version_of(param) for param in self._zeros()] == self._merged[1]
+
     @torch.no_grad()
     def merge(self) -> None:
-        """Adds the adapter to the layer's weight; a second call changes nothing."""
-        for weight, delta in self.deltas() if not self.merged else ():
+        """Adds the adapter to the layer's weight, and sets B to zero until `unmerge`; a second call changes nothing.
+
+        Outputs stay the same, and so does a state dict's meaning: the weight has the adapter, and B is zero.
+
+        Raises:
+            ValueError: the weight is tied to another layer's, which would change too.
+        """
+        if self.merged:
+            return
+        if self.is_tied:
+            raise ValueError(f"adapters: {self.name} cannot be merged, because its weight is tied to another layer's")
+        for weight, delta in self.deltas():
             weight.add_(delta.to(weight.dtype))
-        self.merged = True
+        values = [param.clone() for param in self._zeros()]
+        for param in self._zeros():
+            param.zero_()
+        self._merged = values, [version_of(param) for param in self._zeros()]
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """Subtracts the adapter from the layer's weight."""
-        for weight, delta in self.deltas() if self.merged else ():
-            weight.sub_(delta.to(weight.dtype))
-        self.merged = False
+        """Subtracts the adapter from the layer's weight, and sets B back; without effect where it is not merged."""
+        if self._merged is not None and self.merged:
+            for param, value in zip(self._zeros(), self._merged[0]):
+                param.copy_(value)
+            for weight, delta in self.deltas():
+                weight.sub_(delta.to(weight.dtype))
+        self._merged = None
+
+    def _zeros(self) -> list[nn.Parameter]:
+        """Returns the parameters that are zero in an adapter without effect: those of B."""
+        return list(self.lora_B.parameters())
+
+    def base_alone(self) -> bool:
+        """Returns whether the layer computes without the adapter, which is merged; in training it is unmerged first."""
+        if self._merged is None or not self.merged:
+            return False
+        if self.training and torch.is_grad_enabled():
+            self.unmerge()
+            return False
+        return True
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Takes a state dict of the model without adapters too: `X.weight` is `X.base_layer.weight`."""
+        for name in self.base_layer.state_dict():
+            if f"{prefix}{name}" in state_dict:
+                state_dict[f"{prefix}base_layer.{name}"] = state_dict.pop(f"{prefix}{name}")
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def reset_adapter_on(self, device: torch.device) -> None:
         """Gives the adapter its initial values: of parameters on meta, which get memory on a device."""
@@ -137,8 +179,9 @@ class LoraLinear(LoraLayer):
         self.lora_B = WholeLinear(self.lora_rank, output_size, nn.init.zeros_, partly, weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        alone = self.base_alone()
         out: torch.Tensor = self.base_layer(x)
-        return out if self.merged else out + self.lora_B(self.lora_A(self.lora_dropout(x))) * self.scaling
+        return out if alone else out + self.lora_B(self.lora_A(self.lora_dropout(x))) * self.scaling
 
     def deltas(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         delta = self.lora_B.weight @ self.lora_A.weight * self.scaling  # type: ignore[operator]
@@ -155,9 +198,13 @@ class LoraEmbedding(LoraLayer):
         self.lora_A = WholeLinear(rows, self.lora_rank, nn.init.zeros_, is_partial(weight), weight)
         self.lora_B = WholeLinear(self.lora_rank, features, nn.init.normal_, is_partial(weight), weight)
 
+    def _zeros(self) -> list[nn.Parameter]:
+        return list(self.lora_A.parameters())
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        alone = self.base_alone()
         out: torch.Tensor = self.base_layer(x)
-        if self.merged:
+        if alone:
             return out
         rows = F.embedding(x, self.lora_A.weight.t(), self.base_layer.padding_idx)  # type: ignore[operator, arg-type]
         return out + self.lora_B(rows) * self.scaling
@@ -200,8 +247,9 @@ class LoraConv2d(LoraLayer):
         self._draw()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        alone = self.base_alone()
         out: torch.Tensor = self.base_layer(x)
-        return out if self.merged else out + self.lora_B(self.lora_A(self.lora_dropout(x))) * self.scaling
+        return out if alone else out + self.lora_B(self.lora_A(self.lora_dropout(x))) * self.scaling
 
     def deltas(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         delta = torch.einsum("or,rikl->oikl", self.lora_B.weight[:, :, 0, 0], self.lora_A.weight)

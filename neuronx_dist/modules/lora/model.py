@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import warnings
+from collections import Counter
 from typing import Any
 
 import torch
@@ -12,15 +14,16 @@ from ... import comm
 from ...gradients.gradient import parameters_of
 from ...nearest import nearest
 from ...parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
+from ...torch_internals.modules import has_forward_hooks
 from ...weights.materialize import seed_of
 from ...weights.partial_model import partial_model, unwrapped
 from ..qkv_linear import GQAQKVColumnParallelLinear
 from .config import LoraConfig
-from .files import load_adapters, save_adapters
+from .files import load_adapters, save_adapters, saved_config
 from .layer import LoraConv2d, LoraEmbedding, LoraLayer, LoraLinear
 from .tp_layer import LoraGQAQKVParallelLinear, LoraParallelLinear
 
-__all__ = ["LoraModel", "add_adapters", "adapters_by_themselves", "adapters_of", "get_lora_model", "load_when_asked"]
+__all__ = ["AdapterMethods", "LoraModel", "add_adapters", "adapters_by_themselves", "adapters_of", "get_lora_model"]
 
 # Class of layers -> class of the adapter. Subclasses count too.
 _ADAPTERS: list[tuple[type[nn.Module], Any]] = [
@@ -56,7 +59,7 @@ def get_lora_model(model: nn.Module, lora_config: Any) -> nn.Module:
     Raises:
         ValueError: `LoraModel`.
     """
-    if lora_config is None:
+    if lora_config is None or not LoraConfig.of(lora_config).enable_lora:
         return model
     inner = unwrapped(model)
     if inner is not model:
@@ -84,8 +87,13 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> LoraConfig:
             f"adapters are put into the model before {type(model).__name__} is made: get_lora_model(module, config), "
             "or lora_config of neuronx_distributed_config"
         )
-    targets = config.target_modules if config.target_modules is not None else _default_targets(model)
-    found = {name: layer for name, layer in model.named_modules() if name and _is_target(name, targets)}
+    targets = config.target_modules
+    if targets is None and config.load_lora_from_ckpt:
+        targets = saved_config(config.lora_save_dir, config.lora_load_tag).target_modules
+    if targets is None:
+        targets = _default_targets(model)
+    named = dict(model.named_modules(remove_duplicate=False))
+    found = {name: layer for name, layer in named.items() if name and _is_target(name, targets)}
     if not found:
         names = {
             name.rpartition(".")[2]
@@ -97,12 +105,19 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> LoraConfig:
             f"adapters: no layer of {type(model).__name__} matches target_modules={targets!r}; nearest: "
             f"{nearest(word, sorted(names))}"
         )
+    unmatched = [target for target in targets if not any(_is_target(name, [target]) for name in found)]
+    if unmatched and not isinstance(targets, str):
+        warnings.warn(f"adapters: no layer of {type(model).__name__} matches {', '.join(unmatched)}", stacklevel=3)
+    count = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+    made: dict[int, LoraLayer] = {}
     for name, layer in found.items():
-        if not isinstance(layer, LoraLayer):
-            owner, _, key = name.rpartition(".")
-            adapted = _with_adapter(name, layer, config)
-            adapted.name = name
-            setattr(model.get_submodule(owner), key, adapted)
+        if isinstance(layer, LoraLayer):
+            continue
+        if id(layer) not in made:  # a layer of two names stays one
+            adapted = made[id(layer)] = _with_adapter(name, layer, config)
+            adapted.name, adapted.is_tied = name, any(count[id(param)] > 1 for param in layer.parameters())
+        owner, _, key = name.rpartition(".")
+        setattr(model.get_submodule(owner), key, made[id(layer)])
     _freeze(model, config)
     return LoraConfig(**{**config.__dict__, "target_modules": targets})
 
@@ -126,6 +141,14 @@ def _is_target(name: str, targets: list[str] | str) -> bool:
 def _with_adapter(name: str, layer: nn.Module, config: LoraConfig) -> LoraLayer:
     for cls, adapter in _ADAPTERS:
         if isinstance(layer, cls):
+            has_hooks = has_forward_hooks(layer) or "forward" in vars(layer)
+            if type(layer).forward is not cls.forward or has_hooks:
+                raise ValueError(
+                    f"adapters: {name} is a {type(layer).__name__} with hooks or another forward than "
+                    f"{cls.__name__}'s, which its adapter would leave out: add adapters before hooks and checkpointing"
+                )
+            if isinstance(layer, ColumnParallelLinear):
+                layer.separate()
             return adapter(layer, config)
     if type(layer).__name__ == "Conv1D":  # transformers'
         return LoraLinear(layer, config, is_conv_1d_layer=True)
@@ -166,35 +189,89 @@ def adapters_by_themselves(init_fn: Any) -> Any:
     return initialise
 
 
-def load_when_asked(model: nn.Module, config: LoraConfig) -> None:
-    """Loads the adapters of `lora_save_dir`, if the config says so; prints the number of trained parameters."""
-    if config.load_lora_from_ckpt:
-        load_adapters(model, config, config.lora_save_dir, config.lora_load_tag)
-    if config.lora_verbose:
-        _print_trainable(model)
+class AdapterMethods(nn.Module):
+    """Methods of a wrapper around a model with adapters.
+
+    Attributes:
+        module: the model, or the pipeline model around it.
+        lora_config: its config; None: it has no adapters.
+    """
+
+    module: Any
+    lora_config: LoraConfig | None = None
+
+    def merge_lora(self) -> None:
+        """Adds the adapters to the weights of their layers, which then compute without them."""
+        for layer in adapters_of(self.module).values():
+            layer.merge()
+
+    def unmerge_lora(self) -> None:
+        """Subtracts the adapters from the weights of their layers again."""
+        for layer in adapters_of(self.module).values():
+            layer.unmerge()
+
+    @property
+    def is_lora_merged(self) -> bool:
+        """Whether all adapters of this rank are merged."""
+        layers = adapters_of(self.module).values()
+        return bool(layers) and all(layer.merged for layer in layers)
+
+    def save_lora(self, save_dir: str | None = None, adapter_tag: str | None = None) -> None:
+        """Saves the adapters, and what else is trained, whole, in PEFT's format; all ranks call it.
+
+        Args:
+            save_dir: a folder; None: the config's `lora_save_dir`.
+            adapter_tag: a folder in it.
+
+        Raises:
+            ValueError: the model has no adapters, or they are merged.
+        """
+        config = self._adapter_config()
+        save_adapters(self.module, config, save_dir or config.lora_save_dir, adapter_tag)
+
+    def load_lora(self, save_dir: str | None = None, adapter_tag: str | None = None) -> None:
+        """Loads adapters from a folder of `save_lora` or of PEFT, in any layout; merged ones are unmerged first.
+
+        Raises:
+            ValueError: the folder's config or its tensors are not those of the model; the message says which.
+        """
+        config = self._adapter_config()
+        self.unmerge_lora()
+        load_adapters(self.module, config, save_dir or config.lora_save_dir, adapter_tag)
+
+    def load_when_asked(self) -> None:
+        """Loads the adapters of `lora_save_dir`, and prints the number of trained parameters, as the config says."""
+        config = self._adapter_config()
+        if config.load_lora_from_ckpt:
+            self.load_lora(None, config.lora_load_tag)
+        if config.lora_verbose:
+            self.print_trainable_parameters()
+
+    def get_nb_trainable_parameters(self) -> tuple[int, int]:
+        """Returns the numbers of trained and of all parameters' elements, of this rank."""
+        params = parameters_of(self.module)
+        return sum(p.numel() for p in params if p.requires_grad), sum(p.numel() for p in params)
+
+    def print_trainable_parameters(self) -> None:
+        """Prints these numbers, on rank 0."""
+        trained, total = self.get_nb_trainable_parameters()
+        if comm.rank("world") == 0:
+            print(f"trainable parameters of this rank: {trained:,} of {total:,} ({trained / max(total, 1):.2%})")
+
+    def _adapter_config(self) -> LoraConfig:
+        if self.lora_config is None:
+            raise ValueError(
+                "this model has no adapters: pass lora_config to neuronx_distributed_config, or call get_lora_model"
+            )
+        return self.lora_config
 
 
-def _trainable(model: nn.Module) -> tuple[int, int]:
-    params = parameters_of(model)
-    return sum(p.numel() for p in params if p.requires_grad), sum(p.numel() for p in params)
-
-
-def _print_trainable(model: nn.Module) -> None:
-    trained, total = _trainable(model)
-    if comm.rank("world") == 0:
-        print(f"trainable parameters of this rank: {trained:,} of {total:,} ({trained / max(total, 1):.2%})")
-
-
-class LoraModel(nn.Module):
+class LoraModel(AdapterMethods):
     """A model with adapters; names of parameters and attributes are those of the model inside.
 
     Args:
         module: the model.
         config: a `LoraConfig`, or PEFT's.
-
-    Attributes:
-        module: the model, whose layers have been replaced.
-        lora_config: the config.
 
     Raises:
         ValueError: no layer matches the targets, or one is of a class without adapters.
@@ -206,7 +283,7 @@ class LoraModel(nn.Module):
         super().__init__()
         self.module = module
         self.lora_config = add_adapters(module, config)
-        load_when_asked(module, self.lora_config)
+        self.load_when_asked()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -229,38 +306,3 @@ class LoraModel(nn.Module):
     def get_base_model(self) -> nn.Module:
         """Returns the model inside."""
         return self.module
-
-    def merge_lora(self) -> None:
-        """Adds the adapters to the weights of their layers, which then compute without them."""
-        for layer in adapters_of(self.module).values():
-            layer.merge()
-
-    def unmerge_lora(self) -> None:
-        """Subtracts the adapters from the weights of their layers again."""
-        for layer in adapters_of(self.module).values():
-            layer.unmerge()
-
-    def save_lora(self, save_dir: str | None = None, adapter_tag: str | None = None) -> None:
-        """Saves the adapters, whole, in PEFT's format; all ranks call it.
-
-        Args:
-            save_dir: a folder; None: the config's `lora_save_dir`.
-            adapter_tag: a folder in it.
-        """
-        save_adapters(self.module, self.lora_config, save_dir or self.lora_config.lora_save_dir, adapter_tag)
-
-    def load_lora(self, save_dir: str | None = None, adapter_tag: str | None = None) -> None:
-        """Loads adapters from a folder of `save_lora` or of PEFT, in any layout.
-
-        Raises:
-            ValueError: the folder's config or its adapters are not those of the model; the message says which.
-        """
-        load_adapters(self.module, self.lora_config, save_dir or self.lora_config.lora_save_dir, adapter_tag)
-
-    def get_nb_trainable_parameters(self) -> tuple[int, int]:
-        """Returns the numbers of trained and of all parameters' elements, of this rank."""
-        return _trainable(self.module)
-
-    def print_trainable_parameters(self) -> None:
-        """Prints these numbers, on rank 0."""
-        _print_trainable(self.module)

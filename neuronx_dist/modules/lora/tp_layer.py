@@ -3,8 +3,9 @@
     column:  y[.., out/tp] = x · Wᵀ + s · (x · Aᵀ) · Bᵀ     A [r, in] whole, B [out/tp, r] as W
     row:     y = Σ over tp (x · Wᵀ + s · (x · Aᵀ) · Bᵀ)     A [r, in/tp] as W, B [out, r] whole
 
-The gradient of the whole one is a part on each rank, since the other one is sharded: the reduction of gradients sums it
-over tp, like that of a norm under sequence parallelism. So no tensor of activations needs a collective of its own.
+Activations need no other collective than the layer's. The replicated matrix gets a partial gradient on each rank,
+because the other matrix is sharded: backward sums it over tp, `[r, in]` or `[out, r]`. Under sequence parallelism the
+reduction of gradients does that, as for norms (`sequence_parallel`).
 
 Under sequence parallelism a column layer's gathered input, `[s, b, in]`, is saved for the gradient of A, where a layer
 without an adapter saves its shard and gathers it again.
@@ -41,6 +42,12 @@ def _whole_input(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return spmd.convert(x, layer.axis, src=I, dst=R)
 
 
+def _replicated(part: nn.Module, base: Any) -> torch.Tensor:
+    """Returns the weight of the replicated matrix for use: backward sums its gradient, if no later reduction does."""
+    weight: torch.Tensor = part.weight  # type: ignore[assignment]
+    return weight if base.sequence_parallel_enabled else spmd.convert(weight, base.axis, src=I, dst=R)
+
+
 def _check(layer: Any, *weights: torch.Tensor) -> None:
     name = type(layer).__name__
     if layer.axis != "tp":
@@ -63,13 +70,14 @@ class LoraParallelLinear(LoraLayer):
         weight, rank = base_layer.weight, self.lora_rank
         _check(base_layer, weight)
         shared: dict[str, Any] = dict(bias=False, dtype=weight.dtype, device=weight.device, stride=base_layer.stride)
+        partly = base_layer.sequence_parallel_enabled
         if isinstance(base_layer, RowParallelLinear):
             self.lora_A = RowParallelLinear(
                 base_layer.input_size, rank, input_is_parallel=True, init_method=self.initialise_a, **shared
             )
-            self.lora_B = WholeLinear(rank, base_layer.output_size, nn.init.zeros_, True, weight)
+            self.lora_B = WholeLinear(rank, base_layer.output_size, nn.init.zeros_, partly, weight)
         else:
-            self.lora_A = WholeLinear(base_layer.input_size, rank, self.initialise_a, True, weight)
+            self.lora_A = WholeLinear(base_layer.input_size, rank, self.initialise_a, partly, weight)
             self.lora_B = ColumnParallelLinear(
                 rank,
                 base_layer.output_size,
@@ -80,7 +88,7 @@ class LoraParallelLinear(LoraLayer):
             )
 
     def forward(self, x: torch.Tensor) -> Any:
-        if self.merged:
+        if self.base_alone():
             return self.base_layer(x)
         return self._row(x) if isinstance(self.base_layer, RowParallelLinear) else self._column(x)
 
@@ -89,7 +97,7 @@ class LoraParallelLinear(LoraLayer):
         inputs = _whole_input(base, x)
         bias = None if base.gather_output else base.used(base.added_bias())
         out = F.linear(inputs, base.used(base.weight), bias)
-        low_rank = F.linear(self.lora_dropout(inputs), self.lora_A.weight)  # type: ignore[arg-type]
+        low_rank = F.linear(self.lora_dropout(inputs), _replicated(self.lora_A, base))
         out = out + F.linear(low_rank, base.used(self.lora_B.weight)) * self.scaling
         if base.gather_output:
             out = base.gathered_output(out)
@@ -103,7 +111,8 @@ class LoraParallelLinear(LoraLayer):
             shard = spmd.convert(shard, axis, src=I, dst=S(-1))
             shard = shard.flatten(-2) if base.stride > 1 else shard
         low_rank = F.linear(self.lora_dropout(shard), self.lora_A.weight)  # type: ignore[arg-type]
-        partial = F.linear(shard, base.used_weight()) + F.linear(low_rank, self.lora_B.weight) * self.scaling  # type: ignore
+        adapted = F.linear(low_rank, _replicated(self.lora_B, base)) * self.scaling
+        partial = F.linear(shard, base.used_weight()) + adapted
         partial, bias = spmd.trust(partial, axis, P), base.added_bias()
         if not base.reduce_output:
             out = partial if bias is None else partial + spmd.convert(bias, axis, src=R, dst=P).to(partial.dtype)
@@ -130,7 +139,8 @@ class LoraGQAQKVParallelLinear(LoraLayer):
         super().__init__(base_layer, lora_config)
         weight = base_layer.weight_q
         _check(base_layer, weight, base_layer.weight_k)
-        self.lora_A = WholeLinear(base_layer.input_size, self.lora_rank, self.initialise_a, True, weight)
+        partly = base_layer.sequence_parallel_enabled
+        self.lora_A = WholeLinear(base_layer.input_size, self.lora_rank, self.initialise_a, partly, weight)
         self.lora_B = GQAQKVColumnParallelLinear(
             self.lora_rank,
             base_layer.output_sizes,
@@ -145,12 +155,12 @@ class LoraGQAQKVParallelLinear(LoraLayer):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         base = self.base_layer
-        if self.merged:
+        if self.base_alone():
             return base(x)
         inputs = _whole_input(base, x)
         weights = base.used("weight")
         biases: list[Any] = base.used("bias") if base.use_bias and not base.gather_output else [None] * 3
-        low_rank = F.linear(self.lora_dropout(inputs), self.lora_A.weight)  # type: ignore[arg-type]
+        low_rank = F.linear(self.lora_dropout(inputs), _replicated(self.lora_A, base))
         outputs = [
             F.linear(inputs, weight, bias) + F.linear(low_rank, b) * self.scaling
             for weight, bias, b in zip(weights, biases, self.lora_B.used("weight"))

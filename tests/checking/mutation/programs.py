@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import neuronx_dist as nxd
-from neuronx_dist import comm, hf, spmd
+from neuronx_dist import comm, hf, spmd, trainer
 from neuronx_dist.modules.lora import LoraConfig
 from neuronx_dist.modules.lora.tp_layer import LoraParallelLinear
 from neuronx_dist.modules.qkv_linear import GQAQKVColumnParallelLinear
@@ -246,6 +246,17 @@ def _step_by_names_of_nxd(model: Any, optimizer: Any, x: torch.Tensor) -> None:
     optimizer.step()
 
 
+def _trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    config = trainer.neuronx_distributed_config()
+    model = trainer.NxDModel(_sequence_net(), config)
+    return model, trainer.initialize_parallel_optimizer(config, torch.optim.SGD, model.parameters(), lr=0.1)
+
+
+def _step_of_the_trainer(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    model.run_train(x)
+    optimizer.step()
+
+
 def _context_step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
     model(x).backward()
     grads.allreduce_context_parallel_gradients(optimizer)
@@ -474,6 +485,7 @@ PROGRAMS: dict[str, Program] = {
         _llama, _batch()["input_ids"], options=dict(plain=True), step=_logits, values=_numbers_of("full_logits")
     ),
     "clipped": Program(_sequence_net, _x(), step=_clipped_step),
+    "trainer": Program(_trained, _x(), step=_step_of_the_trainer),
     "names of nxd": Program(_sequence_net, _x(), step=_step_by_names_of_nxd),
     "names of nxd, context": Program(
         lambda: Net(_mlp, up=_column(), down=_row()),

@@ -82,6 +82,7 @@ SITES = _find()
 
 PROGRAM_OF = {
     "reduce_gradients:comm.size(DATA_AXES)#1": "mlp",
+    "complete_reduction:comm.size(DATA_AXES)#1": "trainer",
     "bucket_allreduce_gradients:comm.size(DATA_AXES)#1": "names of nxd",
     "bucket_allreduce_gradients:comm.size('dp')#1": "names of nxd, context and data",
     "allreduce_context_parallel_gradients:comm.size('cp')#1": "names of nxd, context",
