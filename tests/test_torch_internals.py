@@ -186,6 +186,12 @@ def modules_case() -> None:
     layer = nn.BatchNorm1d(2)
     layer.register_buffer("passing", torch.zeros(1), persistent=False)
     assert modules.non_persistent_buffers(layer) == {"passing"}
+    assert not modules.has_forward_hooks(layer)
+    layer.register_forward_pre_hook(lambda *args: None).remove()
+    assert not modules.has_forward_hooks(layer)
+    handle = layer.register_forward_hook(lambda *args: None)
+    assert modules.has_forward_hooks(layer)
+    handle.remove()
     assert modules.call_with_hooks(nn.Identity())(3) == 3
     called: list[Any] = []
     old, new = nn.Linear(2, 2), nn.Linear(2, 2)

@@ -75,8 +75,8 @@ def neuronx_distributed_config(
         model_init_config: `meta_device_init` (False): the model is built on meta, and filled by `param_init_fn(module,
             device)`; `sequential_move_factor`: number of ranks of a host that move their model at a time.
         lora_config: options of adapters, which are put into the model.
-        mixed_precision_config: `use_master_weights` (with ZeRO-1 masters are always float32), `use_fp32_grad_acc` (both: as `zero_one_enabled`),
-            `use_master_weights_in_ckpt` (False). All need ZeRO-1.
+        mixed_precision_config: `use_master_weights`, `use_fp32_grad_acc` (both: as `zero_one_enabled`),
+            `use_master_weights_in_ckpt` (False). All need ZeRO-1, whose masters are float32 in any case.
         sequential_move_factor: default of the option in `model_init_config`.
         lnc_size: accepted for compatibility.
 

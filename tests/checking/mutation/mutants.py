@@ -216,6 +216,7 @@ EQUIVALENT = {
     ("_ParallelCrossEntropy.forward:comm.all_reduce#1", "twice"): _REPEATED,
     ("reduce_gradients:_reduce_params#2", "over pp"): "all stages hold the weight",
     ("reduce_gradients:_reduce_params#3", "twice"): "the mean of equal values is the value",
+    ("complete_reduction:_reduce_params#2", "twice"): "the mean of equal values is the value",
     ("_install:set_spec#1", "delete"): "the parameter comes with it, unless it is padded",
     ("report_loss:comm.broadcast#1", "twice"): _REPEATED,
 }
