@@ -30,10 +30,11 @@ class _Norm(ShardedModule):
         dtype: Any,
         sequence_parallel: bool,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # `nn.LayerNorm` would make its own parameters
         sizes = [normalized_shape] if isinstance(normalized_shape, int) else normalized_shape
         self.normalized_shape: tuple[int, ...] = tuple(sizes)
         self.eps = eps
+        self.elementwise_affine = affine
         self.sequence_parallel_enabled = sequence_parallel
         spec = ShardSpec(full_shape=self.normalized_shape, sequence_parallel=sequence_parallel)
         for name, present in (("weight", affine), ("bias", bias)):
@@ -53,7 +54,7 @@ class _Norm(ShardedModule):
         return f"{list(self.normalized_shape)}, eps={self.eps}, sequence_parallel={self.sequence_parallel_enabled}"
 
 
-class LayerNorm(_Norm):
+class LayerNorm(_Norm, nn.LayerNorm):  # type: ignore[misc]  # which scripts ask for, to initialise it
     """`torch.nn.LayerNorm` over the last dims: `[.., *normalized_shape]`; the output has the same shape and dtype.
 
     `sequence_parallel_enabled`: the input is a shard of the sequence, so `grads.reduce_gradients` sums the gradients

@@ -8,6 +8,7 @@ from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
+from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import LayerNorm, RMSNorm
 from neuronx_dist.spmd import spec_of
 from tests.parallel_layers.layer_parity import close, draw, gradients, load, tp_mesh, whole_gradients
@@ -86,3 +87,10 @@ def test_on_the_meta_device(kind):
     with torch.device("meta"):
         assert kind(4).weight.is_meta
     assert "sequence_parallel=False" in repr(norm)
+
+
+def test_it_is_one_of_torchs_which_scripts_ask_for() -> None:
+    with comm.as_rank(Mesh(1), 0):
+        norm = LayerNorm(4, sequence_parallel_enabled=True)
+    assert isinstance(norm, nn.LayerNorm) and norm.elementwise_affine
+    assert dict(norm.named_parameters()).keys() == {"weight", "bias"}
