@@ -198,7 +198,6 @@ def test_spawn_starts_a_job(tmp_path) -> None:  # type: ignore[no-untyped-def]
     assert sorted(forked.run([str(script), "2"]).outputs[0].splitlines()) == two
     script.write_text(SPAWN.replace("import neuronx_dist.compat\n", ""))
     command = ["-m", "neuronx_dist", "compat", str(script)]
-    assert forked.run([*command, "1"]).outputs == ["hello 0 0 1 0\n"]
     assert sorted(forked.run([*command, "2"]).outputs[0].splitlines()) == two
 
 

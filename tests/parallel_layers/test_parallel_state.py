@@ -135,7 +135,7 @@ def test_groups_that_a_model_asks_for():
         assert ps.get_token_shuffle_replica_groups() == ps.get_token_shuffle_group(as_list=True)
         assert ps.get_token_shuffle_group_size() == 2
         ps.initialize_token_shuffle_group(2)  # again, the same: fine
-        with pytest.raises(ValueError, match="size 2; all layers"):
+        with pytest.raises(ValueError, match="size 2, of adjacent ranks; all layers"):
             ps.initialize_token_shuffle_group(4)
         with pytest.raises(ValueError, match="3 does not divide.*4"):
             ps.initialize_token_shuffle_group(3)
