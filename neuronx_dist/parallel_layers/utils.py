@@ -157,7 +157,8 @@ def verify_casted_dtype(value: Any) -> None:
 
 def get_local_world_size() -> int:
     """Returns the number of ranks on this node: `LOCAL_WORLD_SIZE`, as torchrun sets it, else all ranks."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or comm.launch.world()[0])
+    text = os.environ.get("LOCAL_WORLD_SIZE")
+    return int(text) if text else comm.size("world") if comm.is_initialized() else comm.launch.world()[0]
 
 
 def requires_init_pg_override() -> bool:

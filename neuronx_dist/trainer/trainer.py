@@ -24,7 +24,7 @@ from ..optimizer import NeuronZero1Optimizer
 from ..parallel_layers import parallel_state
 from ..parallel_layers.activation_checkpoint import checkpoint_layers
 from ..parallel_layers.pad import pad_model
-from ..parallel_layers.utils import move_model_to_device
+from ..parallel_layers.utils import get_local_world_size, move_model_to_device
 from ..pipeline.model import NxDPPModel
 from ..weights.init_device import init_on_device
 from ..weights.materialize import initialize_modules
@@ -225,7 +225,7 @@ def _move_in_turns(model: nn.Module, device: torch.device, ranks_at_a_time: int)
     """Moves the model to the device, some ranks of each host at a time: a host holds fewer copies in between."""
     if ranks_at_a_time < 1:
         raise ValueError(f"sequential_move_factor must be at least 1, got {ranks_at_a_time}")
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size("world")))
+    ranks = get_local_world_size()
     local_rank = comm.rank("world") % ranks
     for turn in range(-(-ranks // ranks_at_a_time)):
         if turn:

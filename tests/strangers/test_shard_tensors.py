@@ -328,7 +328,7 @@ WRAPPERS = ["ddp", "fsdp1", "fully_shard"]
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_data_parallelism(wrapper, sharded):
-    """Of plain parameters, and of ShardTensors over the ranks of another dim."""
+    """Compares plain parameters, and ShardTensors over the ranks of another dim, with one process."""
     reference = trained(drawn())
     for message, weights in processes(4).run(wrapped, wrapper, sharded, mesh={"tp": 2}):
         if sharded and wrapper == "fsdp1":

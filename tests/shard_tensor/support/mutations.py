@@ -224,7 +224,7 @@ def synchronised() -> None:
 
 
 def parts_of_the_first_rank() -> None:
-    """What DistributedDataParallel does with ShardTensors when it takes a module."""
+    """Checks that DistributedDataParallel broadcasts ShardTensors when it takes a module."""
 
     def step(_):
         mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
