@@ -17,8 +17,8 @@ MOST = 60.0  # seconds until a stopped rank is killed in any case
 PATIENCE = float(os.environ.get("PATIENCE", "10"))  # seconds until it is, after all others have ended
 
 
-def stop(others: list[int], folder: Path) -> None:
-    """Stops this process; a child of it kills it later, so that nothing is left of a test."""
+def start_killer(others: list[int], folder: Path) -> None:
+    """Starts a child that kills this process after the others have ended, so that nothing is left of a test."""
     pid, begin = os.getpid(), time.monotonic()
     if os.fork() == 0:
         while any(map(is_running, others)) and time.monotonic() < begin + MOST:
@@ -30,7 +30,6 @@ def stop(others: list[int], folder: Path) -> None:
             (folder / "was_left").touch()
             os.kill(pid, signal.SIGKILL)
         os._exit(0)
-    os.kill(pid, signal.SIGSTOP)
 
 
 def is_running(pid: int) -> bool:
@@ -48,9 +47,11 @@ def main(how: str, victim: int, folder: Path) -> None:
         time.sleep(0.15)
     pids = comm.gather_objects(os.getpid(), "tp")
     if comm.rank("tp") == victim and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        if how == "stop":
+            start_killer([pid for pid in pids if pid != os.getpid()], folder)
         time.sleep(1.2)  # the last place of a stopped rank
         if how == "stop":
-            stop([pid for pid in pids if pid != os.getpid()], folder)
+            os.kill(os.getpid(), signal.SIGSTOP)
         elif how == "sleep":
             time.sleep(60)  # it sleeps
         while how == "loop":
