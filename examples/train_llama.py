@@ -236,7 +236,8 @@ def main() -> None:
         if data.vocab_size > config.vocab_size:
             raise ValueError(f"the text has tokens up to {data.vocab_size}, the model knows {config.vocab_size}")
         device = nxd.init_distributed(args.device)  # before any backward: torch counts devices at the first
-        memory = estimate_memory(layout, config, checkpoint_activations=args.checkpoint_activations)
+        recomputed = args.checkpoint_activations
+        memory = estimate_memory(layout, config, checkpoint_activations=recomputed) if rank == 0 else ""  # for `say`
     except ValueError as error:
         job.leave(str(error), job.WRONG_USE)
     if args.verify:

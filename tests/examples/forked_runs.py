@@ -89,5 +89,7 @@ if __name__ == "__main__":
 
     import neuronx_dist.checkpoint.api
     import neuronx_dist.pipeline.run.executor  # noqa: F401
+    from neuronx_dist.planning import memory
 
+    memory.estimate_memory = lambda *_, **__: "not predicted"  # half of the time of such a run
     print(json.dumps([run(**each) for each in json.loads(sys.argv[1])]))

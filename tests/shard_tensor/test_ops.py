@@ -25,6 +25,9 @@ def test_equals_one_process(case, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",  # those whose other run is on a line
+    [pytest.param(case, id=str(case), marks=[pytest.mark.full] * (number % 2)) for number, case in enumerate(CASES)],
+)
 def test_a_dim_on_two_mesh_dims(case):
     assert run_case(case, (2, 2), most=2, doubled=True) > 0
