@@ -11,7 +11,7 @@ from torch import nn
 from ..modules.lora.model import AdapterMethods
 from ..pipeline.model import NxDPPModel
 
-__all__ = ["NxDModel"]
+__all__ = ["NxDModel", "loss_of"]
 
 
 class NxDModel(AdapterMethods):
@@ -77,7 +77,7 @@ class NxDModel(AdapterMethods):
         """
         if self.pp_enabled:
             return self.module.run_train(*args, **kwargs)
-        loss = _loss(self.module(*args, **kwargs))
+        loss = loss_of(self.module(*args, **kwargs))
         loss.backward()
         return loss.detach()
 
@@ -141,7 +141,12 @@ class NxDModel(AdapterMethods):
         return getattr(self.module, f"local_{name}" if self.pp_enabled else name)
 
 
-def _loss(result: Any) -> torch.Tensor:
+def loss_of(result: Any) -> torch.Tensor:
+    """Returns the loss in a result: the result, its `loss`, or its first element.
+
+    Raises:
+        TypeError: it contains no loss.
+    """
     found = result
     if not isinstance(found, torch.Tensor):
         found = getattr(found, "loss", None)
