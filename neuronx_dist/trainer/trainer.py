@@ -23,7 +23,7 @@ from ..nearest import nearest
 from ..optimizer import NeuronZero1Optimizer
 from ..parallel_layers import parallel_state
 from ..parallel_layers.activation_checkpoint import checkpoint_layers
-from ..parallel_layers.pad import pad_model
+from ..parallel_layers.pad import pad_model, padding_heads
 from ..parallel_layers.utils import get_local_world_size, move_model_to_device
 from ..pipeline.model import NxDPPModel
 from ..weights.init_device import init_on_device
@@ -152,7 +152,10 @@ def initialize_parallel_model(
         raise ValueError("pad_model=True in a pipeline: pad in model_fn, by neuronx_dist.pad_model(model, tp, heads)")
     options = nxd_config["model_init_config"]
     on_meta, init_fn = options["meta_device_init"], options["param_init_fn"]
-    with init_on_device("meta", include_buffers=include_buffers) if on_meta else nullcontext():
+    with (
+        padding_heads() if nxd_config["pad_model"] else nullcontext(),
+        init_on_device("meta", include_buffers=include_buffers) if on_meta else nullcontext(),
+    ):
         model = model_fn(*model_args, **model_kwargs)
     lora = nxd_config.get("lora_config")
     if lora is not None and not LoraConfig.of(lora).enable_lora:
@@ -235,9 +238,8 @@ def _move_in_turns(model: nn.Module, device: torch.device, ranks_at_a_time: int)
 
 
 def _heads(model: nn.Module) -> int:
-    """Returns the heads that `pad_model` counts: the key/value heads, of which each has its group of query heads."""
-    config = getattr(model, "config", None)
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    """Returns the query heads of a model, by its config."""
+    heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
     if not heads:
         raise ValueError(
             f"pad_model=True: {type(model).__name__} has no config.num_attention_heads; pad in model_fn, by "

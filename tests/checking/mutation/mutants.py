@@ -153,7 +153,7 @@ EXEMPT = {
     "NeuronZero1Optimizer.save_sharded_state_dict": "writes files",
     "NeuronZero1Optimizer.load_sharded_state_dict": "reads files",
     "gather_full": "gives tests and files the whole of a tensor",
-    "_pad_layer": "marks the weights of other sizes, before training",
+    "reshard": "marks the weights of other sizes, before training",
     "gather_python_object": "Python objects",
     "load_adapters": "reads files",
     "save_adapters": "writes files",
