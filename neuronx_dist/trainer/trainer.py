@@ -5,6 +5,7 @@ Keys and defaults of the configuration are those of NxD Core 0.18's `neuronx_dis
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import warnings
@@ -45,6 +46,20 @@ _MIXED_PRECISION = ("use_master_weights", "use_fp32_grad_acc", "use_master_weigh
 _MODEL_INIT = ("sequential_move_factor", "meta_device_init", "param_init_fn")
 
 
+def _names_the_nearest(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Returns the function, whose error for an unknown keyword names the nearest one."""
+    known = [*inspect.signature(function).parameters]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        if unknown := [name for name in kwargs if name not in known]:
+            raise TypeError(f"{function.__name__} has no option {unknown[0]!r}; nearest: {nearest(unknown[0], known)}")
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_names_the_nearest
 def neuronx_distributed_config(
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
@@ -83,7 +98,7 @@ def neuronx_distributed_config(
     Raises:
         ValueError: an unknown option in a section; the message names the nearest. `meta_device_init` without
             `param_init_fn`. Sizes that do not divide the world.
-        TypeError: a section is no dict.
+        TypeError: an unknown argument; the message names the nearest. A section is no dict.
         RuntimeError: model parallel is initialized already, with another layout.
     """
     if pipeline_config is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -108,6 +110,53 @@ def test_the_sections_of_the_caller_are_not_changed() -> None:
     section = {"zero_one_enabled": True}
     trainer.neuronx_distributed_config(optimizer_config=section)
     assert section == {"zero_one_enabled": True}
+
+
+def test_gradients_are_zeros_after_zero_grad() -> None:
+    """Which is upstream's default, and torch's is None."""
+
+    def main() -> None:
+        config = config_of(Mesh(1), Options())
+        model = trainer.initialize_parallel_model(config, LanguageModel)
+        optimizer = trainer.initialize_parallel_optimizer(config, torch.optim.SGD, model.parameters(), lr=1.0)
+        ids = torch.zeros(4, 8, dtype=torch.long)
+        for options, is_none in (({}, False), ({"set_to_none": True}, True)):
+            model.run_train(input_ids=ids, labels=ids)
+            optimizer.step()
+            optimizer.zero_grad(**options)
+            grads = [param.grad for param in model.parameters()]
+            assert all(grad is None if is_none else not grad.any() for grad in grads)
+
+    comm.threads.run(Mesh(1), main)
+
+
+def test_an_optimizer_is_copied_with_its_model() -> None:
+    def main() -> None:
+        config = config_of(Mesh(1), Options())
+        model = trainer.initialize_parallel_model(config, LanguageModel)
+        optimizer = trainer.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=0.1)
+        ids = torch.zeros(4, 8, dtype=torch.long)
+        model.run_train(input_ids=ids, labels=ids)
+        optimizer.step()
+        optimizer.zero_grad()
+        other, its = copy.deepcopy((model, optimizer))
+        loaded = pickle.loads(pickle.dumps(optimizer))
+        assert loaded.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
+        assert isinstance(its, trainer.NxDOptimizer) and its.param_groups[0]["params"][0] is next(other.parameters())
+        losses = []
+        for trained, steps in ((model, optimizer), (other, its)):
+            trained.run_train(input_ids=ids, labels=ids)
+            steps.step()
+            steps.zero_grad()
+            losses.append(trained.run_train(input_ids=ids, labels=ids))
+        assert torch.equal(*losses)
+
+    comm.threads.run(Mesh(1), main)
+
+
+def test_a_typo_in_an_argument_is_answered_with_the_nearest() -> None:
+    with pytest.raises(TypeError, match="no option 'tensor_paralel_size'; nearest: tensor_parallel_size"):
+        trainer.neuronx_distributed_config(tensor_paralel_size=2)
 
 
 BAD = {
