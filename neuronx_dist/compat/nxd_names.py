@@ -42,7 +42,6 @@ _UNAVAILABLE = {
     "modules.moe": "this version has no layers of experts",
     "optimizer.convert_zero_checkpoints": "run python -m neuronx_dist.scripts.convert_zero_checkpoints --help",
     "optimizer.zero_dcp_utils": "save_checkpoint writes and loads files of torch.distributed.checkpoint",
-    "pipeline.comm": 'use neuronx_dist.comm.send and recv over the axis "pp"',
     "pipeline.scheduler": _SCHEDULE,
     "pipeline.trace": _TRACING,
     "trainer.checkpoint_storage": "save_checkpoint takes a path, or a URL of fsspec (s3://bucket/run)",

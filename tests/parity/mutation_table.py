@@ -53,6 +53,7 @@ from tests.parity.mutation_cases import (
     verbs_on_threads,
     written_folder,
 )
+from tests.pipeline.test_comm import exchange_by_hand
 from tests.shard_tensor.physicsnemo import mutations as physicsnemo
 from tests.shard_tensor.support import mutations
 from tests.sharded_functions import mutations as functions_of_shards
@@ -154,6 +155,8 @@ CASES: dict[str, Callable[[], None]] = {
     "mesh_reduce:comm.gather_objects#1": collectives_of_scripts,
     "rendezvous:comm.gather_objects#1": collectives_of_scripts,
     "NeuronXLAStrategy.reduce:comm.all_reduce#1": strategy_collectives,
+    "send:comm.send#1": exchange_by_hand,
+    "recv_from:comm.recv#1": exchange_by_hand,
     "OutputChannelParallelConv2d.forward:spmd.convert#1": partial(convolution, "output", 2),
     "OutputChannelParallelConv2d.forward:spmd.convert#2": partial(convolution, "output", 2, groups=4),
     "OutputChannelParallelConv2d.forward:spmd.all_gather#1": partial(convolution, "output", 2),
