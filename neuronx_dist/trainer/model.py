@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..gradients.accumulation import adding_to_reduced
 from ..modules.lora.model import AdapterMethods
 from ..pipeline.model import NxDPPModel
 
@@ -76,7 +77,8 @@ class NxDModel(AdapterMethods):
             TypeError: the result contains no loss.
         """
         if self.pp_enabled:
-            return self.module.run_train(*args, **kwargs)
+            with adding_to_reduced(self.module):
+                return self.module.run_train(*args, **kwargs)
         loss = loss_of(self.module(*args, **kwargs))
         loss.backward()
         return loss.detach()

@@ -17,7 +17,7 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.modules.lora import LoraConfig
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
 from tests.support.synthetic import relative_error
-from tests.trainer.nxd_model import Block, LanguageModel, Options, check, config_of
+from tests.trainer.nxd_model import BATCH, Block, LanguageModel, Options, check, config_of
 
 LAYOUTS = [
     (Mesh(1), Options()),
@@ -128,6 +128,42 @@ def test_gradients_are_zeros_after_zero_grad() -> None:
             assert all(grad is None if is_none else not grad.any() for grad in grads)
 
     comm.threads.run(Mesh(1), main)
+
+
+class TiedModel(LanguageModel):
+    """Its head has the weight of its embedding."""
+
+    def __init__(self, sequence_parallel: bool = False) -> None:
+        super().__init__(sequence_parallel)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+@pytest.mark.parametrize("mesh", [Mesh(4, tp=2, pp=2), Mesh(4, pp=2), Mesh(2, tp=2)], ids=str)
+def test_several_batches_of_a_step_add_up(mesh: Mesh, zero1: bool) -> None:
+    """With sequence parallelism and a tied weight, whose gradients each `run_train` of a pipeline sums over ranks."""
+    batches = BATCH[:2]
+
+    def train(options: Options) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        config = config_of(comm.current().mesh, options)
+        model = trainer.initialize_parallel_model(config, TiedModel, False, options.sequence_parallel)
+        optimizer = trainer.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=0.01)
+        for _ in range(2):
+            for ids in batches:
+                mine = ids.chunk(comm.size("dp"))[comm.rank("dp")]
+                model.run_train(input_ids=mine, labels=mine.roll(-1, 1))
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: gather_full(param, spec_of(param)) for name, param in model.named_parameters()}
+
+    (expected,) = comm.threads.run(Mesh(1), train, Options())
+    options = Options(zero1=zero1, sequence_parallel=mesh.tp > 1)
+    seen = {}
+    for weights in comm.threads.run(mesh, train, options):
+        seen |= weights
+    for name, weight in seen.items():
+        assert relative_error(weight, expected[name.replace("head", "embed")]) < 1e-10, name
 
 
 def test_an_optimizer_is_copied_with_its_model() -> None:
