@@ -21,7 +21,7 @@ from .in_backward import paused
 from .reduction_plan import ModelGradients
 from .state import ReductionState, keeping_reductions
 
-__all__ = ["adding_to_reduced", "is_accumulating", "no_sync"]
+__all__ = ["adding_to_reduced", "is_accumulating", "no_sync", "scale_gradients"]
 
 _CONTEXTS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many contexts each model is in
 
@@ -58,8 +58,8 @@ def is_accumulating(model: nn.Module) -> bool:
 def adding_to_reduced(model: nn.Module) -> Iterator[None]:
     """Keeps the gradients of earlier `run_train` of this step aside, and adds them to those that are reduced inside.
 
-    So each `run_train` reduces its own gradients, and a reduction, which is linear, is right for the sum. Gradients that
-    an `NxDOptimizer` has stepped on, and those of `no_sync`, stay where they are.
+    So each `run_train` reduces its gradients, and a reduction, which is linear, is right for the sum. Gradients that an
+    `NxDOptimizer` has stepped on, and those of `no_sync`, stay where they are.
     """
     kept = []
     if not is_accumulating(model):
@@ -77,3 +77,12 @@ def adding_to_reduced(model: nn.Module) -> Iterator[None]:
             else:
                 with keeping_reductions([grad]):
                     grad.add_(earlier)
+
+
+@torch.no_grad()
+def scale_gradients(model: nn.Module, factor: float) -> None:
+    """Multiplies the gradients of this rank, whatever reductions they have been through: for a mean of batches."""
+    grads = ModelGradients(model).held
+    with keeping_reductions(grads):
+        for grad in grads:
+            grad.mul_(factor)

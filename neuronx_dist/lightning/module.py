@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from .. import comm
+from ..gradients.accumulation import scale_gradients
 from ..trainer import initialize_parallel_model, initialize_parallel_optimizer
 from ..trainer.model import loss_of
 from .logger import NeuronTensorBoardLogger
@@ -131,11 +132,7 @@ class NeuronLTModule(LightningModule):
         return groups
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Any:
-        """Returns the loss of a batch, None on all stages of a pipeline but the one where the model ends.
-
-        Raises:
-            ValueError: accumulation over batches in a pipeline.
-        """
+        """Returns the loss of a batch, None on all stages of a pipeline but the one where the model ends."""
         self.should_print = False
         if self.automatic_optimization:
             loss = loss_of(self.model(**batch))
@@ -145,13 +142,8 @@ class NeuronLTModule(LightningModule):
             loss = loss_of(self.model(**batch))
             (loss / self.grad_accum_steps).backward()
             loss = loss.detach()
-        elif self.grad_accum_steps == 1:
-            loss = self.model.run_train(**batch)
         else:
-            raise ValueError(
-                f"grad_accum_steps={self.grad_accum_steps} in a pipeline: use as many more num_microbatches, in larger "
-                "batches"
-            )
+            loss = self.model.run_train(**batch)
         if loss is not None:
             self.averaged_loss += loss / self.grad_accum_steps
         self._batches += 1
@@ -165,6 +157,8 @@ class NeuronLTModule(LightningModule):
         self.loss, self.should_print = self._mean_over_data(self.averaged_loss), True
         self.averaged_loss.zero_()
         self._batches = 0
+        if self.model.pp_enabled and self.grad_accum_steps > 1:  # whose losses are not divided
+            scale_gradients(self.model.module, 1 / self.grad_accum_steps)
         self.lr = optimizer.param_groups[0]["lr"]
         optimizer.step()
         self.global_norm = optimizer.grad_norm

@@ -26,6 +26,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], Options, dict[str, Any]]] = {
     "tp 2, accumulation": (2, dict(tp=2), Options(), dict(accumulated=2)),
     "tp 2, dp 2, ZeRO-1, SP": (4, dict(tp=2), Options(zero1=True, sequence_parallel=True), {}),
     "pp 2": (2, dict(pp=2), Options(), {}),
+    "tp 2, pp 2, SP, accumulation": (4, dict(tp=2, pp=2), Options(sequence_parallel=True), dict(accumulated=2)),
     "dp 2, automatic, accumulation": (2, {}, Options(), dict(accumulated=2, manual_opt=False)),
 }
 
@@ -50,7 +51,7 @@ def test_training_and_resuming_are_those_of_one_process(name: str, tmp_path: Pat
     assert whole.keys() == weights.keys()
     assert max(relative_error(whole[key], weights[key]) for key in whole) < 1e-10
 
-    writer = ranks - 1 if mesh.pp > 1 else 0
+    writer = mesh.tp if mesh.pp > 1 else 0
     assert [result["bar"] for result in results] == [rank == writer for rank in range(ranks)]
     files = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
     (log,) = {str(path.parent) for path in files if "events" in path.name}
@@ -58,7 +59,7 @@ def test_training_and_resuming_are_those_of_one_process(name: str, tmp_path: Pat
     saved = [path for path in files if path.parts[:2] == ("checkpoints", FIRST)]
     assert len(saved) == (ranks if options.zero1 else ranks // mesh.size("dp"))
     if mesh.pp > 1:
-        check_hooks(tmp_path)
+        check_hooks(tmp_path, mesh.tp)
 
     again = processes(ranks).run(partial(fit, resumed=FIRST), mesh=sizes)
     for before, after in zip(results, again):
@@ -68,11 +69,11 @@ def test_training_and_resuming_are_those_of_one_process(name: str, tmp_path: Pat
             assert after["weights"][key].equal(weight), key
 
 
-def check_hooks(folder: Path) -> None:
+def check_hooks(folder: Path, tp: int) -> None:
     """The callback has written norms of two layers, of stages 0 and 1, in the steps 0 and 3."""
     found = sorted(str(path.relative_to(folder / "hooks")) for path in (folder / "hooks").rglob("*.pt"))
     expected = [
-        f"{layer}/global_step_{step}/rank_{stage}_pp{stage}_tp0_dp0_cp0_{kind}_{side}_norm.pt"
+        f"{layer}/global_step_{step}/rank_{stage * tp}_pp{stage}_tp0_dp0_cp0_{kind}_{side}_norm.pt"
         for stage, layer in enumerate(("blocks.1", "blocks.3.up"))
         for step in (0, 3)
         for kind in ("grad", "layer")
