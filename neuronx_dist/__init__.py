@@ -40,7 +40,7 @@ _LAZY = {
     "model_parallel_manual_seed": "parallel_layers.random",
     "move_model_to_device": "parallel_layers.utils",
     "no_sync": "gradients.accumulation",
-    "pad_model": "parallel_layers.pad",
+    **dict.fromkeys(("pad_model", "unpad_model"), "parallel_layers.pad"),
     "reduce_gradients": "gradients.reduce",
     **dict.fromkeys(("hf", "pipeline", "trainer"), ""),
     **{f"{verb}_checkpoint": "checkpoint.api" for verb in ("save", "load", "has", "finalize")},

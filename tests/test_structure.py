@@ -48,6 +48,7 @@ TOWER = [
     ["pipeline"],
     ["checkpoint"],
     ["scripts", "trainer"],
+    ["lightning"],
     ["checking/types"],
     ["checking/types/messages"],
     ["checking/types/handlers"],

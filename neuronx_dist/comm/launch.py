@@ -22,6 +22,8 @@ __all__ = ["connect", "disconnect", "end_step", "init_distributed", "world"]
 # and not inside a step, and ranks may use them in any order. Groups of other axes are made at their first use.
 _EAGER_AXES: tuple[Axis, ...] = ("tp", "pp", "dp", "cp", ("dp", "cp"), ("pp", "tp"), "ep", "edp", "world")
 
+backend_names = ["gloo", "nccl"]  # that the message for a missing process group names
+
 
 def init_distributed(device: str = "auto", timeout: float | None = None) -> torch.device:
     """Joins the job that torchrun started, or makes a world of one, and returns this rank's device.
@@ -86,9 +88,8 @@ def world() -> tuple[int, int]:
         return backends.xla.world()
     if not dist.is_initialized():
         raise RuntimeError(
-            "initialize_model_parallel needs torch.distributed: call "
-            "torch.distributed.init_process_group(backend='gloo' or 'nccl'), "
-            "or neuronx_dist.init_distributed(), first"
+            "initialize_model_parallel needs torch.distributed: call torch.distributed.init_process_group(backend="
+            f"{' or '.join(map(repr, backend_names))}), or neuronx_dist.init_distributed(), first"
         )
     return dist.get_world_size(), dist.get_rank()
 

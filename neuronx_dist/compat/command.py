@@ -8,8 +8,8 @@ import runpy
 import sys
 
 from ..command_line import command_parser
+from .spawned import serve_spawned_processes
 from .stand_ins import install
-from .torch_xla import xla_multiprocessing
 
 __all__ = ["arguments", "run"]
 
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         what = "is a folder" if os.path.isdir(args.script) else "does not exist"
         raise argparse.ArgumentError(None, f"the script {args.script} {what}")
     install()
-    xla_multiprocessing.is_run_by_command = True
+    serve_spawned_processes(args.script)
     sys.argv = [args.script, *args.args]
     sys.path[0] = os.path.dirname(os.path.abspath(args.script))
     runpy.run_path(args.script, run_name="__main__")

@@ -4,7 +4,8 @@
                             else neuronx_dist.X,
                             else, for what needs Neuron's compiler, a module whose names raise where they are used
 
-They are the same module objects, so that what a script sets in one is seen in the other.
+They are the same module objects, so that what a script sets in one is seen in the other. `pytorch_lightning`, the older
+name of `lightning.pytorch`, is that too where lightning is installed: its strategies are what NxD's extend.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ __all__ = ["install_names", "unavailable_module"]
 
 _NAME = "neuronx_distributed"
 _ROOT = __name__.partition(".")[0]
+_LIGHTNING = ("pytorch_lightning", "lightning.pytorch")
 _PLACES = (f"{__package__}.{_NAME}", _ROOT)
 
 _INFERENCE = "it is for inference: use NxD Inference or vLLM with the weights that the converter writes"
@@ -37,11 +39,9 @@ _UNAVAILABLE = {
     "operators": "they are for inference on Neuron: use torch.argmax, torch.topk",
     "experimental": "it is for inference on Neuron",
     "kernels.kernel_utils": _NKI,
-    "lightning": "write the loop with neuronx_dist.trainer, whose options NeuronXLAStrategy takes in NxD",
     "modules.moe": "this version has no layers of experts",
     "optimizer.convert_zero_checkpoints": "run python -m neuronx_dist.scripts.convert_zero_checkpoints --help",
     "optimizer.zero_dcp_utils": "save_checkpoint writes and loads files of torch.distributed.checkpoint",
-    "pipeline.comm": 'use neuronx_dist.comm.send and recv over the axis "pp"',
     "pipeline.scheduler": _SCHEDULE,
     "pipeline.trace": _TRACING,
     "trainer.checkpoint_storage": "save_checkpoint takes a path, or a URL of fsspec (s3://bucket/run)",
@@ -111,17 +111,19 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] != _NAME or self._place(fullname) is None:
+        if fullname.partition(".")[0] not in (_NAME, _LIGHTNING[0]) or self._place(fullname) is None:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         place = self._place(spec.name)
         assert place is not None
-        if place.partition(".")[0] == _ROOT:
+        if place.partition(".")[0] in (_ROOT, "lightning"):
             module = importlib.import_module(place)
             spec.loader_state = module.__spec__
-            part = spec.name.partition(".")[2]
+            package, _, part = spec.name.partition(".")
+            if package != _NAME:
+                return module
             for other in _IMPORTED.get(part, ()):
                 setattr(module, other.rpartition(".")[2], importlib.import_module(f"{_ROOT}.{other}"))
             for name, reason in _NAMES_UNAVAILABLE.get(part, {}).items():
@@ -138,11 +140,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     @staticmethod
     def _place(fullname: str) -> str | None:
         """Returns the name of the module here, the reason why there is none, or None for no module of NxD."""
-        part = fullname.partition(".")[2]
-        for package in _PLACES:
+        first, _, part = fullname.partition(".")
+        for package in _PLACES if first == _NAME else _LIGHTNING[1:]:
             name = f"{package}.{part}" if part else package
             if _exists(name):
                 return name
+        if first != _NAME:
+            return None
         first, second = part.split(".")[0], ".".join(part.split(".")[:2])
         return _UNAVAILABLE.get(second, _UNAVAILABLE.get(first))
 

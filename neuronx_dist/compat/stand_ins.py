@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from .. import comm
 from ..comm.rank_selection import XLA
-from ..torch_internals.tensors import tensor_to
+from ..torch_internals.tensors import tensor_factories, tensor_to
 from .nxd_names import install_names, unavailable_module
 from .torch_xla.groups import local_device
 
@@ -151,13 +151,15 @@ def _serve_backend() -> None:
         return None
 
     dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
+    comm.launch.backend_names.insert(0, XLA)
 
 
 def _serve_device() -> None:
     """Makes the device "xla" this rank's device.
 
     Memory that a function of torch asks for on "xla" is allocated on this rank's device, at torch's dispatcher.
-    `module.to("xla")` and `tensor.to("xla")`, for which torch asks torch_xla for the index first, are replaced.
+    `module.to("xla")` and `tensor.to("xla")`, for which torch asks torch_xla for the index first, are replaced; so are
+    `torch.tensor`, `as_tensor` and `asarray`, which move what they made.
     """
     global _library
 
@@ -183,6 +185,17 @@ def _serve_device() -> None:
 
         return to
 
+    def made(before: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(before)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            if _is_xla(kwargs.get("device")):
+                kwargs["device"] = local_device()
+            return before(*args, **kwargs)
+
+        return make
+
+    for factory in tensor_factories:
+        setattr(torch, factory.__name__, made(factory))
     initialise = torch.autocast.__init__
 
     @functools.wraps(initialise)

@@ -13,12 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from ..weights.partial_model import partial_model
 from .in_backward import paused
+from .reduction_plan import ModelGradients
+from .state import ReductionState, keeping_reductions
 
-__all__ = ["is_accumulating", "no_sync"]
+__all__ = ["adding_to_reduced", "is_accumulating", "no_sync", "scale_gradients"]
 
 _CONTEXTS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many contexts each model is in
 
@@ -49,3 +52,37 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def is_accumulating(model: nn.Module) -> bool:
     """Returns whether this model is inside of `no_sync`."""
     return bool(_CONTEXTS and _CONTEXTS.get(partial_model(model).original_module))
+
+
+@contextmanager
+def adding_to_reduced(model: nn.Module) -> Iterator[None]:
+    """Keeps the gradients of earlier `run_train` of this step aside, and adds them to those that are reduced inside.
+
+    So each `run_train` reduces its gradients, and a reduction, which is linear, is right for the sum. Gradients that an
+    `NxDOptimizer` has stepped on, and those of `no_sync`, stay where they are.
+    """
+    kept = []
+    if not is_accumulating(model):
+        for gradient in ModelGradients(model).gradients:
+            grad = gradient.tensor
+            if grad is not None and "tp" in ReductionState.of(grad).unasked:
+                kept.append((gradient, grad))
+                gradient.tensor = None
+    yield
+    with torch.no_grad():
+        for gradient, earlier in kept:
+            grad = gradient.tensor
+            if grad is None:
+                gradient.tensor = earlier
+            else:
+                with keeping_reductions([grad]):
+                    grad.add_(earlier)
+
+
+@torch.no_grad()
+def scale_gradients(model: nn.Module, factor: float) -> None:
+    """Multiplies the gradients of this rank, whatever reductions they have been through: for a mean of batches."""
+    grads = ModelGradients(model).held
+    with keeping_reductions(grads):
+        for grad in grads:
+            grad.mul_(factor)

@@ -22,6 +22,7 @@ from torch import nn
 from .. import comm, spmd
 from ..model_shape import padded_heads
 from ..parallel_layers.activation_checkpoint import keep_random_streams
+from ..parallel_layers.pad import pads_heads
 from ..parallel_layers.replace import LayerPlan, apply
 from ..spmd import random
 from .loss import causal_lm_loss
@@ -78,7 +79,7 @@ def swap(
     if getattr(getattr(model, "loss_function", None), "func", None) is causal_lm_loss:
         raise ValueError(f"swap: this {type(model).__name__} is already swapped")
     model_plan, layers = _planned(model, plan, tp, sequence_parallel)
-    _check_sizes(model, model_plan, layers, tp, pad_heads, pad_vocab)
+    _check_sizes(model, model_plan, layers, tp, pad_heads or pads_heads(), pad_vocab)
     _check_dropout(model, tp, sequence_parallel)
     vocabulary: int = model.get_submodule(model_plan.head).out_features
     if sequence_parallel:

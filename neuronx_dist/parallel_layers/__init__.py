@@ -7,7 +7,8 @@ logprobs.py          log-probabilities of tokens
 mappings.py          region functions (`copy_to_...`, `gather_from_...`); local_pieces.py: without gradients
 parallel_state.py    `initialize_model_parallel`, and the getters; model_groups.py: groups that a model asks for
 rank_orders.py       NxD's choice of a rank order; comm.py: collectives by torch_xla's arguments
-replace.py           a model's layers replaced by a list of `LayerPlan`; pad.py: padded heads, repeated ones
+replace.py           a model's layers replaced by a list of `LayerPlan`; pad.py: padded heads, repeated ones;
+                     pad_groups.py: those of grouped-query attention
 activation_checkpoint.py   layers that are recomputed in backward
 checkpointing.py     NxD's files of one layout; random.py: seeds; utils.py: small functions
 signatures.py        the positional orders of NxD's release and guide; attributes.py: attributes that scripts read;

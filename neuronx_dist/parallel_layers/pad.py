@@ -6,23 +6,23 @@ zero for a zero gradient and a zero weight, AdamW with weight decay included. Th
 remembers the real size, so that saving strips the padding and counts do not see it.
 
 With grouped-query attention the unit is the group: key/value heads are padded to a multiple of tp, each with its group
-of query heads. 9 query heads over 3 key/value heads become 12 over 4 at tp=2. `pad_model` does this when `n_heads` is
-the number of key/value heads: every padded size grows by the same ratio, here 4/3.
-`neuronx_dist.hf.swap(model, pad_heads=True)` pads by itself.
+of query heads. 9 query heads over 3 key/value heads become 12 over 4 at tp=2. `pad_model` does this, whether `n_heads`
+is the number of query heads or of key/value heads; `neuronx_dist.hf.swap(model, pad_heads=True)` pads by itself.
 
 With fewer key/value heads than ranks, m = tp / kv_heads, rank r holds key/value head r // m. The layout of its weight
 is `ShardSpec("tp/m", ...)`: sharded over the outer part of tp, replicated on the inner part.
 `ColumnParallelLinear(replicas=m)` uses the weight through `reinterpret(I, V)` over `"tp%m"`, whose backward sums the
 gradients of the replicas, so that they are complete and equal. (NxD sums dK and dV, `[tokens, head_dim]`, before it
-computes dW.) `swap` then pads query heads at the end of each group (`ShardSpec.group`), which is fewer: 48 query heads
-over 8 key/value heads become 64 over 8 at tp=32. A padded query head in a real group attends uniformly to real values:
-its columns of the output projection are zero and would get a gradient, which `ZerosStay` masks.
+computes dW.) `swap` and `pad_model` then pad query heads at the end of each group (`ShardSpec.group`), which is fewer:
+48 query heads over 8 key/value heads become 64 over 8 at tp=32. A padded query head in a real group attends uniformly
+to real values: its columns of the output projection are zero and would get a gradient, which `ZerosStay` masks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from fractions import Fraction
 from typing import Any
 
@@ -31,27 +31,45 @@ from torch import nn
 
 from .. import comm
 from ..model_shape import padded_heads
-from ..weights.shard_spec import ShardSpec, gather_full, set_spec, spec_of
-from .linear import RowParallelLinear
+from ..weights.shard_spec import spec_of
+from .embedding import ParallelEmbedding
+from .linear import ColumnParallelLinear, RowParallelLinear
+from .pad_groups import UNPADDED_COUNTS, GroupedAttention, grouped_attention, heads_for, reshard, set_sizes
 
-__all__ = ["generate_padding_mask", "get_number_of_extra_heads", "pad_model", "padded_spec"]
+__all__ = [
+    "generate_padding_mask",
+    "get_number_of_extra_heads",
+    "pad_model",
+    "padding_heads",
+    "pads_heads",
+    "unpad_model",
+]
 
 # Whether the ranks that hold one key/value head are adjacent there.
 _ADJACENT = {"trn1": False, "inf2": False, "trn2": True}
 
 
+_PADS: ContextVar[bool] = ContextVar("pads_heads", default=False)
+
+
+@contextmanager
+def padding_heads() -> Iterator[None]:
+    """Makes `hf.swap` pad heads inside, as by `pad_heads=True`: the trainer's `pad_model=True` around `model_fn`."""
+    token = _PADS.set(True)
+    try:
+        yield
+    finally:
+        _PADS.reset(token)
+
+
+def pads_heads() -> bool:
+    """Returns whether this is inside of `padding_heads`."""
+    return _PADS.get()
+
+
 def get_number_of_extra_heads(n_head: int, tp_degree: int) -> int:
     """Heads to add to `n_head` to make it a multiple of `tp_degree`."""
     return -n_head % tp_degree
-
-
-def padded_spec(spec: ShardSpec, size: int) -> ShardSpec:
-    """The layout of a sharded parameter once its sharded dim is padded with zeros to `size`."""
-    if spec.dim is None:
-        raise ValueError("only a sharded parameter can be padded: this one is replicated")
-    unpadded = spec.unpadded_shape[spec.dim]
-    shape = tuple(size if dim == spec.dim else length for dim, length in enumerate(spec.full_shape))
-    return replace(spec, full_shape=shape, unpadded=unpadded if unpadded != size else None)
 
 
 def pad_model(
@@ -65,72 +83,155 @@ def pad_model(
 
     Returns the model.
 
-    Column layers grow in their output (weight and bias), row layers in their input, by the ratio padded / n_heads.
-    Padding is at the end of the whole dim, not of each rank's shard, so the padded model computes what the original one
-    does; a model that has values already is re-sharded for this, one parameter at a time (a collective: all tp ranks
-    call it). Attention code computes its number of local heads:
+    With as many key/value heads as query heads, column layers grow in their output (weight and bias), row layers in
+    their input, by the ratio padded / n_heads. Attention code computes its number of local heads:
     `(n_heads + get_number_of_extra_heads(n_heads, tp)) / tp`.
 
+    In grouped-query attention, where `n_heads` are the query heads, key/value heads are padded or put on several ranks,
+    whichever costs less (`pad_groups.py`), and the module's `num_heads`, `num_attention_heads`, `num_key_value_heads`
+    and `num_key_value_groups` become the local numbers; other layers stay. A `n_heads` of key/value heads pads by the
+    ratio, as above.
+
+    A model that has values already is re-sharded, one parameter at a time (a collective: all tp ranks call it). What is
+    padded as asked for, as by `hf.swap(pad_heads=True)`, stays. Layers of the vocabulary stay too: `pad=True` and
+    `hf.swap(pad_vocab=True)` pad them. Saved files and `gather_full` have no padding; `unpad_model` takes it back.
+
     Args:
-        model: built with parallel layers.
-        tp_degree: the tensor-parallel size, or another one for which to pad; `n_heads`, padded, must be divisible by
-            both.
-        n_heads: heads of the model before padding; with grouped-query attention the number of key/value heads.
+        model: built with parallel layers, or swapped by `hf.swap`.
+        tp_degree: the tensor-parallel size, or another one for which to pad, which key/value heads then do not share.
+            The padded heads must be divisible by both.
+        n_heads: heads of the model before padding.
         wrapped_classes: the classes inside which layers are padded, usually the attention; () pads all of the model.
         pad_hook_fn: called as `pad_hook_fn(module, ratio)` for every instance of a wrapped class; with (), for which
             all classes are to be padded, for every module.
 
     Raises:
         ValueError: a size does not grow by a whole number, a padded output would be gathered, a layer has replicas
-            (whose heads are padded in each group: `replace.LayerPlan.group`), or padded heads that the tensor-parallel
-            size does not divide.
+            and no grouped-query attention around it, a number of heads that the attention does not have, or padded
+            heads that the tensor-parallel size does not divide.
     """
     classes = (wrapped_classes,) if isinstance(wrapped_classes, type) else tuple(wrapped_classes)
-    padded = n_heads + get_number_of_extra_heads(n_heads, tp_degree)
-    if padded % comm.size("tp"):
+    ratio = Fraction(n_heads + get_number_of_extra_heads(n_heads, tp_degree), n_heads)
+    inside = _inside(model, classes)
+    attentions = _grouped(model, inside, n_heads, ratio)
+    targets = [heads_for(attention, tp_degree) for attention in attentions]
+    padded = targets[0].heads if targets else int(n_heads * ratio)
+    of_keys = {target.kv_heads * target.replicas for target in targets}
+    if any(number % comm.size("tp") for number in {padded, *of_keys}):
         raise ValueError(
             f"pad_model: {n_heads} heads, padded to {padded} for tp_degree {tp_degree}, are not divisible by the "
             f"tensor-parallel size {comm.size('tp')}: pass a multiple of that size as tp_degree"
         )
-    if padded != n_heads:
-        _pad_inside(model, "", Fraction(padded, n_heads), classes, not classes, pad_hook_fn)
+    if targets:
+        for attention, target in zip(attentions, targets):
+            attention.pad(target)
+    elif ratio > 1:
+        vocabulary = _vocabulary_layers(model)
+        for name, module in inside.items():
+            if name not in vocabulary:
+                _pad_layer_by(ratio, name, module)
+    if padded != n_heads and pad_hook_fn is not None:
+        for module in inside.values():
+            if not classes or isinstance(module, classes):
+                pad_hook_fn(module, padded / n_heads)
     return model
 
 
-def _pad_inside(
-    module: Any,
-    name: str,
-    ratio: Fraction,
-    classes: tuple[type[nn.Module], ...],
-    inside: bool,
-    hook: Callable[[nn.Module, float], Any] | None,
-) -> None:
-    inside = inside or isinstance(module, classes)
-    if inside:
-        columns: Any = getattr(module, "column_parameters", None)
-        if columns is not None:
-            if module.replicas > 1:
-                raise ValueError(
-                    f"pad_model: {name} has {module.replicas} replicas of each shard: with replicated key/value "
-                    "heads, pad each group of query heads; see LayerPlan.group of parallel_layers.replace, or "
-                    "hf.swap"
-                )
-            if module.gather_output:
-                raise ValueError(
-                    f"pad_model: {name} gathers its output, which would then be padded; name the attention class in "
-                    "wrapped_classes, or build the layer with gather_output=False"
-                )
-            _pad_layer(module, name, ratio, "output_size", columns)
-        elif isinstance(module, RowParallelLinear):
-            _pad_layer(module, name, ratio, "input_size", ("weight",))
-        if hook is not None and (not classes or isinstance(module, classes)):
-            hook(module, float(ratio))
-    for child_name, child in module.named_children():
-        _pad_inside(child, f"{name}.{child_name}" if name else child_name, ratio, classes, inside, hook)
+def unpad_model(model: nn.Module) -> nn.Module:
+    """Takes the padding of linear layers out of a model, in place; the inverse of `pad_model`. Returns the model.
+
+    A collective, where there are values. The model computes the same at a degree that divides its heads.
+
+    Raises:
+        ValueError: the tensor-parallel size does not divide an unpadded size.
+    """
+    layers = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) and not layer.pad_size:
+            spec, tp = spec_of(layer.weight), comm.size("tp")
+            if spec.axis not in ("tp", f"tp/{layer.replicas}"):
+                continue
+            assert spec.dim is not None
+            size = spec.unpadded_shape[spec.dim]
+            if size % (tp * spec.stride):
+                raise ValueError(f"unpad_model: {name} has size {size}, which is not divisible by tp={tp}")
+            layers.append((layer, size))
+    for layer, size in layers:
+        if isinstance(layer, RowParallelLinear):
+            reshard(layer, "weight", size)
+            set_sizes(layer, "input_size", size, tp)
+        else:
+            for parameter in ("weight",) if layer.gather_output else layer.column_parameters:
+                reshard(layer, parameter, size)
+            set_sizes(layer, "output_size", size, tp)
+            layer.replicas = 1
+    for module in model.modules():
+        for attribute, count in module.__dict__.pop(UNPADDED_COUNTS, {}).items():
+            setattr(module, attribute, count)
+    return model
 
 
-def _pad_layer(layer: nn.Module, name: str, ratio: Fraction, attribute: str, parameters: tuple[str, ...]) -> None:
-    for parameter in parameters:
+def _inside(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> dict[str, nn.Module]:
+    """Returns the modules to pad: all, or the instances of some classes and what is in them."""
+    named = dict(model.named_modules())
+    if not classes:
+        return named
+    roots = [name for name, module in named.items() if isinstance(module, classes)]
+    return {
+        name: module
+        for name, module in named.items()
+        if any(name == root or name.startswith(f"{root}.") or not root for root in roots)
+    }
+
+
+def _grouped(model: nn.Module, inside: dict[str, nn.Module], n_heads: int, ratio: Fraction) -> list[GroupedAttention]:
+    """Returns the attention modules of which `n_heads` are the query heads and not the key/value heads.
+
+    Raises:
+        ValueError: they are neither.
+    """
+    result = []
+    for name, module in inside.items():
+        attention = grouped_attention(module, n_heads, ratio, getattr(model, "config", None))
+        if attention is None or n_heads == attention.kv_heads:
+            continue
+        if n_heads != attention.heads:
+            raise ValueError(
+                f"pad_model: n_heads={n_heads}, but {name or 'the model'} has {attention.heads} query heads over "
+                f"{attention.kv_heads} key/value heads"
+            )
+        result.append(attention)
+    return result
+
+
+def _vocabulary_layers(model: nn.Module) -> set[str]:
+    """Returns the names of column layers that have an output for each row of an embedding: they make logits."""
+    named = dict(model.named_modules())
+    sizes = {module.num_embeddings for module in named.values() if isinstance(module, ParallelEmbedding)}
+    return {
+        name
+        for name, module in named.items()
+        if isinstance(module, ColumnParallelLinear) and spec_of(module.weight).unpadded_shape[0] in sizes
+    }
+
+
+def _pad_layer_by(ratio: Fraction, name: str, layer: Any) -> None:
+    """Pads a layer in its output (columns) or its input (rows); any other module stays."""
+    columns = getattr(layer, "column_parameters", None)
+    if columns is None and not isinstance(layer, RowParallelLinear):
+        return
+    if columns is not None and layer.replicas > 1:
+        raise ValueError(
+            f"pad_model: {name} has {layer.replicas} replicas of each shard: with replicated key/value heads, pass the "
+            "number of query heads; of a GQAQKVColumnParallelLinear choose kv_size_multiplier"
+        )
+    if columns is not None and layer.gather_output:
+        raise ValueError(
+            f"pad_model: {name} gathers its output, which would then be padded; name the attention class in "
+            "wrapped_classes, or build the layer with gather_output=False"
+        )
+    attribute = "input_size" if columns is None else "output_size"
+    for parameter in columns or ("weight",):
         param = getattr(layer, parameter)
         if param is None:
             continue
@@ -140,21 +241,10 @@ def _pad_layer(layer: nn.Module, name: str, ratio: Fraction, attribute: str, par
         if size.denominator != 1:
             raise ValueError(
                 f"pad_model: the {attribute} {spec.unpadded_shape[spec.dim]} of {name} times {ratio} is not an "
-                "integer; with grouped-query attention n_heads is the number of key/value heads"
+                "integer; with grouped-query attention n_heads is the number of query heads or of key/value heads"
             )
-        padded = padded_spec(spec, int(size))
-        if param.is_meta:
-            value = param.new_empty(padded.local_shape)
-        else:
-            value = padded.local_slice(gather_full(param, spec), comm.rank("tp")).clone()
-        setattr(layer, parameter, nn.Parameter(value, requires_grad=param.requires_grad))
-        set_spec(layer, parameter, padded)
-        for name_of_size, value_of_size in (
-            (attribute, size),
-            (f"{attribute}_per_partition", size / spec.num_partitions),
-        ):
-            if hasattr(layer, name_of_size):
-                setattr(layer, name_of_size, int(value_of_size))
+        reshard(layer, parameter, int(size))
+        set_sizes(layer, attribute, int(size), spec.num_partitions)
 
 
 def generate_padding_mask(

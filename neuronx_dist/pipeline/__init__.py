@@ -6,7 +6,7 @@ run/             a schedule executed on one rank
 stage_module.py  a module of which this rank has a part; cut_module.py: divided among stages; model.py: `NxDPPModel`
 manual_pipe_stage.py  a model given as a list of layers
 timeline/        pictures of schedules and of recorded steps
-options.py       checks of the arguments of `NxDPPModel`; partition.py: NxD's import path
+options.py       checks of the arguments of `NxDPPModel`; partition.py: NxD's import path; comm.py: its messages
 
 A model is recorded (`program/`) and cut into `stages * chunks` pieces. `Schedule.holder` alone says which stage holds
 which piece, and so where the loss is (on stage 0, if pieces are placed as a V) and which stages share a weight.

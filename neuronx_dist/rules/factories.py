@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..torch_internals.tensors import tensor_factories
 from .names import out_of_place
 from .spec import ALL, Spec, elementwise, labels, operands, rule, same
 from .views import ViewLabels, as_int
@@ -61,7 +62,7 @@ rule(
 )(None)
 
 
-@rule(torch.tensor, torch.as_tensor, torch.asarray, kind="factory", linear=ALL, aliases=True)
+@rule(*tensor_factories, kind="factory", linear=ALL, aliases=True)
 def tensor(*args: Any, **kwargs: Any) -> Spec:
     """Spec of `torch.tensor`: of numbers, equal on all ranks; of a tensor, its dims; of tensors in a list, stacked."""
     tensors = operands(args, kwargs)

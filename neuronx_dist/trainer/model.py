@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..gradients.accumulation import adding_to_reduced
 from ..modules.lora.model import AdapterMethods
 from ..pipeline.model import NxDPPModel
 
-__all__ = ["NxDModel"]
+__all__ = ["NxDModel", "loss_of"]
 
 
 class NxDModel(AdapterMethods):
@@ -76,8 +77,9 @@ class NxDModel(AdapterMethods):
             TypeError: the result contains no loss.
         """
         if self.pp_enabled:
-            return self.module.run_train(*args, **kwargs)
-        loss = _loss(self.module(*args, **kwargs))
+            with adding_to_reduced(self.module):
+                return self.module.run_train(*args, **kwargs)
+        loss = loss_of(self.module(*args, **kwargs))
         loss.backward()
         return loss.detach()
 
@@ -141,7 +143,12 @@ class NxDModel(AdapterMethods):
         return getattr(self.module, f"local_{name}" if self.pp_enabled else name)
 
 
-def _loss(result: Any) -> torch.Tensor:
+def loss_of(result: Any) -> torch.Tensor:
+    """Returns the loss in a result: the result, its `loss`, or its first element.
+
+    Raises:
+        TypeError: it contains no loss.
+    """
     found = result
     if not isinstance(found, torch.Tensor):
         found = getattr(found, "loss", None)

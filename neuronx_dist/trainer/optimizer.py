@@ -40,6 +40,9 @@ class NxDOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
+    def __reduce__(self) -> Any:  # for pickle and deepcopy; `__getstate__` is what torch_xla's functions read
+        return type(self), (self.optimizer, self.nxd_config)
+
     def __getstate__(self) -> dict[str, Any]:
         return dict(self.optimizer.__getstate__())
 
@@ -89,7 +92,7 @@ class NxDOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Any) -> None:
         self.optimizer.load_state_dict(state_dict)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool = False) -> None:
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -5,6 +5,7 @@ Keys and defaults of the configuration are those of NxD Core 0.18's `neuronx_dis
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import warnings
@@ -23,7 +24,7 @@ from ..nearest import nearest
 from ..optimizer import NeuronZero1Optimizer
 from ..parallel_layers import parallel_state
 from ..parallel_layers.activation_checkpoint import checkpoint_layers
-from ..parallel_layers.pad import pad_model
+from ..parallel_layers.pad import pad_model, padding_heads
 from ..parallel_layers.utils import get_local_world_size, move_model_to_device
 from ..pipeline.model import NxDPPModel
 from ..weights.init_device import init_on_device
@@ -45,6 +46,20 @@ _MIXED_PRECISION = ("use_master_weights", "use_fp32_grad_acc", "use_master_weigh
 _MODEL_INIT = ("sequential_move_factor", "meta_device_init", "param_init_fn")
 
 
+def _names_the_nearest(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Returns the function, whose error for an unknown keyword names the nearest one."""
+    known = [*inspect.signature(function).parameters]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        if unknown := [name for name in kwargs if name not in known]:
+            raise TypeError(f"{function.__name__} has no option {unknown[0]!r}; nearest: {nearest(unknown[0], known)}")
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_names_the_nearest
 def neuronx_distributed_config(
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
@@ -83,7 +98,7 @@ def neuronx_distributed_config(
     Raises:
         ValueError: an unknown option in a section; the message names the nearest. `meta_device_init` without
             `param_init_fn`. Sizes that do not divide the world.
-        TypeError: a section is no dict.
+        TypeError: an unknown argument; the message names the nearest. A section is no dict.
         RuntimeError: model parallel is initialized already, with another layout.
     """
     if pipeline_config is not None:
@@ -152,7 +167,10 @@ def initialize_parallel_model(
         raise ValueError("pad_model=True in a pipeline: pad in model_fn, by neuronx_dist.pad_model(model, tp, heads)")
     options = nxd_config["model_init_config"]
     on_meta, init_fn = options["meta_device_init"], options["param_init_fn"]
-    with init_on_device("meta", include_buffers=include_buffers) if on_meta else nullcontext():
+    with (
+        padding_heads() if nxd_config["pad_model"] else nullcontext(),
+        init_on_device("meta", include_buffers=include_buffers) if on_meta else nullcontext(),
+    ):
         model = model_fn(*model_args, **model_kwargs)
     lora = nxd_config.get("lora_config")
     if lora is not None and not LoraConfig.of(lora).enable_lora:
@@ -235,9 +253,8 @@ def _move_in_turns(model: nn.Module, device: torch.device, ranks_at_a_time: int)
 
 
 def _heads(model: nn.Module) -> int:
-    """Returns the heads that `pad_model` counts: the key/value heads, of which each has its group of query heads."""
-    config = getattr(model, "config", None)
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    """Returns the query heads of a model, by its config."""
+    heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
     if not heads:
         raise ValueError(
             f"pad_model=True: {type(model).__name__} has no config.num_attention_heads; pad in model_fn, by "

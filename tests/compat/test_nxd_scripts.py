@@ -24,7 +24,7 @@ def _run(script: str, ranks: int, options: tuple[str, ...]) -> list[tuple[float,
     result = forked.run(command, ranks=ranks, OMP_NUM_THREADS="1")
     assert result.codes == [0] * ranks, "\n".join(error[-1500:] for error in result.errors)
     outputs = [
-        [line.split()[1:] for line in output.splitlines() if line.startswith("LOG")] for output in result.outputs
+        [line.split()[1:3] for line in output.splitlines() if line.startswith("LOG")] for output in result.outputs
     ]
     steps = zip(*(lines for lines in outputs if lines))  # of the data-parallel ranks that print
     return [(sum(float(loss) for loss, _ in ranks) / len(ranks), float(ranks[0][1])) for ranks in steps]
@@ -40,6 +40,10 @@ def _zero1(**options: Any) -> tuple[str, tuple[str, ...]]:
 
 def _pipeline(**options: Any) -> tuple[str, tuple[str, ...]]:
     return "train_pipeline.py", _options(**options)
+
+
+def _lightning(**options: Any) -> tuple[str, tuple[str, ...]]:
+    return "train_lightning.py", _options(**options)
 
 
 # Name -> ranks, script and options; the same script with the options of the layout left out runs in one process.
@@ -64,6 +68,11 @@ LAYOUTS = {
             use_flash_attention=1,
         ),
     ),
+    "Lightning, tp 2, dp 2, ZeRO-1, SP": (
+        4,
+        _lightning(tensor_parallel_size=2, use_zero_1=1, sequence_parallel_enabled=1),
+    ),
+    "Lightning, tp 2, pp 2": (4, _lightning(tensor_parallel_size=2, pipeline_parallel_size=2)),
     "pp 2, dp 2, two chunks": (
         4,
         _pipeline(pipeline_parallel_size=2, virtual_pipeline_size=2, selective_checkpoint_enabled=1),

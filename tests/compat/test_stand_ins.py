@@ -34,7 +34,9 @@ assert not accelerate.utils.is_torch_xla_available() and not transformers.utils.
 device = xm.xla_device()
 assert device.type == "cpu" and xm.xla_device_hw(device) == "CPU" and xr.device_type() == "CPU"
 made = [torch.ones(2, 3, device="xla"), torch.zeros(2, device="xla"), torch.arange(3, device="xla"),
-        torch.full((2,), 1.5, device="xla"), torch.randn(2, device="xla"), torch.empty(1, device=torch.device("xla"))]
+        torch.full((2,), 1.5, device="xla"), torch.randn(2, device="xla"), torch.empty(1, device=torch.device("xla")),
+        torch.tensor([1.0, 2.0], device="xla"), torch.as_tensor(3, device="xla:0"),
+        torch.asarray([1], device=torch.device("xla"))]
 assert all(x.device == device for x in made)
 x = torch.ones(2, dtype=torch.float64, requires_grad=True)
 for y in (x.to("xla"), x.to(device="xla"), x.to("xla:0", torch.float32), x.to(torch.device("xla", 0))):
@@ -88,6 +90,41 @@ print("ok")
 def test_a_script_on_one_rank(tmp_path) -> None:  # type: ignore[no-untyped-def]
     result = forked.run(["-c", ALONE], cwd=tmp_path)
     assert result.outputs == ["ok\n"], result.errors[0][-3000:]
+
+
+SPAWNING = """
+import neuronx_distributed
+import torch
+import torch_xla.core.xla_model as xm
+from torch.utils.data import DataLoader, Dataset
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.tensor([index, xm.get_ordinal()])
+
+
+if __name__ == "__main__":
+    loader = DataLoader(Rows(), batch_size=2, num_workers=1, multiprocessing_context="spawn")
+    print([batch.tolist() for batch in loader])
+"""
+
+
+@pytest.mark.slow
+def test_workers_that_are_spawned_run_the_script_too(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNING)
+    result = forked.run(["-m", "neuronx_dist", "compat", str(script)])
+    assert result.outputs == ["[[[0, 0], [1, 0]], [[2, 0], [3, 0]]]\n"], result.errors[0][-3000:]
+
+
+def test_a_missing_process_group_is_asked_for_by_the_name_that_scripts_use() -> None:
+    code = "import neuronx_dist.compat; import neuronx_distributed as nxd; nxd.initialize_model_parallel()"
+    result = forked.run(["-c", code])
+    assert "init_process_group(backend='xla' or 'gloo' or 'nccl')" in result.errors[0]
 
 
 def compare_collectives() -> None:

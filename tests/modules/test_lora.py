@@ -323,6 +323,24 @@ def test_layers_whose_forward_an_adapter_would_leave_out_are_refused() -> None:
                 get_lora_model(nn.Sequential(layer), LoraConfig(target_modules=["0"]))
 
 
+@pytest.mark.parametrize("zero1", [False, True])
+def test_an_optimizer_that_was_made_before_the_adapters_is_refused(zero1: bool) -> None:
+    """It would train nothing: its parameters are frozen."""
+
+    def main() -> None:
+        model = Net(False)
+        config = nxd.neuronx_distributed_config(optimizer_config={"zero_one_enabled": zero1})
+        optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters())
+        adapted = get_lora_model(model, LoraConfig(target_modules=["o_proj"]))
+        adapted(DATA[0]).sum().backward()
+        with pytest.raises(RuntimeError, match="was made before the adapters: it has the frozen weight of o_proj"):
+            optimizer.step()
+        torch.optim.AdamW(adapted.parameters()).step()
+        torch.optim.AdamW([param for param in adapted.parameters() if param.requires_grad]).step()
+
+    comm.threads.run(Mesh(1), main)
+
+
 def test_tied_weights_are_not_merged_and_one_layer_of_two_names_stays_one() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

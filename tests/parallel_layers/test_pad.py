@@ -14,12 +14,22 @@ from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.model_shape import padded_heads
-from neuronx_dist.parallel_layers import ColumnParallelLinear, RowParallelLinear
-from neuronx_dist.parallel_layers.pad import generate_padding_mask, get_number_of_extra_heads, pad_model
+from neuronx_dist.parallel_layers import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    RowParallelLinear,
+    parallel_cross_entropy,
+)
+from neuronx_dist.parallel_layers.pad import (
+    generate_padding_mask,
+    get_number_of_extra_heads,
+    pad_model,
+    unpad_model,
+)
 from neuronx_dist.spmd import spec_of
 from neuronx_dist.weights.shard_spec import gather_full
 
-HIDDEN, HEAD_DIM = 12, 4
+HIDDEN, HEAD_DIM = 16, 4
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -133,6 +143,103 @@ def test_padded_model_is_the_same_model(
     threads.run(Mesh(tp, tp=tp), rank)
 
 
+@pytest.mark.parametrize(
+    "tp,degree,heads,kv_heads,padded,replicas",
+    [
+        (2, 2, 9, 3, (12, 4), 1),
+        (4, 4, 9, 3, (12, 4), 1),
+        (4, 4, 6, 2, (8, 2), 2),
+        (8, 8, 6, 2, (8, 2), 4),
+        (1, 8, 9, 3, (24, 8), 1),  # replicas are for the mesh of the degree
+        (2, 2, 4, 2, (4, 2), 1),  # nothing to pad
+        (4, 4, 4, 2, (4, 2), 2),  # nor here: the ranks share heads
+    ],
+)
+def test_grouped_queries_are_padded_or_shared_by_the_number_of_query_heads(
+    tp: int, degree: int, heads: int, kv_heads: int, padded: tuple[int, int], replicas: int
+) -> None:
+    """Upstream's pad_model has no such case. And `unpad_model` gives back what there was."""
+    state = _state(heads, kv_heads)
+    x = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected, gradients = _reference(state, x)
+
+    def rank() -> None:
+        model: Any = _fill(Model(heads, kv_heads), state)
+        model.attention.num_heads, model.attention.num_key_value_groups = heads, heads // kv_heads
+        if (heads, degree) != (9, 2):  # there is only one reading of 9 heads
+            model.attention.head_dim = HEAD_DIM
+        before = {name: (param.detach().clone(), spec_of(param)) for name, param in model.named_parameters()}
+        seen: list[float] = []
+        for _ in range(2):  # the second changes nothing
+            pad_model(model, degree, heads, (Attention,), lambda _, ratio: seen.append(ratio))
+        assert seen == ([padded[0] / heads] * 2 if padded[0] > heads else [])
+        local_heads, shared = padded[0] // tp, padded[1] * replicas // tp
+        assert model.attention.num_heads == local_heads
+        assert model.attention.num_key_value_groups == local_heads // shared
+        assert model.attention.q.weight.shape[0] == local_heads * HEAD_DIM
+        assert model.attention.k.weight.shape[0] == model.attention.v.output_size_per_partition == shared * HEAD_DIM
+        assert model.attention.k.replicas == replicas and model.attention.o.input_size == padded[0] * HEAD_DIM
+        out = model(x)
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+        out.square().sum().backward()
+        for name, param in model.named_parameters():
+            assert param.grad is not None
+            torch.testing.assert_close(gather_full(param.grad, spec_of(param)), gradients[name], rtol=1e-10, atol=1e-8)
+            assert torch.equal(gather_full(param, spec_of(param)), state[name])
+        assert unpad_model(model) is model
+        assert (model.attention.num_heads, model.attention.k.replicas) == (heads, 1)
+        assert model.attention.k.output_size_per_partition == kv_heads * HEAD_DIM // tp
+        for name, param in model.named_parameters():
+            assert spec_of(param) == before[name][1] and torch.equal(param, before[name][0]), name
+
+    threads.run(Mesh(tp, tp=tp), rank)
+
+
+def test_the_size_of_a_head_says_which_heads_are_counted() -> None:
+    """32 heads over 8 at tp 64 double by the ratio, which would leave half a key/value head on a rank."""
+
+    def rank() -> None:
+        with torch.device("meta"):
+            model: Any = Model(8, 4)
+        model.attention.head_dim = HEAD_DIM
+        with pytest.raises(ValueError, match="n_heads=6, but attention has 8 query heads over 4 key/value heads"):
+            pad_model(model, 16, 6)
+        pad_model(model, 16, 8)
+        assert (model.attention.q.output_size, model.attention.k.output_size) == (16 * HEAD_DIM, 4 * HEAD_DIM)
+        assert model.attention.k.replicas == 4
+
+    threads.run(Mesh(16, tp=16), rank)
+
+
+def test_a_padded_model_has_the_logits_of_its_vocabulary() -> None:
+    """Padding all of a model must not add columns of zeros, which are ids with a probability."""
+
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = ParallelEmbedding(20, HIDDEN, dtype=torch.float64)
+            self.attention = Attention(3, 3)
+            self.head = ColumnParallelLinear(HIDDEN, 20, bias=False, gather_output=False, dtype=torch.float64)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return parallel_cross_entropy(self.head(self.attention(self.embed(ids))), ids)
+
+    def alone() -> torch.Tensor:
+        torch.manual_seed(0)
+        losses: torch.Tensor = Language()(torch.arange(10).view(2, 5)).detach()
+        return losses
+
+    (expected,) = threads.run(Mesh(1), alone)
+
+    def padded() -> None:
+        torch.manual_seed(0)
+        model: Any = pad_model(Language(), 2, 3)
+        assert model.head.output_size == 20 and model.attention.q.output_size == 4 * HEAD_DIM
+        torch.testing.assert_close(model(torch.arange(10).view(2, 5)), expected, rtol=1e-12, atol=1e-12)
+
+    threads.run(Mesh(2, tp=2), padded)
+
+
 def test_b6_padding_keeps_the_tensor_parallel_attributes() -> None:
     """Upstream's pad_model re-wraps parameters and loses them, so that norms and checkpoints are silently wrong."""
 
@@ -211,9 +318,9 @@ def test_mistakes_are_named() -> None:
             threads.run(Mesh(2, tp=2), lambda: pad_model(Model(9, 3), *args, **options))
         return str(caught.value)
 
-    message = pad(2, 9, wrapped_classes=(Attention,))
-    assert "the output_size 12 of attention.k times 10/9 is not an integer" in message
-    assert "the number of key/value heads" in message
+    message = pad(2, 5, wrapped_classes=(Attention,))
+    assert "the output_size 36 of attention.q times 6/5 is not an integer" in message
+    assert "the number of query heads or of key/value heads" in message
     message = pad(3, 3, wrapped_classes=(Attention,))
     assert "3 heads, padded to 3 for tp_degree 3, are not divisible by the tensor-parallel size 2" in message
     assert "mlp gathers its output" in pad(2, 3)

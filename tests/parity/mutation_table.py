@@ -8,6 +8,7 @@ from functools import partial
 from neuronx_dist.mesh import Mesh
 from tests.checkpoint import exchanges
 from tests.compat.test_stand_ins import compare_collectives as collectives_of_scripts
+from tests.lightning.exchanges import strategy_collectives
 from tests.modules.test_lora import compare as adapters
 from tests.modules.test_lora import compare_row
 from tests.parallel_layers.test_conv import compare as convolution
@@ -52,6 +53,7 @@ from tests.parity.mutation_cases import (
     verbs_on_threads,
     written_folder,
 )
+from tests.pipeline.test_comm import exchange_by_hand
 from tests.shard_tensor.physicsnemo import mutations as physicsnemo
 from tests.shard_tensor.support import mutations
 from tests.sharded_functions import mutations as functions_of_shards
@@ -152,6 +154,9 @@ CASES: dict[str, Callable[[], None]] = {
     "broadcast_master_param:comm.broadcast#1": collectives_of_scripts,
     "mesh_reduce:comm.gather_objects#1": collectives_of_scripts,
     "rendezvous:comm.gather_objects#1": collectives_of_scripts,
+    "NeuronXLAStrategy.reduce:comm.all_reduce#1": strategy_collectives,
+    "send:comm.send#1": exchange_by_hand,
+    "recv_from:comm.recv#1": exchange_by_hand,
     "OutputChannelParallelConv2d.forward:spmd.convert#1": partial(convolution, "output", 2),
     "OutputChannelParallelConv2d.forward:spmd.convert#2": partial(convolution, "output", 2, groups=4),
     "OutputChannelParallelConv2d.forward:spmd.all_gather#1": partial(convolution, "output", 2),

@@ -43,6 +43,7 @@ _STATES = (
     "no tensors: which values there are, without which ranks disagree (tests/parallelize/train/test_state_dicts.py)"
 )
 _RESULTS = "no tensors: what forward returns, into which the results are put (tests/parallelize/train/test_pipeline.py)"
+_LIGHTNING = "no tensors: an object of Lightning's (tests/lightning/test_lightning.py)"
 _ERRORS = "no tensors: whether a rank could write (tests/hf/test_save_errors.py)"
 EXEMPT = {
     "Pipelined._everywhere:comm.broadcast_object#1": _RESULTS,
@@ -108,6 +109,8 @@ EXEMPT = {
     "save_adapters:comm.barrier#1": _ORDER,
     "save_adapters:comm.gather_objects#1": _FILES,
     "load_adapters:comm.gather_objects#1": _FILES,
+    "NeuronXLAStrategy.barrier:comm.barrier#1": _ORDER,
+    "NeuronXLAStrategy.broadcast:comm.broadcast_object#1": _LIGHTNING,
     "NeuronZero1Optimizer.load_sharded_state_dict:comm.barrier#1": _ORDER,
     "NeuronZero1Optimizer.save_sharded_state_dict:comm.barrier#1": _ORDER,
 }

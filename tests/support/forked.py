@@ -12,6 +12,7 @@ A test whose subject is a launcher, or what a fresh interpreter imports, starts 
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import os
 import runpy
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,7 +85,7 @@ class _Interpreter:
 
     def __init__(self) -> None:
         # -P: the folder of the tests is on nobody's path but by PYTHONPATH.
-        code = f"import {PRELOADED}; from tests.support import forked; forked.serve()"
+        code = f"import {PRELOADED}; from tests.support import forked; forked.preload_optional(); forked.serve()"
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", code],
             cwd=ROOT,
@@ -107,6 +109,12 @@ class _Interpreter:
 @cache
 def _interpreter() -> _Interpreter:
     return _Interpreter()
+
+
+def preload_optional() -> None:
+    """Imports what an environment may lack."""
+    with suppress(ImportError):
+        importlib.import_module("lightning.pytorch")
 
 
 def serve() -> None:

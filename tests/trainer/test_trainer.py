@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.modules.lora import LoraConfig
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
 from tests.support.synthetic import relative_error
-from tests.trainer.nxd_model import Block, LanguageModel, Options, check, config_of
+from tests.trainer.nxd_model import BATCH, Block, LanguageModel, Options, check, config_of
 
 LAYOUTS = [
     (Mesh(1), Options()),
@@ -108,6 +110,89 @@ def test_the_sections_of_the_caller_are_not_changed() -> None:
     section = {"zero_one_enabled": True}
     trainer.neuronx_distributed_config(optimizer_config=section)
     assert section == {"zero_one_enabled": True}
+
+
+def test_gradients_are_zeros_after_zero_grad() -> None:
+    """Which is upstream's default, and torch's is None."""
+
+    def main() -> None:
+        config = config_of(Mesh(1), Options())
+        model = trainer.initialize_parallel_model(config, LanguageModel)
+        optimizer = trainer.initialize_parallel_optimizer(config, torch.optim.SGD, model.parameters(), lr=1.0)
+        ids = torch.zeros(4, 8, dtype=torch.long)
+        for options, is_none in (({}, False), ({"set_to_none": True}, True)):
+            model.run_train(input_ids=ids, labels=ids)
+            optimizer.step()
+            optimizer.zero_grad(**options)
+            grads = [param.grad for param in model.parameters()]
+            assert all(grad is None if is_none else not grad.any() for grad in grads)
+
+    comm.threads.run(Mesh(1), main)
+
+
+class TiedModel(LanguageModel):
+    """Its head has the weight of its embedding."""
+
+    def __init__(self, sequence_parallel: bool = False) -> None:
+        super().__init__(sequence_parallel)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+@pytest.mark.parametrize("mesh", [Mesh(4, tp=2, pp=2), Mesh(4, pp=2), Mesh(2, tp=2)], ids=str)
+def test_several_batches_of_a_step_add_up(mesh: Mesh, zero1: bool) -> None:
+    """With sequence parallelism and a tied weight, whose gradients each `run_train` of a pipeline sums over ranks."""
+    batches = BATCH[:2]
+
+    def train(options: Options) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        config = config_of(comm.current().mesh, options)
+        model = trainer.initialize_parallel_model(config, TiedModel, False, options.sequence_parallel)
+        optimizer = trainer.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=0.01)
+        for _ in range(2):
+            for ids in batches:
+                mine = ids.chunk(comm.size("dp"))[comm.rank("dp")]
+                model.run_train(input_ids=mine, labels=mine.roll(-1, 1))
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: gather_full(param, spec_of(param)) for name, param in model.named_parameters()}
+
+    (expected,) = comm.threads.run(Mesh(1), train, Options())
+    options = Options(zero1=zero1, sequence_parallel=mesh.tp > 1)
+    seen = {}
+    for weights in comm.threads.run(mesh, train, options):
+        seen |= weights
+    for name, weight in seen.items():
+        assert relative_error(weight, expected[name.replace("head", "embed")]) < 1e-10, name
+
+
+def test_an_optimizer_is_copied_with_its_model() -> None:
+    def main() -> None:
+        config = config_of(Mesh(1), Options())
+        model = trainer.initialize_parallel_model(config, LanguageModel)
+        optimizer = trainer.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=0.1)
+        ids = torch.zeros(4, 8, dtype=torch.long)
+        model.run_train(input_ids=ids, labels=ids)
+        optimizer.step()
+        optimizer.zero_grad()
+        other, its = copy.deepcopy((model, optimizer))
+        loaded = pickle.loads(pickle.dumps(optimizer))
+        assert loaded.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
+        assert isinstance(its, trainer.NxDOptimizer) and its.param_groups[0]["params"][0] is next(other.parameters())
+        losses = []
+        for trained, steps in ((model, optimizer), (other, its)):
+            trained.run_train(input_ids=ids, labels=ids)
+            steps.step()
+            steps.zero_grad()
+            losses.append(trained.run_train(input_ids=ids, labels=ids))
+        assert torch.equal(*losses)
+
+    comm.threads.run(Mesh(1), main)
+
+
+def test_a_typo_in_an_argument_is_answered_with_the_nearest() -> None:
+    with pytest.raises(TypeError, match="no option 'tensor_paralel_size'; nearest: tensor_parallel_size"):
+        trainer.neuronx_distributed_config(tensor_paralel_size=2)
 
 
 BAD = {

@@ -63,8 +63,8 @@ def in_world() -> Iterator[None]:
     if not dist.is_initialized():
         if size() > 1:
             raise RuntimeError(
-                "there is no process group yet: call torch.distributed.init_process_group before functions that "
-                "communicate"
+                'there is no process group yet: call torch.distributed.init_process_group("xla") before functions '
+                "that communicate"
             )
         comm.launch.init_distributed()
     comm.launch.connect(Mesh(dist.get_world_size()), lazy=True)

@@ -17,9 +17,6 @@ from .xla_model import rendezvous
 
 __all__ = ["MpModelWrapper", "MpSerialExecutor", "spawn"]
 
-# Whether `neuronx-dist compat` runs the script: ranks are forks then, since a new interpreter would import it without.
-is_run_by_command = False
-
 
 def spawn(
     fn: Callable[..., Any],
@@ -49,8 +46,6 @@ def spawn(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    if is_run_by_command:
-        start_method = "fork"
     return start_processes(_rank, (fn, tuple(args), count, port), count, join, daemon, start_method)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
+from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ... import comm
 from ...gradients.gradient import parameters_of
@@ -119,7 +122,32 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> LoraConfig:
         owner, _, key = name.rpartition(".")
         setattr(model.get_submodule(owner), key, made[id(layer)])
     _freeze(model, config)
+    _watch_optimizers()
     return LoraConfig(**{**config.__dict__, "target_modules": targets})
+
+
+_LAYERS: WeakSet[LoraLayer] = WeakSet()  # all layers with adapters of this process
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Makes optimizers refuse, from now on, to step if they were made before the adapters of their parameters."""
+    register_optimizer_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for layer in _LAYERS:
+        frozen = [id(param) for param in layer.base_layer.parameters() if not param.requires_grad]
+        if not params.isdisjoint(frozen) and params.isdisjoint(map(id, _adapter_parameters(layer))):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was made before the adapters: it has the frozen weight of {layer.name}, "
+                "and not its adapter. Make it after get_lora_model, of the parameters of its result"
+            )
+
+
+def _adapter_parameters(layer: LoraLayer) -> list[nn.Parameter]:
+    return [param for part in (layer.lora_A, layer.lora_B) for param in part.parameters()]
 
 
 def _default_targets(model: nn.Module) -> list[str]:
@@ -160,7 +188,8 @@ def _with_adapter(name: str, layer: nn.Module, config: LoraConfig) -> LoraLayer:
 def _freeze(model: nn.Module, config: LoraConfig) -> None:
     """Leaves the adapters trainable, and what the config names besides."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    adapters = {id(param) for layer in layers for part in (layer.lora_A, layer.lora_B) for param in part.parameters()}
+    adapters = {id(param) for layer in layers for param in _adapter_parameters(layer)}
+    _LAYERS.update(layers)
     others = {id(param) for layer in layers for key, param in layer.base_layer.named_parameters() if "bias" in key}
     saved = config.modules_to_save or []
     for name, param in model.named_parameters():

@@ -1,0 +1,43 @@
+"""NxD's classes for Lightning: parallel models, ZeRO-1 and sharded checkpoints under its `Trainer`.
+
+    config = neuronx_dist.neuronx_distributed_config(tensor_parallel_size=2, ...)
+    module = NeuronLTModule(config, torch.optim.AdamW, scheduler, model_fn=build, opt_kwargs={"lr": 1e-3})
+    Trainer(strategy=NeuronXLAStrategy(config), plugins=[NeuronXLAPrecisionPlugin()]).fit(module, loader)
+
+Started by torchrun or `neuronx-dist run`, one process for each rank. Needs the package lightning.
+
+strategy.py     `NeuronXLAStrategy`: joins the job, makes the mesh, saves each rank's part
+module.py       `NeuronLTModule`: model, optimizer and training step by a configuration of the trainer
+accelerator.py  the device of this rank; precision_plugin.py: the step of an optimizer
+checkpoint_io.py  a folder with a file for each rank
+logger.py, progress_bar.py   TensorBoard and tqdm on the rank that reports the loss
+neuron_hooks_callback.py     files with inputs, outputs and gradients of layers
+"""
+
+try:
+    from .accelerator import NeuronXLAAccelerator
+    from .checkpoint_io import NeuronCheckpointIO
+    from .logger import NeuronTensorBoardLogger
+    from .module import NeuronLTModule
+    from .neuron_hooks_callback import NeuronHooksCallback
+    from .precision_plugin import NeuronXLAPrecisionPlugin
+    from .progress_bar import NeuronTQDMProgressBar
+    from .strategy import NeuronXLAStrategy
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.partition(".")[0] != "lightning":
+        raise
+    raise ModuleNotFoundError(
+        "neuronx_dist.lightning needs the package lightning, 2.6 or later: pip install lightning tensorboardX",
+        name="lightning",
+    ) from error
+
+__all__ = [
+    "NeuronCheckpointIO",
+    "NeuronHooksCallback",
+    "NeuronLTModule",
+    "NeuronTQDMProgressBar",
+    "NeuronTensorBoardLogger",
+    "NeuronXLAAccelerator",
+    "NeuronXLAPrecisionPlugin",
+    "NeuronXLAStrategy",
+]
