@@ -41,6 +41,7 @@ _LAZY = {
     "move_model_to_device": "parallel_layers.utils",
     "no_sync": "gradients.accumulation",
     **dict.fromkeys(("pad_model", "unpad_model"), "parallel_layers.pad"),
+    "parallel_linear_cross_entropy": "parallel_layers.linear_cross_entropy",
     "reduce_gradients": "gradients.reduce",
     **dict.fromkeys(("hf", "pipeline", "trainer"), ""),
     **{f"{verb}_checkpoint": "checkpoint.api" for verb in ("save", "load", "has", "finalize")},

@@ -15,7 +15,7 @@ import os
 import site
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -174,28 +174,8 @@ def _serve_device() -> None:
     _library.impl("empty.memory_format", empty, "XLA")
     _library.impl("empty_strided", empty_strided, "XLA")
 
-    def served(before: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(before)
-        def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if args and _is_xla(args[0]):
-                args = (local_device(), *args[1:])
-            elif _is_xla(kwargs.get("device")):
-                kwargs["device"] = local_device()
-            return before(self, *args, **kwargs)
-
-        return to
-
-    def made(before: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(before)
-        def make(*args: Any, **kwargs: Any) -> Any:
-            if _is_xla(kwargs.get("device")):
-                kwargs["device"] = local_device()
-            return before(*args, **kwargs)
-
-        return make
-
     for factory in tensor_factories:
-        setattr(torch, factory.__name__, made(factory))
+        setattr(torch, factory.__name__, _Served(factory))
     initialise = torch.autocast.__init__
 
     @functools.wraps(initialise)
@@ -203,8 +183,33 @@ def _serve_device() -> None:
         initialise(self, local_device().type if device_type == XLA else device_type, *args, **kwargs)
 
     torch.autocast.__init__ = autocast  # type: ignore[method-assign]
-    torch.Tensor.to = served(tensor_to)  # type: ignore[method-assign]
-    torch.nn.Module.to = served(torch.nn.Module.to)  # type: ignore[method-assign]
+    torch.Tensor.to = _Served(tensor_to)  # type: ignore[method-assign, assignment]
+    torch.nn.Module.to = _Served(torch.nn.Module.to)  # type: ignore[method-assign, assignment]
+
+
+class _Served:
+    """A function of torch that takes "xla" as this rank's device.
+
+    It equals the function that it replaces: torch passes `torch.Tensor.to` to modes, which look up its rules.
+    """
+
+    def __init__(self, before: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, before)
+        self._before = before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _is_xla(kwargs.get("device")):
+            kwargs["device"] = local_device()
+        return self._before(*(local_device() if _is_xla(argument) else argument for argument in args), **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self._before
+
+    def __hash__(self) -> int:
+        return hash(self._before)
 
 
 def _is_xla(device: Any) -> bool:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import comm
+from .. import comm, spmd
+from ..spmd.types import scaled
 from ..torch_internals.tensors import foreach_mul_
 from .accumulation import is_accumulating
 from .buckets import BucketPlan, cap_in_bytes, is_anywhere
@@ -37,6 +38,7 @@ __all__ = [
     "bucket_allreduce_gradients",
     "complete_reduction",
     "global_num_items",
+    "number_of_valid",
     "reduce_gradients",
     "refuse_accumulation",
 ]
@@ -234,6 +236,12 @@ def global_num_items(
             stacklevel=2,
         )
     return count.clamp(min=1).to(dtype) / (num_microbatches * comm.size(DATA_AXES))
+
+
+def number_of_valid(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Returns the number of this rank's labels that count; the checker assumes that all data-parallel ranks have it."""
+    count = (labels != ignore_index).sum()
+    return spmd.trust(count, DATA_AXES, scaled(spmd.R, -1), "that every rank has as many valid labels")
 
 
 def _reduce_list(grads: Sequence[torch.Tensor], axis: Any, stage: str, scale: float) -> None:

@@ -3,7 +3,7 @@
 linear.py            column and row layers, fused where they have one input; autograd_linear.py: their formulas
 conv.py              convolutions sharded over channels
 embedding.py         `ParallelEmbedding`; layer_norm.py: norms; loss_functions.py: `parallel_cross_entropy`
-logprobs.py          log-probabilities of tokens
+linear_cross_entropy.py  output layer and loss in one; logprobs.py: log-probabilities of tokens
 mappings.py          region functions (`copy_to_...`, `gather_from_...`); local_pieces.py: without gradients
 parallel_state.py    `initialize_model_parallel`, and the getters; model_groups.py: groups that a model asks for
 rank_orders.py       NxD's choice of a rank order; comm.py: collectives by torch_xla's arguments
@@ -42,6 +42,7 @@ PARALLEL_FUNCTIONS = [
 # Loaded at the first use, so that importing the package stays quick.
 _LAZY = {
     **dict.fromkeys(("LayerNorm", "RMSNorm"), "parallel_layers.layer_norm"),
+    "parallel_linear_cross_entropy": "parallel_layers.linear_cross_entropy",
     **dict.fromkeys(("load", "save"), "parallel_layers.checkpointing"),
     "clip_grad_norm": "gradients.norm",
     **dict.fromkeys(("get_xla_rng_tracker", "model_parallel_xla_manual_seed"), "parallel_layers.random"),

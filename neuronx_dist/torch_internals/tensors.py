@@ -43,7 +43,7 @@ amp_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 # Functions that modes receive where users call public ones. Without a rule for each the checker refuses the call.
 native_nn: Any = torch._C._nn  # `torch.nn.functional` calls gelu, pad, glu, ... of it
 conj_copy, neg_view_copy = torch._conj_copy, torch._neg_view_copy
-tensor_to: Any = torch.Tensor.to  # as modes receive it, also where `neuronx_dist.compat` has replaced the method
+tensor_to: Any = torch.Tensor.to  # equal to what `neuronx_dist.compat` puts in its place
 tensor_factories: tuple[Any, ...] = (torch.tensor, torch.as_tensor, torch.asarray)  # likewise
 set_grad_enabled: Callable[..., Any] = torch._C._set_grad_enabled
 

@@ -242,3 +242,21 @@ def test_a_missing_script_is_reported() -> None:
     result = forked.run(["-m", "neuronx_dist", "compat", "nothing.py"])
     assert result.codes == [2]
     assert "the script nothing.py does not exist" in result.errors[0]
+
+
+CHECKED = """
+import neuronx_dist.compat
+import torch
+from neuronx_dist import spmd
+
+x = spmd.assert_type(torch.ones(4), {"tp": spmd.P})
+with spmd.SpmdTypeMode(mesh={"tp": 2}):
+    assert spmd.get_local_type(x.to(torch.float64)) == {"tp": spmd.P}
+assert x.to("xla").device.type == "cpu" and torch.nn.Linear(1, 1).to("xla", torch.float64).weight.dtype == torch.float64
+"""
+
+
+def test_rules_of_casts_hold_after_the_import() -> None:
+    """Torch passes the replaced `torch.Tensor.to` to modes."""
+    result = forked.run(["-c", CHECKED])
+    assert result.codes == [0], result.errors

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+import neuronx_dist as nxd
+from neuronx_dist import Mesh, comm
 from neuronx_dist.sharded_functions import norms
 from neuronx_dist.sharded_functions.softmax import log_softmax
 from tests.sharded_functions.shards import assert_like_whole, randn
 
-__all__ = ["moments_of_shards", "rms_of_shards", "softmax_of_shards"]
+__all__ = ["linear_cross_entropy", "moments_of_shards", "rms_of_shards", "softmax_of_shards"]
 
 
 def softmax_of_shards() -> None:
@@ -28,3 +30,33 @@ def moments_of_shards() -> None:
 def rms_of_shards() -> None:
     ours = lambda x: norms.rms_norm(x, 1, axis="tp", count=8)  # noqa: E731
     assert_like_whole(ours, lambda x: F.rms_norm(x, (8,)), randn(3, 8), 1, (4, 4))
+
+
+def linear_cross_entropy(sequence: bool = False, transform: bool = False) -> None:
+    """Logits beyond what exp can take, the largest of them on one rank; `transform`: the gradients of `torch.func`."""
+    x, weight = 40 * randn(2, 4, 8), 40 * randn(6, 8)
+    weight[:3] += 1.0
+    labels = torch.tensor([[0, 5, 2, -100], [1, 4, 3, 0]])
+    leaves = [leaf.clone().requires_grad_() for leaf in (x, weight)]
+    expected = F.cross_entropy(F.linear(*leaves).flatten(0, 1), labels.flatten(), reduction="sum")
+    expected.backward()
+
+    def rank_main() -> None:
+        rank, dim = comm.rank("tp"), 1 if sequence else None
+        local = [x.chunk(2, 1)[rank] if sequence else x, weight.chunk(2)[rank]]
+
+        def loss(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return nxd.parallel_linear_cross_entropy(x, weight, labels, reduction="sum", sequence_dimension=dim)
+
+        if transform:
+            grads, value = torch.func.grad_and_value(loss, argnums=(0, 1))(*local)
+        else:
+            local = [leaf.clone().requires_grad_() for leaf in local]
+            value = loss(*local)
+            grads = torch.autograd.grad(value, local)
+        whole_x, whole_weight = (leaf.grad for leaf in leaves)
+        wanted = [whole_x.chunk(2, 1)[rank] if sequence else whole_x, whole_weight.chunk(2)[rank]]
+        for found, right in zip((value, *grads), (expected, *wanted), strict=True):
+            torch.testing.assert_close(found.detach(), right.detach(), rtol=1e-9, atol=1e-9)
+
+    comm.threads.run(Mesh(2, tp=2), rank_main, timeout=20.0)

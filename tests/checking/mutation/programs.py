@@ -218,6 +218,20 @@ class Classifier(nn.Module):
         return losses.sum() / labels.numel()
 
 
+class FusedClassifier(Classifier):
+    """The same with output layer and loss in one function; with `sequence` each rank has a part of the sequence."""
+
+    def __init__(self, sequence: bool = False) -> None:
+        super().__init__()
+        self.sequence = sequence
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x, dim = 100 * self.first(x), None
+        if self.sequence:
+            x, dim = mappings.scatter_to_sequence_parallel_region(x, 1), 1
+        return nxd.parallel_linear_cross_entropy(x, self.head.weight, labels, sequence_dimension=dim)
+
+
 def _ids() -> torch.Tensor:
     return (torch.arange(ROWS * SEQ) * 5 % VOCAB).view(ROWS, SEQ)
 
@@ -436,6 +450,8 @@ PROGRAMS: dict[str, Program] = {
     ),
     "cross entropy": Program(Classifier, (_x(), _ids())),
     "cross entropy, smooth": Program(Classifier, (_x(), _ids()), options=dict(smoothing=0.1)),
+    "linear cross entropy": Program(FusedClassifier, (_x(), _ids())),
+    "linear cross entropy, sequence": Program(FusedClassifier, (_x(), _ids()), options=dict(sequence=True)),
     "experts": Program(lambda: Net(partial(_experts, False), experts=Experts()), _x(), mesh=_EP),
     "experts, scattered": Program(lambda: Net(partial(_experts, True), experts=Experts()), _x(), mesh=_EP),
     "items": Program(Items, (_x(), _some_labels())),

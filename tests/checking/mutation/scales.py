@@ -14,9 +14,9 @@ import ast
 import functools
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -90,6 +90,7 @@ PROGRAM_OF = {
     "_all_reduce:scale#1": "experts",  # of a group of one rank
     "start_sum:scale#1": "mlp",
     "causal_lm_loss:torch.where(count == 0, math.inf, count)#1": "llama",
+    "parallel_linear_cross_entropy:torch.where(count == 0, math.inf, count)#1": "linear cross entropy",
     "start_reduce_scatter:first.scale#1": "llama, zero",
     "DataSharding.of:comm.size(DATA_AXES)#1": "zero, groups",
     "ParameterShard.take_own_grad:self.scale#1": "experts, zero",
@@ -98,6 +99,8 @@ PROGRAM_OF = {
 EXEMPT = {
     "causal_lm_loss:count or math.inf#1": "a number that the caller made",
     "_cross_entropy:communicator.size#1": "the bound of ids, which are compared with it",
+    "parallel_linear_cross_entropy:communicator.size#1": "the bound of ids, which are compared with it",
+    "_Gradients.results:options.communicator.size#1": "the size of a dim",
     "MeanInBackward._bucket:comm.size(DATA_AXES)#1": "where nothing is checked: tests compare the values",
     "finish_reduce_scatter:first.scale#1": "where nothing is checked: tests compare the values",
     "NeuronZero1Optimizer._clip_grad_norm:scaler.scale#1": "the scale of the loss",
@@ -121,7 +124,7 @@ def _mutated(name: str, mutant: str) -> Iterator[None]:
     tree = ast.parse(site.file.read_text())
     changed = ast.fix_missing_locations(_Replace(site, MUTANTS[mutant].format(site.factor)).visit(tree))
     code: Any = compile(changed, str(site.file), "exec", dont_inherit=True)
-    target: Any = sys.modules[".".join(site.file.relative_to(PACKAGE.parent).with_suffix("").parts)]
+    target: Any = import_module(".".join(site.file.relative_to(PACKAGE.parent).with_suffix("").parts))
     for part in site.function.split("."):
         code = next(each for each in code.co_consts if isinstance(each, CodeType) and each.co_name == part)
         target = getattr(target, part)

@@ -1,0 +1,140 @@
+"""The output layer and its loss in one function, over a sharded vocabulary: no rank holds the logits of all tokens."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .. import comm
+from ..comm import Communicator
+from ..comm.context import AxisLike
+from ..gradients.reduce import number_of_valid
+from ..sharded_functions.linear_cross_entropy import LossOptions, linear_cross_entropy_of_shard
+from ..sharded_functions.vocabulary import check_ids, padded_vocabulary
+from .first_batch import compare_noted, note_first
+
+__all__ = ["parallel_linear_cross_entropy"]
+
+REDUCTIONS = ("none", "sum", "mean")
+
+
+def parallel_linear_cross_entropy(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    label_smoothing: float = 0.0,
+    *,
+    bias: torch.Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    vocab_size: int | None = None,
+    sequence_dimension: int | None = None,
+    chunk_size: int | None = None,
+    tensor_model_parallel_group: AxisLike | None = None,
+    reduce_dtype: torch.dtype | None = torch.float32,
+) -> torch.Tensor:
+    """Cross entropy of the logits `input · weightᵀ + bias`, which are never whole in memory; in fp32 or better.
+
+    `[.., in]`, `[vocab/tp, in]`, labels `[..]` `-> []`, or `[..]` with `reduction="none"`: the values and gradients of
+    `ColumnParallelLinear(.., gather_output=False)` and `parallel_cross_entropy`, with memory for `chunk_size` tokens'
+    logits. In compiled code, on XLA, under `torch.func` and with ShardTensors it is computed by these two.
+
+    Args:
+        input: the last hidden states, equal on all tensor-parallel ranks; with `sequence_dimension` the rank's shard
+            of them.
+        weight, bias: the rank's shard of the output layer, `[vocab/tp, in]` and `[vocab/tp]`: `lm_head.weight`, or the
+            weight of a tied embedding.
+        labels: ids in the whole vocabulary, of the whole sequence, equal on all ranks.
+        label_smoothing, ignore_index, vocab_size: as in `parallel_cross_entropy`.
+        reduction: "mean" over the labels that are not ignored (0 without any), "sum", or "none". "none" computes the
+            logits a second time in backward.
+        z_loss: factor of the square of each token's log-sum-exp, which is added to its loss (PaLM, arXiv:2204.02311).
+        sequence_dimension: dim of `input` that is sharded over the tensor-parallel ranks (sequence parallelism).
+        chunk_size: number of tokens whose logits exist at a time; None: at least 512, and as many as need about the
+            memory of `input`.
+        reduce_dtype: the input's gradient is summed over the ranks in `promote_types(dtype, reduce_dtype)`.
+
+    Raises:
+        TypeError: labels are floating-point numbers.
+        ValueError: shapes do not match, an unknown reduction, smoothing outside of [0, 1], or `chunk_size` below 1.
+        IndexError: a label is outside of the vocabulary (checked on CPU, where it costs no synchronisation).
+    """
+    communicator = comm.communicator(tensor_model_parallel_group or "tp")
+    vocabulary = vocab_size or weight.shape[0] * communicator.size
+    _check_arguments(input, weight, labels, reduction, label_smoothing, chunk_size)
+    _check_sizes(input, weight, labels, communicator, vocab_size, sequence_dimension)
+    note_first(labels, communicator, "labels")
+    compare_noted(communicator)
+    if type(labels) is torch.Tensor and labels.device.type == "cpu":
+        check_ids(labels, vocabulary, ignore_index, "parallel_linear_cross_entropy: label")
+    options = LossOptions(
+        communicator,
+        vocabulary,
+        sequence_dimension,
+        reduce_dtype,
+        label_smoothing,
+        ignore_index,
+        z_loss,
+        chunk_size,
+        by_token=reduction == "none",
+    )
+    losses = linear_cross_entropy_of_shard(input, weight, bias, labels, options)
+    if reduction != "mean":
+        return losses
+    count = number_of_valid(labels, ignore_index).to(losses)
+    return losses / torch.where(count == 0, math.inf, count)
+
+
+def _check_arguments(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    reduction: str,
+    label_smoothing: float,
+    chunk_size: int | None,
+) -> None:
+    name = "parallel_linear_cross_entropy"
+    if labels.is_floating_point():
+        raise TypeError(
+            f"{name}: labels are {labels.dtype} of shape {tuple(labels.shape)}: pass ids, as integers: labels.long(). "
+            "Probabilities of classes are not supported"
+        )
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{name}: reduction={reduction!r} is none of {', '.join(REDUCTIONS)}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{name}: label_smoothing must be in [0, 1], got {label_smoothing}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"{name}: chunk_size must be a number of tokens, got {chunk_size}")
+    if weight.dim() != 2 or input.shape[-1:] != weight.shape[1:]:
+        raise ValueError(
+            f"{name}: input of shape {tuple(input.shape)} does not match the weight of shape {tuple(weight.shape)}: "
+            "expected [.., in] and [vocab/tp, in]"
+        )
+
+
+def _check_sizes(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    communicator: Communicator,
+    vocab_size: int | None,
+    sequence_dim: int | None,
+) -> None:
+    name, size = "parallel_linear_cross_entropy", communicator.size
+    expected = list(input.shape[:-1])
+    if sequence_dim is not None:
+        if not -input.dim() <= sequence_dim < input.dim() - 1 or sequence_dim == -1:
+            raise ValueError(f"{name}: sequence_dimension={sequence_dim} is no dim of tokens of {list(input.shape)}")
+        expected[sequence_dim % input.dim()] *= size
+    if list(labels.shape) != expected:
+        raise ValueError(
+            f"{name}: labels of shape {tuple(labels.shape)} do not match input of shape {tuple(input.shape)}; expected "
+            f"{tuple(expected)}, the labels of the whole sequence"
+        )
+    if vocab_size is not None and weight.shape[0] * size != padded_vocabulary(vocab_size, size):
+        raise ValueError(
+            f"{name}: the weight of shape {tuple(weight.shape)} is no shard over {size} ranks of a vocabulary of "
+            f"{vocab_size}"
+        )
