@@ -12,9 +12,12 @@ from neuronx_dist import Mesh, comm, spmd
 from neuronx_dist.checking.programs import numeric
 from neuronx_dist.checking.programs.calls import Deadline
 from neuronx_dist.checking.programs.explore import explore
+from neuronx_dist.checking.programs.fakes import built_anew
 from neuronx_dist.checking.programs.numeric import compare_values
 from neuronx_dist.checking.programs.played import Subject
+from neuronx_dist.optimizer import NeuronZero1Optimizer
 from neuronx_dist.spmd.axes import mesh_of
+from neuronx_dist.weights.partial_model import unwrapped
 from neuronx_dist.weights.shard_spec import gather_full
 
 __all__ = ["Program"]
@@ -59,10 +62,17 @@ class Program:
 
     def _parameters(self, parts: int) -> dict[str, torch.Tensor]:
         """All parameters after a step."""
-        with numeric._building():
-            model = self.model_fn(**self.options)
-        numeric._fill(model)
+        with torch.device("meta"):
+            built = built_anew(lambda: self.model_fn(**self.options), with_values=True)
+        model, optimizer = built if isinstance(built, tuple) else (built, None)
+        inner = unwrapped(model)
+        if isinstance(optimizer, NeuronZero1Optimizer):
+            raise NotImplementedError("a ZeRO-1 optimizer of weights without values")
+        numeric._fill(inner)
         assert self.step is not None
-        params = list(model.parameters())
-        self.step(model, torch.optim.SGD(params, lr=0.1), numeric._inputs(self.inputs, model, parts))
-        return {name: gather_full(x.detach(), spmd.spec_of(x)).clone() for name, x in model.named_parameters()}
+        self.step(
+            model,
+            optimizer or torch.optim.SGD(list(inner.parameters()), lr=0.1),
+            numeric._inputs(self.inputs, inner, parts),
+        )
+        return {name: gather_full(x.detach(), spmd.spec_of(x)).clone() for name, x in inner.named_parameters()}

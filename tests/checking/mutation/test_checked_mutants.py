@@ -74,6 +74,15 @@ def test_most_are_seen_by_types():
     assert len(wrong) > 200
 
 
+@pytest.mark.parametrize(
+    "name",
+    [name for name, program in PROGRAMS.items() if program.values is None and "zero" not in name.split(", ")],
+)
+def test_values_of_right_programs_are_right(name):
+    """Without this `values_differ` would take any error of its program for a mutant's."""
+    assert PROGRAMS[name].values_are_right()
+
+
 @pytest.mark.parametrize(("site", "name"), [*NOT_SEEN][:: 1 if FULL else 3])
 def test_what_is_not_seen_is_listed_for_what_it_is(site, name):
     (edit,) = [edit for edit in edits_at(site) if edit.name == name]
