@@ -153,7 +153,7 @@ test-versions: $(STAMP_VERSION)  ## run what every version of torch must pass on
 test-cuda: $(STAMP)  ## run the tests that need one CUDA device (DEVICE=cpu: their code on the CPU)
 	NXD_CUDA_TIER_DEVICE=$(or $(DEVICE),cuda) $(PY) -m pytest tests/cuda -rs $(if $(DEVICE),,$(call row,CUDA tier)) $(ARGS)
 
-models: $(STAMP)  ## write docs/models.md, the table of models on pipelines, which a test compares
+models: $(STAMP)  ## write docs/models.md, the table of models, which a test compares
 	PYTHONPATH=. $(PY) -m tests.support.architectures
 
 mutate: $(STAMP)  ## edit the package at random, and show the edits that no test notices (N=50 SEED= FILES=)

@@ -32,7 +32,10 @@ class ModelShape:
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
 
         def read(name: str) -> int | None:
-            value = getattr(text, name, None)
+            try:
+                value = getattr(text, name, None)
+            except Exception:  # transformers' error for a size that differs between layers
+                return None
             return value if isinstance(value, int) else None
 
         heads, hidden = read("num_attention_heads"), read("hidden_size")

@@ -9,7 +9,8 @@
 
 `import neuronx_dist` does not import this package's dependency, transformers: a model brings it.
 
-swap.py         `swap`: layers replaced in place; model_plan.py: which layer becomes which; sequence_parallel.py
+swap.py         `swap`: layers replaced in place; in_place.py: modules that stay; sequence_parallel.py
+model_plan.py   which layer becomes which; plan_reading.py: read from words; words.py: all words, and tables of ours
 loss.py         the causal language-model loss on vocabulary-parallel logits
 weights.py      `load_pretrained`, `save_pretrained`, `full_state_dict`; writing.py: safetensors files
 sources.py      where weights are read from; gguf_file.py: GGUF files; conversion.py: names of checkpoint and model;

@@ -14,6 +14,11 @@ The entry gather's backward is the reduce-scatter that sums the input gradients 
 not reduce theirs (`input_is_replicated`). Replicated parameters see a part of the sequence, or a part of the heads:
 their gradients are partial, which their layout says (`sequence_parallel`), and `reduce_gradients` sums them.
 
+A part of a layer that needs the complete sequence (experts and their router, layers that gather their output, other
+mixers than attention) is an island: its input is gathered, its result, equal on all ranks, is cut again. Where more
+than an embedding, a norm and a head surround the layers, the sequence is cut before the first layer, and gathered after
+the last.
+
 All is done by hooks on the modules, so it holds as well when a pipeline runs the modules one by one.
 """
 
@@ -27,59 +32,96 @@ from torch import nn
 from .. import comm, spmd
 from ..parallel_layers.replace import mark_partial_gradients
 from ..weights.shard_spec import spec_of
-from .model_plan import ModelPlan, UnsupportedModelError
+from .model_plan import ModelPlan, UnsupportedModelError, is_layer, islands_of, stacks_of, surroundings
 
 __all__ = ["apply_sequence_parallel", "check_sequence_parallel"]
 
 _HIDDEN = ("hidden_states", "x")  # what attention, MLP and decoder layers call their input when it is passed by name
 
 
-def check_sequence_parallel(model: nn.Module, plan: ModelPlan) -> None:
-    """Refuses weights before the first layer, which would see partial sums, and unknown ones after the last.
+def check_sequence_parallel(model: Any, plan: ModelPlan) -> None:
+    """Refuses models without one list of layers that are called in turn, or with experts beside a layer's residual.
 
-    Before it dropout and scaling are fine: the same for all ranks, and the same for a sum as for its parts.
+    Raises:
+        UnsupportedModelError: with the reason.
     """
-    base, _, embedding = plan.embedding.rpartition(".")
-    layers = _decoder_layers(model, plan)
-    strange, before = [], True
-    for name, child in model.get_submodule(base).named_children():
-        if child is layers:
-            before = False
-        elif name != embedding and any(True for _ in child.parameters()) and (before or "norm" not in name.lower()):
-            strange.append(name)
-    if strange:
+    stacks, reason = stacks_of(plan), ""
+    experts = [name for name, style in plan.styles.items() if style == "experts"]
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None) or 1
+    if len(stacks) != 1:
+        reason = f"has {len(stacks)} lists of layers{': ' if stacks else ''}{', '.join(stacks)}"
+    elif len(model.get_submodule(stacks[0])) < count:
+        reason = f"calls the layers of {stacks[0]} {count} times"
+    elif any(is_layer(name.rpartition(".")[0]) for name in experts):
+        reason = f"has experts and a router beside the other parts of a layer ({experts[0]})"
+    if reason:
         raise UnsupportedModelError(
-            f"sequence_parallel=True needs a model of an embedding, decoder layers and a final norm; "
-            f"{type(model).__name__} also has {', '.join(strange)}"
+            f"sequence_parallel=True needs one list of layers, called in turn; {type(model).__name__} {reason}: swap "
+            "it without"
         )
 
 
 def apply_sequence_parallel(model: nn.Module, plan: ModelPlan) -> None:
     """Adds the hooks, and marks the replicated parameters. The layers were built for it by `swap`."""
-    _decoder_layers(model, plan)[0].register_forward_pre_hook(_scatter_embedding, with_kwargs=True)
+    layers: Any = model.get_submodule(stacks_of(plan)[0])
+    islands = islands_of(model, plan)
+    if surroundings(model, plan):
+        layers[0].register_forward_pre_hook(_take_sequence, with_kwargs=True)
+        layers[-1].register_forward_hook(_gather_output)
+    else:
+        layers[0].register_forward_pre_hook(_scatter_embedding, with_kwargs=True)
     for region in plan.regions:
-        model.get_submodule(region).register_forward_pre_hook(_gather_sequence, with_kwargs=True)
-    for module in model.modules():
-        if not any(spec_of(param).is_sharded for param in module.parameters(recurse=False)):
+        if not any(f"{region}.".startswith(f"{root}.") for root in islands):
+            model.get_submodule(region).register_forward_pre_hook(_gather_sequence, with_kwargs=True)
+    for root in map(model.get_submodule, islands):
+        root.register_forward_pre_hook(_gather_equal, with_kwargs=True)
+        root.register_forward_hook(_take_output)
+    apart = {module for root in islands for module in model.get_submodule(root).modules()}
+    for module in (layers if surroundings(model, plan) else model).modules():
+        if module not in apart and not any(spec_of(param).is_sharded for param in module.parameters(recurse=False)):
             mark_partial_gradients(module)
-    model.register_forward_pre_hook(_refuse_part_of_the_logits, with_kwargs=True)
+    if plan.head and plan.local_logits:
+        model.register_forward_pre_hook(_refuse_part_of_the_logits, with_kwargs=True)
 
 
-def _decoder_layers(model: nn.Module, plan: ModelPlan) -> Any:
-    """The `nn.ModuleList` that the attentions live in."""
-    path = plan.regions[0].split(".")
-    depth = next(i for i, part in enumerate(path) if part.isdigit())
-    return model.get_submodule(".".join(path[:depth]))
+def _take(x: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sequence `[batch, seq, hidden]` that is equal on all ranks."""
+    _check_length(x)
+    return spmd.convert(x, "tp", src=spmd.I, dst=spmd.S(1))
+
+
+def _gather(x: torch.Tensor) -> torch.Tensor:
+    return spmd.all_gather(x, "tp", src=spmd.S(1), dst=spmd.I)
+
+
+def _take_sequence(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _on_hidden_states(_take, args, kwargs)
+
+
+def _gather_equal(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _on_hidden_states(_gather, args, kwargs)
+
+
+def _gather_output(module: nn.Module, args: Any, output: Any) -> Any:
+    return (_gather(output[0]), *output[1:]) if isinstance(output, tuple) else _gather(output)
+
+
+def _take_output(module: nn.Module, args: Any, output: Any) -> Any:
+    return (_take(output[0]), *output[1:]) if isinstance(output, tuple) else _take(output)
+
+
+def _check_length(x: torch.Tensor) -> None:
+    tp = comm.size("tp")
+    if x.shape[1] % tp:
+        raise ValueError(
+            f"sequence parallelism: a sequence of {x.shape[1]} tokens is not divisible by tp={tp}; "
+            f"pad it to {-(-x.shape[1] // tp) * tp}"
+        )
 
 
 def _scatter_embedding(layer: nn.Module, args: Any, kwargs: Any) -> Any:
     def scatter(x: torch.Tensor) -> torch.Tensor:
-        tp = comm.size("tp")
-        if x.shape[1] % tp:
-            raise ValueError(
-                f"sequence parallelism: a sequence of {x.shape[1]} tokens is not divisible by tp={tp}; "
-                f"pad it to {-(-x.shape[1] // tp) * tp}"
-            )
+        _check_length(x)
         return spmd.reduce_scatter(x, "tp", src=spmd.P, dst=spmd.S(1), reduce_dtype=torch.float32)
 
     return _on_hidden_states(scatter, args, kwargs)

@@ -1,4 +1,4 @@
-"""Puts parallel layers into a Hugging Face causal LM, in place, as transformers' own `tp_plan` says.
+"""Puts parallel layers into a Hugging Face model, in place, as transformers' own `tp_plan` says, or a plan of ours.
 
 What a decoder layer costs (b batch, s sequence, h hidden, i intermediate; `*` marks what is sharded over tp):
 
@@ -25,8 +25,10 @@ from ..parallel_layers.activation_checkpoint import keep_random_streams
 from ..parallel_layers.pad import pads_heads
 from ..parallel_layers.replace import LayerPlan, apply
 from ..spmd import random
+from .in_place import IN_PLACE, multiply_output, shard_parameter
 from .loss import causal_lm_loss
-from .model_plan import ATTENTION, ModelPlan, UnsupportedModelError, read_plan, words_of
+from .model_plan import ATTENTION, ModelPlan, UnsupportedModelError
+from .plan_reading import SAME_AS_LINEAR, read_plan, words_of, words_of_config
 from .sequence_parallel import apply_sequence_parallel, check_sequence_parallel
 
 __all__ = ["PlannedLayers", "swap"]
@@ -42,23 +44,27 @@ class PlannedLayers(Protocol):
 def swap(
     model: Any,
     *,
-    plan: PlannedLayers | Sequence[LayerPlan] | Mapping[str, str] | None = None,
+    plan: PlannedLayers | Sequence[LayerPlan] | Mapping[str, str] | Any | None = None,
     sequence_parallel: bool = False,
     pad_heads: bool = False,
     pad_vocab: bool = False,
     inplace_logits: bool = False,
 ) -> Any:
-    """Replaces the linear layers, embedding and head of a Hugging Face causal LM by parallel ones. Returns the model.
+    """Replaces the linear layers, embedding and head of a Hugging Face model by parallel ones. Returns the model.
 
     Works on a model on the meta device, which then gets its values from `materialize` or `load_pretrained`, and on a
-    real one, whose weights are sliced. Called with labels, the swapped model gives the loss and this rank's logits
-    `[batch, seq, vocab/tp]`; without, the full logits.
+    real one, whose weights are sliced. Called with labels, a swapped causal LM gives the loss and this rank's logits
+    `[batch, seq, vocab/tp]`; without, the full logits. Other models (encoders, sequence to sequence, classification)
+    give what they gave before, on every rank.
 
     Args:
-        model: any causal LM of transformers whose linear layers its plan covers; the embedding may be tied to the head.
+        model: any model of transformers for which there is a plan; the embedding may be tied to the head.
         plan: which layers become parallel ones: transformers' words by layer name (`"model.layers.*.mlp.up_proj":
-            "colwise"`), to which sizes, embedding and head are added; or `LayerPlan`s, or a `planning.Plan` with them,
-            which are applied as they are, and have the embedding and the head. None: what transformers says.
+            "colwise"`; all words: `words.py`), to which sizes, embedding and head are added; or `LayerPlan`s, or a
+            `planning.Plan` with them, which are applied as they are, and have the embedding and the head; or a
+            `DistributedConfig` of transformers, whose `tp_plan` changes words of the plan of None, and whose `tp_size`
+            and `pp_size` are to be those of the mesh. None: the plan of ours in `words.py`, else what transformers
+            says.
         sequence_parallel: between attention and MLP, activations are `[batch, seq/tp, hidden]`; so are the
             `hidden_states` that the model returns when asked to.
         pad_heads: add zero heads where tp does not divide the heads (see `parallel_layers.pad`); False refuses the
@@ -76,36 +82,80 @@ def swap(
             numbers and names.
     """
     tp = comm.size("tp")
-    if getattr(getattr(model, "loss_function", None), "func", None) is causal_lm_loss:
+    if getattr(model, _SWAPPED, False):
         raise ValueError(f"swap: this {type(model).__name__} is already swapped")
     model_plan, layers = _planned(model, plan, tp, sequence_parallel)
     _check_sizes(model, model_plan, layers, tp, pad_heads or pads_heads(), pad_vocab)
-    _check_dropout(model, tp, sequence_parallel)
-    vocabulary: int = model.get_submodule(model_plan.head).out_features
+    _check_dropout(model, model_plan, tp, sequence_parallel)
+    vocabulary: int = model.get_submodule(model_plan.head).out_features if model_plan.head else 0
     if sequence_parallel:
         check_sequence_parallel(model, model_plan)
 
+    scales = _plain_layers(model, model_plan)
     apply(model, layers)
+    for name, scale in scales.items():
+        model.get_submodule(name).register_forward_hook(partial(multiply_output, scale))
+    _apply_in_place(model, model_plan)
     _set_local_head_counts(model, model_plan, tp)
     if tp > 1:
-        for region in map(model.get_submodule, model_plan.regions):
-            if getattr(region, "attention_dropout", 0):
+        for region in map(model.get_submodule, model_plan.attentions):
+            if _attention_dropout(region):
                 region.forward = partial(_with_local_random_numbers, region.forward)
     keep_random_streams(model)
     if sequence_parallel:
         apply_sequence_parallel(model, model_plan)
-    model.loss_function = partial(causal_lm_loss, inplace_logits=inplace_logits)
-    model.register_forward_hook(partial(_full_logits_without_labels, vocabulary))
+    if model_plan.head and model_plan.local_logits:
+        model.loss_function = partial(causal_lm_loss, inplace_logits=inplace_logits)
+        model.register_forward_hook(partial(_full_logits_without_labels, vocabulary))
+    elif model_plan.head and vocabulary % tp:
+        model.get_submodule(model_plan.head).register_forward_hook(partial(_without_padding, vocabulary))
+    setattr(model, _SWAPPED, True)
     return model
+
+
+_SWAPPED = "_is_swapped"
+
+
+def _plain_layers(model: nn.Module, plan: ModelPlan) -> dict[str, float]:
+    """Makes subclasses of torch's layers with the same forward plain ones; returns the scales of scaled embeddings."""
+    for name in plan.styles:
+        if type(model.get_submodule(name)).__name__ in SAME_AS_LINEAR:
+            model.get_submodule(name).__class__ = nn.Linear
+    scales = {}
+    for name in (plan.embedding, *plan.tied) if plan.embedding else ():
+        table: Any = model.get_submodule(name)
+        if type(table) is not nn.Embedding:
+            table.__class__ = nn.Embedding
+            scales[name] = getattr(table, "scalar_embed_scale", table.embed_scale)
+    return scales
+
+
+def _apply_in_place(model: Any, plan: ModelPlan) -> None:
+    """Shards bare parameters, and adds the hooks of modules that stay."""
+    for name, style in plan.parameters.items():
+        module, _, key = name.rpartition(".")
+        shard_parameter(model.get_submodule(module), key, style)
+    if comm.size("tp") > 1:
+        for name, style in plan.styles.items():
+            if style in IN_PLACE:
+                IN_PLACE[style](model.get_submodule(name), model.config.get_text_config())
+
+
+def _without_padding(vocabulary: int, head: nn.Module, args: Any, logits: torch.Tensor) -> torch.Tensor:
+    return logits[..., :vocabulary]
 
 
 def _planned(
     model: Any,
-    given: PlannedLayers | Sequence[LayerPlan] | Mapping[str, str] | None,
+    given: Any,
     tp: int,
     sequence_parallel: bool,
 ) -> tuple[ModelPlan, Sequence[LayerPlan]]:
     """Returns the model's plan, and the plans of its layers, from the user's `plan` argument."""
+    if hasattr(given, "tp_plan") and hasattr(given, "fsdp_size"):
+        words = words_of_config(model, given, {axis: comm.size(axis) for axis in ("tp", "pp")})
+        plan = read_plan(model, words, complete=False)
+        return plan, plan.layers(model, tp, sequence_parallel=sequence_parallel)
     if given is None or isinstance(given, Mapping):
         plan = read_plan(model, given)
         return plan, plan.layers(model, tp, sequence_parallel=sequence_parallel)
@@ -116,29 +166,48 @@ def _planned(
             "a dict from layer names to transformers' styles"
         )
     plan = read_plan(model, words_of(layers))
-    missing = {plan.embedding, plan.head} - {layer.name for layer in layers}
+    missing = {end for end in (plan.embedding, plan.head) if end} - {layer.name for layer in layers}
     if missing:
         raise ValueError(f"swap: the plan must shard {', '.join(sorted(missing))}: the loss takes sharded logits")
     return plan, layers
 
 
+# Attributes of attention modules with a number of heads, or of features of all heads, which tp divides.
+_DIVIDED = ("n_heads", "num_kv_heads", "split_size", "all_head_size", "inner_dim")
+
+
 def _set_local_head_counts(model: nn.Module, plan: ModelPlan, tp: int) -> None:
     """Sets the local number of heads on attention modules whose code reads it; Llama's code views by -1."""
+    if not (plan.heads and plan.kv_heads):
+        return
     heads, kv_heads, replicas = padded_heads(plan.heads, plan.kv_heads, tp)
     heads, kv_heads = heads // tp, kv_heads * replicas // tp
-    counts = {"num_heads": heads, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    counts["num_key_value_groups"] = heads // kv_heads
+    groups = plan.heads // plan.kv_heads
+    counts = {  # of the model, and of a rank
+        "num_heads": (plan.heads, heads),
+        "num_attention_heads": (plan.heads, heads),
+        "num_key_value_heads": (plan.kv_heads, kv_heads),
+        "num_key_value_groups": (groups, heads // kv_heads),
+    }
     for region in map(model.get_submodule, plan.regions):
-        for attribute, count in counts.items():
-            if isinstance(getattr(region, attribute, None), int):
+        for attribute, (of_model, count) in counts.items():
+            size = getattr(region, attribute, None)
+            if isinstance(size, int) and size != of_model:  # a layer with other heads
+                count = size if attribute == "num_key_value_groups" or size % tp else size // tp
+            if isinstance(size, int):
                 setattr(region, attribute, count)
+        for attribute in _DIVIDED:
+            size = getattr(region, attribute, None)
+            if isinstance(size, int) and size % tp == 0:
+                setattr(region, attribute, size // tp)
 
 
 def _check_sizes(
     model: nn.Module, plan: ModelPlan, layers: Sequence[LayerPlan], tp: int, pad_heads: bool, pad_vocab: bool
 ) -> None:
-    problems = _head_problems(model, plan, tp, pad_heads)
-    vocabulary: Any = model.get_submodule(plan.head).out_features
+    problems = _head_problems(model, plan, tp, pad_heads) if plan.attentions else []
+    end: Any = model.get_submodule(plan.head or plan.embedding) if plan.head or plan.embedding else None
+    vocabulary = 0 if end is None else end.out_features if plan.head else end.num_embeddings
     if vocabulary % tp and not pad_vocab:
         problems.append(
             f"the vocabulary of {vocabulary} is not divisible by tp={tp}: pass pad_vocab=True, which adds "
@@ -147,8 +216,22 @@ def _check_sizes(
     whole = [layer for layer in layers if "replicas" not in layer.options]
     sizes = {layer.name.rpartition(".")[2]: layer.padded_size for layer in whole if layer.padded_size}
     problems += [f"{what} of size {size} is not divisible by tp={tp}" for what, size in sizes.items() if size % tp]
+    problems += _parameter_problems(model, plan, tp)
     if problems:
         raise ValueError(f"swap: {type(model).__name__}: " + "; ".join(problems))
+
+
+def _parameter_problems(model: nn.Module, plan: ModelPlan, tp: int) -> list[str]:
+    """Bare parameters whose sharded dim tp does not divide."""
+    problems = []
+    for name, style in plan.parameters.items():
+        shape = model.get_parameter(name).shape
+        size = shape[-1] if style.endswith("row") else shape[max(len(shape) - 2, 0)]
+        blocks = 2 if style.startswith("packed") and len(shape) > 1 else 1
+        if style.endswith(("row", "column")) and size % (tp * blocks):
+            what = f" in {blocks} blocks" if blocks > 1 else ""
+            problems.append(f"{name.rpartition('.')[2]} of size {size}{what} is not divisible by tp={tp}")
+    return list(dict.fromkeys(problems))
 
 
 def _head_problems(model: nn.Module, plan: ModelPlan, tp: int, pad_heads: bool) -> list[str]:
@@ -163,8 +246,8 @@ def _head_problems(model: nn.Module, plan: ModelPlan, tp: int, pad_heads: bool) 
     if not heads.pads(*of_model) and heads.replicas == 1:
         return []
     what = "replicates k_proj, v_proj and pads" if heads.replicas > 1 else "pads"
-    attention = {name.rpartition(".")[0] for name in plan.styles if name.endswith(".k_proj")}
-    if not {name.rpartition(".")[2] for name in plan.styles}.issuperset(ATTENTION):
+    attention = plan.attentions
+    if not all(plan.has_plain_attention(name) for name in attention):
         return [f"tp={tp} {what} {', '.join(ATTENTION)}; this model's attention has other layers"]
     modules = map(model.get_submodule, attention)
     if heads.replicas > 1 and not all(hasattr(module, "num_key_value_groups") for module in modules):
@@ -172,7 +255,7 @@ def _head_problems(model: nn.Module, plan: ModelPlan, tp: int, pad_heads: bool) 
     return []
 
 
-def _check_dropout(model: Any, tp: int, sequence_parallel: bool) -> None:
+def _check_dropout(model: Any, plan: ModelPlan, tp: int, sequence_parallel: bool) -> None:
     """Refuses dropout that would draw from the wrong stream.
 
     Attention weights are sharded, so their dropout is to differ over tp; a residual's is to agree, unless the sequence
@@ -181,15 +264,32 @@ def _check_dropout(model: Any, tp: int, sequence_parallel: bool) -> None:
     rates = {
         name: rate
         for name, rate in vars(model.config).items()
-        if name.endswith(("dropout", "pdrop")) and isinstance(rate, float) and rate > 0
-    }
-    attention = rates.pop("attention_dropout", 0.0)
-    if tp > 1 and rates and (attention or sequence_parallel):
+        if name.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate"))
+        and isinstance(rate, float) and rate > 0 and not name.startswith(_OF_HEADS)
+    }  # fmt: skip
+    attention = sum(rates.pop(name, 0.0) for name in _ATTENTION_DROPOUT)
+    rows = {name.rpartition(".")[0] for name, style in plan.styles.items() if style == "row"}
+    is_mixed = not rows.isdisjoint(plan.attentions)
+    if tp > 1 and rates and ((attention and is_mixed) or sequence_parallel):
         listed = ", ".join(f"{name}={rate}" for name, rate in rates.items())
         raise UnsupportedModelError(
             f"swap: {type(model).__name__} with {listed}: such dropout works neither with sequence_parallel=True nor "
             f"with attention_dropout ({attention}); set it to 0 in the config"
         )
+
+
+_OF_HEADS = ("classifier", "summary", "seq_classif", "qa")  # of heads of tasks, after the layers
+_ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
+
+def _attention_dropout(region: Any) -> float:
+    """The rate by which a module drops weights of its heads."""
+    for name in ("attention_dropout", "attn_dropout", "dropout"):
+        rate = getattr(region, name, 0.0)
+        rate = getattr(rate, "p", rate)
+        if isinstance(rate, float) and rate:
+            return rate
+    return 0.0
 
 
 def _with_local_random_numbers(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

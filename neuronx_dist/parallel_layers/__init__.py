@@ -2,6 +2,7 @@
 
 linear.py            column and row layers, fused where they have one input; autograd_linear.py: their formulas
 conv.py              convolutions sharded over channels
+transposed_linear.py GPT-2's linear layer, whose weight is transposed
 embedding.py         `ParallelEmbedding`; layer_norm.py: norms; loss_functions.py: `parallel_cross_entropy`
 linear_cross_entropy.py  output layer and loss in one; logprobs.py: log-probabilities of tokens
 mappings.py          region functions (`copy_to_...`, `gather_from_...`); local_pieces.py: without gradients

@@ -25,6 +25,7 @@ from ..torch_internals.modules import move_hooks
 from ..weights.shard_spec import ShardedModule, set_spec, spec_of
 from .embedding import ParallelEmbedding
 from .linear import ColumnParallelLinear, RowParallelLinear, check_fusable, fuse_columns
+from .transposed_linear import ParallelConv1D
 
 __all__ = ["STYLES", "LayerPlan", "Style", "apply", "mark_partial_gradients"]
 
@@ -87,10 +88,27 @@ def _embedding(table: nn.Embedding, size: int, options: Mapping[str, Any]) -> Sh
     return embedding
 
 
+def _embedding_columns(table: nn.Embedding, size: int, options: Mapping[str, Any]) -> ShardedModule:
+    rows, padding_idx, dtype = table.num_embeddings, table.padding_idx, table.weight.dtype
+    sharding = {"shard_across_embedding": True, **options}
+    return ParallelEmbedding(rows, size, padding_idx, dtype=dtype, device="meta", **sharding)
+
+
+def _transposed_column(layer: Any, size: int, options: Mapping[str, Any]) -> ShardedModule:
+    return ParallelConv1D(layer.nx, size, layer.weight.dtype, row=False, **options)
+
+
+def _transposed_row(layer: Any, size: int, options: Mapping[str, Any]) -> ShardedModule:
+    return ParallelConv1D(size, layer.nf, layer.weight.dtype, row=True, **options)
+
+
 STYLES = {
     "column": Style(nn.Linear, _column, "out_features"),
     "row": Style(nn.Linear, _row, "in_features"),
     "embedding": Style(nn.Embedding, _embedding, "num_embeddings"),
+    "embedding_columns": Style(nn.Embedding, _embedding_columns, "embedding_dim"),
+    "transposed_column": Style(None, _transposed_column, "nf"),  # of transformers' Conv1D
+    "transposed_row": Style(None, _transposed_row, "nx"),
     # The layer stays whole on every rank, and a rank gets a part of its gradient: the norms of local heads.
     "partial_gradient": Style(None, None),
 }
@@ -206,8 +224,10 @@ def _install(
             spec = replace(spec, unpadded=real_size, group=plan.group)  # the layer was built with its padded size
         if id(full) in tied:
             local = tied[id(full)]
-        elif full.is_meta or spec.axis is None:
-            local = nn.Parameter(full.detach() if spec.axis is None else full.new_empty(spec.local_shape))
+        elif spec.axis is None:
+            local = full  # the parameter itself, which modules that stay may share
+        elif full.is_meta:
+            local = nn.Parameter(full.new_empty(spec.local_shape))
         else:
             piece = spec.local_slice(full.detach(), comm.rank(spec.axis))
             local = nn.Parameter(piece.clone(memory_format=torch.contiguous_format))

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from neuronx_dist.hf.model_plan import UnsupportedModelError, read_plan, transformer_layer_class
+from neuronx_dist.hf.model_plan import UnsupportedModelError, transformer_layer_class
+from neuronx_dist.hf.plan_reading import read_plan
 from tests.hf.toy import Attention, Layer, Toy
 
 FILE = Path(__file__).parent / "plans.txt"
@@ -83,10 +84,11 @@ def _set(path: str, module: Any) -> Callable[[Any], Any]:
 
 COVERED = "Toy (model type 'toy') cannot be swapped: its plan does not cover "
 REFUSALS: list[tuple[str, Callable[[Any], Any], str]] = [
-    ("no config", lambda m: setattr(m, "config", None), "Toy (model type 'unknown') is not a Hugging Face causal LM: "),
-    ("no head", lambda m: setattr(m, "get_output_embeddings", lambda: None), "Toy (model type 'toy') is not a Hugging"),
-    ("no ids", lambda m: setattr(m, "get_input_embeddings", lambda: None), "Toy (model type 'toy') is not a Hugging"),
-    ("neither", lambda m: setattr(m, "get_input_embeddings", None), "Toy (model type 'toy') is not a Hugging Face"),
+    (
+        "no config",
+        lambda m: setattr(m, "config", None),
+        "Toy (model type 'unknown') is not a Hugging Face model: it needs a config",
+    ),
     (
         "no plan",
         lambda m: setattr(m, "tp_plan", {}),
@@ -106,26 +108,10 @@ REFUSALS: list[tuple[str, Callable[[Any], Any], str]] = [
         COVERED + "model.layers.*.mlp.up_proj (a OtherLinear, not a torch.nn.Linear)",
     ),
     (
-        "an embedding of another class",
-        _set("model.embed_tokens", lambda: OtherEmbedding(20, 8)),
-        COVERED + "model.embed_tokens (a OtherEmbedding, not a torch.nn.Embedding)",
-    ),
-    (
-        "a head of another class",
-        _set("lm_head", lambda: OtherLinear(8, 20)),
-        COVERED + "lm_head (the head must be a torch.nn.Linear with one of the styles colwise, colwise_rep, "
-        "colwise_gather_output)",
-    ),
-    (
         "a head of another style",
         lambda m: m.tp_plan.update({"lm_head": "rowwise"}),
-        COVERED + "lm_head (the head must be a torch.nn.Linear with one of the styles colwise, colwise_rep, "
-        "colwise_gather_output)",
-    ),
-    (
-        "a matrix anywhere",
-        _set("model.projection", lambda: nn.Linear(8, 8)),
-        COVERED + "model.projection (not in the plan)",
+        COVERED + "lm_head (style 'rowwise': that of the head is one of colwise, colwise_gather_output, colwise_rep, "
+        "sequence_parallel, local_params, replicate)",
     ),
     (
         "a norm between sharded layers, and below",
@@ -134,11 +120,6 @@ REFUSALS: list[tuple[str, Callable[[Any], Any], str]] = [
             setattr(m.model.layers[0].mlp, "norm", nn.LayerNorm(12)),
         ),
         COVERED + "model.layers.*.mlp.norm (not in the plan), model.layers.*.self_attn.norm.* (not in the plan)",
-    ),
-    (
-        "a parameter of the model itself",
-        lambda m: setattr(m, "table", nn.Parameter(torch.ones(2, 2))),
-        COVERED + "Toy (not in the plan)",
     ),
     (
         "no heads",
@@ -160,7 +141,9 @@ def test_models_that_are_refused(change: Callable[[Any], Any], message: str) -> 
 @pytest.mark.parametrize(
     "change",
     [
-        _set("model.other_norm", lambda: nn.LayerNorm(8)),  # outside of regions vectors are fine
+        _set("model.other_norm", lambda: nn.LayerNorm(8)),  # outside of regions all is equal on all ranks
+        _set("model.projection", lambda: nn.Linear(8, 8)),
+        lambda m: setattr(m, "table", nn.Parameter(torch.ones(2, 2))),
         _set("model.layers.0.self_attention_norm", lambda: nn.LayerNorm(8)),  # the name alone begins like a region's
         _set("model.layers.0.mlp.act", lambda: nn.ReLU()),
         _set("model.layers.0.mlp.norm", lambda: nn.LayerNorm(12, elementwise_affine=False)),
@@ -170,6 +153,32 @@ def test_models_that_are_refused(change: Callable[[Any], Any], message: str) -> 
 )
 def test_models_that_are_not(change: Callable[[Any], Any]) -> None:
     assert read_plan(_with(change)).styles == read_plan(Toy(4, 2, 2)).styles
+
+
+@pytest.mark.parametrize(
+    "change, embedding, head",
+    [
+        (lambda m: setattr(m, "get_output_embeddings", lambda: None), "model.embed_tokens", ""),
+        (lambda m: setattr(m, "get_input_embeddings", lambda: None), "", "lm_head"),
+        (lambda m: setattr(m, "get_input_embeddings", None), "", "lm_head"),
+        (_set("model.embed_tokens", lambda: OtherEmbedding(20, 8)), "", "lm_head"),
+        (_set("lm_head", lambda: OtherLinear(8, 20)), "model.embed_tokens", ""),
+        (lambda m: setattr(m.lm_head, "weight", m.model.embed_tokens.weight), "model.embed_tokens", "lm_head"),
+    ],
+)
+def test_ends_that_stay_whole(change: Callable[[Any], Any], embedding: str, head: str) -> None:
+    """An embedding or a head that is missing, or of a class that may compute more."""
+    plan = read_plan(_with(change))
+    assert (plan.embedding, plan.head) == (embedding, head)
+
+
+def test_ends_with_one_weight_are_sharded_both_or_not_at_all() -> None:
+    def change(model: Any) -> None:
+        model.lm_head = OtherLinear(8, 20)
+        model.lm_head.weight = model.model.embed_tokens.weight
+
+    plan = read_plan(_with(change))
+    assert (plan.embedding, plan.head, plan.tied) == ("", "", ())
 
 
 def test_the_plan_of_a_class_is_taken_where_the_model_has_none() -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.hf import full_state_dict, swap, transformer_layer_class
-from neuronx_dist.hf.model_plan import read_plan
+from neuronx_dist.hf.plan_reading import read_plan
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.planning.plan import Plan
 from neuronx_dist.program import recorder as trace

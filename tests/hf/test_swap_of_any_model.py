@@ -13,7 +13,8 @@ from torch import nn
 from neuronx_dist import comm
 from neuronx_dist.hf import UnsupportedModelError, swap
 from neuronx_dist.hf.loss import causal_lm_loss
-from neuronx_dist.hf.model_plan import read_plan
+from neuronx_dist.hf.model_plan import surroundings
+from neuronx_dist.hf.plan_reading import read_plan
 from neuronx_dist.hf.sequence_parallel import apply_sequence_parallel, check_sequence_parallel
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
@@ -39,7 +40,7 @@ def test_heads_that_are_refused() -> None:
     assert refusal(4, Toy(6, 2)) == heads.format(6, 2, 4) + "choose tp from [1, 2, 6]"
     assert refusal(4, Toy(5, 1)) == heads.format(5, 1, 4) + "choose tp from [1, 5]"
     strange = f"{Q_K_V_O}; this model's attention has other layers"
-    assert refusal(2, Toy(9, 3, names="qkvx"), pad_heads=True) == f"swap: Toy: tp=2 pads {strange}"
+    assert refusal(2, Toy(9, 3, names="qxvo"), pad_heads=True) == f"swap: Toy: tp=2 pads {strange}"
     both = "tp=4 replicates k_proj, v_proj and pads"
     assert refusal(4, Toy(8, 2, names="xkvo")) == f"swap: Toy: {both} {strange}"
     ungrouped = Toy(8, 2)
@@ -71,10 +72,11 @@ DROPOUT = "such dropout works neither with sequence_parallel=True nor with atten
         (2, True, dict(attention_dropout=0.1), None),
         (2, False, dict(residual_dropout=0.1), None),
         (2, True, dict(residual_dropout=0.0, embd_pdrop=0.0, attention_dropout=0.5), None),
-        (2, True, dict(residual_dropout=1, dropout_prob=0.5), None),  # no rates
+        (2, True, dict(residual_dropout=1, drop_probability=0.5, summary_first_dropout=0.1), None),  # no rates
         (1, True, dict(residual_dropout=0.1, attention_dropout=0.1), None),
         (2, True, dict(residual_dropout=0.1), "residual_dropout=0.1: {} (0.0)"),
         (2, False, dict(resid_pdrop=0.2, attention_dropout=0.5), "resid_pdrop=0.2: {} (0.5)"),
+        (2, True, dict(hidden_dropout_prob=0.5), "hidden_dropout_prob=0.5: {} (0.0)"),
         (2, True, dict(resid_pdrop=0.2, dropout=0.1), "resid_pdrop=0.2, dropout=0.1: {} (0.0)"),
     ],
 )
@@ -98,14 +100,16 @@ COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_key_va
 def test_attention_reads_local_numbers_of_heads(tp: int, heads: int, kv_heads: int, counts: Any) -> None:
     model = Toy(heads, kv_heads)
     for layer in model.model.layers:
-        for name in COUNTS:
-            setattr(layer.self_attn, name, 99)
+        for name, count in zip(COUNTS, (heads, heads, kv_heads, heads // kv_heads)):
+            setattr(layer.self_attn, name, count)
+        layer.self_attn.n_heads = 8
         layer.self_attn.num_heads_in_words = "many"
         layer.mlp.num_heads = "none"
     with comm.as_rank(Mesh(tp, tp=tp), 0):
         assert swap(model, pad_heads=True) is model
     for layer in model.model.layers:
         assert tuple(getattr(layer.self_attn, name) for name in COUNTS) == counts
+        assert layer.self_attn.n_heads == 8 // tp
         assert layer.mlp.num_heads == "none" and not hasattr(layer.mlp, "num_key_value_heads")
         assert "num_local_heads" not in vars(layer.self_attn)
     assert model.loss_function.func is causal_lm_loss
@@ -141,17 +145,15 @@ def test_only_attention_with_dropout_has_random_numbers_of_its_own() -> None:
         ("act", nn.ReLU(), "after", False),
     ],
 )
-def test_what_may_stand_before_and_after_the_layers(name: str, module: Any, where: str, refused: bool) -> None:
+def test_what_sequences_may_be_sharded_before_and_after_the_layers(
+    name: str, module: Any, where: str, refused: bool
+) -> None:
     model = Toy(4, 2)
     plan = read_plan(model)
     children = model.model._modules
     model.model._modules = {name: module, **children} if where == "before" else {**children, name: module}
-    if not refused:
-        return check_sequence_parallel(model, plan)
-    with pytest.raises(UnsupportedModelError) as error:
-        check_sequence_parallel(model, plan)
-    assert str(error.value).endswith(f"decoder layers and a final norm; Toy also has {name}")
-    return None
+    check_sequence_parallel(model, plan)
+    assert surroundings(model, plan) == ([name] if refused else [])
 
 
 def test_gradients_of_what_is_whole_are_partial() -> None:

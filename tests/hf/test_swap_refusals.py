@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, CTRLConfig
 
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.hf import UnsupportedModelError, swap
-from neuronx_dist.hf.model_plan import read_plan
+from neuronx_dist.hf.plan_reading import read_plan
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.planning.plan import Plan
 from tests.hf.models import SIZES, VOCAB, llama_config, meta_model
@@ -28,9 +29,10 @@ def _from_config(config: Any) -> Any:
 
 
 def test_a_model_without_a_plan_is_refused() -> None:
-    message = _refusal(lambda: _from_config(GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=VOCAB)))
-    assert "GPT2LMHeadModel (model type 'gpt2') has no tensor-parallel plan" in message
-    assert "transformer.h.*.attn.c_attn" in message
+    config = CTRLConfig(n_layer=2, n_embd=32, n_head=4, vocab_size=VOCAB)
+    message = _refusal(lambda: _from_config(config))
+    assert "CTRLLMHeadModel (model type 'ctrl') has no tensor-parallel plan" in message
+    assert "transformer.h.*.multi_head_attention.Wq" in message
     for way in ("pipelines (NxDPPModel) and data parallelism", "neuronx_dist.parallelize shards any module", "plan={"):
         assert way in message
 
@@ -45,7 +47,7 @@ def test_a_given_plan_that_does_not_fit_is_refused() -> None:
         "names model.layer.*.mlp.up_proj, but the model has no such layer; nearest: model.layers.*.mlp.up_proj"
         in refusal({"model.layer.*.mlp.up_proj": "colwise"})
     )
-    unknown = "the plan gives model.layers.*.mlp.up_proj the unknown style 'column'; the styles are colwise, rowwise, "
+    unknown = "the plan gives model.layers.*.mlp.up_proj the unknown style 'column' (nearest: colwise, "
     assert unknown in refusal({"model.layers.*.mlp.up_proj": "column"})
     layers = read_plan(meta_model(llama_config())).layers(meta_model(llama_config()), 2)
     assert "the plan must shard lm_head" in refusal(layers[:-1])
@@ -66,26 +68,15 @@ def test_layers_outside_the_plan_are_named() -> None:
     assert "q_proj" not in message
 
 
-def test_styles_that_the_swap_has_not_are_named() -> None:
-    from transformers import Phi3Config
-
-    config = Phi3Config(**SIZES, num_hidden_layers=1, pad_token_id=None)
-    message = _refusal(lambda: _from_config(config))
-    assert "Phi3ForCausalLM" in message and "qkv_proj (style 'colwise_gather_output')" in message
-
-
-def test_embeddings_that_compute_more_are_named() -> None:
-    from transformers import GemmaConfig
-    from transformers.models.gemma import modeling_gemma
-
-    if not hasattr(modeling_gemma, "GemmaTextScaledWordEmbedding"):
-        pytest.skip("in this transformers Gemma scales outside of the embedding")
-    config = GemmaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    assert "model.embed_tokens (a GemmaTextScaledWordEmbedding" in _refusal(lambda: _from_config(config))
+@pytest.mark.parametrize("word", ["grouped_gemm", "ep_dispatch_experts"])
+def test_words_of_an_expert_axis_are_refused(word: str) -> None:
+    message = _refusal(lambda: meta_model(llama_config()), kind=ValueError, plan={"model.layers.*.mlp": word})
+    assert f"the plan gives model.layers.*.mlp the style {word!r}: it distributes whole experts" in message
+    assert "over tp the word is 'moe_tp_experts'" in message
 
 
-def test_not_a_causal_lm() -> None:
-    assert "not a Hugging Face causal LM" in _refusal(lambda: torch.nn.Linear(2, 2))
+def test_not_a_model_of_transformers() -> None:
+    assert "is not a Hugging Face model: it needs a config" in _refusal(lambda: torch.nn.Linear(2, 2))
 
 
 def test_heads_that_tp_does_not_divide() -> None:
@@ -104,14 +95,24 @@ def test_swapping_twice_is_refused() -> None:
     assert "already swapped" in _refusal(lambda: swap(meta_model(llama_config())), kind=ValueError)
 
 
-def test_sequence_parallelism_with_strange_modules_is_refused() -> None:
-    def build() -> Any:
+def test_sequence_parallelism_without_one_list_of_layers_is_refused() -> None:
+    def two_lists() -> Any:
         model = meta_model(llama_config())
-        norm = torch.nn.LayerNorm(32, device="meta")
-        model.model._modules = {"embedding_norm": norm, **model.model._modules}
+        model.model.more = copy.deepcopy(model.model.layers)
+        model._tp_plan = {name.replace("layers", part): word for name, word in model.tp_plan.items() for part in LISTS}
         return model
 
-    assert "also has embedding_norm" in _refusal(build, sequence_parallel=True)
+    def called_again() -> Any:
+        model = meta_model(llama_config())
+        model.config.num_hidden_layers = 4
+        return model
+
+    reason = _refusal(two_lists, sequence_parallel=True)
+    assert "LlamaForCausalLM has 2 lists of layers: model.layers, model.more: swap it without" in reason
+    assert "calls the layers of model.layers 4 times" in _refusal(called_again, sequence_parallel=True)
+
+
+LISTS = ("layers", "more")
 
 
 def test_dropouts_that_the_swap_cannot_tell_apart_are_refused() -> None:

@@ -202,7 +202,8 @@ def test_every_plan_that_does_not_fit_is_listed():
             apply(model, wrong)
         begin = "cannot replace the layers of this Gated: "
         assert str(caught.value).removeprefix(begin).split("; ") == [
-            "gate has the style 'columns': use one of column, row, embedding, partial_gradient",
+            "gate has the style 'columns': use one of column, row, embedding, embedding_columns, "
+            "transposed_column, transposed_row, partial_gradient",
             "nowhere is not a module of this Gated",
             "norm is a LayerNorm, but the style 'row' replaces torch.nn.Linear",
             "up has out_features 12, which is more than its padded size 8",

@@ -8,6 +8,7 @@ from functools import partial
 from neuronx_dist.mesh import Mesh
 from tests.checkpoint import exchanges
 from tests.compat.test_stand_ins import compare_collectives as collectives_of_scripts
+from tests.hf.parity import compare as swapped
 from tests.lightning.exchanges import strategy_collectives
 from tests.modules.test_lora import compare as adapters
 from tests.modules.test_lora import compare_row
@@ -15,6 +16,7 @@ from tests.parallel_layers.test_conv import compare as convolution
 from tests.parallel_layers.test_nxd_names import (
     test_collectives_by_the_arguments_of_torch_xla as collectives_of_torch_xla,
 )
+from tests.parallel_layers.test_transposed_linear import compare as conv1d
 from tests.parallelize.support import mutations as composites
 from tests.parallelize.support import pipelines, sent_weights
 from tests.parity.mutation_cases import (
@@ -194,6 +196,15 @@ CASES: dict[str, Callable[[], None]] = {
     "_scatter_embedding.scatter:spmd.reduce_scatter#1": partial(one_step, TP_SP),
     "_gather_sequence.gather:spmd.all_gather#1": partial(one_step, TP_SP),
     "_gather_vocabulary:spmd.all_gather#1": full_logits,
+    "ParallelConv1D.forward:spmd.all_reduce#1": partial(conv1d, row=True),
+    "ParallelConv1D.forward:spmd.reduce_scatter#1": partial(conv1d, row=True, sequence=True),
+    "ParallelConv1D.forward:spmd.reinterpret#1": partial(conv1d, row=False),
+    "_add_once.hide:spmd.convert#1": partial(swapped, "gpt-oss"),
+    "_sum_of_parts:spmd.all_reduce#1": partial(swapped, "Mixtral"),
+    "_with_summed_gradient:spmd.reinterpret#1": partial(swapped, "Mixtral"),
+    "_identity_expert.once:spmd.convert#1": partial(swapped, "LongcatFlashConfig"),
+    "_take:spmd.convert#1": partial(swapped, "Phi 3", sequence_parallel=True),
+    "_gather:spmd.all_gather#1": partial(swapped, "Phi 3", sequence_parallel=True),
     "save_pretrained:comm.gather_objects#1": written_folder,
     "full_state_dict:comm.gather_objects#1": partial(steps_of_a_pipeline, Case(pp=2)),
     "start_reduce_scatter:comm.reduce_scatter#1": partial(one_step, Case(dp=2, optimizer="zero1")),

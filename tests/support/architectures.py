@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from tests.support.paths import ROOT
 
 VOCAB, HIDDEN, HEADS, SEQ, ROWS = 32, 16, 4, 6, 4
 DOCUMENT = ROOT / "docs" / "models.md"
+MEASURED = ROOT / "tests" / "hf" / "measured.json"
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -296,7 +298,31 @@ ARCHITECTURES = [
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
-_TEXT = """# Models on a pipeline
+_TEXT = """# Models
+
+## Swapped by `hf.swap`, in pipelines, by `parallelize`
+
+Tiny ones, 2 layers of hidden size {hidden}, in float64. *yes* is measured (`tests/hf/measuring.py`): loss, logits and
+all gradients are those of one process to 1e-10.
+
+* *swap*: at tp 2 and 4; Mamba's mixers stay whole. *SP*: `sequence_parallel=True`, at tp 2.
+* *pp*: `NxDPPModel`, on 2 stages, of the model as it is.
+* *parallelize*: policy `"tp"` on 2 ranks, which proves the types of its program and compares its values.
+* *padding*: `pad_heads=True, pad_vocab=True`, at tp 3. *replication*: 2 key/value heads at tp 4; `-`: a model
+  has as many as others, or its attention is whole on every rank (Phi 3, OLMo 2 and 3, OLMoE, Granite MoE).
+* *checked*: `spmd.check` of the swapped model proves its types, at tp 2. It has no values: code of experts that asks
+  which of them have tokens is not proven.
+* *refused*: an error with the reason before anything is changed.
+
+| model | {columns} |
+| --- |{rules}
+{swapped}
+
+Of transformers' tensor-parallel plans 125 are tested in this way at tp 2 (`tests/hf/test_every_plan.py`, which lists
+the others). Architectures without a plan there, or with a wasteful one, have one in `neuronx_dist/hf/words.py`; any
+other takes a plan in the same words, `hf.swap(model, plan={{"model.layers.*.mlp.up_proj": "colwise", ...}})`.
+
+## On a pipeline
 
 Which models `NxDPPModel` cuts into stages. Each row is tested: a tiny one (4 layers of hidden size {hidden}) on 2 and 4
 stages, and with two chunks on each of 2, whose loss and gradients equal those of one process to 1e-10 in float64
@@ -312,7 +338,7 @@ compares.
 | --- | --- | --- | --- | --- | --- |
 {rows}
 
-## Models that cannot be cut
+### Models that cannot be cut
 
 {refused}
 A pipeline needs shapes that depend on the inputs' shapes alone, and a forward whose Python code does not branch on
@@ -348,8 +374,13 @@ def raised(architecture: Architecture) -> str:
 def document() -> str:
     recorded = [each for each in ARCHITECTURES if not each.error]
     refused = [f"* {each.name}: {each.remarks}\n\n      {each.error} ...\n" for each in ARCHITECTURES if each.error]
+    measured = json.loads(MEASURED.read_text())
+    columns = list(next(iter(measured.values())))
     return _TEXT.format(
         hidden=HIDDEN,
+        columns=" | ".join(columns),
+        rules=" --- |" * len(columns),
+        swapped="\n".join(f"| {name} | {' | '.join(cells.values())} |" for name, cells in measured.items()),
         transformers=transformers.__version__,
         rows="\n".join(row(each) for each in recorded),
         refused="\n".join(refused),

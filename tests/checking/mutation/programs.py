@@ -24,6 +24,7 @@ from neuronx_dist.parallel_layers.layer_norm import LayerNorm
 from tests.checking.mutation.checked_program import Program
 from tests.parity import mutation_cases
 from tests.support.llama_training import Case
+from tests.support.more_architectures import OF_TRANSFORMERS
 
 __all__ = ["PROGRAMS"]
 
@@ -337,6 +338,12 @@ def _llama(
     )
 
 
+def _swapped(name: str, sp: bool = False) -> Any:
+    """An architecture with other layers than a Llama's."""
+    (architecture,) = [each for each in OF_TRANSFORMERS if each.name == name]
+    return hf.swap(architecture.make(2 * len(architecture.layers)), sequence_parallel=sp)
+
+
 class Items(nn.Module):
     """A sum over the valid labels of a microbatch, divided by their number as `global_num_items` gives it."""
 
@@ -351,6 +358,16 @@ class Items(nn.Module):
 
 def _some_labels() -> torch.Tensor:
     return _ids().masked_fill(_ids() % 3 == 0, -100)
+
+
+def _architecture_inputs() -> dict[str, torch.Tensor]:
+    ids = (torch.arange(4 * 6) * 7 % 32).view(4, 6)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _loss_of_a_model(model: Any, optimizer: Any, inputs: dict[str, torch.Tensor]) -> None:
+    model(**inputs).loss.backward()
+    nxd.reduce_gradients(model)
 
 
 def _logits(model: Any, optimizer: Any, ids: torch.Tensor) -> None:
@@ -497,6 +514,12 @@ PROGRAMS: dict[str, Program] = {
     ),
     "qwen": Program(_llama, _batch(), mesh={"tp": 2}, options=dict(kind="Qwen3")),
     "llama, one key/value head": Program(_llama, _batch(), mesh={"tp": 2}, options=dict(heads=(3, 1))),
+    **{
+        f"{name}{', sequence' if sp else ''}": Program(
+            _swapped, _architecture_inputs(), mesh={"tp": 2}, options=dict(name=name, sp=sp), step=_loss_of_a_model
+        )
+        for name, sp in (("GPT-2", False), ("GPT-2", True), ("Phi 3", True), ("T5", False))
+    },
     "llama, logits": Program(
         _llama, _batch()["input_ids"], options=dict(plain=True), step=_logits, values=_numbers_of("full_logits")
     ),

@@ -1,0 +1,204 @@
+"""Swapped models of 45 architectures compute what one process does: loss, logits and all gradients, in float64.
+
+`make test` runs one of each sort of word and of table; NXD_FULL=1 runs all, at tp 2 and 4, with sequence parallelism.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers.distributed import DistributedConfig
+
+from neuronx_dist import comm, hf
+from neuronx_dist.hf import UnsupportedModelError, in_place, words
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.weights.shard_spec import ShardSpec, spec_of
+from tests.hf.measuring import COLUMNS, measure
+from tests.hf.parity import differences
+from tests.support.architectures import MEASURED, Architecture
+from tests.support.more_architectures import OF_TRANSFORMERS
+
+FULL = os.environ.get("NXD_FULL") == "1"
+TOLERANCE = 1e-10
+pytestmark = pytest.mark.slow
+
+# One of each sort: gathered outputs and split inputs, packed, Conv1D, biases by head (ALiBi, T5's), experts (with a
+# bias, shared, and latent attention), scaled and tied embeddings, encoders, decoders with another input, classes.
+SAMPLE = (
+    "Phi 3", "GLM", "GPT-2", "BLOOM", "Falcon (ALiBi)", "T5", "Mixtral", "gpt-oss", "DeepSeek V2", "Gemma 3", "OLMo 2",
+    "BERT (masked language model)", "BART", "Llama (classification)", "OPT",
+)  # fmt: skip
+NO_SEQUENCES = {
+    "T5": "has 2 lists of layers: encoder.block, decoder.block",
+    "BART": "has 2 lists of layers: model.encoder.layers, model.decoder.layers",
+    "Whisper": "has 2 lists of layers: model.encoder.layers, model.decoder.layers",
+    "ALBERT": "calls the layers of albert.encoder.albert_layer_groups 2 times",
+}
+BY_NAME = {each.name: each for each in OF_TRANSFORMERS}
+CHOSEN = [each for each in OF_TRANSFORMERS if FULL or each.name in SAMPLE]
+
+
+def two_layers(architecture: Architecture) -> Any:
+    return architecture.make(2 * len(architecture.layers))
+
+
+def wrong(found: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in found.items() if not value < TOLERANCE}
+
+
+@pytest.mark.parametrize("tp", [2, 4] if FULL else [2])
+@pytest.mark.parametrize("architecture", CHOSEN, ids=lambda each: each.name)
+def test_loss_logits_and_gradients_are_those_of_one_process(architecture: Architecture, tp: int) -> None:
+    assert wrong(differences(two_layers(architecture), architecture.inputs(), tp)) == {}
+
+
+@pytest.mark.parametrize("architecture", CHOSEN, ids=lambda each: each.name)
+def test_with_sequence_parallelism(architecture: Architecture) -> None:
+    if architecture.name == "ViT":  # one patch and the class: two tokens
+        architecture = replace(architecture, config={**architecture.config, "patch_size": 8})
+    model, inputs = two_layers(architecture), architecture.inputs()
+    if architecture.name not in NO_SEQUENCES:
+        assert wrong(differences(model, inputs, 2, sequence_parallel=True)) == {}
+        return
+    with pytest.raises(UnsupportedModelError, match=f"{NO_SEQUENCES[architecture.name]}: swap it without"):
+        differences(model, inputs, 2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    "architecture", [each for each in CHOSEN if FULL or each.name == "GPT-2"], ids=lambda each: each.name
+)
+def test_the_document_says_what_is_measured(architecture: Architecture) -> None:
+    """`tests/hf/measured.json`, of which `docs/models.md` is made; `python -m tests.hf.measuring` writes it."""
+    measured = json.loads(MEASURED.read_text())
+    assert list(measured) == [each.name for each in OF_TRANSFORMERS]
+    assert {column: measure(architecture, column) for column in COLUMNS} == measured[architecture.name]
+    assert sum(row["swap"] == "yes" for row in measured.values()) >= 40
+
+
+# --- plans that are passed
+
+
+def test_a_distributed_config_is_a_layout_and_changes_words_of_the_plan() -> None:
+    config = DistributedConfig(tp_size=2, pp_size=1, tp_plan={"model.layers.*.mlp.down_proj": "rowwise"})
+    swapped_by(config, "Llama")
+    gathered = {f"model.layers.*.mlp.{name}_proj": "colwise_gather_output" for name in ("gate", "up")}
+    whole = DistributedConfig(tp_size=2, tp_plan={**gathered, "model.layers.*.mlp.down_proj": "rowwise_split_input"})
+    swapped_by(whole, "Llama")
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (DistributedConfig(tp_size=4), "tp_size=4 of the DistributedConfig, but the mesh has tp=2"),
+        (DistributedConfig(tp_size=2, pp_size=2), "pp_size=2 of the DistributedConfig, but the mesh has pp=1"),
+        (DistributedConfig(tp_size=2, ep_size=2), "ep_size=2 of the DistributedConfig distributes whole experts"),
+        (
+            DistributedConfig(tp_size=2, tp_plan={"model.layers.*.mlp.up": "colwise"}),
+            "the model has no such layer; nearest: model.layers.*.mlp",
+        ),
+        (
+            DistributedConfig(tp_size=2, tp_plan={"lm_head": "columnwise"}),
+            "style 'columnwise' (nearest: colwise",
+        ),
+    ],
+)
+def test_a_distributed_config_that_does_not_fit_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        swapped_by(config, "Llama")
+
+
+def swapped_by(plan: Any, name: str) -> None:
+    assert wrong(differences(two_layers(BY_NAME[name]), BY_NAME[name].inputs(), 2, plan=plan)) == {}
+
+
+def test_a_plan_of_the_user_says_of_each_matrix_what_becomes_of_it() -> None:
+    plan = {
+        **{f"transformer.h.*.attn.{name}": "replicate" for name in ("c_attn", "c_proj")},
+        "transformer.h.*.mlp.c_fc": "colwise",
+        "transformer.h.*.mlp.c_proj": "rowwise",
+    }
+    with pytest.raises(UnsupportedModelError, match=re.escape("transformer.wpe (not in the plan)")):
+        swapped_by(plan, "GPT-2")
+    swapped_by({**plan, "transformer.wpe": "embedding_colwise"}, "GPT-2")
+
+
+# --- dropout
+
+
+@pytest.mark.parametrize(
+    "name, rates, attention, refused",
+    [
+        ("BERT (masked language model)", ("attention_probs_dropout_prob", "hidden_dropout_prob"), "self", False),
+        ("BERT (masked language model)", ("attention_probs_dropout_prob",), "self", False),
+        ("BLOOM", ("attention_dropout",), "self_attention", False),
+        ("BLOOM", ("attention_dropout", "hidden_dropout"), "self_attention", True),
+        ("GPT-2", ("resid_pdrop", "embd_pdrop"), "attn", False),
+        ("GPT-2", ("resid_pdrop", "attn_pdrop"), "attn", True),
+    ],
+)
+def test_dropout_of_heads_has_random_numbers_of_its_own(
+    name: str, rates: tuple[str, ...], attention: str, refused: bool
+) -> None:
+    """A residual's must agree over ranks: where one module has both, they are refused."""
+    architecture = replace(BY_NAME[name], config={**BY_NAME[name].config, **dict.fromkeys(rates, 0.1)})
+    with comm.as_rank(Mesh(2, tp=2), 0):
+        if refused:
+            with pytest.raises(UnsupportedModelError, match="such dropout works neither"):
+                hf.swap(two_layers(architecture))
+            return
+        model = hf.swap(two_layers(architecture))
+    local = {path.rpartition(".")[2] for path, module in model.named_modules() if "forward" in vars(module)}
+    assert local == ({attention} if "att" in "".join(rates) else set())
+
+
+# --- what the comparison notices --------------------------------------------------------------------------------------
+
+
+def test_a_packed_matrix_that_is_cut_without_its_blocks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(words.LAYER_STYLES, "packed_column", ("column", {}))
+    glm = BY_NAME["GLM"]
+    assert "loss" in wrong(differences(two_layers(glm), glm.inputs(), 2))
+
+
+def test_experts_that_are_cut_without_their_blocks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unpacked(axis: Any, dim: int, stride: int, *rest: Any) -> ShardSpec:
+        return ShardSpec(axis, dim, 1, *rest)
+
+    monkeypatch.setattr(in_place, "ShardSpec", unpacked)
+    mixtral = BY_NAME["Mixtral"]
+    assert "loss" in wrong(differences(two_layers(mixtral), mixtral.inputs(), 2))
+
+
+@pytest.mark.parametrize(
+    "name, style", [("Mixtral", "experts"), ("DeepSeek V2", "latent"), ("BLOOM", "local_heads"), ("gpt-oss", "experts")]
+)
+def test_a_word_that_is_dropped_is_noticed(name: str, style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(in_place.IN_PLACE, style, lambda module, config: None)
+    try:
+        assert wrong(differences(two_layers(BY_NAME[name]), BY_NAME[name].inputs(), 2)) != {}
+    except RuntimeError as error:  # of shapes that do not fit
+        assert "size" in str(error) or "shape" in str(error)
+
+
+def test_weights_are_sharded_and_come_back(tmp_path: Any) -> None:
+    """Nothing that the plan names stays whole; loading and saving have transformers' names and shapes."""
+    for name in ("GPT-2", "Mixtral", "gpt-oss", "T5"):
+        whole = two_layers(BY_NAME[name])
+        state = {key: value.clone() for key, value in whole.state_dict().items()}
+
+        def rank(whole: Any = whole, state: Any = state) -> tuple[float, dict[str, torch.Tensor]]:
+            with torch.device("meta"):
+                model = type(whole)(whole.config).double()
+            hf.load_pretrained(hf.swap(model), state)
+            sharded = sum(p.numel() for p in model.parameters() if spec_of(p).is_sharded)
+            return sharded / sum(p.numel() for p in model.parameters()), hf.full_state_dict(model)
+
+        for share, full in comm.threads.run(Mesh(2, tp=2), rank):
+            assert share > 0.7
+            assert all(torch.equal(value, state[key]) for key, value in full.items())
