@@ -4,7 +4,7 @@ verbs/          one function per verb
 context.py      which mesh, which rank, which communicators; scopes.py: what a `with` changes
 recording.py    the one point that every collective passes; base.py: what a backend is; errors.py: errors
 backends/       c10d, xla, threads, shapes; launch.py: joining a job; run_command.py, run_network.py: `neuronx-dist run`
-local_store.py  the store of a job on one host
+local_store.py  the store of a job on one host; launchers.py: starts by the variables of torchrun, SLURM, Open MPI
 doctor/         `neuronx-dist doctor`: what this machine lacks
 ranks/          numbers that differ from rank to rank, for playing one rank in place of many
 health/         ranks that fail, wait or are lost

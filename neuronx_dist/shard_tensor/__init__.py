@@ -11,7 +11,7 @@ view_layouts.py  layouts in which dims are split and merged
 partials.py      functions exact on each rank's part      outside.py      ranks outside of a tensor's mesh
 merged_mesh.py   one tensor dim on several mesh dims      merged.py       its functions, on a mesh that merges them
 module.py        distribute_module                              sync.py         sync_module_over_mesh
-manager.py       DistributedManager                             launchers.py    starts by torchrun, SLURM, Open MPI
+manager.py       DistributedManager
 parallel.py, experimental.py  names of torch.distributed.tensor.parallel and .experimental
 data_parallel.py parameters in torch's wrappers
 checkpoint.py    torch.distributed.checkpoint                   bounded.py      tables of plans, of limited size

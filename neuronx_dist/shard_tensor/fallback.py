@@ -158,6 +158,27 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
     return pytree.tree_map(lambda x: _split_again(x, first, operands) if isinstance(x, torch.Tensor) else x, result)
 
 
+def into_plain(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Computes a function that writes ShardTensors into a plain tensor, equal on all ranks: shards are gathered.
+
+    Raises:
+        NotImplementedError: shards would be gathered, under `fallback("error")`.
+    """
+    flat, tree = pytree.tree_flatten((args, kwargs))
+    one_mesh([x for x in flat if isinstance(x, torch.Tensor)], name)
+    moved = sum(x.numel() * x.element_size() for x in flat if isinstance(x, ShardTensor) and x._spec.sharded)
+    if moved:
+        shape = tuple(args[0].shape)
+        text = (
+            f"{name} of a plain tensor of shape {shape}, and values that are sharded: they would be gathered ({moved} "
+            "bytes on every rank). Make it like a ShardTensor (x.new_zeros(..)) and distribute it, or use the "
+            "out-of-place form"
+        )
+        announce(name, text, moved)
+    args, kwargs = pytree.tree_map_only(ShardTensor, lambda x: x.full_tensor(), (args, kwargs))
+    return func(*args, **kwargs)
+
+
 def _whole(x: ShardTensor) -> torch.Tensor:
     """Returns `x` on every rank."""
     return redistributed_view(local_of(x), x._spec, x._spec.replicated())

@@ -14,8 +14,8 @@ import torch
 from .. import comm
 from ..comm import Communicator, launch
 from ..comm.backends import local_device
+from ..comm.launchers import Place, device_with, environment_of, place_of
 from .device_mesh import DeviceMesh, current_mesh, group_over, init_device_mesh
-from .launchers import Place, environment_of, place_of
 
 __all__ = ["DistributedManager", "UndefinedGroupError", "UninitializedManagerError"]
 
@@ -55,7 +55,7 @@ class DistributedManager:
         """Joins the job that a launcher started, or makes one of a single rank; does nothing if one was joined before.
 
         The launcher is torchrun, SLURM or Open MPI, the first whose variables are set;
-        PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD (ENV, SLURM, OPENMPI) selects one (`launchers.py`).
+        PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD (ENV, SLURM, OPENMPI) selects one (`comm/launchers.py`).
 
         Args:
             device: as of `neuronx_dist.init_distributed`; a job that was joined before has its own.
@@ -102,7 +102,7 @@ class DistributedManager:
         Raises:
             ValueError: torch.distributed has no such backend.
         """
-        device = "auto" if backend is None else _device_with(backend)
+        device = "auto" if backend is None else device_with(backend)
         place = Place(method, rank, world_size, rank if local_rank is None else local_rank, addr, str(port))
         cls._join(place, device)
 
@@ -393,15 +393,6 @@ class DistributedManager:
     def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = comm.current().extras[_STATE]
         return state
-
-
-def _device_with(backend: str) -> str:
-    """Returns the device type whose backend of torch.distributed has this name."""
-    backends = torch.distributed.Backend.default_device_backend_map
-    for device, name in backends.items():
-        if name == backend:
-            return str(device)
-    raise ValueError(f"backend {backend!r} is not one of {', '.join(sorted({*backends.values()}))}")
 
 
 def _torch_group(communicator: Communicator | None) -> Any:

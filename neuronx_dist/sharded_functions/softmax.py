@@ -2,7 +2,7 @@
 
     m_r = max x_r;  s_r = Σ exp(x_r - m_r)                    on rank r
     m = max m_r;    s = Σ_r s_r exp(m_r - m)                  from (m_r, s_r) of all ranks: one all-gather
-    softmax(x_r) = exp(x_r - m_r) exp(m_r - m) / s            backward: one all-reduce of the gradient of s
+    softmax(x_r) = exp(x_r - m_r) exp(m_r - m) / s            backward: one all-reduce, of Σ y_r dy_r
 
 An all-reduce of the maximum and another of the sum would wait twice; over n ranks the gather has n/2 times their bytes,
 of two numbers a row.
@@ -12,13 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .. import spmd
 from ..comm.context import AxisLike
-from ..spmd import I, R, S, V
+from ..comm.verbs.transformed_tensors import transforming
+from ..spmd import I, P, R, S, V
 from ..spmd.local_code import on_own_shard
+from ..spmd.watching import active
 
 __all__ = ["log_softmax", "log_sum_exp", "softmax", "wide"]
 
@@ -56,18 +60,51 @@ def _with_total(x: torch.Tensor, dim: int, axis: AxisLike) -> tuple[torch.Tensor
     return shifted, powers, local_largest - largest, spmd.convert(total, axis, src=I, dst=R)
 
 
+def _softmax(x: torch.Tensor, dim: int, axis: AxisLike) -> torch.Tensor:
+    _, powers, difference, total = _with_total(x, dim, axis)
+    return on_own_shard(lambda: powers * (difference.exp() / total), {axis: S(dim)})()
+
+
+def _log_softmax(x: torch.Tensor, dim: int, axis: AxisLike) -> torch.Tensor:
+    shifted, _, difference, total = _with_total(x, dim, axis)
+    return on_own_shard(lambda: shifted + (difference - total.log()), {axis: S(dim)})()
+
+
+class _OneNode(torch.autograd.Function):
+    """Softmax or log-softmax as one node of the graph, which saves the result alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, axis: AxisLike, logarithm: bool) -> torch.Tensor:
+        y = (_log_softmax if logarithm else _softmax)(x, dim, axis)
+        ctx.save_for_backward(y)
+        ctx.place = dim, axis, logarithm
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (y,) = ctx.saved_tensors
+        dim, axis, logarithm = ctx.place
+        summands = (grad if logarithm else y * grad).sum(dim, keepdim=True)
+        total = spmd.all_reduce(summands, axis, src=P, dst=R)
+        return (grad - y.exp() * total if logarithm else y * (grad - total)), None, None, None
+
+
+def _computed(input: torch.Tensor, dim: int, dtype: torch.dtype | None, axis: AxisLike, log: bool) -> torch.Tensor:
+    x = input if dtype is None else input.to(dtype)
+    y = wide(x)
+    if y.requires_grad and active() is None and not transforming() and not is_dynamo_compiling():
+        return _OneNode.apply(y, dim, axis, log).to(x.dtype)
+    return (_log_softmax if log else _softmax)(y, dim, axis).to(x.dtype)
+
+
 def softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, axis: AxisLike) -> torch.Tensor:
     """Returns this rank's shard of the softmax over a dim of which `input` is a shard: S(dim)."""
-    x = input if dtype is None else input.to(dtype)
-    _, powers, difference, total = _with_total(wide(x), dim, axis)
-    return on_own_shard(lambda: powers * (difference.exp() / total), {axis: S(dim)})().to(x.dtype)
+    return _computed(input, dim, dtype, axis, False)
 
 
 def log_softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, axis: AxisLike) -> torch.Tensor:
     """Returns this rank's shard of the log-softmax over a dim of which `input` is a shard: S(dim)."""
-    x = input if dtype is None else input.to(dtype)
-    shifted, _, difference, total = _with_total(wide(x), dim, axis)
-    return on_own_shard(lambda: shifted + (difference - total.log()), {axis: S(dim)})().to(x.dtype)
+    return _computed(input, dim, dtype, axis, True)
 
 
 def log_sum_exp(x: torch.Tensor, dims: Dims, axes: Sequence[AxisLike]) -> torch.Tensor:

@@ -179,7 +179,8 @@ def test_with_gradients():
     def run(mesh):
         x = distribute_tensor(values().requires_grad_(), mesh, [Shard(0)], src=None)
         value = distribute_tensor(torch.ones(4, requires_grad=True), mesh, [Replicate()], src=None)
-        for write in (lambda: (x * 1)[5].mul_(2), lambda: x.detach()[5].copy_(value), lambda: Zeroed.apply((x * 1)[5])):
+        y = x * 1
+        for write in (lambda: y[5].mul_(2), lambda: x.detach()[5].copy_(value), lambda: Zeroed.apply(y[5])):
             with pytest.raises(RuntimeError, match=r"this view is a copy"):
                 write()
 
@@ -201,5 +202,35 @@ def test_the_padding_row_of_a_sharded_vocabulary():
         expected = torch.ones(9, 4)
         expected[5] = 0
         assert_close(layer.weight.full_tensor().detach(), expected, "by assignment")
+
+    on_ranks(2, run)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_copy_of_what_no_one_holds_is_written(gradients):
+    """`x += positions`, after a picture became tokens: the picture, which torch's view shares, is gone."""
+
+    def tokens(x):
+        y = (x * 2).flatten(2).transpose(1, 2)
+        y += torch.arange(6.0, dtype=torch.float64)[:, None]
+        return y
+
+    def run(mesh):
+        values = torch.arange(36.0, dtype=torch.float64).view(2, 3, 2, 3)
+        expected, x = values.clone().requires_grad_(), distribute_tensor(values, mesh, [Shard(3)], src=None)
+        x.requires_grad_(gradients)
+        with torch.set_grad_enabled(gradients):
+            y, whole = tokens(x), tokens(expected)
+            assert_close(y.full_tensor().detach(), whole.detach(), "values")
+            held = x * 2
+            first = held.flatten(2)
+            second = first.view(2, 3, 3, 2).flatten(1, 2)
+            for view in (first, second):
+                with pytest.raises(RuntimeError, match=r"this view is a copy"):
+                    view.add_(1)
+        if gradients:
+            y.square().sum().backward()
+            whole.square().sum().backward()
+            assert_close(x.grad.full_tensor(), expected.grad, "gradient")
 
     on_ranks(2, run)

@@ -19,7 +19,7 @@ TIMEOUT = 60.0
 REFUSALS = OTHER_REFUSALS | NAME_REFUSALS
 FOLDER = Path(shard_tensor.__file__).parent
 # Their refusals are about environment variables, names, groups and wrappers of a job: their own tests have them.
-APART = {"data_parallel.py", "launchers.py", "manager.py", "physicsnemo", "sync.py"}
+APART = {"data_parallel.py", "manager.py", "physicsnemo", "sync.py"}
 
 
 @pytest.mark.parametrize("name", REFUSALS)

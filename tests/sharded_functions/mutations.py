@@ -9,9 +9,15 @@ import neuronx_dist as nxd
 from neuronx_dist import Mesh, comm
 from neuronx_dist.sharded_functions import norms
 from neuronx_dist.sharded_functions.softmax import log_softmax
-from tests.sharded_functions.shards import assert_like_whole, randn
+from tests.sharded_functions.shards import assert_like_whole, randn, shard
 
-__all__ = ["linear_cross_entropy", "moments_of_shards", "rms_of_shards", "softmax_of_shards"]
+__all__ = [
+    "linear_cross_entropy",
+    "moments_of_shards",
+    "rms_of_shards",
+    "softmax_of_shards",
+    "transformed_softmax_of_shards",
+]
 
 
 def softmax_of_shards() -> None:
@@ -20,6 +26,20 @@ def softmax_of_shards() -> None:
     logits[3:] -= 5000.0
     logits[0, :4] += 3000.0
     assert_like_whole(lambda x: log_softmax(x, 1, axis="tp"), lambda x: torch.log_softmax(x, 1), logits, 1, (5, 3))
+
+
+def transformed_softmax_of_shards() -> None:
+    """Differentiates by `torch.func`, which takes the operators themselves instead of one node for all of them."""
+    logits, weights = randn(3, 8), randn(3, 8, seed=3)
+    (expected,) = torch.func.vjp(lambda x: torch.log_softmax(x, 1), logits)[1](weights)
+
+    def rank() -> torch.Tensor:
+        _, vjp = torch.func.vjp(lambda x: log_softmax(x, 1, axis="tp"), shard(logits, 1, (5, 3)))
+        gradient: torch.Tensor = vjp(shard(weights, 1, (5, 3)))[0]
+        return gradient
+
+    joined = torch.cat(comm.threads.run(Mesh(2, tp=2), rank), 1)
+    torch.testing.assert_close(joined, expected, rtol=1e-10, atol=1e-12)
 
 
 def moments_of_shards() -> None:

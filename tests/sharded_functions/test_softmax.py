@@ -98,3 +98,25 @@ def test_one_collective_in_each_pass(name):
     ]
     assert verbs_of(lambda x: of_shard(x, 1, axis="tp"), randn(3, 8), 1, 1) == [[], []]
     assert verbs_of(lambda x: log_sum_exp(x, 1, ["tp"]), randn(3, 8), 1, 4) == [[("all_gather", 6)], []]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_gradient_of_a_gradient(name):
+    of_shard, of_whole = FUNCTIONS[name]
+    x, weights = randn(3, 8), randn(3, 8, seed=3)
+
+    def twice(x, y, weights):
+        (gradient,) = torch.autograd.grad((y * weights).sum(), x, create_graph=True)
+        return torch.autograd.grad(gradient.pow(3).sum(), x)[0]
+
+    whole = x.clone().requires_grad_()
+    expected = twice(whole, of_whole(whole, 1), weights)
+
+    def rank():
+        own = shard(x, 1, (5, 3)).clone().requires_grad_()
+        y = of_shard(own, 1, axis="tp")
+        assert "OneNode" in y.grad_fn.name()
+        return twice(own, y, shard(weights, 1, (5, 3)))
+
+    joined = torch.cat(threads.run(Mesh(2, tp=2), rank), 1)
+    torch.testing.assert_close(joined, expected, rtol=1e-10, atol=1e-12)

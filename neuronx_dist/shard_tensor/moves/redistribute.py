@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.overrides import has_torch_function_unary, has_torch_function_variadic
@@ -72,26 +72,31 @@ def moved(local: torch.Tensor, spec: ShardTensorSpec, target: ShardTensorSpec) -
     return result
 
 
-_copied: WeakSet[torch.UntypedStorage] = WeakSet()  # memory of copies that stand for views; their views share it
+# Memory of copies that stand for views, which their views share, and the memory that each was copied from.
+_copied: WeakKeyDictionary[torch.UntypedStorage, tuple[ref[torch.UntypedStorage], ...]] = WeakKeyDictionary()
 
 
 def redistributed_view(local: torch.Tensor, spec: ShardTensorSpec, target: ShardTensorSpec) -> torch.Tensor:
     """Returns `redistributed(..)` for a view of `local`: where it is a copy, `check_is_no_copy` refuses writes."""
     result = redistributed(local, spec, target)
     if result is not local and not transforming() and result.untyped_storage() is not local.untyped_storage():
-        mark_as_copy(result)
+        mark_as_copy(result, local)
     return result
 
 
-def mark_as_copy(local: torch.Tensor) -> None:
-    """Marks a tensor of memory of its own that stands for a view, so that `check_is_no_copy` refuses writes."""
+def mark_as_copy(local: torch.Tensor, source: torch.Tensor) -> None:
+    """Marks a tensor of memory of its own that stands for a view of `source`: `check_is_no_copy` refuses writes."""
     if not transforming():
-        _copied.add(local.untyped_storage())
+        memory = source.untyped_storage()
+        _copied[local.untyped_storage()] = (ref(memory), *_copied.get(memory, ()))
 
 
 def check_is_no_copy(name: str, local: torch.Tensor) -> None:
-    """Raises a RuntimeError if the function of this name would write into a copy that stands for a view."""
-    if not transforming() and local.untyped_storage() in _copied:
+    """Raises a RuntimeError if the function of this name would write into a copy that stands for a view.
+
+    Where nothing holds the memory of the viewed tensor any more, neither a tensor nor a graph, no one misses the write.
+    """
+    if not transforming() and any(memory() is not None for memory in _copied.get(local.untyped_storage(), ())):
         raise RuntimeError(
             f"{name} in place on x[i], or on another view that splits a sharded dim: this view is a copy, so x "
             "would not change. Write to x (x[i] = x[i] + 1 or x[i:i+1].add_(1) instead of x[i].add_(1)), or clone() "

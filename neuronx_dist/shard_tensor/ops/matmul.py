@@ -143,3 +143,17 @@ def _as_matmul(x: torch.Tensor) -> torch.Tensor:
     if not x.is_floating_point() or x.dtype is torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def known_to_opt_einsum(package: Any) -> None:
+    """Makes opt_einsum compute ShardTensors by torch: it takes functions of the package of an operand's class.
+
+    It would take numpy's otherwise, which gathers, and refuses what has a gradient.
+    """
+    for name in ("einsum", "tensordot", "transpose"):
+        function = getattr(package.backends.torch, name)
+        package.backends.dispatch._cached_funcs[name, __name__.partition(".")[0]] = function
+
+
+if torch.backends.opt_einsum.is_available():  # torch has imported it
+    known_to_opt_einsum(torch.backends.opt_einsum.get_opt_einsum())

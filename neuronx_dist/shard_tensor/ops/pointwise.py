@@ -12,6 +12,7 @@ from ...rules import RULES, Spec
 from ...rules.pointwise import ELEMENTWISE
 from ...rules.spec import elementwise
 from ...torch_internals.tensors import foreach_functions, tensor_to
+from ..fallback import into_plain
 from ..handlers import FUNCTIONS, sharded
 from ..labels import inside, rule_of
 from ..moves.exchange import linked
@@ -55,7 +56,9 @@ def check_writable(name: str, x: torch.Tensor) -> None:
 
 def _in_place(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
-    parts = kept(func, args, kwargs) if isinstance(x, ShardTensor) and x._spec.partial else None
+    if not isinstance(x, ShardTensor):
+        return into_plain(func, func.__name__, args, kwargs)
+    parts = kept(func, args, kwargs) if x._spec.partial else None
     if parts is not None and parts[1] is x._spec:
         check_is_no_copy(func.__name__, x._local)
         func(*parts[0], **kwargs)

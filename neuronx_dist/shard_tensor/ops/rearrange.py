@@ -71,10 +71,26 @@ def _joined(spec: ShardTensorSpec, dim: int, *others: ShardTensorSpec) -> Any:
     return divided(bounds, tuple(runs), bounds), _sized(spec, dim, totals)
 
 
+@planned
+def _beside(spec: ShardTensorSpec, dim: int, count: int) -> ShardTensorSpec | None:
+    """Returns the layout of a cat of tensors of one layout on their ranks; None if values travel, or are summed."""
+    dim = dim + len(spec.shape) if dim < 0 else dim
+    if spec.partial or not 0 <= dim < len(spec.shape) or dim in spec.mesh_dim_of:
+        return None
+    shape = [size * count if d == dim else size for d, size in enumerate(spec.shape)]
+    return make_spec(spec.mesh, spec.placements, shape, spec.sizes)
+
+
 @sharded(torch.cat, torch.concat, torch.concatenate)
 def cat(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(tensors: Sequence[Any], dim: int = 0, axis: int | None = None) -> Any:
         dim = dim if axis is None else axis
+        if type(tensors[0]) is ShardTensor:
+            like = tensors[0]._spec
+            if all(type(x) is ShardTensor and x._spec is like for x in tensors):  # the usual call
+                beside = _beside(like, dim, len(tensors))
+                if beside is not None:
+                    return wrap(torch.cat([local_of(x) for x in tensors], dim), beside)
         ndim = max(x.dim() for x in tensors)
         mesh = one_mesh(tensors, "cat")
         tensors = [x for x in tensors if x.dim() == ndim or x.shape != (0,)]  # torch skips empty vectors, too

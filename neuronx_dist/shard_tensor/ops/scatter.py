@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...spmd import S
+from ..fallback import into_plain
 from ..handlers import FUNCTIONS, UNHANDLED, sharded
 from ..labels import Labels, inside, one_mesh
 from ..moves.redistribute import check_is_no_copy
@@ -126,12 +127,18 @@ def _index_write(func: Callable[..., Any], name: str) -> Callable[..., Any]:
     return write
 
 
-def _handler(call: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
+def _handler(call: Callable[..., Any], in_place: bool, saved: bool = False) -> Callable[..., Any]:
+    """Returns the handler of a write; `saved`: backward needs the tensor as it was, so that in place it is copied."""
+
     def handler(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-        if in_place:
-            check_writable(func.__name__, args[0])
-        result = call(*args, **kwargs)
-        return args[0].copy_(result) if in_place else result
+        if not in_place:
+            return call(*args, **kwargs)
+        x, *others = args
+        if not isinstance(x, ShardTensor):
+            return into_plain(func, func.__name__, args, kwargs)
+        check_writable(func.__name__, x)
+        before = x.clone() if saved and torch.is_grad_enabled() else x
+        return x.copy_(call(before, *others, **kwargs))
 
     return handler
 
@@ -143,7 +150,7 @@ for _make, _names in (
     for _name in _names:
         _call = _make(getattr(torch, _name), _name)
         sharded(getattr(torch, _name), getattr(_T, _name))(_handler(_call, False))
-        sharded(getattr(_T, f"{_name}_"))(_handler(_call, True))
+        sharded(getattr(_T, f"{_name}_"))(_handler(_call, True, _name in ("scatter_reduce", "index_reduce")))
 
 
 def _indexed(x: Any, indices: Sequence[Any]) -> tuple[list[int], list[Any]]:
@@ -191,10 +198,8 @@ def setitem(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Non
     """Writes `x[slices, ints] = value`, each rank in its shard; also masks with a number, and an index at dim 0."""
     x, index, value = args
     if not isinstance(x, ShardTensor):
-        raise ValueError(
-            f"x[..] = y with y a ShardTensor and x a plain tensor of shape {tuple(x.shape)}: distribute x, or use "
-            "y.full_tensor()"
-        )
+        into_plain(func, "x[..] = y", args, kwargs)
+        return
     entries = expanded(index, x)
     if len(entries) == 1 and isinstance(entries[0], torch.Tensor):
         (only,) = entries

@@ -35,7 +35,7 @@ def as_strided(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> 
         flat = input.reshape(-1)
         result = flat[_positions(flat, size, stride, storage_offset)].reshape(tuple(size))
         if func is not torch.as_strided_copy:
-            mark_as_copy(result._local)
+            mark_as_copy(result._local, input._local)
         return result
 
     return call(*args, **kwargs)

@@ -28,7 +28,9 @@ _T = torch.Tensor
 
 
 def hashable(x: Any) -> Any:
-    return tuple(hashable(item) for item in x) if isinstance(x, (list, tuple)) else x
+    if not isinstance(x, (list, tuple)):
+        return x
+    return tuple([hashable(item) if isinstance(item, (list, tuple)) else item for item in x])
 
 
 def _shape_after(func: Callable[..., Any], shape: Sequence[int], args: Sequence[Any], kwargs: Any) -> torch.Size:

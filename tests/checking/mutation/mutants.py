@@ -193,6 +193,7 @@ EXEMPT = {
     "_by_operators": "under torch.func only",
     **dict.fromkeys(
         (
+            "_OneNode.backward:spmd.all_reduce",
             "_merged:spmd.all_gather",
             "_with_total:spmd.convert",
             "batch_norm_of_channels:spmd.all_gather",

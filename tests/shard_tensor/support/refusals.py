@@ -327,6 +327,15 @@ def _forced(mesh: DeviceMesh) -> None:
         F.scaled_dot_product_attention(*[x(mesh, shape=(1, 3, 4, 2), dim=2)] * 3)
 
 
+def _written_plain(write: Callable[..., Any], mesh: DeviceMesh) -> None:
+    with fallback("error"):
+        write(x(mesh))
+
+
+def _row_written(y: Any) -> None:
+    y[5].mul_(2)
+
+
 def _fallback(mesh: DeviceMesh, call: Callable[..., Any], mode: str = "error") -> None:
     with fallback(mode):
         call(x(mesh))
@@ -595,7 +604,12 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
     (lambda mesh: F.group_norm(x(mesh), 4), RuntimeError, "num_groups=4 must divide the channels"),
     (lambda mesh: F.instance_norm(x(mesh, shape=(4, 3, 1))), ValueError, "more than 1 spatial element"),
     (_fused_step, ValueError, "create the optimizer after distributing the parameters"),
-    (lambda mesh: torch.ones(7, 6).add_(x(mesh)), ValueError, "add_ would write a ShardTensor's values to a plain"),
+    (lambda mesh: _written_plain(lambda y: torch.ones(7, 6).add_(y), mesh), NotImplementedError, "add_ of a plain"),
+    (
+        lambda mesh: torch._foreach_add_([torch.ones(7, 6)], [x(mesh)]),
+        ValueError,
+        "_foreach_add_ would write a ShardTensor's values to a plain",
+    ),
     (lambda mesh: torch.add(x(mesh), 1, out=torch.ones(7, 6)), ValueError, "out must be a ShardTensor of shape"),
     (lambda mesh: F.prelu(x(mesh), torch.ones(3)), ValueError, "or one for each channel"),
     (
@@ -616,7 +630,11 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
     (lambda mesh: torch.norm(x(mesh), "nuc"), NotImplementedError, "norm of order 'nuc' is not supported"),
     (lambda mesh: x(mesh).long().mean(), RuntimeError, "a tensor of torch.int64 has no mean"),
     (lambda mesh: F.interpolate(x(mesh, shape=(2, 2, 4)), scale_factor=0.1), ValueError, "gives an empty"),
-    (lambda mesh: _assigned(torch.ones(7, 6), 0, x(mesh)[0]), ValueError, "y a ShardTensor and x a plain"),
+    (
+        lambda mesh: _written_plain(lambda y: _assigned(torch.ones(7, 6), slice(0, 7), y), mesh),
+        NotImplementedError,
+        "= y of a plain tensor",
+    ),
     (
         lambda mesh: _assigned(x(mesh), (torch.tensor([0]), torch.tensor([1])), 1.0),
         NotImplementedError,
@@ -625,9 +643,9 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
     (_partial_written, ValueError, r"redistribute\(\) (the tensor|x) to Replicate first"),
     (lambda mesh: _assigned(_leaf(mesh), 0, 1.0), RuntimeError, "a leaf that requires gradients"),
     (
-        lambda mesh: torch.ones(7, 6).index_add_(0, torch.tensor([0]), x(mesh)[:1]),
-        ValueError,
-        "would write a ShardTensor",
+        lambda mesh: _written_plain(lambda y: torch.ones(7, 6).index_add_(0, torch.arange(7), y), mesh),
+        NotImplementedError,
+        "index_add_ of a plain tensor of shape",
     ),
     (
         lambda mesh: torch.gradient(x(mesh), edge_order=3),
@@ -801,7 +819,7 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
     ),
     (lambda mesh: x(mesh).resize_(3, 14), NotImplementedError, r"shape \(7, 6\) cannot become \(3, 14\) in place"),
     (
-        lambda mesh: x(mesh)[5].mul_(2),
+        lambda mesh: _row_written(x(mesh)),
         RuntimeError,
         r"^mul_ in place on x\[i\], or on another view .*: this view is a copy",
     ),

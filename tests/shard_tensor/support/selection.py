@@ -77,6 +77,11 @@ SCATTER = [
     Case("scatter of a part, in place", lambda x, y: (x * 1).scatter_(1, _GRID, y), [(6, N), (4, 4)]),
     Case("scatter_add of a part", lambda x, y: x.scatter_add(1, ranks_of(y), y), [(6, N), (4, 4)]),
     Case("scatter_reduce of a part", lambda x, y: x.scatter_reduce(0, ranks_of(y), y, "amax"), [(N, 6), (9, 2)]),
+    Case(
+        "scatter_reduce in place",
+        lambda x, y: (x * 1).scatter_reduce_(0, ranks_of(y), y, "amax").square(),
+        [(N, 3), (5, 3)],
+    ),
     Case("scatter_reduce sum", lambda x, y: x.scatter_reduce(0, ranks_of(y), y, "sum"), [(N, 3), (4 * N, 3)]),
     Case(
         "scatter_reduce sum of values alone",

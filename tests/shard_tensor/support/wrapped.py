@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -201,6 +201,23 @@ def fully(job: Job) -> Values:
 
 def fully_of_torch(job: Job) -> Values:
     return job.train(job.model if job.mesh is None else job.sharded(job.model, (job.data or job.mesh).to_torch()))
+
+
+def hybrid(job: Job) -> Values:
+    """HSDP: over a mesh of two dims, 2 ranks that replicate and 1 that shards."""
+    if job.mesh is None:
+        return job.train(job.model)
+    data = (job.data or job.mesh).to_torch()
+    return job.train(job.sharded(job.model, data._unflatten(0, (2, 1), ("replicate", "shard"))))
+
+
+def fully_mixed(job: Job) -> Values:
+    """Products in bfloat16, gradients reduced in float32."""
+    model = job.model.float()
+    if job.mesh is not None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(model, mesh=job.data or job.mesh, mp_policy=policy)
+    return job.train(model, lambda x: model(x.float()).float())
 
 
 def zero1(job: Job) -> Values:
@@ -448,6 +465,8 @@ ROWS: dict[str, tuple[Callable[[Job], Values], bool]] = {
     "`FullyShardedDataParallel` (FSDP1)": (fsdp1, True),
     "`fully_shard`": (fully, True),
     "`fully_shard` over torch's mesh": (fully_of_torch, True),
+    "`fully_shard` over a mesh of two dims (HSDP)": (hybrid, True),
+    "`fully_shard(mp_policy=..)`": (fully_mixed, True),
     "`NeuronZero1Optimizer`": (zero1, True),
     "`ColumnParallelLinear`, `RowParallelLinear`": (parallel_layers, True),
     "`checkpoint(.., use_reentrant=False)`": (checkpointed, False),

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-__all__ = ["METHOD", "Place", "environment_of", "place_of"]
+import torch.distributed as dist
+
+__all__ = ["METHOD", "Place", "device_with", "environment_of", "place_of"]
 
 METHOD = "PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD"  # names the launcher; without it the first that is found
 _PORT = "12355"  # where MASTER_PORT is not set
@@ -91,3 +93,16 @@ def environment_of(place: Place | None) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def device_with(backend: str) -> str:
+    """Returns the device type whose backend of torch.distributed has this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    backends = dist.Backend.default_device_backend_map
+    for device, name in backends.items():
+        if name == backend:
+            return str(device)
+    raise ValueError(f"backend {backend!r} is not one of {', '.join(sorted({*backends.values()}))}")

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from neuronx_dist import comm
+from neuronx_dist.comm.launchers import METHOD, Place, environment_of, place_of
 from neuronx_dist.shard_tensor import DistributedManager
-from neuronx_dist.shard_tensor.launchers import METHOD, Place, environment_of, place_of
 from tests.support.pool import processes
 
 ENV = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "hosta", "MASTER_PORT": "29500"}
