@@ -183,8 +183,8 @@ def _serve_device() -> None:
         initialise(self, local_device().type if device_type == XLA else device_type, *args, **kwargs)
 
     torch.autocast.__init__ = autocast  # type: ignore[method-assign]
-    torch.Tensor.to = _Served(tensor_to)  # type: ignore[method-assign, assignment]
-    torch.nn.Module.to = _Served(torch.nn.Module.to)  # type: ignore[method-assign, assignment]
+    torch.Tensor.to = _Served(tensor_to)  # type: ignore[method-assign]
+    torch.nn.Module.to = _Served(torch.nn.Module.to)  # type: ignore[method-assign]
 
 
 class _Served:
