@@ -24,7 +24,8 @@ from .. import comm
 from ..torch_internals.modules import move_hooks
 from ..weights.shard_spec import ShardedModule, set_spec, spec_of
 from .embedding import ParallelEmbedding
-from .linear import ColumnParallelLinear, RowParallelLinear, check_fusable, fuse_columns
+from .fused_columns import check_fusable, fuse_columns
+from .linear import ColumnParallelLinear, RowParallelLinear
 from .transposed_linear import ParallelConv1D
 
 __all__ = ["STYLES", "LayerPlan", "Style", "apply", "mark_partial_gradients"]
