@@ -51,7 +51,8 @@ def parallel_linear_cross_entropy(
         weight, bias: the rank's shard of the output layer, `[vocab/tp, in]` and `[vocab/tp]`: `lm_head.weight`, or the
             weight of a tied embedding.
         labels: ids in the whole vocabulary, of the whole sequence, equal on all ranks.
-        label_smoothing, ignore_index: as in `parallel_cross_entropy`.
+        label_smoothing, ignore_index: as in `parallel_cross_entropy`: NeMo's smoothing, which is that of torch with
+            `label_smoothing * K / (K - 1)` for a vocabulary of K.
         vocab_size: size of the whole vocabulary, whose padding does not count; None: that of the weight's layer.
         reduction: "mean" over the labels that are not ignored (0 without any), "sum", or "none". "none" computes the
             logits a second time in backward.
@@ -126,7 +127,7 @@ def _check_arguments(
     if labels.is_floating_point():
         raise TypeError(
             f"{name}: labels are {labels.dtype} of shape {tuple(labels.shape)}: pass ids, as integers: labels.long(). "
-            "Probabilities of classes are not supported"
+            "Probabilities of classes are not supported. (The order of the arguments is input, weight, labels)"
         )
     if reduction not in REDUCTIONS:
         raise ValueError(f"{name}: reduction={reduction!r} is none of {', '.join(REDUCTIONS)}")

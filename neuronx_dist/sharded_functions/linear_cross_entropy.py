@@ -124,10 +124,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         options, need = ctx.options, ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # create_graph=True
             # Other tensors with the history of these, so that no path from one operand to another is followed.
-            aliases: list[Any] = [
-                operand if operand is None else operand.view_as(operand) for operand in (x, weight, bias)
-            ]
-            loss = _by_operators(*aliases, target, options)
+            aliases: list[Any] = [None if t is None else t.view_as(t) for t in (x, weight, bias)]
+            loss = _by_operators(aliases[0], aliases[1], aliases[2], target, options)
             wanted = [alias for alias, is_needed in zip(aliases, need) if is_needed]
             found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=True))
             return *(next(found) if is_needed else None for is_needed in need), None, None
