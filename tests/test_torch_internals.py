@@ -173,6 +173,8 @@ def tensors_case() -> None:
     assert tensors.state_dict_metadata({}) == {}
     assert tensors.version_of(x) + 1 == tensors.version_of(x.add_(1))
     assert tensors.is_view(x[1:]) and not tensors.is_view(x) and tensors.base_of_view(x[1:]) is x
+    alone = tensors.without_base(x[1:])
+    assert not tensors.is_view(alone) and alone.data_ptr() == x[1:].data_ptr()
     assert not tensors.backward_hooks(hooked) and not tensors.post_accumulate_hooks(hooked)
     hooked.register_hook(lambda grad: grad)
     hooked.register_post_accumulate_grad_hook(lambda param: None)

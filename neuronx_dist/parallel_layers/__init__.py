@@ -1,6 +1,6 @@
 """NeuronX Distributed's parallel layers, by its names.
 
-linear.py            column and row layers, fused where they have one input; autograd_linear.py: their formulas
+linear.py            column and row layers; fused_columns.py: on one input; autograd_linear.py: their formulas
 conv.py              convolutions sharded over channels
 transposed_linear.py GPT-2's linear layer, whose weight is transposed
 embedding.py         `ParallelEmbedding`; layer_norm.py: norms; loss_functions.py: `parallel_cross_entropy`
@@ -21,7 +21,7 @@ misfits.py           errors for inputs that do not fit a layer; first_batch.py: 
 from ..lazy_names import lazy_names
 from . import mappings, parallel_state
 from .embedding import ParallelEmbedding
-from .linear import ColumnParallelLinear, RowParallelLinear, fuse_columns
+from .linear import ColumnParallelLinear, RowParallelLinear
 from .loss_functions import parallel_cross_entropy
 from .mappings import (
     copy_to_tensor_model_parallel_region,
@@ -43,6 +43,7 @@ PARALLEL_FUNCTIONS = [
 # Loaded at the first use, so that importing the package stays quick.
 _LAZY = {
     **dict.fromkeys(("LayerNorm", "RMSNorm"), "parallel_layers.layer_norm"),
+    "fuse_columns": "parallel_layers.fused_columns",
     "parallel_linear_cross_entropy": "parallel_layers.linear_cross_entropy",
     **dict.fromkeys(("load", "save"), "parallel_layers.checkpointing"),
     "clip_grad_norm": "gradients.norm",
@@ -68,7 +69,6 @@ __all__ = [
     "ParallelEmbedding",
     "RowParallelLinear",
     "copy_to_tensor_model_parallel_region",
-    "fuse_columns",
     "gather_from_tensor_model_parallel_region",
     "initialize_model_parallel",
     "mappings",

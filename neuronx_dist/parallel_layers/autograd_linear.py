@@ -32,6 +32,8 @@ from ..comm.verbs.transformed_tensors import transforming
 from ..spmd import I, P, R, S
 from ..spmd.local_holders import holds_local
 from ..spmd.random import checkpoint
+from ..spmd.watching import active
+from ..torch_internals.tensors import is_view, without_base
 
 __all__ = [
     "ColumnLinear",
@@ -89,7 +91,8 @@ class ColumnLinear(torch.autograd.Function):
         ctx.communicator, ctx.sequence_dim, ctx.reduce_dtype = communicator, sequence_dim, reduce_dtype
         ctx.has_bias = len(params) > count
         full = x if sequence_dim is None else comm.all_gather(x, communicator, dim=sequence_dim)
-        return tuple(F.linear(full, weight, bias) for weight, bias in zip(weights, biases))  # type: ignore[arg-type]
+        outs = (F.linear(full, weight, bias) for weight, bias in zip(weights, biases))  # type: ignore[arg-type]
+        return tuple(_writable(out) if is_view(out) else out for out in outs)
 
     @staticmethod
     def composition(
@@ -156,6 +159,13 @@ class ColumnLinear(torch.autograd.Function):
             x = gathering.wait()
         grad_params = _parameter_grads(x, flat, need, count, ctx.has_bias)
         return (reducing.wait() if reducing is not None else None, None, None, None, None, *grad_params)
+
+
+def _writable(view: torch.Tensor) -> torch.Tensor:
+    """Returns an output that may be written in place, which torch forbids for a function's views (`F.linear`'s)."""
+    if is_dynamo_compiling() or in_one_program(view):
+        return view
+    return view.clone() if active() is not None else without_base(view)
 
 
 def linear_alone(

@@ -13,7 +13,8 @@ from .attributes import LinearAttributes
 from .autograd_linear import ColumnLinear, call, linear_alone
 from .conv import BaseParallelConv, InputChannelParallelConv2d, OutputChannelParallelConv2d
 from .embedding import ParallelEmbedding
-from .linear import ColumnParallelLinear, RowParallelLinear, fuse_columns
+from .fused_columns import fuse_columns
+from .linear import ColumnParallelLinear, RowParallelLinear
 from .mappings import copy_to_tensor_model_parallel_region
 from .signatures import accepts
 from .utils import (

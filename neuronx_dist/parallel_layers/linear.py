@@ -22,7 +22,7 @@ from .first_batch import compare_noted, note_first
 from .misfits import refuse_input, refuse_sequence
 from .signatures import accepts
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "check_fusable", "fuse_columns"]
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "column_shards"]
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 InitMethod = Callable[[torch.Tensor], Any]
@@ -261,7 +261,7 @@ class ColumnParallelLinear(_ParallelLinear):
         self.gather_output = gather_output
         self.input_is_replicated = input_is_replicated
         self.output_size_per_partition = self.weight.shape[0]
-        self._siblings: _FusedColumns | None = None
+        self._siblings: Any = None  # of fused_columns.py
 
     def forward(self, input: torch.Tensor) -> Output:
         """`[.., in] -> [.., out/tp]`, or `[.., out]` with gather_output; `(output, bias)` with skip_bias_add."""
@@ -269,7 +269,7 @@ class ColumnParallelLinear(_ParallelLinear):
             if self._siblings is not None:
                 out = self._siblings.output_of(self, input)
             else:
-                (out,) = _shards([self], input)
+                (out,) = column_shards([self], input)
                 if self.gather_output:
                     out = self.gathered_output(out)
         except (RuntimeError, ValueError) as error:
@@ -319,7 +319,7 @@ def gathered(
     return result
 
 
-def _shards(layers: Sequence[ColumnParallelLinear], x: torch.Tensor) -> Sequence[torch.Tensor]:
+def column_shards(layers: Sequence[ColumnParallelLinear], x: torch.Tensor) -> Sequence[torch.Tensor]:
     """This rank's shards of the outputs of layers of one kind on `x`; without a bias, which comes after a gather."""
     first = layers[0]
     weights: list[Any] = [layer.used(layer.weight) for layer in layers]
@@ -349,69 +349,6 @@ def column_outputs(
     if sequence_dim is None:
         note_first(x, communicator, "inputs of linear layers", shard)
     return call(ColumnLinear, x, communicator, sequence_dim, reduce_dtype, len(weights), *weights, *biases)
-
-
-class _FusedColumns:
-    """Column layers on one input, computed together when the first of them is called.
-
-    The parameters stay separate, so that a state dict has the model's names, and no parameter is copied. Fused is the
-    input gradient: one sum and one collective, not one for each layer.
-
-    Hazard: the output of a layer that is never called stays in memory, with its graph, until the next input.
-    """
-
-    def __init__(self, layers: Sequence[ColumnParallelLinear]) -> None:
-        self.layers = list(layers)
-        self._input: torch.Tensor | None = None
-        self._outputs: dict[ColumnParallelLinear, torch.Tensor] = {}  # of those not yet called
-
-    def output_of(self, layer: ColumnParallelLinear, x: torch.Tensor) -> torch.Tensor:
-        if self._input is not x or layer not in self._outputs:
-            self._input, self._outputs = x, dict(zip(self.layers, _shards(self.layers, x)))
-        out = self._outputs.pop(layer)
-        if not self._outputs:
-            self._input = None
-        return out
-
-
-def fuse_columns(layers: Sequence[ColumnParallelLinear]) -> None:
-    """Makes column layers that are always called on the same tensor share one input-gradient collective.
-
-    Such layers are q, k and v, or gate and up.
-
-    Raises:
-        ValueError: they differ in input, group, sequence parallelism or bias, or gather their output.
-    """
-    check_fusable(layers)
-    fused = _FusedColumns(layers)
-    for layer in layers:
-        layer._siblings = fused
-
-
-def check_fusable(layers: Sequence[ColumnParallelLinear]) -> None:
-    """Checks that column layers can share one input-gradient collective.
-
-    Raises:
-        ValueError: as `fuse_columns`.
-    """
-    signatures = {
-        (
-            layer.input_size,
-            layer.axis,
-            layer.sequence_parallel_enabled,
-            layer.sequence_dimension,
-            layer.input_is_replicated,
-            layer.reduce_dtype,
-            layer.added_bias() is not None,
-            layer.gather_output,
-        )
-        for layer in layers
-    }
-    if len(layers) < 2 or len(signatures) != 1 or next(iter(signatures))[-1]:
-        raise ValueError(
-            "fuse_columns needs at least two layers with equal input size, group, sequence parallelism, reduce dtype "
-            f"and bias, and gather_output=False; got {[repr(layer) for layer in layers]}"
-        )
 
 
 class RowParallelLinear(_ParallelLinear):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import weakref
+from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import comm
 from ..comm import Communicator
@@ -12,9 +15,10 @@ from ..comm.context import AxisLike
 from ..gradients.reduce import number_of_valid
 from ..sharded_functions.linear_cross_entropy import LossOptions, linear_cross_entropy_of_shard
 from ..sharded_functions.vocabulary import check_ids, padded_vocabulary
+from ..weights.shard_spec import spec_of
 from .first_batch import compare_noted, note_first
 
-__all__ = ["parallel_linear_cross_entropy"]
+__all__ = ["note_adapter", "parallel_linear_cross_entropy"]
 
 REDUCTIONS = ("none", "sum", "mean")
 
@@ -47,7 +51,9 @@ def parallel_linear_cross_entropy(
         weight, bias: the rank's shard of the output layer, `[vocab/tp, in]` and `[vocab/tp]`: `lm_head.weight`, or the
             weight of a tied embedding.
         labels: ids in the whole vocabulary, of the whole sequence, equal on all ranks.
-        label_smoothing, ignore_index, vocab_size: as in `parallel_cross_entropy`.
+        label_smoothing, ignore_index: as in `parallel_cross_entropy`: NeMo's smoothing, which is that of torch with
+            `label_smoothing * K / (K - 1)` for a vocabulary of K.
+        vocab_size: size of the whole vocabulary, whose padding does not count; None: that of the weight's layer.
         reduction: "mean" over the labels that are not ignored (0 without any), "sum", or "none". "none" computes the
             logits a second time in backward.
         z_loss: factor of the square of each token's log-sum-exp, which is added to its loss (PaLM, arXiv:2204.02311).
@@ -58,10 +64,15 @@ def parallel_linear_cross_entropy(
 
     Raises:
         TypeError: labels are floating-point numbers.
-        ValueError: shapes do not match, an unknown reduction, smoothing outside of [0, 1], or `chunk_size` below 1.
+        ValueError: shapes do not match, an unknown reduction, smoothing outside of [0, 1], `chunk_size` below 1; or the
+            layer of the weight has an adapter that is not merged.
         IndexError: a label is outside of the vocabulary (checked on CPU, where it costs no synchronisation).
     """
     communicator = comm.communicator(tensor_model_parallel_group or "tp")
+    _refuse_adapter(weight)
+    spec = spec_of(weight)
+    if vocab_size is None and spec.axis is not None and spec.dim == 0:
+        vocab_size = spec.unpadded
     vocabulary = vocab_size or weight.shape[0] * communicator.size
     _check_arguments(input, weight, labels, reduction, label_smoothing, chunk_size)
     _check_sizes(input, weight, labels, communicator, vocab_size, sequence_dimension)
@@ -87,6 +98,23 @@ def parallel_linear_cross_entropy(
     return losses / torch.where(count == 0, math.inf, count)
 
 
+_adapted: Any = WeakIdKeyDictionary()  # weight of a layer -> weak reference to the layer's adapter
+
+
+def note_adapter(weight: torch.Tensor, adapter: Any) -> None:
+    """Records an adapter, which has `merged`, so that the loss is not computed from the weight without it."""
+    _adapted[weight] = weakref.ref(adapter)
+
+
+def _refuse_adapter(weight: torch.Tensor) -> None:
+    adapter = _adapted[weight]() if weight in _adapted else None
+    if adapter is not None and not adapter.merged:
+        raise ValueError(
+            "parallel_linear_cross_entropy: the weight's layer has an adapter, which is no part of the weight: merge "
+            "it, leave the output layer out of its target_modules, or call the layer and parallel_cross_entropy"
+        )
+
+
 def _check_arguments(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -99,7 +127,7 @@ def _check_arguments(
     if labels.is_floating_point():
         raise TypeError(
             f"{name}: labels are {labels.dtype} of shape {tuple(labels.shape)}: pass ids, as integers: labels.long(). "
-            "Probabilities of classes are not supported"
+            "Probabilities of classes are not supported. (The order of the arguments is input, weight, labels)"
         )
     if reduction not in REDUCTIONS:
         raise ValueError(f"{name}: reduction={reduction!r} is none of {', '.join(REDUCTIONS)}")
@@ -107,6 +135,8 @@ def _check_arguments(
         raise ValueError(f"{name}: label_smoothing must be in [0, 1], got {label_smoothing}")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"{name}: chunk_size must be a number of tokens, got {chunk_size}")
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name}: labels are {labels.dtype}: pass ids as torch.int64: labels.long()")
     if weight.dim() != 2 or input.shape[-1:] != weight.shape[1:]:
         raise ValueError(
             f"{name}: input of shape {tuple(input.shape)} does not match the weight of shape {tuple(weight.shape)}: "

@@ -24,7 +24,8 @@ from .. import comm
 from ..torch_internals.modules import move_hooks
 from ..weights.shard_spec import ShardedModule, set_spec, spec_of
 from .embedding import ParallelEmbedding
-from .linear import ColumnParallelLinear, RowParallelLinear, check_fusable, fuse_columns
+from .fused_columns import check_fusable, fuse_columns
+from .linear import ColumnParallelLinear, RowParallelLinear
 from .transposed_linear import ParallelConv1D
 
 __all__ = ["STYLES", "LayerPlan", "Style", "apply", "mark_partial_gradients"]
@@ -136,9 +137,20 @@ def apply(model: nn.Module, plans: Sequence[LayerPlan]) -> nn.Module:
             _install(model, plan, parallel[plan.name], real_size, tied)
         else:
             mark_partial_gradients(layers[plan.name])
+    _share(model, tied)
     for group in groups:
         fuse_columns([parallel[plan.name] for plan in plans if plan.name in group])
     return model
+
+
+def _share(model: nn.Module, tied: dict[int, nn.Parameter]) -> None:
+    """Puts local parameters in the place of whole ones that other modules share with replaced layers (BERT's bias)."""
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            local = None if param is None else tied.get(id(param))
+            if local is not None and local is not param:
+                setattr(module, name, local)
+                set_spec(module, name, spec_of(local))
 
 
 def _build(plan: LayerPlan, layer: nn.Module) -> Any:

@@ -42,6 +42,7 @@ from .vocabulary import hide_padding, local_positions
 
 __all__ = ["LossOptions", "linear_cross_entropy_of_shard"]
 
+_FLOAT16_SCALE = 64.0  # divisor of a sum over a chunk's tokens, which would be infinite in float16
 _FEWEST = 512  # tokens of a chunk: with less, reading W and adding to dW take longer than their products
 
 
@@ -57,6 +58,8 @@ class LossOptions(NamedTuple):
         z_loss: factor of the squared log-sum-exp.
         chunk_size: tokens whose logits exist at a time; None: chosen by `_chunk_size`.
         by_token: the result is each token's loss, not their sum.
+        with_gradients: forward computes gradients; set by `linear_cross_entropy_of_shard`, because an autograd function
+            does not see whether gradients are recorded.
     """
 
     communicator: Communicator
@@ -68,6 +71,7 @@ class LossOptions(NamedTuple):
     z_loss: float = 0.0
     chunk_size: int | None = None
     by_token: bool = False
+    with_gradients: bool = False
 
 
 def linear_cross_entropy_of_shard(
@@ -78,12 +82,13 @@ def linear_cross_entropy_of_shard(
     Compilers, programs that all ranks share, transforms of `torch.func` and tensors that hold a local one get the
     linear function and the loss of its logits.
     """
-    operands = (x, weight, bias, target, options)
+    with_gradients = torch.is_grad_enabled() and not options.by_token
+    operands = (x, weight, bias, target, options._replace(with_gradients=with_gradients))
     if transforming() or is_dynamo_compiling() or holds_local(x, weight, target) or in_one_program(x):
         return _by_operators(*operands)
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):  # which knows no meta device
         dtype = torch.get_autocast_dtype(x.device.type)
-        operands = (x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), target, options)
+        operands = (x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), *operands[3:])
     loss: torch.Tensor = _LinearCrossEntropy.apply(*operands)
     return loss
 
@@ -99,8 +104,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         options: LossOptions,
     ) -> torch.Tensor:
         need = ctx.needs_input_grad[:3]
-        at_once = any(need) and not options.by_token
-        gradients = _Gradients(weight, bias, need) if at_once else None
+        gradients = _Gradients(weight, bias, need) if options.with_gradients and any(need) else None
         full, losses, logs = _gathered(x, options), [], []
         for chunk in _chunks(full, weight, bias, target, options):
             loss, log = _loss_of(chunk, options)
@@ -119,8 +123,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x, weight, bias, target, log = ctx.saved_tensors
         options, need = ctx.options, ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # create_graph=True
-            loss = _by_operators(x, weight, bias, target, options)
-            wanted = [operand for operand, is_needed in zip((x, weight, bias), need) if is_needed]
+            # Other tensors with the history of these, so that no path from one operand to another is followed.
+            aliases: list[Any] = [None if t is None else t.view_as(t) for t in (x, weight, bias)]
+            loss = _by_operators(aliases[0], aliases[1], aliases[2], target, options)
+            wanted = [alias for alias, is_needed in zip(aliases, need) if is_needed]
             found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=True))
             return *(next(found) if is_needed else None for is_needed in need), None, None
         gradients = ctx.gradients
@@ -200,7 +206,7 @@ def _chunks(
 ) -> Iterator[_Chunk]:
     communicator = options.communicator
     local, elsewhere = local_positions(target.flatten(), weight.shape[0], communicator)
-    flat = (x.flatten(0, -2), local.unsqueeze(-1), elsewhere, target.flatten() == options.ignore_index)
+    flat = (x.reshape(-1, x.shape[-1]), local.unsqueeze(-1), elsewhere, target.flatten() == options.ignore_index)
     size = _chunk_size(x, weight, options)
     for tokens, *positions in zip(*(_split(t, size) for t in flat)):
         logits = F.linear(tokens, weight, bias)
@@ -258,12 +264,14 @@ class _Gradients:
         if self.need[0]:
             self.of_tokens.append(dz.mm(self.weight))
         if self.need[1]:
-            if self.of_weight is None:
-                self.of_weight = dz.t().mm(chunk.x).to(torch.promote_types(dz.dtype, torch.float32))
-            elif self.of_weight.dtype == dz.dtype:
+            wide_dtype = torch.promote_types(dz.dtype, torch.float32)
+            if self.of_weight is not None and wide_dtype == dz.dtype:
                 self.of_weight.addmm_(dz.t(), chunk.x)
             else:
-                self.of_weight.add_(dz.t().mm(chunk.x))
+                scale = _FLOAT16_SCALE if dz.dtype == torch.float16 else 1.0
+                product = dz.t().mm(chunk.x / scale if scale != 1.0 else chunk.x).to(wide_dtype)
+                product = product * scale if scale != 1.0 else product
+                self.of_weight = product if self.of_weight is None else self.of_weight.add_(product)
         if self.need[2]:
             summed = dz.sum(0, dtype=torch.promote_types(dz.dtype, torch.float32))
             self.of_bias = summed if self.of_bias is None else self.of_bias.add_(summed)

@@ -63,6 +63,12 @@ def is_view(x: torch.Tensor) -> bool:
     return x._is_view()
 
 
+def without_base(x: torch.Tensor) -> torch.Tensor:
+    """Returns the memory of a view as a tensor that autograd does not take for a view, so that it may be written."""
+    result: torch.Tensor = torch.ops.aten._unsafe_view(x, x.shape)
+    return result
+
+
 def base_of_view(x: torch.Tensor) -> torch.Tensor | None:
     """Returns the tensor that `x` is a view of, if autograd knows of one; without it views are copied."""
     return x._base

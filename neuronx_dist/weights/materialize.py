@@ -16,6 +16,7 @@ import hashlib
 import inspect
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -188,10 +189,20 @@ def _initialisers(
     for ancestor in reversed(ancestors):
         convention = getattr(ancestor, "_init_weights", None)
         if callable(convention):
+            if ancestor is not ancestors[-1]:  # a convention may set the weights of a module's children, as T5's does
+                parent, child = ancestors[-2], prefix.rpartition(".")[2]
+                initialisers.append(partial(_by_parent, convention, parent, child))
             initialisers.append(convention)
             break
     initialisers.append(_reset_parameters)
     return initialisers if otherwise is None else [*initialisers, otherwise]
+
+
+def _by_parent(convention: Initialiser, parent: nn.Module, child: str, stand_in: nn.Module) -> None:
+    """Initialises the parent of a module, which is represented by its stand-in."""
+    whole = _stand_in(parent)
+    whole._modules[child] = stand_in
+    convention(whole)
 
 
 def _default_init_method(layer: nn.Module) -> Any:

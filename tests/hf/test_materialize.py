@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.hf import full_state_dict, materialize, swap
@@ -77,3 +78,19 @@ def test_padding_is_zero() -> None:
     q, o = threads.run(Mesh(2, tp=2), rank)[1]
     assert q[: 3 * 8].any() and not q[3 * 8 :].any()
     assert o[:, : 3 * 8].any() and not o[:, 3 * 8 :].any()
+
+
+def test_weights_that_a_parent_initialises() -> None:
+    """T5's attention sets its children's weights, to standard deviations far from those of `nn.Linear`."""
+    sizes = dict(d_model=256, d_kv=32, num_heads=8, d_ff=512, num_layers=1, vocab_size=128)
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0)
+    torch.manual_seed(0)
+    expected = transformers.T5ForConditionalGeneration(config).state_dict()
+    with torch.device("meta"):
+        model = transformers.T5ForConditionalGeneration(config)
+    names = ("SelfAttention.q", "SelfAttention.o", "DenseReluDense.wi", "DenseReluDense.wo")
+    (found,) = threads.run(Mesh(1), lambda: full_state_dict(materialize(model, seed=1)))
+    compared = [name for name in expected if name.removesuffix(".weight").endswith(names)]
+    assert len(compared) == 8
+    for name in compared:
+        assert abs(found[name].std() / expected[name].std() - 1) < 0.05, name

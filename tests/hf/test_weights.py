@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
@@ -325,3 +326,24 @@ def test_a_rank_reads_its_slices_of_fused_blocks(rows: int, tmp_path: Path, monk
         start, stop = spec.positions(rank)
         assert sizes == [stop - start] * 2
         sizes.clear()
+
+
+def test_a_bias_that_the_head_shares_with_its_parent(tmp_path: Path) -> None:
+    """BERT's `decoder.bias` is `predictions.bias` too: one parameter in checkpoints, and after the swap."""
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
+    rates = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = transformers.BertLMHeadModel(transformers.BertConfig(**sizes, **rates, is_decoder=True))
+    with torch.no_grad():
+        model.cls.predictions.bias.copy_(torch.arange(8.0) + 1)
+    model.save_pretrained(tmp_path)
+
+    def rank_main() -> tuple[torch.Tensor, bool]:
+        with torch.device("meta"):
+            local = transformers.BertLMHeadModel(model.config)
+        load_pretrained(swap(local), tmp_path)
+        bias = local.cls.predictions.decoder.bias
+        return bias.detach(), bias is local.cls.predictions.bias
+
+    results = threads.run(Mesh(2, tp=2), rank_main)
+    assert torch.equal(torch.cat([bias for bias, _ in results]), torch.arange(8.0) + 1)
+    assert all(is_shared for _, is_shared in results)

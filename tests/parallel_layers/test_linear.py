@@ -307,3 +307,19 @@ def test_impossible_layers_are_refused(build, parts):
 def test_without_a_mesh_the_error_says_what_to_call():
     with pytest.raises(RuntimeError, match="initialize_model_parallel"):
         ColumnParallelLinear(8, 8)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)])
+def test_an_output_may_be_written_in_place(bias, shape):
+    """As that of `nn.Linear`; with a bias and three dims it is a view of what torch computed."""
+
+    def rank_main():
+        layer = ColumnParallelLinear(4, 8, bias=bias, gather_output=False, dtype=torch.float64)
+        x = draw(*shape, seed=1).requires_grad_()
+        out = layer(x)
+        expected = torch.autograd.grad(F.relu(layer(x)).sum(), (x, layer.weight))
+        return [a - b for a, b in zip(torch.autograd.grad(F.relu_(out).sum(), (x, layer.weight)), expected)]
+
+    for differences in threads.run(tp_mesh(2), rank_main):
+        assert not any(difference.any() for difference in differences)

@@ -25,7 +25,7 @@ from neuronx_dist.parallel_layers import (
     layer_norm,
     signatures,
 )
-from neuronx_dist.parallel_layers.linear import check_fusable
+from neuronx_dist.parallel_layers.fused_columns import check_fusable
 from neuronx_dist.spmd import ShardSpec, set_spec, spec_of
 
 FILE = Path(__file__).parent / "layers.txt"

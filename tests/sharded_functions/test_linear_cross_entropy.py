@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch import nn
 import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
 from neuronx_dist.comm.backends import threads
+from neuronx_dist.modules.lora import LoraConfig, get_lora_model
 from neuronx_dist.planning.meter import measure_peak
+from neuronx_dist.sharded_functions import linear_cross_entropy as kernel
 from tests.parallel_layers.layer_parity import close, draw, tp_mesh
 from tests.support.pool import processes
 
@@ -209,6 +212,69 @@ def test_a_tied_embedding_gets_both_gradients() -> None:
     close(found, run(lambda x, w: F.cross_entropy(F.linear(x, w).flatten(0, 1), labels.flatten())), "weight", 1e-12)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_tied_weight_differentiated_twice(reduction: str) -> None:
+    """The gradient that can be differentiated again has no path from the input to the weight in it."""
+    _, table, _, labels = operands(16)
+    ids = labels.clamp(min=0)
+
+    def second(loss: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = table.clone().requires_grad_()
+        (first,) = torch.autograd.grad(loss(weight[ids].tanh(), weight), weight, create_graph=True)
+        return first.detach(), torch.autograd.grad(first.square().sum(), weight)[0]
+
+    with comm.as_rank(tp_mesh(1), 0):
+        fused = nxd.parallel_linear_cross_entropy
+        found = second(lambda x, w: fused(x, w, labels, reduction=reduction, chunk_size=5).sum())
+    wanted = second(lambda x, w: F.cross_entropy(F.linear(x, w).flatten(0, 1), labels.flatten(), reduction="sum"))
+    for grad, expected, name in zip(found, wanted, ("first", "second"), strict=True):
+        close(grad, expected, name, 1e-12)
+
+
+def test_a_frequent_label_is_finite_in_float16() -> None:
+    """Its row of the weight's gradient is a sum over all tokens, before the mean divides by their number."""
+    x, weight = 100 * torch.ones(2048, 4, dtype=torch.float16), torch.zeros(8, 4, dtype=torch.float16)
+    x.requires_grad_(), weight.requires_grad_()
+    with comm.as_rank(tp_mesh(1), 0):
+        nxd.parallel_linear_cross_entropy(x, weight, torch.zeros(2048, dtype=torch.long)).backward()
+    torch.testing.assert_close(weight.grad[0], torch.full((4,), -87.5, dtype=torch.float16), rtol=2e-3, atol=0)
+
+
+def test_evaluation_computes_no_gradients() -> None:
+    x, weight, _, labels = operands(16)
+    weight.requires_grad_()
+    with comm.as_rank(tp_mesh(1), 0), mock.patch.object(kernel._Gradients, "add") as add:
+        with torch.no_grad():
+            nxd.parallel_linear_cross_entropy(x, weight, labels)
+        assert not add.called
+
+
+def test_padding_of_a_layers_vocabulary_does_not_count() -> None:
+    def rank_main() -> tuple[torch.Tensor, torch.Tensor]:
+        head = nxd.ColumnParallelLinear(WIDTH, 13, bias=False, gather_output=False, pad=True, dtype=torch.float64)
+        x, _, _, labels = operands(13)
+        logits = head(x)
+        return (
+            nxd.parallel_linear_cross_entropy(x, head.weight, labels, reduction="none").detach(),
+            nxd.parallel_cross_entropy(logits, labels, vocab_size=13).detach(),
+        )
+
+    for found, wanted in threads.run(tp_mesh(2), rank_main):
+        close(found, wanted, "loss", 1e-12)
+
+
+def test_a_layer_with_an_adapter_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 16, bias=False)).double()
+    x, _, _, labels = operands(16)
+    with comm.as_rank(tp_mesh(1), 0):
+        adapted = get_lora_model(model, LoraConfig(target_modules=["1"]))
+        head = adapted.get_submodule("1") if hasattr(adapted, "1") else model[1]
+        with pytest.raises(ValueError, match="has an adapter"):
+            nxd.parallel_linear_cross_entropy(x, head.weight, labels)
+        head.merge()
+        nxd.parallel_linear_cross_entropy(x, head.weight, labels)
+
+
 def test_under_torch_func_and_the_compiler() -> None:
     x, weight, _, labels = operands(16)
 
@@ -268,6 +334,7 @@ def test_the_checker_refuses_an_input_whose_gradient_is_summed_twice() -> None:
 
 BAD = {
     "labels of shape (2, 3) do not match": dict(labels=torch.zeros(2, 3, dtype=torch.long)),
+    "labels are torch.uint8": dict(labels=torch.zeros(2, 12, dtype=torch.uint8)),
     "labels are torch.float32": dict(labels=torch.zeros(2, 12)),
     "does not match the weight": dict(weight=torch.zeros(16, 7)),
     "'average' is none of none, sum, mean": dict(reduction="average"),

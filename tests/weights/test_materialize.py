@@ -290,15 +290,15 @@ def test_the_order_in_which_initialisers_are_asked() -> None:
             self.inner = nn.Sequential(layer)
 
         def _init_weights(self, module: nn.Module) -> None:
-            calls.append("convention")
+            calls.append("convention")  # of the parent, and of the layer
 
     def method(weight: torch.Tensor) -> None:
         calls.append("method")
         weight[0] = 1.0  # not all of it
 
     for layer, expected in (
-        (Layer, "given convention reset"),
-        (lambda: Layer(method), "given method convention reset"),
+        (Layer, "given convention convention reset"),
+        (lambda: Layer(method), "given method convention convention reset"),
         (lambda: Layer(None, True), "given own convention reset"),
         (lambda: Layer(method, True), "given method own convention reset"),
     ):

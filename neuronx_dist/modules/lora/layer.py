@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ...parallel_layers.linear_cross_entropy import note_adapter
 from ...spmd import ShardedModule, ShardSpec, set_spec, spec_of
 from ...torch_internals.tensors import version_of
 from ...weights.partial_model import install_parameter
@@ -173,6 +174,7 @@ class LoraLinear(LoraLayer):
         super().__init__(base_layer, lora_config)
         weight: torch.Tensor = base_layer.weight  # type: ignore[assignment]
         self.is_conv_1d_layer = is_conv_1d_layer
+        note_adapter(weight, self)
         output_size, input_size = reversed(weight.shape) if is_conv_1d_layer else weight.shape
         partly = is_partial(weight)
         self.lora_A = WholeLinear(input_size, self.lora_rank, self.initialise_a, partly, weight)

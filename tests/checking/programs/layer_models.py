@@ -15,7 +15,7 @@ import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
 from neuronx_dist.modules.qkv_linear import GQAQKVColumnParallelLinear
 from neuronx_dist.parallel_layers import mappings as m
-from neuronx_dist.parallel_layers.linear import fuse_columns
+from neuronx_dist.parallel_layers.fused_columns import fuse_columns
 from neuronx_dist.spmd import I, P, R, S
 
 HIDDEN, INNER, VOCAB, ROWS, SEQ = 8, 16, 32, 4, 8

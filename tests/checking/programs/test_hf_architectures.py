@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from neuronx_dist import hf, spmd
-from neuronx_dist.hf import loss as hf_loss
+from neuronx_dist.gradients import reduce
 from neuronx_dist.hf.model_plan import UnsupportedModelError
 from neuronx_dist.hf.plan_reading import read_plan
 from tests.support.paths import file_name
@@ -57,7 +57,7 @@ def test_a_swapped_model_with_labels_is_ok(name: str, items: bool, level: str) -
     assert report.ok, str(report)
     lines = [line for line in report.trusted if "as many valid labels" in line]
     assert len(lines) == (0 if items else 1), report.trusted
-    assert all(f"{file_name(hf_loss)}:" in line for line in lines)
+    assert all(f"{file_name(reduce)}:" in line for line in lines)
 
 
 @pytest.mark.skipif(not FULL, reason="builds every architecture: make test-full")

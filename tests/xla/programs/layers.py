@@ -11,8 +11,8 @@ import neuronx_dist as nxd
 from neuronx_dist import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, comm, parallel_cross_entropy, spmd
 from neuronx_dist.comm import rank_selection
 from neuronx_dist.parallel_layers import mappings
+from neuronx_dist.parallel_layers.fused_columns import fuse_columns
 from neuronx_dist.parallel_layers.layer_norm import LayerNorm, RMSNorm
-from neuronx_dist.parallel_layers.linear import fuse_columns
 
 Options = dict[str, Any]
 
