@@ -6,6 +6,7 @@ stands in its place, and installs what the command installed before the script r
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 from multiprocessing import spawn
@@ -36,4 +37,5 @@ def serve_spawned_processes(script: str) -> None:
 
 if __name__ == "__mp_main__":
     stand_ins.install()
+    importlib.import_module("neuronx_dist.compat.spawned").serve_spawned_processes(os.environ[_SCRIPT])
     globals().update(runpy.run_path(os.environ[_SCRIPT], run_name="__mp_main__"))
