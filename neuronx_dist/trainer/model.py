@@ -52,7 +52,7 @@ class NxDModel(AdapterMethods):
     # Torch's own go through `named_children`, which are those of the model inside: they would leave that out.
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """Whether the model inside, or a module of this stage, is in training mode."""
         return any(module.training for module in self.local_modules())
 
