@@ -318,6 +318,15 @@ def operators_case() -> None:
     scripted: Any = torch.jit.script(nn.Linear(2, 2))
     assert len([*operators.wrap_script_module(scripted._c).parameters()]) == 2
 
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("TorchScript does not call it")
+
+    def fill(x: torch.Tensor) -> torch.Tensor:
+        return x + replacement(2.0)
+
+    operators.script_as(replacement, torch.tensor)
+    assert torch.jit.script(fill)(torch.ones(1)).item() == 3
+
 
 def fake_tensors_case() -> None:
     mode = fake_tensors.FakeTensorMode()

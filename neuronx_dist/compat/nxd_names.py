@@ -15,6 +15,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+import warnings
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -100,6 +101,13 @@ def install_names() -> None:
         raise RuntimeError(
             f"{_NAME} is imported already, from {getattr(present, '__file__', None)}: import neuronx_dist.compat "
             f"before anything that imports {_NAME}"
+        )
+    older = sys.modules.get(_LIGHTNING[0])
+    if older is not None and older.__name__ != _LIGHTNING[1] and _exists(_LIGHTNING[1]):
+        warnings.warn(
+            f"{_LIGHTNING[0]} is imported already, from {getattr(older, '__file__', None)}: its Trainer does not take "
+            f"this package's strategies, which extend {_LIGHTNING[1]}; import neuronx_dist.compat before it",
+            stacklevel=2,
         )
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

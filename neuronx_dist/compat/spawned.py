@@ -23,12 +23,12 @@ def serve_spawned_processes(script: str) -> None:
     """Makes processes that a script spawns, from now on, run it as this process does."""
     script = os.path.abspath(script)
     os.environ[_SCRIPT] = script
-    before = spawn.get_preparation_data
+    before, path, place = spawn.get_preparation_data, _PATH, __file__  # a script's names may replace those of this file
 
     def get_preparation_data(name: str) -> dict[str, Any]:
         data = before(name)
-        if data.get(_PATH) == script:
-            data[_PATH] = __file__
+        if data.get(path) == script:
+            data[path] = place
         return data
 
     spawn.get_preparation_data = get_preparation_data
@@ -36,4 +36,5 @@ def serve_spawned_processes(script: str) -> None:
 
 if __name__ == "__mp_main__":
     stand_ins.install()
+    serve_spawned_processes(os.environ[_SCRIPT])
     globals().update(runpy.run_path(os.environ[_SCRIPT], run_name="__mp_main__"))

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from .. import comm
 from ..comm.rank_selection import XLA
+from ..torch_internals.operators import script_as
 from ..torch_internals.tensors import tensor_factories, tensor_to
 from .nxd_names import install_names, unavailable_module
 from .torch_xla.groups import local_device
@@ -175,7 +176,9 @@ def _serve_device() -> None:
     _library.impl("empty_strided", empty_strided, "XLA")
 
     for factory in tensor_factories:
-        setattr(torch, factory.__name__, _Served(factory))
+        served = _Served(factory)
+        script_as(served, factory)
+        setattr(torch, factory.__name__, served)
     initialise = torch.autocast.__init__
 
     @functools.wraps(initialise)

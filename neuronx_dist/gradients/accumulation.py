@@ -59,7 +59,7 @@ def adding_to_reduced(model: nn.Module) -> Iterator[None]:
     """Keeps the gradients of earlier `run_train` of this step aside, and adds them to those that are reduced inside.
 
     So each `run_train` reduces its gradients, and a reduction, which is linear, is right for the sum. Gradients that an
-    `NxDOptimizer` has stepped on, and those of `no_sync`, stay where they are.
+    `NxDOptimizer` has stepped on, and those of `no_sync`, stay where they are. After an error the earlier are back.
     """
     kept = []
     if not is_accumulating(model):
@@ -68,7 +68,12 @@ def adding_to_reduced(model: nn.Module) -> Iterator[None]:
             if grad is not None and "tp" in ReductionState.of(grad).unasked:
                 kept.append((gradient, grad))
                 gradient.tensor = None
-    yield
+    try:
+        yield
+    except BaseException:
+        for gradient, earlier in kept:
+            gradient.tensor = earlier
+        raise
     with torch.no_grad():
         for gradient, earlier in kept:
             grad = gradient.tensor

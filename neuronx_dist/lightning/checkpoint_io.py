@@ -5,14 +5,19 @@ epoch=0-step=100.ckpt/tp_rank_00_pp_rank_00/checkpoint.pt
 
 from __future__ import annotations
 
+import io
 import os
+import warnings
 from typing import Any
 
+import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
 from ..parallel_layers.checkpointing import load, save
 
 __all__ = ["NeuronCheckpointIO"]
+
+_HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")  # entries of `save_hyperparameters`
 
 
 class NeuronCheckpointIO(TorchCheckpointIO):
@@ -38,7 +43,7 @@ class NeuronCheckpointIO(TorchCheckpointIO):
         storage_options: Any = None,
         master_dp_only: bool = True,
     ) -> None:
-        """Writes this rank's part.
+        """Writes this rank's part; hyperparameters that are no data, as classes, are left out with a warning.
 
         Args:
             master_dp_only: only data-parallel rank 0 writes; False: each does, as ZeRO-1 needs it.
@@ -50,6 +55,9 @@ class NeuronCheckpointIO(TorchCheckpointIO):
             raise TypeError(
                 "NeuronCheckpointIO has no storage_options: Trainer.save_checkpoint takes a folder that all ranks reach"
             )
+        for key in _HYPERPARAMETERS:
+            if key in checkpoint:
+                checkpoint = {**checkpoint, key: _loadable(checkpoint[key])}
         save(checkpoint=checkpoint, output_dir=path, save_xser=self.save_load_xser, master_dp_only=master_dp_only)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], master_dp_only: bool = True) -> dict[str, Any]:
@@ -61,3 +69,23 @@ class NeuronCheckpointIO(TorchCheckpointIO):
             weights_only=self.weights_only,
         )
         return content
+
+
+def _loadable(hyperparameters: Any) -> dict[str, Any]:
+    """Returns the hyperparameters that a file can be read with without running code in it."""
+    result = {}
+    for name, value in hyperparameters.items():
+        file = io.BytesIO()
+        try:
+            torch.save(value, file)
+            file.seek(0)
+            torch.load(file, weights_only=True)
+        except Exception as error:  # pickle's are of several classes
+            warnings.warn(
+                f"NeuronCheckpointIO leaves out the hyperparameter {name!r}, a {type(value).__name__} that is no data "
+                f"({type(error).__name__}): pass save_hyperparameters(ignore=[{name!r}]), or save its name",
+                stacklevel=2,
+            )
+        else:
+            result[name] = value
+    return result

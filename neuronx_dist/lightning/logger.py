@@ -24,8 +24,8 @@ class NeuronTensorBoardLogger(TensorBoardLogger):
     """Writes on one rank: of the last pipeline stage, or of the first with `log_rank0`.
 
     Attributes:
-        print_step: the step of the next metrics; below 0 they are left out. A module's `training_step` may set it, as
-            NxD's examples do; as long as nobody does, metrics have the trainer's step.
+        print_step: the step of the next metrics; below 0 they are left out until validation starts. A module's
+            `training_step` may set it, as NxD's examples do; as long as nobody does, metrics have the trainer's step.
     """
 
     def __init__(self, log_rank0: bool = False, **kwargs: Any) -> None:
@@ -44,6 +44,11 @@ class NeuronTensorBoardLogger(TensorBoardLogger):
     def should_print(self) -> bool:
         """Returns whether this rank writes metrics now."""
         return reports_loss(self.log_rank0) and (self._print_step is None or self._print_step >= 0)
+
+    def start_validation(self, step: int) -> None:
+        """Writes the metrics of validation, at this step, where those of training are left out."""
+        if self._print_step is not None and self._print_step < 0:
+            self._print_step = step
 
     @property
     def experiment(self) -> Any:

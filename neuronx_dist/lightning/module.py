@@ -25,7 +25,7 @@ class NeuronLTModule(LightningModule):
 
     Subclasses may replace each method; NxD's examples replace `setup`, `training_step` and `configure_optimizers`,
     and log in `on_train_batch_end`. The training step here passes a batch, a dict, to the model by name, and steps
-    after every `grad_accum_steps` batches, with the mean of their gradients.
+    after every `grad_accum_steps` batches, and after the epoch's last batch, with the mean of their gradients.
 
     Args:
         nxd_config: of `neuronx_distributed_config`.
@@ -43,8 +43,9 @@ class NeuronLTModule(LightningModule):
         should_print: whether the last batch ended a step.
 
     Raises:
-        ValueError: `manual_opt=False` in a pipeline, whose `run_train` computes the gradients; fewer than 1
-            `grad_accum_steps`.
+        ValueError: `manual_opt=False` in a pipeline, whose `run_train` computes the gradients, or with
+            `grad_accum_steps`; fewer than 1 `grad_accum_steps`.
+        RuntimeError: a checkpoint is saved inside of an accumulation, whose gradients it would not have.
     """
 
     wrapped_attribute = "model"
@@ -74,6 +75,11 @@ class NeuronLTModule(LightningModule):
             )
         if grad_accum_steps < 1:
             raise ValueError(f"grad_accum_steps must be at least 1, got {grad_accum_steps}")
+        if not manual_opt and grad_accum_steps > 1:
+            raise ValueError(
+                f"manual_opt=False with grad_accum_steps={grad_accum_steps}: Lightning accumulates then; use "
+                f"Trainer(accumulate_grad_batches={grad_accum_steps})"
+            )
         self.nxd_config = nxd_config
         self.opt_cls, self.opt_args, self.opt_kwargs = opt_cls, opt_args, opt_kwargs
         self.scheduler_cls, self.scheduler_args, self.scheduler_kwargs = scheduler_cls, scheduler_args, scheduler_kwargs
@@ -145,26 +151,42 @@ class NeuronLTModule(LightningModule):
         else:
             loss = self.model.run_train(**batch)
         if loss is not None:
-            self.averaged_loss += loss / self.grad_accum_steps
+            self.averaged_loss += loss
         self._batches += 1
-        if self._batches == self.grad_accum_steps:
+        if self._batches == self.grad_accum_steps or self.trainer.is_last_batch:
             self._step()
         self._report()
         return loss
 
     def _step(self) -> None:
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
-        self.loss, self.should_print = self._mean_over_data(self.averaged_loss), True
+        self.loss, self.should_print = self._mean_over_data(self.averaged_loss / self._batches), True
+        divisor = 1 if self.model.pp_enabled else self.grad_accum_steps  # of the losses
+        if divisor != self._batches:
+            scale_gradients(self.model.module, divisor / self._batches)
         self.averaged_loss.zero_()
         self._batches = 0
-        if self.model.pp_enabled and self.grad_accum_steps > 1:  # whose losses are not divided
-            scale_gradients(self.model.module, 1 / self.grad_accum_steps)
         self.lr = optimizer.param_groups[0]["lr"]
         optimizer.step()
         self.global_norm = optimizer.grad_norm
         optimizer.zero_grad()
         if scheduler is not None:
             scheduler.step()
+
+    def on_train_start(self) -> None:
+        """Drops what an earlier `fit` has accumulated that was stopped inside of a step."""
+        if self._batches:
+            self._batches = 0
+            for optimizer in self.trainer.optimizers:
+                optimizer.zero_grad()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._batches:
+            raise RuntimeError(
+                f"NeuronLTModule: a checkpoint after batch {self._batches} of grad_accum_steps={self.grad_accum_steps} "
+                "would lack their gradients: save at the end of a step or of an epoch, as "
+                "ModelCheckpoint(every_n_train_steps=), or validate there (val_check_interval)"
+            )
 
     def _mean_over_data(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns the mean over the data of the losses where the model ends; zeros on other stages add nothing."""

@@ -22,7 +22,7 @@ __all__ = ["NeuronHooksCallback"]
 class NeuronHooksCallback(Callback):
     """Writes what goes into and comes out of layers, and its gradients, in some steps of a run.
 
-    In a step of several microbatches the last one's is kept.
+    In a step of several microbatches the last one's is kept. Training alone is recorded, not validation.
 
     Args:
         cfg: options as attributes, such as the namespace of an argparse parser: `hooks` (False: the callback does
@@ -44,6 +44,7 @@ class NeuronHooksCallback(Callback):
         self.folder = getattr(cfg, "hooks_dump_base_directory", None) or (
             f"./hooks_outputs/{os.environ.get('SLURM_JOB_ID')}/hooks_dumps"
         )
+        self._handles: list[Any] = []
         if self.target_layers and cfg.hooks_interval < 1:
             raise ValueError(f"NeuronHooksCallback: hooks_interval must be at least 1 step, got {cfg.hooks_interval}")
 
@@ -58,12 +59,24 @@ class NeuronHooksCallback(Callback):
                     f"NeuronHooksCallback: there is no layer {target!r}; nearest: {nearest(target, layers)}"
                 )
             if layer is not None and self.cfg.enable_activation_dumps:
-                layer.register_forward_hook(self._hook(target, "layer", "activation", pl_module))
+                hook = self._hook(target, "layer", "activation", trainer, pl_module)
+                self._handles.append(layer.register_forward_hook(hook))
             if layer is not None and self.cfg.enable_grad_dumps:
-                layer.register_full_backward_hook(self._hook(target, "grad", "grad", pl_module))
+                hook = self._hook(target, "grad", "grad", trainer, pl_module)
+                self._handles.append(layer.register_full_backward_hook(hook))
 
-    def _hook(self, layer: str, file: str, metric: str, pl_module: Any) -> Callable[..., None]:
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.on_train_end(trainer, pl_module)
+
+    def _hook(self, layer: str, file: str, metric: str, trainer: Any, pl_module: Any) -> Callable[..., None]:
         def hook(module: Any, inputs: Any, outputs: Any) -> None:
+            if not trainer.training:
+                return
             step = pl_module.global_step
             if step % self.cfg.hooks_interval:
                 return

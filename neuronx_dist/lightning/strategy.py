@@ -17,6 +17,7 @@ from ..comm.backends import local_device
 from ..parallel_layers import parallel_state
 from .accelerator import NeuronXLAAccelerator
 from .checkpoint_io import NeuronCheckpointIO
+from .logger import NeuronTensorBoardLogger
 from .precision_plugin import NeuronXLAPrecisionPlugin
 
 __all__ = ["NeuronXLAStrategy"]
@@ -131,6 +132,14 @@ class NeuronXLAStrategy(ParallelStrategy):
 
     def model_to_device(self) -> None:
         """Does nothing: `initialize_parallel_model` has moved the model."""
+
+    def on_validation_start(self) -> None:
+        """Makes loggers write the metrics of validation too that starts inside of an accumulation."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        for logger in trainer.loggers:
+            if isinstance(logger, NeuronTensorBoardLogger):
+                logger.start_validation(trainer.global_step)
 
     def teardown(self) -> None:
         """Leaves the model on its device, and the job running."""

@@ -34,7 +34,15 @@ from ..model_shape import padded_heads
 from ..weights.shard_spec import spec_of
 from .embedding import ParallelEmbedding
 from .linear import ColumnParallelLinear, RowParallelLinear
-from .pad_groups import UNPADDED_COUNTS, GroupedAttention, grouped_attention, heads_for, reshard, set_sizes
+from .pad_groups import (
+    UNPADDED_COUNTS,
+    GroupedAttention,
+    grouped_attention,
+    heads_for,
+    keeping_ties,
+    reshard,
+    set_sizes,
+)
 
 __all__ = [
     "generate_padding_mask",
@@ -107,8 +115,8 @@ def pad_model(
 
     Raises:
         ValueError: a size does not grow by a whole number, a padded output would be gathered, a layer has replicas
-            and no grouped-query attention around it, a number of heads that the attention does not have, or padded
-            heads that the tensor-parallel size does not divide.
+            and no grouped-query attention around it, a number of heads that the attention does not have, padded
+            heads that the tensor-parallel size does not divide, or one of two tied weights would be padded.
     """
     classes = (wrapped_classes,) if isinstance(wrapped_classes, type) else tuple(wrapped_classes)
     ratio = Fraction(n_heads + get_number_of_extra_heads(n_heads, tp_degree), n_heads)
@@ -122,14 +130,15 @@ def pad_model(
             f"pad_model: {n_heads} heads, padded to {padded} for tp_degree {tp_degree}, are not divisible by the "
             f"tensor-parallel size {comm.size('tp')}: pass a multiple of that size as tp_degree"
         )
-    if targets:
-        for attention, target in zip(attentions, targets):
-            attention.pad(target)
-    elif ratio > 1:
-        vocabulary = _vocabulary_layers(model)
-        for name, module in inside.items():
-            if name not in vocabulary:
-                _pad_layer_by(ratio, name, module)
+    with keeping_ties(model):
+        if targets:
+            for attention, target in zip(attentions, targets):
+                attention.pad(target)
+        elif ratio > 1:
+            vocabulary = _vocabulary_layers(model)
+            for name, module in inside.items():
+                if name not in vocabulary:
+                    _pad_layer_by(ratio, name, module)
     if padded != n_heads and pad_hook_fn is not None:
         for module in inside.values():
             if not classes or isinstance(module, classes):
@@ -156,15 +165,16 @@ def unpad_model(model: nn.Module) -> nn.Module:
             if size % (tp * spec.stride):
                 raise ValueError(f"unpad_model: {name} has size {size}, which is not divisible by tp={tp}")
             layers.append((layer, size))
-    for layer, size in layers:
-        if isinstance(layer, RowParallelLinear):
-            reshard(layer, "weight", size)
-            set_sizes(layer, "input_size", size, tp)
-        else:
-            for parameter in ("weight",) if layer.gather_output else layer.column_parameters:
-                reshard(layer, parameter, size)
-            set_sizes(layer, "output_size", size, tp)
-            layer.replicas = 1
+    with keeping_ties(model):
+        for layer, size in layers:
+            if isinstance(layer, RowParallelLinear):
+                reshard(layer, "weight", size)
+                set_sizes(layer, "input_size", size, tp)
+            else:
+                for parameter in ("weight",) if layer.gather_output else layer.column_parameters:
+                    reshard(layer, parameter, size)
+                set_sizes(layer, "output_size", size, tp)
+                layer.replicas = 1
     for module in model.modules():
         for attribute, count in module.__dict__.pop(UNPADDED_COUNTS, {}).items():
             setattr(module, attribute, count)

@@ -7,7 +7,9 @@ become 12 over 4 at tp 2 and 4, and at tp 8 16 over 4, each on 2 ranks (24 over 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -20,7 +22,15 @@ from ..model_shape import Heads, padded_heads
 from ..weights.shard_spec import ShardSpec, gather_full, set_spec, spec_of
 from .linear import ColumnParallelLinear, RowParallelLinear
 
-__all__ = ["UNPADDED_COUNTS", "GroupedAttention", "grouped_attention", "heads_for", "reshard", "set_sizes"]
+__all__ = [
+    "UNPADDED_COUNTS",
+    "GroupedAttention",
+    "grouped_attention",
+    "heads_for",
+    "keeping_ties",
+    "reshard",
+    "set_sizes",
+]
 
 UNPADDED_COUNTS = "_neuronx_dist_unpadded_counts"  # attribute of a padded module: its counts before
 _COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_key_value_groups")
@@ -108,6 +118,31 @@ def heads_for(attention: GroupedAttention, tp_degree: int) -> Heads:
         kv_heads = -(-attention.kv_heads // tp_degree) * tp_degree
         return Heads(kv_heads * (attention.heads // attention.kv_heads), kv_heads, 1)
     return padded
+
+
+@contextmanager
+def keeping_ties(model: nn.Module) -> Iterator[None]:
+    """Makes tied parameters that are re-sharded inside one parameter again.
+
+    Raises:
+        ValueError: one of them was padded, and another was not.
+    """
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names[id(param)].append(name)
+    tied = [group for group in names.values() if len(group) > 1]
+    yield
+    for first, *others in tied:
+        param = model.get_parameter(first)
+        for name in others:
+            other = model.get_parameter(name)
+            if spec_of(other) != spec_of(param):
+                raise ValueError(
+                    f"padding would untie {first} and {name}, of which one is padded: name the classes of both in "
+                    "wrapped_classes, or of neither"
+                )
+            owner, _, key = name.rpartition(".")
+            setattr(model.get_submodule(owner), key, param)
 
 
 @torch.no_grad()

@@ -51,8 +51,18 @@ class NxDModel(AdapterMethods):
 
     # Torch's own go through `named_children`, which are those of the model inside: they would leave that out.
 
+    @property
+    def training(self) -> bool:
+        """Whether the model inside, or a module of this stage, is in training mode."""
+        return any(module.training for module in self.local_modules())
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_modules" in vars(self):  # not yet in torch's `__init__`
+            for module in self.local_modules():
+                module.training = mode
+
     def train(self, mode: bool = True) -> NxDModel:
-        self.training = mode
         self.module.train(mode)
         return self
 

@@ -124,6 +124,21 @@ def test_the_published_package_is_not_replaced_after_its_import() -> None:
     assert "neuronx_distributed is imported already" in result.errors[0]
 
 
+def test_the_older_name_of_lightning_is_reported_if_it_is_imported_already() -> None:
+    pytest.importorskip("lightning")
+    code = (
+        "import sys, types; sys.modules['pytorch_lightning'] = types.ModuleType('pytorch_lightning')\n"
+        "import neuronx_dist.compat"
+    )
+    result = forked.run(["-c", code])
+    assert result.codes == [0] and "import neuronx_dist.compat before it" in result.errors[0]
+    code = (
+        "import lightning.pytorch, sys; sys.modules['pytorch_lightning'] = lightning.pytorch\n"
+        "import neuronx_dist.compat"
+    )
+    assert "before it" not in forked.run(["-c", code]).errors[0]
+
+
 def test_another_name_of_compat_installs_no_stand_in() -> None:
     """`import neuronx_dist.compat.spmd_types` imports `neuronx_dist.compat`, and is no script of NxD."""
     code = (

@@ -93,6 +93,7 @@ def test_a_script_on_one_rank(tmp_path) -> None:  # type: ignore[no-untyped-def]
 
 
 SPAWNING = """
+import multiprocessing
 import neuronx_distributed
 import torch
 import torch_xla.core.xla_model as xm
@@ -107,9 +108,20 @@ class Rows(Dataset):
         return torch.tensor([index, xm.get_ordinal()])
 
 
+def spawn(results, depth):
+    results.put(__name__)
+    if depth:
+        process = multiprocessing.get_context("spawn").Process(target=spawn, args=(results, depth - 1))
+        process.start()
+        process.join()
+
+
 if __name__ == "__main__":
     loader = DataLoader(Rows(), batch_size=2, num_workers=1, multiprocessing_context="spawn")
     print([batch.tolist() for batch in loader])
+    results = multiprocessing.get_context("spawn").SimpleQueue()
+    spawn(results, 2)
+    print([results.get() for _ in range(3)])
 """
 
 
@@ -118,7 +130,8 @@ def test_workers_that_are_spawned_run_the_script_too(tmp_path) -> None:  # type:
     script = tmp_path / "train.py"
     script.write_text(SPAWNING)
     result = forked.run(["-m", "neuronx_dist", "compat", str(script)])
-    assert result.outputs == ["[[[0, 0], [1, 0]], [[2, 0], [3, 0]]]\n"], result.errors[0][-3000:]
+    rows, names = "[[[0, 0], [1, 0]], [[2, 0], [3, 0]]]", "['__main__', '__mp_main__', '__mp_main__']"
+    assert result.outputs == [f"{rows}\n{names}\n"], result.errors[0][-3000:]
 
 
 def test_a_missing_process_group_is_asked_for_by_the_name_that_scripts_use() -> None:
@@ -215,11 +228,18 @@ def test_a_script_on_two_ranks(tmp_path) -> None:  # type: ignore[no-untyped-def
 SPAWN = """
 import neuronx_dist.compat
 import sys
+import torch
 import torch_xla.distributed.xla_multiprocessing as xmp
 import torch_xla.core.xla_model as xm
 
 
+@torch.jit.script
+def add(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.tensor(1.0) + torch.as_tensor(2.0)
+
+
 def main(index, word):
+    assert add(torch.ones(1)).item() == 4
     print(word, index, xm.get_ordinal(), xm.xrt_world_size(), xm.mesh_reduce("n", index, sum), flush=True)
 
 

@@ -12,11 +12,12 @@ import torch
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
+from neuronx_dist.weights.shard_spec import gather_full, spec_of
 from tests.lightning import training
 from tests.lightning.exchanges import strategy_collectives
 from tests.support.pool import processes
 from tests.support.synthetic import relative_error
-from tests.trainer.nxd_model import STEPS, Options
+from tests.trainer.nxd_model import BATCH, ROWS, STEPS, Options, config_of
 
 pytest.importorskip("lightning")
 FIRST = "epoch=0-step=3.ckpt"
@@ -119,6 +120,8 @@ def test_mistakes_are_refused_by_name(lightning: Any, tmp_path: Path) -> None:
     pipeline = nxd.neuronx_distributed_config(pipeline_parallel_size=2, pipeline_config={})
     with pytest.raises(ValueError, match="manual_opt=False in a pipeline"):
         lightning.NeuronLTModule(pipeline, torch.optim.SGD, None, manual_opt=False)
+    with pytest.raises(ValueError, match=r"manual_opt=False with .*use Trainer\(accumulate_grad_batches=4\)"):
+        lightning.NeuronLTModule(config, torch.optim.SGD, None, manual_opt=False, grad_accum_steps=4)
     with pytest.raises(ValueError, match=r"Trainer\(gradient_clip_val=1.0\).*set max_grad_norm"):
         lightning.NeuronXLAPrecisionPlugin().clip_gradients(None, 1.0)
     with pytest.raises(ValueError, match="hooks_interval must be at least 1 step, got 0"):
@@ -158,6 +161,145 @@ def test_metrics_below_step_0_are_left_out(lightning: Any, tmp_path: Path) -> No
         logger.log_metrics({"loss": 2.0}, 8)
         logger.print_step = 5
         logger.log_metrics({"loss": 1.0}, 9)
+        logger.start_validation(6)
+        logger.log_metrics({"val_loss": 1.5}, 9)
+        logger.print_step = -1
+        start_validation(logger)
+        logger.log_metrics({"val_loss": 0.5}, 9)
+
+    def start_validation(logger: Any) -> None:
+        strategy = lightning.NeuronXLAStrategy()
+        strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(loggers=[logger], global_step=6))
+        strategy.on_validation_start()
 
     comm.threads.run(nxd.Mesh(1), main)
-    assert Writer.rows == [("loss", 3.0, 7), ("loss", 1.0, 5)]
+    assert Writer.rows == [("loss", 3.0, 7), ("loss", 1.0, 5), ("val_loss", 1.5, 5), ("val_loss", 0.5, 6)]
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+@pytest.mark.parametrize("layout", ["one stage", "pp 2"])
+def test_an_epoch_that_ends_inside_of_an_accumulation_ends_with_a_step(
+    layout: str, zero1: bool, lightning: Any
+) -> None:
+    """With the mean over its batches: 3 of a step of 2."""
+    mesh = nxd.Mesh(2, pp=2) if layout == "pp 2" else nxd.Mesh(2)
+    expected = comm.threads.run(nxd.Mesh(1), accumulated_plainly)[0]
+    for losses, steps, weights in comm.threads.run(mesh, accumulated, mesh, zero1, lightning):
+        assert steps == [False, True, True]
+        assert losses == pytest.approx(expected[0], abs=1e-10)
+        assert max(relative_error(weights[name], expected[1][name]) for name in weights) < 1e-10
+
+
+def accumulated(mesh: nxd.Mesh, zero1: bool, lightning: Any) -> Any:
+    """Trains an epoch of 3 batches, 2 of which are a step, without a `Trainer`."""
+    module = module_of(mesh, zero1, lightning)
+    module.on_train_start()
+    losses, steps = [], []
+    rows = ROWS // mesh.size("dp")
+    for index, ids in enumerate(BATCH):
+        module.trainer.is_last_batch = index == 2
+        local = ids[comm.rank("dp") * rows :][:rows]
+        module.training_step({"input_ids": local, "labels": local.roll(-1, 1)}, index)
+        steps.append(module.should_print)
+        if module.should_print:
+            losses.append(float(module.loss))
+            module.on_save_checkpoint({})
+        else:
+            with pytest.raises(RuntimeError, match="checkpoint after batch 1 of grad_accum_steps=2"):
+                module.on_save_checkpoint({})
+    weights = {name: gather_full(p.detach(), spec_of(p)) for name, p in module.model.named_parameters()}
+    return losses, steps, weights
+
+
+def module_of(mesh: nxd.Mesh, zero1: bool, lightning: Any) -> Any:
+    """Returns a module, set up, with what it asks of a trainer."""
+
+    class Module(lightning.NeuronLTModule):  # type: ignore[misc]
+        trainer = SimpleNamespace(strategy=lightning.NeuronXLAStrategy(), loggers=[], is_last_batch=False)
+        global_step = 0
+
+        def optimizers(self) -> Any:
+            return self.trainer.optimizers[0]
+
+        def lr_schedulers(self) -> None:
+            return None
+
+        def log(self, *_: Any, **__: Any) -> None:
+            pass
+
+    config = config_of(mesh, Options(zero1=zero1))
+    module = Module(
+        config, torch.optim.SGD, None, (False,), opt_kwargs={"lr": 0.5}, model_fn=training.build, grad_accum_steps=2
+    )
+    module.setup("fit")
+    module.trainer = SimpleNamespace(**vars(Module.trainer), optimizers=module.configure_optimizers())
+    return module
+
+
+def accumulated_plainly() -> Any:
+    model = training.build(False)
+    decay = {name: 0.0 if "norm" in name or "bias" in name else 0.01 for name, _ in model.named_parameters()}
+    groups = [{"params": [p], "weight_decay": decay[name]} for name, p in model.named_parameters()]
+    optimizer = torch.optim.SGD(groups, lr=0.5)
+    losses = []
+    for batches in (BATCH[:2], BATCH[2:]):
+        loss = sum(model(ids, ids.roll(-1, 1))[0] for ids in batches) / len(batches)
+        loss.backward()
+        losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: param.detach() for name, param in model.named_parameters()}
+
+
+def test_a_second_fit_starts_without_what_the_first_has_accumulated(lightning: Any) -> None:
+    def main() -> None:
+        module = module_of(nxd.Mesh(1), False, lightning)
+        module.training_step({"input_ids": BATCH[0], "labels": BATCH[0]}, 0)
+        assert module._batches == 1 and any(param.grad.any() for param in module.model.parameters())
+        module.setup("fit")
+        module.on_train_start()
+        assert module._batches == 0 and not any(module.averaged_loss)
+        assert not any(param.grad is not None and param.grad.any() for param in module.model.parameters())
+
+    comm.threads.run(nxd.Mesh(1), main)
+
+
+def test_hooks_record_training_alone_and_are_removed(lightning: Any, tmp_path: Path) -> None:
+    def main() -> None:
+        layer = torch.nn.Linear(2, 2)
+        options = training.hooks_of(str(tmp_path))
+        options.target_layers = "0"
+        callback = lightning.NeuronHooksCallback(options)
+        module = SimpleNamespace(model=torch.nn.Sequential(layer), global_step=0, log=lambda *_, **__: None)
+        trainer = SimpleNamespace(training=True, is_global_zero=True)
+        for end in (callback.on_train_end, lambda *args: callback.on_exception(*args, KeyboardInterrupt())):
+            callback.on_train_start(trainer, module)
+            assert len(layer._forward_hooks) == len(layer._backward_hooks) == 1
+            end(trainer, module)
+            assert not layer._forward_hooks and not layer._backward_hooks
+        callback.on_train_start(trainer, module)
+        trainer.training = False
+        layer(torch.ones(1, 2))
+        assert not list(tmp_path.rglob("*.pt"))
+        trainer.training = True
+        layer(torch.ones(1, 2))
+        assert len(list(tmp_path.rglob("*.pt"))) == 2
+
+    comm.threads.run(nxd.Mesh(1), main)
+
+
+def test_hyperparameters_that_would_not_load_are_left_out(lightning: Any, tmp_path: Path) -> None:
+    def main() -> None:
+        io = lightning.NeuronCheckpointIO()
+        parameters = {"lr": 0.1, "opt": torch.optim.AdamW, "args": SimpleNamespace(a=1), "fn": lambda: None}
+        checkpoint = {"hyper_parameters": parameters, "datamodule_hyper_parameters": {"path": tmp_path}}
+        with pytest.warns(UserWarning) as warned:
+            io.save_checkpoint(checkpoint, tmp_path / "a.ckpt")
+        assert checkpoint["hyper_parameters"] is parameters and len(parameters) == 4
+        names = [str(warning.message).partition(",")[0].rpartition(" ")[2] for warning in warned]
+        assert names == ["'opt'", "'args'", "'fn'", "'path'"]
+        loaded = io.load_checkpoint(tmp_path / "a.ckpt")
+        assert loaded == {"hyper_parameters": {"lr": 0.1}, "datamodule_hyper_parameters": {}}
+
+    comm.threads.run(nxd.Mesh(1), main)

@@ -333,10 +333,13 @@ def test_an_optimizer_that_was_made_before_the_adapters_is_refused(zero1: bool) 
         optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters())
         adapted = get_lora_model(model, LoraConfig(target_modules=["o_proj"]))
         adapted(DATA[0]).sum().backward()
-        with pytest.raises(RuntimeError, match="was made before the adapters: it has the frozen weight of o_proj"):
+        with pytest.raises(RuntimeError, match="has the frozen weight of o_proj, and not its adapter. If it was made"):
             optimizer.step()
         torch.optim.AdamW(adapted.parameters()).step()
         torch.optim.AdamW([param for param in adapted.parameters() if param.requires_grad]).step()
+        base = torch.optim.SGD([param for name, param in adapted.named_parameters() if "lora" not in name])
+        with pytest.raises(RuntimeError, match="if another optimizer has the adapters, leave out parameters that do"):
+            base.step()
 
     comm.threads.run(Mesh(1), main)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -308,6 +309,40 @@ def test_frozen_weights_stay_frozen() -> None:
             param.requires_grad_(name not in frozen)
         pad_model(model, 2, 3, wrapped_classes=Attention)
         assert {name for name, param in model.named_parameters() if not param.requires_grad} == frozen
+
+    threads.run(Mesh(2, tp=2), rank)
+
+
+class TwoAttentions(nn.Module):
+    """The queries have one weight, as has, of the second attention, a layer outside."""
+
+    def __init__(self, outside: bool) -> None:
+        super().__init__()
+        self.first, self.second = Attention(6, 6), Attention(6, 6)
+        self.second.q.weight = self.first.q.weight
+        if outside:
+            self.outside = ColumnParallelLinear(HIDDEN, 6 * HEAD_DIM, gather_output=False, dtype=torch.float64)
+            self.outside.weight = self.second.q.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x))
+        return out
+
+
+def test_tied_weights_stay_tied() -> None:
+    def rank() -> None:
+        model = TwoAttentions(outside=False)
+        before = gather_full(model.first.q.weight.detach(), spec_of(model.first.q.weight))
+        for change, heads in (
+            (partial(pad_model, tp_degree=4, n_heads=6, wrapped_classes=Attention), 4),
+            (unpad_model, 3),
+        ):
+            change(model)
+            weight = model.first.q.weight
+            assert weight is model.second.q.weight and weight.shape[0] == heads * HEAD_DIM
+            assert gather_full(weight.detach(), spec_of(weight)).equal(before)
+        with pytest.raises(ValueError, match=r"would untie first.q.weight and outside.weight, of which one is padded"):
+            pad_model(TwoAttentions(outside=True), 4, 6, Attention)
 
     threads.run(Mesh(2, tp=2), rank)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, trainer
+from neuronx_dist.gradients.accumulation import adding_to_reduced
 from neuronx_dist.gradients.reduce import complete_reduction
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.modules.lora import LoraConfig
@@ -310,6 +311,41 @@ def test_modes_and_conversions_reach_the_model_inside() -> None:
         seen: list[nn.Module] = []
         model.apply(seen.append)
         assert seen == [model.module]
+
+
+@pytest.mark.parametrize("mesh", [Mesh(1), Mesh(2, pp=2)], ids=str)
+def test_the_mode_is_that_of_the_layers(mesh: Mesh) -> None:
+    """Lightning sets modes back by `named_modules`, which are those of the model inside."""
+
+    def main() -> None:
+        model = trainer.initialize_parallel_model(config_of(mesh, Options()), LanguageModel)
+        assert model.training
+        layers = dict(model.named_modules())
+        assert model.eval() is model and not model.training and not any(layer.training for layer in layers.values())
+        for layer in layers.values():
+            layer.training = True
+        assert model.training
+        model.training = False
+        assert not model.training
+
+    comm.threads.run(mesh, main)
+
+
+def test_a_failed_run_leaves_the_gradients_of_those_before() -> None:
+    mesh = Mesh(2, pp=2)
+
+    def main() -> None:
+        model = trainer.initialize_parallel_model(config_of(mesh, Options()), LanguageModel)
+        model.run_train(input_ids=BATCH[0], labels=BATCH[0])
+        before = {name: param.grad.clone() for name, param in model.named_parameters()}
+        assert any(grad.any() for grad in before.values())
+        with pytest.raises(KeyboardInterrupt), adding_to_reduced(model.module):
+            assert any(param.grad is None for param in model.parameters())
+            raise KeyboardInterrupt
+        for name, param in model.named_parameters():
+            assert param.grad is not None and param.grad.equal(before[name]), name
+
+    comm.threads.run(mesh, main)
 
 
 class Result(nn.Module):

@@ -131,7 +131,7 @@ _LAYERS: WeakSet[LoraLayer] = WeakSet()  # all layers with adapters of this proc
 
 @cache
 def _watch_optimizers() -> None:
-    """Makes optimizers refuse, from now on, to step if they were made before the adapters of their parameters."""
+    """Makes optimizers refuse, from now on, to step if they have frozen parameters and not their adapters."""
     register_optimizer_step_pre_hook(_check_step)
 
 
@@ -141,8 +141,9 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         frozen = [id(param) for param in layer.base_layer.parameters() if not param.requires_grad]
         if not params.isdisjoint(frozen) and params.isdisjoint(map(id, _adapter_parameters(layer))):
             raise RuntimeError(
-                f"{type(optimizer).__name__} was made before the adapters: it has the frozen weight of {layer.name}, "
-                "and not its adapter. Make it after get_lora_model, of the parameters of its result"
+                f"{type(optimizer).__name__} has the frozen weight of {layer.name}, and not its adapter. If it was "
+                "made before the adapters, make it after get_lora_model, of the parameters of its result; if another "
+                "optimizer has the adapters, leave out parameters that do not require gradients"
             )
 
 
