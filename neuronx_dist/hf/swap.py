@@ -64,7 +64,8 @@ def swap(
             `planning.Plan` with them, which are applied as they are, and have the embedding and the head; or a
             `DistributedConfig` of transformers, whose `tp_plan` changes words of the plan of None, and whose `tp_size`
             and `pp_size` are to be those of the mesh. None: the plan of ours in `words.py`, else what transformers
-            says.
+            says. Words of one's own that do not go together are refused where names and styles show it;
+            `spmd.check(lambda: hf.swap(model, plan=plan), inputs, {"tp": 2})` proves a plan.
         sequence_parallel: between attention and MLP, activations are `[batch, seq/tp, hidden]`; so are the
             `hidden_states` that the model returns when asked to.
         pad_heads: add zero heads where tp does not divide the heads (see `parallel_layers.pad`); False refuses the
@@ -77,7 +78,7 @@ def swap(
             with a loss, in training, have no meaning then. For training that uses the loss alone, as `run_train` does.
 
     Raises:
-        UnsupportedModelError: the plan does not cover the model; the layers are named.
+        UnsupportedModelError: the plan does not cover the model, or would train it wrongly; the layers are named.
         ValueError: tp does not divide a size, or the plan names layers that the model has not; the message has the
             numbers and names.
     """
