@@ -39,11 +39,12 @@ class ModelShape:
             return value if isinstance(value, int) else None
 
         heads, hidden = read("num_attention_heads"), read("hidden_size")
+        of_falcon = read("num_kv_heads") if getattr(text, "new_decoder_architecture", False) else None
         return cls(
             layers=read("num_hidden_layers"),
             hidden=hidden,
             heads=heads,
-            kv_heads=read("num_key_value_heads") or heads,
+            kv_heads=read("num_key_value_heads") or of_falcon or heads,
             intermediate=read("intermediate_size"),
             vocab=read("vocab_size"),
             max_positions=read("max_position_embeddings"),

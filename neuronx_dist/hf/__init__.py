@@ -11,6 +11,7 @@
 
 swap.py         `swap`: layers replaced in place; in_place.py: modules that stay; sequence_parallel.py
 model_plan.py   which layer becomes which; plan_reading.py: read from words; words.py: all words, and tables of ours
+plan_consistency.py   words that do not go together
 loss.py         the causal language-model loss on vocabulary-parallel logits
 weights.py      `load_pretrained`, `save_pretrained`, `full_state_dict`; writing.py: safetensors files
 sources.py      where weights are read from; gguf_file.py: GGUF files; conversion.py: names of checkpoint and model;

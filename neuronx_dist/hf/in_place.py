@@ -20,7 +20,7 @@ from torch import nn
 from .. import comm, spmd
 from ..weights.shard_spec import ShardSpec, set_spec, spec_of
 
-__all__ = ["IN_PLACE", "multiply_output", "shard_parameter"]
+__all__ = ["IN_PLACE", "multiply_output", "shard_parameter", "sharded_dim"]
 
 
 def shard_parameter(module: nn.Module, name: str, style: str) -> None:
@@ -40,8 +40,7 @@ def shard_parameter(module: nn.Module, name: str, style: str) -> None:
     if style == "replicated_bias":
         _add_once(module, name)
         return
-    dim = full.ndim - 1 if style.endswith("row") else max(full.ndim - 2, 0)
-    stride = 2 if style.startswith("packed") and full.ndim > 1 else 1
+    dim, stride = sharded_dim(style, full.ndim)
     tp = comm.size("tp")
     spec = ShardSpec("tp", dim, stride, tp, tuple(full.shape))
     if full.is_meta:
@@ -51,6 +50,11 @@ def shard_parameter(module: nn.Module, name: str, style: str) -> None:
         local = nn.Parameter(piece, requires_grad=full.requires_grad)
     module._parameters[name] = local
     set_spec(module, name, spec)
+
+
+def sharded_dim(style: str, ndim: int) -> tuple[int, int]:
+    """The dim of a bare parameter that is sharded, and the number of blocks in it."""
+    return ndim - 1 if style.endswith("row") else max(ndim - 2, 0), 2 if style.startswith("packed") and ndim > 1 else 1
 
 
 def _add_once(module: nn.Module, name: str) -> None:

@@ -14,6 +14,7 @@ from .words import LAYER_STYLES
 
 __all__ = [
     "ATTENTION",
+    "FUSABLE",
     "LOCAL_OUTPUT",
     "ModelPlan",
     "UnsupportedModelError",
@@ -28,7 +29,7 @@ __all__ = [
 ]
 
 # Sibling columns with one input; these names mean the same in every architecture that uses them.
-_FUSABLE: tuple[tuple[str, ...], ...] = (
+FUSABLE: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("q", "k", "v"),
     ("wi_0", "wi_1"), ("q_lin", "k_lin", "v_lin"),
 )  # fmt: skip
@@ -131,7 +132,7 @@ class ModelPlan:
     def _siblings(self, model: nn.Module, name: str) -> tuple[str, ...]:
         """The other column layers on the same input, which can share one input gradient: q, k, v and gate, up."""
         region, _, leaf = name.rpartition(".")
-        for leaves in _FUSABLE if not any(word in region for word in _CROSS) else ():
+        for leaves in FUSABLE if not any(word in region for word in _CROSS) else ():
             group = [f"{region}.{sibling}" for sibling in leaves]
             if leaf in leaves and all(self.styles.get(sibling) == "column" for sibling in group):
                 layers: list[Any] = [model.get_submodule(sibling) for sibling in group]

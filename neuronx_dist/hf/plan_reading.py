@@ -15,14 +15,13 @@ from torch import nn
 from ..model_shape import ModelShape
 from ..nearest import nearest
 from ..parallel_layers.replace import STYLES, LayerPlan
-from .model_plan import LOCAL_OUTPUT, ModelPlan, UnsupportedModelError, is_layer, leaf_of, parent_of, stack_of
+from .model_plan import ModelPlan, UnsupportedModelError, is_layer, leaf_of, parent_of, stack_of
+from .plan_consistency import LATENT, PER_HEAD, inconsistencies, regions_of
 from .words import CORRECTIONS, LAYER_STYLES, WORDS, plan_of_ours, refusal_of
 
 __all__ = ["SAME_AS_LINEAR", "SCALED", "read_plan", "words_of", "words_of_config"]
 
 _HEAD_STYLES = ("column", "gathered_column", "whole")
-# Whole layers before sharded ones, of the same attention: what goes in and out is equal on all ranks.
-_LATENT = ("q_a_proj", "q_a_layernorm", "q_a_norm", "kv_a_layernorm", "kv_a_norm", "kv_a_proj_with_mqa", "indexer")
 # Subclasses of torch's layers with the same forward; `ScaledWordEmbedding`s multiply by a number afterwards.
 SAME_AS_LINEAR = ("FalconLinear", "NonDynamicallyQuantizableLinear")
 SCALED = "ScaledWordEmbedding"
@@ -32,6 +31,8 @@ _OTHER_WAYS = (
     "Without swap, pipelines (NxDPPModel) and data parallelism take the model as it is, and neuronx_dist.parallelize "
     'shards any module; with swap, plan={"name.of.*.a.layer": "colwise", ...} gives the style of each torch.nn.Linear'
 )
+
+_PROOF = 'spmd.check(lambda: hf.swap(model, plan=plan), inputs, {"tp": 2}) proves a plan'
 
 
 def read_plan(model: nn.Module, words: Mapping[str, str] | None = None, *, complete: bool = True) -> ModelPlan:
@@ -43,8 +44,8 @@ def read_plan(model: nn.Module, words: Mapping[str, str] | None = None, *, compl
 
     Raises:
         ValueError: words for layers that the model has not, or that are no styles.
-        UnsupportedModelError: it is none, there is no plan for it, or the plan leaves layers out between sharded ones;
-            the layers are listed.
+        UnsupportedModelError: it is none, there is no plan for it, or the plan leaves layers out between sharded ones,
+            or has words that do not go together; the layers are listed.
     """
     config: Any = getattr(model, "config", None)
     what = f"{type(model).__name__} (model type {getattr(config, 'model_type', 'unknown')!r})"
@@ -90,6 +91,8 @@ def read_plan(model: nn.Module, words: Mapping[str, str] | None = None, *, compl
         raise UnsupportedModelError(
             f"{what} cannot be swapped: its plan does not cover {_listed(problems)}. {_OTHER_WAYS}"
         )
+    if wrong := list(inconsistencies(model, styles, bare)):
+        raise UnsupportedModelError(f"{what}: its plan would train it wrongly: {_listed(wrong, '; ')}. {_PROOF}")
 
     shape = ModelShape.of(config)
     plan = ModelPlan(
@@ -109,15 +112,12 @@ def _norms_of_local_heads(model: nn.Module, styles: Mapping[str, str]) -> list[s
     local = {parent_of(name) for name, word in styles.items() if word == "colwise" and not is_layer(parent_of(name))}
     found = []
     for name, module in model.named_modules():
-        if parent_of(name) in local and leaf_of(name) in _PER_HEAD and name not in styles:
+        if parent_of(name) in local and leaf_of(name) in PER_HEAD and name not in styles:
             head_dim = getattr(model.get_submodule(parent_of(name)), "head_dim", 1)
             params = list(module.parameters())
             if params and all(param.ndim <= 1 and param.numel() in (1, head_dim) for param in params):
                 found.append(name)
     return found
-
-
-_PER_HEAD = ("q_norm", "k_norm", "act_fn")
 
 
 def _end(model: Any, side: str) -> Any:
@@ -185,6 +185,7 @@ def words_of(layers: Iterable[LayerPlan]) -> dict[str, str]:
         if layer.style in ("column", "row", "partial_gradient"):
             gathers, splits = layer.options.get("gather_output"), layer.options.get("input_is_parallel") is False
             style = "gathered_column" if gathers else "split_row" if splits else layer.style
+            style = {2: f"packed_{style}", 3: "packed_column_3"}.get(layer.options.get("stride", 1), style)
             words[layer.name] = of_style[style]
     return words
 
@@ -257,11 +258,10 @@ def _uncovered(
 
     Elsewhere what goes in and out of a module is equal on all ranks, so that its weights may stay whole.
     """
-    local = [name for name, word in styles.items() if WORDS.get(word) in LOCAL_OUTPUT]
-    regions = {parent for parent in map(parent_of, local) if not is_layer(parent)}
+    regions = regions_of(styles)
     left_out = []
     for name, module in model.named_modules():
-        if name in styles or name in ends or any(part in _LATENT for part in name.split(".")):
+        if name in styles or name in ends or any(part in LATENT for part in name.split(".")):
             continue
         bare = {
             key: param
@@ -275,6 +275,6 @@ def _uncovered(
     return left_out
 
 
-def _listed(names: list[str]) -> str:
+def _listed(names: list[str], between: str = ", ") -> str:
     """Names with layer numbers folded, so that 32 equal layers are one entry."""
-    return ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|\s|$)", "*", name) for name in names))
+    return between.join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|\s|$)", "*", name) for name in names))

@@ -25,9 +25,9 @@ from ..parallel_layers.activation_checkpoint import keep_random_streams
 from ..parallel_layers.pad import pads_heads
 from ..parallel_layers.replace import LayerPlan, apply
 from ..spmd import random
-from .in_place import IN_PLACE, multiply_output, shard_parameter
+from .in_place import IN_PLACE, multiply_output, shard_parameter, sharded_dim
 from .loss import causal_lm_loss
-from .model_plan import ATTENTION, ModelPlan, UnsupportedModelError
+from .model_plan import ATTENTION, ModelPlan, UnsupportedModelError, leaf_of
 from .plan_reading import SAME_AS_LINEAR, read_plan, words_of, words_of_config
 from .sequence_parallel import apply_sequence_parallel, check_sequence_parallel
 
@@ -64,7 +64,8 @@ def swap(
             `planning.Plan` with them, which are applied as they are, and have the embedding and the head; or a
             `DistributedConfig` of transformers, whose `tp_plan` changes words of the plan of None, and whose `tp_size`
             and `pp_size` are to be those of the mesh. None: the plan of ours in `words.py`, else what transformers
-            says.
+            says. Words of one's own that do not go together are refused where names and styles show it;
+            `spmd.check(lambda: hf.swap(model, plan=plan), inputs, {"tp": 2})` proves a plan.
         sequence_parallel: between attention and MLP, activations are `[batch, seq/tp, hidden]`; so are the
             `hidden_states` that the model returns when asked to.
         pad_heads: add zero heads where tp does not divide the heads (see `parallel_layers.pad`); False refuses the
@@ -77,7 +78,7 @@ def swap(
             with a loss, in training, have no meaning then. For training that uses the loss alone, as `run_train` does.
 
     Raises:
-        UnsupportedModelError: the plan does not cover the model; the layers are named.
+        UnsupportedModelError: the plan does not cover the model, or would train it wrongly; the layers are named.
         ValueError: tp does not divide a size, or the plan names layers that the model has not; the message has the
             numbers and names.
     """
@@ -190,12 +191,12 @@ def _set_local_head_counts(model: nn.Module, plan: ModelPlan, tp: int) -> None:
         "num_key_value_groups": (groups, heads // kv_heads),
     }
     for region in map(model.get_submodule, plan.regions):
-        for attribute, (of_model, count) in counts.items():
+        for attribute, (of_model, of_rank) in counts.items():
             size = getattr(region, attribute, None)
-            if isinstance(size, int) and size != of_model:  # a layer with other heads
-                count = size if attribute == "num_key_value_groups" or size % tp else size // tp
-            if isinstance(size, int):
-                setattr(region, attribute, count)
+            if not isinstance(size, int):
+                continue
+            is_kept = attribute == "num_key_value_groups" or size % tp
+            setattr(region, attribute, of_rank if size == of_model else size if is_kept else size // tp)
         for attribute in _DIVIDED:
             size = getattr(region, attribute, None)
             if isinstance(size, int) and size % tp == 0:
@@ -214,11 +215,11 @@ def _check_sizes(
             f"{-vocabulary % tp} zero rows"
         )
     whole = [layer for layer in layers if "replicas" not in layer.options]
-    sizes = {layer.name.rpartition(".")[2]: layer.padded_size for layer in whole if layer.padded_size}
-    problems += [f"{what} of size {size} is not divisible by tp={tp}" for what, size in sizes.items() if size % tp]
+    sizes = [(leaf_of(layer.name), layer.padded_size) for layer in whole if layer.padded_size]
+    problems += [f"{what} of size {size} is not divisible by tp={tp}" for what, size in sizes if size % tp]
     problems += _parameter_problems(model, plan, tp)
     if problems:
-        raise ValueError(f"swap: {type(model).__name__}: " + "; ".join(problems))
+        raise ValueError(f"swap: {type(model).__name__}: " + "; ".join(dict.fromkeys(problems)))
 
 
 def _parameter_problems(model: nn.Module, plan: ModelPlan, tp: int) -> list[str]:
@@ -226,17 +227,22 @@ def _parameter_problems(model: nn.Module, plan: ModelPlan, tp: int) -> list[str]
     problems = []
     for name, style in plan.parameters.items():
         shape = model.get_parameter(name).shape
-        size = shape[-1] if style.endswith("row") else shape[max(len(shape) - 2, 0)]
-        blocks = 2 if style.startswith("packed") and len(shape) > 1 else 1
+        dim, blocks = sharded_dim(style, len(shape))
+        size = shape[dim]
         if style.endswith(("row", "column")) and size % (tp * blocks):
             what = f" in {blocks} blocks" if blocks > 1 else ""
-            problems.append(f"{name.rpartition('.')[2]} of size {size}{what} is not divisible by tp={tp}")
-    return list(dict.fromkeys(problems))
+            problems.append(f"{leaf_of(name)} of size {size}{what} is not divisible by tp={tp}")
+    return problems
 
 
 def _head_problems(model: nn.Module, plan: ModelPlan, tp: int, pad_heads: bool) -> list[str]:
     of_model = plan.heads, plan.kv_heads
     heads = padded_heads(*of_model, tp)
+    numbers = {name: getattr(model.get_submodule(name), "num_heads", plan.heads) for name in plan.attentions}
+    others = {leaf_of(name): n for name, n in numbers.items() if isinstance(n, int) and n != plan.heads}
+    if refused := {name: n for name, n in others.items() if n % tp or heads.pads(*of_model)}:
+        listed = ", ".join(f"{name} of {n} heads" for name, n in refused.items())
+        return [f"the model has {plan.heads} attention heads and {listed}: both are to be divisible by tp={tp}"]
     if heads.pads(*of_model) and not pad_heads:
         choices = [n for n in range(1, plan.heads + 1) if not padded_heads(*of_model, n).pads(*of_model)]
         return [
@@ -259,26 +265,34 @@ def _check_dropout(model: Any, plan: ModelPlan, tp: int, sequence_parallel: bool
     """Refuses dropout that would draw from the wrong stream.
 
     Attention weights are sharded, so their dropout is to differ over tp; a residual's is to agree, unless the sequence
-    is sharded. Where one module has both, nothing tells the swap which is which.
+    is sharded. Where one attention module has both, nothing tells the swap which is which.
     """
+    configs = [model.config, *(nested for nested in vars(model.config).values() if hasattr(nested, "get_text_config"))]
     rates = {
         name: rate
-        for name, rate in vars(model.config).items()
+        for config in configs
+        for name, rate in vars(config).items()
         if name.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate"))
-        and isinstance(rate, float) and rate > 0 and not name.startswith(_OF_HEADS)
+        and isinstance(rate, float) and rate > 0 and not name.startswith(_OF_TASKS)
     }  # fmt: skip
     attention = sum(rates.pop(name, 0.0) for name in _ATTENTION_DROPOUT)
-    rows = {name.rpartition(".")[0] for name, style in plan.styles.items() if style == "row"}
-    is_mixed = not rows.isdisjoint(plan.attentions)
-    if tp > 1 and rates and ((attention and is_mixed) or sequence_parallel):
+    regions = map(model.get_submodule, plan.attentions)
+    is_mixed = any(_attention_dropout(region) and len(_dropouts(region)) > 1 for region in regions)
+    if tp > 1 and rates and (is_mixed or sequence_parallel):
         listed = ", ".join(f"{name}={rate}" for name, rate in rates.items())
         raise UnsupportedModelError(
             f"swap: {type(model).__name__} with {listed}: such dropout works neither with sequence_parallel=True nor "
-            f"with attention_dropout ({attention}); set it to 0 in the config"
+            f"with attention_dropout ({attention}) in one module; set it to 0 in the config"
         )
 
 
-_OF_HEADS = ("classifier", "summary", "seq_classif", "qa")  # of heads of tasks, after the layers
+def _dropouts(module: nn.Module) -> list[str]:
+    """The names of a module's dropouts, layers or rates, that drop something."""
+    rates = {name: getattr(value, "p", value) for name, value in (*vars(module).items(), *module.named_children())}
+    return [name for name, rate in rates.items() if "drop" in name and isinstance(rate, float) and rate > 0]
+
+
+_OF_TASKS = ("classifier", "summary", "seq_classif", "qa")  # of heads of tasks, after the layers
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 

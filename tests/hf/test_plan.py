@@ -16,8 +16,11 @@ import torch
 from torch import nn
 
 from neuronx_dist.hf.model_plan import UnsupportedModelError, transformer_layer_class
-from neuronx_dist.hf.plan_reading import read_plan
+from neuronx_dist.hf.plan_reading import _pattern as pattern_of
+from neuronx_dist.hf.plan_reading import _words as words_of_model
+from neuronx_dist.hf.plan_reading import read_plan, words_of
 from tests.hf.toy import Attention, Layer, Toy
+from tests.support.more_architectures import OF_TRANSFORMERS
 
 FILE = Path(__file__).parent / "plans.txt"
 META = torch.device("meta")
@@ -197,3 +200,60 @@ def test_the_class_of_the_layers() -> None:
     model.config.num_hidden_layers = 3
     with pytest.raises(UnsupportedModelError, match="Toy has no list of 3 transformer layers"):
         transformer_layer_class(model)
+
+
+# --- words that do not go together
+
+LAYERS = "model.layers.*."
+ATTN, MLP, EXPERTS = f"{LAYERS}self_attn.", f"{LAYERS}mlp.", f"{LAYERS}mlp.experts"
+LATENT = f"{ATTN}kv_a_proj_with_mqa"
+WHOLE_NORMS = dict.fromkeys((f"{ATTN}q_norm", f"{ATTN}k_norm"), "replicate")
+WHOLE_EXPERTS = dict.fromkeys((f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"), "replicate")
+MISTAKES: list[tuple[str, dict[str, str | None], str]] = [
+    ("Qwen 3", WHOLE_NORMS, f"{ATTN}q_norm sees local heads"),
+    ("Llama", {f"{ATTN}k_proj": "replicate"}, f"{ATTN}k_proj is whole beside local columns"),
+    ("Llama", {f"{MLP}up_proj": "sequence_parallel"}, f"{MLP}up_proj is whole beside local columns"),
+    ("Mixtral", {EXPERTS: None}, f"{EXPERTS} has sharded matrices, whose partial sums nothing adds"),
+    ("Mixtral", WHOLE_EXPERTS, f"{EXPERTS} has no sharded matrices, and 'moe_tp_experts' multiplies its output"),
+    ("Mixtral", {f"{EXPERTS}.gate_up_proj": "colwise"}, f"{EXPERTS}.gate_up_proj holds gate and up behind one another"),
+    ("Mixtral", {f"{MLP}gate": "replicated_with_grad_allreduce"}, f"{MLP}gate has its full gradient on every rank"),
+    ("Llama", {MLP[:-1]: "all_reduce"}, f"{MLP[:-1]} ends in a row layer, whose sum 'all_reduce' repeats"),
+    ("DeepSeek V3", {LATENT: None}, f"{LATENT} feeds local heads"),
+    ("DeepSeek V3", {LATENT: "replicate"}, f"{LATENT} feeds local heads"),
+    ("GLM", {f"{MLP}gate_up_proj": "colwise"}, f"{MLP}gate_up_proj holds gate and up behind one another"),
+    ("Phi 3", {f"{MLP}gate_up_proj": "colwise"}, f"{MLP}gate_up_proj holds gate and up behind one another"),
+    ("Llama", {f"{ATTN}q_proj": "packed_colwise"}, f"{ATTN}q_proj is one matrix"),
+    ("Llama", {f"{MLP}up_proj": "packed_colwise"}, f"{MLP}up_proj is one matrix"),
+    (
+        "Llama",
+        {f"{LAYERS}input_layernorm": "replicated_with_grad_allreduce"},
+        f"{LAYERS}input_layernorm has its full gradient",
+    ),
+    ("Llama", {"model.norm": "replicated_with_grad_allreduce"}, "model.norm has its full gradient on every rank"),
+]
+# Of these transformers' plan leaves matrices out, which a user's has to have.
+ROUTER = {f"{MLP}gate": "replicate"}
+COLUMNS = {f"{ATTN}q_b_proj": "colwise", f"{ATTN}kv_b_proj": "colwise", LATENT: "mla_kv_a_proj"}
+MORE = {"Mixtral": ROUTER, "DeepSeek V3": {**ROUTER, **COLUMNS, f"{ATTN}o_proj": "rowwise"}}
+
+
+@pytest.mark.parametrize("name, change, message", MISTAKES)
+def test_a_plan_that_would_train_wrongly_is_refused(name: str, change: Any, message: str) -> None:
+    architecture = next(each for each in OF_TRANSFORMERS if each.name == name)
+    with META:
+        model = architecture.make(2 * len(architecture.layers))
+    known = {pattern_of(name) for name, _ in (*model.named_modules(), *model.named_parameters())}
+    plan = {name: word for name, word in {**words_of_model(model), **MORE.get(name, {})}.items() if name in known}
+    read_plan(model, plan)
+    with pytest.raises(UnsupportedModelError) as error:
+        read_plan(model, {name: word for name, word in {**plan, **change}.items() if word})
+    assert f": its plan would train it wrongly: {message}" in str(error.value)
+    assert str(error.value).endswith('spmd.check(lambda: hf.swap(model, plan=plan), inputs, {"tp": 2}) proves a plan')
+
+
+def test_a_list_of_layers_keeps_packed_columns() -> None:
+    architecture = next(each for each in OF_TRANSFORMERS if each.name == "GLM")
+    with META:
+        model = architecture.make(2)
+    layers = read_plan(model).layers(model, 2)
+    assert words_of(layers)["model.layers.0.mlp.gate_up_proj"] == "packed_colwise"

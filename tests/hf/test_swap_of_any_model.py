@@ -62,6 +62,23 @@ def test_sizes_that_are_refused_together() -> None:
     assert "k_proj" not in message and "which adds 4 zero rows; up_proj of size 12" in message
 
 
+def test_each_layers_size_is_checked_not_the_last_of_a_name() -> None:
+    model = Toy(4, 2)
+    with torch.device("meta"):
+        model.model.layers[0].mlp.up_proj, model.model.layers[0].mlp.down_proj = nn.Linear(8, 13), nn.Linear(13, 8)
+    assert refusal(
+        2, model
+    ) == "swap: Toy: up_proj of size 13 is not divisible by tp=2; down_proj of size 13 is not " + ("divisible by tp=2")
+
+
+def test_each_attentions_heads_are_checked() -> None:
+    model = Toy(4, 4, layers=1)
+    model.model.layers[0].self_attn.num_heads = 6
+    message = "swap: Toy: the model has 4 attention heads and self_attn of 6 heads: both are to be divisible by tp={}"
+    assert refusal(4, model) == message.format(4)
+    assert refusal(3, model, pad_heads=True, pad_vocab=True) == message.format(3)
+
+
 DROPOUT = "such dropout works neither with sequence_parallel=True nor with attention_dropout"
 
 
@@ -71,6 +88,13 @@ DROPOUT = "such dropout works neither with sequence_parallel=True nor with atten
         (2, False, dict(attention_dropout=0.1), None),
         (2, True, dict(attention_dropout=0.1), None),
         (2, False, dict(residual_dropout=0.1), None),
+        (2, False, dict(residual_dropout=0.1, attention_dropout=0.5), None),  # the residual's in another module
+        (
+            2,
+            True,
+            dict(text_config=SimpleNamespace(get_text_config=None, residual_dropout=0.1)),
+            "residual_dropout=0.1: {} (0.0)",
+        ),
         (2, True, dict(residual_dropout=0.0, embd_pdrop=0.0, attention_dropout=0.5), None),
         (2, True, dict(residual_dropout=1, drop_probability=0.5, summary_first_dropout=0.1), None),  # no rates
         (1, True, dict(residual_dropout=0.1, attention_dropout=0.1), None),
@@ -82,9 +106,12 @@ DROPOUT = "such dropout works neither with sequence_parallel=True nor with atten
 )
 def test_dropout_that_is_refused(tp: int, sequence_parallel: bool, rates: Any, listed: str | None) -> None:
     model = Toy(4, 2, **rates)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = rates.get("attention_dropout", 0.0)
+        layer.self_attn.resid_dropout = nn.Dropout(rates.get("resid_pdrop", 0.0))
     if listed is not None:
         message = refusal(tp, model, UnsupportedModelError, sequence_parallel=sequence_parallel)
-        assert message == f"swap: Toy with {listed.format(DROPOUT)}; set it to 0 in the config"
+        assert message == f"swap: Toy with {listed.format(DROPOUT)} in one module; set it to 0 in the config"
     else:
         with comm.as_rank(Mesh(tp, tp=tp), 0):
             swap(model, sequence_parallel=sequence_parallel)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, CTRLConfig
 
 from neuronx_dist.comm.backends import threads
@@ -130,3 +131,41 @@ def test_dropouts_that_the_swap_cannot_tell_apart_are_refused() -> None:
 def test_dropouts_that_older_configs_call_pdrop_are_refused_too() -> None:
     message = _refusal(lambda: meta_model(llama_config(resid_pdrop=0.1)), sequence_parallel=True)
     assert "resid_pdrop=0.1: such dropout" in message
+
+
+def _of_class(name: str, **sizes: Any) -> Any:
+    model_class = getattr(transformers, name)
+    with torch.device("meta"):
+        return model_class(model_class.config_class(**sizes))
+
+
+def test_falcons_key_value_heads_are_checked() -> None:
+    sizes = dict(hidden_size=32, num_attention_heads=8, num_kv_heads=2, num_hidden_layers=1, vocab_size=VOCAB)
+    message = _refusal(
+        lambda: _of_class("FalconForCausalLM", **sizes, new_decoder_architecture=True), tp=4, kind=ValueError
+    )
+    assert "tp=4 replicates k_proj, v_proj and pads" in message and "has other layers" in message
+
+
+TINY = dict(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=32, max_position_embeddings=8)
+
+
+@pytest.mark.parametrize(
+    "name, sizes",
+    [
+        ("DistilBertForMaskedLM", dict(dim=16, n_heads=2, n_layers=1, hidden_dim=32)),
+        ("BioGptForCausalLM", TINY),
+        ("M2M100ForConditionalGeneration", dict(d_model=16, encoder_layers=1, decoder_layers=1)),
+        ("CLIPTextModel", TINY),
+        ("CLIPVisionModel", TINY),
+        ("SiglipTextModel", TINY),
+        ("SiglipVisionModel", TINY),
+    ],
+)
+def test_models_with_default_dropout_and_towers_are_swapped(name: str, sizes: Any) -> None:
+    threads.run(Mesh(2, tp=2), lambda: swap(_of_class(name, **sizes), pad_vocab=True))
+
+
+def test_gpt2_with_default_dropout_is_refused() -> None:
+    message = _refusal(lambda: _of_class("GPT2LMHeadModel", n_embd=16, n_head=2, n_layer=1), pad_vocab=True)
+    assert "resid_pdrop=0.1, embd_pdrop=0.1: such dropout" in message

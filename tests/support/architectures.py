@@ -303,7 +303,7 @@ _TEXT = """# Models
 ## Swapped by `hf.swap`, in pipelines, by `parallelize`
 
 Tiny ones, 2 layers of hidden size {hidden}, in float64. *yes* is measured (`tests/hf/measuring.py`): loss, logits and
-all gradients are those of one process to 1e-10.
+all gradients are those of one process to 1e-10. Dropout rates are 0 in these measurements.
 
 * *swap*: at tp 2 and 4; Mamba's mixers stay whole. *SP*: `sequence_parallel=True`, at tp 2.
 * *pp*: `NxDPPModel`, on 2 stages, of the model as it is.
@@ -321,6 +321,8 @@ all gradients are those of one process to 1e-10.
 Of transformers' tensor-parallel plans 125 are tested in this way at tp 2 (`tests/hf/test_every_plan.py`, which lists
 the others). Architectures without a plan there, or with a wasteful one, have one in `neuronx_dist/hf/words.py`; any
 other takes a plan in the same words, `hf.swap(model, plan={{"model.layers.*.mlp.up_proj": "colwise", ...}})`.
+Words that do not go together are refused where names and styles show it; a plan of one's own is proven by
+`spmd.check(lambda: hf.swap(model, plan=plan), inputs, {{"tp": 2}})`.
 
 ## On a pipeline
 
