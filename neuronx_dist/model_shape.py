@@ -75,6 +75,8 @@ def padded_heads(heads: int, kv_heads: int, tp: int) -> Heads:
     each head, and its group of query heads is padded to a multiple of these ranks. Otherwise groups are not split. 9
     query heads over 3 key/value heads become 12 over 4 at tp=2, and 12 over 3, each on 2 ranks, at tp=6.
     """
+    if not kv_heads:  # a config without a number of heads
+        return Heads(heads, kv_heads, 1)
     padded_kv = next(number for number in count(kv_heads) if number % tp == 0 or tp % number == 0)
     replicas = max(1, tp // padded_kv)
     group = heads // kv_heads

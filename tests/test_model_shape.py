@@ -75,3 +75,7 @@ def test_the_last_stages_have_a_layer_more(layers: int, pp: int, sizes: list[int
     stages = stage_layers(layers, pp)
     assert [len(stage) for stage in stages] == sizes
     assert [layer for stage in stages for layer in stage] == list(range(layers))
+
+
+def test_a_config_without_heads_has_none_to_pad() -> None:
+    assert padded_heads(0, 0, 2) == (0, 0, 1)

@@ -29,7 +29,8 @@ SCALED = "ScaledWordEmbedding"
 
 _OTHER_WAYS = (
     "Without swap, pipelines (NxDPPModel) and data parallelism take the model as it is, and neuronx_dist.parallelize "
-    'shards any module; with swap, plan={"name.of.*.a.layer": "colwise", ...} gives the style of each torch.nn.Linear'
+    'shards any module; with swap, plan={"name.of.*.a.layer": "colwise", ...} gives the style of each torch.nn.Linear, '
+    '"replicate" of one that stays whole'
 )
 
 _PROOF = 'spmd.check(lambda: hf.swap(model, plan=plan), inputs, {"tp": 2}) proves a plan'
@@ -231,6 +232,10 @@ def _words(model: nn.Module) -> Mapping[str, str]:
 
 def _check_words(words: Mapping[str, str], known: Collection[str], ends: Collection[str]) -> None:
     for name, word in words.items():
+        if not isinstance(name, str) or not isinstance(word, str):
+            raise ValueError(
+                f"the plan has the entry {name!r}: {word!r}; it takes names of layers and words, as strings"
+            )
         if name not in known:
             raise ValueError(
                 f"the plan names {name}, but the model has no such layer; nearest: {nearest(name, sorted(known))}"

@@ -42,7 +42,9 @@ def test_a_given_plan_that_does_not_fit_is_refused() -> None:
     def refusal(plan: Any) -> str:
         return _refusal(lambda: meta_model(llama_config()), kind=ValueError, plan=plan)
 
+    assert "the plan has the entry 'lm_head': None; it takes names of layers and words" in refusal({"lm_head": None})
     words = {"model.layers.*.mlp.up_proj": "colwise"}
+    assert '"replicate" of one that stays whole' in refusal(words)
     assert "does not cover " in refusal(words) and "model.layers.*.mlp.down_proj" in refusal(words)
     assert (
         "names model.layer.*.mlp.up_proj, but the model has no such layer; nearest: model.layers.*.mlp.up_proj"
