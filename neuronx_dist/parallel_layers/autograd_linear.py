@@ -92,7 +92,7 @@ class ColumnLinear(torch.autograd.Function):
         ctx.has_bias = len(params) > count
         full = x if sequence_dim is None else comm.all_gather(x, communicator, dim=sequence_dim)
         outs = (F.linear(full, weight, bias) for weight, bias in zip(weights, biases))  # type: ignore[arg-type]
-        return tuple(_writable(out) if is_view(out) else out for out in outs)
+        return tuple(outs) if is_dynamo_compiling() else tuple(map(_writable, outs))
 
     @staticmethod
     def composition(
@@ -161,11 +161,11 @@ class ColumnLinear(torch.autograd.Function):
         return (reducing.wait() if reducing is not None else None, None, None, None, None, *grad_params)
 
 
-def _writable(view: torch.Tensor) -> torch.Tensor:
+def _writable(out: torch.Tensor) -> torch.Tensor:
     """Returns an output that may be written in place, which torch forbids for a function's views (`F.linear`'s)."""
-    if is_dynamo_compiling() or in_one_program(view):
-        return view
-    return view.clone() if active() is not None else without_base(view)
+    if in_one_program(out) or not is_view(out):
+        return out
+    return out.clone() if active() is not None else without_base(out)
 
 
 def linear_alone(
