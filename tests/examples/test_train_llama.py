@@ -111,10 +111,10 @@ def test_verify_prints_a_table_and_agrees(tmp_path):
 
 
 def test_what_cannot_work_is_refused_with_the_numbers(tmp_path):
-    from transformers import GPT2Config
+    from transformers import CodeGenConfig
 
-    unplanned = tmp_path / "gpt2"
-    GPT2Config(n_layer=4, n_embd=32, n_head=2, vocab_size=256).save_pretrained(unplanned)
+    unplanned = tmp_path / "codegen"
+    CodeGenConfig(n_layer=4, n_embd=32, n_head=4, rotary_dim=4, vocab_size=256).save_pretrained(unplanned)
     refusals = [
         (["--tp", "3"], ["1 processes are not divisible by tp 3"]),
         (["--global-batch", "6"], ["a global batch of 6 is not divisible by dp 1 × 4 microbatches = 4"]),
@@ -122,7 +122,7 @@ def test_what_cannot_work_is_refused_with_the_numbers(tmp_path):
         (["--data", "/no/such/folder"], ["no file or folder /no/such/folder"]),
         (["--out", "."], [". exists, and a run does not write over another"]),
         (["--model", "/no/such/model"], ["has no config.json"]),
-        (["--model", str(unplanned), "--out", str(tmp_path / "run")], ["GPT2LMHeadModel", "c_attn"]),
+        (["--model", str(unplanned), "--out", str(tmp_path / "run")], ["CodeGenForCausalLM", "qkv_proj"]),
         (["--device", "xla"], ["device 'xla'"]),
         (["--steps", "0"], ["--steps must be at least 1, not 0"]),
         (["--seq-len", "1"], ["--seq-len must be at least 2, not 1: each token is predicted from those before it"]),
