@@ -16,6 +16,8 @@ __all__ = ["NeuronTensorBoardLogger", "reports_loss"]
 
 def reports_loss(log_rank0: bool = False) -> bool:
     """Returns whether this rank is the one that logs: the first of the last pipeline stage, or of the first stage."""
+    if not comm.is_initialized():  # Lightning ends its loggers after an error before the mesh exists, too
+        return False
     stage = 0 if log_rank0 else comm.size("pp") - 1
     return bool(comm.rank(("dp", "cp")) == 0 and comm.rank("tp") == 0 and comm.rank("pp") == stage)
 

@@ -52,7 +52,7 @@ def _pipeline(architecture: Architecture) -> bool:
 
 
 def _parallelize(architecture: Architecture) -> bool:
-    """Its types are proven, and its values compared with one process's."""
+    """Parallelizes the model, which proves types and compares values with those of one process."""
     with tempfile.TemporaryDirectory() as folder:
         config = ComputeConfig(plan_ngpus=2)
         parallelize(_small(architecture), architecture.inputs(), "tp", config, gen_savedir=folder, load_module=False)

@@ -111,7 +111,7 @@ def _losses(model: Any, loss_of: Any = lambda model, ids: model(input_ids=ids, l
 
 @pytest.fixture(scope="module")
 def first_layers(smollm2: Any) -> Any:
-    """Its first two layers in float64, a vocabulary of 512 ids, and the losses of ten steps in one process."""
+    """Two layers of SmolLM2 in float64 with 512 ids, and the losses of ten steps in one process."""
     config = copy.deepcopy(smollm2.config)
     config.num_hidden_layers, config.vocab_size = 2, 512
     model = type(smollm2)(config).to(torch.float64)

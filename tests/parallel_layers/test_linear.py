@@ -312,7 +312,7 @@ def test_without_a_mesh_the_error_says_what_to_call():
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)])
 def test_an_output_may_be_written_in_place(bias, shape):
-    """As that of `nn.Linear`; with a bias and three dims it is a view of what torch computed."""
+    """A bias and three dims give `F.linear` a view, which torch forbids to write as a function's output."""
 
     def rank_main():
         layer = ColumnParallelLinear(4, 8, bias=bias, gather_output=False, dtype=torch.float64)

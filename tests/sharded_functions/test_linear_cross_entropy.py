@@ -232,7 +232,7 @@ def test_a_tied_weight_differentiated_twice(reduction: str) -> None:
 
 
 def test_a_frequent_label_is_finite_in_float16() -> None:
-    """Its row of the weight's gradient is a sum over all tokens, before the mean divides by their number."""
+    """The label's row of the weight's gradient is a sum over all tokens, which the mean divides afterwards."""
     x, weight = 100 * torch.ones(2048, 4, dtype=torch.float16), torch.zeros(8, 4, dtype=torch.float16)
     x.requires_grad_(), weight.requires_grad_()
     with comm.as_rank(tp_mesh(1), 0):

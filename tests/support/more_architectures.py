@@ -42,7 +42,7 @@ def audio() -> dict[str, torch.Tensor]:
 
 
 def pair() -> dict[str, torch.Tensor]:
-    """Of an encoder and a decoder: more input tokens than labels."""
+    """Inputs of an encoder and a decoder: more input tokens than labels."""
     ids = torch.randint(3, VOCAB, (4, 8), generator=torch.Generator().manual_seed(1))
     return {"input_ids": ids, "labels": tokens()["labels"]}
 

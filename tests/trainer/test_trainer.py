@@ -132,7 +132,7 @@ def test_gradients_are_zeros_after_zero_grad() -> None:
 
 
 class TiedModel(LanguageModel):
-    """Its head has the weight of its embedding."""
+    """A model whose head has the weight of its embedding."""
 
     def __init__(self, sequence_parallel: bool = False) -> None:
         super().__init__(sequence_parallel)
