@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import weakref
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import nn
 
 from .. import comm
 from ..comm import Communicator
@@ -98,17 +98,19 @@ def parallel_linear_cross_entropy(
     return losses / torch.where(count == 0, math.inf, count)
 
 
-_adapted: Any = WeakIdKeyDictionary()  # weight of a layer -> weak reference to the layer's adapter
+_adapters: WeakSet[Any] = WeakSet()  # layers with an adapter, which have `base_layer` and `merged`
 
 
-def note_adapter(weight: torch.Tensor, adapter: Any) -> None:
-    """Records an adapter, which has `merged`, so that the loss is not computed from the weight without it."""
-    _adapted[weight] = weakref.ref(adapter)
+def note_adapter(adapter: Any) -> None:
+    """Records a layer with an adapter, so that the loss is not computed from its weight alone."""
+    _adapters.add(adapter)
 
 
 def _refuse_adapter(weight: torch.Tensor) -> None:
-    adapter = _adapted[weight]() if weight in _adapted else None
-    if adapter is not None and not adapter.merged:
+    for adapter in _adapters:
+        layer = adapter.base_layer
+        if isinstance(layer, nn.Embedding) or getattr(layer, "weight", None) is not weight or adapter.merged:
+            continue
         raise ValueError(
             "parallel_linear_cross_entropy: the weight's layer has an adapter, which is no part of the weight: merge "
             "it, leave the output layer out of its target_modules, or call the layer and parallel_cross_entropy"

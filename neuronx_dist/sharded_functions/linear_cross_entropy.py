@@ -268,9 +268,9 @@ class _Gradients:
             if self.of_weight is not None and wide_dtype == dz.dtype:
                 self.of_weight.addmm_(dz.t(), chunk.x)
             else:
-                scale = _FLOAT16_SCALE if dz.dtype == torch.float16 else 1.0
-                product = dz.t().mm(chunk.x / scale if scale != 1.0 else chunk.x).to(wide_dtype)
-                product = product * scale if scale != 1.0 else product
+                divisor = _FLOAT16_SCALE if dz.dtype == torch.float16 else 1.0
+                product = dz.t().mm(chunk.x / divisor if divisor != 1.0 else chunk.x).to(wide_dtype)
+                product = product * divisor if divisor != 1.0 else product
                 self.of_weight = product if self.of_weight is None else self.of_weight.add_(product)
         if self.need[2]:
             summed = dz.sum(0, dtype=torch.promote_types(dz.dtype, torch.float32))

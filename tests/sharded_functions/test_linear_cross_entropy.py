@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 from unittest import mock
 
@@ -269,8 +270,10 @@ def test_a_layer_with_an_adapter_is_refused() -> None:
     with comm.as_rank(tp_mesh(1), 0):
         adapted = get_lora_model(model, LoraConfig(target_modules=["1"]))
         head = adapted.get_submodule("1") if hasattr(adapted, "1") else model[1]
-        with pytest.raises(ValueError, match="has an adapter"):
-            nxd.parallel_linear_cross_entropy(x, head.weight, labels)
+        copied = copy.deepcopy(adapted)
+        for weight in (head.weight, [layer for layer in copied.modules() if hasattr(layer, "lora_A")][0].weight):
+            with pytest.raises(ValueError, match="has an adapter"):
+                nxd.parallel_linear_cross_entropy(x, weight, labels)
         head.merge()
         nxd.parallel_linear_cross_entropy(x, head.weight, labels)
 

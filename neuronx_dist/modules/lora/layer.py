@@ -80,6 +80,11 @@ class LoraLayer(nn.Module):
         )
         self.lora_dropout = nn.Dropout(lora_config.lora_dropout)
         self._merged: tuple[list[torch.Tensor], list[int]] | None = None  # B, and its version when it became zero
+        note_adapter(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        note_adapter(self)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -174,7 +179,6 @@ class LoraLinear(LoraLayer):
         super().__init__(base_layer, lora_config)
         weight: torch.Tensor = base_layer.weight  # type: ignore[assignment]
         self.is_conv_1d_layer = is_conv_1d_layer
-        note_adapter(weight, self)
         output_size, input_size = reversed(weight.shape) if is_conv_1d_layer else weight.shape
         partly = is_partial(weight)
         self.lora_A = WholeLinear(input_size, self.lora_rank, self.initialise_a, partly, weight)

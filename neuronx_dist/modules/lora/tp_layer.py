@@ -22,7 +22,6 @@ from torch import nn
 
 from ... import spmd
 from ...parallel_layers.linear import ColumnParallelLinear, RowParallelLinear, sequence_dim_of
-from ...parallel_layers.linear_cross_entropy import note_adapter
 from ...spmd import I, P, R, S
 from ..qkv_linear import GQAQKVColumnParallelLinear
 from .config import LoraConfig
@@ -70,7 +69,6 @@ class LoraParallelLinear(LoraLayer):
         super().__init__(base_layer, lora_config)
         weight, rank = base_layer.weight, self.lora_rank
         _check(base_layer, weight)
-        note_adapter(weight, self)
         shared: dict[str, Any] = dict(bias=False, dtype=weight.dtype, device=weight.device, stride=base_layer.stride)
         partly = base_layer.sequence_parallel_enabled
         if isinstance(base_layer, RowParallelLinear):

@@ -137,6 +137,7 @@ PROGRAM_OF: dict[str, str] = {
     "_column:ColumnParallelLinear#1": "llama, sequence",
     "_row:RowParallelLinear#1": "llama, sequence",
     "_embedding_columns:ParallelEmbedding#1": "T5",
+    "_share:set_spec#1": "shared bias",
     "ParallelConv1D.__init__:set_spec#1": "GPT-2, sequence",
     "ParallelConv1D.forward:spmd.all_reduce#1": "GPT-2",
     "ParallelConv1D.forward:spmd.reinterpret#1": "GPT-2",
@@ -238,6 +239,7 @@ EQUIVALENT = {
     ("reduce_gradients:_reduce_params#3", "twice"): "the mean of equal values is the value",
     ("complete_reduction:_reduce_params#2", "twice"): "the mean of equal values is the value",
     ("_install:set_spec#1", "delete"): "the parameter comes with it, unless it is padded",
+    ("_share:set_spec#1", "delete"): "the parameter has it; it is for later copies",
     ("report_loss:comm.broadcast#1", "twice"): _REPEATED,
 }
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
 
@@ -344,6 +345,14 @@ def _swapped(name: str, sp: bool = False) -> Any:
     return hf.swap(architecture.make(2 * len(architecture.layers)), sequence_parallel=sp)
 
 
+def _with_a_shared_bias() -> Any:
+    """BERT whose head shares a bias with its parent."""
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+    rates = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = transformers.BertConfig(**sizes, **rates, is_decoder=True)
+    return hf.swap(transformers.BertLMHeadModel(config).double())
+
+
 class Items(nn.Module):
     """A sum over the valid labels of a microbatch, divided by their number as `global_num_items` gives it."""
 
@@ -520,6 +529,7 @@ PROGRAMS: dict[str, Program] = {
         )
         for name, sp in (("GPT-2", False), ("GPT-2", True), ("Phi 3", True), ("T5", False))
     },
+    "shared bias": Program(_with_a_shared_bias, _architecture_inputs(), mesh={"tp": 2}, step=_loss_of_a_model),
     "llama, logits": Program(
         _llama, _batch()["input_ids"], options=dict(plain=True), step=_logits, values=_numbers_of("full_logits")
     ),
