@@ -16,9 +16,11 @@ import runpy
 import shutil
 import socket
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from tests.support import forked
 from tests.support.paths import EXAMPLES
 
 SCRIPT = EXAMPLES / "train_llama.py"
@@ -46,7 +48,7 @@ def run(
             os.dup2(write, 2)
             if signal and rank == 0:
                 _signal_at(at, signal)
-            _become_rank(flags, {**shared, **own})
+            forked.run_to_the_end(partial(_become_rank, flags, {**shared, **own}))
         children.append(child)
     os.close(write)
     with os.fdopen(read, errors="replace") as output:
@@ -71,13 +73,12 @@ def _signal_at(part: str, number: int) -> None:
     sys.stdout.write = write_and_signal  # type: ignore[method-assign]
 
 
-def _become_rank(flags: list[str], environment: dict[str, str]) -> NoReturn:
+def _become_rank(flags: list[str], environment: dict[str, str]) -> None:
     os.environ.update(environment)
     for name in [path.stem for path in EXAMPLES.glob("*.py")]:  # which look at the environment as they are imported
         sys.modules.pop(name, None)
     sys.argv = [str(SCRIPT), *flags]
     runpy.run_path(str(SCRIPT), run_name="__main__")
-    sys.exit()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ With `each_value`, `make test` runs so many cases that every value of every `par
 layouts) of dtypes x layouts. With `each_pair` every pair of values of two of three or more `parametrize` occurs. The
 other cases get the mark `full`. The choice is the same each time: it depends on the numbers of values alone. It is
 greedy, and prefers values that occurred less often.
+
+`one_in(3)` runs every third case, in their order, of parameters that are samples of one thing.
 """
 
 from __future__ import annotations
@@ -33,6 +35,11 @@ def mark(metafunc: pytest.Metafunc) -> None:
             for number, case in enumerate(cases):
                 if number not in kept:
                     case.marks.append(pytest.mark.full.mark)
+    if marker := metafunc.definition.get_closest_marker("one_in"):
+        cases = [call for call in metafunc._calls if all(given.name != "full" for given in call.marks)]
+        for number, case in enumerate(cases):
+            if number % marker.args[0]:
+                case.marks.append(pytest.mark.full.mark)
 
 
 def _axes(metafunc: pytest.Metafunc) -> list[str]:

@@ -4,9 +4,10 @@
     result.codes, result.outputs
 
 A fork starts in milliseconds; a fresh interpreter needs 5 s of CPU until it has imported what a training script does.
-The command runs as `python script ...` does: as `__main__`, with its arguments, folder, environment and exit code, and
-with the end of an interpreter. With several ranks the forks have the environment variables that torchrun sets.
-A test whose subject is a launcher, or what a fresh interpreter imports, starts processes itself.
+The command runs as `python script ...` does: as `__main__`, with its arguments, folder, environment and exit code. At
+its end threads are joined and `atexit` functions run; modules are not torn down, which takes a second of CPU.
+With several ranks the forks have the environment variables that torchrun sets.
+A test whose subject is a launcher, or what a fresh interpreter imports or frees, starts processes itself.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from tests.support.paths import ROOT
 
-__all__ = ["Result", "run"]
+__all__ = ["Result", "run", "run_to_the_end"]
 
 PRELOADED = "torch, neuronx_dist, neuronx_dist.hf, transformers.models.llama.modeling_llama, matplotlib.pyplot, fsspec"
 
@@ -118,14 +120,13 @@ def preload_optional() -> None:
 
 
 def serve() -> None:
-    """Runs the commands that come on standard input; in a fork it returns after the command."""
+    """Runs the commands that come on standard input."""
     for line in sys.stdin:
         jobs, timeout = json.loads(line)
         children = []
         for job in jobs:
             if not (child := os.fork()):
-                _be(job)
-                return
+                run_to_the_end(partial(_be, job))
             children.append(child)
         print(json.dumps(_codes(children, timeout)), flush=True)
 
@@ -145,8 +146,28 @@ def _codes(children: list[int], timeout: float) -> list[int | None]:
     return [codes[child] for child in children]
 
 
+def run_to_the_end(main: Callable[[], Any]) -> NoReturn:
+    """Runs a program and ends this process as an interpreter does, with its exit code, but for the modules' teardown."""
+    code: Any = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code & 0xFF)
+
+
 def _be(job: dict[str, Any]) -> None:
-    """Runs the command in this process; the interpreter ends as after any script."""
+    """Runs the command in this process."""
     for target, path in enumerate((os.devnull, *job["files"])):
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, target)

@@ -36,7 +36,8 @@ SHARE = 0.95
 
 
 def mutants_of(name):
-    return edits_at(name) if FULL else some(edits_at(name))
+    """Every second kind of mutant, by turns; all with NXD_FULL=1."""
+    return edits_at(name) if FULL else some(edits_at(name))[[*PROGRAM_OF].index(name) % 2 :: 2]
 
 
 def test_every_site_has_a_program():
@@ -71,7 +72,7 @@ def test_most_are_seen_by_types():
     wrong = [verdict for name, edit, verdict in verdicts if (name, edit.name) not in EQUIVALENT]
     assert sum(verdict.kind == "types" for verdict in wrong) > 0.85 * len(wrong)
     assert sum(bool(verdict.kind) for verdict in wrong) >= SHARE * len(wrong)
-    assert len(wrong) > 200
+    assert len(wrong) > (200 if FULL else 100)
 
 
 @pytest.mark.parametrize(

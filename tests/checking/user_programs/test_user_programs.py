@@ -52,14 +52,14 @@ def one_in(count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", one_in(4))
+@pytest.mark.parametrize("name", one_in(8))
 def test_execution_confirms_what_the_program_is(name):
     ran = execute(name)
     assert ran.confirms(PROGRAMS[name]), f"{PROGRAMS[name].bug or 'right'}: {ran}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", one_in(2))
+@pytest.mark.parametrize("name", one_in(4))
 def test_verdict(name):
     told = verdict(name)
     expected = "accepted" if PROGRAMS[name].right else "refused"
