@@ -173,6 +173,7 @@ def test_a_layout_saves_what_one_process_saves(layout: Layout, checkpoints: dict
     assert all(value.abs().sum() > 0 for value in expected.values())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LOADING, ids=str)
 def test_a_layout_loads_the_same_from_every_other(layout: Layout, checkpoints: dict[str, Path]) -> None:

@@ -57,6 +57,7 @@ def test_a_layout_saves_what_one_process_saves(layout, checkpoints):
     assert all(value.abs().sum() > 0 for value in expected.values())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS if FULL else CORNERS, ids=str)
 def test_a_layout_loads_the_same_from_every_other(layout, checkpoints):

@@ -49,6 +49,7 @@ GROUPS: dict[str, tuple[Mesh, Callable[[Mesh], Any]]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.each_pair
 @pytest.mark.parametrize("averaged", [False, True], ids=["", "averaged before"])

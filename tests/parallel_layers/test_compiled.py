@@ -89,7 +89,22 @@ class Layers(nn.Module):
         return self.partial(y + bias).sum()
 
 
+class ColumnAndRow(nn.Module):
+    """The least that a C++ compiler is called for: it takes seconds for each kernel."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.up = ColumnParallelLinear(HIDDEN, HIDDEN, dtype=dtype, gather_output=False)
+        self.down = RowParallelLinear(HIDDEN, 1, dtype=dtype, input_is_parallel=True)
+
+    def forward(self, ids, labels):
+        return self.down(
+            torch.tanh(self.up(((ids + labels) / VOCAB).to(self.up.weight.dtype)[:, :1].expand(-1, HIDDEN)))
+        ).sum()
+
+
 MODELS = {
+    "column and row": ColumnAndRow,
     "one block": lambda dtype: LanguageModel(dtype, blocks=1),
     "block": lambda dtype: LanguageModel(dtype, smoothing=0.1),
     "sequence parallel": lambda dtype: LanguageModel(dtype, sequence_parallel=True, blocks=1, padding_idx=3),
@@ -139,8 +154,9 @@ def test_low_precision_sums_in_float32():
 
 
 @pytest.mark.slow  # it calls a C++ compiler
-def test_inductor():
-    errors = processes(2).run(training, "one block", torch.float32, "inductor", mesh=dict(tp=2), timeout=200)
+@pytest.mark.parametrize("name", ["column and row", pytest.param("one block", marks=pytest.mark.full)])
+def test_inductor(name):
+    errors = processes(2).run(training, name, torch.float32, "inductor", mesh=dict(tp=2), timeout=200)
     assert max(errors) <= 1e-5
 
 

@@ -64,11 +64,16 @@ ACCUMULATED = [
 ]
 
 
-@pytest.mark.parametrize("case", COVERING + in_turn(ONE_KEY_VALUE_HEAD + ACCUMULATED + SCHEDULES), ids=str)
+# Schedules have parity tests in tests/pipeline, too: with NXD_FULL=1 all of these.
+OTHERS = in_turn(ONE_KEY_VALUE_HEAD + ACCUMULATED + SCHEDULES)[:: 1 if FULL else 2]
+
+
+@pytest.mark.parametrize("case", COVERING + OTHERS, ids=str)
 def test_as_one_process(case: Case) -> None:
     check(case, comm.threads.run(case.mesh, train, case))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", in_turn(FLOAT32), ids=str)
 def test_as_one_process_in_float32(case: Case) -> None:
     check(case, comm.threads.run(case.mesh, train, case))

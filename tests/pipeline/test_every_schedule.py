@@ -60,6 +60,7 @@ def in_turn(settings: list[Setting]) -> list[Any]:
     ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("setting, updates", in_turn(CORNERS + THREE_CHUNKS))
 def test_as_one_process(setting: Setting, updates: tuple[str, ...]) -> None:
     results = train_on_threads(setting, optimizer_names=updates)

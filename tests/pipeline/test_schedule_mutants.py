@@ -123,6 +123,7 @@ def on_pipeline(
     return on_ranks(Mesh(pp, pp=pp), model, main, schedule=name, virtual_pipeline_size=CHUNKS[name], **options)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("pp,microbatches", [(2, 3), (4, 2)])
@@ -150,6 +151,7 @@ MUTATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("pp", [2, 3])
@@ -191,6 +193,7 @@ def test_each_message_counts(name: str, pp: int, monkeypatch: pytest.MonkeyPatch
     assert min(rest) > 1e-6
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHUNKS)
 def test_a_message_that_is_sent_twice_is_refused_or_changes_something(

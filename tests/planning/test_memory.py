@@ -170,7 +170,6 @@ CASES = [
 # Of each option one; NXD_FULL=1 measures all, each in a second or two of CPU on each rank.
 SAMPLE = (
     "tp2-sp-dp2-zero1-bf16",
-    "padded",
     "zb_v-pp2-dp2-zero1-5-microbatches",
     "one-process-recomputing",
 )

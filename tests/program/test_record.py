@@ -23,6 +23,7 @@ from tests.support.architectures import ARCHITECTURES, Architecture
 RECORDED = [each for each in ARCHITECTURES if each.name != "Mixtral"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow  # together more than the fast tier has room for
 @pytest.mark.parametrize("architecture", RECORDED, ids=lambda each: each.name)
 def test_architectures(architecture: Architecture) -> None:

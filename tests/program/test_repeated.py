@@ -238,6 +238,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 FAST = ("statistics", "convolutions", "llama")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.each_value
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in MODELS])

@@ -147,7 +147,7 @@ def _codes(children: list[int], timeout: float) -> list[int | None]:
 
 
 def run_to_the_end(main: Callable[[], Any]) -> NoReturn:
-    """Runs a program and ends this process as an interpreter does, with its exit code, but for the modules' teardown."""
+    """Runs a program and ends this process with its exit code, as an interpreter does but for the modules' teardown."""
     code: Any = 0
     try:
         main()

@@ -42,5 +42,11 @@ def test_a_product(a: int, twice: int, b: str, request: pytest.FixtureRequest) -
         assert sorted(first for first, _, _ in ends) == ["1", "2", "3"] and {last for _, _, last in ends} == {"x", "y"}
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("number", [0, 1, 2, 3, pytest.param(4, marks=pytest.mark.full), 5, 6, 7])
+def test_every_third(number: int, request: pytest.FixtureRequest) -> None:
+    assert os.environ.get("NXD_FULL") == "1" or number in (0, 3, 7)
+
+
 def test_the_marks_are_registered(pytestconfig: pytest.Config) -> None:
-    assert {line.partition(":")[0] for line in pytestconfig.getini("markers")} >= {*STRENGTHS, "full"}
+    assert {line.partition(":")[0] for line in pytestconfig.getini("markers")} >= {*STRENGTHS, "one_in", "full"}

@@ -13,6 +13,7 @@ APPLY_IN_C = not hasattr(
 )  # as in torch 2.15: no function bound before is seen
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_a_dropped_rule_changes_a_verdict(name):

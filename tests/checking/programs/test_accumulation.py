@@ -67,6 +67,7 @@ def backwards_without_the_last(model: Any, optimizer: Any, inputs: Any) -> None:
     optimizer.step()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "build,mesh,step,refused",
     [

@@ -136,6 +136,7 @@ def random_program(mesh: Mesh, seed: int):
     return communicate
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_random_programs_are_judged_as_if_all_ranks_were_compared(mesh, monkeypatch):

@@ -94,6 +94,7 @@ def inputs(mask: bool = False) -> dict[str, torch.Tensor]:
     return {**found, "attention_mask": torch.ones(4, 8, dtype=torch.long)} if mask else found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(("name", "mesh", "options"), CASES, ids=str)
 def test_a_swapped_model_is_ok(name, mesh, options):

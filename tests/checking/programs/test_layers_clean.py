@@ -77,6 +77,7 @@ def sharded(mesh):
     return {"cp": spmd.S(1)} if "cp" in mesh else None
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", models.LINEARS)
 def test_linear_layers_and_norms(name):
     mesh = {**MESH, "tp": 2} if name.endswith("sequence 0") else MESH  # four rows there, over dp and tp
@@ -223,6 +224,7 @@ def _name(options) -> str:
     return " ".join(str(getattr(value, "__name__", f"{key}={value}")) for key, value in options.items())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", OPTIMIZERS, ids=_name)

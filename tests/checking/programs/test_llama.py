@@ -119,6 +119,7 @@ FULL_ONLY |= {"tp-dp-master-bf16"}
 RUN = [case for case in CASES if os.environ.get("NXD_FULL") == "1" or case not in FULL_ONLY]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", RUN)
 def test_a_training_step_is_clean(case):
     mesh, options = CASES[case]

@@ -36,6 +36,7 @@ def test_a_count_that_is_read_as_an_int_is_one():
     assert (report.collectives, report.programs) == (1, 1) and report.operators > 5
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_with_its_optimizer(name):
     whole_steps.verify(name)

@@ -70,6 +70,7 @@ def types_of(division: Division) -> dict[str, str]:
 # --- parity -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name, units",
     [
@@ -343,6 +344,7 @@ def with_any(graph: IRGraph, random: Random) -> None:
         graph.constraints.strategies.setdefault(call, []).append(strategy.__eq__)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3))])

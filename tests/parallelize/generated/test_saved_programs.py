@@ -62,6 +62,7 @@ def test_what_is_read_is_what_was_recorded(name: str) -> None:
 COVERING = ("t5", "gemma2", "mamba", "resnet", "gpt2", "mixtral", "bert", "vit")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in COVERING else pytest.param(name, marks=pytest.mark.full) for name in HF_MODELS]
@@ -118,6 +119,7 @@ def recordings_made(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return made
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "now, modes",
     [

@@ -54,6 +54,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.each_value
 @pytest.mark.parametrize("factory", [SGD, ADAMW], ids=["SGD", "AdamW"])
 @pytest.mark.parametrize("plan, units, zero, parent", CASES)

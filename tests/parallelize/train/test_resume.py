@@ -76,6 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("saved")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("optimizer", [pytest.param("SGD", marks=pytest.mark.full), "AdamW"])
 @pytest.mark.parametrize(
     "source, target",

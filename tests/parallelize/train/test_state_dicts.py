@@ -110,6 +110,7 @@ def equal(found, expected):
 ELEMENTWISE = {"SGD": SGD, "AdamW": ADAMW, "Adagrad": torch.optim.Adagrad, "AMSGrad": partial(ADAMW, amsgrad=True)}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "layout, name, parent",
     [
@@ -138,6 +139,7 @@ def test_merged_states_are_the_originals(layout, name, parent):
     close(one_process(resumed, again, REST, 2), one_process(module, optimizer, REST, 2))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "source, target",
     [

@@ -90,6 +90,7 @@ def llama_step(mesh: Mesh, schedule: Schedule, model: Any, how: str, **options: 
     return comm.threads.run(mesh, main)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh,how,options",

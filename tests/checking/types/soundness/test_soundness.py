@@ -29,6 +29,7 @@ GRIDS = {"tp2": {"tp": 2}, "tp4": {"tp": 4}, "dp2-tp2": {"dp": 2, "tp": 2}}
 BATCH = 50
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(1800 if FULL else 120)
 @pytest.mark.parametrize("level", ["G", "L"])
