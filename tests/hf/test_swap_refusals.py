@@ -50,6 +50,9 @@ def test_a_given_plan_that_does_not_fit_is_refused() -> None:
         "names model.layer.*.mlp.up_proj, but the model has no such layer; nearest: model.layers.*.mlp.up_proj"
         in refusal({"model.layer.*.mlp.up_proj": "colwise"})
     )
+    assert "for each: 'model.layers.*.mlp.gate_proj', 'model.layers.*.mlp.up_proj'" in refusal(
+        {"model.layers.*.mlp.(gate_proj|up_proj)": "colwise"}
+    )
     unknown = "the plan gives model.layers.*.mlp.up_proj the unknown style 'column' (nearest: colwise, "
     assert unknown in refusal({"model.layers.*.mlp.up_proj": "column"})
     layers = read_plan(meta_model(llama_config())).layers(meta_model(llama_config()), 2)
