@@ -95,7 +95,7 @@ def swap(
     scales = _plain_layers(model, model_plan)
     apply(model, layers)
     for name, scale in scales.items():
-        model.get_submodule(name).register_forward_hook(partial(multiply_output, scale))
+        model.get_submodule(name).register_forward_hook(partial(multiply_output, *scale))
     _apply_in_place(model, model_plan)
     _set_local_head_counts(model, model_plan, tp)
     if tp > 1:
@@ -117,17 +117,25 @@ def swap(
 _SWAPPED = "_is_swapped"
 
 
-def _plain_layers(model: nn.Module, plan: ModelPlan) -> dict[str, float]:
-    """Makes subclasses of torch's layers with the same forward plain ones; returns the scales of scaled embeddings."""
+def _plain_layers(model: nn.Module, plan: ModelPlan) -> dict[str, tuple[float, bool]]:
+    """Makes subclasses of torch's layers with the same forward plain ones; returns the scales of scaled embeddings.
+
+    Beside a scale: whether it is a buffer, which has the rounding of its dtype, and then of the weight's.
+    """
     for name in plan.styles:
         if type(model.get_submodule(name)).__name__ in SAME_AS_LINEAR:
             model.get_submodule(name).__class__ = nn.Linear
-    scales = {}
+    scales: dict[str, tuple[float, bool]] = {}
     for name in (plan.embedding, *plan.tied) if plan.embedding else ():
         table: Any = model.get_submodule(name)
         if type(table) is not nn.Embedding:
             table.__class__ = nn.Embedding
-            scales[name] = getattr(table, "scalar_embed_scale", table.embed_scale)
+            scale = table.embed_scale
+            if isinstance(scale, torch.Tensor):
+                value = torch.tensor(table.scalar_embed_scale, dtype=scale.dtype) if scale.is_meta else scale
+                scales[name] = float(value), True
+            else:
+                scales[name] = scale, False
     return scales
 
 
