@@ -60,7 +60,7 @@ def swap(
     Args:
         model: any model of transformers for which there is a plan; the embedding may be tied to the head.
         plan: which layers become parallel ones: transformers' words by layer name (`"model.layers.*.mlp.up_proj":
-            "colwise"`; all words: `words.py`), to which sizes, embedding and head are added; or `LayerPlan`s, or a
+            "colwise"`; all words: docs/models.md), to which sizes, embedding and head are added; or `LayerPlan`s, or a
             `planning.Plan` with them, which are applied as they are, and have the embedding and the head; or a
             `DistributedConfig` of transformers, whose `tp_plan` changes words of the plan of None, and whose `tp_size`
             and `pp_size` are to be those of the mesh. None: the plan of ours in `words.py`, else what transformers
