@@ -12,6 +12,7 @@ import torch
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
+from neuronx_dist.parallel_layers.checkpointing import load
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
 from tests.lightning import training
 from tests.lightning.exchanges import strategy_collectives
@@ -303,3 +304,20 @@ def test_hyperparameters_that_would_not_load_are_left_out(lightning: Any, tmp_pa
         assert loaded == {"hyper_parameters": {"lr": 0.1}, "datamodule_hyper_parameters": {}}
 
     comm.threads.run(nxd.Mesh(1), main)
+
+
+def test_a_checkpoint_of_zero1_without_it_and_the_reverse(lightning: Any, tmp_path: Path) -> None:
+    """Both are refused, on each rank, with the call that loads the weights alone."""
+
+    def main() -> None:
+        io, module = lightning.NeuronCheckpointIO(), torch.nn.Linear(1, 1)
+        for zero1, was in ((True, "with"), (False, "without")):
+            path = tmp_path / f"{was}.ckpt"
+            io.save_checkpoint({"state_dict": module.state_dict()}, path, master_dp_only=not zero1)
+            with pytest.raises(FileNotFoundError, match=rf"saved {was} ZeRO-1.*zero_one_enabled is {not zero1} here"):
+                io.load_checkpoint(path, master_dp_only=zero1)
+            load(path, module, model_key="state_dict", master_dp_only=not zero1)
+        with pytest.raises(FileNotFoundError, match="has no such folders"):
+            io.load_checkpoint(tmp_path / "missing.ckpt")
+
+    comm.threads.run(nxd.Mesh(2), main)
