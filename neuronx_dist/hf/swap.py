@@ -27,7 +27,7 @@ from ..parallel_layers.replace import LayerPlan, apply
 from ..spmd import random
 from .in_place import IN_PLACE, multiply_output, shard_parameter, sharded_dim
 from .loss import causal_lm_loss
-from .model_plan import ATTENTION, ModelPlan, UnsupportedModelError, leaf_of
+from .model_plan import ATTENTION, LOCAL_OUTPUT, ModelPlan, UnsupportedModelError, leaf_of, parent_of
 from .plan_reading import SAME_AS_LINEAR, read_plan, words_of, words_of_config
 from .sequence_parallel import apply_sequence_parallel, check_sequence_parallel
 
@@ -102,6 +102,7 @@ def swap(
         for region in map(model.get_submodule, model_plan.attentions):
             if _attention_dropout(region):
                 region.forward = partial(_with_local_random_numbers, region.forward)
+        _drop_local_features_apart(model, model_plan)
     keep_random_streams(model)
     if sequence_parallel:
         apply_sequence_parallel(model, model_plan)
@@ -110,6 +111,7 @@ def swap(
         model.register_forward_hook(partial(_full_logits_without_labels, vocabulary))
     elif model_plan.head and vocabulary % tp:
         model.get_submodule(model_plan.head).register_forward_hook(partial(_without_padding, vocabulary))
+    model.register_forward_pre_hook(_refuse_without_values, with_kwargs=True, prepend=True)
     setattr(model, _SWAPPED, True)
     return model
 
@@ -320,6 +322,44 @@ def _with_local_random_numbers(forward: Callable[..., Any], *args: Any, **kwargs
         return forward(*args, **kwargs)
     with random.streams().fork():
         return forward(*args, **kwargs)
+
+
+def _drop_local_features_apart(model: nn.Module, plan: ModelPlan) -> None:
+    """Makes dropout between columns and the row layer of one module (an MLP) draw from this rank's stream.
+
+    After the row layer, where a residual's dropout may be, all ranks draw the same numbers.
+    """
+    rows = {parent_of(name): name for name, style in plan.styles.items() if style == "row"}
+    for parent, row in rows.items():
+        module = model.get_submodule(parent)
+        drops = any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.children())
+        if parent in plan.attentions or not (drops or vars(module).get("activation_dropout")):
+            continue
+        for name, style in plan.styles.items():
+            if style in LOCAL_OUTPUT and parent_of(name) == parent:
+                model.get_submodule(name).register_forward_hook(_enter_local_stream)
+        model.get_submodule(row).register_forward_pre_hook(_leave_local_stream)
+        module.register_forward_hook(_leave_local_stream, always_call=True)  # after an error too
+
+
+def _enter_local_stream(module: nn.Module, args: Any, output: Any) -> None:
+    if module.training:
+        random.streams().enter()
+
+
+def _leave_local_stream(module: nn.Module, args: Any, output: Any = None) -> None:
+    if module.training:
+        random.streams().leave()
+
+
+def _refuse_without_values(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Forward pre-hook of the model: refuses inputs with values while parameters on meta have none."""
+    param = next(model.parameters())
+    if param.is_meta and any(type(x) is torch.Tensor and not x.is_meta for x in (*args, *kwargs.values())):
+        raise RuntimeError(
+            f"{type(model).__name__} was swapped on the meta device, and its parameters have no values yet: call "
+            "hf.load_pretrained(model, folder), or hf.materialize(model, seed), before forward"
+        )
 
 
 def _full_logits_without_labels(vocabulary: int, model: nn.Module, args: Any, output: Any) -> Any:

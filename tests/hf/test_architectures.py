@@ -18,6 +18,7 @@ from transformers.distributed import DistributedConfig
 from neuronx_dist import comm, hf
 from neuronx_dist.hf import UnsupportedModelError, in_place, words
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.spmd.random import manual_seed
 from neuronx_dist.weights.shard_spec import ShardSpec, spec_of
 from tests.hf.measuring import COLUMNS, measure
 from tests.hf.parity import differences
@@ -155,6 +156,33 @@ def test_dropout_of_heads_has_random_numbers_of_its_own(
         model = hf.swap(two_layers(architecture))
     local = {path.rpartition(".")[2] for path, module in model.named_modules() if "forward" in vars(module)}
     assert local == ({attention} if "att" in "".join(rates) else set())
+
+
+@pytest.mark.parametrize(
+    "name, rates, row",
+    [
+        ("BART", dict(activation_dropout=0.5, dropout=0.5), "fc2"),
+        ("T5", dict(dropout_rate=0.5, feed_forward_proj="gelu"), "DenseReluDense.wo"),
+    ],
+)
+def test_dropout_of_local_features_differs_over_tp_and_that_of_residuals_does_not(
+    name: str, rates: dict[str, float], row: str
+) -> None:
+    architecture = replace(BY_NAME[name], config={**BY_NAME[name].config, **rates})
+
+    def rank() -> Any:
+        model = hf.swap(two_layers(architecture)).train()
+        manual_seed(3)
+        dropped: list[torch.Tensor] = []
+        for path, module in model.named_modules():
+            if path.endswith(row):
+                module.register_forward_pre_hook(lambda module, args: dropped.append(args[0] == 0))
+        loss = model(**architecture.inputs()).loss
+        return loss.detach(), dropped, torch.rand(1)
+
+    (loss, masks, number), (other_loss, other_masks, other_number) = comm.threads.run(Mesh(2, tp=2), rank)
+    assert loss.isfinite() and abs(loss - other_loss) < 1e-10 and number == other_number
+    assert len(masks) >= 4 and not any(map(torch.equal, masks, other_masks))
 
 
 # --- what the comparison notices --------------------------------------------------------------------------------------
