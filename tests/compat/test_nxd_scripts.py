@@ -73,6 +73,8 @@ LAYOUTS = {
         _lightning(tensor_parallel_size=2, use_zero_1=1, sequence_parallel_enabled=1),
     ),
     "Lightning, tp 2, pp 2": (4, _lightning(tensor_parallel_size=2, pipeline_parallel_size=2)),
+    "Lightning, pp 2": (2, _lightning(pipeline_parallel_size=2)),
+    "by hand, dp 2, ZeRO-1": (2, ("train_by_hand.py", _options(use_zero_1=1))),
     "by hand, tp 2, dp 2": (4, ("train_by_hand.py", _options(tensor_parallel_size=2))),
     "by hand, tp 2, dp 2, ZeRO-1, SP": (
         4,
@@ -94,8 +96,8 @@ ALONE = ("qkv_linear", "fuse_qkv", "use_meta_device_init")  # options by which t
 _SHORT = [
     "tp 2, dp 2, ZeRO-1, SP, selective checkpoints",
     "tp 2, pp 2, ZeRO-1, SP, qkv, flash",
-    "Lightning, tp 2, pp 2",
-    "by hand, tp 2, dp 2, ZeRO-1, SP",
+    "Lightning, pp 2",
+    "by hand, dp 2, ZeRO-1",
 ]
 
 
