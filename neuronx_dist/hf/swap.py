@@ -99,9 +99,6 @@ def swap(
     _apply_in_place(model, model_plan)
     _set_local_head_counts(model, model_plan, tp)
     if tp > 1:
-        for region in map(model.get_submodule, model_plan.attentions):
-            if _attention_dropout(region):
-                region.forward = partial(_with_local_random_numbers, region.forward)
         _drop_local_features_apart(model, model_plan)
     keep_random_streams(model)
     if sequence_parallel:
@@ -275,7 +272,7 @@ def _check_dropout(model: Any, plan: ModelPlan, tp: int, sequence_parallel: bool
     """Refuses dropout that would draw from the wrong stream.
 
     Attention weights are sharded, so their dropout is to differ over tp; a residual's is to agree, unless the sequence
-    is sharded. Where one attention module has both, nothing tells the swap which is which.
+    is sharded. Where one attention module has both, its row layer tells which is which, if that is in it too.
     """
     configs = [model.config, *(nested for nested in vars(model.config).values() if hasattr(nested, "get_text_config"))]
     rates = {
@@ -286,7 +283,7 @@ def _check_dropout(model: Any, plan: ModelPlan, tp: int, sequence_parallel: bool
         and isinstance(rate, float) and rate > 0 and not name.startswith(_OF_TASKS)
     }  # fmt: skip
     attention = sum(rates.pop(name, 0.0) for name in _ATTENTION_DROPOUT)
-    regions = map(model.get_submodule, plan.attentions)
+    regions = [model.get_submodule(name) for name in plan.attentions if name not in _rows(plan)]
     is_mixed = any(_attention_dropout(region) and len(_dropouts(region)) > 1 for region in regions)
     if tp > 1 and rates and (is_mixed or sequence_parallel):
         listed = ", ".join(f"{name}={rate}" for name, rate in rates.items())
@@ -325,21 +322,31 @@ def _with_local_random_numbers(forward: Callable[..., Any], *args: Any, **kwargs
 
 
 def _drop_local_features_apart(model: nn.Module, plan: ModelPlan) -> None:
-    """Makes dropout between columns and the row layer of one module (an MLP) draw from this rank's stream.
+    """Makes dropout between columns and the row layer of one module draw from this rank's stream: all of it is local.
 
-    After the row layer, where a residual's dropout may be, all ranks draw the same numbers.
+    After the row layer, where a residual's dropout may be, all ranks draw the same numbers. An attention whose row
+    layer is in another module (BERT's) draws from this rank's stream throughout.
     """
-    rows = {parent_of(name): name for name, style in plan.styles.items() if style == "row"}
+    rows = _rows(plan)
+    for region in map(model.get_submodule, [name for name in plan.attentions if name not in rows]):
+        if _attention_dropout(region):
+            region.forward = partial(_with_local_random_numbers, region.forward)
     for parent, row in rows.items():
         module = model.get_submodule(parent)
         drops = any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.children())
-        if parent in plan.attentions or not (drops or vars(module).get("activation_dropout")):
+        of_heads = parent in plan.attentions and _attention_dropout(module)
+        if not (of_heads or drops or vars(module).get("activation_dropout")):
             continue
         for name, style in plan.styles.items():
             if style in LOCAL_OUTPUT and parent_of(name) == parent:
                 model.get_submodule(name).register_forward_hook(_enter_local_stream)
         model.get_submodule(row).register_forward_pre_hook(_leave_local_stream)
         module.register_forward_hook(_leave_local_stream, always_call=True)  # after an error too
+
+
+def _rows(plan: ModelPlan) -> dict[str, str]:
+    """Returns the names of row layers, by the names of their modules."""
+    return {parent_of(name): name for name, style in plan.styles.items() if style == "row"}
 
 
 def _enter_local_stream(module: nn.Module, args: Any, output: Any) -> None:

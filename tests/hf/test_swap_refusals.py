@@ -171,11 +171,6 @@ def test_models_with_default_dropout_and_towers_are_swapped(name: str, sizes: An
     threads.run(Mesh(2, tp=2), lambda: swap(_of_class(name, **sizes), pad_vocab=True))
 
 
-def test_gpt2_with_default_dropout_is_refused() -> None:
-    message = _refusal(lambda: _of_class("GPT2LMHeadModel", n_embd=16, n_head=2, n_layer=1), pad_vocab=True)
-    assert "resid_pdrop=0.1, embd_pdrop=0.1: such dropout" in message
-
-
 @pytest.mark.parametrize("tp", [1, 2])
 def test_forward_before_there_are_values_is_refused(tp: int) -> None:
     def rank() -> None:
