@@ -48,6 +48,10 @@ def _lightning(**options: Any) -> tuple[str, tuple[str, ...]]:
 
 # Name -> ranks, script and options; the same script with the options of the layout left out runs in one process.
 LAYOUTS = {
+    "tp 2, SP, selective checkpoints": (
+        2,
+        _zero1(tensor_parallel_size=2, sequence_parallel_enabled=1, selective_checkpoint_enabled=1),
+    ),
     "tp 2, dp 2, ZeRO-1, SP, selective checkpoints": (
         4,
         _zero1(tensor_parallel_size=2, use_zero_1=1, sequence_parallel_enabled=1, selective_checkpoint_enabled=1),
@@ -94,7 +98,7 @@ ALONE = ("qkv_linear", "fuse_qkv", "use_meta_device_init")  # options by which t
 
 # Four of them cover the scripts and the options; the others run with NXD_FULL=1.
 _SHORT = [
-    "tp 2, dp 2, ZeRO-1, SP, selective checkpoints",
+    "tp 2, SP, selective checkpoints",
     "tp 2, pp 2, ZeRO-1, SP, qkv, flash",
     "Lightning, pp 2",
     "by hand, dp 2, ZeRO-1",
