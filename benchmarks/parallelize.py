@@ -7,12 +7,16 @@ more, to show the noise. All are checked against the whole block, and their coll
 job, turn by turn; a round gives each variant's wall time (of the slower rank) and CPU time (of both), and what is
 reported is the median over the rounds of a round's ratio to `swap`.
 
+Before that, `swap` at tp 1 beside transformers' own block (`whole`, and `again`), in one process: layers of tp 1 are
+to add nothing.
+
 Compiling is timed at Llama-3-8B shapes on meta, for 8 ranks: CPU seconds of each step, in a process for each number of
 layers; what is imported and remembered once in a process is in them.
 
     python benchmarks/parallelize.py [--quick] [--tokens 512] [--hidden 256 1024] [--repeats N] [--layers 4 32]
 
-The last line is JSON: `{"step": {"256": {"emitted_over_swap_cpu": CPU, ...}}, "compile": {"32": {"record": s, ...}}}`.
+The last line is JSON: `{"alone": {"256": CPU of swap over whole}, "step": {"256": {"emitted_over_swap_cpu": CPU, ...}},
+"compile": {"32": {"record": s, ...}}}`.
 """
 
 from __future__ import annotations
@@ -50,6 +54,8 @@ from neuronx_dist.weights.shard_spec import gather_full, spec_of
 
 TP = 2
 VARIANTS = ("swap", "emitted", "dtensor", "again")
+ALONE = ("whole", "swap", "again")
+ALONE_GOAL = 1.01
 GOALS = {256: {"swap": 1.05, "dtensor": 0.8}, 1024: {"swap": 1.02}}
 ROUNDS = ((512, 400), (1 << 30, 100))  # up to this hidden size: this many
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -186,6 +192,31 @@ def time_block(hidden: int, tokens: int, repeats: int) -> tuple[dict[str, list[S
     return rounds, issued
 
 
+def time_alone(hidden: int, tokens: int, repeats: int) -> dict[str, list[Seconds]]:
+    """Each variant's seconds at tp 1, round by round."""
+    nxd.initialize_model_parallel()
+    torch.manual_seed(1)
+    x, angles = torch.randn(1, tokens, hidden, requires_grad=True), torch.randn(1, tokens, 64)
+    arguments, grad = {"x": x, "cos": angles.cos(), "sin": angles.sin()}, torch.randn(1, tokens, hidden)
+    modules = {"whole": Block(llama(hidden).model.layers[0]), "swap": swapped(hidden)}
+    modules["again"] = Block(llama(hidden).model.layers[0])
+    variants = {name: Variant(module, arguments, grad) for name, module in modules.items()}
+    check(variants, variants["again"])
+    rounds = take_turns({name: variants[name].run for name in ALONE}, repeats, lambda name: variants[name].clear())
+    nxd.destroy_model_parallel()
+    return rounds
+
+
+def report_alone(hidden: int, tokens: int, repeats: int) -> float:
+    taken = on_ranks(time_alone, 1, hidden, tokens, repeats)
+    for name in ALONE[1:]:
+        each = compared(taken[name], taken["whole"])["_cpu"]
+        verdict = f", goal {ALONE_GOAL}: {'met' if each.ratio <= ALONE_GOAL else 'MISSED'}" if name == "swap" else ""
+        times = f"{each.seconds * 1e3:.2f} over {each.base * 1e3:.2f} ms of CPU"
+        print(f"{hidden:>6}  tp 1, {name}: {times}: {each.ratio:.4f} ± {each.interval:.4f}{verdict}", flush=True)
+    return round(compared(taken["swap"], taken["whole"])["_cpu"].ratio, 4)
+
+
 def report_block(hidden: int, tokens: int, repeats: int) -> dict[str, float]:
     taken, issued = on_ranks(time_block, TP, hidden, tokens, repeats)
     report: dict[str, float] = {}
@@ -266,15 +297,19 @@ def main() -> None:
     options.add_argument("--layers", type=int, nargs="*", default=[4, 32], help="of the models to compile")
     args = options.parse_args()
     heading(f"A Llama block, forward and backward: tp={TP}, {args.tokens} tokens, float32, gloo")
+    repeats = {
+        hidden: args.repeats or (8 if args.quick else next(count for limit, count in ROUNDS if hidden <= limit))
+        for hidden in args.hidden
+    }
+    alone = {str(hidden): report_alone(hidden, args.tokens, repeats[hidden]) for hidden in args.hidden}
     columns = f"{'/ swap':>8}{'±':>7}"
-    print(f"{'hidden':>6}  {'variant':<8}{'wall ms':>9}{columns}{'CPU ms':>11}{columns}{'rounds':>9}")
+    print(f"\n{'hidden':>6}  {'variant':<8}{'wall ms':>9}{columns}{'CPU ms':>11}{columns}{'rounds':>9}")
     step = {}
     for hidden in args.hidden:
-        repeats = args.repeats or (8 if args.quick else next(count for limit, count in ROUNDS if hidden <= limit))
-        step[str(hidden)] = report_block(hidden, args.tokens, repeats)
+        step[str(hidden)] = report_block(hidden, args.tokens, repeats[hidden])
     print("±: half-width of the median's 95 % interval. Wall: the slower rank. CPU: both ranks, all threads.\n")
     compiling = report_compiling([2] if args.quick else args.layers)
-    print(json.dumps({"step": step, "compile": compiling}))
+    print(json.dumps({"alone": alone, "step": step, "compile": compiling}))
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@
 A torch optimizer in a step whose mean over the data was left to ZeRO-1 (`NxDPPModel(use_zero1_optimizer=True)`,
 `reduce_gradients(average_over_data=False)`) makes the weights of data-parallel ranks drift apart; so does one whose
 parameters are of a module of `parallelize` on several units, since only `build_optimizer` adds the sum over the units.
+An optimizer whose gradients of a sequence-parallel model nothing here has summed over tp warns: a script may do it.
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -24,7 +26,7 @@ from ..torch_internals.modules import after_unscaling, before_clipping
 from ..weights.shard_spec import spec_of
 from ..weights.wrappers import check_group, note_saved_state, refuse_flattened
 from .elementwise import refuse_not_elementwise
-from .gradient import DATA_AXES, gradient_of
+from .gradient import DATA_AXES, ParameterGradient, gradient_of
 from .state import ReductionState, is_summed_over_units
 
 __all__ = ["PartOfJob", "share_found_inf", "watch_clipping", "watch_module", "watch_optimizers"]
@@ -43,6 +45,7 @@ class PartOfJob(Protocol):
 
 
 _NOTES_STATE = "_nxd_notes_state"
+_SAW_SUMS = "_nxd_saw_sums_over_tp"
 _watched: WeakSet[Any] = WeakSet()
 
 
@@ -106,6 +109,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if getattr(optimizer, "averages_over_data", False) or not comm.is_initialized() or active() is not None:
         return  # the active checker says more, with the line that left the mean out
     before_averaging(_check_averaging)
+    if comm.size("tp") > 1 and _SAW_SUMS not in optimizer.__dict__:
+        _look_for_sums_over_tp(optimizer)
     for group in optimizer.param_groups:
         if _is_left_to_zero1(_stages(group["params"])):
             raise RuntimeError(
@@ -130,6 +135,23 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         if (parts or comm.size("pp") > 1) and not isinstance(optimizer, torch.optim.SparseAdam):
             advice = " for a model with tensor-parallel shards" if parts else " for a pipeline"
             refuse_not_elementwise(type(optimizer), parts=parts, advice=advice)
+
+
+def _look_for_sums_over_tp(optimizer: torch.optim.Optimizer) -> None:
+    """Warns, in an optimizer's first step, of gradients that are partial over tp, and that nothing has reduced."""
+    optimizer.__dict__[_SAW_SUMS] = True
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, param in enumerate(params):
+        grad = gradient_of(param)
+        if grad is not None and ParameterGradient(param).is_partial_over_tp and not ReductionState.has_been_on(grad):
+            warnings.warn(
+                f"{type(optimizer).__name__}.step: the gradient of parameter {number} {tuple(param.shape)} is of this "
+                "rank's part of the sequence or of the heads, and nothing seen here has summed it over the "
+                f"{comm.size('tp')} tp ranks, whose weights would drift apart: call reduce_gradients(model) after "
+                "backward, or use NxDOptimizer or NeuronZero1Optimizer, which do it",
+                stacklevel=4,
+            )
+            return
 
 
 def _check_averaging(parameters: Sequence[torch.Tensor], process_group: Any) -> None:

@@ -60,6 +60,11 @@ class ReductionState(NamedTuple):
             return ReductionState(version_of(grad), _NONE, _NONE)
         return state
 
+    @staticmethod
+    def has_been_on(grad: torch.Tensor) -> bool:
+        """Returns whether a tensor has been through a reduction, in this step or before its memory was written anew."""
+        return hasattr(grad, _ATTRIBUTE)
+
     @classmethod
     def write(cls, grad: torch.Tensor, stages: frozenset[str], unasked: frozenset[str]) -> None:
         """Records that the present gradient has been through these stages."""

@@ -156,9 +156,9 @@ def _local_heads(module: nn.Module, config: Any) -> None:
     module.register_forward_pre_hook(take, with_kwargs=True)
 
 
-def multiply_output(scale: float, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    """Forward hook of an embedding that transformers scales, by a buffer of float32 that has the weight's dtype."""
-    return output * torch.full((), scale, dtype=torch.float32, device=output.device).to(output.dtype)
+def multiply_output(scale: float, rounded: bool, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """Forward hook of an embedding that transformers scales: by a number, or by one that has the weight's dtype."""
+    return output * (torch.full((), scale, dtype=output.dtype, device=output.device) if rounded else scale)
 
 
 # By style: what is done to a module, with the model's text config.

@@ -17,7 +17,7 @@ from ..nearest import nearest
 from ..parallel_layers.replace import STYLES, LayerPlan
 from .model_plan import ModelPlan, UnsupportedModelError, is_layer, leaf_of, parent_of, stack_of
 from .plan_consistency import LATENT, PER_HEAD, inconsistencies, regions_of
-from .words import CORRECTIONS, LAYER_STYLES, WORDS, plan_of_ours, refusal_of
+from .words import CORRECTIONS, LAYER_STYLES, WORDS, alternatives, plan_of_ours, refusal_of
 
 __all__ = ["SAME_AS_LINEAR", "SCALED", "read_plan", "words_of", "words_of_config"]
 
@@ -235,6 +235,11 @@ def _check_words(words: Mapping[str, str], known: Collection[str], ends: Collect
         if not isinstance(name, str) or not isinstance(word, str):
             raise ValueError(
                 f"the plan has the entry {name!r}: {word!r}; it takes names of layers and words, as strings"
+            )
+        if name not in known and len(names := alternatives(name)) > 1:
+            raise ValueError(
+                f"the plan names {name}: transformers' plans have no alternatives, only `*` for the number of a layer; "
+                f"write an entry for each: {', '.join(map(repr, names))}"
             )
         if name not in known:
             raise ValueError(

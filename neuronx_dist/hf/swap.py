@@ -27,7 +27,7 @@ from ..parallel_layers.replace import LayerPlan, apply
 from ..spmd import random
 from .in_place import IN_PLACE, multiply_output, shard_parameter, sharded_dim
 from .loss import causal_lm_loss
-from .model_plan import ATTENTION, ModelPlan, UnsupportedModelError, leaf_of
+from .model_plan import ATTENTION, LOCAL_OUTPUT, ModelPlan, UnsupportedModelError, leaf_of, parent_of
 from .plan_reading import SAME_AS_LINEAR, read_plan, words_of, words_of_config
 from .sequence_parallel import apply_sequence_parallel, check_sequence_parallel
 
@@ -60,7 +60,7 @@ def swap(
     Args:
         model: any model of transformers for which there is a plan; the embedding may be tied to the head.
         plan: which layers become parallel ones: transformers' words by layer name (`"model.layers.*.mlp.up_proj":
-            "colwise"`; all words: `words.py`), to which sizes, embedding and head are added; or `LayerPlan`s, or a
+            "colwise"`; all words: docs/models.md), to which sizes, embedding and head are added; or `LayerPlan`s, or a
             `planning.Plan` with them, which are applied as they are, and have the embedding and the head; or a
             `DistributedConfig` of transformers, whose `tp_plan` changes words of the plan of None, and whose `tp_size`
             and `pp_size` are to be those of the mesh. None: the plan of ours in `words.py`, else what transformers
@@ -95,13 +95,11 @@ def swap(
     scales = _plain_layers(model, model_plan)
     apply(model, layers)
     for name, scale in scales.items():
-        model.get_submodule(name).register_forward_hook(partial(multiply_output, scale))
+        model.get_submodule(name).register_forward_hook(partial(multiply_output, *scale))
     _apply_in_place(model, model_plan)
     _set_local_head_counts(model, model_plan, tp)
     if tp > 1:
-        for region in map(model.get_submodule, model_plan.attentions):
-            if _attention_dropout(region):
-                region.forward = partial(_with_local_random_numbers, region.forward)
+        _drop_local_features_apart(model, model_plan)
     keep_random_streams(model)
     if sequence_parallel:
         apply_sequence_parallel(model, model_plan)
@@ -110,6 +108,7 @@ def swap(
         model.register_forward_hook(partial(_full_logits_without_labels, vocabulary))
     elif model_plan.head and vocabulary % tp:
         model.get_submodule(model_plan.head).register_forward_hook(partial(_without_padding, vocabulary))
+    model.register_forward_pre_hook(_refuse_without_values, with_kwargs=True, prepend=True)
     setattr(model, _SWAPPED, True)
     return model
 
@@ -117,17 +116,25 @@ def swap(
 _SWAPPED = "_is_swapped"
 
 
-def _plain_layers(model: nn.Module, plan: ModelPlan) -> dict[str, float]:
-    """Makes subclasses of torch's layers with the same forward plain ones; returns the scales of scaled embeddings."""
+def _plain_layers(model: nn.Module, plan: ModelPlan) -> dict[str, tuple[float, bool]]:
+    """Makes subclasses of torch's layers with the same forward plain ones; returns the scales of scaled embeddings.
+
+    Beside a scale: whether it is a buffer, which has the rounding of its dtype, and then of the weight's.
+    """
     for name in plan.styles:
         if type(model.get_submodule(name)).__name__ in SAME_AS_LINEAR:
             model.get_submodule(name).__class__ = nn.Linear
-    scales = {}
+    scales: dict[str, tuple[float, bool]] = {}
     for name in (plan.embedding, *plan.tied) if plan.embedding else ():
         table: Any = model.get_submodule(name)
         if type(table) is not nn.Embedding:
             table.__class__ = nn.Embedding
-            scales[name] = getattr(table, "scalar_embed_scale", table.embed_scale)
+            scale = table.embed_scale
+            if isinstance(scale, torch.Tensor):
+                value = torch.tensor(table.scalar_embed_scale, dtype=scale.dtype) if scale.is_meta else scale
+                scales[name] = float(value), True
+            else:
+                scales[name] = scale, False
     return scales
 
 
@@ -265,7 +272,7 @@ def _check_dropout(model: Any, plan: ModelPlan, tp: int, sequence_parallel: bool
     """Refuses dropout that would draw from the wrong stream.
 
     Attention weights are sharded, so their dropout is to differ over tp; a residual's is to agree, unless the sequence
-    is sharded. Where one attention module has both, nothing tells the swap which is which.
+    is sharded. Where one attention module has both, its row layer tells which is which, if that is in it too.
     """
     configs = [model.config, *(nested for nested in vars(model.config).values() if hasattr(nested, "get_text_config"))]
     rates = {
@@ -276,7 +283,7 @@ def _check_dropout(model: Any, plan: ModelPlan, tp: int, sequence_parallel: bool
         and isinstance(rate, float) and rate > 0 and not name.startswith(_OF_TASKS)
     }  # fmt: skip
     attention = sum(rates.pop(name, 0.0) for name in _ATTENTION_DROPOUT)
-    regions = map(model.get_submodule, plan.attentions)
+    regions = [model.get_submodule(name) for name in plan.attentions if name not in _rows(plan)]
     is_mixed = any(_attention_dropout(region) and len(_dropouts(region)) > 1 for region in regions)
     if tp > 1 and rates and (is_mixed or sequence_parallel):
         listed = ", ".join(f"{name}={rate}" for name, rate in rates.items())
@@ -312,6 +319,54 @@ def _with_local_random_numbers(forward: Callable[..., Any], *args: Any, **kwargs
         return forward(*args, **kwargs)
     with random.streams().fork():
         return forward(*args, **kwargs)
+
+
+def _drop_local_features_apart(model: nn.Module, plan: ModelPlan) -> None:
+    """Makes dropout between columns and the row layer of one module draw from this rank's stream: all of it is local.
+
+    After the row layer, where a residual's dropout may be, all ranks draw the same numbers. An attention whose row
+    layer is in another module (BERT's) draws from this rank's stream throughout.
+    """
+    rows = _rows(plan)
+    for region in map(model.get_submodule, [name for name in plan.attentions if name not in rows]):
+        if _attention_dropout(region):
+            region.forward = partial(_with_local_random_numbers, region.forward)
+    for parent, row in rows.items():
+        module = model.get_submodule(parent)
+        drops = any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.children())
+        of_heads = parent in plan.attentions and _attention_dropout(module)
+        if not (of_heads or drops or vars(module).get("activation_dropout")):
+            continue
+        for name, style in plan.styles.items():
+            if style in LOCAL_OUTPUT and parent_of(name) == parent:
+                model.get_submodule(name).register_forward_hook(_enter_local_stream)
+        model.get_submodule(row).register_forward_pre_hook(_leave_local_stream)
+        module.register_forward_hook(_leave_local_stream, always_call=True)  # after an error too
+
+
+def _rows(plan: ModelPlan) -> dict[str, str]:
+    """Returns the names of row layers, by the names of their modules."""
+    return {parent_of(name): name for name, style in plan.styles.items() if style == "row"}
+
+
+def _enter_local_stream(module: nn.Module, args: Any, output: Any) -> None:
+    if module.training:
+        random.streams().enter()
+
+
+def _leave_local_stream(module: nn.Module, args: Any, output: Any = None) -> None:
+    if module.training:
+        random.streams().leave()
+
+
+def _refuse_without_values(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Forward pre-hook of the model: refuses inputs with values while parameters on meta have none."""
+    param = next(model.parameters())
+    if param.is_meta and any(type(x) is torch.Tensor and not x.is_meta for x in (*args, *kwargs.values())):
+        raise RuntimeError(
+            f"{type(model).__name__} was swapped on the meta device, and its parameters have no values yet: call "
+            "hf.load_pretrained(model, folder), or hf.materialize(model, seed), before forward"
+        )
 
 
 def _full_logits_without_labels(vocabulary: int, model: nn.Module, args: Any, output: Any) -> Any:

@@ -12,7 +12,16 @@ from typing import Any
 
 from ..nearest import nearest
 
-__all__ = ["CORRECTIONS", "LAYER_STYLES", "PLANS", "WORDS", "listed_words", "plan_of_ours", "refusal_of"]
+__all__ = [
+    "CORRECTIONS",
+    "LAYER_STYLES",
+    "PLANS",
+    "WORDS",
+    "alternatives",
+    "listed_words",
+    "plan_of_ours",
+    "refusal_of",
+]
 
 # transformers' word -> our style. The styles of LAYER_STYLES replace a layer; the others change a module in place.
 WORDS = {
@@ -236,12 +245,12 @@ def plan_of_ours(config: Any) -> dict[str, str]:
     words: Mapping[str, str] = PLANS.get(config.model_type, {})
     if config.model_type == "falcon" and config.multi_query and not config.new_decoder_architecture:
         words = _FALCON_MULTI_QUERY
-    return {name: word for pattern, word in words.items() for name in _alternatives(pattern)}
+    return {name: word for pattern, word in words.items() for name in alternatives(pattern)}
 
 
-def _alternatives(pattern: str) -> list[str]:
+def alternatives(pattern: str) -> list[str]:
     """`layers.*.(q|k)` -> `layers.*.q`, `layers.*.k`."""
     found = re.search(r"\(([^)]*)\)", pattern)
     if found is None:
         return [pattern]
-    return [name for part in found[1].split("|") for name in _alternatives(pattern.replace(found[0], part, 1))]
+    return [name for part in found[1].split("|") for name in alternatives(pattern.replace(found[0], part, 1))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,7 +62,20 @@ class NeuronCheckpointIO(TorchCheckpointIO):
         save(checkpoint=checkpoint, output_dir=path, save_xser=self.save_load_xser, master_dp_only=master_dp_only)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], master_dp_only: bool = True) -> dict[str, Any]:
-        """Returns this rank's part."""
+        """Returns this rank's part.
+
+        Raises:
+            FileNotFoundError: there is none: another layout, another folder, or ZeRO-1 is switched on or off since.
+        """
+        is_of_data_ranks = any(Path(checkpoint_path).glob("*_dp_rank_*"))
+        if Path(checkpoint_path).is_dir() and is_of_data_ranks == master_dp_only:
+            was, now = ("with", "False") if is_of_data_ranks else ("without", "True")
+            raise FileNotFoundError(
+                f"NeuronCheckpointIO: {checkpoint_path} was saved {was} ZeRO-1, and the optimizer's state is not "
+                f"converted: resume with the same optimizer_config (zero_one_enabled is {now} here), or load the "
+                "weights alone: parallel_layers.checkpointing.load(path, module, model_key='state_dict', "
+                f"master_dp_only={not is_of_data_ranks})"
+            )
         content: dict[str, Any] = load(
             chkpt_path=checkpoint_path,
             load_xser=self.save_load_xser,

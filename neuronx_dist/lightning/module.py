@@ -112,6 +112,11 @@ class NeuronLTModule(LightningModule):
         self.averaged_loss = torch.zeros(1, dtype=torch.double, device=comm.current().backend.device)
         self.print_pp_rank = 0 if self.log_rank0 else comm.size("pp") - 1
 
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank, where `initialize_parallel_model` puts the model."""
+        return comm.current().backend.device if comm.is_initialized() else super().device
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
 

@@ -114,14 +114,16 @@ def pad_model(
             all classes are to be padded, for every module.
 
     Raises:
+        TypeError: wrapped_classes are no classes.
         ValueError: a size does not grow by a whole number, a padded output would be gathered, a layer has replicas
             and no grouped-query attention around it, a number of heads that the attention does not have, padded
-            heads that the tensor-parallel size does not divide, or one of two tied weights would be padded.
+            heads that the tensor-parallel size does not divide, one of two tied weights would be padded, or nothing
+            in the model is an instance of wrapped_classes.
     """
-    classes = (wrapped_classes,) if isinstance(wrapped_classes, type) else tuple(wrapped_classes)
+    classes = _classes(wrapped_classes)
     ratio = Fraction(n_heads + get_number_of_extra_heads(n_heads, tp_degree), n_heads)
     inside = _inside(model, classes)
-    attentions = _grouped(model, inside, n_heads, ratio)
+    attentions = _grouped(model, inside, n_heads, ratio, tp_degree)
     targets = [heads_for(attention, tp_degree) for attention in attentions]
     padded = targets[0].heads if targets else int(n_heads * ratio)
     of_keys = {target.kv_heads * target.replicas for target in targets}
@@ -181,12 +183,25 @@ def unpad_model(model: nn.Module) -> nn.Module:
     return model
 
 
+def _classes(wrapped_classes: Any) -> tuple[type[nn.Module], ...]:
+    classes = (wrapped_classes,) if isinstance(wrapped_classes, (type, str)) else tuple(wrapped_classes)
+    if wrong := [value for value in classes if not isinstance(value, type)]:
+        raise TypeError(f"pad_model: wrapped_classes={wrapped_classes!r}: pass classes, and not {wrong[0]!r}")
+    return classes
+
+
 def _inside(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> dict[str, nn.Module]:
     """Returns the modules to pad: all, or the instances of some classes and what is in them."""
     named = dict(model.named_modules())
     if not classes:
         return named
     roots = [name for name, module in named.items() if isinstance(module, classes)]
+    if not roots:
+        present = ", ".join(dict.fromkeys(type(module).__name__ for module in named.values()))
+        raise ValueError(
+            f"pad_model: no module of this {type(model).__name__} is a {' or '.join(cls.__name__ for cls in classes)}, "
+            f"so that wrapped_classes leave nothing to pad; its modules are {present}"
+        )
     return {
         name: module
         for name, module in named.items()
@@ -194,7 +209,35 @@ def _inside(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> dict[str,
     }
 
 
-def _grouped(model: nn.Module, inside: dict[str, nn.Module], n_heads: int, ratio: Fraction) -> list[GroupedAttention]:
+_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "num_key_value_heads", "num_kv_heads")
+
+
+def _check_number_of_heads(name: str, module: nn.Module, n_heads: int, tp_degree: int) -> None:
+    """Raises a ValueError if an attention that says how many heads it has is not one of `n_heads`.
+
+    Its attributes say it: the size of a head, or a number of heads, which may be the local one.
+    """
+    rows = [layer for layer in module.children() if isinstance(layer, RowParallelLinear)]
+    sizes = {spec_of(layer.weight).unpadded_shape[1] for layer in rows}
+    counts = {count for attribute in _COUNTS if isinstance(count := getattr(module, attribute, None), int) and count}
+    head_dim = getattr(module, "head_dim", None)
+    if not sizes or not (counts or head_dim):
+        return
+    if isinstance(head_dim, int) and head_dim:
+        counts |= {size // head_dim for size in sizes if size % head_dim == 0}
+    padded = n_heads + get_number_of_extra_heads(n_heads, tp_degree)
+    fitting = counts | {count * comm.size("tp") for count in counts}
+    if not fitting.isdisjoint((n_heads, padded)) or padded == n_heads and not any(n % tp_degree for n in counts):
+        return
+    raise ValueError(
+        f"pad_model: n_heads={n_heads}, but {name or 'the model'}, a {type(module).__name__}, has "
+        f"{' and '.join(map(str, sorted(counts)))} heads: pass its number of query heads before padding"
+    )
+
+
+def _grouped(
+    model: nn.Module, inside: dict[str, nn.Module], n_heads: int, ratio: Fraction, tp_degree: int
+) -> list[GroupedAttention]:
     """Returns the attention modules of which `n_heads` are the query heads and not the key/value heads.
 
     Raises:
@@ -203,6 +246,8 @@ def _grouped(model: nn.Module, inside: dict[str, nn.Module], n_heads: int, ratio
     result = []
     for name, module in inside.items():
         attention = grouped_attention(module, n_heads, ratio, getattr(model, "config", None))
+        if attention is None:
+            _check_number_of_heads(name, module, n_heads, tp_degree)
         if attention is None or n_heads == attention.kv_heads:
             continue
         if n_heads != attention.heads:

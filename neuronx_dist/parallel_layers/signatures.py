@@ -90,7 +90,7 @@ SIGNATURES = {
 
 # Parameters that change values or layouts, and do not here: name -> (default, what to do instead).
 REFUSED: dict[str, tuple[Any, str]] = {
-    "rank_ordering": (None, "the order of ranks is the mesh's: initialize_model_parallel(topology=...)"),
+    "rank_ordering": (None, "choose the order of ranks by initialize_model_parallel(topology=...)"),
     "autograd_func_class": (None, "call your autograd function instead of linear_with_async_allreduce"),
 }
 # Parameters that change neither: name -> default.

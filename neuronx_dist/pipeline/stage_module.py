@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .. import comm
+from ..parallel_layers.utils import move_model_to_device
 from ..torch_internals.modules import IncompatibleKeys
 from ..weights.materialize import initialize_modules
 from ..weights.module_tree import ModuleTree, ParameterSlot
@@ -98,6 +99,10 @@ class StageModule(nn.Module):
         if first is None:
             first = next((param for _, param in self._stage_parameters()), None)
         return torch.device("cpu") if first is None else first.device
+
+    def move_model_to_device(self) -> None:
+        """NxD's name: moves this stage to the rank's device."""
+        move_model_to_device(self, comm.current().backend.device)
 
     @property
     def module_tree(self) -> ModuleTree:

@@ -70,7 +70,8 @@ def checked_placements(
             dim = placement.dim + tensor_ndim if placement.dim < 0 else placement.dim
             if not 0 <= dim < tensor_ndim:
                 raise ValueError(
-                    f"{placement!r} on mesh dim {mesh_dim} is out of range: the tensor has {tensor_ndim} dims"
+                    f"{placement!r} on mesh dim {mesh_dim} is out of range: the tensor has {tensor_ndim} dims, "
+                    f"0 to {tensor_ndim - 1}"
                 )
             placement = Shard(dim)
         result.append(placement)

@@ -30,6 +30,7 @@ class RNGStreams:
     def __init__(self) -> None:
         self._states: dict[str, State] = {}
         self.drawing = ""  # the stream of the innermost `fork`
+        self._entered: Any = None  # the `fork` of `enter`
 
     def reset(self) -> None:
         self._states.clear()
@@ -73,6 +74,18 @@ class RNGStreams:
             self._states[name] = get_state()
             set_state(before)
             self.drawing = outside
+
+    def enter(self) -> None:
+        """Draws from the tensor-parallel stream until `leave`; a second call before it changes nothing."""
+        if self._entered is None:
+            self._entered = self.fork()
+            self._entered.__enter__()
+
+    def leave(self) -> None:
+        """Ends `enter`, if that was called."""
+        entered, self._entered = self._entered, None
+        if entered is not None:
+            entered.__exit__(None, None, None)
 
 
 def streams() -> RNGStreams:

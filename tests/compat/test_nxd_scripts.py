@@ -48,6 +48,10 @@ def _lightning(**options: Any) -> tuple[str, tuple[str, ...]]:
 
 # Name -> ranks, script and options; the same script with the options of the layout left out runs in one process.
 LAYOUTS = {
+    "tp 2, SP, selective checkpoints": (
+        2,
+        _zero1(tensor_parallel_size=2, sequence_parallel_enabled=1, selective_checkpoint_enabled=1),
+    ),
     "tp 2, dp 2, ZeRO-1, SP, selective checkpoints": (
         4,
         _zero1(tensor_parallel_size=2, use_zero_1=1, sequence_parallel_enabled=1, selective_checkpoint_enabled=1),
@@ -73,6 +77,17 @@ LAYOUTS = {
         _lightning(tensor_parallel_size=2, use_zero_1=1, sequence_parallel_enabled=1),
     ),
     "Lightning, tp 2, pp 2": (4, _lightning(tensor_parallel_size=2, pipeline_parallel_size=2)),
+    "Lightning, pp 2": (2, _lightning(pipeline_parallel_size=2)),
+    "by hand, dp 2, ZeRO-1": (2, ("train_by_hand.py", _options(use_zero_1=1))),
+    "by hand, tp 2, dp 2": (4, ("train_by_hand.py", _options(tensor_parallel_size=2))),
+    "by hand, tp 2, dp 2, ZeRO-1, SP": (
+        4,
+        ("train_by_hand.py", _options(tensor_parallel_size=2, use_zero_1=1, sequence_parallel_enabled=1)),
+    ),
+    "a list of layers, tp 2, pp 2": (
+        4,
+        ("train_manual_pipeline.py", _options(tensor_parallel_size=2, pipeline_parallel_size=2)),
+    ),
     "pp 2, dp 2, two chunks": (
         4,
         _pipeline(pipeline_parallel_size=2, virtual_pipeline_size=2, selective_checkpoint_enabled=1),
@@ -81,8 +96,13 @@ LAYOUTS = {
 ALONE = ("qkv_linear", "fuse_qkv", "use_meta_device_init")  # options by which the initial weights differ
 
 
-# Three of them cover the options; the others run with NXD_FULL=1.
-_SHORT = [name for name in LAYOUTS if "meta" not in name and "chunks" not in name]
+# Four of them cover the scripts and the options; the others run with NXD_FULL=1.
+_SHORT = [
+    "tp 2, SP, selective checkpoints",
+    "tp 2, pp 2, ZeRO-1, SP, qkv, flash",
+    "Lightning, pp 2",
+    "by hand, dp 2, ZeRO-1",
+]
 
 
 @pytest.mark.parametrize("name", LAYOUTS if os.environ.get("NXD_FULL") == "1" else _SHORT)
@@ -91,7 +111,8 @@ def test_losses_are_those_of_one_process(name: str) -> None:
     pairs = dict(zip(options[::2], options[1::2]))
     alone = tuple(word for key in ALONE if f"--{key}" in pairs for word in (f"--{key}", pairs[f"--{key}"]))
     losses = _run(script, ranks, options)
-    expected = _run(script, 1, alone)
+    other = script not in ("train_pipeline.py", "train_lightning.py")  # with the weights of train_zero1.py
+    expected = _run("train_zero1.py" if other else script, 1, alone)
     assert len(losses) == len(expected) == 3
     assert expected[2][0] < expected[0][0] - 0.1
     for step, (found, wanted) in enumerate(zip(losses, expected)):

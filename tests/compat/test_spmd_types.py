@@ -115,7 +115,15 @@ with spmd.set_current_mesh(experts), typecheck(local=True):
 """
 
 
-@pytest.mark.parametrize("program", [QUICK_START, MODULES, GLOBAL, EXPERTS], ids=["quick", "modules", "global", "moe"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(QUICK_START, id="quick"),
+        pytest.param(MODULES, id="modules", marks=pytest.mark.full),
+        pytest.param(GLOBAL, id="global", marks=pytest.mark.full),
+        pytest.param(EXPERTS, id="moe"),
+    ],
+)
 @pytest.mark.slow
 def test_a_program_written_for_spmd_types(program):
     code = HEAD + program + "\ndist.destroy_process_group()\nprint('ran')\n"

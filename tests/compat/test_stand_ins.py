@@ -248,14 +248,13 @@ if __name__ == "__main__":
 """
 
 
-def test_spawn_starts_a_job(tmp_path) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("by", ["import", pytest.param("command", marks=pytest.mark.full)])
+def test_spawn_starts_a_job(by, tmp_path) -> None:  # type: ignore[no-untyped-def]
     script = tmp_path / "spawned.py"
-    script.write_text(SPAWN)
-    two = ["hello 0 0 2 1", "hello 1 1 2 1"]
-    assert sorted(forked.run([str(script), "2"]).outputs[0].splitlines()) == two
-    script.write_text(SPAWN.replace("import neuronx_dist.compat\n", ""))
-    command = ["-m", "neuronx_dist", "compat", str(script)]
-    assert sorted(forked.run([*command, "2"]).outputs[0].splitlines()) == two
+    script.write_text(SPAWN if by == "import" else SPAWN.replace("import neuronx_dist.compat\n", ""))
+    command = [] if by == "import" else ["-m", "neuronx_dist", "compat"]
+    lines = sorted(forked.run([*command, str(script), "2"]).outputs[0].splitlines())
+    assert lines == ["hello 0 0 2 1", "hello 1 1 2 1"]
 
 
 def test_a_missing_script_is_reported() -> None:

@@ -18,6 +18,7 @@ from transformers.distributed import DistributedConfig
 from neuronx_dist import comm, hf
 from neuronx_dist.hf import UnsupportedModelError, in_place, words
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.spmd.random import manual_seed
 from neuronx_dist.weights.shard_spec import ShardSpec, spec_of
 from tests.hf.measuring import COLUMNS, measure
 from tests.hf.parity import differences
@@ -132,29 +133,75 @@ def test_a_plan_of_the_user_says_of_each_matrix_what_becomes_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, rates, attention, refused",
+    "name, rates, first",
     [
-        ("BERT (masked language model)", ("attention_probs_dropout_prob", "hidden_dropout_prob"), "self", False),
-        ("BERT (masked language model)", ("attention_probs_dropout_prob",), "self", False),
-        ("BLOOM", ("attention_dropout",), "self_attention", False),
-        ("BLOOM", ("attention_dropout", "hidden_dropout"), "self_attention", True),
-        ("GPT-2", ("resid_pdrop", "embd_pdrop"), "attn", False),
-        ("GPT-2", ("resid_pdrop", "attn_pdrop"), "attn", True),
+        ("BERT (masked language model)", ("attention_probs_dropout_prob", "hidden_dropout_prob"), "self"),
+        ("BERT (masked language model)", ("attention_probs_dropout_prob",), "self"),
+        ("BLOOM", ("attention_dropout", "hidden_dropout"), "query_key_value"),
+        ("BLOOM", ("hidden_dropout",), ""),
+        ("GPT-2", ("resid_pdrop", "attn_pdrop"), "c_attn"),
     ],
 )
-def test_dropout_of_heads_has_random_numbers_of_its_own(
-    name: str, rates: tuple[str, ...], attention: str, refused: bool
-) -> None:
-    """A residual's must agree over ranks: where one module has both, they are refused."""
-    architecture = replace(BY_NAME[name], config={**BY_NAME[name].config, **dict.fromkeys(rates, 0.1)})
-    with comm.as_rank(Mesh(2, tp=2), 0):
-        if refused:
-            with pytest.raises(UnsupportedModelError, match="such dropout works neither"):
-                hf.swap(two_layers(architecture))
-            return
+def test_dropout_of_heads_has_random_numbers_of_its_own(name: str, rates: tuple[str, ...], first: str) -> None:
+    """From the columns to the row layer, or, where that is in another module, in the attention; a residual's agree."""
+    architecture = replace(BY_NAME[name], config={**BY_NAME[name].config, **dict.fromkeys(rates, 0.5)})
+
+    def rank() -> Any:
         model = hf.swap(two_layers(architecture))
-    local = {path.rpartition(".")[2] for path, module in model.named_modules() if "forward" in vars(module)}
-    assert local == ({attention} if "att" in "".join(rates) else set())
+        manual_seed(3)
+        normed = _normed(model)
+        loss, number = model.train()(**architecture.inputs()).loss.detach(), torch.rand(1)
+        local = {path.rpartition(".")[2] for path, module in model.named_modules() if "forward" in vars(module)}
+        local |= {path.rpartition(".")[2] for path, module in model.named_modules() if _enters(module)}
+        residuals = [number, *normed]
+        return residuals, local - {"c_fc"}, loss - model.eval()(**architecture.inputs()).loss.detach()
+
+    (residuals, local, change), (others, _, _) = comm.threads.run(Mesh(2, tp=2), rank)
+    assert local == ({first} if first else set()) and abs(change) > 1e-6
+    assert len(residuals) > 4 and all(map(torch.allclose, residuals, others))
+
+
+def _normed(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Returns a list of what norms of residuals get, which grows while the model runs."""
+    seen: list[torch.Tensor] = []
+    for module in model.modules():
+        if type(module).__name__.endswith("Norm"):
+            module.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    return seen
+
+
+def _enters(module: torch.nn.Module) -> bool:
+    return any("local_stream" in getattr(hook, "__name__", "") for hook in module._forward_hooks.values()) and not any(
+        True for _ in module.children()
+    )
+
+
+@pytest.mark.parametrize(
+    "name, rates, row",
+    [
+        ("BART", dict(activation_dropout=0.5, dropout=0.5), "fc2"),
+        ("T5", dict(dropout_rate=0.5, feed_forward_proj="gelu"), "DenseReluDense.wo"),
+    ],
+)
+def test_dropout_of_local_features_differs_over_tp_and_that_of_residuals_does_not(
+    name: str, rates: dict[str, float], row: str
+) -> None:
+    architecture = replace(BY_NAME[name], config={**BY_NAME[name].config, **rates})
+
+    def rank() -> Any:
+        model = hf.swap(two_layers(architecture)).train()
+        manual_seed(3)
+        dropped: list[torch.Tensor] = []
+        for path, module in model.named_modules():
+            if path.endswith(row):
+                module.register_forward_pre_hook(lambda module, args: dropped.append(args[0] == 0))
+        residuals = _normed(model)
+        model(**architecture.inputs())
+        return dropped, [torch.rand(1), *residuals]
+
+    (masks, residuals), (other_masks, others) = comm.threads.run(Mesh(2, tp=2), rank)
+    assert len(residuals) > 4 and all(map(torch.allclose, residuals, others))
+    assert len(masks) >= 4 and not any(map(torch.equal, masks, other_masks))
 
 
 # --- what the comparison notices --------------------------------------------------------------------------------------

@@ -99,7 +99,9 @@ def test_a_whole_model(sequence_parallel, vocabulary):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [dict(tp=2), dict(pp=2)], ids=["tp 2", "pp 2"])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(dict(tp=2), id="tp 2", marks=pytest.mark.full), pytest.param(dict(pp=2), id="pp 2")]
+)
 def test_layers_of_a_pipeline(mesh):
     check_equal(in_a_pipeline, mesh=mesh)
 

@@ -15,7 +15,7 @@ from tests.hf.parity import differences
 from tests.hf.test_architectures import wrong
 
 FULL = os.environ.get("NXD_FULL") == "1"
-SAMPLE = ("ApertusConfig", "InklingTextConfig", "LongcatFlashConfig", "Llama4TextConfig")
+SAMPLE = ("ApertusConfig", "GemmaConfig", "InklingTextConfig", "LongcatFlashConfig", "Llama4TextConfig")
 REFUSED = {
     "DogeConfig": "model.layers.*.self_attn (not in the plan)",
     # Its plan shards the output of linear attention, whose input it leaves whole.

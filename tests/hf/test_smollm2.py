@@ -67,7 +67,7 @@ def test_logits_and_loss(smollm2: Any, tp: int, options: dict[str, bool]) -> Non
         assert torch.equal(logits.argmax(-1), expected.logits.argmax(-1))
 
 
-@pytest.mark.parametrize("tp", [2, 4, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("tp", [2, *(pytest.param(tp, marks=pytest.mark.full) for tp in (4, 8))])
 def test_padded_heads_give_the_text_of_the_model(smollm2: Any, tp: int) -> None:
     """At tp 2 and 4 12 heads over 4, at tp 8 16 over 4 that two ranks share; `pad_model` has nothing left to do."""
     ids = _ids()[:1, :12]
@@ -126,7 +126,7 @@ def first_layers(smollm2: Any) -> Any:
     return config, state, _losses(model, loss_of)
 
 
-@pytest.mark.parametrize("tp,at", [(2, 2), (4, 4), (8, 8), (1, 8)])
+@pytest.mark.parametrize("tp,at", [(2, 2), (1, 8), *(pytest.param(tp, tp, marks=pytest.mark.full) for tp in (4, 8))])
 def test_ten_steps_of_padded_heads(smollm2: Any, first_layers: Any, tp: int, at: int) -> None:
     """By the trainer, whose pad_model=True reaches the swap in model_fn; at tp 1 padded for tp 8, and back."""
     config, state, expected = first_layers

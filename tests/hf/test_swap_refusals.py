@@ -50,6 +50,9 @@ def test_a_given_plan_that_does_not_fit_is_refused() -> None:
         "names model.layer.*.mlp.up_proj, but the model has no such layer; nearest: model.layers.*.mlp.up_proj"
         in refusal({"model.layer.*.mlp.up_proj": "colwise"})
     )
+    assert "for each: 'model.layers.*.mlp.gate_proj', 'model.layers.*.mlp.up_proj'" in refusal(
+        {"model.layers.*.mlp.(gate_proj|up_proj)": "colwise"}
+    )
     unknown = "the plan gives model.layers.*.mlp.up_proj the unknown style 'column' (nearest: colwise, "
     assert unknown in refusal({"model.layers.*.mlp.up_proj": "column"})
     layers = read_plan(meta_model(llama_config())).layers(meta_model(llama_config()), 2)
@@ -168,6 +171,11 @@ def test_models_with_default_dropout_and_towers_are_swapped(name: str, sizes: An
     threads.run(Mesh(2, tp=2), lambda: swap(_of_class(name, **sizes), pad_vocab=True))
 
 
-def test_gpt2_with_default_dropout_is_refused() -> None:
-    message = _refusal(lambda: _of_class("GPT2LMHeadModel", n_embd=16, n_head=2, n_layer=1), pad_vocab=True)
-    assert "resid_pdrop=0.1, embd_pdrop=0.1: such dropout" in message
+@pytest.mark.parametrize("tp", [1, 2])
+def test_forward_before_there_are_values_is_refused(tp: int) -> None:
+    def rank() -> None:
+        model, ids = swap(meta_model(llama_config())), torch.zeros(1, 4, dtype=torch.long)
+        with pytest.raises(RuntimeError, match=r"LlamaForCausalLM was swapped on the meta device.*load_pretrained"):
+            model(input_ids=ids, labels=ids)
+
+    threads.run(Mesh(tp, tp=tp), rank)

@@ -12,6 +12,8 @@ import torch
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
+from neuronx_dist.comm.backends.shapes import ShapesBackend
+from neuronx_dist.parallel_layers.checkpointing import load
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
 from tests.lightning import training
 from tests.lightning.exchanges import strategy_collectives
@@ -20,7 +22,7 @@ from tests.support.synthetic import relative_error
 from tests.trainer.nxd_model import BATCH, ROWS, STEPS, Options, config_of
 
 pytest.importorskip("lightning")
-FIRST = "epoch=0-step=3.ckpt"
+FIRST, LAST = "epoch=0-step=3.ckpt", "epoch=1-step=6.ckpt"
 
 # Ranks, sizes, options of the model, and of the loop.
 LAYOUTS: dict[str, tuple[int, dict[str, int], Options, dict[str, Any]]] = {
@@ -68,6 +70,16 @@ def test_training_and_resuming_are_those_of_one_process(name: str, tmp_path: Pat
         assert after["norms"] == before["norms"][STEPS:]
         for key, weight in before["weights"].items():
             assert after["weights"][key].equal(weight), key
+
+    for path in (tmp_path / "checkpoints" / LAST, tmp_path / "any layout"):
+        assert comm.threads.run(nxd.Mesh(1), loaded_in_another_layout, str(path), weights)[0]
+
+
+def loaded_in_another_layout(path: str, weights: dict[str, torch.Tensor]) -> bool:
+    """Loads the weights of a checkpoint of several ranks into the model of one."""
+    model = training.build(False)
+    nxd.load_checkpoint(path, model=model)
+    return max(relative_error(param.detach(), weights[name]) for name, param in model.named_parameters()) < 1e-10
 
 
 def check_hooks(folder: Path, tp: int) -> None:
@@ -141,6 +153,14 @@ def test_a_module_without_model_fn_says_so(lightning: Any) -> None:
     module = lightning.NeuronLTModule(nxd.neuronx_distributed_config(), torch.optim.SGD, None)
     with pytest.raises(ValueError, match="needs model_fn"):
         module.setup("fit")
+
+
+def test_a_modules_device_is_that_of_the_rank(lightning: Any) -> None:
+    module = lightning.NeuronLTModule(nxd.neuronx_distributed_config(), torch.optim.SGD, None)
+    assert module.device.type == "cpu"
+    backend = type("OnMeta", (ShapesBackend,), {"device": torch.device("meta")})()
+    with comm.as_rank(nxd.Mesh(1), 0, backend):
+        assert module.device.type == "meta"
 
 
 def test_metrics_below_step_0_are_left_out(lightning: Any, tmp_path: Path) -> None:
@@ -303,3 +323,20 @@ def test_hyperparameters_that_would_not_load_are_left_out(lightning: Any, tmp_pa
         assert loaded == {"hyper_parameters": {"lr": 0.1}, "datamodule_hyper_parameters": {}}
 
     comm.threads.run(nxd.Mesh(1), main)
+
+
+def test_a_checkpoint_of_zero1_without_it_and_the_reverse(lightning: Any, tmp_path: Path) -> None:
+    """Both are refused, on each rank, with the call that loads the weights alone."""
+
+    def main() -> None:
+        io, module = lightning.NeuronCheckpointIO(), torch.nn.Linear(1, 1)
+        for zero1, was in ((True, "with"), (False, "without")):
+            path = tmp_path / f"{was}.ckpt"
+            io.save_checkpoint({"state_dict": module.state_dict()}, path, master_dp_only=not zero1)
+            with pytest.raises(FileNotFoundError, match=rf"saved {was} ZeRO-1.*zero_one_enabled is {not zero1} here"):
+                io.load_checkpoint(path, master_dp_only=zero1)
+            load(path, module, model_key="state_dict", master_dp_only=not zero1)
+        with pytest.raises(FileNotFoundError, match="has no such folders"):
+            io.load_checkpoint(tmp_path / "missing.ckpt")
+
+    comm.threads.run(nxd.Mesh(2), main)

@@ -114,6 +114,8 @@ def fit(
     sampler: Any = DistributedSampler(rows, mesh.size("dp"), comm.rank("dp"), shuffle=False)  # Lightning's shuffles
     loader = DataLoader(rows, batch_size=ROWS // mesh.size("dp") // accumulated, sampler=sampler)
     trainer.fit(module, loader, ckpt_path=f"{folder}/checkpoints/{resumed}" if resumed else None)
+    if not resumed:
+        nxd.save_checkpoint(f"{folder}/any layout", "end", model=module.model, optimizer=trainer.optimizers[0])
     return {
         "losses": recorder.losses[accumulated - 1 :: accumulated],
         "norms": recorder.norms[accumulated - 1 :: accumulated],

@@ -359,6 +359,25 @@ def test_mistakes_are_named() -> None:
     message = pad(3, 3, wrapped_classes=(Attention,))
     assert "3 heads, padded to 3 for tp_degree 3, are not divisible by the tensor-parallel size 2" in message
     assert "mlp gathers its output" in pad(2, 3)
+    assert "no module of this Model is a Embedding, so that wrapped_classes leave nothing" in pad(2, 3, nn.Embedding)
+    with pytest.raises(TypeError, match=r"wrapped_classes='Attention': pass classes, and not 'Attention'"):
+        pad_model(nn.Linear(1, 1), 2, 3, "Attention")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("attribute,value", [("num_heads", 3), ("n_heads", 3), ("head_dim", HEAD_DIM)])
+def test_a_number_of_heads_that_the_attention_does_not_have(attribute: str, value: int) -> None:
+    """4 heads need no padding at tp 2, and 3 do."""
+
+    def rank() -> None:
+        model = Model(3, 3)
+        setattr(model.attention, attribute, value)
+        with pytest.raises(ValueError, match="n_heads=4, but attention, a Attention, has 3 heads: pass its number of"):
+            pad_model(model, 2, 4, [Attention])
+        pad_model(model, 2, 3, [Attention])
+        setattr(model.attention, attribute, value if attribute == "head_dim" else 2)  # as scripts set the local number
+        pad_model(model, 2, 4 if attribute != "head_dim" else 3, [Attention])
+
+    threads.run(Mesh(2, tp=2), rank)
 
 
 def test_number_of_extra_heads() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -112,6 +113,31 @@ def test_a_plain_optimizer_in_place_of_zero1_is_refused(mesh):
         assert "SGD.step: the gradients are not averaged over the 2 data-parallel ranks" in message
         assert "use NeuronZero1Optimizer" in message
     assert {*on_threads(mesh, step, False)} == {""}
+
+
+def test_a_plain_optimizer_without_the_sum_over_tp_warns_once():
+    """Of a sequence-parallel norm; not at tp 1, not after a reduction, even if the gradient is scaled in place then."""
+
+    def steps(reduces: bool) -> None:
+        norm = nxd.parallel_layers.LayerNorm(4, sequence_parallel_enabled=True)
+        optimizer = torch.optim.SGD(norm.parameters(), lr=0.1)
+        for _ in range(2):
+            norm(torch.ones(2, 4)).sum().backward()
+            if reduces:
+                nxd.reduce_gradients(norm)
+                norm.weight.grad.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for mesh, reduces, count in ((Mesh(2, tp=2), True, 0), (Mesh(2), False, 0), (Mesh(2, tp=2), False, 2)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            on_threads(mesh, steps, reduces)
+        messages = [str(warning.message) for warning in caught]
+        assert len(messages) == count
+        for message in messages:
+            assert "SGD.step: the gradient of parameter 0 (4,) is of this rank's part" in message
+            assert "over the 2 tp ranks" in message and "reduce_gradients(model) after backward" in message
 
 
 def test_the_step_after_a_mean_of_the_scripts_own_is_taken():

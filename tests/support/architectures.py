@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from neuronx_dist import comm
+from neuronx_dist.hf.words import WORDS
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline.cut.partitioning import partition
 from neuronx_dist.pipeline.cut.placement import misplaced
@@ -298,6 +299,32 @@ ARCHITECTURES = [
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
+# By word of a plan: what it is a word of, and what it does.
+_WORDS = {
+    "colwise": ("`Linear`, `Conv1D`, bare parameter", "shards the output over tp: `[b, s, out/tp]`"),
+    "rowwise": ("`Linear`, `Conv1D`, bare parameter", "shards the input, `[b, s, in/tp]`, and sums products over tp"),
+    "replicated_with_grad_allreduce": ("norm of local heads", "stays whole; its gradient is summed over tp"),
+    "colwise_gather_output": ("`Linear`", "as `colwise`, and gathers the output: `[b, s, out]` on all ranks"),
+    "colwise_rep": ("`Linear`", "`colwise_gather_output`, by its older name"),
+    "rowwise_split_input": ("`Linear`", "as `rowwise`, of an input that is whole on all ranks: each takes its part"),
+    "rowwise_rep": ("`Linear`", "`rowwise_split_input`, by its older name"),
+    "packed_colwise": ("`Linear`, bare parameter", "as `colwise`, of two matrices in one (gate and up): parts of each"),
+    "packed_rowwise": ("`Linear`, bare parameter", "as `rowwise`, of two matrices in one"),
+    "embedding_rowwise": ("`Embedding`", "shards the rows of the table, the vocabulary"),
+    "embedding_colwise": ("`Embedding`", "shards the columns of the table, and gathers the output"),
+    "moe_tp_experts": ("module of experts", "takes tokens that are whole, and sums what the sharded experts return"),
+    "moe_identity_expert": ("module", "an expert that returns its input, which is counted once"),
+    "mla_kv_a_proj": ("`Linear`", "to the latent of keys and values: whole; the gradient of its rotary part is summed"),
+    "all_reduce": ("module", "sums its output over tp"),
+    "sequence_parallel": ("norm", "stays whole; `sequence_parallel=True` decides what is sharded over the sequence"),
+    "local_params": ("module", "stays whole"),
+    "replicate": ("any", "stays whole"),
+    "packed_colwise_3": ("`Linear`, `Conv1D`", "ours: as `packed_colwise`, of three (query, key and value)"),
+    "embedding_heads": ("`Embedding`", "ours: columns of a table with one for each head, which stay local"),
+    "replicated_bias": ("bare parameter", "ours: a bias that is added to partial sums, once"),
+    "local_heads": ("module", "ours: takes its heads of arguments for all heads (ALiBi, masks)"),
+}
+
 _TEXT = """# Models
 
 ## Swapped by `hf.swap`, in pipelines, by `parallelize`
@@ -323,6 +350,18 @@ the others). Architectures without a plan there, or with a wasteful one, have on
 other takes a plan in the same words, `hf.swap(model, plan={{"model.layers.*.mlp.up_proj": "colwise", ...}})`.
 Words that do not go together are refused where names and styles show it; a plan of one's own is proven by
 `spmd.check(lambda: hf.swap(model, plan=plan), inputs, {{"tp": 2}})`.
+
+### Words of a plan
+
+A plan has a word for each matrix of the model but the embedding and the head, whose words (`embedding_rowwise`,
+`colwise`) are added. Names are those of `model.named_modules()`, or of bare parameters, with `*` in place of numbers;
+as in transformers they have no other patterns. In a module between local columns and rows (an attention, an MLP) each
+norm needs a word too. `b` batch, `s` sequence, `/tp`: the size of one rank. Words that put whole experts on ranks
+(`grouped_gemm`, `ep_dispatch_experts`) are refused.
+
+| word | of | what it does |
+| --- | --- | --- |
+{words}
 
 ## On a pipeline
 
@@ -380,6 +419,7 @@ def document() -> str:
     columns = list(next(iter(measured.values())))
     return _TEXT.format(
         hidden=HIDDEN,
+        words="\n".join(f"| `{word}` | {_WORDS[word][0]} | {_WORDS[word][1]} |" for word in WORDS),
         columns=" | ".join(columns),
         rules=" --- |" * len(columns),
         swapped="\n".join(f"| {name} | {' | '.join(cells.values())} |" for name, cells in measured.items()),

@@ -135,7 +135,7 @@ class NxdFiles:
     Args:
         folder: of `nxd.save_checkpoint` or `parallel_layers.checkpointing.save`, or one of model files alone.
         is_expert: returns whether a parameter of this name has the experts of an ep rank in dim 0.
-        model_key: of the weights in the argument of `parallel_layers.checkpointing.save`.
+        model_key: of the weights in the argument of `parallel_layers.checkpointing.save`; Lightning's is known.
 
     Raises:
         CheckpointCorrupted: a file is missing, cut off, or holds something that could run.
@@ -161,6 +161,8 @@ class NxdFiles:
             self.optimizer = {writer: self._load(paths[0]) for writer, paths in optimizers.items() if 0 in paths}
         else:
             saved = {writer: self._load(path) for writer, path in _of_checkpointing(storage, folder)}
+            of_lightning = any("pytorch-lightning_version" in state for state in saved.values())
+            model_key = "state_dict" if of_lightning else model_key
             self.model = {writer: _part(state, model_key) for writer, state in saved.items() if writer.dp == 0}
             self.optimizer = {writer: state["optimizer"] for writer, state in saved.items() if "optimizer" in state}
         for writer, state in self.optimizer.items():
