@@ -11,7 +11,6 @@ of two numbers a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from ..spmd import I, P, R, S, V
 from ..spmd.local_code import on_own_shard
 from ..spmd.watching import active
 
-__all__ = ["log_softmax", "log_sum_exp", "softmax", "wide"]
+__all__ = ["log_softmax", "log_sum_exp", "may_be_one_node", "softmax", "wide"]
 
 Dims = int | tuple[int, ...]
 
@@ -34,13 +33,22 @@ def wide(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def may_be_one_node(x: torch.Tensor) -> bool:
+    """Returns whether a function of `x` needs a graph, into which no checker, transform or compiler has to see."""
+    return x.requires_grad and active() is None and not transforming() and not is_dynamo_compiling()
+
+
 def _exponentials(x: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns `(x - m, exp(x - m), m, Σ exp(x - m))` of this rank's shard; m is a constant, -inf of an empty shard."""
+    """Returns `(x - m, exp(x - m), m, Σ exp(x - m))` of this rank's shard, with a constant m.
+
+    m is the lowest finite number in place of a maximum of -inf, or of an empty shard: no -inf is subtracted from -inf.
+    """
+    lowest = torch.finfo(x.dtype).min
     with torch.no_grad():
         x_value = x.detach()  # forward-mode AD has tangents under no_grad, too
-        largest = x_value.amax(dims, keepdim=True) if x.numel() else x_value.sum(dims, keepdim=True) - inf
-        shift = torch.where(largest == -inf, torch.zeros_like(largest), largest)
-    shifted = x - shift
+        largest = x_value.amax(dims, keepdim=True) if x.numel() else x_value.sum(dims, keepdim=True) + lowest
+        largest = largest.clamp(min=lowest)
+    shifted = x - largest
     powers = shifted.exp()
     return shifted, powers, largest, powers.sum(dims, keepdim=True)
 
@@ -48,9 +56,10 @@ def _exponentials(x: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, torch.Tens
 def _merged(largest: torch.Tensor, total: torch.Tensor, axis: AxisLike) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges `(m, Σ exp(x - m))` of the ranks: I, the first of them without a gradient."""
     pairs = spmd.all_gather(torch.stack((largest, total)), axis, src=V, dst=I)
-    largest_by_rank = pairs[:, 0].detach()
+    largest_by_rank, totals = pairs.unbind(1)
+    largest_by_rank = largest_by_rank.detach()
     largest = largest_by_rank.amax(0)
-    return largest, (pairs[:, 1] * (largest_by_rank - largest).exp()).sum(0)
+    return largest, (totals * (largest_by_rank - largest).exp()).sum(0)
 
 
 def _with_total(x: torch.Tensor, dim: int, axis: AxisLike) -> tuple[torch.Tensor, ...]:
@@ -75,7 +84,10 @@ class _OneNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, axis: AxisLike, logarithm: bool) -> torch.Tensor:
-        y = (_log_softmax if logarithm else _softmax)(x, dim, axis)
+        shifted, powers, local_largest, total = _exponentials(x, dim)
+        largest, total = _merged(local_largest, total, axis)
+        difference = local_largest - largest
+        y = shifted.add_(difference - total.log()) if logarithm else powers.mul_(difference.exp_().div_(total))
         ctx.save_for_backward(y)
         ctx.place = dim, axis, logarithm
         return y
@@ -92,7 +104,7 @@ class _OneNode(torch.autograd.Function):
 def _computed(input: torch.Tensor, dim: int, dtype: torch.dtype | None, axis: AxisLike, log: bool) -> torch.Tensor:
     x = input if dtype is None else input.to(dtype)
     y = wide(x)
-    if y.requires_grad and active() is None and not transforming() and not is_dynamo_compiling():
+    if may_be_one_node(y):
         return _OneNode.apply(y, dim, axis, log).to(x.dtype)
     return (_log_softmax if log else _softmax)(y, dim, axis).to(x.dtype)
 

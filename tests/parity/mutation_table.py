@@ -244,6 +244,7 @@ CASES: dict[str, Callable[[], None]] = {
     "_summed:spmd.all_reduce#1": mutations.summed,
     "_as_summand:spmd.convert#1": mutations.summand,
     "total:spmd.all_reduce#1": mutations.totals,
+    "_SumOfShards.forward:comm.all_reduce#1": mutations.sums_with_a_graph,
     **{f"_Extreme.forward:comm.all_reduce#{number}": mutations.extremes for number in (1, 2)},
     "counts.call:comm.all_reduce#1": mutations.counted,
     "_of_ranks_before:spmd.convert#1": mutations.running_totals,

@@ -50,6 +50,8 @@ EXEMPT = {
     "C10dCommunicator.start_all_gather:_all_gather_single#1": _NCCL,
     "C10dCommunicator.start_reduce_scatter:_reduce_scatter_single#1": _NCCL,
     "C10dCommunicator.start_exchange:dist.batch_isend_irecv#1": _NCCL,
+    "C10dCommunicator.start_all_to_all:dist.all_to_all_single#1": _NCCL,
+    "C10dCommunicator.start_all_reduce:dist.all_reduce#1": f"complex numbers (test_c10d.py), and {_NCCL}",
     **{
         f"Substitutes.{call}#1": _LACKING
         for call in (

@@ -59,7 +59,7 @@ _OBJECT_VERBS = ("gather_objects", "broadcast_object", "barrier")
 _OPERATORS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "convert", "reinterpret", "redistribute")
 _STARTS = tuple(f"start_{verb}" for verb in _VERBS)
 _TORCH = ("all_reduce", "all_to_all_single", "broadcast", "batch_isend_irecv", "all_gather_object")
-_GROUP = ("send", "recv")  # of a torch ProcessGroup
+_GROUP = ("send", "recv", "allreduce", "alltoall_base")  # of a torch ProcessGroup
 _NCCL = ("_all_gather_single", "_reduce_scatter_single")
 _NAMES = {*_VERBS, *_OBJECT_VERBS, *_OPERATORS, *_STARTS, *_TORCH, *_GROUP, *_NCCL}
 
@@ -252,18 +252,23 @@ def _torch_mutant(name: str, original: Callable[..., Any], mutation: str, args: 
         return [] if drop else [Works(original(*args), lambda: [_wrong(mutation, x) for x in received])]  # type: ignore[func-returns-value]
     out = args[0]
     if drop:
-        out.copy_(args[1]) if name == "all_to_all_single" else None
         return DONE
-    size = dist.get_world_size(options["group"])
-    if name == "all_to_all_single":  # bytes, in `size` pieces
-        return Works([original(*args, **options)], lambda: _wrong("double", out.view(size, -1), pieces=True))
-    return Works([original(*args, **options)], lambda: _wrong(mutation, out, size))
+    return Works([original(*args, **options)], lambda: _wrong(mutation, out, dist.get_world_size(options["group"])))
 
 
 def _group_mutant(name: str, original: Callable[..., Any], mutation: str, args: Any) -> Any:
-    """The same for a message of a torch ProcessGroup: `send([x], dst, tag)`, `recv([x], src, tag)`."""
-    group, (x,), *rest = args
+    """The same for `send([x], dst, tag)`, `recv([x], src, tag)`, `allreduce([x], _)`, `alltoall_base(out, x, ..)`."""
+    group, first, *rest = args
     drop = mutation == "drop"
+    if name == "alltoall_base":
+        if drop:
+            first.copy_(rest[0])
+            return DONE
+        pieces = first.view(group.size(), -1)  # may be bytes
+        return Works([original(*args)], lambda: _wrong("double", pieces, pieces=True))
+    (x,) = first
+    if name == "allreduce":
+        return DONE if drop else Works([original(*args)], lambda: _wrong(mutation, x, group.size()))
     if name == "send":
         x = x.clone()
         x.zero_() if drop else _wrong(mutation, x)

@@ -58,6 +58,18 @@ _all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single"
 _reduce_scatter_single = (
     dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 )
+
+
+def _started(options: Any, op: str | None = None) -> Any:
+    """Returns options of a collective that is awaited later."""
+    options.asyncOp = True
+    if op is not None:
+        options.reduceOp = OPS[op]
+    return options
+
+
+_REDUCTIONS = {op: _started(dist.AllreduceOptions(), op) for op in OPS}
+_ALL_TO_ALL = _started(dist.AllToAllOptions())
 _GLOO_DTYPES = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8}
 _SMALL = 1 << 20  # bytes of an all_gather's result up to which gloo's all_to_all is faster than messages
 _TAG = TAGS  # collectives made of messages use tags of their own, so that they never meet a user's send
@@ -94,7 +106,11 @@ class C10dCommunicator(Communicator):
             _on_gloo.add(self)
         self._first_tag = first_tag  # added to all tags: a group may be shared, and messages must not meet in it
 
+    # On gloo all_reduce and all_to_all are the calls that those of torch.distributed end in, after a dozen Python calls
+    # and tests of arguments that are correct here: 20 to 30 us less CPU time, where the sum of a few numbers takes 30.
     def start_all_reduce(self, buffer: torch.Tensor, op: str) -> WorkLike:
+        if self._gloo and not buffer.is_complex():  # torch refuses a maximum of complex numbers
+            return self.group.allreduce([buffer], _REDUCTIONS[op])
         return dist.all_reduce(buffer, OPS[op], group=self.group, async_op=True)
 
     def start_all_gather(self, gathered: torch.Tensor, x: torch.Tensor) -> WorkLike:
@@ -120,6 +136,8 @@ class C10dCommunicator(Communicator):
     def start_all_to_all(self, gathered: torch.Tensor, scattered: torch.Tensor) -> WorkLike:
         if self._gloo and gathered.dtype not in _GLOO_DTYPES:  # int16, float8: bytes are bytes
             gathered, scattered = gathered.view(-1).view(torch.uint8), scattered.view(-1).view(torch.uint8)
+        if self._gloo:
+            return self.group.alltoall_base(gathered, scattered, [], [], _ALL_TO_ALL)
         return dist.all_to_all_single(gathered, scattered, group=self.group, async_op=True)
 
     def start_coalesced(

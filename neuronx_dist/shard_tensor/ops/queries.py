@@ -13,6 +13,7 @@ from ...torch_internals.tensors import DisableTorchFunction, has_compatible_type
 from ..handlers import sharded
 from ..labels import one_mesh
 from ..moves.redistribute import redistributed
+from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, gradient_spec, in_layout, laid_out_gradient, local_of, wrap
 
 __all__: list[str] = []
@@ -148,7 +149,7 @@ def _loss(x: torch.Tensor) -> torch.Tensor:
         return x
     spec = gradient_spec(x._spec)
     with torch.enable_grad():  # a checkpoint calls this in its backward
-        return redistributed(local_of(x), x._spec, spec.replicated() if spec.shape.numel() == 1 else spec)
+        return redistributed(local_of(x), x._spec, _start_spec(spec))
 
 
 def _start(x: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -156,8 +157,12 @@ def _start(x: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | Non
         return gradient
     if gradient is None:  # a rank outside of the mesh starts from nothing
         return None if x._spec.mesh.communicators is not None else torch.zeros_like(x._local)
-    spec = gradient_spec(x._spec)
-    return in_layout(gradient, spec.replicated() if spec.shape.numel() == 1 else spec)
+    return in_layout(gradient, _start_spec(gradient_spec(x._spec)))
+
+
+def _start_spec(spec: ShardTensorSpec) -> ShardTensorSpec:
+    """Returns the layout in which a backward pass starts: a number is on every rank."""
+    return spec.replicated() if spec.sharded and spec.shape.numel() == 1 else spec
 
 
 def _listed(x: Any) -> list[Any]:

@@ -16,8 +16,9 @@ import torch
 from ... import accelerator, comm, spmd
 from ...comm import Communicator
 from ...sharded_functions import norms
-from ...sharded_functions.softmax import log_sum_exp, wide
+from ...sharded_functions.softmax import log_sum_exp, may_be_one_node, wide
 from ...spmd import I, P, V
+from ...torch_internals.autograd import apply_without_transforms
 from ..handlers import sharded
 from ..labels import planned
 from ..moves.extremes import extreme
@@ -95,6 +96,42 @@ def total(x: torch.Tensor, groups: tuple[Communicator, ...]) -> torch.Tensor:
     return x
 
 
+class _SumOfShards(torch.autograd.Function):
+    """Sum or mean over dims that are sharded, as one node of the graph, which saves nothing.
+
+    forward(local tensor, plan, keepdim, is_mean); the gradient is the result's, for each element.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, plan: Reduced, keepdim: bool, is_mean: bool) -> torch.Tensor:
+        ctx.place = x.shape, x.dtype, plan, keepdim, is_mean
+        y = torch.sum(x, plan.dims, keepdim, dtype=_inner(x)) if plan.dims else wide(x).clone()
+        for group in plan.groups:
+            y = comm.all_reduce(y, group, out=y)
+        return _narrow(_mean(y, plan) if is_mean else y, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        shape, dtype, plan, keepdim, is_mean = ctx.place
+        grad = (_mean(wide(grad), plan) if is_mean else grad).to(dtype)
+        if not keepdim:
+            for dim in plan.dims:
+                grad = grad.unsqueeze(dim)
+        return grad.expand(shape), None, None, None
+
+
+_sum_of_shards: Callable[..., torch.Tensor] = apply_without_transforms(_SumOfShards)
+
+
+def _inner(x: torch.Tensor) -> torch.dtype | None:
+    """Returns the dtype in which half precision is summed, whose largest number is 65504; None: its own."""
+    return torch.float32 if x.dtype in _HALF else None
+
+
+def _mean(y: torch.Tensor, plan: Reduced) -> torch.Tensor:
+    return y / plan.elements if plan.elements else y / torch.zeros_like(y)
+
+
 def _narrow(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Casts a result of `wide` operands to their dtype; under autocast it stays float32 where torch's sums do."""
     is_wide = dtype not in _HALF or accelerator.autocast_sums_stay_wide(y.device.type)
@@ -131,13 +168,14 @@ def sums(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         local, spec = (local_of(input), input._spec) if linear else operand(input)
         plan = reduced(spec, dim, keepdim, linear)
         local = local if dtype is None else local.to(dtype)
-        inner = torch.float32 if local.dtype in _HALF else None  # fp16 ends at 65504
-        y = sum_(local, plan.dims, keepdim=keepdim, dtype=inner) if plan.dims else wide(local)
+        if plan.groups and sum_ is torch.sum and may_be_one_node(local):
+            return wrap(_sum_of_shards(local, plan, keepdim, is_mean), plan.spec)
+        y = sum_(local, plan.dims, keepdim=keepdim, dtype=_inner(local)) if plan.dims else wide(local)
         y = total(y, plan.groups)
         if is_mean:
             if not y.is_floating_point() and not y.is_complex():
                 raise RuntimeError(f"mean: a tensor of {y.dtype} has no mean; pass dtype=")
-            y = y / plan.elements if plan.elements else y / torch.zeros_like(y)
+            y = _mean(y, plan)
         return wrap(_narrow(y, local.dtype), plan.spec)
 
     return call(*args, **kwargs)

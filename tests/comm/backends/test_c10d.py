@@ -196,8 +196,21 @@ def test_minutes_where_nothing_was_given(monkeypatch):
         dist.destroy_process_group()
 
 
+def test_complex_numbers_have_a_sum_and_no_maximum():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        here = c10d.C10dCommunicator(dist.group.WORLD, "tp", (0,), 0, None)
+        x = torch.tensor([1 + 2j])
+        here.start_all_reduce(x, "sum").wait()
+        assert x.item() == 1 + 2j
+        with pytest.raises(ValueError, match="does not support .*complex"):
+            here.start_all_reduce(x, "max")
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("backend, megabytes, started", [
-    ("gloo", 0, ["all_to_all_single"]), ("gloo", 1, ["recv 2", "send 1"]), ("nccl", 0, ["single"]),
+    ("gloo", 0, ["all_to_all"]), ("gloo", 1, ["recv 2", "send 1"]), ("nccl", 0, ["single"]),
     ("nccl", 1, ["single"]),
 ])  # fmt: skip
 def test_which_collective_gathers(monkeypatch, backend, megabytes, started):
@@ -206,9 +219,9 @@ def test_which_collective_gathers(monkeypatch, backend, megabytes, started):
     group = SimpleNamespace(
         send=lambda xs, dst, tag: seen.append(f"send {dst}") or DONE,
         recv=lambda xs, src, tag: seen.append(f"recv {src}") or DONE,
+        alltoall_base=lambda *args: seen.append("all_to_all") or DONE,
     )
     monkeypatch.setattr(dist, "get_backend", lambda group: backend)
-    monkeypatch.setattr(dist, "all_to_all_single", lambda *args, **options: seen.append("all_to_all_single") or DONE)
     monkeypatch.setattr(c10d, "_all_gather_single", lambda *args, **options: seen.append("single") or DONE)
     here = c10d.C10dCommunicator(group, "tp", (4, 5, 6), 4, None)
     x = torch.ones((megabytes << 18) // 3 + 1)
@@ -224,9 +237,8 @@ def test_which_tensors_of_a_list_travel_alone(monkeypatch, dtype, travel_alone):
     """Large tensors of gloo's dtypes travel alone; the others as bytes in a buffer."""
     alone: list[int] = []
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
-    monkeypatch.setattr(dist, "all_reduce", lambda *args, **options: DONE)
     monkeypatch.setattr(c10d, "start_alone", lambda comm, verb, x, *_: alone.append(x.numel()) or (DONE, x))
-    here = c10d.C10dCommunicator(SimpleNamespace(), "tp", (0, 1), 0, None)
+    here = c10d.C10dCommunicator(SimpleNamespace(allreduce=lambda *args: DONE), "tp", (0, 1), 0, None)
     work, results = here.start_coalesced(
         "all_reduce", [torch.ones(4, dtype=dtype), torch.ones(LARGE, dtype=dtype)], "sum", [None, None]
     )

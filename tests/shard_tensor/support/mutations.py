@@ -45,6 +45,7 @@ __all__ = [
     "running_totals",
     "summand",
     "summed",
+    "sums_with_a_graph",
     "synchronised",
     "totals",
     "uneven_moves",
@@ -153,12 +154,30 @@ def summand() -> None:
 
 
 def totals() -> None:
+    """Sums without a graph, and one that is part of a norm."""
+
+    def step(mesh):
+        x = _leaf(whole(4), mesh, Shard(0), _UNEVEN)
+        assert_close(x.detach().sum().to_local(), whole(4).sum(), "a total")
+        x.norm(3).backward()
+        twin = whole(4).requires_grad_()
+        twin.norm(3).backward()
+        assert_close(x.grad.full_tensor(), twin.grad, "gradient of a norm")
+
+    on_ranks(2, step)
+
+
+def sums_with_a_graph() -> None:
+    """A sum and a mean over a sharded dim."""
+
     def step(mesh):
         x = _leaf(whole(4), mesh, Shard(0), _UNEVEN)
         y = x.sum()
         assert_close(y.to_local().detach(), whole(4).sum(), "a total")
         y.backward()
         assert_close(x.grad.to_local(), torch.ones_like(x.to_local()).detach(), "its gradient")
+        y = x.mean(0, keepdim=True)
+        assert_close(y.to_local().detach(), whole(4).mean().view(1), "a mean")
 
     on_ranks(2, step)
 
