@@ -32,7 +32,7 @@ from ..spmd import no_typecheck
 from ..torch_internals.tensors import base_of_view, pytree
 from .device_mesh import DeviceMesh
 from .labels import Labels, inside
-from .merged_mesh import has_all_ranks
+from .merged_mesh import can_be_merged
 from .moves.exchange import linked
 from .moves.redistribute import redistributed
 from .placements import Partial, Placement, Replicate, Shard
@@ -274,7 +274,7 @@ def _moved(call: _Call, rule: Rule) -> list[ShardTensorSpec] | None:
         label = min(left, key=lambda label: (label in whole.reduced, whole.sizes[label] < mesh.shape[m]))
         chosen[m] = Cut(label, chunk_sizes(whole.sizes[label], mesh.shape[m]))
     if joining:
-        if not chosen or not has_all_ranks(mesh):
+        if not chosen or not can_be_merged(mesh):
             return None
         first = max(chosen, key=lambda m: (chosen[m].label not in whole.reduced, whole.sizes[chosen[m].label]))
         cut = Cut(chosen[first].label, joined_sizes(mesh, first, chosen[first].sizes, joining))

@@ -17,7 +17,7 @@ from ..torch_internals.fake_tensors import unset_fake_temporarily
 from .device_mesh import DeviceMesh
 from .placements import Placement, Shard
 
-__all__ = ["Groups", "groups_of", "has_all_ranks", "merged_mesh", "number_in"]
+__all__ = ["Groups", "can_be_merged", "groups_of", "merged_mesh", "number_in"]
 
 Groups = tuple[tuple[int, ...], ...]  # mesh dims by the dim of the merged mesh that they are
 
@@ -31,13 +31,17 @@ def groups_of(placements: Sequence[Placement]) -> Groups:
     return tuple(map(tuple, groups.values()))
 
 
-def has_all_ranks(mesh: DeviceMesh) -> bool:
-    """Returns whether all ranks of the job are in the mesh, so that dims of it can be merged."""
+def can_be_merged(mesh: DeviceMesh) -> bool:
+    """Returns whether all ranks of the job are in the mesh, or in the mesh that it is a part of."""
+    while "part of" in mesh.tables:
+        mesh, _ = mesh.tables["part of"]
     return mesh.size() == comm.current().mesh.world_size
 
 
 def merged_mesh(mesh: DeviceMesh, groups: Groups) -> DeviceMesh:
     """Returns the mesh with a dim for each group of mesh dims, row-major; made once, by all ranks of the job.
+
+    Of a part of a mesh, `mesh["cp", "tp"]`, it is the part of the mesh that is merged with its other dims as they are.
 
     Raises:
         ValueError: some ranks of the job are not in the mesh, so that they would not take part.
@@ -46,12 +50,16 @@ def merged_mesh(mesh: DeviceMesh, groups: Groups) -> DeviceMesh:
         return mesh
     table = mesh.tables.setdefault("merged meshes", {})
     if groups not in table:
-        if not has_all_ranks(mesh):
+        if not can_be_merged(mesh):
             raise ValueError(
                 f"one tensor dim on several dims of {mesh}: the mesh has {mesh.size()} of the job's "
                 f"{comm.current().mesh.world_size} ranks, and a group over several of its dims needs all of these; "
-                "shard the dim on one mesh dim, or on a mesh that merges them into one dim"
+                "shard the dim on one mesh dim, or on a part of a mesh that has all of them, by its names of dims"
             )
+        if "part of" in mesh.tables:
+            whole, names = mesh.tables["part of"]
+            part = table[groups] = _part_of_merged(whole, names, groups)
+            return part
         names = mesh.mesh_dim_names and tuple("_".join(mesh.mesh_dim_names[m] for m in group) for group in groups)
         shape = [prod(mesh.shape[m] for m in group) for group in groups]
         with no_typecheck(), unset_fake_temporarily():
@@ -59,6 +67,15 @@ def merged_mesh(mesh: DeviceMesh, groups: Groups) -> DeviceMesh:
         table[groups] = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
     result: DeviceMesh = table[groups]
     return result
+
+
+def _part_of_merged(whole: DeviceMesh, names: Sequence[str], groups: Groups) -> DeviceMesh:
+    """Returns this rank's part of a mesh along some of its dims, which `groups` merge."""
+    all_names = whole.mesh_dim_names or ()
+    dims = [all_names.index(name) for name in names]
+    others = tuple((dim,) for dim in range(whole.ndim) if dim not in dims)
+    merged = merged_mesh(whole, (*others, *(tuple(dims[m] for m in group) for group in groups)))
+    return merged[(merged.mesh_dim_names or ())[len(others) :]]
 
 
 def number_in(mesh: DeviceMesh, groups: Groups, number: int) -> int:

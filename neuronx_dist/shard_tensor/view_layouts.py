@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .merged_mesh import has_all_ranks
+from .merged_mesh import can_be_merged
 from .placements import Placement, Replicate, Shard
 from .spec import ShardTensorSpec, chunk_sizes, joined_sizes, make_spec
 
@@ -54,7 +54,7 @@ def layouts_of_view(spec: ShardTensorSpec, shape: torch.Size) -> tuple[ShardTens
             ]
             placements[m], sizes[m] = _moved(source.shape, dim, free, len(along), _group_of(dim, source.shape, shape))
             without += [] if free else [m]
-    if without and has_all_ranks(spec.mesh):
+    if without and can_be_merged(spec.mesh):
         _join(source, placements, sizes, without, firsts, shape)
     source = make_spec(spec.mesh, placements, spec.shape, sizes)
     for m, dim in source.sharded:

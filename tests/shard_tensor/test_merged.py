@@ -67,6 +67,28 @@ def test_layouts_are_torchs(shape):
     on_grid(layouts_are_torchs, shape)
 
 
+def loss_on_a_part(mesh):
+    """Each half of the ranks holds the same tensor on its part of the mesh."""
+    grid = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=("dp", "cp", "tp"))
+    for part in (grid["cp", "tp"], grid["tp", "cp"], grid["cp", "tp"]["tp", "cp"]):
+        x = distribute_tensor(whole(7, 3), part, TWICE, src=None).requires_grad_()
+        y = x.softmax(0)
+        assert y.placements == x.placements and y._spec.sizes[0] == (2, 2, 2, 1)
+        y.square().sum().backward()
+        twin = whole(7, 3).requires_grad_()
+        twin.softmax(0).square().sum().backward()
+        assert_close(x.grad.full_tensor(), twin.grad, "gradient")
+        picture = distribute_tensor(whole(1, 4, 6), part, [Shard(1), Shard(2)], src=None)
+        with fallback("error"):
+            merged = picture.flatten(1)
+        assert merged.placements == (Shard(1), Shard(1))
+        assert_close(merged.full_tensor(), whole(1, 4, 6).flatten(1), "a view that merges two sharded dims")
+
+
+def test_on_a_part_of_a_mesh():
+    on_grid(loss_on_a_part, (2, 2, 2))
+
+
 def test_mesh_dims_that_are_no_neighbours():
     """Dims 0 and 2 of a mesh shard rows, dim 1 columns; src is counted in the mesh's order."""
 
