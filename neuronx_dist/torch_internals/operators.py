@@ -66,7 +66,8 @@ def skip_in_compiler(function: _Function) -> _Function:
     `torch.compiler.disable` would cost microseconds a call.
     """
     untyped: Any = function
-    untyped._torchdynamo_disable, untyped._torchdynamo_disable_msg = True, "ShardTensors: leave fullgraph=True out"
+    untyped._torchdynamo_disable = True
+    untyped._torchdynamo_disable_msg = "functions of ShardTensors communicate, between graphs: leave fullgraph=True out"
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(untyped.__code__, eval_frame._FrameExecStrategy(skip, skip))
     return function

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.utils import counters
 
 from neuronx_dist import distributed
 from neuronx_dist.shard_tensor import Shard, ShardTensor, distribute_tensor
@@ -75,6 +80,47 @@ def compiled() -> None:
     expected = model(ones).detach()
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
     assert_close(torch.compile(model, backend="eager")(ones).detach(), expected, "styles")
+
+
+def calls(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Handlers of four kinds, and plain work between them."""
+    y = torch.transpose(torch.tanh(x), 0, 1)
+    w = torch.sin(w) * 2  # compiled
+    return torch.sum(F.linear(y, w))
+
+
+def with_an_operator(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = torch.tanh(x) * 2
+    w = torch.sin(w) * 2  # in the frame of a break at an operator, behind it: not compiled
+    return torch.sum(F.linear(y, w))
+
+
+def breaks(function: Callable[..., torch.Tensor]) -> tuple[int, int]:
+    """Numbers of breaks of the graph, and of graphs; the result is the eager one."""
+    mesh = distributed.init_device_mesh("cpu", (2,))
+    x = distribute_tensor(whole(), mesh, [Shard(1)], sizes=[(5, 2)])
+    w = torch.linspace(1, 2, 6, dtype=torch.float64).view(2, 3)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    counters.clear()
+    y = torch.compile(function, backend=backend)(x, w)
+    assert_close(y.to_local(), function(whole(), w), "result")
+    with pytest.raises(Unsupported, match=r"ShardTensor.__torch_function__.*leave fullgraph=True out"):
+        torch.compile(function, backend="eager", fullgraph=True)(x, w)
+    return sum(counters["graph_break"].values()), len(graphs)
+
+
+def test_each_call_is_a_break_and_fullgraph_is_refused():
+    assert processes(2).run(counted_breaks, mesh={}) == [((4, 1), (1, 0))] * 2
+
+
+def counted_breaks() -> tuple[tuple[int, int], tuple[int, int]]:
+    return breaks(calls), breaks(with_an_operator)
 
 
 def test_compiled_functions_and_modules():

@@ -19,7 +19,7 @@ from tests.support.pool import processes
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 PAGE = ROOT / "docs" / "shard-tensor-wrappers.md"
-EAGER = "ShardTensors: leave fullgraph=True out"
+EAGER = "leave fullgraph=True out"
 SAME_RANKS = "which reduce its gradient already: pass a mesh of other ranks"
 # Words of refusals, by row and columns.
 REFUSED: dict[str, dict[str, str]] = {
