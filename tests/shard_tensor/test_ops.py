@@ -9,12 +9,10 @@ from tests.shard_tensor.support.table import CASES
 
 
 def layouts():
-    """Every case on one mesh, in turn, every second one of them of two dims; on all meshes with NXD_FULL=1."""
-    lines, planes = ([mesh for mesh in MESHES if len(mesh) == dims] for dims in (1, 2))
+    """Every case on one mesh, in turn, every fourth one of them of two dims; on all meshes with NXD_FULL=1."""
     for number, case in enumerate(CASES):
-        turn = planes if number % 2 else lines
         for mesh in MESHES:
-            runs = mesh == turn[number // 2 % len(turn)]
+            runs = mesh == MESHES[number % len(MESHES)]
             yield pytest.param(case, mesh, id=f"{case}-{mesh}", marks=[] if runs else [pytest.mark.full])
 
 
@@ -26,8 +24,11 @@ def test_equals_one_process(case, mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case",  # those whose other run is on a line
-    [pytest.param(case, id=str(case), marks=[pytest.mark.full] * (number % 2)) for number, case in enumerate(CASES)],
+    "case",  # every fourth one, whose other run is on a line
+    [
+        pytest.param(case, id=str(case), marks=[pytest.mark.full] * (number % 4 > 0))
+        for number, case in enumerate(CASES)
+    ],
 )
 def test_a_dim_on_two_mesh_dims(case):
     assert run_case(case, (2, 2), most=2, doubled=True) > 0

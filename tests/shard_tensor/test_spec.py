@@ -46,6 +46,7 @@ def test_equal_layouts_are_one_object_as_long_as_somebody_holds_one():
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_thousand_layouts_do_not_stay():
     def function(mesh):
         def layouts(first):

@@ -9,7 +9,7 @@ import torch
 
 from neuronx_dist import comm
 from neuronx_dist.shard_tensor import DeviceMesh, Partial, Replicate, Shard, ShardTensor, distribute_tensor
-from tests.shard_tensor.support.cases import SPLITS, assert_close, on_ranks, sizes, verbs
+from tests.shard_tensor.support.cases import FULL, SPLITS, assert_close, on_ranks, sizes, verbs
 
 SHAPE = (16, 6)
 
@@ -30,7 +30,7 @@ def layouts(mesh):
             yield [Replicate() if d is None else Shard(d) for d in dims], [along.get(d) for d in dims]
 
 
-def all_pairs(mesh, most=400):
+def all_pairs(mesh, most=400 if FULL else 120):
     x = whole()
     weight = torch.linspace(-1, 1, 96, dtype=torch.float64).view(SHAPE)
     pairs = list(itertools.product(layouts(mesh), repeat=2))

@@ -105,10 +105,11 @@ def test_the_import_names():
     "before, printed",
     [
         ("", "replaced"),
-        (
+        pytest.param(
             "import physicsnemo.domain_parallel",
             "physicsnemo.domain_parallel: imported already; import neuronx_dist.shard_tensor.physicsnemo, and call "
             "install(replace=True), before anything that imports physicsnemo",
+            marks=pytest.mark.full,
         ),
     ],
 )

@@ -82,8 +82,8 @@ def sizes(n: int, count: int, split: str) -> tuple[int, ...] | None:
 def layouts(case: Case, mesh: tuple[int, ...], most: int = MOST, doubled: bool = False) -> list[Layout]:
     """All combinations in which an operand is sharded; of more than `most`, a sample with every dim of each operand.
 
-    Each is split in all ways with NXD_FULL=1, and else in two of the three, by turns. `doubled`: those, instead, in
-    which an operand has a dim on several mesh dims.
+    Each is split in all ways with NXD_FULL=1, and else in one of the three, by turns, or in two if they are fewer.
+    `doubled`: those, instead, in which an operand has a dim on several mesh dims.
     """
     choices = []
     for index, shape in enumerate(case.shapes):
@@ -100,11 +100,12 @@ def layouts(case: Case, mesh: tuple[int, ...], most: int = MOST, doubled: bool =
         others = [number for number in range(len(combinations)) if number not in few]
         few |= {*random.Random(0).sample(others, max(0, most - len(few)))}
         combinations = [combinations[number] for number in sorted(few)]
+    splits = 1 if doubled or len(combinations) >= len(SPLITS) else 2
     return [
         Layout(each, split)
-        for turn, each in enumerate(combinations, 2)
+        for turn, each in enumerate(combinations, len(case.name))
         for number, split in enumerate(SPLITS)
-        if FULL or number != turn % len(SPLITS)
+        if FULL or (number - turn) % len(SPLITS) < splits
     ]
 
 
