@@ -25,6 +25,7 @@ from ..parallel_layers.activation_checkpoint import keep_random_streams
 from ..parallel_layers.pad import pads_heads
 from ..parallel_layers.replace import LayerPlan, apply
 from ..spmd import random
+from .derived import derive
 from .in_place import IN_PLACE, multiply_output, shard_parameter, sharded_dim
 from .loss import causal_lm_loss
 from .model_plan import ATTENTION, LOCAL_OUTPUT, ModelPlan, UnsupportedModelError, leaf_of, parent_of
@@ -45,6 +46,7 @@ def swap(
     model: Any,
     *,
     plan: PlannedLayers | Sequence[LayerPlan] | Mapping[str, str] | Any | None = None,
+    inputs: Mapping[str, Any] | None = None,
     sequence_parallel: bool = False,
     pad_heads: bool = False,
     pad_vocab: bool = False,
@@ -85,7 +87,9 @@ def swap(
     tp = comm.size("tp")
     if getattr(model, _SWAPPED, False):
         raise ValueError(f"swap: this {type(model).__name__} is already swapped")
-    model_plan, layers = _planned(model, plan, tp, sequence_parallel)
+    if inputs is not None and not _is_derived(plan):
+        raise ValueError('swap: inputs are example arguments of forward for plan="derived", and the plan is another')
+    model_plan, layers = _planned(model, plan, tp, sequence_parallel, inputs)
     _check_sizes(model, model_plan, layers, tp, pad_heads or pads_heads(), pad_vocab)
     _check_dropout(model, model_plan, tp, sequence_parallel)
     vocabulary: int = model.get_submodule(model_plan.head).out_features if model_plan.head else 0
@@ -99,7 +103,11 @@ def swap(
     _apply_in_place(model, model_plan)
     _set_local_head_counts(model, model_plan, tp)
     if tp > 1:
-        _drop_local_features_apart(model, model_plan)
+        if model_plan.derived is None:
+            _drop_local_features_apart(model, model_plan)
+        else:
+            for region in map(model.get_submodule, model_plan.derived.random):
+                region.forward = partial(_with_local_random_numbers, region.forward)
     keep_random_streams(model)
     if sequence_parallel:
         apply_sequence_parallel(model, model_plan)
@@ -146,7 +154,8 @@ def _apply_in_place(model: Any, plan: ModelPlan) -> None:
     if comm.size("tp") > 1:
         for name, style in plan.styles.items():
             if style in IN_PLACE:
-                IN_PLACE[style](model.get_submodule(name), model.config.get_text_config())
+                config = model.config.get_text_config() if hasattr(model, "config") else None
+                IN_PLACE[style](model.get_submodule(name), config)
 
 
 def _without_padding(vocabulary: int, head: nn.Module, args: Any, logits: torch.Tensor) -> torch.Tensor:
@@ -158,8 +167,13 @@ def _planned(
     given: Any,
     tp: int,
     sequence_parallel: bool,
+    inputs: Mapping[str, Any] | None,
 ) -> tuple[ModelPlan, Sequence[LayerPlan]]:
     """Returns the model's plan, and the plans of its layers, from the user's `plan` argument."""
+    if _is_derived(given):
+        derived = derive(model, inputs, tp)
+        plan = read_plan(model, derived.words, derived=derived)
+        return plan, plan.layers(model, tp, sequence_parallel=sequence_parallel)
     if hasattr(given, "tp_plan") and hasattr(given, "fsdp_size"):
         words = words_of_config(model, given, {axis: comm.size(axis) for axis in ("tp", "pp")})
         plan = read_plan(model, words, complete=False)
@@ -180,12 +194,26 @@ def _planned(
     return plan, layers
 
 
+def _is_derived(plan: Any) -> bool:
+    """Returns whether a plan is the word "derived".
+
+    Raises:
+        ValueError: it is another string.
+    """
+    if isinstance(plan, str) and plan != "derived":
+        raise ValueError(f'swap: plan={plan!r} is no plan; the only word is "derived"')
+    return isinstance(plan, str)
+
+
 # Attributes of attention modules with a number of heads, or of features of all heads, which tp divides.
 _DIVIDED = ("n_heads", "num_kv_heads", "split_size", "all_head_size", "inner_dim")
 
 
 def _set_local_head_counts(model: nn.Module, plan: ModelPlan, tp: int) -> None:
     """Sets the local number of heads on attention modules whose code reads it; Llama's code views by -1."""
+    if plan.derived is not None:
+        for name, values in plan.derived.attributes.items():
+            vars(model.get_submodule(name)).update(values)
     if not (plan.heads and plan.kv_heads):
         return
     heads, kv_heads, replicas = padded_heads(plan.heads, plan.kv_heads, tp)
@@ -213,7 +241,7 @@ def _set_local_head_counts(model: nn.Module, plan: ModelPlan, tp: int) -> None:
 def _check_sizes(
     model: nn.Module, plan: ModelPlan, layers: Sequence[LayerPlan], tp: int, pad_heads: bool, pad_vocab: bool
 ) -> None:
-    problems = _head_problems(model, plan, tp, pad_heads) if plan.attentions else []
+    problems = _head_problems(model, plan, tp, pad_heads) if plan.attentions and plan.derived is None else []
     end: Any = model.get_submodule(plan.head or plan.embedding) if plan.head or plan.embedding else None
     vocabulary = 0 if end is None else end.out_features if plan.head else end.num_embeddings
     if vocabulary % tp and not pad_vocab:
@@ -274,6 +302,13 @@ def _check_dropout(model: Any, plan: ModelPlan, tp: int, sequence_parallel: bool
     Attention weights are sharded, so their dropout is to differ over tp; a residual's is to agree, unless the sequence
     is sharded. Where one attention module has both, its row layer tells which is which, if that is in it too.
     """
+    if plan.derived is not None:
+        if sequence_parallel and (plan.derived.random or plan.derived.draws_for_whole):
+            raise UnsupportedModelError(
+                f'swap: {type(model).__name__} has dropout, which plan="derived" does not combine with '
+                "sequence_parallel=True: set it to 0"
+            )
+        return
     configs = [model.config, *(nested for nested in vars(model.config).values() if hasattr(nested, "get_text_config"))]
     rates = {
         name: rate

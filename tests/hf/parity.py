@@ -31,7 +31,7 @@ class AllInFloat64(TorchFunctionMode):
         return function(*map(double, args), **{name: double(x) for name, x in (kwargs or {}).items()})
 
 
-def differences(model: Any, inputs: Mapping[str, torch.Tensor], tp: int, **options: Any) -> dict[str, float]:
+def differences(model: Any, inputs: Mapping[str, torch.Tensor], tp: int, /, **options: Any) -> dict[str, float]:
     """The largest difference over ranks, by what differs: "loss", "logits", names of parameters; NaN: one is missing.
 
     Of a model without a loss, its first result is projected on random numbers.
