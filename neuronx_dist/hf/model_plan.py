@@ -58,7 +58,7 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class Derived:
-    """What a module's own forward says of its layers, at one tp degree (`derived.py`).
+    """Layers, attributes and random numbers as a module's own forward uses them, at one tp degree (`derived.py`).
 
     Attributes:
         words: by the qualified name of a module or of a bare parameter.

@@ -67,7 +67,9 @@ class Forward:
         self.column_of = {value: layer for layer in layers.values() for value in layer.outputs}
         self.results = {value for value in program.outputs if isinstance(value, Value)}
         self.weights: dict[Value, frozenset[Value]] = {value: frozenset([value]) for value in program.parameters}
-        self.from_inputs: set[Value] = set()  # differentiable values that depend on activations, and not on weights only
+        self.from_inputs: set[Value] = (
+            set()
+        )  # differentiable values that depend on activations, and not on weights only
         for call in program.calls:
             found = [self.weights.get(value, frozenset()) for value in operands_of(call)]
             both = frozenset().union(*found)
@@ -88,7 +90,7 @@ class Forward:
 
 @dataclass
 class Region:
-    """What is sharded over one axis: layers by name, with a word; bare parameters; values; calls with local arguments.
+    """Layers by name with a word, bare parameters, values and calls that are sharded over one axis.
 
     Attributes:
         partial: whole parameters that calls on shards read, so that a rank has a part of their gradient.
@@ -321,7 +323,7 @@ class _Growth:
             self.region.partial.update(weights)
 
     def _check_partial(self, parameter: Value) -> None:
-        """Raises CannotShard if calls on whole values read a parameter, too: a part of its gradient is complete then."""
+        """Raises CannotShard if calls on whole values read a parameter, too, which adds a complete gradient."""
         waiting = [parameter]
         while waiting:
             value = waiting.pop()
@@ -359,12 +361,14 @@ def regions_of(forward: Forward, size: int) -> tuple[list[Region], dict[str, Can
     for layer in forward.layers.values():
         if layer.kind == "embedding" or any("colwise" in region.words.get(layer.name, "") for region in found):
             continue
-        for blocks in range(1, MAX_BLOCKS + 1):
+        width = layer.outputs[0].shape[-1]
+        for blocks in (n for n in range(1, MAX_BLOCKS + 1) if width % n == 0):
             try:
                 found.append(grow(forward, layer, blocks, size))
                 break
             except CannotShard as reason:
-                reasons.setdefault(layer.name, reason)
+                if layer.name not in reasons or (reason.indivisible and not reasons[layer.name].indivisible):
+                    reasons[layer.name] = reason
     chosen: list[Region] = []
     for region in sorted(found, key=lambda region: -len(region.words)):
         taken: set[Any] = {item for other in chosen for item in (*other.words, *other.types)}

@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from .. import comm, spmd
-from ..model_shape import padded_heads
+from ..model_shape import ModelShape, padded_heads
 from ..parallel_layers.activation_checkpoint import keep_random_streams
 from ..parallel_layers.pad import pads_heads
 from ..parallel_layers.replace import LayerPlan, apply
 from ..spmd import random
-from .derived import derive
+from .derived import IndivisibleError, derive
 from .in_place import IN_PLACE, multiply_output, shard_parameter, sharded_dim
 from .loss import causal_lm_loss
 from .model_plan import ATTENTION, LOCAL_OUTPUT, ModelPlan, UnsupportedModelError, leaf_of, parent_of
@@ -60,14 +60,18 @@ def swap(
     give what they gave before, on every rank.
 
     Args:
-        model: any model of transformers for which there is a plan; the embedding may be tied to the head.
+        model: any model of transformers for which there is a plan, or any module with `plan="derived"`; the embedding
+            may be tied to the head.
         plan: which layers become parallel ones: transformers' words by layer name (`"model.layers.*.mlp.up_proj":
             "colwise"`; all words: docs/models.md), to which sizes, embedding and head are added; or `LayerPlan`s, or a
             `planning.Plan` with them, which are applied as they are, and have the embedding and the head; or a
             `DistributedConfig` of transformers, whose `tp_plan` changes words of the plan of None, and whose `tp_size`
             and `pp_size` are to be those of the mesh. None: the plan of ours in `words.py`, else what transformers
             says. Words of one's own that do not go together are refused where names and styles show it;
-            `spmd.check(lambda: hf.swap(model, plan=plan), inputs, {"tp": 2})` proves a plan.
+            `spmd.check(lambda: hf.swap(model, plan=plan), inputs, {"tp": 2})` proves a plan. "derived": the columns
+            and rows that the rules of `parallelize` find for the module's own forward, which is recorded.
+        inputs: with `plan="derived"`: example arguments of forward, by name, of which shapes and dtypes count; None:
+            the model's `dummy_inputs`.
         sequence_parallel: between attention and MLP, activations are `[batch, seq/tp, hidden]`; so are the
             `hidden_states` that the model returns when asked to.
         pad_heads: add zero heads where tp does not divide the heads (see `parallel_layers.pad`); False refuses the
@@ -171,8 +175,8 @@ def _planned(
 ) -> tuple[ModelPlan, Sequence[LayerPlan]]:
     """Returns the model's plan, and the plans of its layers, from the user's `plan` argument."""
     if _is_derived(given):
-        derived = derive(model, inputs, tp)
-        plan = read_plan(model, derived.words, derived=derived)
+        plan = _derived_plan(model, inputs, tp)
+        _check_sequence(model, plan, sequence_parallel)
         return plan, plan.layers(model, tp, sequence_parallel=sequence_parallel)
     if hasattr(given, "tp_plan") and hasattr(given, "fsdp_size"):
         words = words_of_config(model, given, {axis: comm.size(axis) for axis in ("tp", "pp")})
@@ -205,7 +209,45 @@ def _is_derived(plan: Any) -> bool:
     return isinstance(plan, str)
 
 
+def _derived_plan(model: Any, inputs: Mapping[str, Any] | None, tp: int) -> ModelPlan:
+    """Derives a plan; where tp does not divide the heads, from another degree, and with the heads of the config.
+
+    Raises:
+        IndivisibleError: the config has no heads, or they are not all that a rank changes.
+    """
+    try:
+        derived = derive(model, inputs, tp)
+    except IndivisibleError as error:
+        if error.degree == 1 or not ModelShape.of(getattr(model, "config", None)).heads:
+            raise
+        derived = derive(model, inputs, tp, error.degree)
+        if {name for values in derived.attributes.values() for name in values} - {*_OF_CONFIG, *_DIVIDED}:
+            raise
+        return read_plan(model, derived.words)
+    return read_plan(model, derived.words, derived=derived)
+
+
+def _check_sequence(model: nn.Module, plan: ModelPlan, sequence_parallel: bool) -> None:
+    """Refuses sequence parallelism where a module gathers the sequence before weights that then see all of it.
+
+    Raises:
+        UnsupportedModelError: with these weights.
+    """
+    inside = [
+        name
+        for name, style in plan.styles.items()
+        if style == "whole" and any(name.startswith(f"{region}.") or name == region for region in plan.regions)
+    ]
+    if sequence_parallel and inside:
+        raise UnsupportedModelError(
+            f"swap: {type(model).__name__}: sequence_parallel=True gathers the sequence where {parent_of(inside[0])} "
+            f"begins, before {leaf_of(inside[0])}, whose gradient would be counted tp times: move it out, or swap "
+            "without"
+        )
+
+
 # Attributes of attention modules with a number of heads, or of features of all heads, which tp divides.
+_OF_CONFIG = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_key_value_groups")
 _DIVIDED = ("n_heads", "num_kv_heads", "split_size", "all_head_size", "inner_dim")
 
 
