@@ -156,16 +156,21 @@ def _first_difference(program: Program, local: Program, regions: list[Region]) -
     for value in program.leaves:
         if value.path and (value.kind, value.path) in of_local:
             same[value] = of_local[value.kind, value.path]
-    for number, call in enumerate(program.calls):
-        if number >= len(local.calls):
+    calls, others = ([call for call in p.calls if any(x.varies for x in call.results)] for p in (program, local))
+    numbers = {call: number for number, call in enumerate(program.calls)}
+    for place, call in enumerate(calls):  # others make constants, which forward may have from an earlier call
+        number = numbers[call]
+        if place >= len(others):
             return number, "the call is missing"
-        other = local.calls[number]
+        other = others[place]
         if other.function != call.function or other.module != call.module:
             return number, f"{other.name} in the place of {call.name}"
         args, kwargs = expected.get(call, (call.args, call.kwargs))
         wanted, actual = (substituted(x, Value, _compact) for x in ((args, kwargs), (other.args, other.kwargs)))
         for mine, theirs in zip(values_in(wanted), values_in(actual)):
-            same.setdefault(mine, theirs)  # constants
+            if mine not in same and theirs.shape != shards.get(mine, mine.shape):
+                return number, f"an operand of {list(theirs.shape)}, not {list(shards.get(mine, mine.shape))}"
+            same.setdefault(mine, theirs)
         wanted = substituted(wanted, Value, same.__getitem__)
         if call.module not in layers and not _equal(wanted, actual):
             return number, f"{other!r} has the numbers {_numbers(actual)}, and not {_numbers(wanted)}"
@@ -174,7 +179,7 @@ def _first_difference(program: Program, local: Program, regions: list[Region]) -
             if value.shape != shards.get(result, result.shape) and not is_inside:
                 return number, f"a result of {list(value.shape)}, not {list(shards.get(result, result.shape))}"
             same[_compact(result)] = _compact(value)
-    return (None, "") if len(local.calls) == len(program.calls) else (len(program.calls) - 1, "there are more calls")
+    return (None, "") if len(calls) == len(others) else (len(program.calls) - 1, "there are more calls")
 
 
 def _compact(value: Value) -> Value:
