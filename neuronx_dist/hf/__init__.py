@@ -11,6 +11,8 @@
 
 swap.py         `swap`: layers replaced in place; in_place.py: modules that stay; sequence_parallel.py
 model_plan.py   which layer becomes which; plan_reading.py: read from words; words.py: all words, and tables of ours
+derived.py      a plan from the module's own forward: recorded_model.py, its layers; regions.py: what computes on
+                shards; rank_proof.py: the calls of a rank
 plan_consistency.py   words that do not go together
 loss.py         the causal language-model loss on vocabulary-parallel logits
 weights.py      `load_pretrained`, `save_pretrained`, `full_state_dict`; writing.py: safetensors files

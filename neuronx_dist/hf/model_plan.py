@@ -16,6 +16,7 @@ __all__ = [
     "ATTENTION",
     "FUSABLE",
     "LOCAL_OUTPUT",
+    "Derived",
     "ModelPlan",
     "UnsupportedModelError",
     "is_layer",
@@ -56,6 +57,26 @@ class UnsupportedModelError(ValueError):
 
 
 @dataclass(frozen=True)
+class Derived:
+    """Layers, attributes and random numbers as a module's own forward uses them, at one tp degree (`derived.py`).
+
+    Attributes:
+        words: by the qualified name of a module or of a bare parameter.
+        attributes: by module, numbers in attributes that a rank changes (numbers of heads), with its own.
+        siblings: by column layer the others that are called on the same tensors.
+        random: modules that draw random numbers for shards; `draws_for_whole`: others draw some for whole values.
+        local_logits: forward takes logits `[.., vocab/tp]`.
+    """
+
+    words: dict[str, str]
+    attributes: dict[str, dict[str, int]]
+    siblings: dict[str, tuple[str, ...]]
+    random: tuple[str, ...]
+    draws_for_whole: bool
+    local_logits: bool
+
+
+@dataclass(frozen=True)
 class ModelPlan:
     """The sharding of a model's layers, before a layout is chosen.
 
@@ -66,6 +87,7 @@ class ModelPlan:
         parameters: styles by the qualified name of a bare parameter.
         tied: other embeddings with the weight of the embedding.
         local_logits: the head's logits stay `[batch, seq, vocab/tp]`, for the loss on vocabulary-parallel ones.
+        derived: what was derived from the model's forward; None: the plan is one of words.
     """
 
     styles: dict[str, str]
@@ -76,6 +98,7 @@ class ModelPlan:
     parameters: dict[str, str] = field(default_factory=dict)
     tied: tuple[str, ...] = ()
     local_logits: bool = True
+    derived: Derived | None = None
 
     @property
     def regions(self) -> tuple[str, ...]:
@@ -131,6 +154,8 @@ class ModelPlan:
 
     def _siblings(self, model: nn.Module, name: str) -> tuple[str, ...]:
         """The other column layers on the same input, which can share one input gradient: q, k, v and gate, up."""
+        if self.derived is not None:
+            return self.derived.siblings.get(name, ())
         region, _, leaf = name.rpartition(".")
         for leaves in FUSABLE if not any(word in region for word in _CROSS) else ():
             group = [f"{region}.{sibling}" for sibling in leaves]

@@ -15,11 +15,11 @@ from torch import nn
 from ..model_shape import ModelShape
 from ..nearest import nearest
 from ..parallel_layers.replace import STYLES, LayerPlan
-from .model_plan import ModelPlan, UnsupportedModelError, is_layer, leaf_of, parent_of, stack_of
+from .model_plan import Derived, ModelPlan, UnsupportedModelError, is_layer, leaf_of, parent_of, stack_of
 from .plan_consistency import LATENT, PER_HEAD, inconsistencies, regions_of
 from .words import CORRECTIONS, LAYER_STYLES, WORDS, alternatives, plan_of_ours, refusal_of
 
-__all__ = ["SAME_AS_LINEAR", "SCALED", "read_plan", "words_of", "words_of_config"]
+__all__ = ["SAME_AS_LINEAR", "SCALED", "end_of", "read_plan", "words_of", "words_of_config"]
 
 _HEAD_STYLES = ("column", "gathered_column", "whole")
 # Subclasses of torch's layers with the same forward; `ScaledWordEmbedding`s multiply by a number afterwards.
@@ -36,12 +36,19 @@ _OTHER_WAYS = (
 _PROOF = 'spmd.check(lambda: hf.swap(model, plan=plan), inputs, {"tp": 2}) proves a plan'
 
 
-def read_plan(model: nn.Module, words: Mapping[str, str] | None = None, *, complete: bool = True) -> ModelPlan:
+def read_plan(
+    model: nn.Module,
+    words: Mapping[str, str] | None = None,
+    *,
+    complete: bool = True,
+    derived: Derived | None = None,
+) -> ModelPlan:
     """The plan of a Hugging Face model.
 
     Args:
         words: transformers' words by layer name, `*` for the number of a layer; None: ours, or those of transformers.
         complete: words that are passed are to cover every matrix of the model.
+        derived: what the model's forward says, whose words these are: they go together, and heads are not counted.
 
     Raises:
         ValueError: words for layers that the model has not, or that are no styles.
@@ -50,10 +57,10 @@ def read_plan(model: nn.Module, words: Mapping[str, str] | None = None, *, compl
     """
     config: Any = getattr(model, "config", None)
     what = f"{type(model).__name__} (model type {getattr(config, 'model_type', 'unknown')!r})"
-    if config is None:
+    if config is None and derived is None:
         raise UnsupportedModelError(f"{what} is not a Hugging Face model: it needs a config")
     names = {id(module): name for name, module in model.named_modules()}
-    embedding, head = (_end(model, side) for side in ("input", "output"))
+    embedding, head = (end_of(model, side) for side in ("input", "output"))
     weights = [end.weight for end in (embedding, head) if isinstance(getattr(end, "weight", None), nn.Parameter)]
     ends = {names[id(end)] for end in (embedding, head) if end is not None and id(end) in names}
     ends |= {names[id(m)] for m in model.modules() if any(m._parameters.get("weight") is weight for weight in weights)}
@@ -92,18 +99,21 @@ def read_plan(model: nn.Module, words: Mapping[str, str] | None = None, *, compl
         raise UnsupportedModelError(
             f"{what} cannot be swapped: its plan does not cover {_listed(problems)}. {_OTHER_WAYS}"
         )
-    if wrong := list(inconsistencies(model, styles, bare)):
+    if derived is None and (wrong := list(inconsistencies(model, styles, bare))):
         raise UnsupportedModelError(f"{what}: its plan would train it wrongly: {_listed(wrong, '; ')}. {_PROOF}")
 
-    shape = ModelShape.of(config)
+    shape = ModelShape.of(config) if derived is None else ModelShape()
+    if derived is not None:
+        end_plan["local_logits"] = end_plan["local_logits"] and derived.local_logits
     plan = ModelPlan(
         styles={name: WORDS[word] for name, word in styles.items()},
         heads=shape.heads or 0,
         kv_heads=shape.kv_heads or 0,
         parameters={name: WORDS[word] for name, word in bare.items()},
+        derived=derived,
         **end_plan,
     )
-    if plan.attentions and not (plan.heads and plan.kv_heads):
+    if derived is None and plan.attentions and not (plan.heads and plan.kv_heads):
         raise UnsupportedModelError(f"{what}: its config has no num_attention_heads")
     return plan
 
@@ -121,7 +131,7 @@ def _norms_of_local_heads(model: nn.Module, styles: Mapping[str, str]) -> list[s
     return found
 
 
-def _end(model: Any, side: str) -> Any:
+def end_of(model: Any, side: str) -> Any:
     """The vocabulary's layer at one end of a model; None: the model has none."""
     get = getattr(model, f"get_{side}_embeddings", None)
     try:

@@ -47,7 +47,8 @@ def check_sequence_parallel(model: Any, plan: ModelPlan) -> None:
     """
     stacks, reason = stacks_of(plan), ""
     experts = [name for name, style in plan.styles.items() if style == "experts"]
-    count = getattr(model.config.get_text_config(), "num_hidden_layers", None) or 1
+    config = getattr(model, "config", None)
+    count = getattr(config and config.get_text_config(), "num_hidden_layers", None) or 1
     if len(stacks) != 1:
         reason = f"has {len(stacks)} lists of layers{': ' if stacks else ''}{', '.join(stacks)}"
     elif len(model.get_submodule(stacks[0])) < count:

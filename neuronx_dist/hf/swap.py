@@ -20,11 +20,12 @@ import torch
 from torch import nn
 
 from .. import comm, spmd
-from ..model_shape import padded_heads
+from ..model_shape import ModelShape, padded_heads
 from ..parallel_layers.activation_checkpoint import keep_random_streams
 from ..parallel_layers.pad import pads_heads
 from ..parallel_layers.replace import LayerPlan, apply
 from ..spmd import random
+from .derived import IndivisibleError, derive
 from .in_place import IN_PLACE, multiply_output, shard_parameter, sharded_dim
 from .loss import causal_lm_loss
 from .model_plan import ATTENTION, LOCAL_OUTPUT, ModelPlan, UnsupportedModelError, leaf_of, parent_of
@@ -45,6 +46,7 @@ def swap(
     model: Any,
     *,
     plan: PlannedLayers | Sequence[LayerPlan] | Mapping[str, str] | Any | None = None,
+    inputs: Mapping[str, Any] | None = None,
     sequence_parallel: bool = False,
     pad_heads: bool = False,
     pad_vocab: bool = False,
@@ -58,14 +60,18 @@ def swap(
     give what they gave before, on every rank.
 
     Args:
-        model: any model of transformers for which there is a plan; the embedding may be tied to the head.
+        model: any model of transformers for which there is a plan, or any module with `plan="derived"`; the embedding
+            may be tied to the head.
         plan: which layers become parallel ones: transformers' words by layer name (`"model.layers.*.mlp.up_proj":
             "colwise"`; all words: docs/models.md), to which sizes, embedding and head are added; or `LayerPlan`s, or a
             `planning.Plan` with them, which are applied as they are, and have the embedding and the head; or a
             `DistributedConfig` of transformers, whose `tp_plan` changes words of the plan of None, and whose `tp_size`
             and `pp_size` are to be those of the mesh. None: the plan of ours in `words.py`, else what transformers
             says. Words of one's own that do not go together are refused where names and styles show it;
-            `spmd.check(lambda: hf.swap(model, plan=plan), inputs, {"tp": 2})` proves a plan.
+            `spmd.check(lambda: hf.swap(model, plan=plan), inputs, {"tp": 2})` proves a plan. "derived": the columns
+            and rows that the rules of `parallelize` find for the module's own forward, which is recorded.
+        inputs: with `plan="derived"`: example arguments of forward, by name, of which shapes and dtypes count; None:
+            the model's `dummy_inputs`.
         sequence_parallel: between attention and MLP, activations are `[batch, seq/tp, hidden]`; so are the
             `hidden_states` that the model returns when asked to.
         pad_heads: add zero heads where tp does not divide the heads (see `parallel_layers.pad`); False refuses the
@@ -85,7 +91,9 @@ def swap(
     tp = comm.size("tp")
     if getattr(model, _SWAPPED, False):
         raise ValueError(f"swap: this {type(model).__name__} is already swapped")
-    model_plan, layers = _planned(model, plan, tp, sequence_parallel)
+    if inputs is not None and not _is_derived(plan):
+        raise ValueError('swap: inputs are example arguments of forward for plan="derived", and the plan is another')
+    model_plan, layers = _planned(model, plan, tp, sequence_parallel, inputs)
     _check_sizes(model, model_plan, layers, tp, pad_heads or pads_heads(), pad_vocab)
     _check_dropout(model, model_plan, tp, sequence_parallel)
     vocabulary: int = model.get_submodule(model_plan.head).out_features if model_plan.head else 0
@@ -99,7 +107,11 @@ def swap(
     _apply_in_place(model, model_plan)
     _set_local_head_counts(model, model_plan, tp)
     if tp > 1:
-        _drop_local_features_apart(model, model_plan)
+        if model_plan.derived is None:
+            _drop_local_features_apart(model, model_plan)
+        else:
+            for region in map(model.get_submodule, model_plan.derived.random):
+                region.forward = partial(_with_local_random_numbers, region.forward)
     keep_random_streams(model)
     if sequence_parallel:
         apply_sequence_parallel(model, model_plan)
@@ -146,7 +158,8 @@ def _apply_in_place(model: Any, plan: ModelPlan) -> None:
     if comm.size("tp") > 1:
         for name, style in plan.styles.items():
             if style in IN_PLACE:
-                IN_PLACE[style](model.get_submodule(name), model.config.get_text_config())
+                config = model.config.get_text_config() if hasattr(model, "config") else None
+                IN_PLACE[style](model.get_submodule(name), config)
 
 
 def _without_padding(vocabulary: int, head: nn.Module, args: Any, logits: torch.Tensor) -> torch.Tensor:
@@ -158,8 +171,13 @@ def _planned(
     given: Any,
     tp: int,
     sequence_parallel: bool,
+    inputs: Mapping[str, Any] | None,
 ) -> tuple[ModelPlan, Sequence[LayerPlan]]:
     """Returns the model's plan, and the plans of its layers, from the user's `plan` argument."""
+    if _is_derived(given):
+        plan = _derived_plan(model, inputs, tp)
+        _check_sequence(model, plan, sequence_parallel)
+        return plan, plan.layers(model, tp, sequence_parallel=sequence_parallel)
     if hasattr(given, "tp_plan") and hasattr(given, "fsdp_size"):
         words = words_of_config(model, given, {axis: comm.size(axis) for axis in ("tp", "pp")})
         plan = read_plan(model, words, complete=False)
@@ -180,12 +198,64 @@ def _planned(
     return plan, layers
 
 
+def _is_derived(plan: Any) -> bool:
+    """Returns whether a plan is the word "derived".
+
+    Raises:
+        ValueError: it is another string.
+    """
+    if isinstance(plan, str) and plan != "derived":
+        raise ValueError(f'swap: plan={plan!r} is no plan; the only word is "derived"')
+    return isinstance(plan, str)
+
+
+def _derived_plan(model: Any, inputs: Mapping[str, Any] | None, tp: int) -> ModelPlan:
+    """Derives a plan; where tp does not divide the heads, from another degree, and with the heads of the config.
+
+    Raises:
+        IndivisibleError: the config has no heads, or they are not all that a rank changes.
+    """
+    try:
+        derived = derive(model, inputs, tp)
+    except IndivisibleError as error:
+        if error.degree == 1 or not ModelShape.of(getattr(model, "config", None)).heads:
+            raise
+        derived = derive(model, inputs, tp, error.degree)
+        if {name for values in derived.attributes.values() for name in values} - {*_OF_CONFIG, *_DIVIDED}:
+            raise
+        return read_plan(model, derived.words)
+    return read_plan(model, derived.words, derived=derived)
+
+
+def _check_sequence(model: nn.Module, plan: ModelPlan, sequence_parallel: bool) -> None:
+    """Refuses sequence parallelism where a module gathers the sequence before weights that then see all of it.
+
+    Raises:
+        UnsupportedModelError: with these weights.
+    """
+    inside = [
+        name
+        for name, style in plan.styles.items()
+        if style == "whole" and any(name.startswith(f"{region}.") or name == region for region in plan.regions)
+    ]
+    if sequence_parallel and inside:
+        raise UnsupportedModelError(
+            f"swap: {type(model).__name__}: sequence_parallel=True gathers the sequence where {parent_of(inside[0])} "
+            f"begins, before {leaf_of(inside[0])}, whose gradient would be counted tp times: move it out, or swap "
+            "without"
+        )
+
+
 # Attributes of attention modules with a number of heads, or of features of all heads, which tp divides.
+_OF_CONFIG = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_key_value_groups")
 _DIVIDED = ("n_heads", "num_kv_heads", "split_size", "all_head_size", "inner_dim")
 
 
 def _set_local_head_counts(model: nn.Module, plan: ModelPlan, tp: int) -> None:
     """Sets the local number of heads on attention modules whose code reads it; Llama's code views by -1."""
+    if plan.derived is not None:
+        for name, values in plan.derived.attributes.items():
+            vars(model.get_submodule(name)).update(values)
     if not (plan.heads and plan.kv_heads):
         return
     heads, kv_heads, replicas = padded_heads(plan.heads, plan.kv_heads, tp)
@@ -213,7 +283,7 @@ def _set_local_head_counts(model: nn.Module, plan: ModelPlan, tp: int) -> None:
 def _check_sizes(
     model: nn.Module, plan: ModelPlan, layers: Sequence[LayerPlan], tp: int, pad_heads: bool, pad_vocab: bool
 ) -> None:
-    problems = _head_problems(model, plan, tp, pad_heads) if plan.attentions else []
+    problems = _head_problems(model, plan, tp, pad_heads) if plan.attentions and plan.derived is None else []
     end: Any = model.get_submodule(plan.head or plan.embedding) if plan.head or plan.embedding else None
     vocabulary = 0 if end is None else end.out_features if plan.head else end.num_embeddings
     if vocabulary % tp and not pad_vocab:
@@ -274,6 +344,13 @@ def _check_dropout(model: Any, plan: ModelPlan, tp: int, sequence_parallel: bool
     Attention weights are sharded, so their dropout is to differ over tp; a residual's is to agree, unless the sequence
     is sharded. Where one attention module has both, its row layer tells which is which, if that is in it too.
     """
+    if plan.derived is not None:
+        if sequence_parallel and (plan.derived.random or plan.derived.draws_for_whole):
+            raise UnsupportedModelError(
+                f'swap: {type(model).__name__} has dropout, which plan="derived" does not combine with '
+                "sequence_parallel=True: set it to 0"
+            )
+        return
     configs = [model.config, *(nested for nested in vars(model.config).values() if hasattr(nested, "get_text_config"))]
     rates = {
         name: rate

@@ -17,7 +17,7 @@ from neuronx_dist import hf, spmd
 from neuronx_dist.hf import UnsupportedModelError
 from neuronx_dist.hf.plan_reading import read_plan
 from neuronx_dist.parallelize import ComputeConfig, parallelize
-from tests.hf.parity import differences
+from tests.hf.parity import differences, without_labels
 from tests.pipeline.test_architectures import check as check_pipeline
 from tests.support.architectures import MEASURED, Architecture
 from tests.support.more_architectures import OF_TRANSFORMERS
@@ -27,7 +27,7 @@ __all__ = ["COLUMNS", "measure"]
 TOLERANCE = 1e-10
 
 
-def _equal(architecture: Architecture, tp: int, **options: Any) -> bool:
+def _equal(architecture: Architecture, tp: int, /, **options: Any) -> bool:
     found = differences(_small(architecture), architecture.inputs(), tp, **options)
     return all(value < TOLERANCE for value in found.values())
 
@@ -38,6 +38,11 @@ def _small(architecture: Architecture) -> Any:
 
 def _swap(architecture: Architecture) -> bool:
     return _equal(architecture, 2) and _equal(architecture, 4)
+
+
+def _derived(architecture: Architecture) -> bool:
+    inputs = without_labels(_small(architecture), architecture.inputs())
+    return _equal(architecture, 2, plan="derived", inputs=inputs)
 
 
 def _sequences(architecture: Architecture) -> bool:
@@ -76,6 +81,7 @@ def _checked(architecture: Architecture) -> bool:
 
 COLUMNS: dict[str, Callable[[Architecture], bool | None]] = {
     "swap": _swap,
+    "derived": _derived,
     "SP": _sequences,
     "pp": _pipeline,
     "parallelize": _parallelize,

@@ -16,7 +16,7 @@ from tests.hf.every_plan import inputs_of, model_of
 from tests.hf.models import error, sum_partial_gradients
 from tests.support.more_architectures import OF_TRANSFORMERS
 
-__all__ = ["AllInFloat64", "compare", "differences"]
+__all__ = ["AllInFloat64", "compare", "differences", "without_labels"]
 
 
 class AllInFloat64(TorchFunctionMode):
@@ -31,12 +31,12 @@ class AllInFloat64(TorchFunctionMode):
         return function(*map(double, args), **{name: double(x) for name, x in (kwargs or {}).items()})
 
 
-def differences(model: Any, inputs: Mapping[str, torch.Tensor], tp: int, **options: Any) -> dict[str, float]:
+def differences(model: Any, inputs: Mapping[str, torch.Tensor], tp: int, /, **options: Any) -> dict[str, float]:
     """The largest difference over ranks, by what differs: "loss", "logits", names of parameters; NaN: one is missing.
 
     Of a model without a loss, its first result is projected on random numbers.
     """
-    without = {name: x for name, x in inputs.items() if name != "labels"} | _start(model, inputs)
+    without = without_labels(model, inputs)
 
     def run(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
         with AllInFloat64():
@@ -79,11 +79,12 @@ def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return min(error(actual, expected), (actual - expected).norm().item() / 1e-3)
 
 
-def _start(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Inputs of a decoder, which without labels it does not make itself."""
-    if not getattr(model.config, "is_encoder_decoder", False):
-        return {}
-    return {"decoder_input_ids": inputs["labels"].clamp(min=0)}
+def without_labels(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Inputs without labels; with those of a decoder, which without labels it does not make itself."""
+    without = {name: x for name, x in inputs.items() if name != "labels"}
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return without
+    return {**without, "decoder_input_ids": inputs["labels"].clamp(min=0)}
 
 
 def compare(name: str, tp: int = 2, **options: Any) -> None:

@@ -332,7 +332,8 @@ _TEXT = """# Models
 Tiny ones, 2 layers of hidden size {hidden}, in float64. *yes* is measured (`tests/hf/measuring.py`): loss, logits and
 all gradients are those of one process to 1e-10. Dropout rates are 0 in these measurements.
 
-* *swap*: at tp 2 and 4; Mamba's mixers stay whole. *SP*: `sequence_parallel=True`, at tp 2.
+* *swap*: at tp 2 and 4; Mamba's mixers stay whole. *derived*: `plan="derived"`, at tp 2, without the plan or the table.
+* *SP*: `sequence_parallel=True`, at tp 2.
 * *pp*: `NxDPPModel`, on 2 stages, of the model as it is.
 * *parallelize*: policy `"tp"` on 2 ranks, which proves the types of its program and compares its values.
 * *padding*: `pad_heads=True, pad_vocab=True`, at tp 3. *replication*: 2 key/value heads at tp 4; `-`: a model
@@ -348,6 +349,23 @@ all gradients are those of one process to 1e-10. Dropout rates are 0 in these me
 Of transformers' tensor-parallel plans 125 are tested in this way at tp 2 (`tests/hf/test_every_plan.py`, which lists
 the others). Architectures without a plan there, or with a wasteful one, have one in `neuronx_dist/hf/words.py`; any
 other takes a plan in the same words, `hf.swap(model, plan={{"model.layers.*.mlp.up_proj": "colwise", ...}})`.
+
+`hf.swap(model, plan="derived", inputs=inputs)` needs no plan, and takes any module. Its forward is recorded on example
+inputs (None: `model.dummy_inputs`). A region grows from a column layer through the calls that read its shards, as far
+as their rules say that they are the same functions of shards, and ends in row layers: `colwise`, `packed_colwise`,
+`rowwise`, biases by head. Then a copy with the weights of one rank is recorded, whose calls must have the numbers of a
+rank; a number of heads in an attribute becomes the rank's.
+
+* A layer outside of such regions gathers its output (`colwise_gather_output`): a matrix that a norm over all heads
+  follows, queries, keys and values of unequal sizes in one matrix, or an autograd function without a rule.
+* Experts in bare parameters, convolutions and small matrices stay whole, on every rank: a plan says `moe_tp_experts`.
+* Refused, with the layer: a number of the whole size in forward that is no attribute (CodeGen's four blocks), heads
+  that tp does not divide (where the config has them, they are replicated or, by `pad_heads=True`, padded), a forward
+  that branches on values, and dropout of shards and of whole values in one module.
+
+Of architectures with neither a plan nor a table these are tested (`tests/hf/test_derived.py`): GPT BigCode, MPT, ESM,
+DeBERTa 2, DINOv2, BEiT, and a hand-written decoder without a config.
+
 Words that do not go together are refused where names and styles show it; a plan of one's own is proven by
 `spmd.check(lambda: hf.swap(model, plan=plan), inputs, {{"tp": 2}})`.
 
