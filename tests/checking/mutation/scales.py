@@ -115,6 +115,8 @@ EXEMPT = {
         "of a loss that is logged: tests/lightning compares it with that of one process",
     ),
     "Blocks.__init__:_ENTRY.size#1": "bytes of a record in a file",
+    "_check_number_of_heads:comm.size('tp')#1": "a number of heads in a message",
+    **dict.fromkeys(("_Growth._label:self.size#1", "_Growth.shard:self.size#1"), "sizes of dims"),
 }
 
 
