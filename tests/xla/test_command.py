@@ -64,6 +64,7 @@ def test_a_wrong_program(tmp_path):
     assert "script.py:14 in sliced" in done.stdout
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -35,6 +35,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_pipeline_trains_as_under_gloo_and_in_one_process(name):
     sizes, case = CASES[name]

@@ -24,6 +24,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_that_of_gloo_and_of_one_process(name):
     weights = assert_trains_as_elsewhere(CASES[name], tp=2)
