@@ -12,7 +12,7 @@ the head, whose local logits `[b, s, vocab/tp]` go straight into the vocabulary-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,11 +24,11 @@ from ..model_shape import ModelShape, padded_heads
 from ..parallel_layers.activation_checkpoint import keep_random_streams
 from ..parallel_layers.pad import pads_heads
 from ..parallel_layers.replace import LayerPlan, apply
-from ..spmd import random
 from .derived import IndivisibleError, derive
+from .dropout import check_dropout, draw_apart
 from .in_place import IN_PLACE, multiply_output, shard_parameter, sharded_dim
 from .loss import causal_lm_loss
-from .model_plan import ATTENTION, LOCAL_OUTPUT, ModelPlan, UnsupportedModelError, leaf_of, parent_of
+from .model_plan import ATTENTION, ModelPlan, UnsupportedModelError, leaf_of, parent_of
 from .plan_reading import SAME_AS_LINEAR, read_plan, words_of, words_of_config
 from .sequence_parallel import apply_sequence_parallel, check_sequence_parallel
 
@@ -95,7 +95,7 @@ def swap(
         raise ValueError('swap: inputs are example arguments of forward for plan="derived", and the plan is another')
     model_plan, layers = _planned(model, plan, tp, sequence_parallel, inputs)
     _check_sizes(model, model_plan, layers, tp, pad_heads or pads_heads(), pad_vocab)
-    _check_dropout(model, model_plan, tp, sequence_parallel)
+    check_dropout(model, model_plan, tp, sequence_parallel)
     vocabulary: int = model.get_submodule(model_plan.head).out_features if model_plan.head else 0
     if sequence_parallel:
         check_sequence_parallel(model, model_plan)
@@ -107,11 +107,7 @@ def swap(
     _apply_in_place(model, model_plan)
     _set_local_head_counts(model, model_plan, tp)
     if tp > 1:
-        if model_plan.derived is None:
-            _drop_local_features_apart(model, model_plan)
-        else:
-            for region in map(model.get_submodule, model_plan.derived.random):
-                region.forward = partial(_with_local_random_numbers, region.forward)
+        draw_apart(model, model_plan)
     keep_random_streams(model)
     if sequence_parallel:
         apply_sequence_parallel(model, model_plan)
@@ -336,104 +332,6 @@ def _head_problems(model: nn.Module, plan: ModelPlan, tp: int, pad_heads: bool) 
     if heads.replicas > 1 and not all(hasattr(module, "num_key_value_groups") for module in modules):
         return [f"tp={tp} {what} {', '.join(ATTENTION)}, and this model's attention has no num_key_value_groups to set"]
     return []
-
-
-def _check_dropout(model: Any, plan: ModelPlan, tp: int, sequence_parallel: bool) -> None:
-    """Refuses dropout that would draw from the wrong stream.
-
-    Attention weights are sharded, so their dropout is to differ over tp; a residual's is to agree, unless the sequence
-    is sharded. Where one attention module has both, its row layer tells which is which, if that is in it too.
-    """
-    if plan.derived is not None:
-        if sequence_parallel and (plan.derived.random or plan.derived.draws_for_whole):
-            raise UnsupportedModelError(
-                f'swap: {type(model).__name__} has dropout, which plan="derived" does not combine with '
-                "sequence_parallel=True: set it to 0"
-            )
-        return
-    configs = [model.config, *(nested for nested in vars(model.config).values() if hasattr(nested, "get_text_config"))]
-    rates = {
-        name: rate
-        for config in configs
-        for name, rate in vars(config).items()
-        if name.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate"))
-        and isinstance(rate, float) and rate > 0 and not name.startswith(_OF_TASKS)
-    }  # fmt: skip
-    attention = sum(rates.pop(name, 0.0) for name in _ATTENTION_DROPOUT)
-    regions = [model.get_submodule(name) for name in plan.attentions if name not in _rows(plan)]
-    is_mixed = any(_attention_dropout(region) and len(_dropouts(region)) > 1 for region in regions)
-    if tp > 1 and rates and (is_mixed or sequence_parallel):
-        listed = ", ".join(f"{name}={rate}" for name, rate in rates.items())
-        raise UnsupportedModelError(
-            f"swap: {type(model).__name__} with {listed}: such dropout works neither with sequence_parallel=True nor "
-            f"with attention_dropout ({attention}) in one module; set it to 0 in the config"
-        )
-
-
-def _dropouts(module: nn.Module) -> list[str]:
-    """The names of a module's dropouts, layers or rates, that drop something."""
-    rates = {name: getattr(value, "p", value) for name, value in (*vars(module).items(), *module.named_children())}
-    return [name for name, rate in rates.items() if "drop" in name and isinstance(rate, float) and rate > 0]
-
-
-_OF_TASKS = ("classifier", "summary", "seq_classif", "qa")  # of heads of tasks, after the layers
-_ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-
-
-def _attention_dropout(region: Any) -> float:
-    """The rate by which a module drops weights of its heads."""
-    for name in ("attention_dropout", "attn_dropout", "dropout"):
-        rate = getattr(region, name, 0.0)
-        rate = getattr(rate, "p", rate)
-        if isinstance(rate, float) and rate:
-            return rate
-    return 0.0
-
-
-def _with_local_random_numbers(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Makes attention dropout of local heads draw from this rank's stream, not from the one of all tp ranks."""
-    if not forward.__self__.training:  # type: ignore[attr-defined]
-        return forward(*args, **kwargs)
-    with random.streams().fork():
-        return forward(*args, **kwargs)
-
-
-def _drop_local_features_apart(model: nn.Module, plan: ModelPlan) -> None:
-    """Makes dropout between columns and the row layer of one module draw from this rank's stream: all of it is local.
-
-    After the row layer, where a residual's dropout may be, all ranks draw the same numbers. An attention whose row
-    layer is in another module (BERT's) draws from this rank's stream throughout.
-    """
-    rows = _rows(plan)
-    for region in map(model.get_submodule, [name for name in plan.attentions if name not in rows]):
-        if _attention_dropout(region):
-            region.forward = partial(_with_local_random_numbers, region.forward)
-    for parent, row in rows.items():
-        module = model.get_submodule(parent)
-        drops = any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.children())
-        of_heads = parent in plan.attentions and _attention_dropout(module)
-        if not (of_heads or drops or vars(module).get("activation_dropout")):
-            continue
-        for name, style in plan.styles.items():
-            if style in LOCAL_OUTPUT and parent_of(name) == parent:
-                model.get_submodule(name).register_forward_hook(_enter_local_stream)
-        model.get_submodule(row).register_forward_pre_hook(_leave_local_stream)
-        module.register_forward_hook(_leave_local_stream, always_call=True)  # after an error too
-
-
-def _rows(plan: ModelPlan) -> dict[str, str]:
-    """Returns the names of row layers, by the names of their modules."""
-    return {parent_of(name): name for name, style in plan.styles.items() if style == "row"}
-
-
-def _enter_local_stream(module: nn.Module, args: Any, output: Any) -> None:
-    if module.training:
-        random.streams().enter()
-
-
-def _leave_local_stream(module: nn.Module, args: Any, output: Any = None) -> None:
-    if module.training:
-        random.streams().leave()
 
 
 def _refuse_without_values(model: nn.Module, args: Any, kwargs: Any) -> None:
