@@ -6,6 +6,7 @@ recorded (recorded_model.py) -> regions on shards, by the rules of its calls (re
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,7 @@ __all__ = ["IndivisibleError", "derive"]
 
 _FEW = 16  # a matrix with fewer weights than this part of the largest one stays whole: a collective costs more
 _DEGREES = range(2, 9)
+_ALONE = ("colwise_gather_output", "rowwise_split_input")
 
 
 class IndivisibleError(ValueError):
@@ -69,6 +71,7 @@ def derive(model: nn.Module, inputs: Mapping[str, Any] | None, tp: int, degree: 
         words = found
         if training:
             _check_divided(source, forward, regions, reasons, degree)
+            _report_gathers(source, words, reasons)
             siblings = _siblings(source, inner, words)
             random, whole_random = _random_modules(source, program, regions)
         local_logits = local_logits and _has_open_logits(source, program, layers)
@@ -144,6 +147,17 @@ def _check_divided(
             f'swap: {source.what}: plan="derived" cannot shard layers over tp={tp}: {"; ".join(listed)}. Choose such a '
             f"tp, or pass a plan: {ADVICE}",
             max(set.intersection(*(set(degrees[name]) for name in refused if degrees[name])), default=1),
+        )
+
+
+def _report_gathers(source: RecordedModel, words: Mapping[str, str], reasons: Mapping[str, CannotShard]) -> None:
+    """Warns of layers whose output is gathered, with the reason of one: a plan may pair them."""
+    alone = [name for name, word in words.items() if word in _ALONE and name in reasons]
+    if alone:
+        warnings.warn(
+            f'swap: {source.what}: plan="derived" gathers the output of {len(alone)} layers, where columns and rows in '
+            f"pairs send less: {alone[0]}: {reasons[alone[0]]}",
+            stacklevel=6,
         )
 
 

@@ -24,6 +24,7 @@ All is done by hooks on the modules, so it holds as well when a pipeline runs th
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -55,6 +56,10 @@ def check_sequence_parallel(model: Any, plan: ModelPlan) -> None:
         reason = f"calls the layers of {stacks[0]} {count} times"
     elif any(is_layer(name.rpartition(".")[0]) for name in experts):
         reason = f"has experts and a router beside the other parts of a layer ({experts[0]})"
+    else:
+        for root in islands_of(model, plan):
+            if "residual" in signature(model.get_submodule(root).forward).parameters:
+                reason = f"adds a residual, of a part of the sequence, in {root}, a layer of which gathers its output"
     if reason:
         raise UnsupportedModelError(
             f"sequence_parallel=True needs one list of layers, called in turn; {type(model).__name__} {reason}: swap "

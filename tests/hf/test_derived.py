@@ -284,6 +284,16 @@ def test_dropout_of_heads_draws_from_the_stream_of_a_rank() -> None:
     assert local == ["blocks.0.attn.attn_drop", "blocks.1.attn.attn_drop"]
 
 
+def test_layers_that_gather_are_reported_and_no_residual_of_a_part_is_added_to_them() -> None:
+    bloom = BY_NAME["BLOOM"]
+    reported = pytest.warns(UserWarning, match="gathers the output of 8 layers.*query_key_value: ")
+    refused = pytest.raises(
+        UnsupportedModelError, match="adds a residual, of a part of the sequence, in transformer.h."
+    )
+    with comm.as_rank(Mesh(2, tp=2), 0), reported, refused:
+        hf.swap(bloom.make(2 * len(bloom.layers)), plan="derived", sequence_parallel=True)
+
+
 def test_a_swap_that_is_refused_leaves_the_model_as_it_was() -> None:
     of = model(make=BlockOf, attention=FixedHeads)
     state = {name: (id(x), tuple(x.shape)) for name, x in of.named_parameters()}
