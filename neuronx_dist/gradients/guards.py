@@ -138,17 +138,20 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _look_for_sums_over_tp(optimizer: torch.optim.Optimizer) -> None:
-    """Warns, in an optimizer's first step, of gradients that are partial over tp, and that nothing has reduced."""
-    optimizer.__dict__[_SAW_SUMS] = True
+    """Warns, in the first step with gradients, of those that are partial over tp, and that nothing has reduced."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in enumerate(params):
         grad = gradient_of(param)
-        if grad is not None and ParameterGradient(param).is_partial_over_tp and not ReductionState.has_been_on(grad):
+        if grad is None:
+            continue
+        optimizer.__dict__[_SAW_SUMS] = True
+        if ParameterGradient(param).is_partial_over_tp and not ReductionState.has_been_on(grad):
             warnings.warn(
                 f"{type(optimizer).__name__}.step: the gradient of parameter {number} {tuple(param.shape)} is of this "
                 "rank's part of the sequence or of the heads, and nothing seen here has summed it over the "
                 f"{comm.size('tp')} tp ranks, whose weights would drift apart: call reduce_gradients(model) after "
-                "backward, or use NxDOptimizer or NeuronZero1Optimizer, which do it",
+                "backward, or use NxDOptimizer or NeuronZero1Optimizer, which do it. (A script that sums it by itself, "
+                "or has put a new tensor into .grad since, is right)",
                 stacklevel=4,
             )
             return

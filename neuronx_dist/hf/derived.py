@@ -61,10 +61,11 @@ def derive(model: nn.Module, inputs: Mapping[str, Any] | None, tp: int, degree: 
             break
         layers = source.layers(program)
         ends = source.ends(layers)
+        source.check_ends(program)
         inner = {name: layer for name, layer in layers.items() if name not in ends}
         forward = Forward(program, inner)
         regions, reasons = regions_of(forward, degree)
-        found = _words(source, inner, regions, tp)
+        found = _words(source, layers, inner, regions, tp)
         if words and found != words:
             differing = sorted(name for name in {**words, **found} if words.get(name) != found.get(name))
             raise source.refusal(f"training and evaluation would shard {', '.join(differing)} differently")
@@ -82,8 +83,18 @@ def derive(model: nn.Module, inputs: Mapping[str, Any] | None, tp: int, degree: 
 # --- words
 
 
-def _words(source: RecordedModel, layers: Mapping[str, LayerCalls], regions: list[Region], tp: int) -> dict[str, str]:
-    """Returns the words of layers in regions, of what such regions read, and of layers that are sharded alone."""
+def _words(
+    source: RecordedModel,
+    every: Mapping[str, LayerCalls],
+    layers: Mapping[str, LayerCalls],
+    regions: list[Region],
+    tp: int,
+) -> dict[str, str]:
+    """Returns the words of layers in regions, of what such regions read, and of layers that are sharded alone.
+
+    Args:
+        every: all layers that parallel ones can replace; `layers`: all but the ends and those that share weights.
+    """
     words: dict[str, str] = {}
     for region in regions:
         words |= region.words
@@ -92,7 +103,7 @@ def _words(source: RecordedModel, layers: Mapping[str, LayerCalls], regions: lis
             owner = parent_of(value.path)
             read = {parameter.path for parameter in region.partial}
             if any(f"{owner}.{key}" not in read for key, _ in source.modules[owner].named_parameters(recurse=False)):
-                raise source.refusal(f"shards read {value.path}, but not all parameters of {owner}")
+                raise source.refusal(f"shards read {value.path}, but not all parameters of {owner or source.what}")
             words[owner] = "replicated_with_grad_allreduce"
     sizes = [module.weight.numel() for module in source.modules.values() if kind_of(module) in MATRICES]
     largest = max(sizes, default=0)
@@ -102,6 +113,8 @@ def _words(source: RecordedModel, layers: Mapping[str, LayerCalls], regions: lis
             words[name] = word
     for name in source.modules:
         if kind_of(source.modules[name]) == "embedding" and name not in words and len(source.sharing(name)) > 1:
+            if any(other not in every for other in source.sharing(name)):  # their weight is read by other calls, too
+                continue
             words |= _tied(source, name, tp)
     return words
 
@@ -152,7 +165,7 @@ def _check_divided(
 
 def _report_gathers(source: RecordedModel, words: Mapping[str, str], reasons: Mapping[str, CannotShard]) -> None:
     """Warns of layers whose output is gathered, with the reason of one: a plan may pair them."""
-    alone = [name for name, word in words.items() if word in _ALONE and name in reasons]
+    alone = [name for name, word in words.items() if word in _ALONE and name in reasons and not reasons[name].is_result]
     if alone:
         warnings.warn(
             f'swap: {source.what}: plan="derived" gathers the output of {len(alone)} layers, where columns and rows in '
@@ -180,10 +193,10 @@ def _random_modules(
     local = dict.fromkeys(call.module for call in program.calls if call.random and call in sharded)
     whole = dict.fromkeys(call.module for call in program.calls if call.random and call not in sharded)
     for name in local:
-        if mixed := [other for other in whole if f"{other}.".startswith(f"{name}.")]:
+        if mixed := [other for other in whole if not name or f"{other}.".startswith(f"{name}.")]:
             raise source.refusal(
-                f"{name} draws random numbers for shards, which differ over tp, and {mixed[0]} for whole values: set "
-                "a dropout rate to 0"
+                f"{name or source.what} draws random numbers for shards, which differ over tp, and {mixed[0]} for "
+                "whole values: set a dropout rate to 0"
             )
     return tuple(local), tuple(whole)
 

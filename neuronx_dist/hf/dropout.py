@@ -89,14 +89,17 @@ def draw_apart(model: nn.Module, plan: ModelPlan) -> None:
         if _attention_dropout(region):
             region.forward = partial(_with_local_random_numbers, region.forward)
     for parent, row in rows.items():
-        module = model.get_submodule(parent)
+        module: Any = model.get_submodule(parent)
         drops = any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.children())
         of_heads = parent in plan.attentions and _attention_dropout(module)
         if not (of_heads or drops or vars(module).get("activation_dropout")):
             continue
+        if of_heads and len(_dropouts(module)) == 1:  # no other one is in it
+            module.forward = partial(_with_local_random_numbers, module.forward)
+            continue
         for name, style in plan.styles.items():
             if style in LOCAL_OUTPUT and parent_of(name) == parent:
-                model.get_submodule(name).register_forward_hook(_enter_local_stream)
+                model.get_submodule(name).register_forward_hook(partial(_enter_local_stream, module))
         model.get_submodule(row).register_forward_pre_hook(_leave_local_stream)
         module.register_forward_hook(_leave_local_stream, always_call=True)  # after an error too
 
@@ -106,11 +109,10 @@ def _rows(plan: ModelPlan) -> dict[str, str]:
     return {parent_of(name): name for name, style in plan.styles.items() if style == "row"}
 
 
-def _enter_local_stream(module: nn.Module, args: Any, output: Any) -> None:
-    if module.training:
+def _enter_local_stream(parent: nn.Module, module: nn.Module, args: Any, output: Any) -> None:
+    if parent.training:
         random.streams().enter()
 
 
 def _leave_local_stream(module: nn.Module, args: Any, output: Any = None) -> None:
-    if module.training:
-        random.streams().leave()
+    random.streams().leave()

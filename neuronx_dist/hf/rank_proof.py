@@ -5,8 +5,9 @@ Numbers of heads that forward reads from attributes of its modules become those 
 
 from __future__ import annotations
 
+import operator
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
@@ -63,9 +64,9 @@ def prove(
         else:
             call = program.calls[at]
             raise source.refusal(
-                f"{call.module} computes with a number of the whole size that is no attribute of the module, or that "
-                f"has other uses, at {call.where}: {reason}. Read the number from the shape of a tensor, as "
-                "x.view(batch, seq, -1, head_dim) does"
+                f"{call.module or source.what} computes with a number of the whole size that is no attribute of the "
+                f"module, or that has other uses, at {call.where}: {reason}. Read the number from the shape of a "
+                "tensor, as x.view(batch, seq, -1, head_dim) does"
             )
     return local
 
@@ -170,6 +171,8 @@ def _first_difference(program: Program, local: Program, regions: list[Region]) -
         for mine, theirs in zip(values_in(wanted), values_in(actual)):
             if mine not in same and theirs.shape != shards.get(mine, mine.shape):
                 return number, f"an operand of {list(theirs.shape)}, not {list(shards.get(mine, mine.shape))}"
+            if mine not in same and not _is_equal_constant(mine, theirs, expected):
+                return number, f"the constant {theirs.name} has other numbers"
             same.setdefault(mine, theirs)
         wanted = substituted(wanted, Value, same.__getitem__)
         if call.module not in layers and not _equal(wanted, actual):
@@ -189,15 +192,36 @@ def _compact(value: Value) -> Value:
     return value
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _is_equal_constant(mine: Value, theirs: Value, expected: Mapping[Any, Any]) -> bool:
+    """Returns whether constants are made by equal calls: on shards by the calls that the rules ask for."""
+    if mine.varies or theirs.varies:
+        return True
+    if mine.producer is None or theirs.producer is None:
+        tensors = mine.constant, theirs.constant
+        if None in (tensors[0], tensors[1]) or any(tensor.is_meta for tensor in tensors if tensor is not None):
+            return mine.producer is theirs.producer
+        return torch.equal(*tensors)  # type: ignore[arg-type]
+    if mine.producer.function != theirs.producer.function:
+        return False
+    args, kwargs = expected.get(mine.producer, (mine.producer.args, mine.producer.kwargs))
+    return _equal(
+        (args, kwargs),
+        (theirs.producer.args, theirs.producer.kwargs),
+        lambda a, b: _is_equal_constant(a, b, expected),
+    )
+
+
+def _equal(a: Any, b: Any, are_equal: Callable[[Value, Value], bool] = operator.is_) -> bool:
+    if isinstance(a, Value) and isinstance(b, Value):
+        return are_equal(a, b)
     if isinstance(a, Value) or isinstance(b, Value):
-        return a is b
+        return False
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
-        return len(a) == len(b) and all(map(_equal, a, b))
+        return len(a) == len(b) and all(_equal(x, y, are_equal) for x, y in zip(a, b))
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(_equal(a[key], b[key], are_equal) for key in a)
     if isinstance(a, slice) and isinstance(b, slice):
-        return all(_equal(getattr(a, name), getattr(b, name)) for name in ("start", "stop", "step"))
+        return all(_equal(getattr(a, name), getattr(b, name), are_equal) for name in ("start", "stop", "step"))
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return a is b or (type(a) is type(b) and a.shape == b.shape)
     if isinstance(a, int) and isinstance(b, int):  # in a check, sizes of axes are ints of a class of their own
@@ -206,10 +230,11 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _numbers(x: Any) -> str:
-    def ints(x: Any) -> Iterator[int]:
-        if isinstance(x, int):
+    def numbers(x: Any) -> Iterator[float]:
+        if isinstance(x, (int, float)):
             yield x
-        for item in x.values() if isinstance(x, dict) else x if isinstance(x, (tuple, list)) else ():
-            yield from ints(item)
+        parts = (x.start, x.stop, x.step) if isinstance(x, slice) else x if isinstance(x, (tuple, list)) else ()
+        for item in x.values() if isinstance(x, dict) else parts:
+            yield from numbers(item)
 
-    return str(list(ints(x)))
+    return str(list(numbers(x)))

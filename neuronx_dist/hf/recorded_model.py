@@ -86,23 +86,36 @@ class RecordedModel:
         consumers, paths = program.consumers(), {value.path: value for value in program.parameters}
         sharers: dict[str, set[str]] = defaultdict(set)
         for name, module in self.modules.items():
-            for parameter in module.parameters(recurse=False):
+            for parameter in module.parameters(recurse=False) if kind_of(module) else ():
                 sharers[self.first_name[id(parameter)]].add(name)
         layers = {}
         for name, module in self.modules.items():
             kind, calls = kind_of(module), calls_of.get(name, [])
             count = 2 + (module.bias is not None) if kind == "falcon" else _CALLS[kind or "linear"]
-            if kind is None or not calls or len(calls) % count:
+            if kind is None or not calls or len(calls) % count or module._forward_hooks or module._forward_pre_hooks:
                 continue
             of_module = [self.first_name[id(x)] for x in module.parameters()]
             if any(call.module not in sharers[path] for path in of_module for call, _ in consumers[paths[path]]):
                 continue
             groups = [calls[at : at + count] for at in range(0, len(calls), count)]
             inside = {paths[path] for path in of_module}.union(x for call in calls for x in call.results)
-            read = tuple(next(x for call in group for x in operands_of(call) if x not in inside) for group in groups)
+            read = [next((x for call in group for x in operands_of(call) if x not in inside), None) for group in groups]
+            if None in read:  # of another forward than the layer's
+                continue
             outputs = tuple(group[-1].results[0] for group in groups)
-            layers[name] = LayerCalls(name, "linear" if kind == "falcon" else kind, read, outputs)
+            layers[name] = LayerCalls(name, "linear" if kind == "falcon" else kind, tuple(filter(None, read)), outputs)
         return layers
+
+    def check_ends(self, program: Program) -> None:
+        """Refuses an embedding or a head, which plans shard, whose weight other calls read."""
+        consumers, paths = program.consumers(), {value.path: value for value in program.parameters}
+        for end in (end_of(self.model, side) for side in ("input", "output")):
+            weight = paths.get(self.first_name[id(end.weight)]) if kind_of(end) and id(end) in self.names else None
+            for call, _ in consumers.get(weight, ()) if weight is not None else ():
+                reader = self.model.get_submodule(call.module)
+                if reader._parameters.get("weight") is not end.weight:
+                    name = self.names[id(end)]
+                    raise self.refusal(f"the weight of {name} is read outside of a call of it, at {call.where}")
 
     def ends(self, layers: Mapping[str, LayerCalls]) -> set[str]:
         """Returns the names of embedding and head, and of other layers with weights that several modules have."""
@@ -126,6 +139,10 @@ class RecordedModel:
         }  # fmt: skip
 
 
+def _has_options(embedding: nn.Embedding) -> bool:
+    return embedding.max_norm is not None or embedding.sparse or embedding.scale_grad_by_freq
+
+
 def kind_of(module: Any) -> str | None:
     if type(module) is nn.Linear or type(module).__name__ in SAME_AS_LINEAR:
         return (
@@ -133,4 +150,4 @@ def kind_of(module: Any) -> str | None:
         )  # whose forward is `x @ weight.T + bias`
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
         return "conv1d"
-    return "embedding" if type(module) is nn.Embedding and module.max_norm is None and not module.sparse else None
+    return "embedding" if type(module) is nn.Embedding and not _has_options(module) else None

@@ -31,9 +31,11 @@ MAX_BLOCKS = 3  # a fused matrix of queries, keys and values
 class CannotShard(Exception):
     """A label cannot be sharded; the message has the call and the reason."""
 
-    def __init__(self, reason: str, call: Call | None = None, *, indivisible: bool = False) -> None:
+    def __init__(
+        self, reason: str, call: Call | None = None, *, indivisible: bool = False, is_result: bool = False
+    ) -> None:
         super().__init__(f"{reason} ({call.name} at {call.where})" if call else reason)
-        self.indivisible = indivisible
+        self.indivisible, self.is_result = indivisible, is_result
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,6 @@ class Forward:
         self.column_of = {value: layer for layer in layers.values() for value in layer.outputs}
         self.results = {value for value in program.outputs if isinstance(value, Value)}
         self.weights: dict[Value, frozenset[Value]] = {value: frozenset([value]) for value in program.parameters}
-        self.from_inputs: set[Value] = (
-            set()
-        )  # differentiable values that depend on activations, and not on weights only
         for call in program.calls:
             found = [self.weights.get(value, frozenset()) for value in operands_of(call)]
             both = frozenset().union(*found)
@@ -80,6 +79,7 @@ class Forward:
         for call in program.calls:
             if activations.intersection(operands_of(call)):
                 activations.update(call.results)
+        # Differentiable values that depend on activations, and not on weights only.
         self.from_inputs = {value for value in self.weights if value in activations}
 
     def rows_of(self, call: Call, value: Value) -> LayerCalls | None:
@@ -141,7 +141,9 @@ class _Growth:
             shard = self.region.types[value]
             self._producer(value, shard)
             if value in self.forward.results and not self.forward.open_results:
-                raise CannotShard(f"forward returns a value that would be a shard of {list(value.shape)}")
+                raise CannotShard(
+                    f"forward returns a value that would be a shard of {list(value.shape)}", is_result=True
+                )
             for call, _ in self.forward.consumers.get(value, ()):
                 self._consumer(call, value, shard)
         for call in self.labels:
@@ -330,6 +332,9 @@ class _Growth:
             if value in self.forward.results:
                 raise CannotShard(f"forward returns {parameter.path}, and its gradient would be partial")
             for call, _ in self.forward.consumers.get(value, ()):
+                layer = self.forward.rows_of(call, value)
+                if layer is not None and layer.kind != "embedding":
+                    raise CannotShard(f"shards, and {layer.name} as its input, read {parameter.path}", call)
                 if call in self.labels:
                     continue
                 if any(result in self.forward.from_inputs for result in call.results):

@@ -116,7 +116,8 @@ def swap(
         model.register_forward_hook(partial(_full_logits_without_labels, vocabulary))
     elif model_plan.head and vocabulary % tp:
         model.get_submodule(model_plan.head).register_forward_hook(partial(_without_padding, vocabulary))
-    model.register_forward_pre_hook(_refuse_without_values, with_kwargs=True, prepend=True)
+    if any(param.is_meta for param in model.parameters()):
+        model.register_forward_pre_hook(_refuse_without_values, with_kwargs=True, prepend=True)
     setattr(model, _SWAPPED, True)
     return model
 

@@ -67,8 +67,9 @@ class NeuronCheckpointIO(TorchCheckpointIO):
         Raises:
             FileNotFoundError: there is none: another layout, another folder, or ZeRO-1 is switched on or off since.
         """
-        is_of_data_ranks = any(Path(checkpoint_path).glob("*_dp_rank_*"))
-        if Path(checkpoint_path).is_dir() and is_of_data_ranks == master_dp_only:
+        names = [path.name for path in Path(checkpoint_path).glob("tp_rank_*")]
+        is_of_data_ranks = any("_dp_rank_" in name for name in names)
+        if names and is_of_data_ranks == master_dp_only:
             was, now = ("with", "False") if is_of_data_ranks else ("without", "True")
             raise FileNotFoundError(
                 f"NeuronCheckpointIO: {checkpoint_path} was saved {was} ZeRO-1, and the optimizer's state is not "

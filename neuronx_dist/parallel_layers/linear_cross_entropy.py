@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -98,19 +98,19 @@ def parallel_linear_cross_entropy(
     return losses / torch.where(count == 0, math.inf, count)
 
 
-_adapters: WeakSet[Any] = WeakSet()  # layers with an adapter, which have `base_layer` and `merged`
+_adapters: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the id of a weight: its layer, with an adapter
 
 
 def note_adapter(adapter: Any) -> None:
     """Records a layer with an adapter, so that the loss is not computed from its weight alone."""
-    _adapters.add(adapter)
+    weight = getattr(adapter.base_layer, "weight", None)
+    if weight is not None and not isinstance(adapter.base_layer, nn.Embedding):
+        _adapters[id(weight)] = adapter
 
 
 def _refuse_adapter(weight: torch.Tensor) -> None:
-    for adapter in _adapters:
-        layer = adapter.base_layer
-        if isinstance(layer, nn.Embedding) or getattr(layer, "weight", None) is not weight or adapter.merged:
-            continue
+    adapter = _adapters.get(id(weight))
+    if adapter is not None and adapter.base_layer.weight is weight and not adapter.merged:
         raise ValueError(
             "parallel_linear_cross_entropy: the weight's layer has an adapter, which is no part of the weight: merge "
             "it, leave the output layer out of its target_modules, or call the layer and parallel_cross_entropy"

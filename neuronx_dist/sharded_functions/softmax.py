@@ -121,6 +121,7 @@ def log_softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None,
 
 def log_sum_exp(x: torch.Tensor, dims: Dims, axes: Sequence[AxisLike]) -> torch.Tensor:
     """Returns the log-sum-exp over dims that are sharded over `axes`, one gather for each; dims keep size 1: I."""
+    x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
     _, _, largest, total = on_own_shard(_exponentials, dict.fromkeys(axes, V))(x, dims)
     for axis in axes:
         largest, total = _merged(largest, total, axis)

@@ -284,6 +284,87 @@ def test_dropout_of_heads_draws_from_the_stream_of_a_rank() -> None:
     assert local == ["blocks.0.attn.attn_drop", "blocks.1.attn.attn_drop"]
 
 
+class Small(nn.Module):
+    """Two layers with something between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.between(F.gelu(self.up(x))))
+
+
+class ConstantOfHeads(Small):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.view(*x.shape[:2], self.heads, 8)
+        return (heads * torch.full((), float(self.heads))).flatten(2)
+
+
+class ReadByAColumnToo(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.position, self.column = nn.Embedding(6, 8), nn.Linear(8, 32)
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        position = self.position(torch.arange(6))
+        heads = x.view(*x.shape[:2], -1, 8) * position[:, None]
+        return heads.flatten(2) + self.column(position)
+
+
+class SecondName(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = self.up.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + F.linear(x, self.w)[..., :16]
+
+
+class TiedAndRead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(input_ids)) + self.embed.weight.mean()
+
+
+class DropsAtTheRoot(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.residual = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.residual(self.down(F.dropout(self.up(x), 0.5, self.training)))
+
+
+@pytest.mark.parametrize(
+    "make, refused",
+    [
+        (ConstantOfHeads, "the constant full has other numbers"),
+        (ReadByAColumnToo, ""),
+        (SecondName, ""),
+        (TiedAndRead, ""),
+        (DropsAtTheRoot, "draws random numbers for shards"),
+    ],
+)
+def test_what_meets_shards_beside_layers_is_right_or_refused(make: type[nn.Module], refused: str) -> None:
+    torch.manual_seed(0)
+    module = make().double()
+    inputs = {"input_ids": IDS["input_ids"]} if make is TiedAndRead else {"x": torch.randn(2, 6, 16).double()}
+    if refused:
+        with comm.as_rank(Mesh(2, tp=2), 0), pytest.raises(UnsupportedModelError, match=refused):
+            hf.swap(module, plan="derived", inputs=inputs)
+    else:
+        assert not wrong(differences(module, inputs, 2, plan="derived", inputs=inputs))
+
+
 def test_layers_that_gather_are_reported_and_no_residual_of_a_part_is_added_to_them() -> None:
     bloom = BY_NAME["BLOOM"]
     reported = pytest.warns(UserWarning, match="gathers the output of 8 layers.*query_key_value: ")

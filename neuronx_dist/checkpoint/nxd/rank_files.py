@@ -162,7 +162,7 @@ class NxdFiles:
         else:
             saved = {writer: self._load(path) for writer, path in _of_checkpointing(storage, folder)}
             of_lightning = any("pytorch-lightning_version" in state for state in saved.values())
-            model_key = "state_dict" if of_lightning else model_key
+            model_key = "state_dict" if of_lightning and model_key == "model" else model_key
             self.model = {writer: _part(state, model_key) for writer, state in saved.items() if writer.dp == 0}
             self.optimizer = {writer: state["optimizer"] for writer, state in saved.items() if "optimizer" in state}
         for writer, state in self.optimizer.items():

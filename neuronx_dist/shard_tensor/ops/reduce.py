@@ -272,7 +272,8 @@ def logsumexp(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
         local, spec = operand(input)
         plan = reduced(spec, dim, keepdim)
         y = log_sum_exp(wide(local), plan.dims, plan.groups)
-        return wrap(y.to(local.dtype).reshape(plan.spec.local_shape), plan.spec)
+        y = y.to(local.dtype) if local.is_floating_point() else y
+        return wrap(y.reshape(plan.spec.local_shape), plan.spec)
 
     return call(*args, **kwargs)
 
