@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.hf import full_state_dict, swap, transformer_layer_class
 from neuronx_dist.hf.plan_reading import read_plan
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.modules.lora import LoraConfig, get_lora_model
 from neuronx_dist.planning.plan import Plan
 from neuronx_dist.program import recorder as trace
 from neuronx_dist.spmd import spec_of
@@ -446,6 +447,27 @@ def test_attention_dropout_at_tp_1_is_hugging_faces() -> None:
     expected, logits = threads.run(Mesh(1), rank)[0]
     assert error(logits, expected) < TOLERANCE
     assert error(reference.eval()(input_ids=ids).logits, expected) > 0.01
+
+
+def test_a_row_layer_in_evaluation_ends_what_columns_have_begun() -> None:
+    """The residual's dropout behind it draws from the stream that all ranks share."""
+    rates = dict(attn_pdrop=0.3, resid_pdrop=0.3, embd_pdrop=0.0)
+    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=8, vocab_size=32, **rates)
+    with comm.as_rank(Mesh(2, tp=2), 0):
+        attention = swap(GPT2LMHeadModel(config)).train().transformer.h[0].attn
+        attention.c_proj.eval()
+        manual_seed(1)
+        before = torch.get_rng_state()
+        attention(torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0)))
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+def test_adapters_on_layers_beside_attention_dropout() -> None:
+    config = llama_config(heads=4, kv_heads=4, layers=1, attention_dropout=0.1)
+    state = reference_model(config).state_dict()
+    with comm.as_rank(Mesh(2, tp=2), 0):
+        adapted = get_lora_model(swapped(config, state), LoraConfig(target_modules=["q_proj", "o_proj"]))
+    assert sum("lora_A" in name for name, _ in adapted.named_parameters()) == 2
 
 
 def test_evaluation_with_attention_dropout_needs_no_seed() -> None:
