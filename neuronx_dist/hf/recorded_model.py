@@ -13,6 +13,7 @@ from torch import nn
 from ..program.program import Call, Program, operands_of
 from ..program.record import record_program
 from ..program.recording import TracingError
+from ..torch_internals.modules import has_forward_hooks
 from .model_plan import UnsupportedModelError
 from .plan_reading import SAME_AS_LINEAR, end_of
 from .regions import LayerCalls
@@ -92,7 +93,7 @@ class RecordedModel:
         for name, module in self.modules.items():
             kind, calls = kind_of(module), calls_of.get(name, [])
             count = 2 + (module.bias is not None) if kind == "falcon" else _CALLS[kind or "linear"]
-            if kind is None or not calls or len(calls) % count or module._forward_hooks or module._forward_pre_hooks:
+            if kind is None or not calls or len(calls) % count or has_forward_hooks(module):
                 continue
             of_module = [self.first_name[id(x)] for x in module.parameters()]
             if any(call.module not in sharers[path] for path in of_module for call, _ in consumers[paths[path]]):

@@ -171,9 +171,8 @@ def _normed(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _enters(module: torch.nn.Module) -> bool:
-    return any("local_stream" in getattr(hook, "__name__", "") for hook in module._forward_hooks.values()) and not any(
-        True for _ in module.children()
-    )
+    functions = [getattr(hook, "func", hook) for hook in module._forward_hooks.values()]
+    return any(function.__name__ == "_enter_local_stream" for function in functions)
 
 
 @pytest.mark.parametrize(

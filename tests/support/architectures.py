@@ -350,6 +350,9 @@ Of transformers' tensor-parallel plans 125 are tested in this way at tp 2 (`test
 the others). Architectures without a plan there, or with a wasteful one, have one in `neuronx_dist/hf/words.py`; any
 other takes a plan in the same words, `hf.swap(model, plan={{"model.layers.*.mlp.up_proj": "colwise", ...}})`.
 
+With dropout of shards (of attention weights, or between columns and rows) call `nxd.model_parallel_manual_seed(seed)`
+before training: each rank draws from a stream that it seeds.
+
 `hf.swap(model, plan="derived", inputs=inputs)` needs no plan, and takes any module. Its forward is recorded on example
 inputs (None: `model.dummy_inputs`). A region grows from a column layer through the calls that read its shards, as far
 as their rules say that they are the same functions of shards, and ends in row layers: `colwise`, `packed_colwise`,
@@ -361,7 +364,11 @@ rank; a number of heads in an attribute becomes the rank's.
 * Experts in bare parameters, convolutions and small matrices stay whole, on every rank: a plan says `moe_tp_experts`.
 * Refused, with the layer: a number of the whole size in forward that is no attribute (CodeGen's four blocks), heads
   that tp does not divide (where the config has them, they are replicated or, by `pad_heads=True`, padded), a forward
-  that branches on values, and dropout of shards and of whole values in one module.
+  that branches on values, and dropout of shards and of whole values in one module. So are bare parameters of the root
+  that shards read, layers that training and evaluation would shard differently, an embedding or a head whose weight
+  other calls read, and `sequence_parallel=True` where a layer that gathers is behind a residual in one module.
+* The proof holds for calls on shards. It does not see a number that is read from the shape of a weight whose layer
+  gathers its output (`x / self.head.weight.shape[0]`), nor gradients of inputs beside shards.
 
 Of architectures with neither a plan nor a table these are tested (`tests/hf/test_derived.py`): GPT BigCode, MPT, ESM,
 DeBERTa 2, DINOv2, BEiT, and a hand-written decoder without a config.
