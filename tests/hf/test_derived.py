@@ -180,7 +180,7 @@ def test_an_architecture_with_a_plan(architecture: Architecture) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "BERT (masked language model)", "T5"])
 def test_the_words_are_those_of_the_table(name: str) -> None:
-    """What the table leaves whole, a transform before the head of BERT, gathers its output."""
+    """Words equal the table's, but for a transform before the head of BERT, which is whole there and gathers here."""
     of = BY_NAME[name].make(2 * len(BY_NAME[name].layers))
     plan = derive(of, without_labels(of, BY_NAME[name].inputs()), 2)
     found = read_plan(of, plan.words, derived=plan)

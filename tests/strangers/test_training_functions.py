@@ -116,7 +116,7 @@ def test_a_plain_optimizer_in_place_of_zero1_is_refused(mesh):
 
 
 def test_a_plain_optimizer_without_the_sum_over_tp_warns_once():
-    """Of a sequence-parallel norm; not at tp 1, not after a reduction, even if the gradient is scaled in place then."""
+    """Warns of the gradient of a sequence-parallel norm: not at tp 1, nor after a reduction and scaling in place."""
 
     def steps(reduces: bool) -> None:
         norm = nxd.parallel_layers.LayerNorm(4, sequence_parallel_enabled=True)
