@@ -20,6 +20,7 @@ __all__ = ["QuietFakeMode"]
 
 _DEVICE = torch.ops.prim.device.default
 _PROMOTE = torch.ops.aten.promote_types.default
+_EMPTY = torch.ops.aten.empty_strided.default  # makes the fakes of weights and inputs
 # Classes of arguments that are interchangeable if equal. For numbers the class counts too: 1, 1.0 and True.
 _PLAIN = frozenset({str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size})
 _NUMBERS = frozenset({int, bool, float, complex})
@@ -151,7 +152,9 @@ class QuietFakeMode(FakeTensorMode):
             else:
                 return None
         # A call without tensors may depend on the default device, and may make a constant.
-        return tuple(key) if tensors and not torch.is_inference_mode_enabled() else None
+        if not tensors and not (func is _EMPTY and _is_definite((kwargs or {}).get("device"))):
+            return None
+        return None if torch.is_inference_mode_enabled() else tuple(key)
 
     def _repeatable(self, func: Any, tensors: Sequence[torch.Tensor], result: Any) -> _CachedResult | None:
         """Returns the data to make an equal result again; None if the call must be evaluated by torch each time."""
@@ -201,6 +204,11 @@ def _grouped_mm(
     padded = -(-columns // aligned) * aligned
     strides = [rows * padded, padded, 1][-len(groups) - 2 :]
     return input.new_empty_strided([*groups, rows, columns], strides, dtype=dtype)
+
+
+def _is_definite(device: torch.device | None) -> bool:
+    """Returns whether the device is the same whatever the current devices are."""
+    return isinstance(device, torch.device) and (device.type == "cpu" or device.index is not None)
 
 
 def _memory(x: torch.Tensor) -> int:

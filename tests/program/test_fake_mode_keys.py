@@ -49,11 +49,17 @@ PAIRS: dict[str, list[Callable[[], Any]]] = {
     "default dtype": [lambda: _in_default_dtype(torch.float32), lambda: _in_default_dtype(torch.float64)],
     "function": [lambda: X().exp(), lambda: X().exp_(), lambda: X().argmax(1)],
     "the same tensor twice": [lambda: _twice(True), lambda: _twice(False)],
+    "new memory": [lambda: _new(), lambda: _new((1, 3)), lambda: _new(dtype=torch.int8), lambda: _new(device="meta")],
     "several results": [lambda: X().split(2), lambda: X().unbind(0), lambda: X().max(1), lambda: X().topk(2)],
     "a tensor more": [lambda: F.linear(X(), X()), lambda: F.linear(X(), X(), torch.empty(4))],
     "complex": [lambda: X().to(torch.complex64), lambda: X().to(torch.complex64).conj() + 1],
     "sparse": [lambda: torch.eye(3).to_sparse(), lambda: torch.eye(3).to_sparse() * 2],
 }  # fmt: skip
+
+
+def _new(strides: tuple[int, int] = (2, 1), device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
+    """Returns two tensors, which share no memory."""
+    return [torch.empty_strided((3, 2), strides, device=torch.device(device), dtype=dtype) for _ in range(2)]
 
 
 def _twice(same: bool) -> Any:
