@@ -48,9 +48,13 @@ def test_a_refusal_is_the_only_thing_seen(started, tmp_path):
 def test_ctrl_c_ends_with_one_line(started, tmp_path):
     out = tmp_path / "run"
     process = started("--tp", "2", "--steps", "5000", "--no-check", "--out", str(out))
+    seen = []
     for line in process.stdout:
+        seen.append(line)
         if line.startswith("step") and " 3/5000 " in line:
             break
+    else:
+        pytest.fail(f"the run ended by itself, with {process.wait(timeout=60)}: {''.join(seen)}")
     process.send_signal(signal.SIGINT)  # to the launcher alone, as its processes have sessions of their own
     *steps, last = process.stdout.read().splitlines()
     assert all(line.startswith(("step ", "held-out loss", "ending after this step")) for line in steps), steps

@@ -61,7 +61,6 @@ _STARTS = tuple(f"start_{verb}" for verb in _VERBS)
 _TORCH = ("all_reduce", "all_to_all_single", "broadcast", "batch_isend_irecv", "all_gather_object")
 _GROUP = ("send", "recv", "allreduce", "alltoall_base")  # of a torch ProcessGroup
 _NCCL = ("_all_gather_single", "_reduce_scatter_single")
-_NAMES = {*_VERBS, *_OBJECT_VERBS, *_OPERATORS, *_STARTS, *_TORCH, *_GROUP, *_NCCL}
 
 
 class Site(NamedTuple):
@@ -75,11 +74,8 @@ class Site(NamedTuple):
 
     def is_in(self, *places: ModuleType) -> bool:
         """Whether it stands in one of these modules; a package has all the files in its folder."""
-        files = [Path(str(place.__file__)) for place in places]
-        return any(
-            file.parent in Path(self.file).parents if file.name == "__init__.py" else file == Path(self.file)
-            for file in files
-        )
+        files = [str(place.__file__) for place in places]
+        return any(self.file.startswith(file.removesuffix("__init__.py")) for file in files)
 
 
 def find_sites(also: Sequence[str] = ()) -> dict[str, Site]:
@@ -94,9 +90,10 @@ def sites_of(paths: Sequence[Path], also: Sequence[str] = ()) -> dict[str, Site]
         ValueError: functions of one name in two files communicate; a call site's name must mean one place.
     """
     sites: dict[str, Site] = {}
-    called = re.compile(rf"\b({'|'.join(sorted({*_NAMES, *also}))})\(")
+    owned = rf"\b(comm|spmd|dist|group)\.({'|'.join(sorted({*_VERBS, *_OBJECT_VERBS, *_OPERATORS, *_TORCH, *_GROUP}))})"
+    called = re.compile(rf"({owned}|\b({'|'.join(sorted({*_STARTS, *_NCCL, *also}))}))\(")
     for path in paths:
-        if not called.search(path.read_text()):  # parsing takes most of the time
+        if path != _OPERATORS_OF_TYPES and not called.search(path.read_text()):  # parsing takes most of the time
             continue
         seen: Counter[str] = Counter()
         for function, call in _calls_of(path):

@@ -31,6 +31,8 @@ __all__ = ["EXEMPT", "MUTANTS", "PROGRAM_OF", "SITES", "ScaleSite", "factors_of"
 
 MUTANTS = {"dropped": "1", "twice": "({0}) * ({0})", "inverse": "1 / ({0})"}
 _SIZE = re.compile(r"comm\.size\(.*\)|[\w.]+\.size|([\w.]+\.)?scale|torch\.where\(count.*|count or .*")
+_IN_TEXT = re.compile(r"\.size\b|\bscale\b|\bcount\b")  # of a file that may have such a factor: parsing takes seconds
+_SHAPES = (ast.Call, ast.Attribute, ast.Name, ast.BoolOp, ast.BinOp)  # of expressions that match it
 _PRODUCTS = ("foreach_mul", "foreach_mul_", "mul_")
 # The checker, and operators, for which it has rules; ShardTensors, whose cases compare values (tests/shard_tensor).
 _OUTSIDE = (attention, checking, comm, parallelize, planning, shard_tensor, spmd, xla_replay)
@@ -48,7 +50,7 @@ class ScaleSite(NamedTuple):
 def _find() -> dict[str, ScaleSite]:
     found: dict[str, ScaleSite] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        if Site("", "", str(path), 0, 0).is_in(*_OUTSIDE):
+        if Site("", "", str(path), 0, 0).is_in(*_OUTSIDE) or not _IN_TEXT.search(path.read_text()):
             continue
         for function, node in factors_of(tree_of(path)):
             site = ScaleSite(path, function, ast.unparse(node), (node.lineno, node.col_offset))
@@ -68,7 +70,7 @@ def factors_of(tree: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[tuple[st
             factor = node.value
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in _PRODUCTS:
             factor = node.args[-1]
-        if factor is not None and _SIZE.fullmatch(ast.unparse(factor)):
+        if isinstance(factor, _SHAPES) and _SIZE.fullmatch(ast.unparse(factor)):
             yield ".".join(inside), factor
         named = isinstance(node, ast.ClassDef) or (isinstance(node, ast.FunctionDef) and not _in_function(inside))
         yield from factors_of(node, (*inside, node.name) if named else inside)  # type: ignore[attr-defined]
