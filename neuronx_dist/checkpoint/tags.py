@@ -101,7 +101,7 @@ class CheckpointFolder:
         raise CheckpointError(f"there is no checkpoint {name!r} in {where}; {there}")
 
     def begin(self, name: str) -> None:
-        """Creates the folder of a new checkpoint. A complete one of this name is kept until the new one is complete.
+        """Creates the folder of a new checkpoint. A complete one of this name stays until the new one is complete.
 
         Raises:
             CheckpointError: the name belongs to anything that this package did not write. Nothing is changed.

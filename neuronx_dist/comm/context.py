@@ -98,8 +98,8 @@ class Context:
 
 _default: Context | None = None
 _local = threading.local()
-# Where ranks are threads of one process (XLA): the context of each rank, and the rank of the calling thread. An
-# autograd thread has no context, but it knows the device that it works for.
+# Contexts by rank, and the rank of the calling thread, if ranks are threads of one process (XLA). An autograd thread
+# has no context, but it knows the device that it works for.
 _by_rank: dict[int, Context] = {}
 _whoami: Callable[[], int] | None = None
 

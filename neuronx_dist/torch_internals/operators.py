@@ -38,7 +38,7 @@ grouped_mm = _aten._grouped_mm.default
 upsample_nearest_exact = tuple(getattr(_aten, f"_upsample_nearest_exact{dims}d") for dims in (1, 2, 3))
 upsample_bilinear2d_aa, upsample_bicubic2d_aa = _aten._upsample_bilinear2d_aa, _aten._upsample_bicubic2d_aa
 
-# What `torch.profiler.record_function` calls. Without a rule for each the checker refuses a profiled forward.
+# Operators that `torch.profiler.record_function` calls. Without their rules the checker refuses a profiled forward.
 record_function_enter = torch.ops.profiler._record_function_enter_new
 record_function_exit = torch.ops.profiler._record_function_exit._RecordFunction
 

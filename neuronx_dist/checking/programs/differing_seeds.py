@@ -19,7 +19,7 @@ def axes_between(mesh: Mesh, one: int, other: int) -> list[str]:
 
 
 def differing_seeds(mesh: Mesh, programs: Iterable[tuple[int, Sequence[Op]]]) -> dict[tuple[str, int], frozenset[str]]:
-    """Plain seeds, by the line of the draw, that differ on axes on which the numbers were taken for equal.
+    """Plain seeds, by the line of the draw, that differ along axes along which the numbers were assumed equal.
 
     Args:
         programs: the rank and the operators of each program.

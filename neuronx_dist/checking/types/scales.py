@@ -69,7 +69,7 @@ def result_scale(axis: str, rule: Rule, groups: Groups, operand_types: Sequence[
 
 
 def as_summands(violation: Violation, operand_types: Sequence[SpmdType]) -> list[SpmdType] | None:
-    """The operand types, equal ones of the violation taken as summands, if that may remove the violation.
+    """The operand types, with equal ones of the violation as summands, if that may remove the violation.
 
     A value that is equal on all ranks is their mean: R at scale k is P at scale k + 1.
     """

@@ -53,7 +53,7 @@ class Chart:
 
     @property
     def keeps_activations(self) -> bool:
-        """Returns whether there are backwards, for which activations are kept."""
+        """Returns whether there are backwards, for which activations are saved."""
         return any(self.peak(stage) for stage in range(len(self.stages)))
 
     def peak(self, stage: int) -> float:

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         raise argparse.ArgumentError(None, f"--step {args.step} is a step of a trace: give --trace too")
     for option in ("stages", "microbatches"):
         if args.trace and getattr(args, option) is not None:
-            raise argparse.ArgumentError(None, f"--{option} does not go with --trace, which has its own")
+            raise argparse.ArgumentError(None, f"--{option} goes with --schedule: a trace records it")
     if not args.schedule and not args.trace:
         raise argparse.ArgumentError(None, "nothing to draw: give --schedule or --trace")
     try:

@@ -22,7 +22,7 @@ __all__ = ["squared_axes", "with_squares"]
 def squared_axes(
     rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any], operands: list[Operand]
 ) -> tuple[list[Operand], list[str]]:
-    """The operands of a square, norms of shards taken for equal values, and the axes of these; else no axes."""
+    """The operands of a square, with norms of shards as equal values, and the axes of these norms; else no axes."""
     name = rule.name.strip("_")
     power = args[1] if len(args) > 1 else kwargs.get("exponent")
     is_square = name == "square" or (name in ("pow", "ipow", "float_power") and power.__class__ in (int, float))
