@@ -28,10 +28,10 @@ class Counting(shapes.ShapesBackend):
     def __init__(self) -> None:
         self.made: list[tuple[str, tuple[int, ...], bool]] = []
 
-    def communicator(self, label: str, groups: Any, global_rank: int, own: bool = False) -> Any:
-        made = super().communicator(label, groups, global_rank, own)
-        self.made.append((label, made.ranks, own))
-        return made
+    def communicator(self, label: str, groups: Any, global_rank: int, separate: bool = False) -> Any:
+        communicator = super().communicator(label, groups, global_rank, separate)
+        self.made.append((label, communicator.ranks, separate))
+        return communicator
 
 
 # --- contexts

@@ -221,7 +221,7 @@ def divide(
                 branch.node.register_prehook(keep_for_later)
                 branch.node.register_hook(keep_no_more)
         if branch.once:
-            branch.node.register_hook(partial(_keep_results, results, index))
+            branch.node.register_hook(partial(_store_results, results, index))
         else:
             _ask(branch, False)
             branch.node.register_prehook(partial(arrived.__setitem__, index))
@@ -281,8 +281,8 @@ def _called(branch: Branch, grads: Grads) -> Grads:
     return [None if child is None else next(by_edge) for child, _ in node.next_functions]
 
 
-def _keep_results(kept: dict[int, Grads], index: int, results: Grads, _: Grads) -> None:
-    kept[index] = results
+def _store_results(by_branch: dict[int, Grads], index: int, results: Grads, _: Grads) -> None:
+    by_branch[index] = results
 
 
 def _keep_saved(rerun: Sequence[Sequence[Any]], index: int, _: Grads) -> None:

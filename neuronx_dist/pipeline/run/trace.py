@@ -159,8 +159,8 @@ class Trace:
         fields = {"name": "message", "cat": "message", "id": number, "pid": self.rank, "tid": TASKS}
         self._events.append(_Event({"ph": "s", **fields} if starts else {"ph": "f", "bp": "e", **fields}, begin))
 
-    def counter(self, begin: Any, kept: int) -> None:
-        fields = {"ph": "C", "name": "activations kept", "pid": self.rank, "args": {"forwards": kept}}
+    def counter(self, begin: Any, forwards: int) -> None:
+        fields = {"ph": "C", "name": "activations kept", "pid": self.rank, "args": {"forwards": forwards}}
         self._events.append(_Event(fields, begin))
 
     def add(self, call: recording.Call) -> None:

@@ -81,7 +81,7 @@ def test_communicators_that_share_a_group_never_have_its_tags(made, monkeypatch)
     monkeypatch.setattr(dist, "get_backend", lambda *_: "gloo")
     backend = c10d.C10dBackend()
     plain = backend.communicator("pp", [[0, 1]], 0)
-    tags = [backend.communicator("pp", [[0, 1]], 0, own=True)._first_tag for _ in range(2100)]
+    tags = [backend.communicator("pp", [[0, 1]], 0, separate=True)._first_tag for _ in range(2100)]
     assert plain._first_tag == 0 < min(tags) and max(tags) + 2 * (1 << 20) <= 1 << 31
     assert len(set(tags[:1023])) == 1023 and all(tag % (2 << 20) == 0 for tag in tags)
 
