@@ -155,7 +155,7 @@ def test_who_asked(owners: str, answer: int | None) -> None:
 
 
 def test_who_asked_in_another_frame() -> None:
-    """Of a thread that hangs, say: what is inside of that frame, and around this one, does not count."""
+    """The frame of a thread that hangs, say: calls inside of that frame, and around this one, do not count."""
     frames: list[Any] = []
     lines, _ = _stack("user package package", lambda: frames.append(sys._getframe(2)))
     assert _asking("user", sites.call_site, frames[0])() == lines[0]
@@ -265,7 +265,7 @@ class Outer(nn.Module):
 
 
 class Pipeline(nn.Module):
-    """Its stage is another module, whose names nobody knows."""
+    """A pipeline whose stage is another module, whose names nobody knows."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is replaced for all threads: by the first that comes, until the last has gone."""
+"""Replacements for all threads: by the first that comes, until the last has gone."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ def top_room(path: Path) -> str:
 
 
 def _private(name: str) -> bool:
-    """Whether it is a private name of ours: torch's modules and tensors, and named tuples, have some of their own."""
+    """Returns whether a name is private and ours: torch's modules and tensors, and named tuples, have some, too."""
     if not name.startswith("_") or name.startswith("__") or name == "_":
         return False
     return not any(hasattr(other, name) for other in (nn.Module(), torch.Tensor, Import))

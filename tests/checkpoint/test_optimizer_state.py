@@ -103,7 +103,7 @@ def test_state_of_frozen_parameters_that_only_some_optimizers_have(tmp_path: Pat
 def test_state_of_a_trained_parameter_that_the_optimizer_lacks_is_an_error(
     tmp_path: Path, saved: bool, loaded: bool
 ) -> None:
-    """It would go on with half of its state, and save the other half away."""
+    """An optimizer would go on with half of its state, and save the other half away."""
 
     def make(zero1: bool, most: int | None) -> Any:
         def of(params: Any) -> torch.optim.Optimizer:

@@ -133,7 +133,7 @@ def test_different_shapes_are_an_error_of_that_collective_on_all_ranks():
     "destroyed", ["", *(pytest.param(part, marks=pytest.mark.full) for part in ("groups", "mesh")), "mesh groups"]
 )
 def test_no_thread_of_gloo_is_left_at_the_end_whatever_the_script_has_destroyed(destroyed):
-    """One that comes back to Python later aborts the process."""
+    """A thread that comes back to Python later aborts the process."""
     command = [sys.executable, str(JOB.with_name("ending_job.py")), *destroyed.split()]
     job = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
     assert (job.returncode, job.stdout) == (0, "in the job True\nat the end False\n"), job.stderr

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.process
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """What a run has written of its steps, but for the time."""
+    """Returns the metrics that a run has written of its steps, but for the time."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in row.items() if name != "tokens_per_s"} for row in rows]
 

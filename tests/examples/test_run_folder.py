@@ -1,4 +1,4 @@
-"""Which folder a run of the training example takes, decided by rank 0 for all hosts."""
+"""The folder of a run of the training example, chosen by rank 0 for all hosts."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Host(NamedTuple):
 
 
 class NoHosts(Exception):
-    """They cannot be made here; the message says why."""
+    """Two hosts cannot be made here; the message says why."""
 
 
 @contextmanager

@@ -39,7 +39,7 @@ _PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 
 class Outcome(NamedTuple):
-    """What the tests say of an edit: "survived", "killed" (by which test), "timeout"."""
+    """The tests' answer to an edit: "survived", "killed" (by which test), "timeout"."""
 
     word: str
     test: str
@@ -165,7 +165,7 @@ def _session(python: str | Path, tree: Path, tests: list[str], limit: float) -> 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """It and all that it started: its group, and launched ranks, which have groups of their own."""
+    """Ends a process and all that it started: its group, and launched ranks, which have separate groups."""
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):

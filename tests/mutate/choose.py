@@ -1,4 +1,4 @@
-"""Which tests an edit is run against: those that execute the edited block, by a recording of all tests."""
+"""The tests that an edit is run against: those that execute the edited block, by a recording of all tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
 
 
 class Recordings:
-    """What all tests execute: one recording of all, and later ones of tests that are new or have changed."""
+    """All recordings of executed blocks: one of all tests, and later ones of tests that are new or have changed."""
 
     def __init__(self, parts: list[Recording]) -> None:
         self.parts = parts
@@ -66,7 +66,7 @@ class Recordings:
 
 
 class Recording:
-    """What each test executes. The package may have changed since: lines are found again by comparing the sources."""
+    """Blocks that each test executes. If the package changed since, lines are found by comparing the sources."""
 
     def __init__(self, tests: list[Test], bases: dict[str, int], sources: dict[str, str]) -> None:
         self.tests, self.bases, self.sources = tests, bases, sources
@@ -114,7 +114,7 @@ class Recording:
         return {number for name in _assigned(statement) for number in self._uses(name)}
 
     def _is_on_import(self, edit: Edit) -> bool:
-        """Whether it is outside of functions, or in what stands before the body of one."""
+        """Returns whether an edit is outside of functions, or before the body of one."""
         tree = ast.parse(edit.source)
         statement, function = _outermost(tree, edit.position)
         return function is None or edit.position < (function.body[0].lineno, function.body[0].col_offset)
@@ -199,7 +199,7 @@ def _assigned(statement: ast.stmt) -> Iterator[str]:
 
 
 def _distance(test: Test, path: str) -> int:
-    """Of a test's file from the one that mirrors `path`: 0 is that file, 1 its folder, then the folders around it.
+    """Returns the distance of a test's file from the one that mirrors `path`: 0 is that file, 1 its folder, and so on.
 
     Files of `tests/` itself are about all of the package.
     """

@@ -110,7 +110,7 @@ class _Walk:
             self.defaults.pop()
 
     def children(self, node: ast.AST) -> Iterator[ast.AST]:
-        """What can be edited below a node."""
+        """Yields the nodes below a node that can be edited."""
         skipped: set[str] = set()
         if isinstance(node, (ast.Assert, ast.Import, ast.ImportFrom, ast.JoinedStr)):
             return
@@ -216,7 +216,7 @@ class _Walk:
             yield self.file.edit("constant", node, repr(value * 2 if value else 1.0))
 
     def _word(self, operator: str, node: ast.AST | None) -> Iterator[Edit]:
-        """Of a string that is a name: a key, an option, an axis."""
+        """Edits a string that is a name: a key, an option, an axis."""
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _WORD.match(node.value):
             quote = self.file.text(node)[-1]
             yield self.file.between(operator, node, self.file.end(node) - 1, self.file.end(node), f"_{quote}")

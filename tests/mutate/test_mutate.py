@@ -107,12 +107,12 @@ def _is_probe(node: ast.AST) -> bool:
 
 
 def recording(**hits: list[int]) -> Recordings:
-    """Of all tests: one part."""
+    """A recording of all tests, with one part."""
     return Recordings([part(**hits)])
 
 
 def part(**hits: list[int]) -> Recording:
-    """Of SOURCE as `neuronx_dist/mesh.py`, with 8 blocks; a test that executes some of them takes 1 s."""
+    """A part of SOURCE as `neuronx_dist/mesh.py`, with 8 blocks; a test that executes some of them takes 1 s."""
     tests = [
         Test(
             name.replace("__", "/") + ".py::test", 1.0, zlib.compress(bytes(number in executed for number in range(8)))

@@ -118,7 +118,7 @@ def test_the_checker_agrees(name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_bytes(name):
-    """What a composite is said to send is what its collectives do; the maximum is one of them."""
+    """The predicted bytes of a composite are those of its collectives; the maximum is one of them."""
     function, args, kwargs, composites = CALLS[name]
     case, size = Case(function, args, kwargs), 4
     offered = [
@@ -147,7 +147,7 @@ def test_running_statistics(name):
     ],
 )
 def test_options_that_a_composite_does_not_have(function, args, kwargs):
-    """They are not offered it: rows are renormalised, classes are weighted, a rank has but one position."""
+    """Such calls have no composite: rows are renormalised, classes are weighted, a rank has but one position."""
     case = Case(function, args, kwargs)
     functions = {strategy.local.function for strategy in candidates(case.call, "tp", 2)}
     assert functions == {function}

@@ -96,7 +96,7 @@ class InStages(nn.Module):
 
 
 def masks_in_stages(folder: str) -> list[torch.Tensor]:
-    """Those of two microbatches, of both stages, and then those of inference."""
+    """Returns the masks of two microbatches, of both stages, and then those of inference."""
     torch.manual_seed(torch.distributed.get_rank())
     streams().reset()
     sample = {"x": torch.ones(ROWS, WIDTH)}

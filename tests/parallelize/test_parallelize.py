@@ -30,12 +30,12 @@ from tests.parallelize.support.models import WIDTH, Mlp, model
 def made(
     module: Any, arguments: dict[str, Any], tmp_path: Path, config: ComputeConfig | None = None, **options: Any
 ) -> Any:
-    """What `parallelize` returns in a world of one."""
+    """Returns the result of `parallelize` in a world of one."""
     return parallelize(module, arguments, "dp", config or ComputeConfig(1, 1), gen_savedir=tmp_path, **options)
 
 
 def on_two(module: Any, arguments: dict[str, Any], tmp_path: Path, function: Any, **config: Any) -> list[Any]:
-    """What a function returns of the parallel module on each of two ranks."""
+    """Returns what a function returns of the parallel module on each of two ranks."""
 
     def rank() -> Any:
         compute = ComputeConfig(2, 2, **config)
@@ -119,7 +119,7 @@ def test_a_device_among_the_arguments_is_that_of_the_module(tmp_path: Path) -> N
 
 
 def test_a_forward_that_is_wrapped_in_the_instance(tmp_path: Path) -> None:
-    """It closes over its own module, as what accelerate and PEFT put there does."""
+    """The function closes over the module itself, as those of accelerate and PEFT do."""
     module, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
 
     def wrapped(inner: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:

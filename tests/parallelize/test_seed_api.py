@@ -1,4 +1,4 @@
-"""What comes from nnScaler runs: every name of its guide with its signature, and its examples with their loops."""
+"""Programs of nnScaler run: every name of its guide with its signature, and its examples with their loops."""
 
 from __future__ import annotations
 

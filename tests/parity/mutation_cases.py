@@ -429,7 +429,7 @@ def compared_values() -> None:
 
 
 def values_of_every_verb() -> list[str]:
-    """What went wrong on this rank of two. Runs to the end whatever goes wrong, so that the ranks stay together."""
+    """Returns the errors on this rank of two. Runs to the end whatever goes wrong, so that the ranks stay together."""
     rank = comm.rank("world")
     wrong = []
 

@@ -1,4 +1,4 @@
-"""What is communicated and what is held, counted, against the tables in docs/architecture.md.
+"""Counts of calls and of memory, against the tables in docs/architecture.md.
 
 The tables are read from the page itself, so that neither it nor the code can change alone.
 """

@@ -51,7 +51,7 @@ class HeadFirst(Model):
 
 
 class NormFirst(Model):
-    """Its last norm is registered before the layers, as in OPT."""
+    """A model whose last norm is registered before the layers, as in OPT."""
 
     def __init__(self, layers: int = 4, tied: bool = False) -> None:
         super().__init__(layers, tied)

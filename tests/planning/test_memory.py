@@ -178,7 +178,7 @@ MEASURED = [case for case in CASES if FULL or case.name in SAMPLE]
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank, in bytes.
+    """Measured memory of one rank, in bytes.
 
     Attributes:
         compute, step: the peaks of `run_train` and of the optimizer's step, by the meter.
@@ -354,7 +354,7 @@ def test_the_whole_batch_counts() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES if FULL else ["zb_v"])
 def test_a_short_play_shows_what_a_long_step_holds(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is played is as many microbatches as repeat themselves; the peaks are those of all of them."""
+    """The play has as many microbatches as repeat themselves; the peaks are those of all of them."""
     sizes = dict(DEEP, num_hidden_layers=4, hidden_size=32, intermediate_size=64)
     chunks = 2 if schedule == "interleaved" else 1
     long = layout(

@@ -1,4 +1,4 @@
-"""What the mode repeats is what torch's own fake tensors give, call by call."""
+"""Fake tensors of the mode are equal to torch's, call by call."""
 
 import pytest
 import torch

@@ -22,7 +22,7 @@ def whole(high: int, *shape: int) -> Tensor:
 
 
 def weights(gates: int) -> list[Tensor]:
-    """Of a recurrent network from 5 features to 3, whose steps have so many gates."""
+    """Weights of a recurrent network from 5 features to 3, whose steps have so many gates."""
     shapes = ((gates * 3, 5), (gates * 3, 3), (gates * 3,), (gates * 3,))
     return [x(*shape, seed=number) for number, shape in enumerate(shapes)]
 

@@ -185,7 +185,7 @@ class _Check:
         return self.spec
 
     def reviewed(self) -> None:
-        """What a spec says that values do not show is as `spec_details.txt` has it (NXD_UPDATE_RULES=1 writes it)."""
+        """Compares a spec's claims that values do not show with `spec_details.txt` (NXD_UPDATE_RULES=1 writes it)."""
         details = {field: getattr(self.spec, field) for field in DETAILS}
         told = ", ".join(f"{name}={_in_order(value)}" for name, value in details.items() if value)
         given = [*self.args, *(f"{name}={shown(value)}" for name, value in self.kwargs.items())]

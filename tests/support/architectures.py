@@ -125,7 +125,7 @@ class Architecture:
             return record(model, self.inputs(), self.classes(model))
 
     def plans(self, model: nn.Module, recording: Recording, pieces: int, traced: bool) -> list[StagePlan] | None:
-        """What four stages run; None: `traced` is needed, since parameters placed without it do not fit."""
+        """Returns the programs of four stages; None: `traced` is needed, as parameters placed without it do not fit."""
         classes = self.classes(model)
         made = partition(
             model,
@@ -428,7 +428,7 @@ def row(architecture: Architecture) -> str:
 
 
 def raised(architecture: Architecture) -> str:
-    """What recording a model, or cutting it into four stages, raises."""
+    """Returns the error of recording a model, or of cutting it into four stages."""
     try:
         model = architecture.make()
         architecture.plans(model, architecture.recording(model), 4, traced=True)

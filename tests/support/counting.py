@@ -1,4 +1,4 @@
-"""What a program does, counted: FLOPs, and bytes of activations that are alive."""
+"""Counts of a program: FLOPs, and bytes of activations that are alive."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is trained; the first four fields must change nothing."""
+    """Settings of a model's training; the first four fields must change nothing."""
 
     schedule: str
     pp: int
@@ -59,7 +59,7 @@ class Setting:
 
 @dataclass
 class Steps:
-    """What was computed, by step; tensors by all the names that they have in the whole model."""
+    """Results of training, by step; tensors by all the names that they have in the whole model."""
 
     losses: list[torch.Tensor]
     norms: list[torch.Tensor]
@@ -143,7 +143,7 @@ def train(setting: Setting, optimizer_names: tuple[str, ...] = tuple(OPTIMIZERS)
 
 
 def differences(setting: Setting, results: list[dict[str, Steps]]) -> Iterator[tuple[str, float]]:
-    """How far each figure of each rank is from one process: ||a - b|| / ||b||. Every parameter is on some rank."""
+    """Yields each rank's distance from one process, ||a - b|| / ||b||, by figure; every parameter is on a rank."""
     for optimizer_name in results[0]:
         expected = alone(setting, optimizer_name)
         trained: set[str] = set()

@@ -24,7 +24,7 @@ MESH = Mesh(4, tp=2)
 
 @pytest.fixture(scope="module")
 def states() -> list[dict[str, torch.Tensor]]:
-    """What each rank of tp 2 x dp 2 has after two steps with ZeRO-1."""
+    """Returns the state of each rank of tp 2 x dp 2 after two steps with ZeRO-1."""
     return replayed(MESH, saving.CASE, steps=2).states
 
 
@@ -70,7 +70,7 @@ def loaded(folder: str) -> dict[str, torch.Tensor]:
 
 
 def test_saves_between_the_steps_leave_them_one_program() -> None:
-    """What a step communicates with ZeRO-1, and that nothing is compiled anew from the second step on."""
+    """Saves change no communication of a step with ZeRO-1, and nothing is compiled anew from the second step on."""
     without = replayed(MESH, saving.CASE, steps=4)
     found = replayed(MESH, saving.CASE, steps=4, setup=saving.setup_and_save)
     assert found.compiled == without.compiled == [1, 1, 0, 0]

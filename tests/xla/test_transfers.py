@@ -87,7 +87,7 @@ MESH = Mesh(8, pp=2, tp=2)
 
 @pytest.fixture
 def cuts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What is done on the device and where it is cut, as `torch_xla.sync` is told; nothing is executed."""
+    """Returns the calls on the device and the places of cuts, as `torch_xla.sync` gets them; nothing is executed."""
     import torch_xla
 
     made: list[str] = []

@@ -1,4 +1,4 @@
-"""What ranks of one stage do differently, from records of their calls."""
+"""Differences between ranks of one stage, from records of their calls."""
 
 from __future__ import annotations
 

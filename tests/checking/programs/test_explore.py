@@ -1,4 +1,4 @@
-"""Which programs are the same, which ranks run them, what is played again; tensors that are made fake."""
+"""Equal programs, the ranks that run them, repeated plays; tensors that are made fake."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_no_time_is_no_program() -> None:
 
 
 def test_time_runs_out_while_a_model_is_built() -> None:
-    """It is looked at every 64 operators."""
+    """The time is looked at every 64 operators."""
     built: list[int] = []
 
     def model_fn() -> Any:

@@ -1,4 +1,4 @@
-"""What an optimizer may use: gradients and buffers that are no parts of a sum, and what is said of others."""
+"""Tensors that an optimizer may use: gradients and buffers that are no parts of a sum; messages about all others."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_an_optimizer_is_refused() -> None:
 def refused(
     *parameters: tuple[dict[str, Any] | None, Any], own_types: Any = R, **options: Any
 ) -> spmd.SpmdTypeError | None:
-    """What SGD's gate says of parameters with gradients: (types of the gradient or None, a gradient or not)."""
+    """Returns SGD's refusal of parameters with gradients: (types of the gradient or None, a gradient or not)."""
     params = []
     with comm.as_rank(Mesh(4, tp=2), 0), spmd.SpmdTypeMode() as mode:
         for index, (types, has_gradient) in enumerate(parameters):

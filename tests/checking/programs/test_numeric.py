@@ -18,7 +18,7 @@ MESH = {"dp": 2, "tp": 2}
 
 
 class Mean(models.MLP):
-    """Its loss is a mean, which over dp is again one: what the sum's constant leaves to the caller."""
+    """A model whose loss is a mean, which over dp is again one: what the sum's constant leaves to the caller."""
 
     def __init__(self, defect: str = "") -> None:
         super().__init__(defect)

@@ -16,7 +16,7 @@ MESHES = [Mesh(8, tp=4, topology=name, ranks_per_node=8) for name in ("trn1", "t
 
 
 class Mean(models.MLP):
-    """Its loss is a mean, which over dp is again one."""
+    """A model whose loss is a mean, which over dp is again one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.down(torch.relu(self.up(x)))

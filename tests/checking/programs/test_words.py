@@ -1,4 +1,4 @@
-"""What the parts of a check say, and what they take for what: values, losses, gradients, inputs, seeds, numbers."""
+"""Texts of the parts of a check, and what they read: values, losses, gradients, inputs, seeds, numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the checker costs, counted rather than timed: what was judged once is looked up, and only what is the same."""
+"""Costs of the checker, counted rather than timed: a call judged once is looked up, and only an equal one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def mode() -> Iterator[SpmdTypeMode]:
 
 
 class Count:
-    """How often a method of the mode was called since the last look."""
+    """The number of calls of a method of the mode since the last look."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         self.calls: list[str] = []

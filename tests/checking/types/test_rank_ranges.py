@@ -1,4 +1,4 @@
-"""Which positions masks keep on each rank: intervals, against sets of numbers."""
+"""Positions that masks keep on each rank: intervals, against sets of numbers."""
 
 from __future__ import annotations
 

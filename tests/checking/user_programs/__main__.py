@@ -18,7 +18,7 @@ from tests.checking.user_programs.support import (
 
 
 def figures(names: Sequence[str]) -> str:
-    """How many of these programs the checker judges rightly, and those that it does not, a line each."""
+    """Counts the programs that the checker judges rightly, and lists the others, a line each."""
     chosen = [PROGRAMS[name] for name in names]
     buggy, right = [p for p in chosen if p.bug], [p for p in chosen if p.right]
     refused = [p for p in buggy if verdict(p.name).outcome == "refused"]

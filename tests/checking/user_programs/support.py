@@ -261,7 +261,7 @@ def _float64() -> Any:
 
 @dataclass(frozen=True)
 class Execution:
-    """What running a program on its ranks and in one process showed.
+    """Results of running a program on its ranks and in one process.
 
     Attributes:
         difference: largest relative difference of what is left behind, over tensors and ranks; inf if the ranks fail.
@@ -308,7 +308,7 @@ def _difference(x: torch.Tensor, expected: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `spmd.check` says of a program.
+    """The answer of `spmd.check` for a program.
 
     Attributes:
         outcome: "accepted", "refused" or "crashed": it raised, or reports an error of a program that runs without one.

@@ -1,4 +1,4 @@
-"""Which strategies a call has, and what its ranks call."""
+"""Strategies of a call, and the calls of its ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_blocks_of_a_fused_projection():
 
 
 def test_no_gradient_no_invariant():
-    """What receives no gradient is R where the rest is I, and a call without gradients has no I strategy."""
+    """A tensor without a gradient is R where the others are I, and a call without gradients has no I strategy."""
     call = call_of(F.embedding, torch.zeros(4, 6, dtype=torch.int64), parameter(10, 8))
     assert by_name(call)["I"] == ((R, I), (I,))
     call.grad = False

@@ -315,7 +315,7 @@ def test_a_limit_of_memory_holds_over_both_axes() -> None:
 
 
 def test_a_ranks_program_computes_what_the_file_says() -> None:
-    """Its calls have local shapes; conversions of the first axis are calls, once for all who want one."""
+    """Calls have local shapes; conversions of the first axis are calls, once for all who want one."""
     module, arguments = mlp()
     division = divided(module, arguments, "tp", config(tp_size=2))
     assert division.outer is not None
@@ -404,7 +404,7 @@ def masks(folder: str) -> list[torch.Tensor]:
 
 @pytest.mark.process
 def test_masks_are_alike_where_values_are_whole(tmp_path: Path) -> None:
-    """As many different masks as there are shards."""
+    """There are as many different masks as there are shards."""
     ranks = processes(4).run(masks, str(tmp_path), mesh={"tp": 4})
     for each in zip(*ranks, strict=True):
         assert all(torch.equal(mask, each[0]) for mask in each)  # results are whole

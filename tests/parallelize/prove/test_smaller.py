@@ -231,7 +231,7 @@ def test_a_line_that_only_the_large_program_has_is_listed(tmp_path: Path, monkey
 
 
 def test_the_weight_of_another_layer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the right types, and so has the line: with a smaller module or without."""
+    """The wrong weight has the right types, and so has its line: it is refused with a smaller module and without."""
     with_fault(monkeypatch, r"self\.layers\[2\]\.up\.weight", "self.layers[1].up.weight")
     with pytest.raises(EmittedProgramError, match="does not read layers.2.up.weight, but the module's forward does"):
         parallelize(*large(), "tp", ComputeConfig(2, 2), gen_savedir=tmp_path, load_module=False)

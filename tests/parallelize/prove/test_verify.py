@@ -1,4 +1,4 @@
-"""What is proven of an emitted program, and what is said where it is not."""
+"""Proofs of an emitted program, and the reasons where there is none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 class NotANumber(nn.Linear):
-    """Its gradients are nan."""
+    """A module whose gradients are nan."""
 
     def __init__(self) -> None:
         super().__init__(4, 4, bias=False)

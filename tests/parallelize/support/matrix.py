@@ -28,7 +28,7 @@ NAMES = [*models.MODELS, *hf_models.HF_MODELS]
 
 
 class Layout(NamedTuple):
-    """How a module is divided.
+    """The division of a module.
 
     Attributes:
         plan, units: ranks of a unit, and their number.
@@ -154,7 +154,7 @@ def loss_of(results: Any) -> torch.Tensor:
 
 
 class Run(NamedTuple):
-    """What training leaves, by name.
+    """Results of training, by name.
 
     Attributes:
         results: of each sample of the first step, by unit, what forward returned, and gradients of inputs.
@@ -275,7 +275,7 @@ def _gradients(parallel: nn.Module, stepper: Any, layout: Layout) -> Iterator[tu
 
 
 def on_threads(name: str, layout: str, folder: Any, dtype: torch.dtype = torch.float64) -> list[list[Run]]:
-    """Of each rank the runs of the optimizers."""
+    """Returns the runs of the optimizers, by rank."""
     mesh = LAYOUTS[layout].config.mesh(LAYOUTS[layout].pp)
     compiled(name, LAYOUTS[layout], folder, dtype)
     return threads.run(mesh, on_rank, name, layout, folder, dtype)

@@ -20,7 +20,7 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 
 
 class Trained(NamedTuple):
-    """What a training run leaves, whole.
+    """Results of a training run, whole.
 
     Attributes:
         losses: of each step and unit.
@@ -131,6 +131,6 @@ def assert_equal(has: Trained, wanted: Trained, tolerance: float) -> None:
 
 
 def own_statistics(wanted: Trained, has: Trained, units: int) -> Trained:
-    """Of several units each has statistics of its own: those of batch norm are not compared."""
+    """Returns `wanted` with the found statistics of batch norm, which differ between units: not compared."""
     own = {name for name in has.weights if units > 1 and ("running" in name or "tracked" in name)}
     return wanted._replace(weights={n: has.weights[n] if n in own else x for n, x in wanted.weights.items()})

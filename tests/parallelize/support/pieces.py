@@ -45,7 +45,7 @@ def summands(x: Tensor, size: int) -> list[Tensor]:
 
 
 def divided(x: Tensor, spmd_type: SpmdType, size: int) -> list[Tensor]:
-    """What each rank has of `x`."""
+    """Returns the parts of `x` by rank."""
     if isinstance(spmd_type, Shard):
         return [cut(x, spmd_type, size, rank) for rank in range(size)]
     if spmd_type.letter == "P":
@@ -129,7 +129,7 @@ class Case:
         return threads.run(Mesh(size, tp=size), run)[0]
 
     def wrong(self, strategy: Strategy, size: int) -> Iterator[str]:
-        """What differs when each rank runs the strategy's local call."""
+        """Yields the differences when each rank runs the strategy's local call."""
         types = dict(zip(operands_of(self.call), strategy.operands, strict=True))
         operands = {value: divided(x, types[value], size) for value, x in self.tensors.items()}
         # what R ranks receive as a gradient are summands of it, and of P the whole

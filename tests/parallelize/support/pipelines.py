@@ -22,7 +22,7 @@ Sample = dict[str, torch.Tensor]
 
 
 class GptSample(Gpt):
-    """Of one sample; logits beside the loss, and what is no tensor."""
+    """A GPT on one sample; logits beside the loss, and values that are no tensors."""
 
     def forward(self, data: Sample) -> dict[str, Any]:  # type: ignore[override]
         return {"loss": super().forward(data["tokens"], data["labels"]), "mask": (data["labels"] < 0, "name")}
@@ -75,7 +75,7 @@ def config(
 
 
 class Run(NamedTuple):
-    """What training leaves.
+    """Results of training.
 
     Attributes:
         results: of the first step, of each sample of each unit.

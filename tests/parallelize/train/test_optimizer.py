@@ -34,7 +34,7 @@ STEPS = range(8)
 
 
 def trained(config, make_optimizer, parent="", max_norm=None, body=one_rank):
-    """Of each rank what `body(module, optimizer, ...)` returned, and its whole weights."""
+    """Returns what `body(module, optimizer, ...)` returned on each rank, and the rank's whole weights."""
     with parallel(config, parent) as make:
 
         def program():

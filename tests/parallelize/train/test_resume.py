@@ -47,7 +47,7 @@ PAIRS = [("tp2", "tp4"), ("tp2", "pp2"), ("zero2", "tp2"), ("pp2 tp2", "one"), (
 def trained(
     name: str, plan: str, optimizer: str, steps: range, folder: Path, merged: Any = None
 ) -> tuple[list[Any], list[dict[str, torch.Tensor]], Any]:
-    """Of each rank losses and whole weights; and the merged states of all."""
+    """Returns the losses and whole weights of each rank, and the merged states of all."""
     layout, arguments = PLANS[plan], case(name).arguments
 
     def rank() -> Any:

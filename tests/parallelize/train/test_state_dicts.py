@@ -60,7 +60,7 @@ def config_of(layout):
 
 
 def through_a_file(x):
-    """What `torch.save` and `torch.load` make of it."""
+    """Returns a value after `torch.save` and `torch.load`."""
     stream = io.BytesIO()
     torch.save(x, stream)
     stream.seek(0)
@@ -84,7 +84,7 @@ def states_of(
     states=lambda m, o: (m.state_dict(), o.state_dict()),
     change=lambda module: module,
 ):
-    """Of each rank the states after some steps, the results of the steps, and the whole weights."""
+    """Returns each rank's states after some steps, the results of the steps, and the whole weights."""
     with parallel(config, parent) as make:
 
         def program():

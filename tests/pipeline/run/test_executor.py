@@ -214,7 +214,7 @@ class WithHook(Model):
 
 @pytest.mark.parametrize("model_class", [Model, TwoEmbeddings, WithHook])
 def test_the_first_stage_has_halves_too(model_class: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its input half ends at the first activations: as many products as in forward, and no parameter's gradient.
+    """The input half ends at the first activations: as many products as in forward, and no parameter's gradient.
 
     Where such an activation has a hook of its own, all of the backward is in the weight half.
     """

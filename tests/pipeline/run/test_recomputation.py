@@ -64,7 +64,7 @@ def test_what_others_put_in_place_of_torchs_own_is_used_and_restored(monkeypatch
 
 
 def test_other_threads_are_left_alone() -> None:
-    """Their checkpoints recompute for each backward, and reentrant ones stay reentrant, while this one is seen."""
+    """Checkpoints of other threads recompute for each backward, and reentrant ones stay reentrant, in the meantime."""
     layer = nn.Linear(3, 3)
     names: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What test_xla_foundation.py runs on one XLA device, and on the CPU."""
+"""Programs that test_xla_foundation.py runs on one XLA device, and on the CPU."""
 
 from __future__ import annotations
 
@@ -396,7 +396,7 @@ def save_as_rank(rank: int, folder: str) -> tuple[list[tuple[int, ...]], int]:
 
 
 def device_of_the_loss(on_cpu: bool) -> tuple[str, str]:
-    """Where a pipeline model on an XLA device returns the mean loss, and the list of the microbatches' losses."""
+    """Returns the devices of a pipeline model's mean loss on an XLA device, and of its microbatches' losses."""
     import torch_xla
 
     devices = []

@@ -19,7 +19,7 @@ from neuronx_dist.comm.errors import CommError
 
 @contextlib.contextmanager
 def one_of(size: int, rank: int) -> Iterator[None]:
-    """What torchrun and the runtime of `size` devices say to a process; the store answers without anybody there."""
+    """Sets what torchrun and the runtime of `size` devices set for a process; the store needs no other rank."""
     import torch_xla.distributed.xla_backend  # noqa: F401 - registers the backend
     import torch_xla.runtime as xr
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -29,7 +29,7 @@ box = {"x": x, "list": [x, y]}
 
 
 def site(source: str, statement: int = -1) -> Site:
-    """As if the last expression of a source were evaluated in this module."""
+    """Returns the call site of the last expression of a source, as if it were evaluated in this module."""
     tree = syntax.syntax_tree(source)
     node: Any = tree.body[statement]
     while isinstance(node, (ast.Expr, ast.Assign, ast.Return)):

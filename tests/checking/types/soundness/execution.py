@@ -39,7 +39,7 @@ _CUT = ("detach", "no_grad", "item()", "float(", "bool(", "int(", "> 0", "comm."
 
 @dataclass
 class Held:
-    """What one rank holds after a run: values, gradients of inputs, types, and the error that ended it."""
+    """Results of one rank's run: values, gradients of inputs, types, and the error that ended it."""
 
     values: Names = field(default_factory=dict)
     grads: Names = field(default_factory=dict)

@@ -42,7 +42,7 @@ class Input:
         return x > 0 if self.kind == "mask" else x
 
     def pieces(self, whole: Tensor, grid: Grid, split: int) -> list[Tensor]:
-        """Of all ranks; `split` seeds how sums are split, and what varies."""
+        """Returns the pieces of all ranks; `split` seeds how sums are split, and what varies."""
         random = torch.Generator().manual_seed(split * 1000 + int(self.name[1:]))
         return distribute(
             whole, self.claim, grid, lambda x: torch.randn(x.shape, generator=random, dtype=torch.float64)
@@ -89,7 +89,7 @@ class Program:
         return Mesh(math.prod(self.grid.values()), **sizes)
 
     def __str__(self) -> str:
-        """As python, for one rank of a mesh."""
+        """Returns the program as Python, for one rank of a mesh."""
         lines = [f"# seed {self.seed}, mesh {self.grid}, level {self.level}"]
         for x in self.inputs:
             local = list(x.shape)

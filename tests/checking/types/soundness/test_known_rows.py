@@ -1,4 +1,4 @@
-"""What the published checker lets through, refuses wrongly or crashes on (reference 1.3 and 2), row by row."""
+"""Programs that the published checker lets through, refuses wrongly or crashes on (reference 1.3 and 2), row by row."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_random_numbers_are_what_their_stream_is():
 
 
 def test_a_gather_of_the_outer_of_two_axes_leaves_blocks():
-    """What two axes shard one dim of is cut by the first one first: put together over that, the other has strides."""
+    """A dim sharded over two axes is cut by the first one first: put together over that, the other has strides."""
     with comm.as_rank(Mesh(4, tp=2), 0), spmd.SpmdTypeMode():
         with torch._C.DisableTorchFunction():
             made = torch.rand(4)
