@@ -242,8 +242,8 @@ def test_frames_from_the_inside_out() -> None:
     lines, _ = _stack("user package transport", lambda: frames.extend(sites.frames(1)))
     assert [owner for owner, _ in frames] == ["transport", "package", "user", "transport"]
     assert [sites.line_of(frame) for _, frame in frames[:3]] == lines[::-1]
-    own, caller = next(sites.frames()), next(sites.frames(1))
-    assert own[1] is sys._getframe() and caller[1] is sys._getframe(1)
+    innermost, caller = next(sites.frames()), next(sites.frames(1))
+    assert innermost[1] is sys._getframe() and caller[1] is sys._getframe(1)
 
 
 # --- modules

@@ -80,7 +80,7 @@ def private_uses(tree: ast.AST, attributes: set[str]) -> Iterator[tuple[int, str
 
     Attributes of `self` and `cls` are the file's own, and so are those that it sets there and reads elsewhere.
     """
-    roots, own = set(), set()
+    roots, local = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -94,9 +94,9 @@ def private_uses(tree: ast.AST, attributes: set[str]) -> Iterator[tuple[int, str
                 if any(map(is_private, [*(node.module or "").split("."), alias.name])):
                     yield node.lineno, f"{node.module}.{alias.name}"
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
-            own.add(node.attr)
+            local.add(node.attr)
         elif isinstance(node, (ast.FunctionDef, ast.AnnAssign)):
-            own.add(node.name if isinstance(node, ast.FunctionDef) else ast.unparse(node.target))
+            local.add(node.name if isinstance(node, ast.FunctionDef) else ast.unparse(node.target))
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
             name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
@@ -110,7 +110,7 @@ def private_uses(tree: ast.AST, attributes: set[str]) -> Iterator[tuple[int, str
             name, of_torch = node.arg, False  # `Replacement(module, _name=...)`
         else:
             continue
-        if is_private(name) and (of_torch or (name in attributes and name not in own)):
+        if is_private(name) and (of_torch or (name in attributes and name not in local)):
             yield node.lineno, ast.unparse(node)
 
 
@@ -476,8 +476,8 @@ def test_every_name_is_there_and_does_what_its_comment_says(module: ModuleType) 
     for case in CASES[module]:
         case()
     functions = {name for name, value in vars(module).items() if inspect.isfunction(value)}
-    own = {name for name in functions if vars(module)[name].__module__ == module.__name__ and name[0] != "_"}
+    defined = {name for name in functions if vars(module)[name].__module__ == module.__name__ and name[0] != "_"}
     used = {name for case in CASES[module] for name in case.__code__.co_names} | {
         name for case in CASES[module] for code in case.__code__.co_consts for name in getattr(code, "co_names", ())
     }
-    assert own <= used
+    assert defined <= used

@@ -204,11 +204,11 @@ def test_from_nxd_with_fused_projections(model: tuple[Any, Path], fused: bool, t
         output = parameters[f"{attention}.o_proj.weight"]
         output.value = torch.cat([output.value.chunk(4, 1)[head] for head in (0, 2, 1, 3)], 1)
         if fused:
-            shards = [torch.cat([each.chunk(4)[rank] for each in (query, key, value)]) for rank in range(4)]
+            shards = [torch.cat([weight.chunk(4)[rank] for weight in (query, key, value)]) for rank in range(4)]
             parameters[f"{attention}.qkv_proj.weight_qkv"] = nxd_folder.Parameter(torch.cat(shards), 0, 1, stage)
         else:
-            for name, each in zip("qkv", (query, key, value)):
-                parameters[f"{attention}.qkv_proj.weight_{name}"] = nxd_folder.Parameter(each, 0, 1, stage)
+            for name, weight in zip("qkv", (query, key, value)):
+                parameters[f"{attention}.qkv_proj.weight_{name}"] = nxd_folder.Parameter(weight, 0, 1, stage)
         gate_up = torch.cat([parameters.pop(f"{mlp}.{name}_proj.weight").value for name in ("gate", "up")])
         parameters[f"{mlp}.gate_up_proj.weight"] = nxd_folder.Parameter(gate_up, 0, 2, stage)
     nxd_folder.write(tmp_path / "nxd" / "step_1", parameters, 4, 2, xser=True)
@@ -226,9 +226,9 @@ def test_several_files_and_every_dtype(tmp_path: Path) -> None:
         "f": torch.randn(4).to(torch.float8_e4m3fn),
         "g": torch.randn(2, 3).t(),
     }
-    told: list[int] = []
-    write_weights(StateDict(tensors), tmp_path, 60, told.append)
-    assert told == list(range(1, 8))
+    seen: list[int] = []
+    write_weights(StateDict(tensors), tmp_path, 60, seen.append)
+    assert seen == list(range(1, 8))
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(tensors) and len(set(index["weight_map"].values())) > 1
     weights = open_source(tmp_path)

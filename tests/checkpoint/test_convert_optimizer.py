@@ -121,7 +121,7 @@ def test_what_is_written_loads(tmp_path: Path) -> None:
             model = model_of(tmp_path / "hf", torch.bfloat16)
             optimizer = adamw(model)
             nxd.load_checkpoint(folder, "a", model, optimizer)
-            states.append({key: each.tensor for key, each in collect(model, optimizer).tensors.items()})
+            states.append({key: x.tensor for key, x in collect(model, optimizer).tensors.items()})
         assert states[0].keys() == states[1].keys()
         assert [key for key, value in states[0].items() if not torch.equal(value, states[1][key])] == []
 
@@ -140,9 +140,7 @@ def test_it_is_what_nxd_writes(tmp_path: Path) -> None:
         entries = {entry: tensors[f"optimizer.state.{name}.{entry}"] for entry in ("step", "exp_avg", "exp_avg_sq")}
         values = {"": tensors[f"model.{name}"], **entries}
         if "embed" in name or "lm_head" in name:
-            values = {
-                key: torch.cat([each, torch.zeros(1, 16)]) if each.dim() else each for key, each in values.items()
-            }
+            values = {key: torch.cat([x, torch.zeros(1, 16)]) if x.dim() else x for key, x in values.items()}
         parameters[name] = nxd_folder.Parameter(values.pop(""), dim, 1, stage, values)
     order = torch.load(tmp_path / "nxd" / "a" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt", weights_only=True)
     order |= torch.load(tmp_path / "nxd" / "a" / "model" / "dp_rank_00_tp_rank_00_pp_rank_01.pt", weights_only=True)

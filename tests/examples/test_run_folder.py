@@ -38,7 +38,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 def record(out: str, *launches: Any, resumed: Any = ()) -> None:
     Path(out).mkdir(parents=True)
-    text = {"launches": [*launches], "resumed": [{"launches": [each]} for each in resumed]}
+    text = {"launches": [*launches], "resumed": [{"launches": [resumption]} for resumption in resumed]}
     (Path(out) / "run.json").write_text(json.dumps(text))
 
 

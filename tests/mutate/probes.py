@@ -44,8 +44,8 @@ def _statement_lists(tree: ast.Module) -> Iterator[tuple[list[ast.stmt], bool]]:
         function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         for name, value in ast.iter_fields(node):
             statements = isinstance(value, list) and value and isinstance(value[0], ast.stmt)
-            own = function and name == "body"
-            if statements and (own or (inside and not isinstance(node, ast.ClassDef))):
+            is_body = function and name == "body"
+            if statements and (is_body or (inside and not isinstance(node, ast.ClassDef))):
                 yield value, function
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):

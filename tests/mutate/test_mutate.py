@@ -74,8 +74,8 @@ def test_every_edit_changes_code_and_nothing_but_code() -> None:
     edits = [edit for edit in edits_of("m.py", SOURCE) if edit.compiles]
     assert {edit.operator for edit in edits} == set(EDITS)
     for edit in edits:
-        for kept in ('"""Words."""', '"""More words."""', '__all__ = ["f"]', "assert x > 0", 'x: "int"', '-> "str"'):
-            assert kept in edit.edited
+        for text in ('"""Words."""', '"""More words."""', '__all__ = ["f"]', "assert x > 0", 'x: "int"', '-> "str"'):
+            assert text in edit.edited
         assert 'help="some"' in edit.edited
         assert 'Hook = Callable[[int, "str"], None]' in edit.edited
         assert "unused: int = 5" in edit.edited  # it stands there for its name

@@ -122,12 +122,14 @@ def test_bytes(name):
     function, args, kwargs, composites = CALLS[name]
     case, size = Case(function, args, kwargs), 4
     offered = [
-        each for each in candidates(case.call, "tp", size) if each.local.function in vars(composites_module).values()
+        candidate
+        for candidate in candidates(case.call, "tp", size)
+        if candidate.local.function in vars(composites_module).values()
     ]
     assert offered
     for strategy in offered:
         events = case.recorded(strategy, size)
-        sent = [sum(bytes_sent(event, size) for event in each) for each in events]
+        sent = [sum(bytes_sent(event, size) for event in found) for found in events]
         assert tuple(sent) == strategy.bytes_moved, (strategy, events)
 
 

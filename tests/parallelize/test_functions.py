@@ -122,7 +122,7 @@ def experts(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *proje
     return total
 
 
-MIXTRAL = next(each for each in ARCHITECTURES if each.name == "Mixtral")
+MIXTRAL = next(architecture for architecture in ARCHITECTURES if architecture.name == "Mixtral")
 
 
 def test_functions_that_need_values(monkeypatch: pytest.MonkeyPatch) -> None:

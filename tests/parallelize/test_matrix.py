@@ -106,7 +106,7 @@ def test_processes(name: str, layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["mlp", pytest.param("conv", marks=pytest.mark.full)])
 def test_reductions_in_backward_are_bit_equal_to_those_behind_it(name: str, layout: str, tmp_path: Path) -> None:
     asynchronous, synchronous = (
-        on_threads(name, each, tmp_path / each) for each in (layout, layout.replace("async", "end2end"))
+        on_threads(name, form, tmp_path / form) for form in (layout, layout.replace("async", "end2end"))
     )
     for runs, expected in zip(asynchronous, synchronous, strict=True):
         for run, other in zip(runs, expected, strict=True):

@@ -150,9 +150,9 @@ def missing(texts: Sequence[str], size: int = 2) -> tuple[int, list]:
         for types, results in legal:
             if types in offered:
                 continue
-            own = " ".join(reasons.get(f"{t} of operand {i}", "") for i, t in enumerate(types))
-            right = "integers" in own and next(right_calls(case, types, results, size), "none")
-            if right != "none" and "size 1" not in own:
+            why = " ".join(reasons.get(f"{t} of operand {i}", "") for i, t in enumerate(types))
+            right = "integers" in why and next(right_calls(case, types, results, size), "none")
+            if right != "none" and "size 1" not in why:
                 lost.append((text, types, right))
     return count, lost
 

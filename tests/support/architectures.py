@@ -127,7 +127,7 @@ class Architecture:
     def plans(self, model: nn.Module, recording: Recording, pieces: int, traced: bool) -> list[StagePlan] | None:
         """Returns the programs of four stages; None: `traced` is needed, as parameters placed without it do not fit."""
         classes = self.classes(model)
-        made = partition(
+        partitioned = partition(
             model,
             pieces,
             cuts="layers",
@@ -135,8 +135,8 @@ class Architecture:
             leaf_classes=classes,
             recording=recording if traced else None,
         )
-        plans = split(recording, made.cuts)
-        return plans if misplaced(model, made.placement, plans, range(pieces)) is None else None
+        plans = split(recording, partitioned.cuts)
+        return plans if misplaced(model, partitioned.placement, plans, range(pieces)) is None else None
 
 
 # --- models that are not Hugging Face's -------------------------------------------------------------------------------
@@ -438,8 +438,12 @@ def raised(architecture: Architecture) -> str:
 
 
 def document() -> str:
-    recorded = [each for each in ARCHITECTURES if not each.error]
-    refused = [f"* {each.name}: {each.remarks}\n\n      {each.error} ...\n" for each in ARCHITECTURES if each.error]
+    recorded = [architecture for architecture in ARCHITECTURES if not architecture.error]
+    refused = [
+        f"* {architecture.name}: {architecture.remarks}\n\n      {architecture.error} ...\n"
+        for architecture in ARCHITECTURES
+        if architecture.error
+    ]
     measured = json.loads(MEASURED.read_text())
     columns = list(next(iter(measured.values())))
     return _TEXT.format(
@@ -449,7 +453,7 @@ def document() -> str:
         rules=" --- |" * len(columns),
         swapped="\n".join(f"| {name} | {' | '.join(cells.values())} |" for name, cells in measured.items()),
         transformers=transformers.__version__,
-        rows="\n".join(row(each) for each in recorded),
+        rows="\n".join(row(architecture) for architecture in recorded),
         refused="\n".join(refused),
     )
 

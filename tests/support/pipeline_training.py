@@ -164,7 +164,7 @@ def differences(setting: Setting, results: list[dict[str, Steps]]) -> Iterator[t
 def check(setting: Setting, results: list[dict[str, Steps]]) -> None:
     """Losses, norms, all gradients of each step and the weights after the last are those of one process."""
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-5}[setting.dtype]
-    what, worst = max(differences(setting, results), key=lambda each: each[1])
+    what, worst = max(differences(setting, results), key=lambda item: item[1])
     assert worst < tolerance, f"{setting}: {what} differs by {worst:.2e} from one process"
 
 

@@ -41,11 +41,11 @@ def test_a_pipeline_has_as_many_programs_as_on_the_linear_order(mesh, sizes):
     mesh = replace(mesh, **sizes)
     options = {"zero1": True, "optimizer": True}
     report, linear = (
-        spmd.check(models.pipeline, models.pipeline_inputs(), each, options=options, level=None)
-        for each in (mesh, replace(mesh, topology="linear"))
+        spmd.check(models.pipeline, models.pipeline_inputs(), variant, options=options, level=None)
+        for variant in (mesh, replace(mesh, topology="linear"))
     )
     assert report.ok, str(report)
-    numbers = [(each.programs, each.runs, each.operators, each.collectives) for each in (report, linear)]
+    numbers = [(result.programs, result.runs, result.operators, result.collectives) for result in (report, linear)]
     assert numbers[0] == numbers[1]
 
 

@@ -55,14 +55,14 @@ def test_what_adds_up():
     assert adds_up(of(), of()) and not adds_up(of(P), of())
 
 
-@pytest.mark.parametrize("tp, told", [(R, "the loss is R"), (V, "the loss is V"), (I, ""), (P, "")])
-def test_a_loss_is_looked_at_on_every_axis(tp, told):
+@pytest.mark.parametrize("tp, reported", [(R, "the loss is R"), (V, "the loss is V"), (I, ""), (P, "")])
+def test_a_loss_is_looked_at_on_every_axis(tp, reported):
     """Also behind pp, where each stage has its own."""
     x = torch.ones(2, 2, requires_grad=True)
     with comm.as_rank(Mesh(8, tp=2, pp=2), 0, CheckBackend()), spmd.SpmdTypeMode():
         spmd.assert_type(x, {"pp": V, "dp": P, "tp": tp})
-        if told:
-            with pytest.raises(SpmdTypeError, match=f"on tp {told}"):
+        if reported:
+            with pytest.raises(SpmdTypeError, match=f"on tp {reported}"):
                 x.sum().backward()
         else:
             x.sum().backward()

@@ -210,8 +210,8 @@ def judged(call: Callable[..., Any], given: Sequence[dict[str, Any]], receiving:
             said = [*said_of(error)]
         except (RuntimeError, ValueError) as error:  # torch's own words, or those of a collective
             said = [type(error).__name__]
-        taken = [("assumed", text) for text, _ in mode.assumed] + [("trusted", text) for text, _ in mode.trusted]
-        return [*said, *(f"    {word}: {text}" for word, text in taken)]
+        claims = [("assumed", text) for text, _ in mode.assumed] + [("trusted", text) for text, _ in mode.trusted]
+        return [*said, *(f"    {word}: {text}" for word, text in claims)]
 
 
 class Answer(NamedTuple):

@@ -106,10 +106,10 @@ def test_a_rule_that_is_registered_later_counts():
 def test_constants_like_an_operand():
     """Nothing is gathered for its shape or dtype alone."""
     x = parameter(4, 6)
-    alike = {"S(0) of operand 0": ((S(0),), (S(0),)), "S(1) of operand 0": ((S(1),), (S(1),))}
+    like_both = {"S(0) of operand 0": ((S(0),), (S(0),)), "S(1) of operand 0": ((S(1),), (S(1),))}
     others = {"R": ((R,), (R,)), "I": ((I,), (I,)), "P of operand 0": ((P,), (R,))}
     found = by_name(call_of(torch.zeros_like, x))
-    assert found == {**others, "I of operand 0": ((I,), (R,)), **alike}
+    assert found == {**others, "I of operand 0": ((I,), (R,)), **like_both}
     found = by_name(call_of(Tensor.new_ones, x, (3, 2)))
     assert found["S(1) of operand 0"] == ((S(1),), (R,)) and found["P of operand 0"] == ((P,), (R,))
 

@@ -33,11 +33,11 @@ def test_there_are_many():
 def test_first_edits_lead_to_the_program_of_one_process(name, tmp_path):
     program = ALL[name]
     end = converge(program, tmp_path, ROUNDS)
-    told = "\n".join([*map(str, end.errors), *end.applied])
+    text = "\n".join([*map(str, end.errors), *end.applied])
     assert end.errors, "nothing was found"
-    assert program.rounds == 1 or len(end.errors) == program.rounds, told
-    assert end.loss_type is not None, told
-    assert parity(program, end.body, end.loss_type) <= TOLERANCE, told
+    assert program.rounds == 1 or len(end.errors) == program.rounds, text
+    assert end.loss_type is not None, text
+    assert parity(program, end.body, end.loss_type) <= TOLERANCE, text
     before = parity(program, program.body, end.loss_type)
     assert before <= TOLERANCE if program.same else before > 1e-4, before
     for repair in (repair for error in end.errors for repair in error.repairs):  # what only the author knows is no edit

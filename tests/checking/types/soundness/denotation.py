@@ -115,7 +115,7 @@ def _cut(x: Tensor, kind: SpmdType, count: int, random: Callable[[Tensor], Tenso
     return [x] * count
 
 
-def alike(x: Tensor, claim: Claim) -> Tensor:
+def narrowed(x: Tensor, claim: Claim) -> Tensor:
     """With one position of every dim along which all are equal."""
     for dim in claim.free:
         x = x.narrow(dim, 0, 1) if x.shape[dim] else x
@@ -135,7 +135,7 @@ def assemble(pieces: Sequence[Tensor], claim: Claim, grid: Grid, tolerance: floa
     if len({tuple(x.shape) for x in pieces}) > 1:
         raise Wrong(f"the ranks have different shapes {[list(x.shape) for x in pieces]}")
     for x in pieces if pieces[0].numel() else ():
-        _same(x, alike(x, claim).expand_as(x), f"equal along dims {sorted(claim.free)}", tolerance)
+        _same(x, narrowed(x, claim).expand_as(x), f"equal along dims {sorted(claim.free)}", tolerance)
         if claim.constant == "0":
             _same(x, torch.zeros_like(x), "zero", tolerance)
     axes = _order(claim, grid)

@@ -96,11 +96,11 @@ class Program:
             for axis, kind in x.claim.types:
                 if kind.letter == "S":
                     local[kind.dim] //= self.grid[axis]  # type: ignore[union-attr]
-            made = {"float": f"torch.randn({local}, dtype=torch.float64)", "index": f"torch.randint(0, 2, {local})",
+            value = {"float": f"torch.randn({local}, dtype=torch.float64)", "index": f"torch.randint(0, 2, {local})",
                     "mask": f"torch.randn({local}) > 0"}[x.kind]  # fmt: skip
             types = ", ".join(f"{axis!r}: {_written(kind)}" for axis, kind in x.claim.types)
             grad = ".requires_grad_()" if x.grad else ""
-            lines.append(f"{x.name} = spmd.assert_type({made}{grad}, {{{types}}})")
+            lines.append(f"{x.name} = spmd.assert_type({value}{grad}, {{{types}}})")
         for step in self.steps:
             last = [f"{name}: " + ", ".join(f"{a} {k}" for a, k in self.claims[name].types)
                     for name in step.targets if name in self.claims]  # fmt: skip
