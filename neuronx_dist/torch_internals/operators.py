@@ -73,8 +73,13 @@ def skip_in_compiler(function: _Function) -> _Function:
     return function
 
 
-# TorchScript: without these names the checker cannot follow graphs of scripted functions.
+# Classes of scripted functions and methods. Without them the checker would let their calls pass unseen.
 script_classes: tuple[type, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
+
+
+def python_function(scripted: Any) -> Any:
+    """Returns the function that was scripted, which a check calls in its place; None if it is not known."""
+    return getattr(scripted, "_torchdynamo_inline", None)
 
 
 def wrap_script_module(module: Any) -> Any:
