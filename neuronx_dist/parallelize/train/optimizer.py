@@ -27,9 +27,9 @@ from ...gradients.in_backward import paused
 from ...mesh import Mesh
 from ...optimizer.zero1 import NeuronZero1Optimizer
 from ..config import ComputeConfig
-from .devices import device_of
 from .gradient_sync import GradientSync, ShardedSync
 from .layouts import LAYOUT
+from .module_tensors import device_of
 from .optimizer_layout import Rows, optimizer_layout
 from .parallel_module import ParallelModule
 from .reducer import Hook, Reducer

@@ -28,9 +28,8 @@ from ...torch_internals.tensors import pytree, state_dict_metadata
 from ...weights.shard_spec import ShardedModule, set_spec
 from ...weights.wrappers import refuse_wrapper
 from ..config import ComputeConfig
-from .buffers import buffers_kept
-from .devices import device_of
 from .layouts import LAYOUT, layout_data
+from .module_tensors import buffers_kept, device_of
 from .pipelined import Pipelined, StageTable
 from .random_stream import whole_values
 from .recorded_arguments import at_path, check_arguments

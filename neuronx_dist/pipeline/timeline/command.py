@@ -17,12 +17,11 @@ from typing import Any
 from ...command_line import command_parser, count
 from ..schedule import Costs, Inference, Schedule, training_schedule
 from ..schedule.selection import NAMES, check_sizes
-from .chart import Chart, simulated
+from .chart import LEGEND, Chart, simulated, text
 from .png import save_png
 from .recorded import measured_costs, recorded
 from .scene import draw
 from .svg import html, svg
-from .text import LEGEND, text
 
 __all__ = ["arguments", "run"]
 

@@ -15,8 +15,7 @@ from neuronx_dist import Mesh, comm, spmd
 from neuronx_dist.checking import api
 from neuronx_dist.checking.programs import calls, compare, numeric, played
 from neuronx_dist.checking.programs.calls import Draw, Op
-from neuronx_dist.checking.programs.differing_seeds import axes_between, differing_seeds
-from neuronx_dist.checking.programs.explore import PhaseFailure
+from neuronx_dist.checking.programs.explore import PhaseFailure, axes_between, differing_seeds
 from neuronx_dist.checking.programs.inputs import declare_inputs
 from neuronx_dist.comm.backends.observed import CheckBackend, Event
 from neuronx_dist.comm.ranks.rank_values import RankValue

@@ -22,12 +22,11 @@ from neuronx_dist.pipeline.schedule import (
     simulate,
     training_schedule,
 )
-from neuronx_dist.pipeline.timeline.chart import Chart, simulated
+from neuronx_dist.pipeline.timeline.chart import Chart, simulated, text
 from neuronx_dist.pipeline.timeline.png import save_png
 from neuronx_dist.pipeline.timeline.recorded import measured_costs, recorded
 from neuronx_dist.pipeline.timeline.scene import Area, Label, Rectangle, draw
 from neuronx_dist.pipeline.timeline.svg import html, svg
-from neuronx_dist.pipeline.timeline.text import text
 
 NAMES = ("1f1b", "interleaved", "gpipe", "zb_h1", "zb_v")
 
