@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf
@@ -28,17 +28,14 @@ from neuronx_dist.hf.sources import StateDict, open_source
 from neuronx_dist.hf.writing import write_weights
 from neuronx_dist.mesh import Mesh
 from tests.checkpoint import nxd_folder
-
-SIZES = dict(
-    hidden_size=16, intermediate_size=20, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8
-)
+from tests.support.llama import tiny_llama
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
     """A Llama of three layers, and its folder as transformers writes it. At tp 2 the vocabulary is padded."""
     torch.manual_seed(3)
-    config = LlamaConfig(vocab_size=31, num_hidden_layers=3, tie_word_embeddings=request.param, **SIZES)
+    config = tiny_llama(vocab_size=31, hidden_size=16, num_hidden_layers=3, tie_word_embeddings=request.param)
     whole = LlamaForCausalLM(config)
     folder = tmp_path_factory.mktemp("llama")
     whole.save_pretrained(folder)
@@ -172,7 +169,7 @@ def test_every_target_compares_names_and_shapes(model: tuple[Any, Path], to: str
     name = "model.layers.1.mlp.up_proj.weight"
     for number, (changed, message) in enumerate(
         [
-            ({**values, name: values[name][:-1]}, rf"1 parameters have other shapes; {name} is \(19, 16\)"),
+            ({**values, name: values[name][:-1]}, rf"1 parameters have other shapes; {name} is \(47, 16\)"),
             (
                 {key: value for key, value in values.items() if key != name},
                 f"other parameter names .*: {name} is missing",

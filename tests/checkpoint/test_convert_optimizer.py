@@ -22,9 +22,9 @@ from neuronx_dist.checkpoint.run_state import collect
 from neuronx_dist.checkpoint.storage import LocalStorage
 from neuronx_dist.mesh import Mesh
 from tests.checkpoint import nxd_folder
+from tests.support.llama import tiny_llama
 
 pytestmark = pytest.mark.slow
-SIZES = dict(hidden_size=16, intermediate_size=20, num_attention_heads=4, num_key_value_heads=2)
 
 
 def model_of(folder: Path, dtype: torch.dtype) -> Any:
@@ -42,7 +42,7 @@ def adamw(model: Any, several_groups: bool = False) -> Any:
 
 def trained(folder: Path, tied: bool = False, several_groups: bool = False, dtype: Any = torch.bfloat16) -> Path:
     """A run of a Llama of three layers, saved at tp 2 and dp 2: `folder/run/a`; its config lies in `folder`."""
-    config = LlamaConfig(vocab_size=31, num_hidden_layers=3, tie_word_embeddings=tied, **SIZES)
+    config = tiny_llama(vocab_size=31, hidden_size=16, num_hidden_layers=3, tie_word_embeddings=tied)
     torch.manual_seed(1)
     LlamaForCausalLM(config).save_pretrained(folder)
 
