@@ -15,7 +15,7 @@ from tests.mutate.edits import edits_of
 from tests.mutate.equivalent import EQUIVALENT
 from tests.mutate.recording import Test
 from tests.support.paths import ROOT
-from tests.support.source_edits import Edit
+from tests.support.source_edits import SourceEdit
 
 SOURCE = '''"""Words."""
 
@@ -122,7 +122,7 @@ def part(**hits: list[int]) -> Recording:
     return Recording(tests, {"neuronx_dist/mesh.py": 0}, {"neuronx_dist/mesh.py": SOURCE})
 
 
-def edit_at(line: int, source: str = SOURCE) -> Edit:
+def edit_at(line: int, source: str = SOURCE) -> SourceEdit:
     return next(edit for edit in edits_of("neuronx_dist/mesh.py", source) if edit.position[0] == line)
 
 
@@ -167,7 +167,7 @@ def test_a_test_meets_the_edited_file(tmp_path: Path) -> None:
     pooled = "tests/support/test_pool.py::test_results_come_by_rank"
     for new, word in (("pass\n", "survived"), ("raise RuntimeError\n", "killed")):
         end = len(source)
-        with edited(tree, Edit(path, "test", source, end, end, new, (1, 0))):
+        with edited(tree, SourceEdit(path, "test", source, end, end, new, (1, 0))):
             assert run_tests(tree, ["tests/test_mesh.py"], 120.0).word == word
             if word == "killed":
                 assert run_tests(tree, [pooled], 120.0).word == word
