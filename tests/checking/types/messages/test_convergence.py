@@ -56,7 +56,7 @@ def test_a_loop_is_repaired_for_all_its_parameters_at_once(name, tmp_path):
 
 @POSITIONS
 def test_a_loop_over_layers_that_differ_does_not_flip(tmp_path):
-    """One of two layers is not reduced: a sum added to both would be one too many for the other."""
+    """A sum added to both of two layers, one of which lacks it, would be one too many for the other."""
     end = converge(layers_of_which_one_is_reduced, tmp_path, ROUNDS)
     assert end.loss_type is None and len(end.applied) == 1
     assert "if it is in every iteration; otherwise make the types equal first" in str(end.errors[-1])
