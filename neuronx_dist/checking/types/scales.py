@@ -24,7 +24,7 @@ def result_scale(axis: str, rule: Rule, groups: Groups, operand_types: Sequence[
     Args:
         groups: of operands in which the call is jointly linear.
         operand_types: on this axis; None for an operand of which only the shape is read. The scale of V is a guess, for
-            the case that it is taken for a summand, and no reason for an error.
+            the case that it counts as a summand, and no reason for an error.
 
     Raises:
         Violation: operands of different scales are added up; or the function is not linear in one that has a scale.

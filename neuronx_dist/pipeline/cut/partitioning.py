@@ -42,7 +42,7 @@ def partition(
 
     Args:
         cuts: names of layers; "layers": evenly between layers of `layer_classes`; "balanced": see `balance`.
-        recording: of the model's forward; None: layers are taken to run in the order in which they are registered.
+        recording: of the model's forward; None: layers are assumed to run in the order in which they are registered.
         chunks: pieces on each stage, for error messages.
 
     Raises:

@@ -1,7 +1,7 @@
 """Activation checkpointing under a backward in halves: tensors recomputed in the first half serve the second, too.
 
 `torch.utils.checkpoint` recomputes a layer when a backward first asks for a saved tensor, and returns each tensor once:
-the second half would recompute the layer again. So tensors that the second half needs are kept (`keep_for_later`).
+the second half would recompute the layer again. So tensors that the second half needs are stored (`keep_for_later`).
 
 The reentrant form of a checkpoint runs a backward inside of the outer one, which cannot be divided. In forwards whose
 backward is divided it is replaced by the other form, which computes the same.

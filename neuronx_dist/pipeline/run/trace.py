@@ -1,7 +1,7 @@
 """Trace of a rank's steps, for Perfetto (ui.perfetto.dev) and for `neuronx-dist timeline --trace`.
 
 A rank is a process of the trace. It has a track of its tasks and of its waits for messages, which do not overlap, a
-track of steps, tracks of its collectives, sends and receives, and a counter of the activations that are kept. Arrows go
+track of steps, tracks of its collectives, sends and receives, and a counter of the saved activations. Arrows go
 from the task that sends to the one that receives.
 
 Without a trace nothing here is called: a `Trace` puts itself between executor and transport, and attaches itself to
