@@ -61,11 +61,13 @@ def main() -> None:
     heading(f"spmd.check of a {size} Llama, tp {TP}, sequence parallel; goal: {GOAL}")
     print(f"{'pp':>3}{'ranks':>8}{'wall s':>9}{'CPU s':>8}{'GiB':>7}{'plays':>7}{'programs':>10}{'ratio':>8}")
     for pp in args.pp:
-        taken = [[cost(size, world, pp) for world in args.ranks] for _ in range(rounds)]
-        for world, costs, first in zip(args.ranks, zip(*taken), [[row[0] for row in taken]] * len(args.ranks)):
-            wall, cpu = (statistics.median(getattr(each, name) for each in costs) for name in ("wall", "cpu"))
-            ratio = statistics.median(each.cpu / base.cpu for each, base in zip(costs, first))
-            memory, plays, programs = max(each.memory for each in costs), costs[0].plays, costs[0].programs
+        costs_by_round = [[cost(size, world, pp) for world in args.ranks] for _ in range(rounds)]
+        for world, costs, first in zip(
+            args.ranks, zip(*costs_by_round), [[row[0] for row in costs_by_round]] * len(args.ranks)
+        ):
+            wall, cpu = (statistics.median(getattr(cost, name) for cost in costs) for name in ("wall", "cpu"))
+            ratio = statistics.median(cost.cpu / base.cpu for cost, base in zip(costs, first))
+            memory, plays, programs = max(cost.memory for cost in costs), costs[0].plays, costs[0].programs
             print(f"{pp:>3}{world:>8}{wall:>9.1f}{cpu:>8.1f}{memory:>7.2f}{plays:>7}{programs:>10}{ratio:>8.2f}")
             sys.stdout.flush()
 

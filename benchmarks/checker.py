@@ -91,14 +91,14 @@ def seconds(run: Run, context: Context, calls: int) -> float:
 
 def take_turns(variants: dict[str, tuple[Run, Context]], rounds: int, calls: int) -> dict[str, list[float]]:
     """Seconds per call of every variant, round by round."""
-    taken: dict[str, list[float]] = {name: [] for name in variants}
+    times: dict[str, list[float]] = {name: [] for name in variants}
     names = list(variants)
     for turn in range(-2, rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             found = seconds(*variants[name], calls if turn >= 0 else 3)
             if turn >= 0:
-                taken[name].append(found)
-    return taken
+                times[name].append(found)
+    return times
 
 
 def added(over: Sequence[float], under: Sequence[float]) -> float:
@@ -136,9 +136,9 @@ def operators(mode: SpmdTypeMode, rounds: int, calls: int) -> dict[str, dict[str
                 variants[letter] = bound(small(mode, given, others)), lambda: mode
         if peer is not None:
             variants["package"] = bound(declared(small(None, None, None))), peer_typecheck
-        taken = take_turns(variants, rounds, calls)
-        row = {"no mode": statistics.median(taken["no mode"]) * 1e6}
-        row.update((name, added(taken[name], taken["no mode"])) for name in variants if name != "no mode")
+        seconds = take_turns(variants, rounds, calls)
+        row = {"no mode": statistics.median(seconds["no mode"]) * 1e6}
+        row.update((name, added(seconds[name], seconds["no mode"])) for name in variants if name != "no mode")
         found[name] = row
         goal = GOALS[kind]
         shown = "".join(f"{row[letter]:>7.2f}" if letter in row else f"{'-':>7}" for letter in TYPES)
@@ -156,10 +156,10 @@ def parameters(hidden: int, ranks: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
     shapes = {"qkv": (3 * hidden // ranks, hidden), "o": (hidden, hidden // ranks), "up": (4 * hidden // ranks, hidden),
               "down": (hidden, 4 * hidden // ranks)}  # fmt: skip
-    made = {name: (torch.randn(shape) * shape[1] ** -0.5).requires_grad_() for name, shape in shapes.items()}
+    tensors = {name: (torch.randn(shape) * shape[1] ** -0.5).requires_grad_() for name, shape in shapes.items()}
     for name in ("norm1", "norm2"):
-        made[name] = torch.ones(hidden, requires_grad=True)
-    return made
+        tensors[name] = torch.ones(hidden, requires_grad=True)
+    return tensors
 
 
 def attention(x: Tensor, w: dict[str, Tensor]) -> Tensor:
@@ -217,13 +217,13 @@ def blocks(mode: SpmdTypeMode, batch: int, tokens: int, hidden: int, rounds: int
     if peer is not None:
         weights, z = declared(parameters(hidden, 1)), declared([x.clone()])[0]
         variants["plain, package"] = (lambda: plain_block(z, weights)), peer_typecheck
-    taken = take_turns(variants, rounds, 20 if batch * tokens < 64 else 4)
+    seconds = take_turns(variants, rounds, 20 if batch * tokens < 64 else 4)
     found: dict[str, float] = {}
     for code in ("plain", "parallel"):
-        base = taken[f"{code}, no mode"]
+        base = seconds[f"{code}, no mode"]
         found[f"{code} ms"] = statistics.median(base) * 1e3
         for name in ("bare", "ours", "package"):
-            ratios = [a / b for a, b in zip(taken.get(f"{code}, {name}", []), base)]
+            ratios = [a / b for a, b in zip(seconds.get(f"{code}, {name}", []), base)]
             if ratios:
                 found[f"{code}, {name}"] = statistics.median(ratios)
                 found[f"{code}, {name}, half-width"] = notch(ratios)

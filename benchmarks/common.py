@@ -86,7 +86,7 @@ def take_turns(
     `between(name)` is called after each run of a variant, and is not measured.
     """
     names = list(variants)
-    taken: dict[str, list[Seconds]] = {name: [] for name in names}
+    times: dict[str, list[Seconds]] = {name: [] for name in names}
     turns = _orders(len(names))
     quiet()
     for turn in range(-2, repeats):  # two rounds to warm up
@@ -96,13 +96,13 @@ def take_turns(
             if between is not None:
                 between(name)
             if turn >= 0:
-                taken[name].append(seconds)
+                times[name].append(seconds)
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, taken)
+    dist.all_gather_object(everyone, times)
     return {
         name: [
             Seconds(*(function(part) for function, part in zip((max, sum, sum), zip(*ranks))))
-            for ranks in zip(*(each[name] for each in everyone))
+            for ranks in zip(*(results[name] for results in everyone))
         ]
         for name in names
     }

@@ -99,9 +99,9 @@ def compare(make: Callable[[], Any], step_of: Callable[[Any], Step], rounds: int
     model.compile(backend=backend, fullgraph=True)
     models = {"eager": eager, "compiled": model, "again": copy.deepcopy(eager)}
     steps: dict[str, Step] = {}
-    for name, each in models.items():
+    for name, module in models.items():
         torch.manual_seed(1)
-        steps[name] = step_of(each)
+        steps[name] = step_of(module)
         steps[name]()
     pairs = list(zip(eager.parameters(), models["compiled"].parameters()))
     error = max(((a.grad - b.grad).norm() / a.grad.norm()).item() for a, b in pairs)
@@ -111,11 +111,11 @@ def compare(make: Callable[[], Any], step_of: Callable[[Any], Step], rounds: int
             param.grad = None
 
     clear("eager"), clear("compiled"), clear("again")
-    taken = take_turns(steps, rounds, clear)
-    found = {"error": error, "ms": statistics.median(each.wall for each in taken["eager"]) * 1e3}
+    by_step = take_turns(steps, rounds, clear)
+    found = {"error": error, "ms": statistics.median(seconds.wall for seconds in by_step["eager"]) * 1e3}
     for name in ("compiled", "again"):
         for part in ("wall", "cpu"):
-            series = [[getattr(each, part) for each in taken[variant]] for variant in (name, "eager")]
+            series = [[getattr(seconds, part) for seconds in by_step[variant]] for variant in (name, "eager")]
             suffix = "" if part == "wall" else "_cpu"
             found[f"{name}_over_eager{suffix}"], found[f"{name}_notch{suffix}"] = ratio(*series)
     return found
@@ -152,13 +152,15 @@ def main() -> None:
     rounds = 5 if args.quick else args.repeats
     report = on_ranks(measure, TP, args.hidden, args.tokens, rounds, args.backend)
     print(f"{'':<34}{'eager ms':>9}{'compiled':>17}{'CPU':>7}{'eager again':>13}{'error':>9}")
-    for name, each in report.items():
-        wall, notch = each["compiled_over_eager"], each["compiled_notch"]
+    for name, figures in report.items():
+        wall, notch = figures["compiled_over_eager"], figures["compiled_notch"]
         print(
-            f"{name:<34}{each['ms']:>9.1f}{wall:>9.3f} ± {notch:.3f}{each['compiled_over_eager_cpu']:>7.3f}"
-            f"{each['again_over_eager']:>13.3f}{each['error']:>9.0e}"
+            f"{name:<34}{figures['ms']:>9.1f}{wall:>9.3f} ± {notch:.3f}{figures['compiled_over_eager_cpu']:>7.3f}"
+            f"{figures['again_over_eager']:>13.3f}{figures['error']:>9.0e}"
         )
-    print(json.dumps({name: {key: round(value, 4) for key, value in each.items()} for name, each in report.items()}))
+    print(
+        json.dumps({name: {key: round(value, 4) for key, value in figures.items()} for name, figures in report.items()})
+    )
 
 
 if __name__ == "__main__":

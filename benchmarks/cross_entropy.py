@@ -159,9 +159,9 @@ def measure(tp: int, vocab: int, tokens: int, dtype: torch.dtype, rounds: int) -
             run(name)
         memory[name] = meter.peak / expected.nbytes
     made_anew()
-    taken = take_turns({name: partial(run, name) for name in VARIANTS}, rounds, made_anew)
+    seconds = take_turns({name: partial(run, name) for name in VARIANTS}, rounds, made_anew)
     nxd.destroy_model_parallel()
-    return taken, memory
+    return seconds, memory
 
 
 def main() -> None:
@@ -179,20 +179,20 @@ def main() -> None:
     for tp in args.tp:
         for vocab in args.vocab:
             rounds = 4 if args.quick else args.repeats
-            taken, memory = on_ranks(measure, tp, tp, vocab, args.tokens, getattr(torch, args.dtype), rounds)
-            report[f"tp {tp}, {vocab}"] = _show(tp, vocab, taken, memory)
+            seconds, memory = on_ranks(measure, tp, tp, vocab, args.tokens, getattr(torch, args.dtype), rounds)
+            report[f"tp {tp}, {vocab}"] = _show(tp, vocab, seconds, memory)
     print("±: half-width of the median's 95 % interval. Wall: the slowest rank. CPU: all ranks, all threads.")
     print(json.dumps(report))
 
 
-def _show(tp: int, vocab: int, taken: dict[str, list[Seconds]], memory: dict[str, float]) -> dict[str, float]:
+def _show(tp: int, vocab: int, seconds: dict[str, list[Seconds]], memory: dict[str, float]) -> dict[str, float]:
     result: dict[str, float] = {}
     for name in VARIANTS:
         cells = [f"{tp:>2}{vocab:>8}  {name:<14}"]
-        for (key, each), pad in zip(compared(taken[name], taken["hand"]).items(), (9, 11)):
-            cells.append(f"{each.seconds * 1e3:>{pad}.1f}{each.ratio:>8.3f}{each.interval:>7.3f}")
+        for (key, ratio), pad in zip(compared(seconds[name], seconds["hand"]).items(), (9, 11)):
+            cells.append(f"{ratio.seconds * 1e3:>{pad}.1f}{ratio.ratio:>8.3f}{ratio.interval:>7.3f}")
             if name != "hand":
-                result[f"{name}_over_hand{key}"] = round(each.ratio, 4)
+                result[f"{name}_over_hand{key}"] = round(ratio.ratio, 4)
         result[f"{name}_memory"] = round(memory[name], 3)
         print("".join(cells) + f"{memory[name]:>9.2f}", flush=True)
     met = result["ours_over_hand_cpu"] <= GOAL and memory["ours"] <= GOAL * memory["hand"] * 1.01

@@ -69,9 +69,9 @@ def time_verb(verb: str, size: int, repeats: int) -> dict[str, list[Seconds]]:
 
     torch.testing.assert_close(ours(), gloo())
     calls = max(1, min(50, (4 << 20) // size))  # a round of small ones takes milliseconds
-    taken = take_turns({"ours": partial(repeat, ours, calls), "gloo": partial(repeat, gloo, calls)}, repeats)
+    seconds = take_turns({"ours": partial(repeat, ours, calls), "gloo": partial(repeat, gloo, calls)}, repeats)
     nxd.destroy_model_parallel()
-    return {name: [Seconds(one.wall / calls, one.cpu / calls) for one in rounds] for name, rounds in taken.items()}
+    return {name: [Seconds(one.wall / calls, one.cpu / calls) for one in rounds] for name, rounds in seconds.items()}
 
 
 def main() -> None:
@@ -89,12 +89,14 @@ def main() -> None:
             for text in args.sizes:
                 size = num_bytes(text)
                 repeats = args.repeats or (6 if args.quick else 60 if size < 16 << 20 else 20)
-                taken = on_ranks(time_verb, ranks, verb, size, repeats)
+                seconds = on_ranks(time_verb, ranks, verb, size, repeats)
                 line = f"{verb:<15}{ranks:>6}{text:>8}    "
                 ratios = report[f"{verb} {ranks} ranks {text}"] = {}
-                for key, each in compared(taken["ours"], taken["gloo"]).items():
-                    line += f"{each.base * 1e3:>9.3f}{each.seconds * 1e3:>9.3f}{each.ratio:>8.2f}{each.interval:>7.2f} "
-                    ratios[f"ours_over_gloo{key}"] = round(each.ratio, 3)
+                for key, ratio in compared(seconds["ours"], seconds["gloo"]).items():
+                    line += (
+                        f"{ratio.base * 1e3:>9.3f}{ratio.seconds * 1e3:>9.3f}{ratio.ratio:>8.2f}{ratio.interval:>7.2f} "
+                    )
+                    ratios[f"ours_over_gloo{key}"] = round(ratio.ratio, 3)
                 print(line, flush=True)
     print(json.dumps(report))
 

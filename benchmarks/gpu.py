@@ -92,7 +92,7 @@ def synchronize(device: torch.device) -> None:
 
 def seconds(variants: Mapping[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, list[float]]:
     """Wall seconds of each variant, in turns, after three rounds that are not measured."""
-    taken: dict[str, list[float]] = {name: [] for name in variants}
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(-3, repeats):
         names = list(variants) if turn % 2 else list(variants)[::-1]
         for name in names:
@@ -101,8 +101,8 @@ def seconds(variants: Mapping[str, Callable[[], Any]], repeats: int, device: tor
             variants[name]()
             synchronize(device)
             if turn >= 0:
-                taken[name].append(time.perf_counter() - begin)
-    return taken
+                times[name].append(time.perf_counter() - begin)
+    return times
 
 
 def flops(size: str, model: Any) -> float:
@@ -125,13 +125,13 @@ def overhead_and_mfu(size: str, device: torch.device, repeats: int, peak: float 
     steps = {name: forward_and_backward(model, inputs) for name, model in variants.items()}
     if "mfu" in parts:
         steps["ours, compiled"] = forward_and_backward(torch.compile(ours), inputs)
-    taken = seconds(steps, repeats, device)
+    times = seconds(steps, repeats, device)
     if "overhead" in parts:
-        print(f"overhead  ours over plain {_text(taken['ours'], taken['plain'])} (goal 1.01)")
-        print(f"          plain again over plain {_text(taken['plain again'], taken['plain'])}")
+        print(f"overhead  ours over plain {_text(times['ours'], times['plain'])} (goal 1.01)")
+        print(f"          plain again over plain {_text(times['plain again'], times['plain'])}")
     if "mfu" in parts:
         for name in ("plain", "ours", "ours, compiled"):
-            rate = flops(size, ours) / statistics.median(taken[name]) / 1e12
+            rate = flops(size, ours) / statistics.median(times[name]) / 1e12
             share = "no peak is known: pass --peak" if peak is None else f"MFU {rate / peak:.3f} (goal 0.5)"
             print(f"mfu       {name}: {rate:.1f} TFLOP/s, {share}")
 
@@ -164,9 +164,9 @@ def zero1(size: str, device: torch.device, repeats: int) -> None:
         for param, grad in zip(ours.parameters(), gradients):
             param.grad = grad
 
-    taken = seconds({"hand": by_hand, "bfloat16": in_bfloat16.step, "ours": step}, repeats, device)
-    print(f"zero1     ours over AdamW on float32 masters by hand {_text(taken['ours'], taken['hand'])}")
-    print(f"          ours over AdamW without masters, in bfloat16 {_text(taken['ours'], taken['bfloat16'])}")
+    times = seconds({"hand": by_hand, "bfloat16": in_bfloat16.step, "ours": step}, repeats, device)
+    print(f"zero1     ours over AdamW on float32 masters by hand {_text(times['ours'], times['hand'])}")
+    print(f"          ours over AdamW without masters, in bfloat16 {_text(times['ours'], times['bfloat16'])}")
 
 
 def loss(size: str, device: torch.device, repeats: int) -> None:
@@ -188,13 +188,13 @@ def loss(size: str, device: torch.device, repeats: int) -> None:
         function().backward()
         logits.grad = None
 
-    taken = seconds({name: partial(step, function) for name, function in losses.items()}, repeats, device)
+    times = seconds({name: partial(step, function) for name, function in losses.items()}, repeats, device)
     for name, function in losses.items():
         torch.accelerator.reset_peak_memory_stats(device)
         before = torch.accelerator.memory_allocated(device)
         step(function)
         peak = torch.accelerator.max_memory_allocated(device) - before
-        print(f"loss      {name}: {statistics.median(taken[name]) * 1e3:.2f} ms, {peak / 2**20:.0f} MiB")
+        print(f"loss      {name}: {statistics.median(times[name]) * 1e3:.2f} ms, {peak / 2**20:.0f} MiB")
 
 
 def save(size: str, device: torch.device, repeats: int) -> None:

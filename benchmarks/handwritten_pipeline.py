@@ -16,7 +16,7 @@ def one_f_one_b(
 ) -> list[torch.Tensor]:
     """The losses of all microbatches, on the last rank; `pieces` are the first rank's inputs, elsewhere their shape."""
     rank, last, count = dist.get_rank(), dist.get_world_size() - 1, len(pieces)
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    activations: list[tuple[torch.Tensor, torch.Tensor]] = []
     losses: list[torch.Tensor] = []
     sends: list[tuple[dist.Work, torch.Tensor]] = []
 
@@ -35,10 +35,10 @@ def one_f_one_b(
             losses.append(out.detach() * count)
         else:
             sends.append((dist.isend(out.detach(), rank + 1), out))
-        kept.append((x, out))
+        activations.append((x, out))
 
     def backward(coming: tuple[dist.Work, torch.Tensor] | None) -> None:
-        x, out = kept.pop(0)
+        x, out = activations.pop(0)
         if coming is not None:
             coming[0].wait()
         out.backward(coming[1] if coming is not None else None)

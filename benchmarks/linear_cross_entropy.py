@@ -77,9 +77,9 @@ def measure(tp: int, vocab: int, tokens: int, width: int, dtype: torch.dtype, ro
             error = ((grad.float() - other.float()).norm() / other.float().norm()).item()
             assert error < tolerance, f"{name}: a gradient is off by {error:.1e} (relative)"
         memory[name] = (meter.peak - x.nbytes - weight.nbytes) / (tokens * (vocab // tp) * x.element_size())
-    taken = take_turns({name: partial(run, name) for name in functions}, rounds)
+    seconds = take_turns({name: partial(run, name) for name in functions}, rounds)
     nxd.destroy_model_parallel()
-    return taken, memory
+    return seconds, memory
 
 
 def main() -> None:
@@ -104,13 +104,13 @@ def main() -> None:
     print(json.dumps(report))
 
 
-def _show(tp: int, vocab: int, taken: dict[str, list[Seconds]], memory: dict[str, float]) -> dict[str, float]:
+def _show(tp: int, vocab: int, seconds: dict[str, list[Seconds]], memory: dict[str, float]) -> dict[str, float]:
     result: dict[str, float] = {}
-    for name in taken:
+    for name in seconds:
         cells = [f"{tp:>2}{vocab:>8}  {name:<14}"]
-        for (key, each), pad in zip(compared(taken[name], taken["two"]).items(), (9, 11)):
-            cells.append(f"{each.seconds * 1e3:>{pad}.1f}{each.ratio:>8.3f}{each.interval:>7.3f}")
-            result[f"{name}_over_two{key}"] = round(each.ratio, 4)
+        for (key, ratio), pad in zip(compared(seconds[name], seconds["two"]).items(), (9, 11)):
+            cells.append(f"{ratio.seconds * 1e3:>{pad}.1f}{ratio.ratio:>8.3f}{ratio.interval:>7.3f}")
+            result[f"{name}_over_two{key}"] = round(ratio.ratio, 4)
         result[f"{name}_memory"] = round(memory[name], 3)
         print("".join(cells) + f"{memory[name]:>9.3f}", flush=True)
     met = result["ours_over_two_cpu"] <= GOAL["time"] and memory["ours"] <= GOAL["memory"]

@@ -34,7 +34,7 @@ def time_messages(tensors: int, size: int, repeats: int) -> dict[str, list[Secon
     values = [torch.full((size // 4,), float(index)) for index in range(tensors)]
     answer = torch.zeros(1)
 
-    def each() -> list[torch.Tensor]:
+    def one_by_one() -> list[torch.Tensor]:
         if sends:
             handles = [comm.send(x, group, dst=1, async_op=True) for x in values]
         else:
@@ -54,9 +54,9 @@ def time_messages(tensors: int, size: int, repeats: int) -> dict[str, list[Secon
             (comm.recv if sends else comm.send)(answer, group, **{"src" if sends else "dst": 1 - dist.get_rank()})
         assert all(torch.equal(x, expected) for x, expected in zip(arrived, values))
 
-    taken = take_turns({"each": partial(messages, each), "one": partial(messages, one)}, repeats)
+    seconds = take_turns({"each": partial(messages, one_by_one), "one": partial(messages, one)}, repeats)
     nxd.destroy_model_parallel()
-    return {name: [Seconds(x.wall / MESSAGES, x.cpu / MESSAGES) for x in rounds] for name, rounds in taken.items()}
+    return {name: [Seconds(x.wall / MESSAGES, x.cpu / MESSAGES) for x in rounds] for name, rounds in seconds.items()}
 
 
 def main() -> None:
@@ -71,12 +71,12 @@ def main() -> None:
     report: dict[str, dict[str, float]] = {}
     for tensors in args.tensors:
         for text in args.sizes:
-            taken = on_ranks(time_messages, 2, tensors, num_bytes(text), 6 if args.quick else args.repeats)
+            seconds = on_ranks(time_messages, 2, tensors, num_bytes(text), 6 if args.quick else args.repeats)
             line = f"{tensors:<8}{text:>6}"
             ratios = report[f"{tensors} tensors of {text}"] = {}
-            for key, each in compared(taken["one"], taken["each"]).items():
-                line += f"{each.base * 1e3:>9.3f}{each.seconds * 1e3:>9.3f}{each.ratio:>8.2f}{each.interval:>7.2f} "
-                ratios[f"one_over_each{key}"] = round(each.ratio, 3)
+            for key, ratio in compared(seconds["one"], seconds["each"]).items():
+                line += f"{ratio.base * 1e3:>9.3f}{ratio.seconds * 1e3:>9.3f}{ratio.ratio:>8.2f}{ratio.interval:>7.2f} "
+                ratios[f"one_over_each{key}"] = round(ratio.ratio, 3)
             print(line, flush=True)
     print(json.dumps(report))
 

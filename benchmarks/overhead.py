@@ -206,17 +206,17 @@ def compare(case: Case, batches: int, calls: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for kind, make in (("forward", forward), ("both", both)):
         hand, ours = make(case.hand), make(case.ours)
-        taken: list[tuple[float, float]] = []
+        rounds: list[tuple[float, float]] = []
         for batch in range(-1, batches):
             if batch % 2:
                 pair = microseconds(hand, calls), microseconds(ours, calls)
             else:
                 pair = (microseconds(ours, calls), microseconds(hand, calls))[::-1]
             if batch >= 0:
-                taken.append(pair)
-        found[f"{kind}_hand"] = statistics.median(h for h, _ in taken)
-        found[f"{kind}_ours"] = statistics.median(o for _, o in taken)
-        found[f"{kind}_added"] = statistics.median(o - h for h, o in taken)
+                rounds.append(pair)
+        found[f"{kind}_hand"] = statistics.median(h for h, _ in rounds)
+        found[f"{kind}_ours"] = statistics.median(o for _, o in rounds)
+        found[f"{kind}_added"] = statistics.median(o - h for h, o in rounds)
     return {name: round(value, 1) for name, value in found.items()}
 
 
@@ -233,12 +233,12 @@ def main() -> None:
     report: dict[str, dict[str, float]] = {}
     worst = slowest = 0.0
     with comm.as_rank(nxd.Mesh(SIZE, tp=SIZE), 0, C10dBackend()):
-        made = cases()
+        calls = cases()
         linear = F.linear
         weight = torch.randn(OUT, IN, requires_grad=True)
-        made.insert(0, Case("F.linear, for scale", lambda x: linear(x, weight), lambda x: linear(x, weight)))
+        calls.insert(0, Case("F.linear, for scale", lambda x: linear(x, weight), lambda x: linear(x, weight)))
         quiet()
-        for case in made:
+        for case in calls:
             found = compare(case, 5 if args.quick else args.batches, 50 if args.quick else args.calls)
             report[case.name] = found
             print(f"{case.name:<30}" + "".join(f"{value:>9.1f}" for value in found.values()), flush=True)

@@ -208,29 +208,29 @@ def time_alone(hidden: int, tokens: int, repeats: int) -> dict[str, list[Seconds
 
 
 def report_alone(hidden: int, tokens: int, repeats: int) -> float:
-    taken = on_ranks(time_alone, 1, hidden, tokens, repeats)
+    seconds = on_ranks(time_alone, 1, hidden, tokens, repeats)
     for name in ALONE[1:]:
-        each = compared(taken[name], taken["whole"])["_cpu"]
-        verdict = f", goal {ALONE_GOAL}: {'met' if each.ratio <= ALONE_GOAL else 'MISSED'}" if name == "swap" else ""
-        times = f"{each.seconds * 1e3:.2f} over {each.base * 1e3:.2f} ms of CPU"
-        print(f"{hidden:>6}  tp 1, {name}: {times}: {each.ratio:.4f} ± {each.interval:.4f}{verdict}", flush=True)
-    return round(compared(taken["swap"], taken["whole"])["_cpu"].ratio, 4)
+        ratio = compared(seconds[name], seconds["whole"])["_cpu"]
+        verdict = f", goal {ALONE_GOAL}: {'met' if ratio.ratio <= ALONE_GOAL else 'MISSED'}" if name == "swap" else ""
+        times = f"{ratio.seconds * 1e3:.2f} over {ratio.base * 1e3:.2f} ms of CPU"
+        print(f"{hidden:>6}  tp 1, {name}: {times}: {ratio.ratio:.4f} ± {ratio.interval:.4f}{verdict}", flush=True)
+    return round(compared(seconds["swap"], seconds["whole"])["_cpu"].ratio, 4)
 
 
 def report_block(hidden: int, tokens: int, repeats: int) -> dict[str, float]:
-    taken, issued = on_ranks(time_block, TP, hidden, tokens, repeats)
+    seconds, issued = on_ranks(time_block, TP, hidden, tokens, repeats)
     report: dict[str, float] = {}
     for name in VARIANTS:
         cells = [f"{hidden:>6}  {name:<8}"]
-        for (key, each), pad in zip(compared(taken[name], taken["swap"]).items(), (9, 11)):
-            cells.append(f"{each.seconds * 1e3:>{pad}.2f}{each.ratio:>8.3f}{each.interval:>7.3f}")
+        for (key, figure), pad in zip(compared(seconds[name], seconds["swap"]).items(), (9, 11)):
+            cells.append(f"{figure.seconds * 1e3:>{pad}.2f}{figure.ratio:>8.3f}{figure.interval:>7.3f}")
             if name != "swap":
-                report[f"{'swap' if name == 'again' else name}_over_swap{key}"] = round(each.ratio, 4)
+                report[f"{'swap' if name == 'again' else name}_over_swap{key}"] = round(figure.ratio, 4)
         print("".join(cells) + f"{repeats:>9}", flush=True)
     for name, text in issued.items():
         print(f"        collectives of {name}: {text}")
     for base, goal in GOALS.get(hidden, {}).items():
-        ratio = compared(taken["emitted"], taken[base])["_cpu"].ratio
+        ratio = compared(seconds["emitted"], seconds[base])["_cpu"].ratio
         report[f"emitted_over_{base}_cpu"] = round(ratio, 4)
         verdict = "met" if ratio <= goal else "MISSED"
         print(f"        emitted / {base}, CPU: {ratio:.3f}, goal {goal:.2f}: {verdict}")
@@ -283,9 +283,9 @@ def report_compiling(layers: list[int]) -> dict[str, dict[str, float]]:
     print(f"{'layers':>6}{'calls':>7}{'record':>9}{'choose':>9}{'emit':>9}{'smaller':>9}{'proof':>9}   CPU seconds")
     for count in layers:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            each = pool.apply(compile_times, (count,))
-        report[str(count)] = each
-        print(f"{count:>6}{each['calls']:>7}" + "".join(f"{each[name]:>9.3f}" for name in STEPS), flush=True)
+            times = pool.apply(compile_times, (count,))
+        report[str(count)] = times
+        print(f"{count:>6}{times['calls']:>7}" + "".join(f"{times[name]:>9.3f}" for name in STEPS), flush=True)
     return report
 
 

@@ -165,14 +165,14 @@ def theirs(schedule: str, layer: str, batch: Batch) -> Variant:
     """torch's. Its stages are modules of their own."""
     rank, size, chunks = dist.get_rank(), dist.get_world_size(), SCHEDULES[schedule]
     pieces = size * chunks
-    own = [rank] if chunks == 1 else [rank, pieces - 1 - rank if schedule == "zb_v" else rank + size]
+    local_pieces = [rank] if chunks == 1 else [rank, pieces - 1 - rank if schedule == "zb_v" else rank + size]
     layers = Model(LAYERS[layer], CHUNKS * size).layers
     count = len(layers) // pieces
-    modules = {index: nn.Sequential(*layers[index * count : (index + 1) * count]) for index in own}
+    modules = {index: nn.Sequential(*layers[index * count : (index + 1) * count]) for index in local_pieces}
     stages = [
         torch_pipelining.PipelineStage(module, index, pieces, torch.device("cpu")) for index, module in modules.items()
     ]
-    last = pieces - 1 in own
+    last = pieces - 1 in local_pieces
     runner = TORCH[schedule](stages if chunks > 1 else stages[0], batch.microbatches, loss_fn=loss_of)
     inputs = (batch.x,) if rank == 0 else ()
     targets = {"target": batch.target} if last else {}
@@ -214,11 +214,11 @@ def alone(layer: str, batch: Batch) -> Variant:
 
 
 def variants(layer: str, batch: Batch) -> dict[str, Variant]:
-    made = {"by hand": by_hand(layer, batch), "layers alone": alone(layer, batch)}
-    made |= {f"ours {name}": ours(name, layer, batch) for name in SCHEDULES}
-    made |= {f"torch {name}": theirs(name, layer, batch) for name in TORCH}
-    made["ours 1f1b again"] = ours("1f1b", layer, batch)
-    return made
+    built = {"by hand": by_hand(layer, batch), "layers alone": alone(layer, batch)}
+    built |= {f"ours {name}": ours(name, layer, batch) for name in SCHEDULES}
+    built |= {f"torch {name}": theirs(name, layer, batch) for name in TORCH}
+    built["ours 1f1b again"] = ours("1f1b", layer, batch)
+    return built
 
 
 def schedule_of(name: str, pp: int, microbatches: int) -> Schedule:
@@ -247,20 +247,20 @@ def measure(layer: str, microbatches: int, rounds: int) -> dict[str, list[Second
     shape = (microbatches * ROWS, HIDDEN) if layer == "sleep" else (microbatches * ROWS, TOKENS, HIDDEN)
     torch.manual_seed(1)
     batch = Batch(torch.randn(shape), torch.randn(shape), microbatches)
-    made = variants(layer, batch)
-    check(made)
+    built = variants(layer, batch)
+    check(built)
 
     def clear(name: str) -> None:
-        made[name].module.zero_grad()
+        built[name].module.zero_grad()
 
-    taken = take_turns({name: variant.step for name, variant in made.items()}, rounds, clear)
+    by_variant = take_turns({name: variant.step for name, variant in built.items()}, rounds, clear)
     nxd.destroy_model_parallel()
-    return taken
+    return by_variant
 
 
-def check(made: dict[str, Variant]) -> None:
+def check(built: dict[str, Variant]) -> None:
     """All pipelines have the loss of the one by hand."""
-    for name, variant in made.items():
+    for name, variant in built.items():
         loss = variant.step()
         variant.module.zero_grad()
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -272,18 +272,18 @@ def check(made: dict[str, Variant]) -> None:
             assert len(values) == 1 and abs(values[0] - expected[0]) < 1e-5 * expected[0], (name, values, expected)
 
 
-def show(layer: str, pp: int, microbatches: int, taken: dict[str, list[Seconds]]) -> dict[str, dict[str, float]]:
+def show(layer: str, pp: int, microbatches: int, by_variant: dict[str, list[Seconds]]) -> dict[str, dict[str, float]]:
     """Prints a row for each variant; returns the figures."""
     sleeps = layer == "sleep"
     print(f"{layer} layers, pp {pp}, {microbatches} microbatches")
     columns = f"{'/ ideal':>9}{'best':>7}{'/ alone':>9}" if sleeps else f"{'/ hand':>9}{'±':>7}"
     print(f"  {'':<20}{'ms':>8}{columns}{'CPU ms':>9}{'Python':>8}{'own CPU':>9}{'Python':>8}  a task")
-    alone = taken["layers alone"]
+    alone = by_variant["layers alone"]
     slower = statistics.median(one.wall for one in alone) / (
         microbatches * (FORWARD + BACKWARD_INPUT + BACKWARD_WEIGHT)
     )
     report = {}
-    for name, seconds in taken.items():
+    for name, seconds in by_variant.items():
         schedule = schedule_of(name, pp, microbatches)
         walls = [one.wall for one in seconds]
         figures = {"ms": statistics.median(walls) * 1e3}
@@ -294,10 +294,10 @@ def show(layer: str, pp: int, microbatches: int, taken: dict[str, list[Seconds]]
             figures |= {"over_ideal": over, "best_over_ideal": min(walls) / ideal, "over_alone": over / slower}
             cells += f"{over:>9.3f}{min(walls) / ideal:>7.3f}{over / slower:>9.3f}"
         else:
-            figures["over_hand"], interval = ratio(walls, [one.wall for one in taken["by hand"]])
+            figures["over_hand"], interval = ratio(walls, [one.wall for one in by_variant["by hand"]])
             cells += f"{figures['over_hand']:>9.3f}{interval:>7.3f}"
         for key in ("cpu", "thread"):
-            mine, layers = (statistics.median(getattr(one, key) for one in each) for each in (seconds, alone))
+            mine, layers = (statistics.median(getattr(one, key) for one in times) for times in (seconds, alone))
             figures[f"{key}_ms"] = mine / tasks(schedule) * 1e3
             figures[f"own_{key}_ms"] = (mine - layers) / tasks(schedule) * 1e3
         cells += f"{figures['cpu_ms']:>9.3f}{figures['thread_ms']:>8.3f}"
@@ -305,11 +305,13 @@ def show(layer: str, pp: int, microbatches: int, taken: dict[str, list[Seconds]]
         report[name] = {key: round(value, 4) for key, value in figures.items()}
     print()
     if sleeps:
-        judge(pp, microbatches, taken, report)
+        judge(pp, microbatches, by_variant, report)
     return report
 
 
-def judge(pp: int, microbatches: int, taken: dict[str, list[Seconds]], report: dict[str, dict[str, float]]) -> None:
+def judge(
+    pp: int, microbatches: int, by_variant: dict[str, list[Seconds]], report: dict[str, dict[str, float]]
+) -> None:
     """Prints what was to be reached, and whether it was."""
     rows = [
         (f"{name} over ideal", report[f"ours {name}"]["over_ideal"], goal)
@@ -318,7 +320,7 @@ def judge(pp: int, microbatches: int, taken: dict[str, list[Seconds]], report: d
     ]
     rows.append(("own CPU of a task, ms, 1f1b", report["ours 1f1b"]["own_cpu_ms"], HOST_GOAL))
     if pp == 4 and microbatches == 8:
-        walls = {name: [one.wall for one in taken[f"ours {name}"]] for name in ("zb_v", "1f1b")}
+        walls = {name: [one.wall for one in by_variant[f"ours {name}"]] for name in ("zb_v", "1f1b")}
         rows.append(("zb_v over 1f1b", ratio(walls["zb_v"], walls["1f1b"])[0], ZERO_BUBBLE_GOAL))
     for what, value, goal in rows:
         print(f"  {what:<30}{value:>7.3f}   goal {goal}: {'met' if value <= goal else 'MISSED'}")
@@ -337,8 +339,8 @@ def main() -> None:
     for layer in args.layers:
         for pp in args.stages:
             for microbatches in args.microbatches or ([8] if args.quick else [8, 16]):
-                taken = on_ranks(measure, pp, layer, microbatches, 3 if args.quick else args.rounds)
-                report[f"{layer} pp{pp} m{microbatches}"] = show(layer, pp, microbatches, taken)
+                by_variant = on_ranks(measure, pp, layer, microbatches, 3 if args.quick else args.rounds)
+                report[f"{layer} pp{pp} m{microbatches}"] = show(layer, pp, microbatches, by_variant)
     print(json.dumps(report))
 
 

@@ -42,10 +42,10 @@ def measure(length: int, quick: bool) -> dict[str, list[float]]:
     shape = (1, HEADS, length, FEATURES)
     mesh = distributed.init_device_mesh("cpu", (2,))
     q, k, v = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
-    own = [x.chunk(2, 2)[mesh.get_local_rank()].clone().requires_grad_() for x in (q, k, v)]
-    blocks = [[own[0], *(x.chunk(2, 2)[rank].clone().requires_grad_() for x in (k, v))] for rank in range(2)]
+    shards = [x.chunk(2, 2)[mesh.get_local_rank()].clone().requires_grad_() for x in (q, k, v)]
+    blocks = [[shards[0], *(x.chunk(2, 2)[rank].clone().requires_grad_() for x in (k, v))] for rank in range(2)]
     given = [distributed.distribute_tensor(x.requires_grad_(), mesh, [Shard(2)]) for x in (q, k, v)]
-    start = torch.ones_like(own[0])
+    start = torch.ones_like(shards[0])
     grad = distributed.distribute_tensor(torch.ones(shape), mesh, [Shard(2)])
 
     def by(method: str) -> Callable[[], None]:
@@ -56,11 +56,11 @@ def measure(length: int, quick: bool) -> dict[str, list[float]]:
         return call
 
     variants = {
-        "blocks": lambda: step(own, start, blocks),
+        "blocks": lambda: step(shards, start, blocks),
         "ring": by("ring"),
         "all_to_all": by("all_to_all"),
         "gather": by("gather"),
-        "blocks again": lambda: step(own, start, blocks),
+        "blocks again": lambda: step(shards, start, blocks),
     }
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for call in variants.values():
@@ -81,7 +81,7 @@ def main() -> None:
     for length in LENGTHS:
         seconds = on_ranks(measure, 2, length, options.quick)
         ratios[length] = {
-            name: median(a / b for a, b in zip(each, seconds["blocks"])) for name, each in seconds.items()
+            name: median(a / b for a, b in zip(times, seconds["blocks"])) for name, times in seconds.items()
         }
         for name, ratio in ratios[length].items():
             print(f"{length:6} {name:14} {median(seconds[name]) * 1e3:8.1f} ms   {ratio:5.2f} of blocks")

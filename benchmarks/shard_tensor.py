@@ -84,15 +84,15 @@ def measure(quick: bool) -> dict[str, dict[str, float]]:
     variants = {
         "plain": [x[:4].clone(), weight.clone(), bias.clone()],
         "ours": [
-            distributed.distribute_tensor(each, mesh, [placement])
-            for each, placement in ((x, Shard(0)), (weight, Replicate()), (bias, Replicate()))
+            distributed.distribute_tensor(operand, mesh, [placement])
+            for operand, placement in ((x, Shard(0)), (weight, Replicate()), (bias, Replicate()))
         ],
         "DTensor": [
-            distribute_dtensor(each, theirs, [placement])
-            for each, placement in ((x, Shard(0)), (weight, Replicate()), (bias, Replicate()))
+            distribute_dtensor(operand, theirs, [placement])
+            for operand, placement in ((x, Shard(0)), (weight, Replicate()), (bias, Replicate()))
         ],
     }
-    todo = {name: programs(*(each.requires_grad_() for each in tensors)) for name, tensors in variants.items()}
+    todo = {name: programs(*(tensor.requires_grad_() for tensor in tensors)) for name, tensors in variants.items()}
     best: dict[str, dict[str, float]] = {name: {} for name in todo}
     rounds, repeats = (2, 10) if quick else (9, 300)
     quiet()
@@ -204,16 +204,16 @@ def time_block(hidden: int, repeats: int) -> dict[str, list[Seconds]]:
         "our layers": ours(full, rank),
         "our layers, again": ours(full, rank),
     }
-    own = variants["ShardTensor"]
-    assert isinstance(own, Distributed)
-    check(variants | {"ShardTensor": Checked(own)}, full, x, grad)
+    block = variants["ShardTensor"]
+    assert isinstance(block, Distributed)
+    check(variants | {"ShardTensor": Checked(block)}, full, x, grad)
 
     def several(variant: Variant) -> None:
         for _ in range(1 if hidden > 64 else 20):
             variant.run(x, grad)
             variant.clear(x)
 
-    rounds = take_turns({name: partial(several, each) for name, each in variants.items()}, repeats)
+    rounds = take_turns({name: partial(several, variant) for name, variant in variants.items()}, repeats)
     nxd.destroy_model_parallel()
     return rounds
 
@@ -221,15 +221,15 @@ def time_block(hidden: int, repeats: int) -> dict[str, list[Seconds]]:
 def llama_block(quick: bool) -> dict[str, float]:
     results = {}
     for hidden, repeats in ((32, 100), (1024, 60)):
-        taken = on_ranks(time_block, 2, hidden, 8 if quick else repeats)
+        by_variant = on_ranks(time_block, 2, hidden, 8 if quick else repeats)
         host = hidden == 32
-        for name, rounds in taken.items():
+        for name, rounds in by_variant.items():
             if host:
-                rounds[:] = [each._replace(cpu=each.thread) for each in rounds]
-            per = compared(rounds, taken["our layers"])["_cpu"]
+                rounds[:] = [one_round._replace(cpu=one_round.thread) for one_round in rounds]
+            per = compared(rounds, by_variant["our layers"])["_cpu"]
             print(f"Llama block, hidden {hidden}: {name:20} / our layers {per.ratio:6.3f} ± {per.interval:.3f}")
         peer, goal = ("DTensor", 0.5) if host else ("our layers", 1.10)
-        ratio = compared(taken["ShardTensor"], taken[peer])["_cpu"].ratio
+        ratio = compared(by_variant["ShardTensor"], by_variant[peer])["_cpu"].ratio
         what = f"Llama block, hidden {hidden} / {peer}"
         results[what] = verdict(what, ratio, goal)
     return results
@@ -255,10 +255,10 @@ class Halo(torch.autograd.Function):
         rank, size = ctx.place
         above, below = grad.new_zeros(grad[:, :, :1].shape), grad.new_zeros(grad[:, :, :1].shape)
         swap({rank - 1: (grad[:, :, :1], above), rank + 1: (grad[:, :, -1:], below)}, size)
-        own = grad[:, :, 1:-1].clone()
-        own[:, :, :1] += above
-        own[:, :, -1:] += below
-        return own
+        local_grad = grad[:, :, 1:-1].clone()
+        local_grad[:, :, :1] += above
+        local_grad[:, :, -1:] += below
+        return local_grad
 
 
 def swap(messages: dict[int, tuple[torch.Tensor, torch.Tensor]], size: int) -> None:
@@ -277,9 +277,9 @@ def time_conv(n: int, repeats: int) -> dict[str, list[Seconds]]:
     conv, mirrored = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
     mirrored.load_state_dict(conv.state_dict())
     image, grad = torch.randn(1, CHANNELS, n, n), torch.randn(1, CHANNELS, n, n)
-    x, y = (distributed.distribute_tensor(each, mesh, [Shard(2)]) for each in (image, grad))
+    x, y = (distributed.distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in (image, grad))
     x.requires_grad_()
-    own, own_grad = x.to_local().detach().clone().requires_grad_(), y.to_local()
+    local, own_grad = x.to_local().detach().clone().requires_grad_(), y.to_local()
 
     def clear(module: nn.Module, x: torch.Tensor) -> None:
         module.zero_grad()
@@ -290,28 +290,28 @@ def time_conv(n: int, repeats: int) -> dict[str, list[Seconds]]:
         conv(x).backward(y)
 
     def by_hand() -> None:
-        clear(mirrored, own)
-        F.conv2d(Halo.apply(own), mirrored.weight, mirrored.bias, padding=(0, 1)).backward(own_grad)
+        clear(mirrored, local)
+        F.conv2d(Halo.apply(local), mirrored.weight, mirrored.bias, padding=(0, 1)).backward(own_grad)
         for param in mirrored.parameters():
             dist.all_reduce(param.grad)
 
     shard_tensor()
     by_hand()
-    for mine, theirs in ((x.grad.to_local(), own.grad), (conv.weight.grad, mirrored.weight.grad)):
+    for mine, theirs in ((x.grad.to_local(), local.grad), (conv.weight.grad, mirrored.weight.grad)):
         assert (mine - theirs).norm() / theirs.norm() < 1e-5
     return take_turns({"ShardTensor": shard_tensor, "by hand": by_hand, "by hand, again": by_hand}, repeats)
 
 
 def convolution(quick: bool) -> dict[str, float]:
-    taken = on_ranks(time_conv, 2, 128 if quick else 1024, 8 if quick else 30)
-    for name, rounds in taken.items():
-        per = compared(rounds, taken["by hand"])
+    by_variant = on_ranks(time_conv, 2, 128 if quick else 1024, 8 if quick else 30)
+    for name, rounds in by_variant.items():
+        per = compared(rounds, by_variant["by hand"])
         print(
             f"conv2d both ways: {name:16} / by hand: CPU {per['_cpu'].ratio:6.3f} ± {per['_cpu'].interval:.3f}, "
             f"wall {per[''].ratio:6.3f} ± {per[''].interval:.3f}"
         )
     what = "conv2d, both ways / by hand"
-    return {what: verdict(what, compared(taken["ShardTensor"], taken["by hand"])["_cpu"].ratio, 1.05)}
+    return {what: verdict(what, compared(by_variant["ShardTensor"], by_variant["by hand"])["_cpu"].ratio, 1.05)}
 
 
 # --- memory
@@ -334,11 +334,13 @@ def peak(n: int) -> int:
 def memory(quick: bool) -> dict[str, float]:
     n = 512 if quick else 1024
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed tensors go back: otherwise gaps of glibc's heap are measured
-    alone, each = on_ranks(peak, 1, n), on_ranks(peak, 4, n)
+    alone, sharded = on_ranks(peak, 1, n), on_ranks(peak, 4, n)
     halos = (CONVS + 1) * 2 * CHANNELS * n * 4
-    print(f"memory of {CONVS} convolutions: {alone:,} bytes in one process, {each:,} on a rank of 4; halos {halos:,}")
+    print(
+        f"memory of {CONVS} convolutions: {alone:,} bytes in one process, {sharded:,} on a rank of 4; halos {halos:,}"
+    )
     what = f"memory of {CONVS} convolutions, without halos / one process"
-    return {what: verdict(what, (each - halos) / alone, 0.30)}
+    return {what: verdict(what, (sharded - halos) / alone, 0.30)}
 
 
 def brute_force(x: torch.Tensor, y: torch.Tensor, k: int) -> torch.Tensor:
@@ -352,8 +354,8 @@ def neighbours(quick: bool) -> dict[str, float]:
     mesh, theirs = distributed.init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     points = [torch.randn(2345 if quick else 23_456, 3), torch.randn(123 if quick else 1234, 3)]
-    ours = [distributed.distribute_tensor(each, mesh, [Shard(0)]) for each in points]
-    dtensors = [distribute_dtensor(each, theirs, [Shard(0)]) for each in points]
+    ours = [distributed.distribute_tensor(point_set, mesh, [Shard(0)]) for point_set in points]
+    dtensors = [distribute_dtensor(point_set, theirs, [Shard(0)]) for point_set in points]
     variants: dict[str, Callable[[], Any]] = {
         "one process": lambda: brute_force(*points, 17),
         "DTensor": lambda: brute_force(*dtensors, 17),
@@ -361,16 +363,18 @@ def neighbours(quick: bool) -> dict[str, float]:
         "ring": lambda: knn(*ours, 17),
     }
     return {
-        name: min(each.thread for each in taken) * 1e3
-        for name, taken in take_turns(variants, 1 if quick else 6).items()
+        name: min(seconds.thread for seconds in by_round) * 1e3
+        for name, by_round in take_turns(variants, 1 if quick else 6).items()
     }
 
 
 def nearest_neighbours(quick: bool) -> dict[str, float]:
-    taken = on_ranks(neighbours, 2, quick)
-    print("nearest neighbours, ms of CPU: " + ", ".join(f"{name} {each:.0f}" for name, each in taken.items()))
+    by_variant = on_ranks(neighbours, 2, quick)
+    print(
+        "nearest neighbours, ms of CPU: " + ", ".join(f"{name} {seconds:.0f}" for name, seconds in by_variant.items())
+    )
     return {
-        f"kNN {name} / {other}": verdict(f"kNN {name} / {other}", taken[name] / taken[other], goal)
+        f"kNN {name} / {other}": verdict(f"kNN {name} / {other}", by_variant[name] / by_variant[other], goal)
         for name in ("ring", "unmodified")
         for other, goal in (("DTensor", 0.80), ("one process", 0.60))
     }

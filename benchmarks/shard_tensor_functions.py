@@ -58,8 +58,8 @@ def program(package: Any, mesh: Any, function: Callable[..., torch.Tensor], call
     x, weight, bias = torch.randn(8, 4), torch.randn(4, 4), torch.zeros(4)
     shard, replicate = [package.Shard(0)], [package.Replicate()]
     operands = [
-        package.distribute_tensor(each, mesh, placements).requires_grad_()
-        for each, placements in ((x, shard), (weight, replicate), (bias, replicate))
+        package.distribute_tensor(operand, mesh, placements).requires_grad_()
+        for operand, placements in ((x, shard), (weight, replicate), (bias, replicate))
     ]
 
     def reduced(y: Any) -> Any:
@@ -73,9 +73,9 @@ def program(package: Any, mesh: Any, function: Callable[..., torch.Tensor], call
         for _ in range(calls):
             y = reduced(function(*operands))
             y.backward(start) if y.dim() else y.backward()
-            for each in operands:
-                reduced(each.grad)
-                each.grad = None
+            for operand in operands:
+                reduced(operand.grad)
+                operand.grad = None
 
     return call
 
@@ -127,7 +127,7 @@ def time_conv(n: int, quick: bool) -> dict[str, list[Seconds]]:
     conv, mirrored = (nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(2))
     mirrored.load_state_dict(conv.state_dict())
     image, grad = torch.randn(1, CHANNELS, n, n), torch.randn(1, CHANNELS, n, n)
-    x, y = (distributed.distribute_tensor(each, mesh, [distributed.Shard(2)]) for each in (image, grad))
+    x, y = (distributed.distribute_tensor(tensor, mesh, [distributed.Shard(2)]) for tensor in (image, grad))
     x.requires_grad_()
     rows, rows_grad = x.to_local().detach().clone().requires_grad_(), y.to_local()
     calls = (1 if n > 64 else 5) if quick else (4 if n > 64 else 20)
@@ -155,8 +155,10 @@ def time_conv(n: int, quick: bool) -> dict[str, list[Seconds]]:
     return take_turns({"ShardTensor": shard_tensor, "by hand": by_hand, "by hand, again": by_hand}, 6 if quick else 30)
 
 
-def threads_of(taken: dict[str, list[Seconds]]) -> dict[str, list[Seconds]]:
-    return {name: [each._replace(cpu=each.thread) for each in rounds] for name, rounds in taken.items()}
+def threads_of(seconds: dict[str, list[Seconds]]) -> dict[str, list[Seconds]]:
+    return {
+        name: [one_round._replace(cpu=one_round.thread) for one_round in rounds] for name, rounds in seconds.items()
+    }
 
 
 def main() -> None:
@@ -168,13 +170,13 @@ def main() -> None:
     results = {}
     for name in args.only:
         if name in GOALS:
-            taken, goal = threads_of(on_ranks(time_function, 2, name, args.quick)), GOALS[name]
+            seconds, goal = threads_of(on_ranks(time_function, 2, name, args.quick)), GOALS[name]
         else:
             size, goal = CONVS[name]
-            taken = on_ranks(time_conv, 2, size, args.quick)
-        peer, again = list(taken)[1:]
-        per = partial(compared, under=taken[peer])
-        ratio, noise = per(taken["ShardTensor"])["_cpu"], per(taken[again])["_cpu"]
+            seconds = on_ranks(time_conv, 2, size, args.quick)
+        peer, again = list(seconds)[1:]
+        per = partial(compared, under=seconds[peer])
+        ratio, noise = per(seconds["ShardTensor"])["_cpu"], per(seconds[again])["_cpu"]
         results[name] = round(ratio.ratio, 3)
         print(
             f"{name:12} / {peer:8} {ratio.ratio:6.3f} ± {ratio.interval:.3f} (again {noise.ratio:.3f} ± "

@@ -237,14 +237,14 @@ def main() -> None:
     report: dict[str, dict[str, float]] = {}
     for hidden in args.hidden:
         repeats = args.repeats or (8 if args.quick else next(count for limit, count in ROUNDS if hidden <= limit))
-        taken = on_ranks(time_size, TP, hidden, args.tokens, repeats)
+        seconds = on_ranks(time_size, TP, hidden, args.tokens, repeats)
         report[str(hidden)] = {}
         for name in VARIANTS:
             cells = [f"{hidden:>6}  {name:<8}"]
-            for (key, each), pad in zip(compared(taken[name], taken["hand"]).items(), (9, 11)):
-                cells.append(f"{each.seconds * 1e3:>{pad}.2f}{each.ratio:>8.3f}{each.interval:>7.3f}")
+            for (key, ratio), pad in zip(compared(seconds[name], seconds["hand"]).items(), (9, 11)):
+                cells.append(f"{ratio.seconds * 1e3:>{pad}.2f}{ratio.ratio:>8.3f}{ratio.interval:>7.3f}")
                 if name != "hand":
-                    report[str(hidden)][f"{'hand' if name == 'again' else name}_over_hand{key}"] = round(each.ratio, 4)
+                    report[str(hidden)][f"{'hand' if name == 'again' else name}_over_hand{key}"] = round(ratio.ratio, 4)
             print("".join(cells) + f"{repeats:>9}", flush=True)
         over_hand, goal = report[str(hidden)]["ours_over_hand"], GOAL.get(hidden, 1.03)
         verdict = "met" if over_hand <= goal else "MISSED"

@@ -199,9 +199,9 @@ def measure(names: list[str], clip: float | None, rounds: int) -> dict[str, list
     losses = {name: [step() for _ in range(3)] for name, step in steps.items()}
     for name, found in losses.items():
         torch.testing.assert_close(torch.tensor(found), torch.tensor(losses["ddp"]), rtol=1e-4, atol=1e-4, msg=name)
-    taken = take_turns(steps, rounds)
+    seconds = take_turns(steps, rounds)
     nxd.destroy_model_parallel()
-    return taken
+    return seconds
 
 
 def profile(name: str, clip: float | None) -> str:
@@ -234,8 +234,8 @@ def main() -> None:
     report: dict[str, dict[str, float]] = {}
     print(f"{'ranks':<7}{'variant':<16}{'CPU ms':>9}{'over ddp':>11}{'±':>8}", flush=True)
     for ranks in args.ranks:
-        taken = on_ranks(measure, ranks, names, args.clip, 4 if args.quick else args.rounds)
-        cpu = {name: [one.cpu for one in found] for name, found in taken.items()}
+        seconds = on_ranks(measure, ranks, names, args.clip, 4 if args.quick else args.rounds)
+        cpu = {name: [one.cpu for one in found] for name, found in seconds.items()}
         found = report[f"{ranks} ranks"] = {}
         for name in names:
             middle, interval = ratio(cpu[name], cpu["ddp"])

@@ -121,7 +121,9 @@ class Checkpoints:
                 f"checkpoint step_{step} in {self.folder} is of another model: {'; '.join(differences[:4])}"
             )
         self._apply(options, run)
-        changed = [f"--{each}".replace("_", "-") for each in _differences(content["flags"], self._record["flags"])]
+        changed = [
+            f"--{difference}".replace("_", "-") for difference in _differences(content["flags"], self._record["flags"])
+        ]
         changed += ["the text"] * (content["text"] != self._record["text"])
         self.say(f"resumed after step {step}" + (f"; changed since then: {', '.join(changed)}" if changed else ""))
         self._saved = self._complete = step
@@ -132,10 +134,10 @@ class Checkpoints:
 
     def _apply(self, options: list[dict[str, Any]], run: Run) -> None:
         """Learning rate and weight decay of the flags, in the place of those that were saved."""
-        run.schedule.base_lrs = [each["initial_lr"] for each in options]
+        run.schedule.base_lrs = [option["initial_lr"] for option in options]
         factors = [function(run.schedule.last_epoch) for function in run.schedule.lr_lambdas]
-        for group, own, factor in zip(run.optimizer.param_groups, options, factors, strict=True):
-            group.update(own, lr=own["initial_lr"] * factor)
+        for group, new_options, factor in zip(run.optimizer.param_groups, options, factors, strict=True):
+            group.update(new_options, lr=new_options["initial_lr"] * factor)
 
     def _settle(self) -> str:
         """Waits for the save in the background; says what went wrong."""
@@ -152,7 +154,7 @@ def folder_of(args: Namespace) -> Path:
     return Path(args.out) / "checkpoints"
 
 
-def _differences(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
+def _differences(saved: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """`name 4 -> 8` for each value that differs."""
-    names = sorted({*saved, *own})
-    return [f"{name} {saved.get(name)} -> {own.get(name)}" for name in names if saved.get(name) != own.get(name)]
+    names = sorted({*saved, *new})
+    return [f"{name} {saved.get(name)} -> {new.get(name)}" for name in names if saved.get(name) != new.get(name)]

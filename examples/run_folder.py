@@ -29,7 +29,7 @@ def choose(args: Namespace, layout: Layout) -> list[Any]:
         ValueError: on all ranks: the folder cannot be that of this run.
     """
     everywhere = comm.gather_objects((job.launch(), job.is_restart()))
-    launches = [list(each) for each in dict.fromkeys(tuple(launch) for launch, _ in everywhere if launch)]
+    launches = [list(launch) for launch in dict.fromkeys(tuple(launch) for launch, _ in everywhere if launch)]
     answer: tuple[str, str | None, str | None] | None = None
     if job.RANK == 0:
         try:
@@ -78,16 +78,16 @@ def _choice(args: Namespace, layout: Layout, launches: list[Any], again: bool) -
     def is_own(out: Path) -> bool:
         """Whether a run of this launch is there. With a wrapper around the script each start has another parent."""
         return any(
-            one in launches or (again and one[0] != "none" and one[0] in [each[0] for each in launches])
+            one in launches or (again and one[0] != "none" and one[0] in [launch[0] for launch in launches])
             for one in _launches_of(out)
         )
 
     if args.out is None:
-        taken: list[Path] = []
-        while (free := Path(_default(len(taken) + 1))).exists():
-            taken.append(free)
-        own = [out for out in taken if is_own(out)]
-        return (str(own[-1]), "auto") if own else (str(free), None)
+        folders: list[Path] = []
+        while (free := Path(_default(len(folders) + 1))).exists():
+            folders.append(free)
+        ours = [out for out in folders if is_own(out)]
+        return (str(ours[-1]), "auto") if ours else (str(free), None)
     out = Path(args.out)
     if is_own(out):
         return args.out, "auto"
@@ -111,6 +111,6 @@ def _launches_of(out: Path) -> list[Any]:
     """The launches that the run of a folder has had."""
     try:
         record = json.loads((out / "run.json").read_text())
-        return [launch for each in (record, *record.get("resumed", ())) for launch in each["launches"]]
+        return [launch for entry in (record, *record.get("resumed", ())) for launch in entry["launches"]]
     except (OSError, ValueError, KeyError):
         return []

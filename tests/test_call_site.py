@@ -155,7 +155,7 @@ def test_who_asked(owners: str, answer: int | None) -> None:
 
 
 def test_who_asked_in_another_frame() -> None:
-    """Of a thread that hangs, say: what is inside of that frame, and around this one, does not count."""
+    """The frame of a thread that hangs, say: calls inside of that frame, and around this one, do not count."""
     frames: list[Any] = []
     lines, _ = _stack("user package package", lambda: frames.append(sys._getframe(2)))
     assert _asking("user", sites.call_site, frames[0])() == lines[0]
@@ -242,8 +242,8 @@ def test_frames_from_the_inside_out() -> None:
     lines, _ = _stack("user package transport", lambda: frames.extend(sites.frames(1)))
     assert [owner for owner, _ in frames] == ["transport", "package", "user", "transport"]
     assert [sites.line_of(frame) for _, frame in frames[:3]] == lines[::-1]
-    own, caller = next(sites.frames()), next(sites.frames(1))
-    assert own[1] is sys._getframe() and caller[1] is sys._getframe(1)
+    innermost, caller = next(sites.frames()), next(sites.frames(1))
+    assert innermost[1] is sys._getframe() and caller[1] is sys._getframe(1)
 
 
 # --- modules
@@ -265,7 +265,7 @@ class Outer(nn.Module):
 
 
 class Pipeline(nn.Module):
-    """Its stage is another module, whose names nobody knows."""
+    """A pipeline whose stage is another module, whose names nobody knows."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

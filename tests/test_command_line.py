@@ -1,4 +1,4 @@
-"""What the commands share."""
+"""Shared parts of the commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks are where: the numbers of the reference, and what holds for every mesh."""
+"""Places of ranks: the numbers of the reference, and laws of every mesh."""
 
 from __future__ import annotations
 

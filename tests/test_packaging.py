@@ -1,4 +1,4 @@
-"""What is shipped, what importing it costs, and that the parts depend on each other in one direction only."""
+"""Contents of the wheel, costs of its import, and dependencies between its parts, in one direction only."""
 
 import ast
 import os
@@ -112,7 +112,7 @@ def test_first_uses_import_nothing_large():
 
 @pytest.mark.parametrize("module", ["mesh", "planning.layout", "pipeline.schedule"])
 def test_what_runs_before_torch_needs_no_torch(module):
-    """These are pure Python: loaded without the package around them, they import no torch."""
+    """Modules of pure Python, loaded without the package around them, import no torch."""
     code = f"""
 import importlib, sys, types
 package = types.ModuleType("neuronx_dist")

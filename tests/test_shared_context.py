@@ -1,4 +1,4 @@
-"""What is replaced for all threads: by the first that comes, until the last has gone."""
+"""Replacements for all threads: by the first that comes, until the last has gone."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ def test_class_methods_are_what_they_were() -> None:
         def name(cls) -> str:
             return cls.__name__
 
-    own: Any = Owner.__dict__["name"]
+    attribute: Any = Owner.__dict__["name"]
     replacement = Replacement(Owner, name=classmethod(lambda cls: "ours"))
     with replacement:
-        assert Owner.name() == "ours" and replacement.before["name"] is own
-    assert Owner.name() == "Owner" and Owner.__dict__["name"] is own
+        assert Owner.name() == "ours" and replacement.before["name"] is attribute
+    assert Owner.name() == "Owner" and Owner.__dict__["name"] is attribute
 
 
 def test_what_others_put_in_place_is_used_and_restored() -> None:

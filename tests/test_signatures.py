@@ -1,7 +1,9 @@
-"""The names that users import, and their defaults, in `signatures.txt`: a change is a line there, which is reviewed.
+"""The names that users import, and their parameters, in `signatures.txt`: a change is a line there, which is reviewed.
 
-Functions, classes and the public methods of classes. Internal modules are left out: their defaults change with their
-callers. NXD_UPDATE_SIGNATURES=1 writes the file anew.
+Functions, classes and the public methods of classes; an inherited method stands under the first class that has it.
+Parameters are named in order, with `=` after one that has a default. Defaults themselves are held where another package
+has them: `tests/compat`, `parallelize/test_seed_api.py`, `parallel_layers/test_signatures.py`. Internal modules are
+left out. NXD_UPDATE_SIGNATURES=1 writes the file anew.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 from collections.abc import Iterator
 from enum import EnumMeta
 from pathlib import Path
@@ -30,20 +33,25 @@ PUBLIC += [
 LAZY = [f"neuronx_dist.{name}" for name in ("checking", "comm", "comm.backends", "parallel_layers", "pipeline", "spmd")]
 
 
-def value_in_words(value: Any) -> str:
-    return getattr(value, "__qualname__", None) or repr(value)
+class _Some:
+    def __repr__(self) -> str:
+        return ""
 
 
-def defaults_of(function: Any) -> str:
-    """`(dim=0, async_op=False)`: the parameters that have a default."""
+SOME = _Some()  # in the place of any default
+
+
+def parameters_of(function: Any) -> str:
+    """`(x, dim=, *, async_op=)`: the parameters, and which of them have a default."""
     if isinstance(function, EnumMeta):  # whose signature depends on the version of Python
         return ""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # of builtins
         return ""
-    defaults = [f"{one.name}={value_in_words(one.default)}" for one in parameters if one.default is not one.empty]
-    return f"({', '.join(defaults)})"
+    named = [one.replace(annotation=one.empty) for one in parameters]
+    shown = inspect.Signature([one if one.default is one.empty else one.replace(default=SOME) for one in named])
+    return re.sub(r"^\(self(, )?", "(", str(shown))
 
 
 def public_methods(cls: type) -> dict[str, Any]:
@@ -65,8 +73,8 @@ def public_names(module: Any) -> list[str]:
 
 
 def signatures() -> Iterator[str]:
-    """A line for each name; what has several names has its defaults and methods under the first."""
-    recorded: set[int] = set()
+    """A line for each name; an object of several names has its parameters and methods under the first."""
+    recorded: set[Any] = set()
     for module_name in ["", *PUBLIC]:
         module = importlib.import_module(f"neuronx_dist.{module_name}".rstrip("."))
         for name in public_names(module):
@@ -75,12 +83,14 @@ def signatures() -> Iterator[str]:
                 yield label
                 continue
             recorded.add(id(value))
-            yield label + defaults_of(value)
-            if isinstance(value, type):
-                yield from (f"{label}.{key}{defaults_of(method)}" for key, method in public_methods(value).items())
+            yield label + parameters_of(value)
+            for key, method in public_methods(value).items() if isinstance(value, type) else ():
+                if (function := getattr(method, "__func__", method)) not in recorded:
+                    recorded.add(function)
+                    yield f"{label}.{key}{parameters_of(method)}"
 
 
-def test_public_names_and_defaults_are_those_that_were_reviewed():
+def test_public_names_and_parameters_are_those_that_were_reviewed():
     current = sorted(signatures())
     if os.environ.get("NXD_UPDATE_SIGNATURES"):
         FILE.write_text("\n".join(current) + "\n")

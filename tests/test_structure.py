@@ -183,12 +183,12 @@ def test_imports_point_down():
         if name == PACKAGE.name:
             continue  # the package's own face names what users import
         here = room_of(path)
-        for each in imports_of(path):
-            target = files()[each.module]
+        for found in imports_of(path):
+            target = files()[found.module]
             if target == PACKAGE / "__init__.py":
-                up.append(f"{each!r}, the face of the whole package")
+                up.append(f"{found!r}, the face of the whole package")
             elif (room := room_of(target)) != here and FLOOR[room] >= FLOOR[here]:
-                up.append(f"{each!r}: {here} is on floor {FLOOR[here]}, {room} on floor {FLOOR[room]}")
+                up.append(f"{found!r}: {here} is on floor {FLOOR[here]}, {room} on floor {FLOOR[room]}")
     assert up == []
 
 
@@ -248,7 +248,7 @@ def top_room(path: Path) -> str:
 
 
 def _private(name: str) -> bool:
-    """Whether it is a private name of ours: torch's modules and tensors, and named tuples, have some of their own."""
+    """Returns whether a name is private and ours: torch's modules and tensors, and named tuples, have some, too."""
     if not name.startswith("_") or name.startswith("__") or name == "_":
         return False
     return not any(hasattr(other, name) for other in (nn.Module(), torch.Tensor, Import))
@@ -277,9 +277,9 @@ def test_no_room_reaches_for_anothers_private_members():
                 continue
             if defined[name] and here not in defined[name]:
                 reached.append(f"{path.relative_to(PACKAGE.parent)}:{node.lineno} uses {ast.unparse(node)}")
-        for each in imports_of(path):
-            if each.name and _private(each.name) and room_of(files()[each.module]) != here:
-                reached.append(repr(each))
+        for found in imports_of(path):
+            if found.name and _private(found.name) and room_of(files()[found.module]) != here:
+                reached.append(repr(found))
     assert reached == []
 
 

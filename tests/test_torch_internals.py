@@ -49,6 +49,9 @@ ROOM = Path(tensors.__file__).parent
 MODULES = [autograd, data_parallel, distributed, dual_numbers, fake_tensors, modules, operators, tensors, transforms]
 MODULES += [weight_norms]
 EXTENDED = {name for names in modules.EXTENDED.values() for name in names}
+# Private names of transformers' models, and of Python's named tuples, that `getattr` looks for.
+OF_OTHERS = {"_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected", "_tp_plan", "_no_split_modules"}
+OF_OTHERS |= {"_init_weights", "_fields"}
 
 
 def is_private(name: str) -> bool:
@@ -75,12 +78,29 @@ def owned_names() -> set[str]:
     return {name for holder in holders for name in dir(holder) if is_private(name)} - EXTENDED
 
 
-def private_uses(tree: ast.AST, attributes: set[str]) -> Iterator[tuple[int, str]]:
+def defined_names() -> set[str]:
+    """Private names that a file of the package assigns or defines."""
+    names = set()
+    for path in PACKAGE.rglob("*.py"):
+        if ROOM in path.parents:
+            continue
+        for node in nodes_of(path):
+            if isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+            elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "object.__setattr__"):
+                names.add(ast.unparse(node.args[1]).strip("'"))
+    return names
+
+
+def private_uses(tree: ast.AST, attributes: set[str], ours: set[str] | None = None) -> Iterator[tuple[int, str]]:
     """Private names of torch in a file, with their lines: by import, below torch's modules, or by an attribute's name.
 
-    Attributes of `self` and `cls` are the file's own, and so are those that it sets there and reads elsewhere.
+    Attributes of `self` and `cls` are the file's own, and so are those that it sets there and reads elsewhere. With
+    `ours` a string of `getattr` and its like is one of these names, or torch's.
     """
-    roots, own = set(), set()
+    roots, local = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -94,13 +114,13 @@ def private_uses(tree: ast.AST, attributes: set[str]) -> Iterator[tuple[int, str
                 if any(map(is_private, [*(node.module or "").split("."), alias.name])):
                     yield node.lineno, f"{node.module}.{alias.name}"
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
-            own.add(node.attr)
+            local.add(node.attr)
         elif isinstance(node, (ast.FunctionDef, ast.AnnAssign)):
-            own.add(node.name if isinstance(node, ast.FunctionDef) else ast.unparse(node.target))
+            local.add(node.name if isinstance(node, ast.FunctionDef) else ast.unparse(node.target))
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
             name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
-            of_torch = False
+            of_torch = ours is not None and name not in ours
         elif isinstance(node, ast.Attribute):
             base: ast.expr = node.value
             while isinstance(base, ast.Attribute):
@@ -110,18 +130,19 @@ def private_uses(tree: ast.AST, attributes: set[str]) -> Iterator[tuple[int, str
             name, of_torch = node.arg, False  # `Replacement(module, _name=...)`
         else:
             continue
-        if is_private(name) and (of_torch or (name in attributes and name not in own)):
+        if is_private(name) and (of_torch or (name in attributes and name not in local)):
             yield node.lineno, ast.unparse(node)
 
 
 def test_only_this_room_names_what_is_private_to_torch():
     attributes = wrapped_names() | owned_names()
     assert {"_version", "_base", "_backward_hooks", "_call_impl", "_schema", "_input_metadata"} < attributes
+    ours = defined_names() | OF_OTHERS
     found = [
         f"{path.relative_to(PACKAGE.parent)}:{line}: {name}"
         for path in sorted(PACKAGE.rglob("*.py"))
         if ROOM not in path.parents
-        for line, name in private_uses(tree_of(path), attributes)
+        for line, name in private_uses(tree_of(path), attributes, ours)
     ]
     assert found == []
 
@@ -136,11 +157,12 @@ def test_only_this_room_names_what_is_private_to_torch():
         "import torch.distributed as dist\ndist.distributed_c10d._world.pg_map",
         "def f(x):\n    return x._version",
         "def f(x):\n    return getattr(x, '_backward_hooks', None)",
+        "def f(x):\n    return getattr(x, '_a_name_that_the_room_does_not_wrap', None)",
         "Replacement(checkpoint, _checkpoint_hook=None)",
     ],
 )
 def test_a_private_name_elsewhere_is_seen(line):
-    assert len([*private_uses(ast.parse(line), wrapped_names())]) >= 1
+    assert len([*private_uses(ast.parse(line), wrapped_names(), OF_OTHERS)]) >= 1
 
 
 @pytest.mark.parametrize("owner", modules.EXTENDED)
@@ -325,7 +347,9 @@ def operators_case() -> None:
         return x + replacement(2.0)
 
     operators.script_as(replacement, torch.tensor)
-    assert torch.jit.script(fill)(torch.ones(1)).item() == 3
+    filling = torch.jit.script(fill)
+    assert filling(torch.ones(1)).item() == 3
+    assert operators.python_function(filling) is fill and operators.python_function(scripted) is None
 
 
 def fake_tensors_case() -> None:
@@ -476,8 +500,8 @@ def test_every_name_is_there_and_does_what_its_comment_says(module: ModuleType) 
     for case in CASES[module]:
         case()
     functions = {name for name, value in vars(module).items() if inspect.isfunction(value)}
-    own = {name for name in functions if vars(module)[name].__module__ == module.__name__ and name[0] != "_"}
+    defined = {name for name in functions if vars(module)[name].__module__ == module.__name__ and name[0] != "_"}
     used = {name for case in CASES[module] for name in case.__code__.co_names} | {
         name for case in CASES[module] for code in case.__code__.co_consts for name in getattr(code, "co_names", ())
     }
-    assert own <= used
+    assert defined <= used

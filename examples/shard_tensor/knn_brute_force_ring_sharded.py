@@ -44,10 +44,8 @@ def knn_ring(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     points, distances = best
     sizes = y._spec.sizes[0]
     return tuple(
-        ShardTensor.from_local(
-            each, mesh, y.placements, sharding_shapes={0: [(count, *each.shape[1:]) for count in sizes]}
-        )
-        for each in (points, distances)
+        ShardTensor.from_local(x, mesh, y.placements, sharding_shapes={0: [(count, *x.shape[1:]) for count in sizes]})
+        for x in (points, distances)
     )
 
 
@@ -72,7 +70,7 @@ def main() -> None:
         torch.randn(count, 3, device=manager.device) if small or manager.rank == 0 else None
         for count in (to_search, targets)
     ]
-    x, y = (scatter_tensor(each, 0, mesh, (Shard(0),)) for each in whole)
+    x, y = (scatter_tensor(x, 0, mesh, (Shard(0),)) for x in whole)
 
     with report() as r:
         neighbours, distances = knn(x, y, n)

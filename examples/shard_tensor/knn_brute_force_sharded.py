@@ -26,7 +26,7 @@ def main() -> None:
         torch.randn(count, 3, device=manager.device) if small or manager.rank == 0 else None
         for count in (to_search, targets)
     ]
-    x, y = (scatter_tensor(each, 0, mesh, (Shard(0),)) for each in whole)
+    x, y = (scatter_tensor(x, 0, mesh, (Shard(0),)) for x in whole)
 
     with report() as r:
         neighbours, distances = knn(x, y, n)

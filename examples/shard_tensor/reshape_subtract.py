@@ -21,7 +21,7 @@ def main() -> None:
     a, b = (torch.randn(count, 3, device=manager.device) for count in (n, m))
     a_sharded: Any
     b_sharded: Any
-    a_sharded, b_sharded = (scatter_tensor(each, 0, mesh, (Shard(0),)) for each in (a, b))
+    a_sharded, b_sharded = (scatter_tensor(x, 0, mesh, (Shard(0),)) for x in (a, b))
     say(f"a_sharded shape and placement: {a_sharded.shape}, {a_sharded.placements}")
     say(f"b_sharded shape and placement: {b_sharded.shape}, {b_sharded.placements}")
 

@@ -1,4 +1,4 @@
-"""What a rank communicates in a training step on 4, 64 and 1,024 ranks: from the plans, in one process.
+"""Communication of a rank in a training step on 4, 64 and 1,024 ranks: from the plans, in one process.
 
 python examples/shard_tensor/scaling.py [--ranks 4 64 1024] [--field 4096 1024 64]
 

@@ -55,8 +55,8 @@ def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def own_rows(x: torch.Tensor, mesh: DeviceMesh, sizes: list[int]) -> ShardTensor:
     """This rank's images, of which it has some rows."""
-    own = x.chunk(mesh.shape[0])[mesh.get_local_rank("data")]
-    return distribute_tensor(own.contiguous(), mesh["domain"], [Shard(2)], sizes=[sizes], src=None)
+    rows = x.chunk(mesh.shape[0])[mesh.get_local_rank("data")]
+    return distribute_tensor(rows.contiguous(), mesh["domain"], [Shard(2)], sizes=[sizes], src=None)
 
 
 def main() -> None:
@@ -88,7 +88,7 @@ def main() -> None:
     module = UNet().double()
     module.load_state_dict(alone.state_dict())
     model = DistributedDataParallel(module, process_group=mesh.get_group("data")) if data > 1 else module
-    optimizer, optimizer_alone = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (module, alone))
+    optimizer, optimizer_alone = (torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (module, alone))
 
     for step in range(options.steps):
         x, y = batch(step, 2 * data, options.rows, 8)
@@ -115,7 +115,7 @@ def main() -> None:
 
 def compare(what: str, tensors: list[Any], expected: list[Any]) -> None:
     """All of them at once, in float64."""
-    flat, other = (torch.cat([each.detach().flatten() for each in both]) for both in (tensors, expected))
+    flat, other = (torch.cat([net.detach().flatten() for net in both]) for both in (tensors, expected))
     expect_equal(f"every {what}", flat, other, 1e-10)
 
 

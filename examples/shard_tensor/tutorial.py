@@ -59,8 +59,8 @@ def expect_equal(what: str, actual: Any, expected: Any, tolerance: float = 1e-5)
 def expect_traffic(r: Report, verbs: dict[str, int], num_bytes: int | None = None) -> None:
     """Prints what this rank has communicated, and stops the script where it is anything else."""
     actual: dict[str, int] = {}
-    for each in r.calls:
-        actual[each.call.verb] = actual.get(each.call.verb, 0) + 1
+    for call in r.calls:
+        actual[call.call.verb] = actual.get(call.call.verb, 0) + 1
     say(r)
     if actual != verbs or (num_bytes is not None and r.bytes != num_bytes) or r.gathers:
         raise SystemExit(f"expected {verbs} with {num_bytes} bytes and nothing gathered, but there was:\n{r}")

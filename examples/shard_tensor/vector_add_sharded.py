@@ -20,7 +20,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     whole: list[Any] = [torch.randn(n, device=manager.device) if small or manager.rank == 0 else None for _ in range(2)]
-    a, b = (scatter_tensor(each, 0, mesh, (Shard(0),), requires_grad=True) for each in whole)
+    a, b = (scatter_tensor(x, 0, mesh, (Shard(0),), requires_grad=True) for x in whole)
 
     with report() as r:
         c = f(a, b)

@@ -46,7 +46,7 @@ def main() -> None:
     whole: list[Any] = [
         torch.randn(n, device=manager.device, dtype=dtype) if small or manager.rank == 0 else None for _ in range(2)
     ]
-    x, y = (scatter_tensor(each, 0, mesh, (Shard(0),), requires_grad=True) for each in whole)
+    x, y = (scatter_tensor(x, 0, mesh, (Shard(0),), requires_grad=True) for x in whole)
 
     with report() as r:
         z = f(x, y)

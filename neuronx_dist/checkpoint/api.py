@@ -51,7 +51,7 @@ def save_checkpoint(
 ) -> None:
     """Saves a run as checkpoint `tag`, in a form that any layout loads; all ranks call it.
 
-    The checkpoint exists once it is complete and synced, and not before; an older one of this tag is kept until then.
+    The checkpoint exists once it is complete and synced, and not before; an older one of this tag stays until then.
     The state of random generators is a part of the checkpoint.
 
     Args:

@@ -101,7 +101,7 @@ class CheckpointFolder:
         raise CheckpointError(f"there is no checkpoint {name!r} in {where}; {there}")
 
     def begin(self, name: str) -> None:
-        """Creates the folder of a new checkpoint. A complete one of this name is kept until the new one is complete.
+        """Creates the folder of a new checkpoint. A complete one of this name stays until the new one is complete.
 
         Raises:
             CheckpointError: the name belongs to anything that this package did not write. Nothing is changed.
@@ -158,14 +158,14 @@ class CheckpointFolder:
     def rotate(self, keep: int) -> None:
         """Removes complete checkpoints older than the `keep` newest, and incomplete ones older than the newest."""
         tags = [tag for tag in self.complete() if self.storage.kind(tag.name) != "link"]
-        kept = [tag for tag in tags if not tag.damage][:keep]
+        newest = [tag for tag in tags if not tag.damage][:keep]
         complete = {tag.name for tag in tags}
         for tag in tags:
-            if kept and tag.saved < kept[-1].saved:
+            if newest and tag.saved < newest[-1].saved:
                 self.remove(tag.name)
         for name in self.storage.list():
             is_incomplete = name not in complete and self.has_begun(name)
-            if kept and is_incomplete and self.storage.modified(f"{name}/{MARKER}") < kept[0].saved:
+            if newest and is_incomplete and self.storage.modified(f"{name}/{MARKER}") < newest[0].saved:
                 self.remove(name)
 
     def remove(self, name: str) -> None:

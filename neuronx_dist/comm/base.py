@@ -280,11 +280,11 @@ class Backend:
         return rank
 
     def communicator(
-        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
+        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, separate: bool = False
     ) -> Communicator:
         """Returns the communicator of the group in `groups` that holds `global_rank`; all ranks of the world call this.
 
-        Groups with equal ranks may share a connection, unless `own` is set.
+        Groups with equal ranks may share a connection, unless `separate` is set.
         """
         raise CommError(f"backend {self.name} makes no communicators")
 

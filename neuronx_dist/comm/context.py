@@ -74,7 +74,7 @@ class Context:
     def new_group(self, groups: Sequence[Sequence[int]], label: str) -> Communicator | None:
         """Returns a communicator over explicit rank lists: every rank of the world calls this, in the same order."""
         if isinstance(groups, Groups) and groups.mesh == self.mesh:  # no rank is left out
-            communicator = self.backend.communicator(label, groups, self.rank, own=True)
+            communicator = self.backend.communicator(label, groups, self.rank, separate=True)
             communicator.axis_sizes = self.mesh.sizes(groups.axis)
             return communicator
         seen = [rank for group in groups for rank in group]
@@ -84,7 +84,7 @@ class Context:
                 f"new_group {label!r}: {groups} must be disjoint lists of ranks below {self.mesh.world_size}"
             )
         others = [[rank] for rank in range(self.mesh.world_size) if rank not in members]
-        communicator = self.backend.communicator(label, [*groups, *others], self.rank, own=True)
+        communicator = self.backend.communicator(label, [*groups, *others], self.rank, separate=True)
         if not is_member(self.rank, seen):
             return None
         communicator.axis_sizes = self._sizes_of(next(group for group in groups if concrete(self.rank) in group))
@@ -98,8 +98,8 @@ class Context:
 
 _default: Context | None = None
 _local = threading.local()
-# Where ranks are threads of one process (XLA): the context of each rank, and the rank of the calling thread. An
-# autograd thread has no context, but it knows the device that it works for.
+# Contexts by rank, and the rank of the calling thread, if ranks are threads of one process (XLA). An autograd thread
+# has no context, but it knows the device that it works for.
 _by_rank: dict[int, Context] = {}
 _whoami: Callable[[], int] | None = None
 

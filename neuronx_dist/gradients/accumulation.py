@@ -61,21 +61,21 @@ def adding_to_reduced(model: nn.Module) -> Iterator[None]:
     So each `run_train` reduces its gradients, and a reduction, which is linear, is right for the sum. Gradients that an
     `NxDOptimizer` has stepped on, and those of `no_sync`, stay where they are. After an error the earlier are back.
     """
-    kept = []
+    set_aside = []
     if not is_accumulating(model):
         for gradient in ModelGradients(model).gradients:
             grad = gradient.tensor
             if grad is not None and "tp" in ReductionState.of(grad).unasked:
-                kept.append((gradient, grad))
+                set_aside.append((gradient, grad))
                 gradient.tensor = None
     try:
         yield
     except BaseException:
-        for gradient, earlier in kept:
+        for gradient, earlier in set_aside:
             gradient.tensor = earlier
         raise
     with torch.no_grad():
-        for gradient, earlier in kept:
+        for gradient, earlier in set_aside:
             grad = gradient.tensor
             if grad is None:
                 gradient.tensor = earlier

@@ -109,7 +109,7 @@ def complete_reduction(parameters: Iterable[torch.Tensor], average_over_data: bo
     nothing. A gradient that is missing on this rank counts as zero.
 
     Raises:
-        RuntimeError: the mean over the data was taken already, by another call than `run_train`'s.
+        RuntimeError: the mean over the data was computed already, by another call than `run_train`'s.
     """
     gradients = ModelGradients(list(parameters))
     options: dict[str, Any] = {"cap": cap_in_bytes(None, "ALLREDUCE_BUCKET_CAP_MB", _BUCKET_CAP_MB)}

@@ -22,7 +22,7 @@ __all__ = ["NeuronHooksCallback"]
 class NeuronHooksCallback(Callback):
     """Writes what goes into and comes out of layers, and its gradients, in some steps of a run.
 
-    In a step of several microbatches the last one's is kept. Training alone is recorded, not validation.
+    In a step of several microbatches the last one's is reported. Training alone is recorded, not validation.
 
     Args:
         cfg: options as attributes, such as the namespace of an argparse parser: `hooks` (False: the callback does

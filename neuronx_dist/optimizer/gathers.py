@@ -104,7 +104,7 @@ class _Awaited(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
-# What is asked between a step and the forward, and is the same before and after.
+# Attributes that may be read between a step and the forward: they are the same before and after the gather.
 _GETTERS = (
     "grad",
     "requires_grad",

@@ -205,7 +205,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """Norm of the whole model's gradients in the last step, before clipping (0-dim); None if it was not taken."""
+        """Norm of the whole model's gradients in the last step, before clipping (0-dim); None if not computed."""
         return self._grad_norm
 
     @property

@@ -107,7 +107,7 @@ class ColumnLinear(torch.autograd.Function):
         linears = partial(ColumnLinear._linears, communicator, sequence_dim, reduce_dtype, count)
         if sequence_dim is None or transforming():  # which know no checkpoints
             return linears(x, *weights_and_biases)
-        return checkpoint(linears, x, *weights_and_biases)  # what was gathered is not kept
+        return checkpoint(linears, x, *weights_and_biases)  # what was gathered is not saved
 
     @staticmethod
     def _linears(

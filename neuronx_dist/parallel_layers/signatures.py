@@ -117,7 +117,7 @@ def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-# What tells positional arguments apart: parameter -> whether a value can be its.
+# Parameter -> whether a value can be its argument, which tells positional arguments apart.
 _FITS: dict[str, Callable[[Any], bool]] = {
     "dtype": lambda value: isinstance(value, torch.dtype),
     "init_method": callable,

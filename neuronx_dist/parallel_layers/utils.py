@@ -279,7 +279,7 @@ def move_model_to_device(model: nn.Module, device: Any) -> nn.Module:
     that several modules share stays one buffer.
 
     (`.to` makes new parameters when the kind of device changes, as from the CPU to XLA, and a weight tied to another
-    becomes two.) A torch optimizer that was made before holds the same parameters, but no step may have been taken:
+    becomes two.) A torch optimizer that was made before holds the same parameters, but must not have made a step:
     its state stays where it is. Sharded optimizers and hooks on parameters are made after the move.
 
     Raises:

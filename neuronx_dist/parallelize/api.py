@@ -112,7 +112,7 @@ def parallelize(
         ValueError: forward has positional-only arguments or fails on the dummy ones, the module has parallel ones
             inside, an unknown policy, a mesh of other sizes, a `verify_with` that cannot be divided in the same way.
         GeneratedFilesError: with `ReuseType.MATCH` the files do not match; or files are missing on this host.
-        EmittedProgramError: a bug of this package; the file is kept.
+        EmittedProgramError: a bug of this package; the file is saved.
     """
     is_class = isinstance(module_or_module_class, type)
     module_class = module_or_module_class if isinstance(module_or_module_class, type) else type(module_or_module_class)
@@ -263,7 +263,7 @@ def _proven(emitted: EmittedProgram, smaller: EmittedProgram | None, config: Com
     Raises:
         ValueError: the original fails.
         TracingError: two recordings of the original differ.
-        EmittedProgramError: the source is refused; it is kept in `folder`.
+        EmittedProgramError: the source is refused; it is saved in `folder`.
     """
     example = emitted.example
     try:

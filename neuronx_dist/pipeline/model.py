@@ -162,7 +162,7 @@ class NxDPPModel(CutModule):
         warn_of_tracing(tracer_cls, autowrap_functions, autowrap_modules, autowrap_obj_methods)
         warn_of_unused(
             use_model_wrapper=(use_model_wrapper, "the pipeline trains the model itself"),
-            fuse_microbatches=(fuse_microbatches, "each task of a stage is a program of its own"),
+            fuse_microbatches=(fuse_microbatches, "each task of a stage is a separate program"),
         )
         if return_mb_loss and broadcast_and_average_loss:
             raise ValueError("broadcast_and_average_loss=True returns one loss: use return_mb_loss=False")
@@ -419,7 +419,7 @@ class NxDPPModel(CutModule):
 
     @property
     def recordings_kept(self) -> int:
-        """Number of recordings that are kept, of the shapes that were used last; 128 by default."""
+        """Number of recordings in memory, of the shapes that were used last; 128 by default."""
         return self._programs.most
 
     @recordings_kept.setter

@@ -311,7 +311,7 @@ class WireBackend(Backend):
         self._is_gloo = is_gloo
 
     def communicator(
-        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
+        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, separate: bool = False
     ) -> Communicator:
         ranks = next(group for group in groups if global_rank in group)
         return _MeasuringCommunicator(label, ranks, global_rank, self._meter, self._is_gloo)

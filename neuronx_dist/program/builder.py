@@ -37,10 +37,10 @@ class Builder:
         calls: the calls added so far, in order.
     """
 
-    def __init__(self, values: Iterable[Value] = (), taken: Iterable[str] = ()) -> None:
-        """`values`: the values that the program has already; `taken`: names that no value may get."""
+    def __init__(self, values: Iterable[Value] = (), reserved: Iterable[str] = ()) -> None:
+        """`values`: the values that the program has already; `reserved`: names that no value may get."""
         self.calls: list[Call] = []
-        self._names: dict[str, int] = dict.fromkeys([*_TAKEN, *taken, *(value.name for value in values)], 0)
+        self._names: dict[str, int] = dict.fromkeys([*_TAKEN, *reserved, *(value.name for value in values)], 0)
 
     def name(self, wish: str) -> str:
         """Returns an unused identifier: `wish`, or `wish` and a number."""

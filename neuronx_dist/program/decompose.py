@@ -37,7 +37,7 @@ def decomposed(program: Program) -> Program:
     """Returns the program with means as sums, equal up to rounding; the calls of `program` are reused and changed."""
     arguments = pytree.tree_unflatten(program.arguments, program.structure)
     values = [*program.leaves, *(value for call in program.calls for value in call.results)]
-    builder = Builder(values, taken=map(argument_name, arguments))
+    builder = Builder(values, reserved=map(argument_name, arguments))
     instead: dict[Value, Value] = {}
 
     def current(value: Value) -> Value:

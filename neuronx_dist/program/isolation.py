@@ -29,9 +29,9 @@ class ShapesOfStage(ShapesBackend):
         self._mesh = mesh
 
     def communicator(
-        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
+        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, separate: bool = False
     ) -> Communicator:
-        return self._checked(super().communicator(label, groups, global_rank, own))
+        return self._checked(super().communicator(label, groups, global_rank, separate))
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:
         return self._checked(super().wrap(group, global_rank))

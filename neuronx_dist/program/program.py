@@ -288,12 +288,12 @@ def argument_name(name: str) -> str:
     return f"{name}_" if name in FILE_NAMES else name
 
 
-def fresh(name: str, taken: set[str]) -> str:
-    """Returns an unused name, and adds it to `taken`."""
+def fresh(name: str, used: set[str]) -> str:
+    """Returns an unused name, and adds it to `used`."""
     new, number = name, 2
-    while new in taken:
+    while new in used:
         new, number = f"{name}_{number}", number + 1
-    taken.add(new)
+    used.add(new)
     return new
 
 

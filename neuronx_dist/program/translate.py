@@ -41,10 +41,10 @@ def translate(
 
 
 class _Translator:
-    def __init__(self, recording: Recording, taken: Iterable[str]) -> None:
-        """`taken`: names of arguments that are no tensors, which are variables of the emitted forward too."""
+    def __init__(self, recording: Recording, argument_names: Iterable[str]) -> None:
+        """`argument_names`: names of arguments that are no tensors, which are variables of the emitted forward too."""
         self.recording = recording
-        self.builder = Builder(taken=map(argument_name, taken))
+        self.builder = Builder(reserved=map(argument_name, argument_names))
         self.leaves: dict[str, dict[str, Value]] = {"parameter": {}, "buffer": {}, "constant": {}}
         self.inputs: dict[int, Value] = {}  # by index among the leaves of the arguments
         self.tensors: dict[fx.Node, AliasedTensor] = {}

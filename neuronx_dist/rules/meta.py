@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..torch_internals.operators import record_function_enter, record_function_exit
@@ -71,7 +70,6 @@ rule(record_function_enter, kind="pass", name="record_function")(None)
 rule(record_function_exit, kind="pass", name="record_function")(None)
 for _name in "sym_int sym_float sym_ite sym_max sym_min sym_not sym_sqrt sym_sum".split():
     rule(getattr(torch, _name), kind="scalar")(None)
-rule(getattr(F, "_sym_int", torch.sym_int), kind="scalar")(None)
 
 
 # --- values under another name ---

@@ -238,7 +238,7 @@ def glu(input: Tensor, dim: int = -1) -> Spec:
 def _foreach(function: Callable[..., Any]) -> Callable[..., list[Tensor]]:
     """Returns the list form of `function`: lists are read item by item, other arguments go to all calls."""
 
-    def each(*args: Any, **kwargs: Any) -> list[Tensor]:
+    def of_lists(*args: Any, **kwargs: Any) -> list[Tensor]:
         args += tuple(kwargs.pop(name) for name in ("scalar", "scalars") if name in kwargs)
         count = next(len(value) for value in args if isinstance(value, (list, tuple)))
 
@@ -250,7 +250,7 @@ def _foreach(function: Callable[..., Any]) -> Callable[..., list[Tensor]]:
             for number in range(count)
         ]
 
-    return each
+    return of_lists
 
 
 def _addcmul(x: Tensor, one: Tensor, two: Tensor, value: Any = 1) -> Tensor:

@@ -436,7 +436,7 @@ def segment_reduce(
     """Spec of reductions of segments along `axis`, before which dims are those of the segments' lengths, too."""
     bounds = offsets if lengths is None else lengths
     dims, why = labels(data.dim()), "segments end anywhere in it"
-    cuts, kept = data.dim(), data.dim() + 1
-    sizes = {**dict(enumerate(data.shape)), cuts: bounds.shape[-1], kept: bounds.shape[-1] - (lengths is None)}
-    out = (*dims[:axis], (kept,), *dims[axis + 1 :])
+    cuts, segments = data.dim(), data.dim() + 1
+    sizes = {**dict(enumerate(data.shape)), cuts: bounds.shape[-1], segments: bounds.shape[-1] - (lengths is None)}
+    out = (*dims[:axis], (segments,), *dims[axis + 1 :])
     return Spec((dims, (*dims[:axis], (cuts,))), (out,), sizes, fixed={axis: why, cuts: why})

@@ -5,7 +5,7 @@ operators and of code on this rank's own shard, so that the checker follows them
 
 softmax.py        softmax, log-softmax, log-sum-exp: (maximum, sum) of the ranks in one gather
 norms.py          moments of the ranks, merged in one gather; layer, RMS, group and batch norm
-cross_entropy.py  cross entropy of classes that are sharded: logits are never gathered, and no softmax is kept
+cross_entropy.py  cross entropy of classes that are sharded: logits are never gathered, and no softmax is saved
 linear_cross_entropy.py  the same with the linear layer before it, in chunks of tokens
 fused_cross_entropy.py  the two passes over the logits as compiled kernels, on GPUs
 vocabulary.py     a vocabulary of which each rank has a shard: rows of its table, positions and checks of ids, and the

@@ -208,7 +208,7 @@ def all_reduce(
     """Returns the sum of `x` over the axis: `P -> R` (backward all-reduce) or `P -> I` (backward identity).
 
     Args:
-        src: P; V is taken as P. P("avg"): the mean over the axis; the backward divides, too.
+        src: P; V counts as P. P("avg"): the mean over the axis; the backward divides, too.
         x: any shape; contiguity is not needed.
         reduce_dtype: the sum is done in `promote_types(x.dtype, reduce_dtype)`, in backward too.
         inplace: the result reuses the memory of `x`, which is no leaf.

@@ -124,8 +124,8 @@ def options_of(row: Row, x: torch.Tensor, dims: tuple[int, int], options: Mappin
     for keywords, where in ((options, ""), (options.get("backward_options") or {}, " in backward_options")):
         unknown = sorted(set(keywords) - set(_TAKEN.get(name, _DTYPES)))
         if unknown:
-            taken = ", ".join(_TAKEN.get(name, _DTYPES))
-            raise TypeError(f"{name}() takes no {', '.join(unknown)}{where}: its options are {taken}")
+            allowed = ", ".join(_TAKEN.get(name, _DTYPES))
+            raise TypeError(f"{name}() takes no {', '.join(unknown)}{where}: its options are {allowed}")
     sizes, received = options.get("split_sizes"), None
     if options.get("input_split_sizes") is not None or options.get("output_split_sizes") is not None:
         sizes, received = options.get("input_split_sizes"), options.get("output_split_sizes")
@@ -227,9 +227,9 @@ def _own_piece(x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -
 
 def _exchange_rows(x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -> torch.Tensor:
     sizes, received = arguments.options.sizes, arguments.options.received
-    for each in (sizes, received):
-        if len(each) != c.size:
-            raise SpmdTypeError(f"all_to_all over {c.axis}: {len(each)} sizes {list(each)} for {c.size} ranks")
+    for counts in (sizes, received):
+        if len(counts) != c.size:
+            raise SpmdTypeError(f"all_to_all over {c.axis}: {len(counts)} sizes {list(counts)} for {c.size} ranks")
     result = x.new_empty(sum(received), *x.shape[1:])
     comm.exchange(list(x.contiguous().split(sizes)), list(result.split(received)), c)
     return result

@@ -125,7 +125,7 @@ def assert_type_like(x: torch.Tensor, source: torch.Tensor, overrides: Mapping[A
 def assert_local_type_like(
     x: torch.Tensor, source: torch.Tensor, overrides: Mapping[Any, SpmdType] | None = None
 ) -> None:
-    """Declares that a tensor has the type of another one, whose sharded dims are not taken over: S is V."""
+    """Declares that a tensor has the type of another one, without its sharded dims: S becomes V."""
     changed = {atom: t for axis, t in (overrides or {}).items() for atom in atoms_of(axis, mesh_here())}
     types = {axis: V if isinstance(t, Shard) else t for axis, t in get_local_type(source).items()}
     assert_type(x, {**types, **changed})

@@ -255,7 +255,7 @@ def _compare(
     unequal = []
     for name in names:
         contents, value = kinds[name], values.get(name)
-        # Where this rank lacks a value, the others of the group report it, too.
+        # A value that this rank lacks is reported by the other ranks of the group, too.
         if value is None or (axis in value.equal | value.usually_equal and len(contents) > 1):
             unequal.append(name)
         elif axis in value.usually_different:

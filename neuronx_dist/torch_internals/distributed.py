@@ -16,7 +16,7 @@ _INTERFACES = (dist.ProcessGroup, torch._C._distributed_c10d.Backend)  # of grou
 
 
 def default_store() -> Any:
-    """Returns the store of the job's processes: failures and agreements are told through it."""
+    """Returns the store of the job's processes, which passes on failures and agreements."""
     return dist.distributed_c10d._get_default_store()
 
 

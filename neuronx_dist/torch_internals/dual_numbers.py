@@ -7,6 +7,6 @@ from typing import Any
 
 import torch
 
-# What `forward_ad.make_dual` and `unpack_dual` call. Without them a dual ShardTensor would be gathered to be made.
+# Functions that `forward_ad.make_dual` and `unpack_dual` call: handled, they make a dual ShardTensor without a gather.
 make_dual: Callable[..., Any] = torch._C._VariableFunctions._make_dual
 unpack_dual: Callable[..., Any] = torch._C._VariableFunctions._unpack_dual

@@ -19,7 +19,7 @@ EXTENDED: dict[str, tuple[str, ...]] = {
         *("_parameters", "_buffers", "_modules"),
         *("_apply", "_save_to_state_dict", "_load_from_state_dict"),
     ),
-    # What `neuronx-dist run` says when it starts ranks again.
+    # Overridden by `neuronx-dist run`, which reports that ranks are started again.
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent": ("_monitor_workers",),
 }
 

@@ -38,7 +38,7 @@ grouped_mm = _aten._grouped_mm.default
 upsample_nearest_exact = tuple(getattr(_aten, f"_upsample_nearest_exact{dims}d") for dims in (1, 2, 3))
 upsample_bilinear2d_aa, upsample_bicubic2d_aa = _aten._upsample_bilinear2d_aa, _aten._upsample_bicubic2d_aa
 
-# What `torch.profiler.record_function` calls. Without a rule for each the checker refuses a profiled forward.
+# Operators that `torch.profiler.record_function` calls. Without their rules the checker refuses a profiled forward.
 record_function_enter = torch.ops.profiler._record_function_enter_new
 record_function_exit = torch.ops.profiler._record_function_exit._RecordFunction
 
@@ -73,8 +73,13 @@ def skip_in_compiler(function: _Function) -> _Function:
     return function
 
 
-# TorchScript: without these names the checker cannot follow graphs of scripted functions.
+# Classes of scripted functions and methods. Without them the checker would let their calls pass unseen.
 script_classes: tuple[type, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
+
+
+def python_function(scripted: Any) -> Any:
+    """Returns the function that was scripted, which a check calls in its place; None if it is not known."""
+    return getattr(scripted, "_torchdynamo_inline", None)
 
 
 def wrap_script_module(module: Any) -> Any:

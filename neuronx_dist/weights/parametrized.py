@@ -70,7 +70,7 @@ def _check(module: nn.Module, name: str, method: Any, spec: ShardSpec) -> None:
         )
     if function:
         raise RuntimeError(
-            f"torch.nn.utils.{function}: {part}, and this shard would be taken for the weight. Leave the layer whole "
+            f"torch.nn.utils.{function}: {part}, and the shard would count as the weight. Leave the layer whole "
             "on all ranks, as an nn.Linear, or train at tensor parallel size 1"
         )
     for key, param in method.named_parameters() if isinstance(method, nn.Module) else ():

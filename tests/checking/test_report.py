@@ -1,4 +1,4 @@
-"""What a report prints: one line if all is well, details on request, everything as JSON."""
+"""The print of a report: one line if all is well, details on request, everything as JSON."""
 
 from __future__ import annotations
 

@@ -71,19 +71,19 @@ def write(
     folder.mkdir(parents=True)
     (folder / "checkpoint").write_text("1")
     for stage in range(pp):
-        own = {name: each for name, each in parameters.items() if each.stage == stage}
-        held = own | {name: each for name, each in (buffers or {}).items() if each.stage == stage}
+        local = {name: parameter for name, parameter in parameters.items() if parameter.stage == stage}
+        held = local | {name: buffer for name, buffer in (buffers or {}).items() if buffer.stage == stage}
         for rank in range(tp):
-            model = OrderedDict((name, each.shard(each.value, rank, tp)) for name, each in held.items())
+            model = OrderedDict((name, x.shard(x.value, rank, tp)) for name, x in held.items())
             expert = "" if ep is None else f"ep_rank_{ep:02d}_"
             coordinates = f"{expert}tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt"
             _save(model, folder / "model" / f"dp_rank_00_{coordinates}", xser, info)
             if optimizer == "zero1":
                 for data in range(dp):
-                    state = zero1_state(own, rank, tp, data, dp, masters)
+                    state = zero1_state(local, rank, tp, data, dp, masters)
                     _save(state, folder / "optim" / f"dp_rank_{data:02d}_{coordinates}", xser, info)
             elif optimizer == "plain":
-                state = {"state": _state(own, rank, tp), "param_groups": _groups(own)}
+                state = {"state": _state(local, rank, tp), "param_groups": _groups(local)}
                 _save(state, folder / "optim" / f"dp_rank_00_{coordinates}", xser, info)
     if user_content is not None:
         torch.save(user_content, folder / "user_content.pt")
@@ -95,44 +95,45 @@ def write(
 def write_first_way(folder: Path, parameters: Mapping[str, Parameter], tp: int, pp: int, xser: bool = False) -> None:
     """Writes the files of `parallel_layers.checkpointing.save({"model": ..., "step": 3}, folder)`."""
     for stage in range(pp):
-        own = {name: each for name, each in parameters.items() if each.stage == stage}
+        local = {name: parameter for name, parameter in parameters.items() if parameter.stage == stage}
         for rank in range(tp):
-            model = OrderedDict((name, each.shard(each.value, rank, tp)) for name, each in own.items())
+            model = OrderedDict((name, parameter.shard(parameter.value, rank, tp)) for name, parameter in local.items())
             file = folder / f"tp_rank_{rank:02d}_pp_rank_{stage:02d}"
             _save({"model": model, "step": 3}, file if xser else file / "checkpoint.pt", xser, info=False)
 
 
-def _state(own: Mapping[str, Parameter], rank: int, tp: int) -> dict[int, dict[str, torch.Tensor]]:
+def _state(local: Mapping[str, Parameter], rank: int, tp: int) -> dict[int, dict[str, torch.Tensor]]:
     return {
         number: {
-            entry: each.shard(value, rank, tp) if value.dim() else value.clone() for entry, value in each.state.items()
+            entry: parameter.shard(value, rank, tp) if value.dim() else value.clone()
+            for entry, value in parameter.state.items()
         }
-        for number, each in enumerate(own.values())
+        for number, parameter in enumerate(local.values())
     }
 
 
-def _groups(own: Mapping[str, Parameter]) -> list[dict[str, Any]]:
-    return [{"lr": 0.125, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": list(range(len(own)))}]
+def _groups(local: Mapping[str, Parameter]) -> list[dict[str, Any]]:
+    return [{"lr": 0.125, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": list(range(len(local)))}]
 
 
 def zero1_state(
-    own: Mapping[str, Parameter], rank: int, tp: int, data: int, dp: int, masters: bool = False
+    local: Mapping[str, Parameter], rank: int, tp: int, data: int, dp: int, masters: bool = False
 ) -> dict[str, Any]:
     base = {
         number: {entry: rows(value, data, dp) if value.dim() else value for entry, value in state.items()}
-        for number, state in _state(own, rank, tp).items()
+        for number, state in _state(local, rank, tp).items()
     }
-    shards = {number: each.shard(each.value, rank, tp) for number, each in enumerate(own.values())}
+    shards = {number: parameter.shard(parameter.value, rank, tp) for number, parameter in enumerate(local.values())}
     state = {
         "state": {},
-        "param_groups": _groups(own),
+        "param_groups": _groups(local),
         "base_state": base,
         "shape_info": {number: shard.shape for number, shard in shards.items()},
     }
     if masters:
         state["sharded_master_weights"] = {
-            number: rows(each.shard(each.state["exp_avg"] * 3, rank, tp), data, dp)
-            for number, each in enumerate(own.values())
+            number: rows(parameter.shard(parameter.state["exp_avg"] * 3, rank, tp), data, dp)
+            for number, parameter in enumerate(local.values())
         }
     return state
 
@@ -151,7 +152,7 @@ def _save(state: Any, path: Path, xser: bool, info: bool) -> None:
             tensors.append(value)
             return reference
         if isinstance(value, dict):
-            return type(value)((key, referred(each)) for key, each in value.items())
+            return type(value)((key, referred(item)) for key, item in value.items())
         return value
 
     rewritten = referred(state)

@@ -75,9 +75,9 @@ def adamw(model: nn.Module, kind: str = "zero1") -> torch.optim.Optimizer:
 def assert_holds(model: nn.Module, optimizer: Any, expected: dict[str, Parameter]) -> None:
     """Each tensor that this rank would save is this part of the whole one."""
     state = collect(model, optimizer)
-    whole = {f"model.{name}": each.value for name, each in (expected | buffers()).items()}
-    for name, each in expected.items():
-        whole |= {f"optimizer.state.{name}.{entry}": value for entry, value in each.state.items()}
+    whole = {f"model.{name}": x.value for name, x in (expected | buffers()).items()}
+    for name, x in expected.items():
+        whole |= {f"optimizer.state.{name}.{entry}": value for entry, value in x.state.items()}
     assert state.tensors.keys() <= whole.keys()
     assert len(state.tensors) == len(whole) - (0 if optimizer else 3 * len(expected))
     for key, tensor in state.tensors.items():

@@ -93,7 +93,7 @@ def test_arguments_without_effect_are_said_once(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         on_ranks(rank)
-    assert [str(each.message).partition(" has no effect")[0] for each in caught] == [
+    assert [str(warning.message).partition(" has no effect")[0] for warning in caught] == [
         "use_xser",
         "avoid_saving_lower_precision_weights",
     ]
@@ -104,7 +104,7 @@ def test_state_dicts_are_no_models(tmp_path: Path, name: str) -> None:
     def rank() -> None:
         run = Run()
         run.save(tmp_path, "a")
-        parts = {each: getattr(run, each) for each in ("model", "optimizer", "scheduler")}
+        parts = {part: getattr(run, part) for part in ("model", "optimizer", "scheduler")}
         parts[name] = dict(parts[name].state_dict())
         for call in (nxd.save_checkpoint, nxd.load_checkpoint):
             with pytest.raises(TypeError, match=f"{name} is a dict, a state dict: pass the {name} itself"):

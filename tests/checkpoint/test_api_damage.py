@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_makes_room_for_an_older_one(tmp_path: Path) -> Non
     with warnings.catch_warnings(record=True) as caught:  # of all ranks: which are threads
         warnings.simplefilter("always", UserWarning)
         on_ranks(rank)
-    said = [str(each.message) for each in caught if "is damaged" in str(each.message)]
+    said = [str(warning.message) for warning in caught if "is damaged" in str(warning.message)]
     assert len(said) == 1 and "\n" not in said[0]
     assert f"checkpoint {tmp_path}/c is damaged: c/__0_0.distcp" in said[0] and said[0].endswith(
         "; a is loaded instead"
@@ -158,17 +158,17 @@ def test_each_file_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """From a storage that is not local a rank reads no byte twice, and of the weights no other rank's."""
     folder = "memory://read-once"
     saved(folder, "a")  # type: ignore[arg-type]
-    taken: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    steps: dict[tuple[int, str], list[tuple[int, int]]] = {}
     read, cat_ranges = RemoteStorage.read, type(open_storage(folder)._filesystem).cat_ranges  # type: ignore[attr-defined]
 
     def noted(self: RemoteStorage, path: str, start: int = 0, stop: int | None = None) -> bytes:
         content = read(self, path, start, stop)
-        taken.setdefault((comm.rank("world"), path), []).append((start, start + len(content)))
+        steps.setdefault((comm.rank("world"), path), []).append((start, start + len(content)))
         return content
 
     def noted_ranges(self: Any, paths: list[str], starts: list[int], ends: list[int], **options: Any) -> Any:
         for path, start, end in zip(paths, starts, ends):
-            taken.setdefault((comm.rank("world"), path.partition("read-once/")[2]), []).append((start, end))
+            steps.setdefault((comm.rank("world"), path.partition("read-once/")[2]), []).append((start, end))
         return cat_ranges(self, paths, starts, ends, **options)
 
     def rank() -> None:
@@ -182,7 +182,7 @@ def test_each_file_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     on_ranks(rank, Mesh(4, tp=2))
     of_weights = [0, 0, 0, 0]
-    for (number, path), ranges in taken.items():
+    for (number, path), ranges in steps.items():
         if path in ("a/done", "a/checkpoint"):
             continue
         ends = [0, *(stop for _, stop in sorted(ranges))]
@@ -191,7 +191,7 @@ def test_each_file_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
             of_weights[number] += sum(stop - start for start, stop in ranges)
     storage = open_storage(folder)
     size = sum(storage.size(f"a/{name}") for name in storage.list("a") if name.endswith(".distcp"))
-    assert len({path for _, path in taken if path.endswith(".distcp")}) == 4 and max(of_weights) < 0.75 * size
+    assert len({path for _, path in steps if path.endswith(".distcp")}) == 4 and max(of_weights) < 0.75 * size
 
 
 def test_a_damaged_checkpoint_leaves_no_values() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf
@@ -28,17 +28,14 @@ from neuronx_dist.hf.sources import StateDict, open_source
 from neuronx_dist.hf.writing import write_weights
 from neuronx_dist.mesh import Mesh
 from tests.checkpoint import nxd_folder
-
-SIZES = dict(
-    hidden_size=16, intermediate_size=20, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8
-)
+from tests.support.llama import tiny_llama
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
     """A Llama of three layers, and its folder as transformers writes it. At tp 2 the vocabulary is padded."""
     torch.manual_seed(3)
-    config = LlamaConfig(vocab_size=31, num_hidden_layers=3, tie_word_embeddings=request.param, **SIZES)
+    config = tiny_llama(vocab_size=31, hidden_size=16, num_hidden_layers=3, tie_word_embeddings=request.param)
     whole = LlamaForCausalLM(config)
     folder = tmp_path_factory.mktemp("llama")
     whole.save_pretrained(folder)
@@ -172,7 +169,7 @@ def test_every_target_compares_names_and_shapes(model: tuple[Any, Path], to: str
     name = "model.layers.1.mlp.up_proj.weight"
     for number, (changed, message) in enumerate(
         [
-            ({**values, name: values[name][:-1]}, rf"1 parameters have other shapes; {name} is \(19, 16\)"),
+            ({**values, name: values[name][:-1]}, rf"1 parameters have other shapes; {name} is \(47, 16\)"),
             (
                 {key: value for key, value in values.items() if key != name},
                 f"other parameter names .*: {name} is missing",
@@ -204,11 +201,11 @@ def test_from_nxd_with_fused_projections(model: tuple[Any, Path], fused: bool, t
         output = parameters[f"{attention}.o_proj.weight"]
         output.value = torch.cat([output.value.chunk(4, 1)[head] for head in (0, 2, 1, 3)], 1)
         if fused:
-            shards = [torch.cat([each.chunk(4)[rank] for each in (query, key, value)]) for rank in range(4)]
+            shards = [torch.cat([weight.chunk(4)[rank] for weight in (query, key, value)]) for rank in range(4)]
             parameters[f"{attention}.qkv_proj.weight_qkv"] = nxd_folder.Parameter(torch.cat(shards), 0, 1, stage)
         else:
-            for name, each in zip("qkv", (query, key, value)):
-                parameters[f"{attention}.qkv_proj.weight_{name}"] = nxd_folder.Parameter(each, 0, 1, stage)
+            for name, weight in zip("qkv", (query, key, value)):
+                parameters[f"{attention}.qkv_proj.weight_{name}"] = nxd_folder.Parameter(weight, 0, 1, stage)
         gate_up = torch.cat([parameters.pop(f"{mlp}.{name}_proj.weight").value for name in ("gate", "up")])
         parameters[f"{mlp}.gate_up_proj.weight"] = nxd_folder.Parameter(gate_up, 0, 2, stage)
     nxd_folder.write(tmp_path / "nxd" / "step_1", parameters, 4, 2, xser=True)
@@ -226,9 +223,9 @@ def test_several_files_and_every_dtype(tmp_path: Path) -> None:
         "f": torch.randn(4).to(torch.float8_e4m3fn),
         "g": torch.randn(2, 3).t(),
     }
-    told: list[int] = []
-    write_weights(StateDict(tensors), tmp_path, 60, told.append)
-    assert told == list(range(1, 8))
+    seen: list[int] = []
+    write_weights(StateDict(tensors), tmp_path, 60, seen.append)
+    assert seen == list(range(1, 8))
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(tensors) and len(set(index["weight_map"].values())) > 1
     weights = open_source(tmp_path)

@@ -22,9 +22,9 @@ from neuronx_dist.checkpoint.run_state import collect
 from neuronx_dist.checkpoint.storage import LocalStorage
 from neuronx_dist.mesh import Mesh
 from tests.checkpoint import nxd_folder
+from tests.support.llama import tiny_llama
 
 pytestmark = pytest.mark.slow
-SIZES = dict(hidden_size=16, intermediate_size=20, num_attention_heads=4, num_key_value_heads=2)
 
 
 def model_of(folder: Path, dtype: torch.dtype) -> Any:
@@ -42,7 +42,7 @@ def adamw(model: Any, several_groups: bool = False) -> Any:
 
 def trained(folder: Path, tied: bool = False, several_groups: bool = False, dtype: Any = torch.bfloat16) -> Path:
     """A run of a Llama of three layers, saved at tp 2 and dp 2: `folder/run/a`; its config lies in `folder`."""
-    config = LlamaConfig(vocab_size=31, num_hidden_layers=3, tie_word_embeddings=tied, **SIZES)
+    config = tiny_llama(vocab_size=31, hidden_size=16, num_hidden_layers=3, tie_word_embeddings=tied)
     torch.manual_seed(1)
     LlamaForCausalLM(config).save_pretrained(folder)
 
@@ -121,7 +121,7 @@ def test_what_is_written_loads(tmp_path: Path) -> None:
             model = model_of(tmp_path / "hf", torch.bfloat16)
             optimizer = adamw(model)
             nxd.load_checkpoint(folder, "a", model, optimizer)
-            states.append({key: each.tensor for key, each in collect(model, optimizer).tensors.items()})
+            states.append({key: x.tensor for key, x in collect(model, optimizer).tensors.items()})
         assert states[0].keys() == states[1].keys()
         assert [key for key, value in states[0].items() if not torch.equal(value, states[1][key])] == []
 
@@ -140,9 +140,7 @@ def test_it_is_what_nxd_writes(tmp_path: Path) -> None:
         entries = {entry: tensors[f"optimizer.state.{name}.{entry}"] for entry in ("step", "exp_avg", "exp_avg_sq")}
         values = {"": tensors[f"model.{name}"], **entries}
         if "embed" in name or "lm_head" in name:
-            values = {
-                key: torch.cat([each, torch.zeros(1, 16)]) if each.dim() else each for key, each in values.items()
-            }
+            values = {key: torch.cat([x, torch.zeros(1, 16)]) if x.dim() else x for key, x in values.items()}
         parameters[name] = nxd_folder.Parameter(values.pop(""), dim, 1, stage, values)
     order = torch.load(tmp_path / "nxd" / "a" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt", weights_only=True)
     order |= torch.load(tmp_path / "nxd" / "a" / "model" / "dp_rank_00_tp_rank_00_pp_rank_01.pt", weights_only=True)

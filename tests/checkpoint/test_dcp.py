@@ -48,8 +48,8 @@ class Parallel(Plain):
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     named = dict(model.named_parameters())
     return [
-        {"params": [each for name, each in named.items() if name.endswith("weight")], "weight_decay": 0.25},
-        {"params": [each for name, each in named.items() if name.endswith("bias")], "weight_decay": 0.0},
+        {"params": [x for name, x in named.items() if name.endswith("weight")], "weight_decay": 0.25},
+        {"params": [x for name, x in named.items() if name.endswith("bias")], "weight_decay": 0.0},
     ]
 
 

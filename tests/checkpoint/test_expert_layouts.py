@@ -57,12 +57,12 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        tp, own = comm.size("tp"), EXPERTS // comm.size("ep")
-        self.gate_up = nn.Parameter(torch.zeros(own, HIDDEN, 2 * WIDTH // tp))
-        self.down = nn.Parameter(torch.zeros(own, WIDTH // tp, HIDDEN))
-        self.bias = nn.Parameter(torch.zeros(own, HIDDEN))
-        set_spec(self, "gate_up", ShardSpec("tp", 2, 2, tp, (own, HIDDEN, 2 * WIDTH)))
-        set_spec(self, "down", ShardSpec("tp", 1, 1, tp, (own, WIDTH, HIDDEN)))
+        tp, experts = comm.size("tp"), EXPERTS // comm.size("ep")
+        self.gate_up = nn.Parameter(torch.zeros(experts, HIDDEN, 2 * WIDTH // tp))
+        self.down = nn.Parameter(torch.zeros(experts, WIDTH // tp, HIDDEN))
+        self.bias = nn.Parameter(torch.zeros(experts, HIDDEN))
+        set_spec(self, "gate_up", ShardSpec("tp", 2, 2, tp, (experts, HIDDEN, 2 * WIDTH)))
+        set_spec(self, "down", ShardSpec("tp", 1, 1, tp, (experts, WIDTH, HIDDEN)))
         for param in self.parameters():
             param.expert_model_parallel = True  # type: ignore[attr-defined]
 
@@ -151,7 +151,7 @@ def load_each(layout: Layout, sources: dict[str, Path]) -> dict[str, dict[str, t
 
 
 def tensors_of(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    return {key: each.tensor.clone() for key, each in collect(model, optimizer).tensors.items()}
+    return {key: x.tensor.clone() for key, x in collect(model, optimizer).tensors.items()}
 
 
 @pytest.fixture(scope="module")

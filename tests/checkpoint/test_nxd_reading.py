@@ -50,8 +50,8 @@ def test_weights_and_the_state_of_zero1(mesh: Mesh, xser: bool, tmp_path: Path) 
 @pytest.mark.parametrize("tp, pp, dp", [(1, 1, 1), (4, 1, 2), (1, 2, 4)])
 def test_from_other_layouts(tp: int, pp: int, dp: int, tmp_path: Path) -> None:
     whole = parameters()
-    for each in (*whole.values(), *(extra := buffers()).values()):
-        each.stage = min(each.stage, pp - 1)
+    for x in (*whole.values(), *(extra := buffers()).values()):
+        x.stage = min(x.stage, pp - 1)
     nxd_folder.write(tmp_path / "a", whole, tp, pp, dp, buffers=extra, ep=0)
     comm.threads.run(Mesh(4, tp=2), lambda: assert_holds(*load(tmp_path)[:2], whole))
 
@@ -72,7 +72,7 @@ def test_master_weights(tmp_path: Path) -> None:
         model = Net().to(torch.bfloat16)
         optimizer = adamw(model)
         nxd.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
-        masters = {key: each for key, each in collect(model, optimizer).tensors.items() if ".master." in key}
+        masters = {key: x for key, x in collect(model, optimizer).tensors.items() if ".master." in key}
         assert len(masters) == len(whole)
         for key, tensor in masters.items():
             expected = whole[key.removeprefix("optimizer.master.")].state["exp_avg"] * 3
@@ -144,7 +144,7 @@ def test_tied_weights(tmp_path: Path) -> None:
         model = Net()
         model.head.weight = model.embed.weight
         nxd.load_checkpoint(tmp_path, model=model)
-        assert_holds(model, None, {name: each for name, each in whole.items() if name != "head.weight"})
+        assert_holds(model, None, {name: x for name, x in whole.items() if name != "head.weight"})
 
     comm.threads.run(Mesh(1), rank)
     shutil.rmtree(tmp_path / "a")
@@ -154,14 +154,14 @@ def test_tied_weights(tmp_path: Path) -> None:
 
 def test_a_tied_weight_has_one_number(tmp_path: Path) -> None:
     """A stage with both of its names has one state for it."""
-    whole = {name: each for name, each in parameters().items() if name != "head.weight"}
-    for each in whole.values():
-        each.stage = 0
+    whole = {name: parameter for name, parameter in parameters().items() if name != "head.weight"}
+    for x in whole.values():
+        x.stage = 0
     twice = {**whole, "head.weight": Parameter(whole["embed.weight"].value, 0)}
     nxd_folder.write(tmp_path / "a", whole, 2, 1)
     for rank in range(2):  # the head is in the middle
-        state = {name: each.shard(each.value, rank, 2) for name, each in twice.items() if "layers" not in name}
-        state |= {name: each.shard(each.value, rank, 2) for name, each in twice.items() if "layers" in name}
+        state = {name: x.shard(x.value, rank, 2) for name, x in twice.items() if "layers" not in name}
+        state |= {name: x.shard(x.value, rank, 2) for name, x in twice.items() if "layers" in name}
         torch.save(state, tmp_path / "a" / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt")
 
     def rank_of_two() -> None:
@@ -170,11 +170,11 @@ def test_a_tied_weight_has_one_number(tmp_path: Path) -> None:
         optimizer = adamw(model)
         nxd.load_checkpoint(tmp_path, model=model, optimizer=optimizer, strict=False)
         tensors = collect(model, optimizer).tensors
-        for name, each in whole.items():
+        for name, x in whole.items():
             tensor = tensors[f"optimizer.state.{name}.exp_avg"]
             for piece in tensor.pieces:
                 where = tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.shape))
-                assert torch.equal(tensor.tensor[piece.local], each.state["exp_avg"][where]), name
+                assert torch.equal(tensor.tensor[piece.local], x.state["exp_avg"][where]), name
 
     comm.threads.run(Mesh(2, tp=2), rank_of_two)
 
@@ -206,11 +206,11 @@ def test_several_groups_and_frozen_parameters(tmp_path: Path) -> None:
         nxd.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.75]
         state = collect(model, optimizer)
-        for name, each in trained.items():
+        for name, parameter in trained.items():
             tensor = state.tensors[f"optimizer.state.{name}.exp_avg"]
             for piece in tensor.pieces:
                 where = tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.shape))
-                assert torch.equal(tensor.tensor[piece.local], each.state["exp_avg"][where]), name
+                assert torch.equal(tensor.tensor[piece.local], parameter.state["exp_avg"][where]), name
 
     comm.threads.run(Mesh(2, tp=2), rank)
 
@@ -219,11 +219,11 @@ def _write_groups(folder: Path, trained: dict[str, Parameter]) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
     for stage in range(2):
-        own = {name: each for name, each in trained.items() if each.stage == stage}
-        groups = [[n for n, name in enumerate(own) if name.endswith("bias") is bias] for bias in (False, True)]
+        local = {name: parameter for name, parameter in trained.items() if parameter.stage == stage}
+        groups = [[n for n, name in enumerate(local) if name.endswith("bias") is bias] for bias in (False, True)]
         for rank in range(2):
             for data in range(2):
-                state = nxd_folder.zero1_state(own, rank, 2, data, 2)
+                state = nxd_folder.zero1_state(local, rank, 2, data, 2)
                 options = state["param_groups"][0]
                 state["param_groups"] = [
                     {**options, "params": params, "weight_decay": decay} for params, decay in zip(groups, (0.25, 0.75))
@@ -264,8 +264,8 @@ def test_experts_over_several_ranks(xser: bool, mesh: Mesh, tmp_path: Path) -> N
     def rank() -> None:
         model = MixtureNet()
         nxd.load_checkpoint(tmp_path, "0", model)
-        own = down.chunk(comm.size("ep"))[comm.rank("ep")].chunk(comm.size("tp"), 1)[comm.rank("tp")]
-        assert torch.equal(model.mlp.down, own) and torch.equal(model.router.weight, router)
+        shard = down.chunk(comm.size("ep"))[comm.rank("ep")].chunk(comm.size("tp"), 1)[comm.rank("tp")]
+        assert torch.equal(model.mlp.down, shard) and torch.equal(model.router.weight, router)
 
     comm.threads.run(mesh, rank)
     (tmp_path / "0" / "model" / "dp_rank_00_ep_rank_01_tp_rank_01_pp_rank_00.pt").unlink()
@@ -310,14 +310,16 @@ def test_the_state_of_fused_projections(mesh: Mesh, dp: int, order: str, tmp_pat
     heads = (0, 2, 1, 3) if order == "trn1" else (0, 1, 2, 3)
 
     def fused(entry: str) -> dict[str, torch.Tensor]:
-        query, key, value, output, gate, up = (each[entry] for each in whole.values())
+        query, key, value, output, gate, up = (x[entry] for x in whole.values())
         query = torch.cat([query.chunk(4)[head] for head in heads])
         output = torch.cat([output.chunk(4, 1)[head] for head in heads], 1)
         twice = [
-            torch.cat([each, each]) if order == "trn1" else each.view(2, 4, 8).repeat_interleave(2, 0).reshape(16, 8)
-            for each in (key, value)
+            torch.cat([weight, weight])
+            if order == "trn1"
+            else weight.view(2, 4, 8).repeat_interleave(2, 0).reshape(16, 8)
+            for weight in (key, value)
         ]
-        rows = [each.chunk(4)[rank] for rank in range(4) for each in (query, *twice)]
+        rows = [weight.chunk(4)[rank] for rank in range(4) for weight in (query, *twice)]
         return {
             "qkv_proj.weight_qkv": torch.cat(rows),
             "gate_up_proj.weight": torch.cat([gate, up]),
@@ -329,8 +331,10 @@ def test_the_state_of_fused_projections(mesh: Mesh, dp: int, order: str, tmp_pat
         name: Parameter(weights[name], 1 if name == "o_proj.weight" else 0, 2 if "gate" in name else 1, 0)
         for name in weights
     }
-    for name, each in parameters.items():
-        each.state = {"step": torch.tensor(2.0)} | {entry: fused(entry)[name] for entry in ("exp_avg", "exp_avg_sq")}
+    for name, parameter in parameters.items():
+        parameter.state = {"step": torch.tensor(2.0)} | {
+            entry: fused(entry)[name] for entry in ("exp_avg", "exp_avg_sq")
+        }
     nxd_folder.write(tmp_path / "a", parameters, 4, 1, dp)
 
     def rank() -> None:

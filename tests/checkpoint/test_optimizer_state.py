@@ -103,7 +103,7 @@ def test_state_of_frozen_parameters_that_only_some_optimizers_have(tmp_path: Pat
 def test_state_of_a_trained_parameter_that_the_optimizer_lacks_is_an_error(
     tmp_path: Path, saved: bool, loaded: bool
 ) -> None:
-    """It would go on with half of its state, and save the other half away."""
+    """An optimizer would go on with half of its state, and save the other half away."""
 
     def make(zero1: bool, most: int | None) -> Any:
         def of(params: Any) -> torch.optim.Optimizer:
@@ -236,16 +236,16 @@ def test_parameters_without_elements_and_without_dims(tmp_path: Path, saved_by: 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (x * self.scalar + self.empty.sum() + self.small.sum()) * self.frozen.sum()
 
-    def made(how: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def model_and_optimizer(how: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Odd()
         zero1 = nxd.NeuronZero1Optimizer
         return model, (zero1(model.parameters(), AdamW) if how == "zero1" else AdamW(model.parameters()))
 
     def rank() -> None:
-        model, optimizer = made(saved_by)
+        model, optimizer = model_and_optimizer(saved_by)
         step(model, optimizer, 2)
         nxd.save_checkpoint(tmp_path, "a", model, optimizer)
-        other = made(loaded_by)
+        other = model_and_optimizer(loaded_by)
         nxd.load_checkpoint(tmp_path, "a", *other)
         assert all(map(torch.equal, other[0].parameters(), model.parameters()))
         step(*other)

@@ -43,10 +43,10 @@ def test_in_another_layout_streams_that_differ_by_rank_stay() -> None:
         *default, _ = draw()
     with comm.as_rank(Mesh(4, tp=4), 1):
         set_random_seed(4)
-        *_, own = draw()
+        *_, drawn = draw()
         set_random_seed(4)
         random_state.restore(state)
-        assert draw() == [*default, own]
+        assert draw() == [*default, drawn]
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_in_another_layout_streams_that_differ_by_rank_stay() -> None:
 )
 def test_the_nearest_rank(mesh: Mesh, rank: int, file: str) -> None:
     saved = []
-    for each in range(4):
-        with comm.as_rank(Mesh(4, tp=2), each):
+    for number in range(4):
+        with comm.as_rank(Mesh(4, tp=2), number):
             saved.append(random_state.file_of())
     with comm.as_rank(mesh, rank):
         assert random_state.file_of([*saved, ".metadata"]) == file
@@ -76,7 +76,7 @@ def test_the_generator_of_another_device_stays() -> None:
         state["default"] = [*state["default"], torch.zeros(16, dtype=torch.uint8)]
         state["streams"] = {name: [*values, torch.zeros(1)] for name, values in state["streams"].items()}
         set_random_seed(4)
-        *_, own = draw()
+        *_, drawn = draw()
         set_random_seed(4)
         random_state.restore(state)
-        assert draw() == [*numbers[:-1], own]
+        assert draw() == [*numbers[:-1], drawn]

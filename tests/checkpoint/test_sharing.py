@@ -22,12 +22,12 @@ def blocks():
 
 def shares(needs):
     """For each rank the numbers of the blocks that it is to verify."""
-    readers = readers_of("file", 1, [{"file": merged(each)} if each else {} for each in needs])
+    readers = readers_of("file", 1, [{"file": merged(need)} if need else {} for need in needs])
     found = {}
     for rank in readers:
-        own = blocks()
-        share_blocks(own, readers, rank)
-        found[rank] = {index for index, wanted in enumerate(own.wanted) if wanted}
+        local = blocks()
+        share_blocks(local, readers, rank)
+        found[rank] = {index for index, wanted in enumerate(local.wanted) if wanted}
     return found
 
 
@@ -60,12 +60,12 @@ def test_every_block_is_verified_once_by_a_rank_that_reads_it(seed):
 
     needs = [ranges() for _ in range(generator.randrange(1, 6))]
     found = shares(needs)
-    assert sorted(index for own in found.values() for index in own) == list(range(COUNT))
-    for rank, own in found.items():
-        for index in own:
+    assert sorted(index for pieces in found.values() for index in pieces) == list(range(COUNT))
+    for rank, pieces in found.items():
+        for index in pieces:
             readers = {
                 other
-                for other, each in enumerate(needs)
-                if any(start < (index + 1) * BLOCK and stop > index * BLOCK for start, stop in each)
+                for other, need in enumerate(needs)
+                if any(start < (index + 1) * BLOCK and stop > index * BLOCK for start, stop in need)
             }
             assert rank in readers or not readers

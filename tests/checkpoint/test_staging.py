@@ -120,7 +120,7 @@ def test_load_state_dict_waits_for_what_it_changes(
             run.optimizer.load_state_dict(other.optimizer.state_dict())
         else:
             names = ("model", "up") if part == "layer" else ("model",)
-            target, source = (functools.reduce(getattr, names, each) for each in (run, other))
+            target, source = (functools.reduce(getattr, names, state) for state in (run, other))
             target.load_state_dict(source.state_dict())
         assert late.is_set() and not equal(run.values(), values)
         nxd.finalize_checkpoint()

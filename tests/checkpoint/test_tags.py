@@ -286,7 +286,7 @@ def test_whatever_change_fails_a_whole_checkpoint_is_left(folder: CheckpointFold
         finally:
             for change in changes:
                 delattr(storage, change)
-        return count, [str(each.message) for each in caught]
+        return count, [str(warning.message) for warning in caught]
 
     step, warned = 1, []
     while True:

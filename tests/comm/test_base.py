@@ -73,7 +73,7 @@ def test_tensors_that_travel_together_are_views_of_one_buffer(verb, shapes):
     assert [tuple(result.shape) for result in results] == shapes
     assert torch.equal(sent.reshape(-1), torch.cat([x.reshape(-1) for x in xs]))
     assert len({result.untyped_storage()._cdata for result in results}) == 1
-    own = [torch.stack([x, x]) if verb == "all_gather" else x[1] if verb == "reduce_scatter" else x for x in xs]
-    assert all(torch.equal(result, x) for result, x in zip(results, own))
+    expected = [torch.stack([x, x]) if verb == "all_gather" else x[1] if verb == "reduce_scatter" else x for x in xs]
+    assert all(torch.equal(result, x) for result, x in zip(results, expected))
     results[0].zero_()
     assert xs[0].sum() == 15

@@ -237,7 +237,7 @@ def large_ones(axis: str) -> None:
     sums = [sum(parts) for parts in zip(*everybody)]
     for op, reduced in (("sum", sums), ("max", everybody[-1])):
         outs = [torch.zeros(shapes[0][0] // size, 40_000), None, torch.zeros(2, 20_000, 2)]
-        expected = [each.chunk(size)[rank] for each in reduced]
+        expected = [x.chunk(size)[rank] for x in reduced]
         found = comm.reduce_scatter(xs, axis, op=op, out=outs)
         assert found[0] is outs[0] and found[2] is outs[2]
         same(found, expected, (op, "reduce_scatter"))
@@ -249,8 +249,8 @@ def large_ones(axis: str) -> None:
     same(comm.all_gather(xs, axis), gathered, "all_gather")
     for x, buffer in zip(xs, whole):  # in place: this rank's own part is the input
         buffer.chunk(size)[rank].copy_(x)
-    own = [buffer.chunk(size)[rank] for buffer in whole]
-    found = comm.all_gather(own, axis, out=whole, async_op=True).wait()
+    pieces = [buffer.chunk(size)[rank] for buffer in whole]
+    found = comm.all_gather(pieces, axis, out=whole, async_op=True).wait()
     assert all(x is y for x, y in zip(found, whole))
     same(found, gathered, "all_gather in place")
     handle = comm.all_reduce(xs, axis, out=xs, async_op=True)
@@ -271,8 +271,8 @@ def test_large_tensors_of_a_list_on_gloo(size: int) -> None:
 def sum_in_rank_order() -> torch.Tensor:
     generator = torch.Generator().manual_seed(comm.rank("world"))
     x = torch.randn(comm.size("world"), 40_000, generator=generator)
-    (own,) = comm.reduce_scatter([x], "world")
-    return comm.all_gather(own, "world")
+    (piece,) = comm.reduce_scatter([x], "world")
+    return comm.all_gather(piece, "world")
 
 
 def test_sums_are_those_of_threads_to_the_bit() -> None:

@@ -28,10 +28,10 @@ class Counting(shapes.ShapesBackend):
     def __init__(self) -> None:
         self.made: list[tuple[str, tuple[int, ...], bool]] = []
 
-    def communicator(self, label: str, groups: Any, global_rank: int, own: bool = False) -> Any:
-        made = super().communicator(label, groups, global_rank, own)
-        self.made.append((label, made.ranks, own))
-        return made
+    def communicator(self, label: str, groups: Any, global_rank: int, separate: bool = False) -> Any:
+        communicator = super().communicator(label, groups, global_rank, separate)
+        self.made.append((label, communicator.ranks, separate))
+        return communicator
 
 
 # --- contexts
@@ -61,7 +61,7 @@ def test_groups_over_lists_of_ranks() -> None:
     assert backend.made == [
         ("mine", (4, 5, 6, 7), True), ("lists", (4, 5), True), ("crossed", (0, 5), True), ("others", (5,), True),
     ]  # fmt: skip
-    assert [each.axis_sizes for each in (along, lists, crossed)] == [{"dp": 2, "tp": 2}, {"tp": 2}, {}]
+    assert [group.axis_sizes for group in (along, lists, crossed)] == [{"dp": 2, "tp": 2}, {"tp": 2}, {}]
     other = Context(Mesh(8, tp=4), 5, Counting()).new_group(MESH.groups("tp"), "of another mesh")
     assert other is not None and other.ranks == (4, 5) and other.axis_sizes == {}
 
@@ -102,10 +102,10 @@ def test_the_innermost_context_of_a_thread_and_else_that_of_the_process() -> Non
 
 def test_where_ranks_are_threads_each_asks_who_it_is() -> None:
     rank = [1]
-    contexts = {each: Context(MESH, each, SHAPES) for each in (1, 2)}
+    contexts = {number: Context(MESH, number, SHAPES) for number in (1, 2)}
     try:
-        for each, here in contexts.items():
-            rank[0] = each
+        for new, here in contexts.items():
+            rank[0] = new
             context.set_of_thread(here, lambda: rank[0])
         assert context.current() is contexts[2] is context.default()
         rank[0] = 1
@@ -113,8 +113,8 @@ def test_where_ranks_are_threads_each_asks_who_it_is() -> None:
         rank[0] = 3
         assert not context.is_initialized()
     finally:
-        for each in (*contexts, 3):
-            rank[0] = each
+        for new in (*contexts, 3):
+            rank[0] = new
             context.set_of_thread(None, lambda: rank[0])
     assert not context.is_initialized() and context._by_rank == {}
 
@@ -148,11 +148,11 @@ def test_shapes_and_bytes_of_what_is_communicated() -> None:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Functions of torch that `init_distributed` calls, replaced by ones that do nothing."""
-    made: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: made.append((*args, options)))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: made.append(("device", device)))
+    created: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: created.append((*args, options)))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: created.append(("device", device)))
     monkeypatch.delenv("RANK", raising=False)
-    return made
+    return created
 
 
 @pytest.mark.parametrize("timeout, limit", [(None, c10d.DEFAULT_TIMEOUT), (7.5, datetime.timedelta(seconds=7.5))])
@@ -288,13 +288,13 @@ def test_states_are_of_the_cpu_and_of_the_device() -> None:
 
 
 def test_the_state_of_a_gpu_in_use(monkeypatch) -> None:
-    told: list[Any] = []
+    messages: list[Any] = []
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.tensor([1, 2], dtype=torch.uint8))
-    monkeypatch.setattr(torch.cuda, "set_rng_state", told.append)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", messages.append)
     state = generators.get_state()
     assert len(state) == 2 and state[1].tolist() == [1, 2]
     generators.set_state(state)
     generators.set_state(state[:1])
-    assert len(told) == 1 and told[0] is state[1]
+    assert len(messages) == 1 and messages[0] is state[1]

@@ -128,14 +128,14 @@ def test_the_recorder_refuses_an_asynchronous_verb():
 
 def test_a_handle_tells_its_result():
     with comm.as_rank(Mesh(2, tp=2), 0):
-        told: list[torch.Tensor] = []
+        received: list[torch.Tensor] = []
         handle = comm.all_gather(X, "tp", dim=1, async_op=True)
-        handle.then(told.append)
-        assert not told
+        handle.then(received.append)
+        assert not received
         result = handle.wait()
-        assert handle.wait() is result and len(told) == 1 and told[0] is result
-        handle.then(told.append)  # late
-        assert len(told) == 2 and told[1] is result
+        assert handle.wait() is result and len(received) == 1 and received[0] is result
+        handle.then(received.append)  # late
+        assert len(received) == 2 and received[1] is result
 
 
 def test_without_a_mode_the_look_costs_less_than_a_tenth_of_a_microsecond():

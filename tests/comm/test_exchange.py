@@ -13,7 +13,7 @@ from neuronx_dist.comm import Call, CommError
 from neuronx_dist.comm.backends import threads, xla
 from neuronx_dist.comm.backends.observed import CheckBackend
 from neuronx_dist.mesh import Mesh
-from tests.comm.backends.test_agreement import told, watched
+from tests.comm.backends.test_agreement import messages_of, watched
 from tests.support.pool import processes
 
 DTYPES = (torch.float64, torch.bfloat16, torch.int16, torch.bool, torch.complex64)
@@ -30,11 +30,11 @@ def message(src: int, dst: int, dtype: torch.dtype = torch.float64) -> torch.Ten
 
 
 def every_pair(size: int) -> int:
-    own, done = comm.rank("world"), 0
+    rank, done = comm.rank("world"), 0
     for dtype in DTYPES:
-        expected = [message(src, own, dtype) for src in range(size)]
+        expected = [message(src, rank, dtype) for src in range(size)]
         for transposed in (False, True):
-            sends = [message(own, dst, dtype) for dst in range(size)]
+            sends = [message(rank, dst, dtype) for dst in range(size)]
             if transposed:
                 sends = [x.t().contiguous().t() for x in sends]
             before, versions = [x.clone() for x in sends], [x._version for x in sends]
@@ -64,11 +64,11 @@ def test_values_on_processes(size: int) -> None:
 
 def large(size: int) -> None:
     """Longer than what sockets buffer, in two exchanges under way at once."""
-    own, count = comm.rank("world"), 1 << 20
-    sends = [torch.full((count,), float(10 * own + dst)) for dst in range(size)]
+    rank, count = comm.rank("world"), 1 << 20
+    sends = [torch.full((count,), float(10 * rank + dst)) for dst in range(size)]
     handles = [comm.exchange(sends, [torch.empty(count) for _ in sends], "world", async_op=True) for _ in range(2)]
     for handle in handles:
-        assert all((x == 10 * src + own).all() for src, x in enumerate(handle.wait()))
+        assert all((x == 10 * src + rank).all() for src, x in enumerate(handle.wait()))
 
 
 def test_large_messages() -> None:
@@ -76,9 +76,9 @@ def test_large_messages() -> None:
 
 
 def recorded() -> list[Call]:
-    own, size = comm.rank("tp"), comm.size("tp")
+    rank, size = comm.rank("tp"), comm.size("tp")
     with comm.record() as calls:
-        comm.exchange([message(own, dst) for dst in range(size)], [message(src, own) for src in range(size)], "tp")
+        comm.exchange([message(rank, dst) for dst in range(size)], [message(src, rank) for src in range(size)], "tp")
     return calls
 
 
@@ -132,8 +132,8 @@ def test_what_is_refused(what: str) -> None:
 
 
 def unequal() -> None:
-    own = comm.rank("tp")
-    sizes = [2, 3] if own == 0 else [2, 2]  # rank 0 sends 3 to rank 1, which expects 2
+    rank = comm.rank("tp")
+    sizes = [2, 3] if rank == 0 else [2, 2]  # rank 0 sends 3 to rank 1, which expects 2
     comm.exchange([torch.zeros(n) for n in sizes], [torch.zeros(2), torch.zeros(2)], "tp")
 
 
@@ -157,7 +157,7 @@ def unequal_on_processes() -> None:
 
 
 def test_debugging_names_both_sides() -> None:
-    message = told(unequal_on_processes, mesh={"tensor_model_parallel_size": 2})
+    message = messages_of(unequal_on_processes, mesh={"tensor_model_parallel_size": 2})
     assert "send and recv do not match" in message and "of [3] float32" in message, message
 
 

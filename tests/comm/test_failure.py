@@ -51,8 +51,8 @@ def test_a_rank_that_raises_ends_all_ranks_and_each_shows_its_message(how):
     assert FIRST in outputs[0], outputs[0]
     if how in ("collective", "gather", "backward"):
         verb = "all_gather" if how == "gather" else "all_reduce"
-        told = rf"RemoteRankError: {FIRST} \(met in {verb} of \[4\] float32 over tp .*failing_job.py:\d+\)"
-        assert re.search(told, outputs[0]), outputs[0]
+        message = rf"RemoteRankError: {FIRST} \(met in {verb} of \[4\] float32 over tp .*failing_job.py:\d+\)"
+        assert re.search(message, outputs[0]), outputs[0]
     else:
         assert "did not exit within" in outputs[0]
 
@@ -61,8 +61,10 @@ def test_a_rank_that_dies_without_a_word_ends_the_others_too():
     outputs, codes, seconds = run("killed")
     assert codes[1] == 9 and codes[0] != 0
     assert seconds < LIMIT, (seconds, outputs)
-    told = r"RemoteRankError: rank 1 failed first: lost without a message: it was killed .* \(met in all_reduce of \[4"
-    assert len(re.findall(told, outputs[0])) == 1 and len(outputs[0].splitlines()) == 2, outputs[0]
+    message = (
+        r"RemoteRankError: rank 1 failed first: lost without a message: it was killed .* \(met in all_reduce of \[4"
+    )
+    assert len(re.findall(message, outputs[0])) == 1 and len(outputs[0].splitlines()) == 2, outputs[0]
 
 
 @pytest.mark.parametrize(
@@ -79,8 +81,8 @@ def test_a_rank_that_ends_by_itself_is_named_with_its_line(how: str, code: int, 
     said = said.format(line=line(text) if text else "")
     assert re.search(rf"RemoteRankError: rank 1 failed first: {said}\(met in all_reduce of \[4", outputs[0]), outputs[0]
     assert "Traceback" not in outputs[0] + outputs[1]
-    own = outputs[1].splitlines()[2:]
-    assert len(own) == (how == "interrupted"), own
+    lines = outputs[1].splitlines()[2:]
+    assert len(lines) == (how == "interrupted"), lines
 
 
 def test_equal_errors_of_all_ranks_are_one_traceback():
@@ -103,8 +105,8 @@ def test_labels_beyond_a_shard_of_the_vocabulary_name_the_loss_for_it():
 def test_a_silent_rank_is_a_timeout_that_names_verb_axis_and_call_site():
     outputs, codes, seconds = run("silent")
     assert codes[0] != 0
-    told = rf"CommTimeout: all_gather of \[4\] float32 over tp .*{line('comm.all_gather(x')} timed out"
-    assert re.search(told, outputs[0]), outputs[0]
+    message = rf"CommTimeout: all_gather of \[4\] float32 over tp .*{line('comm.all_gather(x')} timed out"
+    assert re.search(message, outputs[0]), outputs[0]
 
 
 def test_ranks_that_call_different_collectives_say_what_each_waits_for_before_they_give_up():
@@ -112,8 +114,8 @@ def test_ranks_that_call_different_collectives_say_what_each_waits_for_before_th
     assert all(codes), (codes, outputs)
     for rank, what in enumerate([r"all_reduce of \[4\] float32", r"all_gather of \[2, 3\] int32"]):
         here = line('comm.all_reduce(x, "tp") if rank == 0')
-        told = rf"\[rank {rank}\] has been waiting for [\d.]+ s in {what} over tp \(ranks \[0, 1\].*{here}\."
-        assert len(re.findall(told, outputs[rank])) == 1, outputs[rank]  # once, in 2.5 s
+        message = rf"\[rank {rank}\] has been waiting for [\d.]+ s in {what} over tp \(ranks \[0, 1\].*{here}\."
+        assert len(re.findall(message, outputs[rank])) == 1, outputs[rank]  # once, in 2.5 s
         assert "NEURONX_DIST_DEBUG=collectives" in outputs[rank]
 
 
@@ -121,9 +123,11 @@ def test_different_shapes_are_an_error_of_that_collective_on_all_ranks():
     outputs, codes, seconds = run("shapes")
     assert codes == [1, 1] and seconds < LIMIT, (codes, seconds, outputs)
     here = line("comm.all_reduce(x if rank == 0")
-    told = rf"CommError: all_reduce of \[4\] float32 over tp \(ranks \[0, 1\], seen from rank 0\) at .*{here}: received"
-    assert re.search(rf"\[rank 0\] {told}", outputs[0]), outputs[0]
-    assert re.search(rf"rank 0 failed first: {told}.*NEURONX_DIST_DEBUG=collectives", outputs[1]), outputs[1]
+    message = (
+        rf"CommError: all_reduce of \[4\] float32 over tp \(ranks \[0, 1\], seen from rank 0\) at .*{here}: received"
+    )
+    assert re.search(rf"\[rank 0\] {message}", outputs[0]), outputs[0]
+    assert re.search(rf"rank 0 failed first: {message}.*NEURONX_DIST_DEBUG=collectives", outputs[1]), outputs[1]
     assert "terminate called" not in outputs[0]
 
 
@@ -133,7 +137,7 @@ def test_different_shapes_are_an_error_of_that_collective_on_all_ranks():
     "destroyed", ["", *(pytest.param(part, marks=pytest.mark.full) for part in ("groups", "mesh")), "mesh groups"]
 )
 def test_no_thread_of_gloo_is_left_at_the_end_whatever_the_script_has_destroyed(destroyed):
-    """One that comes back to Python later aborts the process."""
+    """A thread that comes back to Python later aborts the process."""
     command = [sys.executable, str(JOB.with_name("ending_job.py")), *destroyed.split()]
     job = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
     assert (job.returncode, job.stdout) == (0, "in the job True\nat the end False\n"), job.stderr

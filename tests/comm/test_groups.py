@@ -145,7 +145,7 @@ def test_on_an_axis_of_one_rank_every_form_gives_the_input(verb, as_list):
 
 def test_sizes_and_ranks_of_axes_make_no_group():
     class Without(ShapesBackend):
-        def communicator(self, label, groups, global_rank, own=False):
+        def communicator(self, label, groups, global_rank, separate=False):
             raise AssertionError(label)
 
     mesh = Mesh(16, tp=2, pp=2, cp=2)

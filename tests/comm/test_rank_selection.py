@@ -35,7 +35,7 @@ def test_the_part_of_a_rank(rank: int, as_tensor: bool) -> None:
         assert torch.equal(piece, x.chunk(SIZE, dim)[rank]) and piece.is_contiguous()
         piece.zero_()  # memory of its own
         whole = rank_selection.in_own_piece(x, group, dim)
-        expected = [x if each == rank else torch.zeros_like(x) for each in range(SIZE)]
+        expected = [x if index == rank else torch.zeros_like(x) for index in range(SIZE)]
         assert torch.equal(whole, torch.cat(expected, dim))
         slots = x.unflatten(dim, (SIZE, 2))
         at = dim % 2

@@ -119,7 +119,7 @@ def a_message() -> list[str]:
         assert not seen  # the result is there, but what it holds is not
         assert handle.wait() is x and handle.wait() is x
         handle.then(seen.append)
-    assert len(seen) == 2 and all(each is x for each in seen)
+    assert len(seen) == 2 and all(call is x for call in seen)
     return [call.verb for call in calls]
 
 

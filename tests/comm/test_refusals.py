@@ -165,7 +165,7 @@ def test_texts_in_full() -> None:
 
 
 def test_ranks_as_threads_that_disagree() -> None:
-    def told(mine: Callable[[], Any], other: Callable[[], Any]) -> str:
+    def message_of(mine: Callable[[], Any], other: Callable[[], Any]) -> str:
         def work() -> str:
             try:
                 return f"{(other if comm.rank('tp') == 0 else mine)()}"
@@ -191,10 +191,10 @@ def test_ranks_as_threads_that_disagree() -> None:
     with pytest.raises(comm.CommDeadlock) as stuck:
         threads.run(Mesh(2, tp=2), lambda: comm.barrier("tp") if comm.rank("tp") else None)
     texts = {
-        "another verb": told(lambda: comm.all_reduce(X, "tp"), lambda: comm.all_gather(X, "tp")),
-        "another shape": told(lambda: comm.all_reduce(X[0], "tp"), lambda: comm.all_reduce(X, "tp", op="max")),
-        "a message": told(lambda: comm.recv(X[0], "tp", src=0), lambda: comm.send(X, "tp", dst=1).shape),
-        "a barrier": told(lambda: comm.gather_objects(1, "tp"), lambda: comm.barrier("tp")),
+        "another verb": message_of(lambda: comm.all_reduce(X, "tp"), lambda: comm.all_gather(X, "tp")),
+        "another shape": message_of(lambda: comm.all_reduce(X[0], "tp"), lambda: comm.all_reduce(X, "tp", op="max")),
+        "a message": message_of(lambda: comm.recv(X[0], "tp", src=0), lambda: comm.send(X, "tp", dst=1).shape),
+        "a barrier": message_of(lambda: comm.gather_objects(1, "tp"), lambda: comm.barrier("tp")),
         "nobody comes": str(stuck.value),
         "a note": "".join(getattr(first.value, "__notes__", ["raised on rank 1 of " + str(Mesh(2, tp=2))])),
         "another rank failed": heard[0],

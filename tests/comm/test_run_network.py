@@ -62,14 +62,14 @@ def test_what_is_set_is_kept(network: None, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, message",
     [
         (f"{C10D} me:29500", "me resolves to 127.0.1.1 on this host, which no other host can reach"),
         ("--nnodes 2 --rdzv-backend c10d", "--rdzv-endpoint HOST:PORT, with the same values on all"),
     ],
 )
-def test_what_other_hosts_cannot_reach_is_refused(network: None, words: str, told: str) -> None:
-    with pytest.raises(NetworkError, match=told):
+def test_what_other_hosts_cannot_reach_is_refused(network: None, words: str, message: str) -> None:
+    with pytest.raises(NetworkError, match=message):
         completed(words)
 
 

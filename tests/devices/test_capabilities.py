@@ -1,4 +1,4 @@
-"""What a backend can do, and what happens to features that need what it lacks: refused by name, and never "lost"."""
+"""Capabilities of a backend, and features that need one that it lacks: refused by name, and never "lost"."""
 
 from __future__ import annotations
 

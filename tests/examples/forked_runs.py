@@ -43,12 +43,12 @@ def run(
     children = []
     for rank in range(ranks):
         if not (child := os.fork()):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
             os.dup2(write, 1)
             os.dup2(write, 2)
             if signal and rank == 0:
                 _signal_at(at, signal)
-            forked.run_to_the_end(partial(_become_rank, flags, {**shared, **own}))
+            forked.run_to_the_end(partial(_become_rank, flags, {**shared, **variables}))
         children.append(child)
     os.close(write)
     with os.fdopen(read, errors="replace") as output:

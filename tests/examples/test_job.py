@@ -1,4 +1,4 @@
-"""How the training example starts and ends under `neuronx-dist run`: one line where a job is refused or interrupted."""
+"""Starts and ends of the training example under `neuronx-dist run`: one line where a job is refused or interrupted."""
 
 import json
 import os
@@ -89,7 +89,7 @@ print("still there")
 
 @pytest.mark.parametrize("rank,seen", [("0", "train_llama: why\n"), ("3", "train_llama, rank 3: why\n")])
 def test_who_leaves_alone_says_why(rank, seen):
-    """What only one rank sees, such as a missing folder of its host, is said by that rank: nobody else knows it."""
+    """A rank that alone sees an error, such as a missing folder of its host, says so: no other rank knows it."""
     script = "import job; job.WAIT = 0.1; job.leave('why', 3)"
     env = {**os.environ, "PYTHONPATH": str(SCRIPT.parent), "RANK": rank}
     done = subprocess.run([sys.executable, "-c", script], env=env, stderr=subprocess.PIPE, text=True, timeout=60)

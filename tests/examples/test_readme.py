@@ -74,7 +74,7 @@ def test_the_block_of_parallelize(tmp_path, monkeypatch):
 
 
 def test_the_check_is_of_the_model_above():
-    """It finds the mistake that the README's reader makes first: whole logits."""
+    """The check finds the mistake that the README's reader makes first: whole logits."""
     loop, _, check, *_ = blocks()
     definitions = loop.partition("device = ")[0]
     names = {}

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.process
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """What a run has written of its steps, but for the time."""
+    """Returns the metrics that a run has written of its steps, but for the time."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in row.items() if name != "tokens_per_s"} for row in rows]
 
@@ -136,7 +136,7 @@ def test_it_goes_on_to_the_bit(results: dict[str, tuple[int, str]], root: Path) 
     whole, resumed = weights(root / "whole"), weights(root / "resumed")
     assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
     record = json.loads((root / "resumed" / "run.json").read_text())
-    assert record["flags"]["resume"] == "auto" and [each["after_step"] for each in record["resumed"]] == [3]
+    assert record["flags"]["resume"] == "auto" and [resumption["after_step"] for resumption in record["resumed"]] == [3]
 
 
 @pytest.mark.parametrize("name, step", [("tp", 3), ("dp", 2), ("overlap", 3)])
@@ -147,8 +147,8 @@ def test_it_goes_on_in_another_layout(results: dict[str, tuple[int, str]], root:
     whole = metrics(root / "whole")
     for row, expected in zip(metrics(root / name), whole, strict=True):
         assert row == {key: pytest.approx(value, rel=1e-6) for key, value in expected.items()}
-    own, expected = weights(root / name), weights(root / "whole")
-    assert all(torch.allclose(own[key], expected[key], rtol=1e-5, atol=1e-6) for key in expected)
+    found, expected = weights(root / name), weights(root / "whole")
+    assert all(torch.allclose(found[key], expected[key], rtol=1e-5, atol=1e-6) for key in expected)
 
 
 def test_killed_ranks_are_started_again_and_go_on(results: dict[str, tuple[int, str]], root: Path) -> None:

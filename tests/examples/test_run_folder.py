@@ -1,4 +1,4 @@
-"""Which folder a run of the training example takes, decided by rank 0 for all hosts."""
+"""The folder of a run of the training example, chosen by rank 0 for all hosts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 def record(out: str, *launches: Any, resumed: Any = ()) -> None:
     Path(out).mkdir(parents=True)
-    text = {"launches": [*launches], "resumed": [{"launches": [each]} for each in resumed]}
+    text = {"launches": [*launches], "resumed": [{"launches": [resumption]} for resumption in resumed]}
     (Path(out) / "run.json").write_text(json.dumps(text))
 
 

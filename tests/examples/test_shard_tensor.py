@@ -31,7 +31,7 @@ BASELINES = ["vector_add_baseline", "vector_dot_baseline", "knn_brute_force_base
 
 
 def run(name: str, *flags: str) -> str:
-    """What a script prints on this rank."""
+    """Returns the output of a script on this rank."""
     registered = dict(handlers.FUNCTIONS)
     before, path, modules = sys.argv, list(sys.path), set(sys.modules)
     sys.argv = [str(FOLDER / f"{name}.py"), *flags]
@@ -118,7 +118,7 @@ def test_the_rfc_s_meshes_are_of_4_ranks():
 
 
 def test_a_wrong_result_stops_a_script():
-    """What the scripts check with is no formality."""
+    """A wrong result ends a script with an error: its check is no formality."""
     names = runpy.run_path(str(FOLDER / "tutorial.py"))
     names["expect_equal"]("x", torch.ones(2), torch.ones(2))
     with pytest.raises(SystemExit, match="x: differs from one process by 0.001, more than 1e-05"):

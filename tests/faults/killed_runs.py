@@ -152,7 +152,7 @@ def rank_main(rank: int, layout: str, store: Path, answer: Callable[[int], str])
 
 
 def run_ranks(layout: str, store: Path, answer: Callable[[int], str]) -> list[str] | None:
-    """What each rank answered; None if one was killed, whereupon the others are, as a launcher does."""
+    """Returns each rank's answer; None if one was killed, whereupon the others are, as a launcher does."""
     children = {}
     ranks = LAYOUTS[layout][0]
     for rank in range(ranks):

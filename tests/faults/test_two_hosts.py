@@ -40,9 +40,9 @@ def launched(hosts: list[Host], words: list[str], folder: Path, launcher: str) -
         if launcher == "neuronx-dist run":
             started.append(host.start(["-m", "neuronx_dist", "run", *JOB, *endpoint, *words], output))
         else:
-            own = ["--local-addr", host.address, "--rdzv-conf", f"is_host={int(number == 0)}"]
+            options = ["--local-addr", host.address, "--rdzv-conf", f"is_host={int(number == 0)}"]
             network = {"GLOO_SOCKET_IFNAME": host.interface, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-            command = ["-m", "torch.distributed.run", *JOB, *endpoint, *own, *words]
+            command = ["-m", "torch.distributed.run", *JOB, *endpoint, *options, *words]
             started.append(host.start(command, output, **network))
     return started
 

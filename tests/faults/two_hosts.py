@@ -26,16 +26,22 @@ class Host(NamedTuple):
     def start(self, words: Sequence[str], output: Path, **environment: str) -> subprocess.Popen[bytes]:
         """Starts a Python command there, which neither knows this machine's name nor sees another network."""
         before = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", sys.executable, "-c", _BECOME]
-        own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
+        variables = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            **environment,
+        }
         if "GLOO_SOCKET_IFNAME" not in environment:
-            own.pop("GLOO_SOCKET_IFNAME", None)
+            variables.pop("GLOO_SOCKET_IFNAME", None)
         with open(output, "wb") as stream:
             command = [*before, f"host-{self.interface}", sys.executable, *words]
-            return subprocess.Popen(command, cwd=ROOT, env=own, stdout=stream, stderr=subprocess.STDOUT)
+            return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=stream, stderr=subprocess.STDOUT)
 
 
 class NoHosts(Exception):
-    """They cannot be made here; the message says why."""
+    """Two hosts cannot be made here; the message says why."""
 
 
 @contextmanager
@@ -47,8 +53,8 @@ def linked_hosts() -> Iterator[list[Host]]:
     """
     if os.geteuid() or not (shutil.which("ip") and shutil.which("unshare")):
         raise NoHosts("network namespaces take root, ip (iproute2) and unshare (util-linux)")
-    own = os.getpid()
-    first, second = (Host(f"nxd{own}{name}", f"10.77.0.{n}", f"nx{name}{own}") for n, name in ((1, "a"), (2, "b")))
+    pid = os.getpid()
+    first, second = (Host(f"nxd{pid}{name}", f"10.77.0.{n}", f"nx{name}{pid}") for n, name in ((1, "a"), (2, "b")))
     hosts = [first, second]
     with ExitStack() as stack:
         for host in hosts:

@@ -89,7 +89,7 @@ def test_calls_of_run_train(options: dict[str, Any], tied: bool) -> None:
                         losses.append(pipeline.run_train(**pieces[CALLS * comm.rank("dp") + call]))
                 else:
                     losses.append(pipeline.run_train(**pieces[CALLS * comm.rank("dp") + call]))
-            counts.append(sum(each.verb == "all_reduce" for each in collectives))
+            counts.append(sum(collective.verb == "all_reduce" for collective in collectives))
         if options:
             grads.bucket_allreduce_gradients([p.grad for p in pipeline.local_parameters()])
         return losses, counts, {name: p.grad for name, p in pipeline.local_named_parameters()}
@@ -109,9 +109,9 @@ def test_it_is_of_one_model_and_ends_with_the_context() -> None:
         with pytest.raises(ValueError, match="stop"), nxd.no_sync(model):
             with nxd.no_sync(model):
                 pass
-            for each in (model, other):
-                each.weight.grad = torch.full((2, 2), 1.0 + comm.rank("dp"))
-                grads.reduce_gradients(each)
+            for net in (model, other):
+                net.weight.grad = torch.full((2, 2), 1.0 + comm.rank("dp"))
+                grads.reduce_gradients(net)
             raise ValueError("stop")
         assert torch.equal(model.weight.grad, torch.full((2, 2), 1.0 + comm.rank("dp")))
         assert torch.equal(other.weight.grad, torch.full((2, 2), 1.5))

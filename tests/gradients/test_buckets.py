@@ -129,8 +129,8 @@ def test_experts_have_fewer_data_ranks() -> None:
 
 def test_parameters_of_anything() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, bias=False))
-    own = [*model.parameters()]
-    optimizer = torch.optim.SGD([{"params": own[:1]}, {"params": own[1:]}], lr=0.1)
-    for source in (model, optimizer, own, iter(own), own + own[:1], {id(x): x for x in own}.values()):
-        assert [*map(id, parameters_of(source))] == [*map(id, own)]  # type: ignore[arg-type]
-    assert parameters_of(own[0]) == [own[0]]
+    params = [*model.parameters()]
+    optimizer = torch.optim.SGD([{"params": params[:1]}, {"params": params[1:]}], lr=0.1)
+    for source in (model, optimizer, params, iter(params), params + params[:1], {id(x): x for x in params}.values()):
+        assert [*map(id, parameters_of(source))] == [*map(id, params)]  # type: ignore[arg-type]
+    assert parameters_of(params[0]) == [params[0]]

@@ -60,9 +60,9 @@ def test_weights_are_those_without_overlap(mesh: Mesh, optimizer: type[torch.opt
             with nxd.no_sync(model):
                 backward(model, step, without="row" if step > 1 else "")
             missing = "column" if comm.rank("dp") and step == 1 else "row" if step == 2 else "one"
-            kept = [param.grad for param in model.parameters()]
+            gradients = [param.grad for param in model.parameters()]
             products = [(param * 2.0).sum() for name, param in model.named_parameters() if name != missing]
-            assert all(param.grad is grad for param, grad in zip(model.parameters(), kept))
+            assert all(param.grad is grad for param, grad in zip(model.parameters(), gradients))
             if products:
                 sum(products).backward()
             nxd.reduce_gradients(model, overlap=overlap, bucket_cap_mb=EACH)
@@ -201,10 +201,10 @@ def test_a_llama_computes_what_one_process_does(mutation: str | None, monkeypatc
     monkeypatch.setitem(reduce.__wrapped__.__kwdefaults__, "overlap", True)
 
     def twice(module: nn.Module, **options: Any) -> None:
-        kept = [None if param.grad is None else param.grad.clone() for param in module.parameters()]
+        grads = [None if param.grad is None else param.grad.clone() for param in module.parameters()]
         reduce(module, **options)
         module.zero_grad()
-        sum((param * grad).sum() for param, grad in zip(module.parameters(), kept) if grad is not None).backward()
+        sum((param * grad).sum() for param, grad in zip(module.parameters(), grads) if grad is not None).backward()
         reduce(module, **options)
 
     monkeypatch.setattr(grads, "reduce_gradients", twice)

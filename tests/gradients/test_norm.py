@@ -69,8 +69,8 @@ def test_ranks_that_the_mesh_has_a_group_for() -> None:
                 assert (group.axis, group.ranks) == (mine.axis, mine.ranks)
             assert group_of_ranks(mine) is mine
         assert group_of_ranks([[rank] for rank in range(16)]).size == 1
-        own = group_of_ranks([[i, i + 1, i + 2, i + 3] for i in range(0, 16, 4)])
-        assert own.ranks == (4, 5, 6, 7) and own.axis == "sharding"
+        group_of_four = group_of_ranks([[i, i + 1, i + 2, i + 3] for i in range(0, 16, 4)])
+        assert group_of_four.ranks == (4, 5, 6, 7) and group_of_four.axis == "sharding"
         with pytest.raises(ValueError, match=r"groups \[\[0, 1\]\] do not contain rank 5; together they must cover"):
             group_of_ranks([[0, 1]])
 

@@ -301,10 +301,10 @@ def test_a_plan_leaves_no_trace_in_the_model() -> None:
         torch.save(model, io.BytesIO())
         twin[0].weight.requires_grad_(False)
         with comm.record() as calls:
-            for each, size in ((twin, 2 + 1), (model, 4 + 2 + 2)):
-                each.zero_grad()
-                each(x).sum().backward()
-                grads.reduce_gradients(each)
+            for net, size in ((twin, 2 + 1), (model, 4 + 2 + 2)):
+                net.zero_grad()
+                net(x).sum().backward()
+                grads.reduce_gradients(net)
                 assert sum(calls[-1].shape) == size
         # torch refuses to swap a tensor that somebody refers to weakly.
         torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.ones(2, 2)))

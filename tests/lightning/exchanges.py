@@ -1,4 +1,4 @@
-"""What `NeuronXLAStrategy` exchanges between ranks, as a case of the tests of mutations."""
+"""Exchanges of `NeuronXLAStrategy` between ranks, as a case of the tests of mutations."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from tests.mutate.edits import edits_of
 from tests.mutate.equivalent import EQUIVALENT
 from tests.mutate.probes import PACKAGE, numbering
 from tests.support.paths import ROOT
-from tests.support.source_edits import Edit
+from tests.support.source_edits import SourceEdit
 
 __all__ = ["main", "run_tests"]
 
@@ -39,7 +39,7 @@ _PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 
 class Outcome(NamedTuple):
-    """What the tests say of an edit: "survived", "killed" (by which test), "timeout"."""
+    """The tests' answer to an edit: "survived", "killed" (by which test), "timeout"."""
 
     word: str
     test: str
@@ -83,13 +83,13 @@ def main(argv: list[str] | None = None) -> int:
 # --- what is edited ---
 
 
-def draw(count: int, seed: int, files: list[str], only: Sequence[str] = ()) -> list[Edit]:
+def draw(count: int, seed: int, files: list[str], only: Sequence[str] = ()) -> list[SourceEdit]:
     """Random edits: each line of code that has one is as probable as another. `only`: those of them at these places."""
-    places: list[list[Edit]] = []
+    places: list[list[SourceEdit]] = []
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
         if not files or any(path.is_relative_to(Path(file).resolve()) for file in files):
-            lines: dict[int, list[Edit]] = defaultdict(list)
+            lines: dict[int, list[SourceEdit]] = defaultdict(list)
             for edit in edits_of(name, path.read_text()):
                 lines[edit.position[0]].append(edit)
             places += lines.values()
@@ -97,7 +97,7 @@ def draw(count: int, seed: int, files: list[str], only: Sequence[str] = ()) -> l
         raise SystemExit(f"make mutate: no code of {PACKAGE} in {' '.join(files)}")
     generator = random.Random(seed)
     generator.shuffle(places)
-    edits: list[Edit] = []
+    edits: list[SourceEdit] = []
     for of_line in places:
         edit = generator.choice(of_line)
         if len(edits) < count and edit.compiles:
@@ -165,7 +165,7 @@ def _session(python: str | Path, tree: Path, tests: list[str], limit: float) -> 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """It and all that it started: its group, and launched ranks, which have groups of their own."""
+    """Ends a process and all that it started: its group, and launched ranks, which have separate groups."""
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
@@ -217,14 +217,14 @@ def record(tree: Path, workers: int, tests: list[str], xla: Path | None) -> Reco
 
 
 def run_edits(
-    edits: list[Edit], recording: Recordings, folder: Path, seconds: float, workers: int, xla: Path | None
+    edits: list[SourceEdit], recording: Recordings, folder: Path, seconds: float, workers: int, xla: Path | None
 ) -> list[Outcome]:
     trees: SimpleQueue[Path] = SimpleQueue()
     for worker in range(workers):
         trees.put(copy_tree(folder / f"tree-{worker}"))
     passing: dict[str, bool] = {}  # test -> whether it passes, alone, without an edit
 
-    def run(edit: Edit) -> Outcome:
+    def run(edit: SourceEdit) -> Outcome:
         if edit.changed in EQUIVALENT:
             return Outcome("equivalent", "", 0.0)
         choice = recording.choose(edit, seconds)
@@ -252,7 +252,7 @@ def run_edits(
 
 
 @contextmanager
-def edited(tree: Path, edit: Edit) -> Iterator[None]:
+def edited(tree: Path, edit: SourceEdit) -> Iterator[None]:
     """The edit is in the file inside of the `with`, and never in a compiled one."""
     path = tree / edit.path
 
@@ -271,11 +271,11 @@ def edited(tree: Path, edit: Edit) -> Iterator[None]:
 # --- report ---
 
 
-def where(edit: Edit) -> str:
+def where(edit: SourceEdit) -> str:
     return f"{edit.path}:{edit.position[0]}"
 
 
-def report(edits: list[Edit], outcomes: list[Outcome], seed: int) -> int:
+def report(edits: list[SourceEdit], outcomes: list[Outcome], seed: int) -> int:
     counts = Counter(outcome.word for outcome in outcomes)
     print("\nsurvived:", *(where(edit) for edit, outcome in zip(edits, outcomes) if outcome.word == "survived"))
     noticed, survived = counts["killed"] + counts["timeout"], counts["survived"]

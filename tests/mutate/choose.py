@@ -1,4 +1,4 @@
-"""Which tests an edit is run against: those that execute the edited block, by a recording of all tests."""
+"""The tests that an edit is run against: those that execute the edited block, by a recording of all tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tests.mutate.probes import PACKAGE, Block, blocks
 from tests.mutate.recording import Test
-from tests.support.source_edits import Edit
+from tests.support.source_edits import SourceEdit
 
 __all__ = ["Choice", "Recording", "Recordings"]
 
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
 
 
 class Recordings:
-    """What all tests execute: one recording of all, and later ones of tests that are new or have changed."""
+    """All recordings of executed blocks: one of all tests, and later ones of tests that are new or have changed."""
 
     def __init__(self, parts: list[Recording]) -> None:
         self.parts = parts
@@ -53,7 +53,7 @@ class Recordings:
     def tests(self) -> list[Test]:
         return [test for part in self.parts for test in part.tests]
 
-    def choose(self, edit: Edit, seconds: float) -> Choice:
+    def choose(self, edit: SourceEdit, seconds: float) -> Choice:
         """Tests of `seconds` together: first one case of every test function, those of the edited file's room first."""
         executing = {test for part in self.parts for test in part.executing_block(edit)}
         candidates = executing.union(*(part.others(edit, bool(executing)) for part in self.parts))
@@ -66,7 +66,7 @@ class Recordings:
 
 
 class Recording:
-    """What each test executes. The package may have changed since: lines are found again by comparing the sources."""
+    """Blocks that each test executes. If the package changed since, lines are found by comparing the sources."""
 
     def __init__(self, tests: list[Test], bases: dict[str, int], sources: dict[str, str]) -> None:
         self.tests, self.bases, self.sources = tests, bases, sources
@@ -96,7 +96,7 @@ class Recording:
         ]
         return self.bases[path] + max(around, key=lambda pair: pair[1].start)[0] if around else None
 
-    def _blocks_of(self, edit: Edit) -> set[int]:
+    def _blocks_of(self, edit: SourceEdit) -> set[int]:
         tree = ast.parse(edit.source)
         lines = _recorded_lines(self.sources.get(edit.path, ""), edit.source)
 
@@ -113,8 +113,8 @@ class Recording:
             return {number for one in function.body if (number := block(one)) is not None}
         return {number for name in _assigned(statement) for number in self._uses(name)}
 
-    def _is_on_import(self, edit: Edit) -> bool:
-        """Whether it is outside of functions, or in what stands before the body of one."""
+    def _is_on_import(self, edit: SourceEdit) -> bool:
+        """Returns whether an edit is outside of functions, or before the body of one."""
         tree = ast.parse(edit.source)
         statement, function = _outermost(tree, edit.position)
         return function is None or edit.position < (function.body[0].lineno, function.body[0].col_offset)
@@ -135,11 +135,11 @@ class Recording:
 
     # --- from blocks to tests ---
 
-    def executing_block(self, edit: Edit) -> list[Test]:
+    def executing_block(self, edit: SourceEdit) -> list[Test]:
         """The tests that execute the edited block."""
         return self.executing(self._blocks_of(edit))
 
-    def others(self, edit: Edit, is_executed: bool) -> set[Test]:
+    def others(self, edit: SourceEdit, is_executed: bool) -> set[Test]:
         """More tests, for an edit that is executed on import, or in processes (by no test, as far as is known)."""
         candidates: set[Test] = set()
         base = self.bases.get(edit.path)
@@ -199,7 +199,7 @@ def _assigned(statement: ast.stmt) -> Iterator[str]:
 
 
 def _distance(test: Test, path: str) -> int:
-    """Of a test's file from the one that mirrors `path`: 0 is that file, 1 its folder, then the folders around it.
+    """Returns the distance of a test's file from the one that mirrors `path`: 0 is that file, 1 its folder, and so on.
 
     Files of `tests/` itself are about all of the package.
     """

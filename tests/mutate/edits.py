@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from functools import cached_property
 
-from tests.support.source_edits import Edit
+from tests.support.source_edits import SourceEdit
 
 __all__ = ["edits_of"]
 
@@ -70,19 +70,19 @@ class _File:
     def text(self, node: ast.AST) -> str:
         return self.source[self.start(node) : self.end(node)]
 
-    def edit(self, operator: str, node: ast.AST, new: str) -> Edit:
+    def edit(self, operator: str, node: ast.AST, new: str) -> SourceEdit:
         return self.between(operator, node, self.start(node), self.end(node), new)
 
-    def between(self, operator: str, node: ast.AST, start: int, end: int, new: str) -> Edit:
+    def between(self, operator: str, node: ast.AST, start: int, end: int, new: str) -> SourceEdit:
         position = node.lineno, node.col_offset  # type: ignore[attr-defined]
-        return Edit(self.path, operator, self.source, start, end, new, position)
+        return SourceEdit(self.path, operator, self.source, start, end, new, position)
 
     @cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.source)
 
 
-def edits_of(path: str, source: str) -> list[Edit]:
+def edits_of(path: str, source: str) -> list[SourceEdit]:
     """All edits of a file, in its order."""
     file = _File(path, source)
     edits = {(edit.start, edit.end, edit.new): edit for edit in _Walk(file).edits_below(file.tree)}
@@ -97,7 +97,7 @@ class _Walk:
         self.skipped: set[int] = set()  # nodes
         self.defaults: list[dict[str, str]] = []  # of the functions around: parameter -> text of its default
 
-    def edits_below(self, node: ast.AST) -> Iterator[Edit]:
+    def edits_below(self, node: ast.AST) -> Iterator[SourceEdit]:
         method = getattr(self, f"on_{type(node).__name__}", None)
         if method is not None:
             yield from method(node)
@@ -110,7 +110,7 @@ class _Walk:
             self.defaults.pop()
 
     def children(self, node: ast.AST) -> Iterator[ast.AST]:
-        """What can be edited below a node."""
+        """Yields the nodes below a node that can be edited."""
         skipped: set[str] = set()
         if isinstance(node, (ast.Assert, ast.Import, ast.ImportFrom, ast.JoinedStr)):
             return
@@ -157,18 +157,18 @@ class _Walk:
 
     # --- expressions ---
 
-    def on_Compare(self, node: ast.Compare) -> Iterator[Edit]:
+    def on_Compare(self, node: ast.Compare) -> Iterator[SourceEdit]:
         for left, right in zip([node.left, *node.comparators], node.comparators):
             yield from self._operator("comparison", node, left, right, _COMPARE)
 
-    def on_BinOp(self, node: ast.BinOp) -> Iterator[Edit]:
+    def on_BinOp(self, node: ast.BinOp) -> Iterator[SourceEdit]:
         if isinstance(node.op, ast.Mod) and isinstance(node.left, (ast.Constant, ast.JoinedStr)):
             return
         yield from self._operator("arithmetic", node, node.left, node.right, _BINARY)
 
     def _operator(
         self, operator: str, node: ast.AST, left: ast.AST, right: ast.AST, others: dict[str, str]
-    ) -> Iterator[Edit]:
+    ) -> Iterator[SourceEdit]:
         begin = self.file.end(left)
         gap = self.file.source[begin : self.file.start(right)]
         match = re.search("|".join(sorted(map(re.escape, others), key=len, reverse=True)), gap)
@@ -176,7 +176,7 @@ class _Walk:
             start = begin + match.start()
             yield self.file.between(operator, node, start, begin + match.end(), others[match[0]])
 
-    def on_BoolOp(self, node: ast.BoolOp) -> Iterator[Edit]:
+    def on_BoolOp(self, node: ast.BoolOp) -> Iterator[SourceEdit]:
         words = {"and": "or", "or": "and"}
         yield from self._operator("and/or", node, node.values[0], node.values[1], words)
         for index, value in enumerate(node.values):
@@ -186,25 +186,25 @@ class _Walk:
                 start, end = self.file.start(value), self.file.start(node.values[1])
             yield self.file.between("dropped condition", value, start, end, "")
 
-    def on_UnaryOp(self, node: ast.UnaryOp) -> Iterator[Edit]:
+    def on_UnaryOp(self, node: ast.UnaryOp) -> Iterator[SourceEdit]:
         if isinstance(node.op, (ast.Not, ast.USub)):
             yield self.file.edit("dropped sign or not", node, f"({self.file.text(node.operand)})")
 
-    def _negated(self, test: ast.expr) -> Iterator[Edit]:
+    def _negated(self, test: ast.expr) -> Iterator[SourceEdit]:
         if not isinstance(test, (ast.UnaryOp, ast.NamedExpr)):
             yield self.file.edit("negated condition", test, f"not ({self.file.text(test)})")
 
-    def on_IfExp(self, node: ast.IfExp) -> Iterator[Edit]:
+    def on_IfExp(self, node: ast.IfExp) -> Iterator[SourceEdit]:
         yield from self._negated(node.test)
         yield self.file.edit("one branch", node, f"({self.file.text(node.body)})")
         yield self.file.edit("one branch", node, f"({self.file.text(node.orelse)})")
 
-    def on_comprehension(self, node: ast.comprehension) -> Iterator[Edit]:
+    def on_comprehension(self, node: ast.comprehension) -> Iterator[SourceEdit]:
         for test in node.ifs:
             yield from self._negated(test)
             yield self.file.edit("dropped condition", test, "True")
 
-    def on_Constant(self, node: ast.Constant) -> Iterator[Edit]:
+    def on_Constant(self, node: ast.Constant) -> Iterator[SourceEdit]:
         value = node.value
         if isinstance(value, bool):
             yield self.file.edit("constant", node, str(not value))
@@ -215,27 +215,27 @@ class _Walk:
         elif isinstance(value, float):
             yield self.file.edit("constant", node, repr(value * 2 if value else 1.0))
 
-    def _word(self, operator: str, node: ast.AST | None) -> Iterator[Edit]:
-        """Of a string that is a name: a key, an option, an axis."""
+    def _word(self, operator: str, node: ast.AST | None) -> Iterator[SourceEdit]:
+        """Edits a string that is a name: a key, an option, an axis."""
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _WORD.match(node.value):
             quote = self.file.text(node)[-1]
             yield self.file.between(operator, node, self.file.end(node) - 1, self.file.end(node), f"_{quote}")
 
-    def on_Subscript(self, node: ast.Subscript) -> Iterator[Edit]:
+    def on_Subscript(self, node: ast.Subscript) -> Iterator[SourceEdit]:
         yield from self._word("key", node.slice)
 
-    def on_Slice(self, node: ast.Slice) -> Iterator[Edit]:
+    def on_Slice(self, node: ast.Slice) -> Iterator[SourceEdit]:
         for bound in (node.lower, node.upper, node.step):
             if bound is not None:
                 yield self.file.edit("dropped bound", bound, "")
 
-    def on_Dict(self, node: ast.Dict) -> Iterator[Edit]:
+    def on_Dict(self, node: ast.Dict) -> Iterator[SourceEdit]:
         for key, value in zip(node.keys, node.values):
             yield from self._word("key", key)
             if key is not None:
                 yield self._without("dropped entry", key, self.file.start(key), self.file.end(value))
 
-    def _elements(self, node: ast.List | ast.Tuple | ast.Set) -> Iterator[Edit]:
+    def _elements(self, node: ast.List | ast.Tuple | ast.Set) -> Iterator[SourceEdit]:
         shortest = 1 if isinstance(node, ast.List) else 2
         if isinstance(getattr(node, "ctx", None), ast.Store) or len(node.elts) < shortest:
             return
@@ -246,12 +246,12 @@ class _Walk:
 
     on_List = on_Tuple = on_Set = _elements
 
-    def _without(self, operator: str, node: ast.AST, start: int, end: int) -> Edit:
+    def _without(self, operator: str, node: ast.AST, start: int, end: int) -> SourceEdit:
         """Without an item of a list, and the comma after it."""
         comma = re.match(r"\s*,[ ]?", self.file.source[end:])
         return self.file.between(operator, node, start, end + (comma.end() if comma else 0), "")
 
-    def on_Call(self, node: ast.Call) -> Iterator[Edit]:
+    def on_Call(self, node: ast.Call) -> Iterator[SourceEdit]:
         if _MESSAGES.search(_name(node.func)):
             return
         arguments = [one for one in node.args if not isinstance(one, ast.Starred)]
@@ -280,56 +280,56 @@ class _Walk:
             else:
                 yield from self._word("constant", argument)
 
-    def on_Name(self, node: ast.Name) -> Iterator[Edit]:
+    def on_Name(self, node: ast.Name) -> Iterator[SourceEdit]:
         default = self.defaults[-1].get(node.id) if self.defaults else None
         if default is not None and isinstance(node.ctx, ast.Load):
             yield self.file.edit("ignored argument", node, default)
 
     # --- statements ---
 
-    def _pass(self, operator: str, node: ast.stmt) -> Iterator[Edit]:
+    def _pass(self, operator: str, node: ast.stmt) -> Iterator[SourceEdit]:
         yield self.file.edit(operator, node, "pass")
 
-    def on_If(self, node: ast.If) -> Iterator[Edit]:
+    def on_If(self, node: ast.If) -> Iterator[SourceEdit]:
         if ast.unparse(node.test) != "TYPE_CHECKING":
             yield from self._negated(node.test)
             yield self.file.edit("dropped condition", node.test, "False")
             yield self.file.edit("dropped condition", node.test, "True")
 
-    def on_While(self, node: ast.While) -> Iterator[Edit]:
+    def on_While(self, node: ast.While) -> Iterator[SourceEdit]:
         yield from self._negated(node.test)
 
-    def on_With(self, node: ast.With) -> Iterator[Edit]:
+    def on_With(self, node: ast.With) -> Iterator[SourceEdit]:
         if all(item.optional_vars is None for item in node.items):
             start, end = self.file.start(node), self.file.end(node.items[-1].context_expr)
             yield self.file.between("dropped context", node, start, end, "if True")
 
-    def on_Expr(self, node: ast.Expr) -> Iterator[Edit]:
+    def on_Expr(self, node: ast.Expr) -> Iterator[SourceEdit]:
         call = node.value
         if isinstance(call, ast.Call) and not re.search(r"^(print|debug|info)$", _name(call.func)):
             yield from self._pass("dropped statement", node)
 
-    def on_AugAssign(self, node: ast.AugAssign) -> Iterator[Edit]:
+    def on_AugAssign(self, node: ast.AugAssign) -> Iterator[SourceEdit]:
         yield from self._pass("dropped statement", node)
 
-    def on_Delete(self, node: ast.Delete) -> Iterator[Edit]:
+    def on_Delete(self, node: ast.Delete) -> Iterator[SourceEdit]:
         yield from self._pass("dropped statement", node)
 
-    def on_Assign(self, node: ast.Assign) -> Iterator[Edit]:
+    def on_Assign(self, node: ast.Assign) -> Iterator[SourceEdit]:
         if isinstance(node.targets[0], (ast.Subscript, ast.Attribute)):
             yield from self._pass("dropped statement", node)
 
-    def on_Raise(self, node: ast.Raise) -> Iterator[Edit]:
+    def on_Raise(self, node: ast.Raise) -> Iterator[SourceEdit]:
         if node.exc is None or "NotImplementedError" not in ast.unparse(node.exc):
             yield from self._pass("dropped raise", node)
 
-    def on_Continue(self, node: ast.Continue) -> Iterator[Edit]:
+    def on_Continue(self, node: ast.Continue) -> Iterator[SourceEdit]:
         yield self.file.edit("continue/break", node, "break")
 
-    def on_Break(self, node: ast.Break) -> Iterator[Edit]:
+    def on_Break(self, node: ast.Break) -> Iterator[SourceEdit]:
         yield self.file.edit("continue/break", node, "continue")
 
-    def on_FunctionDef(self, node: ast.FunctionDef) -> Iterator[Edit]:
+    def on_FunctionDef(self, node: ast.FunctionDef) -> Iterator[SourceEdit]:
         for decorator in node.decorator_list:
             if _name(decorator) not in ("overload", "property", "staticmethod", "classmethod", "abstractmethod"):
                 yield self.file.between(

@@ -1,6 +1,6 @@
 """Edits that change nothing that a caller can see, with the reason: they are left out of the rate.
 
-A key is `Edit.changed`: the lines that go and those that come, so that an entry holds wherever its lines move.
+A key is `SourceEdit.changed`: the lines that go and those that come, so that an entry holds wherever its lines move.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which parts of the package a test executes: a probe at the start of every block, which an import hook adds.
+"""Parts of the package that a test executes: a probe at the start of every block, which an import hook adds.
 
 A block is the statements between two branches: the body of a function, of an `if`, of a loop, and what follows one. The
 probe is `_mutate_hits[number] = 1`, on a map of memory that all processes of a test share. It costs 0.05 µs, where a
@@ -44,8 +44,8 @@ def _statement_lists(tree: ast.Module) -> Iterator[tuple[list[ast.stmt], bool]]:
         function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         for name, value in ast.iter_fields(node):
             statements = isinstance(value, list) and value and isinstance(value[0], ast.stmt)
-            own = function and name == "body"
-            if statements and (own or (inside and not isinstance(node, ast.ClassDef))):
+            is_body = function and name == "body"
+            if statements and (is_body or (inside and not isinstance(node, ast.ClassDef))):
                 yield value, function
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
@@ -58,7 +58,7 @@ _COMPOUND = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match)
 
 
 def _starts(tree: ast.Module) -> list[tuple[list[ast.stmt], int]]:
-    """Where probes go: (list of statements, index), in the order of the file."""
+    """Yields the places of probes: (list of statements, index), in the order of the file."""
     places = []
     for body, of_function in _statement_lists(tree):
         first = body[0]

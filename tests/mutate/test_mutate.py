@@ -15,7 +15,7 @@ from tests.mutate.edits import edits_of
 from tests.mutate.equivalent import EQUIVALENT
 from tests.mutate.recording import Test
 from tests.support.paths import ROOT
-from tests.support.source_edits import Edit
+from tests.support.source_edits import SourceEdit
 
 SOURCE = '''"""Words."""
 
@@ -74,8 +74,8 @@ def test_every_edit_changes_code_and_nothing_but_code() -> None:
     edits = [edit for edit in edits_of("m.py", SOURCE) if edit.compiles]
     assert {edit.operator for edit in edits} == set(EDITS)
     for edit in edits:
-        for kept in ('"""Words."""', '"""More words."""', '__all__ = ["f"]', "assert x > 0", 'x: "int"', '-> "str"'):
-            assert kept in edit.edited
+        for text in ('"""Words."""', '"""More words."""', '__all__ = ["f"]', "assert x > 0", 'x: "int"', '-> "str"'):
+            assert text in edit.edited
         assert 'help="some"' in edit.edited
         assert 'Hook = Callable[[int, "str"], None]' in edit.edited
         assert "unused: int = 5" in edit.edited  # it stands there for its name
@@ -107,12 +107,12 @@ def _is_probe(node: ast.AST) -> bool:
 
 
 def recording(**hits: list[int]) -> Recordings:
-    """Of all tests: one part."""
+    """A recording of all tests, with one part."""
     return Recordings([part(**hits)])
 
 
 def part(**hits: list[int]) -> Recording:
-    """Of SOURCE as `neuronx_dist/mesh.py`, with 8 blocks; a test that executes some of them takes 1 s."""
+    """A part of SOURCE as `neuronx_dist/mesh.py`, with 8 blocks; a test that executes some of them takes 1 s."""
     tests = [
         Test(
             name.replace("__", "/") + ".py::test", 1.0, zlib.compress(bytes(number in executed for number in range(8)))
@@ -122,7 +122,7 @@ def part(**hits: list[int]) -> Recording:
     return Recording(tests, {"neuronx_dist/mesh.py": 0}, {"neuronx_dist/mesh.py": SOURCE})
 
 
-def edit_at(line: int, source: str = SOURCE) -> Edit:
+def edit_at(line: int, source: str = SOURCE) -> SourceEdit:
     return next(edit for edit in edits_of("neuronx_dist/mesh.py", source) if edit.position[0] == line)
 
 
@@ -167,7 +167,7 @@ def test_a_test_meets_the_edited_file(tmp_path: Path) -> None:
     pooled = "tests/support/test_pool.py::test_results_come_by_rank"
     for new, word in (("pass\n", "survived"), ("raise RuntimeError\n", "killed")):
         end = len(source)
-        with edited(tree, Edit(path, "test", source, end, end, new, (1, 0))):
+        with edited(tree, SourceEdit(path, "test", source, end, end, new, (1, 0))):
             assert run_tests(tree, ["tests/test_mesh.py"], 120.0).word == word
             if word == "killed":
                 assert run_tests(tree, [pooled], 120.0).word == word

@@ -36,8 +36,8 @@ class Chain(nn.Module):
     def forward(
         self, x: torch.Tensor, without: Sequence[int] = (), layer: Callable[..., torch.Tensor] = lambda f, x: f(x)
     ) -> torch.Tensor:
-        for number, each in enumerate(self.layers):
-            x = x if number in without else torch.tanh(layer(each, x))
+        for number, block in enumerate(self.layers):
+            x = x if number in without else torch.tanh(layer(block, x))
         return (x * self.scale).square().mean()
 
 

@@ -141,5 +141,7 @@ def test_two_programs_of_an_xla_step_are_warned_of_once(
         for _ in range(2):
             param.grad = torch.ones(2)
             optimizer.step()
-    said = [str(each.message) for each in caught if "splits an XLA step into two programs" in str(each.message)]
+    said = [
+        str(warning.message) for warning in caught if "splits an XLA step into two programs" in str(warning.message)
+    ]
     assert len(said) == bool(options)

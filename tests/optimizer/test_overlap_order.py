@@ -171,7 +171,7 @@ def test_a_gradient_that_is_written_after_backward_is_refused() -> None:
 
 @pytest.mark.parametrize("cleared_by", ["optimizer", "model", "optimizer, in place"])
 def test_a_step_that_the_script_leaves_out(cleared_by: str) -> None:
-    """Its gradients are cleared instead. What had started is over on all ranks, also where fewer buckets had."""
+    """Gradients are cleared instead. Reductions that had started are over on all ranks, also with fewer buckets."""
 
     def use(overlap: bool) -> dict[str, torch.Tensor]:
         model = Chain()

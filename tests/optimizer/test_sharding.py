@@ -141,8 +141,8 @@ def test_a_gradient_that_one_group_has_alone() -> None:
         model = nn.ParameterDict({name: torch.ones(3) for name in ("all", "one", "none")})
         options: dict[str, Any] = dict(lr=1.0, weight_decay=0.5, max_norm=math.inf, sharding_groups=groups)
         optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.SGD, **options)
-        own = [1.0, 0.0, 3.0, 0.0][comm.rank("dp")]
-        model["all"].grad = torch.full((3,), own)
+        value = [1.0, 0.0, 3.0, 0.0][comm.rank("dp")]
+        model["all"].grad = torch.full((3,), value)
         if comm.rank("dp") == 2:
             model["one"].grad = torch.full((3,), 2.0)
         optimizer.step()
@@ -150,7 +150,7 @@ def test_a_gradient_that_one_group_has_alone() -> None:
         assert model["one"].tolist() == [0.0] * 3  # 1 - (2 / 4 + 0.5)
         assert model["none"].tolist() == [1.0] * 3
         assert optimizer.grad_norm.item() == pytest.approx(math.sqrt(3 + 3 / 4))
-        assert model["all"].grad.tolist() == [own] * 3
+        assert model["all"].grad.tolist() == [value] * 3
 
     for groups in ([[0, 1], [2, 3]], [[0], [1], [2], [3]]):
         comm.threads.run(Mesh(4), rank_main, groups)

@@ -107,9 +107,9 @@ def test_state_of_something_else_is_refused() -> None:
         params = [nn.Parameter(torch.ones(num, 2, dtype=dtype)) for num in rows]
         for param in params:
             param.grad = torch.ones_like(param)
-        made = NeuronZero1Optimizer(params, base, lr=0.1, **options)
-        made.step()
-        return made
+        zero1 = NeuronZero1Optimizer(params, base, lr=0.1, **options)
+        zero1.step()
+        return zero1
 
     def rank_main() -> None:
         ours = optimizer(4, 3)
@@ -176,8 +176,8 @@ def test_own_rows_are_the_parameter_once_and_the_master_holds_them() -> None:
         params = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
         optimizer = NeuronZero1Optimizer(params.values(), torch.optim.SGD, lr=0.1)
         for shard in optimizer.shards:
-            rows, own = shard.param.detach().reshape(shard.param.shape or (1,)), shard.own_rows
-            assert torch.equal(shard.master[: len(own)], rows[own.start : own.stop])
+            rows, local_rows = shard.param.detach().reshape(shard.param.shape or (1,)), shard.own_rows
+            assert torch.equal(shard.master[: len(local_rows)], rows[local_rows.start : local_rows.stop])
         return {name: [shard.own_rows] for name, shard in zip(params, optimizer.shards)}
 
     results = comm.threads.run(Mesh(4), rank_main)
@@ -222,7 +222,7 @@ def test_a_master_in_the_dtype_of_its_parameter_is_no_copy() -> None:
 def test_masters_that_are_loaded_alone_wait_for_the_next_step(save_weights: bool) -> None:
     """All ranks have the same parameters before it, and those of the saved run after it."""
 
-    def made(value: float) -> tuple[nn.Parameter, NeuronZero1Optimizer]:
+    def param_and_optimizer(value: float) -> tuple[nn.Parameter, NeuronZero1Optimizer]:
         param = nn.Parameter(torch.full((4, 2), value) + torch.arange(4.0)[:, None])
         options = {"lr": 0.1, "save_master_weights": save_weights}
         return param, NeuronZero1Optimizer([param], torch.optim.AdamW, **options)
@@ -232,10 +232,10 @@ def test_masters_that_are_loaded_alone_wait_for_the_next_step(save_weights: bool
         optimizer.step()
 
     def rank() -> None:
-        param, optimizer = made(0.0)
+        param, optimizer = param_and_optimizer(0.0)
         step(param, optimizer)
         state = optimizer.state_dict()
-        other, resumed = made(5.0)
+        other, resumed = param_and_optimizer(5.0)
         before = other.detach().clone()
         resumed.load_state_dict(state)
         assert torch.equal(other, before)
@@ -247,7 +247,7 @@ def test_masters_that_are_loaded_alone_wait_for_the_next_step(save_weights: bool
             step(other, resumed)
             assert torch.equal(other, param)
 
-        loaded, usual = made(5.0)  # the weights first, as documented: nothing takes more memory
+        loaded, usual = param_and_optimizer(5.0)  # the weights first, as documented: nothing takes more memory
         with torch.no_grad():
             loaded.copy_(param)
         usual.load_state_dict(optimizer.state_dict())

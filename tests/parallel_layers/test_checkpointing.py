@@ -50,7 +50,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path, argument: str) -> None:
         assert checkpointing.load(tmp_path / "step_7")["step"] == 7
         other_optimizer = torch.optim.AdamW(other.parameters())
         checkpointing.load(tmp_path / "step_7", model_or_optimizer=other_optimizer, model_key="optimizer")
-        moments = [[values["exp_avg"] for values in each.state.values()] for each in (optimizer, other_optimizer)]
+        moments = [[values["exp_avg"] for values in zero1.state.values()] for zero1 in (optimizer, other_optimizer)]
         assert len(moments[0]) == 6 and equal(*moments)
 
     threads.run(Mesh(4, tp=2), rank)
@@ -178,6 +178,6 @@ def test_what_one_rank_cannot_write_ends_all_at_once(tmp_path: Path, what: str) 
         comm.barrier()
         return f"{type(error.value).__name__}: {error.value}"
 
-    first, own = threads.run(Mesh(2, tp=2), rank, timeout=10)
-    assert first == f"RuntimeError: checkpointing.save: {tmp_path} was not written: rank 1: {own}"
+    first, second = threads.run(Mesh(2, tp=2), rank, timeout=10)
+    assert first == f"RuntimeError: checkpointing.save: {tmp_path} was not written: rank 1: {second}"
     assert not list(tmp_path.rglob("tp_rank_01*/checkpoint.pt"))

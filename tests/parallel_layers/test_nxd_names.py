@@ -24,7 +24,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
-def each(tp: int, function: Any, **sizes: int) -> list[Any]:
+def on_ranks(tp: int, function: Any, **sizes: int) -> list[Any]:
     return threads.run(Mesh(tp * sizes.pop("dp", 1), tp=tp, **sizes), function)
 
 
@@ -46,7 +46,7 @@ def test_log_probabilities(tp: int) -> None:
         ignored[0, 0] = -100
         assert DistributedLogprob.apply(local, ignored, True)[0, 0] == 0
 
-    each(tp, rank)
+    on_ranks(tp, rank)
 
 
 def test_plain_functions_below_mappings() -> None:
@@ -65,7 +65,7 @@ def test_plain_functions_below_mappings() -> None:
         swapped = mappings.nonzero_partition_dim_swap(lambda x, dim: x[:1] if dim == 0 else x)
         assert torch.equal(swapped(x, 1), x[:, :1])
 
-    each(2, rank)
+    on_ranks(2, rank)
 
 
 def test_collectives_by_the_arguments_of_torch_xla() -> None:
@@ -96,7 +96,7 @@ def test_collectives_by_the_arguments_of_torch_xla() -> None:
         with pytest.raises(ValueError, match="shard_count 3 is not the number of ranks, 2"):
             nxd_comm.reduce_scatter("sum", x, shard_count=3, groups="tp")
 
-    each(2, rank, dp=2)
+    on_ranks(2, rank, dp=2)
 
 
 def test_rank_orders() -> None:
@@ -132,7 +132,7 @@ def test_sizes_follow_from_the_mesh() -> None:
         with pytest.raises(NotImplementedError, match="ahead of time"):
             parallel_state.set_aot_mode(True)
 
-    each(2, rank)
+    on_ranks(2, rank)
 
 
 def test_utilities(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_shards_of_weights() -> None:
         column = layers.ColumnParallelLinear(4, 8)
         assert isinstance(column, layers.BaseParallelLinear) and isinstance(column, layers.BaseParallelLayer)
 
-    each(2, rank)
+    on_ranks(2, rank)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -196,7 +196,7 @@ def test_functional_forms(sequence_parallel: bool) -> None:
         found.square().sum().backward()
         torch.testing.assert_close(y.grad, x.grad, rtol=1e-10, atol=1e-10)
 
-    each(2, rank)
+    on_ranks(2, rank)
 
 
 def test_names_of_neuron_devices_say_what_to_do() -> None:

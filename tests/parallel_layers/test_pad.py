@@ -412,13 +412,13 @@ def _assigned_heads(num_heads: int, padded: int, kv_heads: int, tp: int, interle
     left = {kv: [True] * (num_heads // kv_heads) + [False] * ((padded - num_heads) // kv_heads) for kv in held}
     masks = []
     for rank in range(tp):
-        own: list[bool] = []
+        is_local: list[bool] = []
         per_rank = len(held) // tp
         for kv in held[rank * per_rank : (rank + 1) * per_rank]:
             count = padded // tp // per_rank
-            own += left[kv][:count]
+            is_local += left[kv][:count]
             left[kv] = left[kv][count:]
-        masks.append(own)
+        masks.append(is_local)
     assert not any(left.values())
     return masks
 

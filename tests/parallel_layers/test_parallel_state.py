@@ -196,7 +196,7 @@ def test_replica_groups_without_process_groups(monkeypatch):
     groups = ps.initialize_model_parallel(2, 2, 2, 4, mesh_only=True)
     axes = dict(tp="tensor", dp="data", pp="pipeline", ep_model="expert", ep_data="expert_data", cp="context")
     for field, name in axes.items():
-        name = next(each for each in GROUPS if each in (f"{name}_model_parallel", f"{name}_parallel"))
+        name = next(group for group in GROUPS if group in (f"{name}_model_parallel", f"{name}_parallel"))
         assert getattr(groups, f"{field}_groups") == GROUPS[name], field
     assert not ps.model_parallel_is_initialized()
     sized = ps.initialize_model_parallel(8, mesh_only=True)

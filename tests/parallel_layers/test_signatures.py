@@ -121,11 +121,11 @@ def test_positional_arguments_mean_what_their_keywords_do(cls, order):
     with comm.as_rank(tp_mesh(2), 1):
         for count in range(required, len(names) + 1):
             given = dict(zip(names[:count], values))
-            own = {name: given[name] for name in given if name in inspect.signature(cls).parameters}
-            if own.get("device") is False:
-                own["device"] = None
+            options = {name: given[name] for name in given if name in inspect.signature(cls).parameters}
+            if options.get("device") is False:
+                options["device"] = None
             try:
-                want = state(cls(**own))
+                want = state(cls(**options))
             except ValueError as refused:  # sequence parallelism needs what comes after it
                 with pytest.raises(ValueError, match="needs|must be") as error:
                     cls(*values[:count])
@@ -296,7 +296,7 @@ def test_functions_bind_the_releases_arguments(module):
     text = " ".join(FUNCTIONS[module].split())
     for call in text.replace(") ", ")\n").splitlines():
         name, _, rest = call.rstrip(")").partition("(")
-        names = [each.strip() for each in rest.split(",")] if rest else []
+        names = [option.strip() for option in rest.split(",")] if rest else []
         signature = inspect.signature(getattr(module, name))
         by_position = signature.bind(*names).arguments
         assert by_position == signature.bind(**dict(zip(names, names))).arguments == dict(zip(names, names)), name

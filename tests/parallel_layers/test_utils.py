@@ -187,10 +187,10 @@ def test_how_an_optimizer_computes_is_not_loaded():
     def optimizer(**options):
         torch.manual_seed(0)
         layer = nn.Linear(2, 2)
-        made = torch.optim.AdamW(layer.parameters(), **options)
+        adamw = torch.optim.AdamW(layer.parameters(), **options)
         layer(torch.ones(1, 2)).sum().backward()
-        made.step()
-        return made
+        adamw.step()
+        return adamw
 
     saved = optimizer(lr=torch.tensor(0.5), foreach=False, weight_decay=0.25).state_dict()
     saved["param_groups"][0]["capturable"] = True  # of a run on XLA

@@ -1,4 +1,4 @@
-"""What forward takes and returns: containers, defaults, keywords; and what recording refuses, with file and line."""
+"""Arguments and results of forward: containers, defaults, keywords; refusals of recording, with file and line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `parallelize` and `build_optimizer` refuse, as a user sees it: the name, the numbers, the nearest that works.
+"""Refusals of `parallelize` and `build_optimizer`, as a user sees them: the name, the numbers, the nearest that works.
 
 The parts have their own: test_config.py (sizes), test_graph.py (a policy's verbs), test_files.py (damaged folders),
 test_policies.py (plans), test_optimizer.py and test_pipeline.py (steps), test_arguments.py (dummy arguments).

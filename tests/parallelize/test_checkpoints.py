@@ -77,16 +77,16 @@ class Dropping(nn.Module):
 
 def _saved(parameters: set[int], step: Callable[[], Any]) -> tuple[Any, int]:
     """A result, and the bytes of activations that are alive because of it."""
-    kept: dict[int, int] = {}
+    sizes: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.untyped_storage().data_ptr() not in parameters:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         result = step()
-    return result, sum(kept.values())
+    return result, sum(sizes.values())
 
 
 Step = tuple[int, list[torch.Tensor]]
@@ -98,11 +98,11 @@ def _steps(module: nn.Module, **arguments: Any) -> Step:
     parameters = {tensor.untyped_storage().data_ptr() for tensor in module.parameters()}
     for _ in range(2):
         module.zero_grad()
-        result, kept = _saved(parameters, lambda: module(**arguments))
+        result, saved = _saved(parameters, lambda: module(**arguments))
         loss = result if isinstance(result, torch.Tensor) else result["loss"]
         loss.backward()
         values += [loss.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
-        most = max(most, kept)
+        most = max(most, saved)
     return most, values
 
 
@@ -138,24 +138,24 @@ def _assert_same_bits(has: list[torch.Tensor], wanted: list[torch.Tensor]) -> No
 @pytest.mark.parametrize("how", ["reentrant", "not reentrant", "of this package", "nested", "nested, reentrant"])
 def test_one_rank_keeps_as_little_as_one_process(how: str, tmp_path: Path) -> None:
     """Values are equal to the bit to those of the module itself, dropout included, and to what keeps all."""
-    kept, values = _parallel(how, 1, tmp_path)[0]
+    saved, values = _parallel(how, 1, tmp_path)[0]
     most, expected = _parallel("nested, kept" if how.startswith("nested") else "kept", 1, tmp_path)[0]
     _assert_same_bits(values, expected)
-    assert kept < most / 3
+    assert saved < most / 3
     kept_in_one_process, values_in_one_process = _one_process(how)
     if how == "nested, reentrant":  # a backward inside of another adds up three gradients in another order
         torch.testing.assert_close(values, values_in_one_process, rtol=1e-13, atol=1e-13)
         return
     _assert_same_bits(values, values_in_one_process)
-    assert kept <= kept_in_one_process + 3 * INPUT_BYTES  # torch holds the inputs of a checkpoint without a hook
+    assert saved <= kept_in_one_process + 3 * INPUT_BYTES  # torch holds the inputs of a checkpoint without a hook
 
 
 @pytest.mark.parametrize("how", ["reentrant", "not reentrant", "nested"])
 def test_shards_are_computed_again(how: str, tmp_path: Path) -> None:
     without = _parallel("nested, kept" if how == "nested" else "kept", 2, tmp_path)
-    for (kept, values), (most, expected) in zip(_parallel(how, 2, tmp_path), without, strict=True):
+    for (saved, values), (most, expected) in zip(_parallel(how, 2, tmp_path), without, strict=True):
         _assert_same_bits(values, expected)
-        assert kept < most / 2
+        assert saved < most / 2
 
 
 def test_a_span_may_lie_in_another(tmp_path: Path) -> None:
@@ -192,7 +192,11 @@ def test_a_policy_may_keep_what_the_module_computes_again_and_a_plan_has_the_spa
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(
     "name, size",
-    [("llama", 1), ("llama", 2), *(pytest.param(each, 2, marks=pytest.mark.full) for each in ("t5", "mixtral"))],
+    [
+        ("llama", 1),
+        ("llama", 2),
+        *(pytest.param(architecture, 2, marks=pytest.mark.full) for architecture in ("t5", "mixtral")),
+    ],
 )
 def test_gradient_checkpointing_of_hugging_face(name: str, size: int, reentrant: bool, tmp_path: Path) -> None:
     module, arguments = hf_model(name)
@@ -207,7 +211,7 @@ def test_gradient_checkpointing_of_hugging_face(name: str, size: int, reentrant:
     module.gradient_checkpointing_enable({"use_reentrant": reentrant})
     _, expected = _steps(module, **arguments)
     ranks = threads.run(config.mesh(), rank)
-    assert all(kept < most * 0.6 for kept, _ in ranks)
+    assert all(saved < most * 0.6 for saved, _ in ranks)
     if size == 1:
         _assert_same_bits(ranks[0][1], expected)
     assert ranks[0][1][0] == pytest.approx(float(expected[0]), rel=1e-12)

@@ -118,16 +118,18 @@ def test_the_checker_agrees(name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_bytes(name):
-    """What a composite is said to send is what its collectives do; the maximum is one of them."""
+    """The predicted bytes of a composite are those of its collectives; the maximum is one of them."""
     function, args, kwargs, composites = CALLS[name]
     case, size = Case(function, args, kwargs), 4
     offered = [
-        each for each in candidates(case.call, "tp", size) if each.local.function in vars(composites_module).values()
+        candidate
+        for candidate in candidates(case.call, "tp", size)
+        if candidate.local.function in vars(composites_module).values()
     ]
     assert offered
     for strategy in offered:
         events = case.recorded(strategy, size)
-        sent = [sum(bytes_sent(event, size) for event in each) for each in events]
+        sent = [sum(bytes_sent(event, size) for event in found) for found in events]
         assert tuple(sent) == strategy.bytes_moved, (strategy, events)
 
 
@@ -147,7 +149,7 @@ def test_running_statistics(name):
     ],
 )
 def test_options_that_a_composite_does_not_have(function, args, kwargs):
-    """They are not offered it: rows are renormalised, classes are weighted, a rank has but one position."""
+    """Such calls have no composite: rows are renormalised, classes are weighted, a rank has but one position."""
     case = Case(function, args, kwargs)
     functions = {strategy.local.function for strategy in candidates(case.call, "tp", 2)}
     assert functions == {function}

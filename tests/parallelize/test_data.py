@@ -1,4 +1,4 @@
-"""What ranks are given: units have samples of their own, and the ranks of one unit the same ones."""
+"""Samples of ranks: units have different samples, and the ranks of one unit the same ones."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from neuronx_dist import comm, parallelize
 from neuronx_dist.comm import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallelize import ComputeConfig, build_optimizer
-from neuronx_dist.parallelize.train.devices import device_of
+from neuronx_dist.parallelize.train.module_tensors import device_of
 
 # Files whose lines say "cpu", and why.
 ON_CPU = {

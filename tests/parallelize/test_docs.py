@@ -71,6 +71,9 @@ def test_every_policy_is_in_the_table_with_its_options() -> None:
     assert rows.keys() == POLICIES.keys()
     rows["hybrid"] += rows["pp"] + rows["tp"]
     missing = [
-        (name, each) for name, (_, options) in POLICIES.items() for each in options if f"`{each}`" not in rows[name]
+        (name, option)
+        for name, (_, options) in POLICIES.items()
+        for option in options
+        if f"`{option}`" not in rows[name]
     ]
     assert missing == []

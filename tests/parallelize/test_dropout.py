@@ -69,11 +69,11 @@ def test_masks_of_shards_and_of_whole_values(seeded: str, tmp_path: Path) -> Non
     first, second = ranks[0], ranks[2]
     pieces = [piece for unit in (first, second) for mask in (unit[0], unit[2]) for piece in mask.chunk(2, dim=1)]
     wholes = [unit[number] for unit in (first, second) for number in (1, 3)]
-    for alike in (pieces, wholes):  # of ranks, units and forwards
-        for a, b in combinations(alike, 2):
+    for equal_masks in (pieces, wholes):  # of ranks, units and forwards
+        for a, b in combinations(equal_masks, 2):
             assert not torch.equal(a, b)
             assert abs((a == b).float().mean() - 0.5) < 0.15  # independent
-        for mask in alike:
+        for mask in equal_masks:
             assert abs(mask.float().mean() - 0.5) < 0.15
     for unit in (first, second):  # after loading, with the same seed
         assert torch.equal(unit[4], unit[0]) and torch.equal(unit[5], unit[1])
@@ -96,7 +96,7 @@ class InStages(nn.Module):
 
 
 def masks_in_stages(folder: str) -> list[torch.Tensor]:
-    """Those of two microbatches, of both stages, and then those of inference."""
+    """Returns the masks of two microbatches, of both stages, and then those of inference."""
     torch.manual_seed(torch.distributed.get_rank())
     streams().reset()
     sample = {"x": torch.ones(ROWS, WIDTH)}

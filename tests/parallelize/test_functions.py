@@ -122,7 +122,7 @@ def experts(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *proje
     return total
 
 
-MIXTRAL = next(each for each in ARCHITECTURES if each.name == "Mixtral")
+MIXTRAL = next(architecture for architecture in ARCHITECTURES if architecture.name == "Mixtral")
 
 
 def test_functions_that_need_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def test_layers_of_torch(training: bool) -> None:
 
 @pytest.mark.slow
 def test_recording_takes_less_than_two_milliseconds_a_call() -> None:
-    """Of CPU, and 32 layers take at most 1.5 times as much a call as 4: nothing is quadratic."""
+    """Seconds of CPU count, and 32 layers take at most 1.5 times as much a call as 4: nothing is quadratic."""
     llama, per_call = ARCHITECTURES[0], []
     for layers in (1, 4, 32):  # the first one imports
         model = llama.make(layers)

@@ -77,12 +77,12 @@ def test_threads(name: str, layout: str, tmp_path: Path) -> None:
     ["gpt", *(pytest.param(name, marks=pytest.mark.full) for name in ("mlp", "pair", "rotary", "llama", "mixtral"))],
 )
 def test_float32(name: str, layout: str, tmp_path: Path) -> None:
-    """Of modules without a bias before batch norm, whose gradient is rounding alone."""
+    """Modules without a bias before batch norm, whose gradient is rounding alone."""
     compare(on_threads(name, layout, tmp_path, torch.float32), name, layout, torch.float32)
 
 
 def _on_process(name: str, layout: str, folder: str) -> list[Run]:
-    """Where there is no mesh `parallelize` makes it."""
+    """Runs a layout in one process, where `parallelize` makes the mesh."""
     destroy_model_parallel()
     return on_rank(name, layout, folder)
 
@@ -106,7 +106,7 @@ def test_processes(name: str, layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["mlp", pytest.param("conv", marks=pytest.mark.full)])
 def test_reductions_in_backward_are_bit_equal_to_those_behind_it(name: str, layout: str, tmp_path: Path) -> None:
     asynchronous, synchronous = (
-        on_threads(name, each, tmp_path / each) for each in (layout, layout.replace("async", "end2end"))
+        on_threads(name, form, tmp_path / form) for form in (layout, layout.replace("async", "end2end"))
     )
     for runs, expected in zip(asynchronous, synchronous, strict=True):
         for run, other in zip(runs, expected, strict=True):

@@ -27,15 +27,15 @@ from neuronx_dist.weights.shard_spec import spec_of
 from tests.parallelize.support.models import WIDTH, Mlp, model
 
 
-def made(
+def parallelized(
     module: Any, arguments: dict[str, Any], tmp_path: Path, config: ComputeConfig | None = None, **options: Any
 ) -> Any:
-    """What `parallelize` returns in a world of one."""
+    """Returns the result of `parallelize` in a world of one."""
     return parallelize(module, arguments, "dp", config or ComputeConfig(1, 1), gen_savedir=tmp_path, **options)
 
 
 def on_two(module: Any, arguments: dict[str, Any], tmp_path: Path, function: Any, **config: Any) -> list[Any]:
-    """What a function returns of the parallel module on each of two ranks."""
+    """Returns what a function returns of the parallel module on each of two ranks."""
 
     def rank() -> Any:
         compute = ComputeConfig(2, 2, **config)
@@ -46,17 +46,17 @@ def on_two(module: Any, arguments: dict[str, Any], tmp_path: Path, function: Any
 
 def test_a_world_of_one_needs_no_process_group(tmp_path: Path) -> None:
     module, arguments = model("gpt")
-    parallel = made(module, arguments, tmp_path)
+    parallel = parallelized(module, arguments, tmp_path)
     assert isinstance(parallel, ParallelModule)
     torch.testing.assert_close(parallel(**arguments), module(**arguments), rtol=1e-12, atol=1e-12)
 
 
 def test_a_class_becomes_a_class(tmp_path: Path) -> None:
     _, arguments = model("mlp")
-    parallel_class = made(Mlp, arguments, tmp_path, module_dtype=torch.float64, module_fn=Mlp)
+    parallel_class = parallelized(Mlp, arguments, tmp_path, module_dtype=torch.float64, module_fn=Mlp)
     assert issubclass(parallel_class, ParallelModule)
     assert next(parallel_class().parameters()).dtype == torch.float64
-    assert made(parallel_class, arguments, tmp_path) is parallel_class  # it is parallel already
+    assert parallelized(parallel_class, arguments, tmp_path) is parallel_class  # it is parallel already
 
 
 def test_without_loading_nothing_is_returned_and_no_group_is_needed(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_both_modes_are_recorded(tmp_path: Path) -> None:
 
     torch.manual_seed(0)
     module, x = Modes().double(), torch.randn(8, WIDTH).double()
-    parallel = made(module, {"x": x}, tmp_path)
+    parallel = parallelized(module, {"x": x}, tmp_path)
     for training in (True, False, True):
         module.train(training), parallel.train(training)
         torch.testing.assert_close(parallel(x), module(x), rtol=1e-12, atol=1e-12)
@@ -95,11 +95,11 @@ def test_a_module_without_parameters(tmp_path: Path) -> None:
 
     x = torch.randn(3)
     for _ in range(2):
-        parallel = made(Bare(), {"x": x}, tmp_path)
+        parallel = parallelized(Bare(), {"x": x}, tmp_path)
         assert torch.equal(parallel(x), x.relu().sum()) and not parallel.state_dict()
     (code,) = tmp_path.rglob("gencode0.py")
     before = code.stat().st_ino
-    made(Bare(), {"x": x}, tmp_path)
+    parallelized(Bare(), {"x": x}, tmp_path)
     assert code.stat().st_ino == before  # it was used again
 
 
@@ -113,22 +113,22 @@ def test_a_device_among_the_arguments_is_that_of_the_module(tmp_path: Path) -> N
             return super().forward(x.to(device)) + torch.ones(4, device=other)
 
     module, x = Moved(4, 4), torch.randn(2, 4)
-    parallel = made(module, {"x": x, "other": cpu}, tmp_path)
+    parallel = parallelized(module, {"x": x, "other": cpu}, tmp_path)
     assert torch.equal(parallel(x, other=cpu), module(x, other=cpu))
     assert torch.equal(parallel(x, torch.device("cpu", 0)), module(x))
 
 
 def test_a_forward_that_is_wrapped_in_the_instance(tmp_path: Path) -> None:
-    """It closes over its own module, as what accelerate and PEFT put there does."""
+    """The function closes over the module itself, as those of accelerate and PEFT do."""
     module, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
 
     def wrapped(inner: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
         forward = inner.forward
         return lambda input: forward(input) * (1 + len([*inner.children()]))
 
-    for each in (module[0], module):
-        each.forward = wrapped(each)
-    parallel = made(module, {"input": x}, tmp_path)
+    for part in (module[0], module):
+        part.forward = wrapped(part)
+    parallel = parallelized(module, {"input": x}, tmp_path)
     torch.testing.assert_close(parallel(x), module(x))
 
 
@@ -140,7 +140,7 @@ def test_modes_that_differ_in_a_constant_alone_are_two(tmp_path: Path) -> None:
             return super().forward(x) * constants[self.training]
 
     module, x = Scaled(4, 4), torch.ones(2, 4)
-    parallel = made(module, {"x": x}, tmp_path)
+    parallel = parallelized(module, {"x": x}, tmp_path)
     for training in (True, False):
         module.train(training), parallel.train(training)
         torch.testing.assert_close(parallel(x), module(x))
@@ -160,7 +160,7 @@ def test_autocast_is_of_the_device_that_the_module_is_on(tmp_path: Path) -> None
             return y.float() * x
 
     module, x = Mixed(), torch.randn(8, WIDTH)
-    parallel = made(module, {"x": x}, tmp_path)
+    parallel = parallelized(module, {"x": x}, tmp_path)
     (code,) = tmp_path.rglob("gencode0.py")
     lines = [line.strip() for line in code.read_text().splitlines() if "autocast" in line]
     assert {*lines} == {"with torch.autocast(self.device.type, torch.bfloat16, enabled=True):"}
@@ -185,7 +185,7 @@ def test_numbers_of_other_classes_are_written_as_numbers(tmp_path: Path) -> None
             )
 
     module, x = Numbers(WIDTH, 4, bias=False), torch.ones(4, WIDTH)
-    first, *others = made(module, {"x": x}, tmp_path)(x)
+    first, *others = parallelized(module, {"x": x}, tmp_path)(x)
     assert torch.equal(first, module(x)[0]) and others == [0, 0.5, 1 + 2j]
 
 
@@ -193,7 +193,7 @@ def test_train_step(tmp_path: Path) -> None:
     module, arguments = model("mlp")
     (sample,) = arguments.values()
     other = {name: x.flip(0) * 0.5 for name, x in sample.items()}
-    losses = [module(each) for each in (sample, other)]
+    losses = [module(x) for x in (sample, other)]
     (losses[0] + 3 * losses[1]).backward()
     whole = {name: p.grad.clone() for name, p in module.named_parameters()}
 
@@ -218,7 +218,7 @@ def test_train_step(tmp_path: Path) -> None:
 
 def test_only_dummy_batches_leave_zeros(tmp_path: Path) -> None:
     module, arguments = model("mlp")
-    parallel = made(module, arguments, tmp_path, ComputeConfig(1, 1, use_end2end=True))
+    parallel = parallelized(module, arguments, tmp_path, ComputeConfig(1, 1, use_end2end=True))
     parallel.train_step(arguments["data"], is_dummy_batch=[True])
     assert all(not p.grad.any() for p in parallel.parameters())
 
@@ -236,7 +236,7 @@ def test_initial_values(tmp_path: Path) -> None:
             return x * self.inner.kept + self.inner.scratch * self.weight
 
     module, x = Buffers(), torch.ones(3)
-    parallel_class = type(made(module, {"x": x}, tmp_path))
+    parallel_class = type(parallelized(module, {"x": x}, tmp_path))
     torch.testing.assert_close(parallel_class()(x), module(x))
     empty = parallel_class(init_params=False)
     with pytest.raises(RuntimeError, match="buffer 'inner.kept' has no value.*load a state dict"):
@@ -263,15 +263,15 @@ def test_an_object_gives_its_own_values_to_code_of_an_earlier_run(reuse: str, tm
 
     def rank() -> float:
         # What other ranks have does not count: one model has one set of values.
-        own = module if comm.current().rank == 0 else model("gpt")[0]
-        return loss(parallelize(own, arguments, "tp", config, gen_savedir=tmp_path, reuse=reuse))
+        local = module if comm.current().rank == 0 else model("gpt")[0]
+        return loss(parallelize(local, arguments, "tp", config, gen_savedir=tmp_path, reuse=reuse))
 
     assert threads.run(Mesh(2, tp=2), rank) == pytest.approx([float(module(**tokens).detach())] * 2, rel=1e-12)
 
 
 def test_an_end2end_module_has_no_forward(tmp_path: Path) -> None:
     module, arguments = model("mlp")
-    parallel = made(module, arguments, tmp_path, ComputeConfig(1, 1, use_end2end=True))
+    parallel = parallelized(module, arguments, tmp_path, ComputeConfig(1, 1, use_end2end=True))
     with pytest.raises(RuntimeError, match="end2end: call train_step or infer_step"):
         parallel(arguments["data"])
     with pytest.raises(ValueError, match="2 samples, but is_dummy_batch has 1"):
@@ -280,7 +280,7 @@ def test_an_end2end_module_has_no_forward(tmp_path: Path) -> None:
 
 def test_steps_are_for_end2end_modules(tmp_path: Path) -> None:
     module, arguments = model("mlp")
-    parallel = made(module, arguments, tmp_path)
+    parallel = parallelized(module, arguments, tmp_path)
     with pytest.raises(RuntimeError, match="train_step needs an end2end module"):
         parallel.train_step([arguments["data"]])
 
@@ -316,7 +316,7 @@ def test_refusals(case: str, tmp_path: Path) -> None:
 
 def test_arguments_of_other_shapes_and_values_are_refused(tmp_path: Path) -> None:
     module, arguments = model("pair")
-    parallel = made(module, arguments, tmp_path)
+    parallel = parallelized(module, arguments, tmp_path)
     with pytest.raises(ValueError, match=r"x is \[4, 16\] torch.float64, but the program was recorded with \[8, 16\]"):
         parallel(arguments["x"][:4], arguments["y"])
     with pytest.raises(ValueError, match="scale=3.0, but the program was recorded with 2.0"):
@@ -325,9 +325,9 @@ def test_arguments_of_other_shapes_and_values_are_refused(tmp_path: Path) -> Non
 
 def test_a_parallel_module_inside_is_refused(tmp_path: Path) -> None:
     module, arguments = model("mlp")
-    outer = nn.Sequential(made(module, arguments, tmp_path))
+    outer = nn.Sequential(parallelized(module, arguments, tmp_path))
     with pytest.raises(ValueError, match="Sequential: submodule 0 is already parallelized"):
-        made(outer, {"input": X}, tmp_path)
+        parallelized(outer, {"input": X}, tmp_path)
 
 
 def test_a_divided_module_needs_its_mesh(tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_a_wrong_program_is_kept_and_not_loaded(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(source_module, "emit", wrong)
     with pytest.raises(EmittedProgramError, match="bug of neuronx_dist, not of Mlp.*refused_Mlp.py"):
-        made(module, arguments, tmp_path)
+        parallelized(module, arguments, tmp_path)
     assert "tanh" in (tmp_path / "refused_Mlp.py").read_text()
     assert not list(tmp_path.rglob("gencode0.py"))
 
@@ -356,7 +356,7 @@ def test_a_file_that_does_not_run_is_our_bug(broken: str, tmp_path: Path, monkey
     module, arguments = model("mlp")
     monkeypatch.setattr(source_module, "emit", lambda *args, **kwargs: broken)
     with pytest.raises(EmittedProgramError, match="^(SyntaxError|KeyError): (.|\n)*bug of neuronx_dist, not of Mlp"):
-        made(module, arguments, tmp_path)
+        parallelized(module, arguments, tmp_path)
     assert (tmp_path / "refused_Mlp.py").read_text() == broken
 
 
@@ -369,7 +369,7 @@ class FailsOnValues(nn.Linear):
 
 def test_an_original_that_fails_on_its_values_is_not_our_bug(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"FailsOnValues.forward fails on dummy_forward_args .* at .*: IndexError"):
-        made(FailsOnValues(16, 4).double(), {"input": X}, tmp_path)
+        parallelized(FailsOnValues(16, 4).double(), {"input": X}, tmp_path)
     assert not list(tmp_path.glob("refused_*"))
 
 
@@ -385,16 +385,16 @@ def test_imports_in_either_order(first: str) -> None:
 def test_the_mode_of_the_module_is_that_of_the_parallel_one(training: bool, tmp_path: Path) -> None:
     """A module of `from_pretrained` is in evaluation mode: the parallel one would train, with dropout, in its place."""
     module, x = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)).double(), torch.ones(8, 16).double()
-    parallel = made(module.train(training), {"input": x}, tmp_path)
+    parallel = parallelized(module.train(training), {"input": x}, tmp_path)
     assert parallel.training == training and module.training == training
     assert bool((parallel(x) == 0).any()) == training
-    assert made(module.train(not training), {"input": x}, tmp_path).training != training  # from the same files
+    assert parallelized(module.train(not training), {"input": x}, tmp_path).training != training  # from the same files
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_objects_of_a_class_begin_in_the_mode_of_module_fn(training: bool, tmp_path: Path) -> None:
     for _ in range(2):  # from new files, and from these
-        parallel_class = made(
+        parallel_class = parallelized(
             Mlp, model("mlp")[1], tmp_path, module_dtype=torch.float64, module_fn=lambda: Mlp().train(training)
         )
         assert parallel_class().training == training
@@ -424,7 +424,10 @@ def test_batch_norm_over_units_is_warned_of(units: int, tmp_path: Path) -> None:
 
 
 def test_a_parallel_module_is_copied_and_not_pickled(tmp_path: Path) -> None:
-    parallel, x = made(nn.Sequential(nn.Linear(16, 16)).double(), {"input": X}, tmp_path), torch.ones(8, 16).double()
+    parallel, x = (
+        parallelized(nn.Sequential(nn.Linear(16, 16)).double(), {"input": X}, tmp_path),
+        torch.ones(8, 16).double(),
+    )
     copied = copy.deepcopy(parallel)
     assert type(copied) is type(parallel) and torch.equal(copied(x), parallel(x))
     nn.init.zeros_(next(iter(copied.parameters())))

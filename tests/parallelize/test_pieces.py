@@ -83,7 +83,7 @@ def test_pieces_of_all_calls(size):
 
 @pytest.mark.slow
 def test_the_checker_agrees():
-    """It sees local sizes alone, and comes to the types that were derived from the whole ones."""
+    """The checker sees local sizes alone, and finds the types that were derived from the whole ones."""
     wrong = [(text, what) for text, case in cases(reviewed()) for what in wrong_types(case, 2, [2])]
     assert wrong == []
 
@@ -140,7 +140,7 @@ def right_calls(case: Case, types: tuple, results: tuple, size: int) -> Iterator
 
 
 def missing(texts: Sequence[str], size: int = 2) -> tuple[int, list]:
-    """How many assignments are legal, and those that are neither strategies nor refused with a reason."""
+    """Counts legal assignments, and those that are neither strategies nor refused with a reason."""
     count, lost = 0, []
     for text, case in cases(texts):
         legal = list(accepted(case, size))
@@ -150,9 +150,9 @@ def missing(texts: Sequence[str], size: int = 2) -> tuple[int, list]:
         for types, results in legal:
             if types in offered:
                 continue
-            own = " ".join(reasons.get(f"{t} of operand {i}", "") for i, t in enumerate(types))
-            right = "integers" in own and next(right_calls(case, types, results, size), "none")
-            if right != "none" and "size 1" not in own:
+            why = " ".join(reasons.get(f"{t} of operand {i}", "") for i, t in enumerate(types))
+            right = "integers" in why and next(right_calls(case, types, results, size), "none")
+            if right != "none" and "size 1" not in why:
                 lost.append((text, types, right))
     return count, lost
 

@@ -23,8 +23,8 @@ def train_on_rank(folder: str) -> dict[str, torch.Tensor]:
     module, arguments = model("gpt")
     config = ComputeConfig(2, 4, use_zero=True)
     rank = torch.distributed.get_rank()
-    own = os.path.join(folder, str(rank))  # a folder of its own: rank 0's files are sent
-    parallel = parallelize(module, arguments, "tp", config, gen_savedir=own, broadcast_strategy="all")
+    subfolder = os.path.join(folder, str(rank))  # a folder of its own: rank 0's files are sent
+    parallel = parallelize(module, arguments, "tp", config, gen_savedir=subfolder, broadcast_strategy="all")
     optimizer = build_optimizer(parallel, SGD)
     for step in range(3):
         optimizer.zero_grad()

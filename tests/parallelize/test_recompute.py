@@ -81,10 +81,10 @@ def _both(size: int, folder: str) -> list[tuple[int, list[torch.Tensor]]]:
     return [_step(_kept, size, f"{folder}/kept"), _step(_recomputed, size, f"{folder}/again")]
 
 
-def assert_recomputed(kept: tuple[int, list[torch.Tensor]], again: tuple[int, list[torch.Tensor]]) -> None:
+def assert_recomputed(saved: tuple[int, list[torch.Tensor]], again: tuple[int, list[torch.Tensor]]) -> None:
     """Fewer bytes are saved for backward, and all values are equal to the bit."""
-    assert again[0] < 0.7 * kept[0]
-    for has, wanted in zip(again[1], kept[1], strict=True):
+    assert again[0] < 0.7 * saved[0]
+    for has, wanted in zip(again[1], saved[1], strict=True):
         assert torch.equal(has, wanted)
 
 

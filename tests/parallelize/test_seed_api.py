@@ -1,4 +1,4 @@
-"""What comes from nnScaler runs: every name of its guide with its signature, and its examples with their loops."""
+"""Programs of nnScaler run: every name of its guide with its signature, and its examples with their loops."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def signature(name: str) -> str:
     target: Any = package
     for part in name.split("."):
         target = getattr(target, part)
-    own = inspect.signature(target)
-    bare = [each.replace(annotation=each.empty) for each in own.parameters.values()]
-    return str(own.replace(parameters=bare, return_annotation=own.empty))
+    signature = inspect.signature(target)
+    bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

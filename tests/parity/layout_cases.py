@@ -1,4 +1,4 @@
-"""Which combinations are run: a covering set for `make test`, the whole matrix for `make test-full`."""
+"""Combinations that are run: a covering set for `make test`, the whole matrix for `make test-full`."""
 
 from __future__ import annotations
 

@@ -429,7 +429,7 @@ def compared_values() -> None:
 
 
 def values_of_every_verb() -> list[str]:
-    """What went wrong on this rank of two. Runs to the end whatever goes wrong, so that the ranks stay together."""
+    """Returns the errors on this rank of two. Runs to the end whatever goes wrong, so that the ranks stay together."""
     rank = comm.rank("world")
     wrong = []
 
@@ -440,12 +440,12 @@ def values_of_every_verb() -> list[str]:
     for count in (4, 1 << 18):  # gloo's all_gather goes two ways, by size
         xs = [torch.arange(float(count)) % 7 + 1 + 10 * r for r in range(2)]
         x, half = xs[rank], count // 2
-        own = slice(rank * half, rank * half + half)
+        rows = slice(rank * half, rank * half + half)
         check("all_reduce", comm.all_reduce(x, "world"), xs[0] + xs[1])
         check("all_reduce max", comm.all_reduce(x, "world", op="max"), xs[1])
         check("all_gather", comm.all_gather(x, "world"), torch.cat(xs))
-        check("reduce_scatter", comm.reduce_scatter(x, "world"), (xs[0] + xs[1])[own])
-        check("all_to_all", comm.all_to_all(x, "world"), torch.cat([y[own] for y in xs]))
+        check("reduce_scatter", comm.reduce_scatter(x, "world"), (xs[0] + xs[1])[rows])
+        check("all_to_all", comm.all_to_all(x, "world"), torch.cat([y[rows] for y in xs]))
         check("permute", comm.permute(x, "world", [(0, 1), (1, 0)]), xs[1 - rank])
         check("broadcast", comm.broadcast(x, "world", src=1), xs[1])
         for what, found, total in (
@@ -455,7 +455,7 @@ def values_of_every_verb() -> list[str]:
         ):
             first, second = total, total[..., :2]
             if what.startswith("reduce_scatter"):
-                first, second = first[own], second[rank : rank + 1]
+                first, second = first[rows], second[rank : rank + 1]
             check(what, torch.cat(found), torch.cat([first.reshape(-1), second.reshape(-1)]))
         receiving = comm.recv(torch.full_like(x, 99.0), "world", src=1 - rank, async_op=True)
         comm.send(x, "world", dst=1 - rank)

@@ -1,4 +1,4 @@
-"""Which case covers which call site: the smallest one that does."""
+"""The case that covers each call site: the smallest one that does."""
 
 from __future__ import annotations
 

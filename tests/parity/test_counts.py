@@ -1,4 +1,4 @@
-"""What is communicated and what is held, counted, against the tables in docs/architecture.md.
+"""Counts of calls and of memory, against the tables in docs/architecture.md.
 
 The tables are read from the page itself, so that neither it nor the code can change alone.
 """
@@ -246,16 +246,18 @@ def test_a_step(case: Case) -> None:
     zero1 = case.optimizer == "zero1"
     for rank, found in enumerate(comm.threads.run(case.mesh, _steps, case)):
         assert [(call.verb, call.axis, call.shape) for call in found["labels"]] == [("all_reduce", "dp,cp", ())]
-        own = [call for call in found["train"] if call.axis != "tp" and call.verb not in ("send", "recv")]
+        outside_tp = [call for call in found["train"] if call.axis != "tp" and call.verb not in ("send", "recv")]
         partial = [numel for numel, is_partial in found["grads"].values() if is_partial]
         every = [numel for numel, _ in found["grads"].values()]
         at_tp = [call for call in found["train"] if call.axis == "tp" and len(call.shape) == 1]
         seen = {
             "number of labels": found["labels"],
             "sequence-parallel gradients": at_tp,
-            "tied weights": [call for call in own if call.axis.startswith("pp_tied")],
-            "mean over data, without ZeRO-1": [call for call in own if call.axis == "dp,cp" and len(call.shape) == 1],
-            "`broadcast_and_average_loss`": [call for call in own if call.shape == ()],
+            "tied weights": [call for call in outside_tp if call.axis.startswith("pp_tied")],
+            "mean over data, without ZeRO-1": [
+                call for call in outside_tp if call.axis == "dp,cp" and len(call.shape) == 1
+            ],
+            "`broadcast_and_average_loss`": [call for call in outside_tp if call.shape == ()],
             "ZeRO-1": [call for call in found["optimize"] if call.axis == "dp,cp"],
             f"norm, with{'' if zero1 else 'out'} ZeRO-1": [call for call in found["optimize"] if call.shape == ()],
         }

@@ -20,8 +20,8 @@ from tests.support.architectures import ARCHITECTURES, DOCUMENT, Architecture, d
 from tests.support.pipeline_models import error, on_ranks, reference
 
 FULL = bool(os.environ.get("NXD_FULL"))
-RECORDED = [each for each in ARCHITECTURES if not each.error]
-REFUSED = [each for each in ARCHITECTURES if each.error]
+RECORDED = [architecture for architecture in ARCHITECTURES if not architecture.error]
+REFUSED = [architecture for architecture in ARCHITECTURES if architecture.error]
 ON_FOUR_STAGES = ("Llama", "Gemma 3", "T5", "Mixtral", "Mamba", "a U-net")  # one of each way to cross boundaries
 MICROBATCHES = 2
 pytestmark = pytest.mark.slow
@@ -52,14 +52,14 @@ def check(architecture: Architecture, pp: int, chunks: int, layers: int = 4) -> 
 
 
 @pytest.mark.parametrize("pp,chunks", [(4, 1), (2, 2)] + [(2, 1)] * FULL)
-@pytest.mark.parametrize("architecture", RECORDED, ids=lambda each: each.name)
+@pytest.mark.parametrize("architecture", RECORDED, ids=lambda architecture: architecture.name)
 def test_loss_and_gradients_are_those_of_one_process(architecture: Architecture, pp: int, chunks: int) -> None:
     if not FULL and (pp == 4) != (architecture.name in ON_FOUR_STAGES):
         pytest.skip("NXD_FULL=1")
     check(architecture, pp, chunks)
 
 
-@pytest.mark.parametrize("architecture", RECORDED, ids=lambda each: each.name)
+@pytest.mark.parametrize("architecture", RECORDED, ids=lambda architecture: architecture.name)
 def test_four_stages_of_two_chunks(architecture: Architecture) -> None:
     if not FULL and architecture.name != "T5":
         pytest.skip("NXD_FULL=1")
@@ -69,7 +69,9 @@ def test_four_stages_of_two_chunks(architecture: Architecture) -> None:
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("inputs", [padded, packed])
 @pytest.mark.parametrize(
-    "architecture", [each for each in RECORDED if each.inputs is tokens], ids=lambda each: each.name
+    "architecture",
+    [architecture for architecture in RECORDED if architecture.inputs is tokens],
+    ids=lambda architecture: architecture.name,
 )
 def test_padded_and_packed_sequences(architecture: Architecture, inputs: Callable[[], Any]) -> None:
     """Masks that depend on the inputs' values are those of one process."""
@@ -80,7 +82,7 @@ def test_padded_and_packed_sequences(architecture: Architecture, inputs: Callabl
     check(replace(architecture, inputs=inputs), 2, 1)
 
 
-@pytest.mark.parametrize("architecture", REFUSED, ids=lambda each: each.name)
+@pytest.mark.parametrize("architecture", REFUSED, ids=lambda architecture: architecture.name)
 def test_what_cannot_be_cut_says_why(architecture: Architecture) -> None:
     assert raised(architecture).startswith(architecture.error)
 
@@ -92,7 +94,7 @@ def test_the_document_is_what_is_generated() -> None:
 
 def test_experts_on_a_kernel_whose_fake_implementation_takes_less() -> None:
     """The default of transformers for float32, grouped_mm, runs on values while it is recorded."""
-    mixtral = next(each for each in ARCHITECTURES if each.name == "Mixtral")
+    mixtral = next(architecture for architecture in ARCHITECTURES if architecture.name == "Mixtral")
     model, inputs = mixtral.make().float(), mixtral.inputs()
     model.config._experts_implementation = "grouped_mm"
     loss, grads = reference(model, inputs, MICROBATCHES, mixtral.spec)
@@ -112,7 +114,7 @@ def test_experts_on_a_kernel_whose_fake_implementation_takes_less() -> None:
 def test_a_dropped_gradient_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison would notice: a weight read on two stages whose gradients are not summed."""
     monkeypatch.setattr(NxDPPModel, "tied_groups", lambda self: [])
-    opt = next(each for each in ARCHITECTURES if each.name == "OPT")
+    opt = next(architecture for architecture in ARCHITECTURES if architecture.name == "OPT")
     with pytest.raises(AssertionError):
         check(opt, 2, 1)
     assert torch.is_grad_enabled()

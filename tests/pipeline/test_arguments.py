@@ -50,7 +50,7 @@ def warnings_of(**options: Any) -> list[str]:
     with comm.as_rank(Mesh(1), 0), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         assert NxDPPModel(make(), **{**TRAIN, **options}).run_train(**batch()) is not None
-    return [str(each.message) for each in caught]
+    return [str(warning.message) for warning in caught]
 
 
 def without_data_mean(option: str) -> None:
@@ -76,7 +76,7 @@ def module() -> None:
 
 @argument
 def transformer_layer_cls() -> None:
-    by_class, by_name = (local_names(transformer_layer_cls=each) for each in (Block, "Block"))
+    by_class, by_name = (local_names(transformer_layer_cls=layer_class) for layer_class in (Block, "Block"))
     assert by_class == by_name and by_class[0][-1].startswith("layers.1.")
     with pytest.raises(ValueError, match="this Model has no layer of class 'Blok'; nearest classes: Block"):
         local_names(transformer_layer_cls="Blok")
@@ -240,8 +240,8 @@ def deallocate_pipeline_outputs() -> None:
         return pipeline.training_schedule.send_window(Kind.SEND_FORWARD, 0)
 
     few, many = (
-        on_ranks(Mesh(4, pp=4), make(), sends_under_way, deallocate_pipeline_outputs=each, num_microbatches=8)[0]
-        for each in (True, False)
+        on_ranks(Mesh(4, pp=4), make(), sends_under_way, deallocate_pipeline_outputs=flag, num_microbatches=8)[0]
+        for flag in (True, False)
     )
     assert few < many
     assert torch.equal(losses(deallocate_pipeline_outputs=True)[1], losses()[1])

@@ -103,7 +103,7 @@ def test_recordings_that_were_not_used_for_longest_are_dropped_with_one_warning(
         results = on_ranks(PP2, model, use, **TRAIN)
     #                          2, 3, 2, 4 for 3, 2, 3 for 4, 4 for 2, 3
     assert results == [[1, 1, 0, 1, 0, 1, 1, 0]] * 2
-    lines = [str(each.message) for each in said if "recordings" in str(each.message)]
+    lines = [str(warning.message) for warning in said if "recordings" in str(warning.message)]
     assert len(lines) == 2 and lines[0].startswith("more than 2 recordings of this pipeline model"), lines
     assert "Pad batches to fewer shapes" in lines[0]
 

@@ -40,9 +40,9 @@ def counted(module: nn.Module, inside: str) -> Counter[str]:
         if not isinstance(output, FakeTensor):
             calls[name] += 1
 
-    for name, each in module.named_modules():
+    for name, child in module.named_modules():
         if name.endswith(inside):
-            each.register_forward_hook(functools.partial(count, name))
+            child.register_forward_hook(functools.partial(count, name))
     return calls
 
 

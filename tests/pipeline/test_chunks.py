@@ -199,7 +199,7 @@ HELD = {"interleaved": [{0, 1}, {0, 1}, {0, 1}, {0, 1}], "zb_v": [{0}, {0, 1}, {
 def test_tied_weights_are_one_parameter_on_a_stage_and_equal_on_all(
     chunks: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    """Their gradients are the sum over all uses, their norm is counted once, and they stay equal."""
+    """Gradients of a tied weight are the sum over all uses, its norm is counted once, and its copies stay equal."""
     whole: Any = make(Tied)
     named = dict(whole.named_parameters(remove_duplicate=False))
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
@@ -330,7 +330,7 @@ def test_a_buffer_that_one_piece_changes_and_another_reads_is_refused(chunks: di
 
 
 def test_a_module_of_two_names_is_local_by_either() -> None:
-    """Its buffers stay, and it is listed once, by the name that it has on this stage."""
+    """The module's buffers stay, and it is listed once, by the name that it has on this stage."""
 
     def main() -> Any:
         module = nn.Module()

@@ -38,7 +38,7 @@ def alive_at_each_forward(pipeline: NxDPPModel) -> list[int]:
 
     def count(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         if type(output) is torch.Tensor:  # not while it is recorded
-            counts.append(sum(not each.expired() for each in sent))
+            counts.append(sum(not message.expired() for message in sent))
             sent.append(StorageWeakRef(output.untyped_storage()))
 
     layers = [module for module in pipeline.local_modules() if isinstance(module, Block)]

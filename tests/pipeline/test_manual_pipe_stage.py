@@ -118,10 +118,10 @@ def test_the_remainder_is_on_the_last_stages() -> None:
     assert stages == [{0}, {1, 2}, {3, 4}, {5, 6}]
     whole = layers(blocks=5)
     alone = [PipelineStageModule(whole, 4, stage) for stage in range(4)]
-    assert [[whole.index(layer) for layer in each.stage_modules] for each in alone] == [[0], [1, 2], [3, 4], [5, 6]]
+    assert [[whole.index(layer) for layer in run.stage_modules] for run in alone] == [[0], [1, 2], [3, 4], [5, 6]]
     x: Any = batch()["ids"]
-    for each in alone:
-        x = each(x)
+    for single in alone:
+        x = single(x)
     assert error(loss_fn(x.detach(), batch()["labels"]), expected(whole, 1)[0]) < 1e-10
 
 

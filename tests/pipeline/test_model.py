@@ -438,11 +438,11 @@ def test_a_layer_that_is_replaced_between_steps_is_run_and_reduced() -> None:
         layers: Any = pipeline.original_module.layers
         layers[3 * pipeline.stage] = copy.deepcopy(new)
         pipeline.run_train(**batch())
-        own = dict(pipeline.local_named_parameters())
+        params = dict(pipeline.local_named_parameters())
         assert all(
-            own[f"layers.{3 * pipeline.stage}.{key}"].shape == param.shape for key, param in new.named_parameters()
+            params[f"layers.{3 * pipeline.stage}.{key}"].shape == param.shape for key, param in new.named_parameters()
         )
-        return {key: param.grad for key, param in own.items() if param.grad is not None}
+        return {key: param.grad for key, param in params.items() if param.grad is not None}
 
     results = on_ranks(PP2, model, main, output_loss_value_spec=True, num_microbatches=2)
     layers: Any = model.layers

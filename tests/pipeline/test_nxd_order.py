@@ -21,7 +21,7 @@ WRAPPERS = ["use_optimizer_wrapper", "use_zero1_optimizer", ""]
 MESHES = [Mesh(2), Mesh(2, cp=2), Mesh(2, tp=2), Mesh(8, pp=2, tp=2), Mesh(8, tp=2, cp=2), Mesh(8, pp=2, cp=2)]
 
 
-def made(wrapper: str) -> tuple[Any, Any]:
+def model_and_optimizer(wrapper: str) -> tuple[Any, Any]:
     model = build_model(wrapper)
     neuronx_dist.materialize(model, seed=5)
     return model, make_optimizer(model)
@@ -29,7 +29,7 @@ def made(wrapper: str) -> tuple[Any, Any]:
 
 def train(wrapper: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """This rank's losses, and the whole weights of its stage after the last step."""
-    model, optimizer = made(wrapper)
+    model, optimizer = model_and_optimizer(wrapper)
     losses = [float(step(model, optimizer, own_rows(batch(number)))) for number in range(STEPS)]
     weights = {name: gather_full(p.detach(), spec_of(p)) for name, p in model.local_named_parameters()}
     return losses, weights
@@ -84,7 +84,7 @@ def test_nxds_order_of_reductions_trains_as_one_process(mesh: Mesh, wrapper: str
 @pytest.mark.parametrize("twice", ["cp", "tp", "data"])
 def test_a_reduction_that_the_script_doubles_is_refused(twice: str, wrapper: str) -> None:
     def rank_main() -> None:
-        model, optimizer = made(wrapper)
+        model, optimizer = model_and_optimizer(wrapper)
         with pytest.raises(RuntimeError, match=f"second call for '{twice}'.*zero_grad before the next step"):
             step(model, optimizer, own_rows(batch()), twice=twice)
 
@@ -96,7 +96,7 @@ def test_two_steps_without_zero_grad_add_up_or_are_refused(mesh: Mesh) -> None:
     """A second sum over tp of what was summed before would count it tp times; a second mean changes nothing."""
 
     def rank_main() -> dict[str, torch.Tensor] | None:
-        model, _ = made("")
+        model, _ = model_and_optimizer("")
         for number in range(2):
             model.run_train(**own_rows(batch(number)))
             model.zero_grad(set_to_none=False)  # which makes a new start too
@@ -122,7 +122,7 @@ def test_what_run_train_did_is_not_communicated_again() -> None:
     def rank_main() -> list[list[str]]:
         axes = []
         for wrapper in ("use_optimizer_wrapper", ""):
-            model, optimizer = made(wrapper)
+            model, optimizer = model_and_optimizer(wrapper)
             rows = own_rows(batch())
             with comm.record() as calls:
                 step(model, optimizer, rows)

@@ -101,14 +101,14 @@ class ChangedInPlace(Model):
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layers[0](x)
-        kept = x + 1.0
+        result = x + 1.0
         y = self.layers[1](x)
         y[:, 0] = 0.0
-        kept.add_(y.detach())
+        result.add_(y.detach())
         y = self.layers[2](y)
-        y[:, 1].add_(kept[:, 0])
-        kept.add_(1.0)
-        return self.layers[3](y) + kept
+        y[:, 1].add_(result[:, 0])
+        result.add_(1.0)
+        return self.layers[3](y) + result
 
 
 class Collected(Model):

@@ -51,7 +51,7 @@ class HeadFirst(Model):
 
 
 class NormFirst(Model):
-    """Its last norm is registered before the layers, as in OPT."""
+    """A model whose last norm is registered before the layers, as in OPT."""
 
     def __init__(self, layers: int = 4, tied: bool = False) -> None:
         super().__init__(layers, tied)
@@ -206,8 +206,8 @@ def test_what_other_stages_hold_is_kept_until_placement_is_settled() -> None:
     """And freed then."""
 
     def use(pipeline: NxDPPModel) -> Any:
-        kept = [tensor for _, _, tensor in pipeline._put_away]
-        there = len(kept)
+        tensors = [tensor for _, _, tensor in pipeline._put_away]
+        there = len(tensors)
         pipeline.trace(kwargs=batch())
         again = len(pipeline._put_away)
         pipeline.close_placement()

@@ -436,7 +436,7 @@ def test_every_refusal_in_full():
         return str(LayoutError(problems))
 
     texts = {name: text(options, config) for name, (options, config, _) in TEXTS.items()}
-    assert all(" cannot work" in each and "\n  - " in each for each in texts.values())
+    assert all(" cannot work" in text and "\n  - " in text for text in texts.values())
     assert_reviewed(Path(__file__).with_name("expected_refusals.txt"), texts)
 
 

@@ -53,10 +53,10 @@ def test_what_existed_before_counts_if_it_is_given_and_meta_never() -> None:
     with measure_peak(parameters=[weight, weight[:50], None]) as memory:
         assert memory.peak == 400
         memory.kind = "activations"
-        made = weight * other
+        product = weight * other
         torch.empty(10**6, device="meta")
     assert memory.phases[""].kinds == {"parameters": 400, "activations": 400}
-    assert made.numel() == 100
+    assert product.numel() == 100
 
 
 def test_memory_that_autograd_holds_counts_until_backward_frees_it() -> None:
@@ -178,7 +178,7 @@ MEASURED = [case for case in CASES if FULL or case.name in SAMPLE]
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank, in bytes.
+    """Measured memory of one rank, in bytes.
 
     Attributes:
         compute, step: the peaks of `run_train` and of the optimizer's step, by the meter.
@@ -282,11 +282,11 @@ def test_the_measured_peak_of_every_rank_is_the_predicted_one(case: Case) -> Non
     measured = processes(shape.world_size).run(train_and_measure, case, mesh=dict(tp=shape.tp, pp=shape.pp))
     for rank, found in enumerate(measured):
         stage = estimate.stages[found.stage]
-        told = f"rank {rank}: {found}\n{estimate}"
+        message = f"rank {rank}: {found}\n{estimate}"
         # Promised are 10 %, of the peak; it is exact to a few scalars, in each phase.
-        assert max(found.compute, found.step) == pytest.approx(stage.peak, rel=0.02), told
-        assert found.compute == pytest.approx(max(stage.compute.peak, stage.reduction.peak), rel=0.02), told
-        assert found.step == pytest.approx(stage.step.peak, rel=0.02), told
+        assert max(found.compute, found.step) == pytest.approx(stage.peak, rel=0.02), message
+        assert found.compute == pytest.approx(max(stage.compute.peak, stage.reduction.peak), rel=0.02), message
+        assert found.step == pytest.approx(stage.step.peak, rel=0.02), message
         assert found.unknown < 1024, f"{found.unknown} bytes are held from step to step, and not needed"
         assert stage.in_flight == shape.training_schedule.peak_in_flight(found.stage)
 
@@ -339,7 +339,7 @@ def test_a_tied_weight_counts_once() -> None:
         estimate_memory(layout(1), Case("", layout(1), dict(SHALLOW, tie_word_embeddings=x)).config())
         for x in (False, True)
     )
-    bytes_of = [each.stages[0].step.most["parameters"] for each in (plain, tied)]
+    bytes_of = [layout.stages[0].step.most["parameters"] for layout in (plain, tied)]
     assert bytes_of[0] - bytes_of[1] == 4 * 256 * 192
     assert plain.num_parameters - tied.num_parameters == 256 * 192
 
@@ -354,7 +354,7 @@ def test_the_whole_batch_counts() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES if FULL else ["zb_v"])
 def test_a_short_play_shows_what_a_long_step_holds(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is played is as many microbatches as repeat themselves; the peaks are those of all of them."""
+    """The play has as many microbatches as repeat themselves; the peaks are those of all of them."""
     sizes = dict(DEEP, num_hidden_layers=4, hidden_size=32, intermediate_size=64)
     chunks = 2 if schedule == "interleaved" else 1
     long = layout(
@@ -375,7 +375,7 @@ def test_a_schedule_that_is_written_down_is_played() -> None:
     config = Case("", layout(1), dict(num_hidden_layers=2)).config()
     plain = layout(2, pp=2, num_microbatches=3, global_batch=6, seq_len=16)
     late = WrittenSchedule("F0 F1 F2 B0 B1 B2", "F0 B0 F1 B1 F2 B2")
-    planned, written = (estimate_memory(each, config) for each in (plain, replace(plain, schedule=late)))
+    planned, written = (estimate_memory(layout, config) for layout in (plain, replace(plain, schedule=late)))
     assert [stage.in_flight for stage in planned.stages] == [2, 1]
     assert [stage.in_flight for stage in written.stages] == [3, 1]
     assert written.stages[0].compute.peak > planned.stages[0].compute.peak

@@ -118,7 +118,7 @@ def test_mean_of_sixteen_bit_numbers_is_computed_in_float32(dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", [name for name in CASES if name not in SUMMED])
 def test_losses_of_sixteen_bits_are_those_of_float32(name: str, dtype: torch.dtype) -> None:
-    """Their sum is more than float16 has numbers for; gradients are of a scaled loss, as in mixed precision."""
+    """The sum exceeds the numbers of float16; gradients are of a scaled loss, as in mixed precision."""
     function, target = CASES[name]
     samples = 2**17
     target = target[torch.arange(samples) % len(target)]

@@ -1,4 +1,4 @@
-"""What operators do beside their results: how much they compute."""
+"""Effects of operators beside their results: how much they compute."""
 
 from __future__ import annotations
 

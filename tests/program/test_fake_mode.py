@@ -1,4 +1,4 @@
-"""What the mode repeats is what torch's own fake tensors give, call by call."""
+"""Fake tensors of the mode are equal to torch's, call by call."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from neuronx_dist.program.fake_mode import QuietFakeMode
 
 def _program():
     """A step of a small model, with views, writes in place, lists and numbers of all kinds; returns all tensors."""
-    made = []
+    fakes = []
     weight = torch.nn.Parameter(torch.empty(6, 8, dtype=torch.bfloat16))
     optimizer = torch.optim.AdamW([weight], foreach=True)
     for _ in range(3):
@@ -24,10 +24,10 @@ def _program():
         same = x.detach()
         same.mul_(2)
         same.mul_(2.0)
-        made += [x, y, z, *parts, same, *wide, *shapes, loss, weight.grad, weight.grad.to(torch.float32)]
+        fakes += [x, y, z, *parts, same, *wide, *shapes, loss, weight.grad, weight.grad.to(torch.float32)]
         optimizer.step()
         optimizer.zero_grad()
-    return made
+    return fakes
 
 
 def _traits(x, everything):
@@ -41,9 +41,9 @@ def test_results_are_those_of_torch():
     found = []
     for mode in (FakeTensorMode(allow_non_fake_inputs=True), QuietFakeMode(), QuietFakeMode()):
         with mode:
-            made = _program()
-        assert all(isinstance(x, FakeTensor) and x.fake_mode is mode for x in made)
-        found.append([_traits(x, made) for x in made])
+            program = _program()
+        assert all(isinstance(x, FakeTensor) and x.fake_mode is mode for x in program)
+        found.append([_traits(x, program) for x in program])
     assert found[0] == found[1] == found[2]
 
 
@@ -94,9 +94,9 @@ def test_what_surrounds_a_call_decides_too(calls):
     for mode in (FakeTensorMode(allow_non_fake_inputs=True), QuietFakeMode(), QuietFakeMode()):
         with mode:
             x = torch.empty(4, 8, requires_grad=True)
-            made = calls(x)
-        sizes = [(y.shape, y.stride(), y.storage_offset(), y.dtype, y.device, y.is_inference()) for y in made]
-        results.append([(*size, y.requires_grad, type(y.grad_fn)) for size, y in zip(sizes, made)])
+            outputs = calls(x)
+        sizes = [(y.shape, y.stride(), y.storage_offset(), y.dtype, y.device, y.is_inference()) for y in outputs]
+        results.append([(*size, y.requires_grad, type(y.grad_fn)) for size, y in zip(sizes, outputs)])
     assert results[0] == results[1] == results[2]
 
 

@@ -93,8 +93,8 @@ def test_results_of_calls_that_differ_in_one_thing(name: str, turn: bool) -> Non
     with QuietFakeMode():
         for _ in range(2):
             assert [_traits(call()) for call in calls] == expected
-    alike = ("class of a number", "the same tensor twice", "a tensor more", "complex", "sparse")
-    assert len({str(traits) for traits in expected}) == len(expected) or name in alike
+    same_key = ("class of a number", "the same tensor twice", "a tensor more", "complex", "sparse")
+    assert len({str(traits) for traits in expected}) == len(expected) or name in same_key
 
 
 def test_a_call_is_asked_of_torch_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What a recording switches off: the cache, collectives between stages."""
+"""Features that a recording switches off: the cache, collectives between stages."""
 
 from __future__ import annotations
 

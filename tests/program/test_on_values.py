@@ -74,7 +74,7 @@ def test_a_model_on_meta() -> None:
 
 
 class OnKernel(Block):
-    """It asks for a value, writes into its input, and returns a part of it, it itself and nothing."""
+    """A module that asks for a value, writes into its input, and returns a part of it, the input itself and nothing."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
         assert x.sum().item() == x.sum().item()

@@ -20,12 +20,12 @@ from neuronx_dist.rules import RULES
 from tests.parallelize.support.programs import Function, assert_equal, sample, tensors_of
 from tests.support.architectures import ARCHITECTURES, Architecture
 
-RECORDED = [each for each in ARCHITECTURES if each.name != "Mixtral"]
+RECORDED = [architecture for architecture in ARCHITECTURES if architecture.name != "Mixtral"]
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.slow  # together more than the fast tier has room for
-@pytest.mark.parametrize("architecture", RECORDED, ids=lambda each: each.name)
+@pytest.mark.parametrize("architecture", RECORDED, ids=lambda architecture: architecture.name)
 def test_architectures(architecture: Architecture) -> None:
     program = assert_equal(architecture.make(2), architecture.inputs())
     unknown = {call.name for call in program.calls if call.function not in RULES}

@@ -1,4 +1,4 @@
-"""What is recorded is what the model does: layers get the same arguments, None included; no branch on values."""
+"""Recordings do what the model does: layers get the same arguments, None included; no branch on values."""
 
 from __future__ import annotations
 

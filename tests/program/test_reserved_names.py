@@ -37,8 +37,8 @@ class Names(nn.Module):
 
 class Tensors(Names):
     def forward(self, I: torch.Tensor, F: torch.Tensor, S: Any = None, checkpoint: int = 2) -> torch.Tensor:  # noqa: E741
-        for each in S["P"] if S else ():
-            I = I + each  # noqa: E741
+        for letter in S["P"] if S else ():
+            I = I + letter  # noqa: E741
         return self.hidden(I) * F * checkpoint
 
 

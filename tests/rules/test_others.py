@@ -22,7 +22,7 @@ def whole(high: int, *shape: int) -> Tensor:
 
 
 def weights(gates: int) -> list[Tensor]:
-    """Of a recurrent network from 5 features to 3, whose steps have so many gates."""
+    """Weights of a recurrent network from 5 features to 3, whose steps have so many gates."""
     shapes = ((gates * 3, 5), (gates * 3, 3), (gates * 3,), (gates * 3,))
     return [x(*shape, seed=number) for number, shape in enumerate(shapes)]
 
@@ -52,7 +52,7 @@ def test_packed_samples_are_not_independent():
     call = (packed.data, packed.batch_sizes, x(1, 2, 3), weights(3), True, 1, 0.0, False, False)
     spec = RULES[torch.gru].spec(*call)  # type: ignore[misc]
     assert [tuple(spec.sizes[label] for (label,) in dims) for dims in spec.outs] == [
-        tuple(each.shape) for each in torch.gru(*call)
+        tuple(result.shape) for result in torch.gru(*call)
     ]
     assert {label for dims in spec.ins for dim in dims or () for label in dim} <= set(spec.fixed)
 

@@ -1,4 +1,4 @@
-"""What every rule claims, in `registry.txt`: an edit of a table of rules is a line there, which its review reads.
+"""Claims of every rule, in `registry.txt`: an edit of a table of rules is a line there, which its review reads.
 
 `verify` (see verify_rule) says whether a claim is true; here none gets lost, and none comes unseen. NXD_UPDATE_RULES=1
 writes the file anew, on torch 2.13. Functions that only another version of torch has are left out.

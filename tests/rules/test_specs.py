@@ -1,4 +1,4 @@
-"""What each rule says of a call in full, in `specs.txt`: calls of every form that a rule reads, more than verify runs.
+"""Specs of each rule in full, in `specs.txt`: calls of every form that a rule reads, more than verify runs.
 
 A line is a call, and the line below it is what its rule says: the dims of operands and results as in an einsum (a dim
 of several factors in brackets, `1` one that broadcasts, `-` an operand of which only the dtype or shape is read), the
@@ -99,7 +99,7 @@ def said(rule: Rule, args: Any, kwargs: Any) -> Iterator[str]:
 
 
 def answer(call: str) -> str:
-    """What the rule says of the first torch function that the call reaches, whose shapes are those that torch gives."""
+    """Returns the spec of the first torch function that the call reaches, with the shapes that torch gives."""
     with Recorder() as recorder:
         result = eval(call, NAMES)
     function, args, kwargs = recorder.calls[0]

@@ -43,7 +43,7 @@ UPDATE = bool(os.environ.get("NXD_UPDATE_RULES"))
 @cache
 def reviewed_details() -> dict[str, str]:
     lines = FILE.read_text().splitlines() if FILE.exists() else []
-    return {call: told for call, _, told in (line.rpartition(": ") for line in lines)}
+    return {call: details for call, _, details in (line.rpartition(": ") for line in lines)}
 
 
 def shown(value: Any) -> str:
@@ -142,8 +142,8 @@ def cut(tensor: Tensor, dims: tuple[tuple[int, ...], ...], sizes: dict[int, int]
         if label in factors:
             inner = [sizes[factor] for factor in factors]
             shape = [*tensor.shape[:dim], *inner, *tensor.shape[dim + 1 :]]
-            each = sizes[label] // PIECES
-            split = tensor.reshape(shape).narrow(dim + factors.index(label), piece * each, each)
+            share = sizes[label] // PIECES
+            split = tensor.reshape(shape).narrow(dim + factors.index(label), piece * share, share)
             tensor = split.reshape([*tensor.shape[:dim], -1, *tensor.shape[dim + 1 :]])
     return tensor.clone()
 
@@ -185,16 +185,16 @@ class _Check:
         return self.spec
 
     def reviewed(self) -> None:
-        """What a spec says that values do not show is as `spec_details.txt` has it (NXD_UPDATE_RULES=1 writes it)."""
+        """Compares a spec's claims that values do not show with `spec_details.txt` (NXD_UPDATE_RULES=1 writes it)."""
         details = {field: getattr(self.spec, field) for field in DETAILS}
-        told = ", ".join(f"{name}={_in_order(value)}" for name, value in details.items() if value)
+        text = ", ".join(f"{name}={_in_order(value)}" for name, value in details.items() if value)
         given = [*self.args, *(f"{name}={shown(value)}" for name, value in self.kwargs.items())]
         call = f"{self.rule.name}({', '.join(map(shown, given))})"
-        if UPDATE and told:
-            reviewed_details()[call] = told
-            FILE.write_text("".join(f"{call}: {told}\n" for call, told in sorted(reviewed_details().items())))
-        if told != reviewed_details().get(call, ""):
-            self.fail(f"{call} says {told or 'nothing'!r}, and {reviewed_details().get(call, '')!r} was reviewed")
+        if UPDATE and text:
+            reviewed_details()[call] = text
+            FILE.write_text("".join(f"{call}: {line}\n" for call, line in sorted(reviewed_details().items())))
+        if text != reviewed_details().get(call, ""):
+            self.fail(f"{call} says {text or 'nothing'!r}, and {reviewed_details().get(call, '')!r} was reviewed")
 
     def fail(self, what: str) -> None:
         raise AssertionError(f"rule {self.rule.name!r}: {what}\n{getattr(self, 'spec', '')}")
@@ -213,17 +213,17 @@ class _Check:
     def arguments(self, tensors: list[Tensor]) -> tuple[Any, Any, list[Tensor]]:
         """The arguments with `tensors` as operands: copies, which are returned too, in order."""
         place = {id(operand): number for number, operand in enumerate(self.operands)}
-        made: dict[int, Tensor] = {}
+        by_number: dict[int, Tensor] = {}
 
         def convert(tensor: Tensor) -> Tensor:
             number = place.get(id(tensor))
             if number is None:
                 return tensor.clone()
-            made[number] = tensors[number].clone()
-            return made[number]
+            by_number[number] = tensors[number].clone()
+            return by_number[number]
 
         args, kwargs = fresh(self.args, convert), fresh(self.kwargs, convert)
-        return args, kwargs, [made[number] for number in range(len(tensors))]
+        return args, kwargs, [by_number[number] for number in range(len(tensors))]
 
     def call(self, tensors: list[Tensor], label: int | None = None) -> list[Tensor]:
         args, kwargs, _ = self.arguments(tensors)
@@ -248,8 +248,10 @@ class _Check:
                 self.fail(f"{what} of shape {tuple(tensor.shape)}, by the spec {shape}")
         used = {label for dims in ins if dims is not None for factors in dims for label in factors}
         for dims in spec.outs:
-            kept = {label for factors in dims for label in factors}
-            lost = {label for label in used - kept - spec.reduced.keys() - spec.fixed.keys() if spec.sizes[label] != 1}
+            labels = {label for factors in dims for label in factors}
+            lost = {
+                label for label in used - labels - spec.reduced.keys() - spec.fixed.keys() if spec.sizes[label] != 1
+            }
             if lost:
                 self.fail(f"labels {lost} end, and are neither reduced nor fixed")
         if not (spec.selected | spec.looked_up) <= spec.fixed.keys():
@@ -258,12 +260,12 @@ class _Check:
             self.fail(f"unknown reductions {unknown}")
 
     def writes(self) -> None:
-        args, kwargs, made = self.arguments(self.operands)
+        args, kwargs, tensors = self.arguments(self.operands)
         results = results_of(self.target(*args, **kwargs))
         where = self.rule.inplace
-        if where is not None and not close(made[where], results[0]):
+        if where is not None and not close(tensors[where], results[0]):
             self.fail(f"operand {where} is said to be written, and is not the result")
-        for number, (before, after) in enumerate(zip(self.operands, made)):
+        for number, (before, after) in enumerate(zip(self.operands, tensors)):
             if number != where and not torch.equal(before.nan_to_num(), after.nan_to_num()):
                 self.fail(f"operand {number} was written, and the rule does not say so")
             shared = any(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf
@@ -17,6 +17,7 @@ from neuronx_dist.checkpoint.convert.weights import convert
 from neuronx_dist.checkpoint.errors import CheckpointCorrupted
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.scripts.checkpoint_converter import CheckpointConverterBase
+from tests.support.llama import tiny_llama
 
 HEADS, KV, HEAD_DIM, HIDDEN = 4, 2, 4, 16
 
@@ -24,10 +25,8 @@ HEADS, KV, HEAD_DIM, HIDDEN = 4, 2, 4, 16
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     torch.manual_seed(3)
-    sizes = dict(intermediate_size=20, max_position_embeddings=8, num_hidden_layers=3, vocab_size=32)
-    whole = LlamaForCausalLM(
-        LlamaConfig(hidden_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=KV, **sizes)
-    )
+    sizes = dict(hidden_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=KV)
+    whole = LlamaForCausalLM(tiny_llama(num_hidden_layers=3, **sizes))
     folder = tmp_path_factory.mktemp("llama")
     whole.save_pretrained(folder)
     return whole, folder
@@ -147,8 +146,7 @@ def test_stages(virtual: str, expected: list[list[int]], tmp_path: Path) -> None
 def test_one_projection_of_equal_heads(tmp_path: Path) -> None:
     """`--coalesce_qkv`, without grouped queries."""
     torch.manual_seed(1)
-    sizes = dict(intermediate_size=20, num_hidden_layers=1, vocab_size=8)
-    whole = LlamaForCausalLM(LlamaConfig(hidden_size=8, num_attention_heads=4, num_key_value_heads=4, **sizes))
+    whole = LlamaForCausalLM(tiny_llama(num_hidden_layers=1, num_key_value_heads=4))
     whole.save_pretrained(tmp_path / "hf")
     flags, config = ["--tp_size", "2", "--coalesce_qkv", "1"], tmp_path / "hf" / "config.json"
     path = run(CheckpointConverterBase(), tmp_path / "hf", tmp_path / "a", config, *flags, "--convert_from_full_state")

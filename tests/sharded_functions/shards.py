@@ -42,10 +42,10 @@ def assert_like_whole(
     expected.backward(cotangent)
 
     def rank() -> tuple[torch.Tensor, torch.Tensor]:
-        own = shard(x, dim, sizes).clone().requires_grad_()
-        y = of_shard(own)
+        part = shard(x, dim, sizes).clone().requires_grad_()
+        y = of_shard(part)
         y.backward(cotangent if summed else shard(cotangent, dim, sizes))
-        return y.detach(), own.grad
+        return y.detach(), part.grad
 
     size = len(sizes)
     results, gradients = zip(*threads.run(Mesh(size, tp=size), rank))
@@ -58,9 +58,9 @@ def verbs_of(function: Function, x: torch.Tensor, dim: int, size: int) -> list[A
     """The collectives of rank 0, forward and backward, as (verb, elements)."""
 
     def rank() -> list[Any]:
-        own = x.chunk(size, dim)[comm.rank("tp")].clone().requires_grad_()
+        part = x.chunk(size, dim)[comm.rank("tp")].clone().requires_grad_()
         with comm.record() as forward:
-            y = function(own)
+            y = function(part)
         with comm.record() as backward:
             y.backward(torch.ones_like(y))
         return [[(call.verb, torch.Size(call.shape).numel()) for call in calls] for calls in (forward, backward)]

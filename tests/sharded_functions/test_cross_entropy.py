@@ -182,13 +182,13 @@ def in_place(logits, labels, g, options):
     """Like `ours`, of logits that a layer computed; also returns whether the gradient is in the logits' memory."""
     tp, rank = comm.size("tp"), comm.rank("tp")
     source = logits.chunk(tp, -1)[rank].clone().requires_grad_()
-    made = source * 1
+    product = source * 1
     gradients = []
-    made.register_hook(gradients.append)
-    loss = parallel_cross_entropy(made, labels, inplace_logits=True, **options)
+    product.register_hook(gradients.append)
+    loss = parallel_cross_entropy(product, labels, inplace_logits=True, **options)
     loss.backward(g)
     (gradient,) = gradients
-    return loss.detach(), source.grad, gradient.data_ptr() == made.data_ptr() and torch.equal(gradient, made)
+    return loss.detach(), source.grad, gradient.data_ptr() == product.data_ptr() and torch.equal(gradient, product)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -323,15 +323,15 @@ def test_without_gradients_logits_are_left_as_they_are():
 
     def gradient(inplace, checkpointed):
         source = logits.clone().requires_grad_()
-        made = source * 1
+        product = source * 1
         options = dict(inplace_logits=inplace)
         if checkpointed:
-            loss = checkpoint(partial(parallel_cross_entropy, **options), made, labels, use_reentrant=True)
+            loss = checkpoint(partial(parallel_cross_entropy, **options), product, labels, use_reentrant=True)
         else:
             with torch.no_grad():
-                parallel_cross_entropy(made, labels, **options)
-            assert torch.equal(made, source)
-            loss = parallel_cross_entropy(made, labels, **options)
+                parallel_cross_entropy(product, labels, **options)
+            assert torch.equal(product, source)
+            loss = parallel_cross_entropy(product, labels, **options)
         loss.sum().backward()
         return source.grad
 
@@ -391,10 +391,10 @@ def test_options_are_torchs(size, reduction):
     expected.backward(g)
 
     def rank():
-        own = whole.detach().chunk(size, 1)[comm.rank("tp")].clone().requires_grad_()
-        loss = composites.cross_entropy(own, target, axis="tp", classes=8, **options)
+        part = whole.detach().chunk(size, 1)[comm.rank("tp")].clone().requires_grad_()
+        loss = composites.cross_entropy(part, target, axis="tp", classes=8, **options)
         loss.backward(g)
-        return loss.detach(), own.grad
+        return loss.detach(), part.grad
 
     losses, gradients = zip(*threads.run(tp_mesh(size), rank))
     for loss in losses:
@@ -418,8 +418,8 @@ def test_shards_of_any_sizes_and_second_derivatives(sizes, smoothing):
 
     def rank():
         index = comm.rank("tp")
-        own, first = logits.split(sizes, -1)[index], sum(sizes[:index])
-        return derivatives(own, lambda z: kernel.cross_entropy_of_shard(z, labels, "tp", smoothing, first=first), g)
+        part, first = logits.split(sizes, -1)[index], sum(sizes[:index])
+        return derivatives(part, lambda z: kernel.cross_entropy_of_shard(z, labels, "tp", smoothing, first=first), g)
 
     for computed, expected in zip(zip(*threads.run(tp_mesh(len(sizes)), rank)), wanted):
         close(torch.cat(computed, -1), expected)
@@ -454,8 +454,8 @@ def test_minus_infinity_in_some_rows():
     with pieces_of(1):
         for ranks in zip(threads.run(tp_mesh(2), ours, logits, labels, g, options), *rows):
             (loss, gradient, *_), *alone = ranks
-            close(loss, torch.cat([each[0] for each in alone]))
-            close(gradient, torch.cat([each[1] for each in alone]))
+            close(loss, torch.cat([x[0] for x in alone]))
+            close(gradient, torch.cat([x[1] for x in alone]))
     assert gradient[1::2].all() and not gradient[::2].any()  # of rank 1, whose columns these are
 
 

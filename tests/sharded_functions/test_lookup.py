@@ -21,10 +21,10 @@ def test_the_ranks_rows_sum_to_those_of_the_table(size, padding):
     expected.backward(cotangent)
 
     def rank():
-        own = table.detach().chunk(size)[comm.rank("tp")].clone().requires_grad_()
-        rows = embedding(ids, own, padding, axis="tp")
+        part = table.detach().chunk(size)[comm.rank("tp")].clone().requires_grad_()
+        rows = embedding(ids, part, padding, axis="tp")
         rows.backward(cotangent)
-        return rows.detach(), own.grad
+        return rows.detach(), part.grad
 
     rows, gradients = zip(*threads.run(Mesh(size, tp=size), rank))
     torch.testing.assert_close(sum(rows), expected.detach(), rtol=0, atol=0)
@@ -43,5 +43,5 @@ def test_positions(sizes):
     owners = torch.stack([~elsewhere for _, elsewhere in ranks])
     assert owners.sum(0).tolist() == [1] * 8
     found = [position + sum(sizes[:r]) for r, (position, _) in enumerate(ranks)]
-    assert all(torch.equal(ids[own], position[own]) for own, position in zip(owners, found))
+    assert all(torch.equal(ids[owner], position[owner]) for owner, position in zip(owners, found))
     assert all(not position[elsewhere].any() for position, elsewhere in ranks)

@@ -39,9 +39,9 @@ def test_moments_over_two_axes():
     x, rows, columns = randn(5, 7), (4, 1), (2, 5)
 
     def rank():
-        own = x.split(rows, 0)[comm.rank("dp")].split(columns, 1)[comm.rank("tp")]
-        height = own.shape[0]
-        return norms.moments(own, (0, 1), [("tp", [height * n for n in columns]), ("dp", [7 * n for n in rows])])
+        part = x.split(rows, 0)[comm.rank("dp")].split(columns, 1)[comm.rank("tp")]
+        height = part.shape[0]
+        return norms.moments(part, (0, 1), [("tp", [height * n for n in columns]), ("dp", [7 * n for n in rows])])
 
     for mean, squares in threads.run(Mesh(4, tp=2), rank):
         torch.testing.assert_close(mean.item(), x.mean().item(), rtol=1e-12, atol=1e-14)

@@ -44,8 +44,8 @@ def test_log_sum_exp_over_two_axes():
     x = randn(4, 6)
 
     def rank():
-        own = x.chunk(2, 0)[comm.rank("dp")].chunk(2, 1)[comm.rank("tp")]
-        return log_sum_exp(own, (0, 1), ["tp", "dp"])
+        part = x.chunk(2, 0)[comm.rank("dp")].chunk(2, 1)[comm.rank("tp")]
+        return log_sum_exp(part, (0, 1), ["tp", "dp"])
 
     for y in threads.run(Mesh(4, tp=2), rank):
         torch.testing.assert_close(y, x.logsumexp((0, 1), keepdim=True), rtol=1e-12, atol=0)
@@ -57,8 +57,8 @@ def test_rows_that_are_not_finite(row):
     x = torch.tensor([row])
 
     def rank():
-        own = shard(x, 1, (5, 3))
-        return softmax(own, 1, axis="tp"), log_softmax(own, 1, axis="tp"), log_sum_exp(own, 1, ["tp"])
+        part = shard(x, 1, (5, 3))
+        return softmax(part, 1, axis="tp"), log_softmax(part, 1, axis="tp"), log_sum_exp(part, 1, ["tp"])
 
     ours = threads.run(Mesh(2, tp=2), rank)
     for number, of_whole in enumerate((torch.softmax, torch.log_softmax)):
@@ -113,10 +113,10 @@ def test_the_gradient_of_a_gradient(name):
     expected = twice(whole, of_whole(whole, 1), weights)
 
     def rank():
-        own = shard(x, 1, (5, 3)).clone().requires_grad_()
-        y = of_shard(own, 1, axis="tp")
+        part = shard(x, 1, (5, 3)).clone().requires_grad_()
+        y = of_shard(part, 1, axis="tp")
         assert "OneNode" in y.grad_fn.name()
-        return twice(own, y, shard(weights, 1, (5, 3)))
+        return twice(part, y, shard(weights, 1, (5, 3)))
 
     joined = torch.cat(threads.run(Mesh(2, tp=2), rank), 1)
     torch.testing.assert_close(joined, expected, rtol=1e-10, atol=1e-12)

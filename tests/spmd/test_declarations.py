@@ -137,8 +137,8 @@ def parameter():
 def test_what_is_no_longer_followed_is_listed_with_its_line_and_works_on_parameters_that_nothing_touched(give_up):
     param = parameter()
     with comm.as_rank(Mesh(2, tp=2), 0), spmd.SpmdTypeMode() as mode:
-        own = give_up(param)
-        assert spmd.get_local_type(own) == {"tp": V}
+        x = give_up(param)
+        assert spmd.get_local_type(x) == {"tp": V}
         assert spmd.get_local_type(param) == {"tp": S(0)}
         (text, line), times = next(iter(mode.trusted.items()))
     assert "sharding over tp is not followed" in text and __file__ in line and times == 1

@@ -77,8 +77,8 @@ def test_declarations_for_each_and_for_all() -> None:
         x, y = typed(R), typed(V, 3)
         one, (other, *rest) = spmd.local_map(both, out_types={"tp": V}, in_types=[{"tp": R}, None])(x, y)
         assert spmd.get_local_type(one) == {"tp": V} == spmd.get_local_type(other) and rest == [3, "a"]
-        each = spmd.local_map(both, out_types=[{"tp": R}, {"tp": S(0)}])
-        one, (other, *_) = each(x, y, z=x)
+        function = spmd.local_map(both, out_types=[{"tp": R}, {"tp": S(0)}])
+        one, (other, *_) = function(x, y, z=x)
         assert (spmd.get_local_type(one), spmd.get_local_type(other)) == ({"tp": R}, {"tp": S(0)})
         assert [text for text, _ in mode.trusted] == [
             "local_map: both computes {'tp': V}", "local_map: both computes {'tp': R}, {'tp': S(0)}",
@@ -101,7 +101,7 @@ def test_a_result_that_is_an_argument_is_a_new_tensor_with_a_type_of_its_own() -
         given = spmd.local_map(lambda x, y: (x, [y], x + 1), out_types={"tp": V})
         first, (second,), third = given(x, y=y)
         assert first is not x and second is not y and first.data_ptr() == x.data_ptr()
-        assert [spmd.get_local_type(each) for each in (first, second, third)] == [{"tp": V}] * 3
+        assert [spmd.get_local_type(function) for function in (first, second, third)] == [{"tp": V}] * 3
         assert spmd.get_local_type(x) == {"tp": R} == spmd.get_local_type(y)
 
 

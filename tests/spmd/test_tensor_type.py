@@ -246,4 +246,4 @@ def test_a_dim_that_there_is_not(dim, shape, words) -> None:
     with pytest.raises(SpmdTypeError) as error:
         dim_of(S(dim), shape)
     assert str(error.value) == words and error.value.rule == "dim"
-    assert [dim_of(S(each), (3, 4)) for each in (-2, -1, 0, 1)] == [0, 1, 0, 1]
+    assert [dim_of(S(dim), (3, 4)) for dim in (-2, -1, 0, 1)] == [0, 1, 0, 1]

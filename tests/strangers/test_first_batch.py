@@ -115,7 +115,7 @@ def test_no_collective():
             Net()(**batch(0))
         with comm.record() as later:
             Net()(**batch(1))
-        return [[(call.verb, call.bytes) for call in each] for each in (calls, later)]
+        return [[(call.verb, call.bytes) for call in found] for found in (calls, later)]
 
     for first, later in comm.threads.run(Mesh(2, tp=2), recorded):
         assert first == later

@@ -1,4 +1,4 @@
-"""What torch and others do to models and parameters, on tensor-parallel layers: the values of one process."""
+"""Calls of torch and others on tensor-parallel layers: the values of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch and others do to modules of `parallelize`: the values of one process, or a refusal by name."""
+"""Calls of torch and others on modules of `parallelize`: the values of one process, or a refusal by name."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_a_plain_optimizer_on_one_unit_is_right(config):
 @pytest.mark.parametrize("copies", [pickle.dumps, copy.copy, copy.deepcopy], ids=lambda copies: copies.__name__)
 @pytest.mark.parametrize("config", [*CONFIGS[:2], ComputeConfig(1, 2, use_zero=True)], ids=["2x1", "2x2", "1x2, ZeRO"])
 def test_copies_of_the_optimizer_are_refused(config, copies):
-    """They would have the state, without the module whose gradients are summed."""
+    """A copy would have the state, without the module whose gradients are summed."""
     with parallel(config) as make:
         for refusal in comm.threads.run(
             config.mesh(), lambda: message_of(lambda: copies(build_optimizer(make(), sgd)))

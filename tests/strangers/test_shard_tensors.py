@@ -1,4 +1,4 @@
-"""What torch and others do to sharded ShardTensor parameters: the values of one process, or a refusal by name."""
+"""Calls of torch and others on sharded ShardTensor parameters: the values of one process, or a refusal by name."""
 
 from __future__ import annotations
 

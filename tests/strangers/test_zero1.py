@@ -1,4 +1,4 @@
-"""What torch and others do to a ZeRO-1 optimizer, and to the states of shards: right, or refused by name."""
+"""Calls of torch and others on a ZeRO-1 optimizer, and on states of shards: right, or refused by name."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 
 def batch(step: int, part: int = 0, parts: int = 1) -> dict[str, torch.Tensor]:
-    """One of equal parts of the global batch `[BATCH, SEQ]` of a step."""
+    """Returns one of equal parts of the global batch `[BATCH, SEQ]` of a step."""
     text = torch.randint(VOCABULARY, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(step))
     rows = text.chunk(parts)[part]
     return {"ids": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}

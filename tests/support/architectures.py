@@ -125,9 +125,9 @@ class Architecture:
             return record(model, self.inputs(), self.classes(model))
 
     def plans(self, model: nn.Module, recording: Recording, pieces: int, traced: bool) -> list[StagePlan] | None:
-        """What four stages run; None: `traced` is needed, since parameters placed without it do not fit."""
+        """Returns the programs of four stages; None: `traced` is needed, as parameters placed without it do not fit."""
         classes = self.classes(model)
-        made = partition(
+        partitioned = partition(
             model,
             pieces,
             cuts="layers",
@@ -135,8 +135,8 @@ class Architecture:
             leaf_classes=classes,
             recording=recording if traced else None,
         )
-        plans = split(recording, made.cuts)
-        return plans if misplaced(model, made.placement, plans, range(pieces)) is None else None
+        plans = split(recording, partitioned.cuts)
+        return plans if misplaced(model, partitioned.placement, plans, range(pieces)) is None else None
 
 
 # --- models that are not Hugging Face's -------------------------------------------------------------------------------
@@ -428,7 +428,7 @@ def row(architecture: Architecture) -> str:
 
 
 def raised(architecture: Architecture) -> str:
-    """What recording a model, or cutting it into four stages, raises."""
+    """Returns the error of recording a model, or of cutting it into four stages."""
     try:
         model = architecture.make()
         architecture.plans(model, architecture.recording(model), 4, traced=True)
@@ -438,8 +438,12 @@ def raised(architecture: Architecture) -> str:
 
 
 def document() -> str:
-    recorded = [each for each in ARCHITECTURES if not each.error]
-    refused = [f"* {each.name}: {each.remarks}\n\n      {each.error} ...\n" for each in ARCHITECTURES if each.error]
+    recorded = [architecture for architecture in ARCHITECTURES if not architecture.error]
+    refused = [
+        f"* {architecture.name}: {architecture.remarks}\n\n      {architecture.error} ...\n"
+        for architecture in ARCHITECTURES
+        if architecture.error
+    ]
     measured = json.loads(MEASURED.read_text())
     columns = list(next(iter(measured.values())))
     return _TEXT.format(
@@ -449,7 +453,7 @@ def document() -> str:
         rules=" --- |" * len(columns),
         swapped="\n".join(f"| {name} | {' | '.join(cells.values())} |" for name, cells in measured.items()),
         transformers=transformers.__version__,
-        rows="\n".join(row(each) for each in recorded),
+        rows="\n".join(row(architecture) for architecture in recorded),
         refused="\n".join(refused),
     )
 

@@ -1,4 +1,4 @@
-"""What a program does, counted: FLOPs, and bytes of activations that are alive."""
+"""Counts of a program: FLOPs, and bytes of activations that are alive."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ class Storages(TorchDispatchMode):
 
     def alive(self) -> int:
         """Bytes."""
-        self._seen = {key: each for key, each in self._seen.items() if not each[0].expired()}
+        self._seen = {key: storage for key, storage in self._seen.items() if not storage[0].expired()}
         return sum(size for _, size in self._seen.values())

@@ -49,7 +49,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """What one process needs to know.
+    """Options of one process.
 
     Attributes:
         heads: "gqa" (8 query, 4 key/value heads); "padded" (9 and 3, which tp 2 and 4 do not divide); "replicated" (6
@@ -122,7 +122,7 @@ class Case:
 
 @dataclass
 class Report:
-    """What a run computed. Tensors are those of the whole model, by Hugging Face's names."""
+    """Results of a run. Tensors are those of the whole model, by Hugging Face's names."""
 
     losses: list[float]
     norms: list[float]

@@ -152,4 +152,4 @@ MORE = [
     ),
 ]
 
-OF_TRANSFORMERS = [each for each in ARCHITECTURES if isinstance(each.model, str)] + MORE
+OF_TRANSFORMERS = [architecture for architecture in ARCHITECTURES if isinstance(architecture.model, str)] + MORE

@@ -1,4 +1,4 @@
-"""Where the repository, its documents and its scripts are, so that no test counts folders; names of modules' files."""
+"""Paths of the repository, its documents and its scripts, so that no test counts folders; names of modules' files."""
 
 from __future__ import annotations
 

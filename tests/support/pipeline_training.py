@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is trained; the first four fields must change nothing."""
+    """Settings of a model's training; the first four fields must change nothing."""
 
     schedule: str
     pp: int
@@ -59,7 +59,7 @@ class Setting:
 
 @dataclass
 class Steps:
-    """What was computed, by step; tensors by all the names that they have in the whole model."""
+    """Results of training, by step; tensors by all the names that they have in the whole model."""
 
     losses: list[torch.Tensor]
     norms: list[torch.Tensor]
@@ -143,7 +143,7 @@ def train(setting: Setting, optimizer_names: tuple[str, ...] = tuple(OPTIMIZERS)
 
 
 def differences(setting: Setting, results: list[dict[str, Steps]]) -> Iterator[tuple[str, float]]:
-    """How far each figure of each rank is from one process: ||a - b|| / ||b||. Every parameter is on some rank."""
+    """Yields each rank's distance from one process, ||a - b|| / ||b||, by figure; every parameter is on a rank."""
     for optimizer_name in results[0]:
         expected = alone(setting, optimizer_name)
         trained: set[str] = set()
@@ -164,7 +164,7 @@ def differences(setting: Setting, results: list[dict[str, Steps]]) -> Iterator[t
 def check(setting: Setting, results: list[dict[str, Steps]]) -> None:
     """Losses, norms, all gradients of each step and the weights after the last are those of one process."""
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-5}[setting.dtype]
-    what, worst = max(differences(setting, results), key=lambda each: each[1])
+    what, worst = max(differences(setting, results), key=lambda item: item[1])
     assert worst < tolerance, f"{setting}: {what} differs by {worst:.2e} from one process"
 
 

@@ -1,4 +1,4 @@
-"""What a training run leaves must make sense: `python -m tests.support.run_folder FOLDER STEPS` looks and says so."""
+"""Checks that a training run's files make sense: `python -m tests.support.run_folder FOLDER STEPS` says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of source text: an `Edit` replaces one stretch of it, so that the rest of the file stays unchanged.
+"""Mutants of source text: an `SourceEdit` replaces one stretch of it, so that the rest of the file stays unchanged.
 
 `tests/mutate` edits the package at random, `tests/parallelize` the calls of collectives in emitted files. Mutants of
 calls at run time, which need no source, are those of `call_sites.py`.
@@ -11,11 +11,11 @@ import difflib
 import warnings
 from dataclasses import dataclass
 
-__all__ = ["Edit"]
+__all__ = ["SourceEdit"]
 
 
 @dataclass(frozen=True)
-class Edit:
+class SourceEdit:
     """`source[start:end]` of the file at `path` becomes `new`. `position` is (line, column) of the edit."""
 
     path: str

@@ -1,4 +1,4 @@
-"""How long a step takes with the strictest transport: a message moves when both ends have posted it."""
+"""Time of a step with the strictest transport: a message moves when both ends have posted it."""
 
 from __future__ import annotations
 

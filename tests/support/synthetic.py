@@ -61,7 +61,7 @@ def whole_gradient(name: str, step: int, data_rank: int, dtype: torch.dtype) -> 
 
 
 def mean_gradient(name: str, step: int, mesh: Mesh, dtype: torch.dtype) -> torch.Tensor:
-    """What the gradient is after all reductions."""
+    """Returns the gradient after all reductions."""
     num = mesh.dp * mesh.cp
     return sum(whole_gradient(name, step, data_rank, dtype) for data_rank in range(num)) / num
 
@@ -123,7 +123,7 @@ class Model(nn.Module):
         return [(param, self._tied) for name, param in self.named_parameters() if LAYOUTS[name].tied]
 
     def set_gradients(self, step: int) -> None:
-        """As backward leaves them: local to the data, partial over tp or over stages where that is so."""
+        """Sets gradients as backward leaves them: local to the data, partial over tp or over stages where they are."""
         for name, param in self.named_parameters():
             layout = LAYOUTS[name]
             grad = whole_gradient(name, step, comm.rank(("dp", "cp")), param.dtype)

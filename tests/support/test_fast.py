@@ -14,7 +14,7 @@ from tests.support.pool import processes
 
 
 def config(marks: str) -> Any:
-    """Of a session of pytest that was started with `-m marks`."""
+    """The config of a session of pytest that was started with `-m marks`."""
     return SimpleNamespace(option=SimpleNamespace(markexpr=marks))
 
 

@@ -114,7 +114,7 @@ def test_the_sections_of_the_caller_are_not_changed() -> None:
 
 
 def test_gradients_are_zeros_after_zero_grad() -> None:
-    """Which is upstream's default, and torch's is None."""
+    """Zeros are upstream's default; torch's is None."""
 
     def main() -> None:
         config = config_of(Mesh(1), Options())
@@ -452,7 +452,7 @@ def test_a_step_around_the_trainer_is_refused_by_the_check() -> None:
 @pytest.mark.parametrize("meta", [False, True])
 @pytest.mark.parametrize("mesh", [Mesh(2, tp=2), Mesh(4, tp=2, pp=2)], ids=str)
 def test_adapters_are_put_into_the_model(mesh: Mesh, meta: bool) -> None:
-    """They are trained, and nothing else; a model that was built on meta begins as one that was not."""
+    """Adapters are trained, and nothing else; a model that was built on meta begins as one that was not."""
 
     def main(mesh: Mesh) -> tuple[list[float | None], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         torch.manual_seed(0)

@@ -23,14 +23,14 @@ from neuronx_dist.spmd import ShardSpec, spec_of
     dim=st.integers(0, 2),
     stride=st.integers(1, 3),
     parts=st.integers(1, 4),
-    each=st.integers(1, 3),
+    share=st.integers(1, 3),
     missing=st.integers(0, 12),
     others=st.tuples(st.integers(1, 3), st.integers(1, 3)),
 )
-def test_slices_assemble_to_the_whole(dim, stride, parts, each, missing, others):
+def test_slices_assemble_to_the_whole(dim, stride, parts, share, missing, others):
     shape = list(others)
-    shape.insert(dim, stride * parts * each)
-    held = parts * each - min(missing, parts * each - 1)  # of one block, without padding
+    shape.insert(dim, stride * parts * share)
+    held = parts * share - min(missing, parts * share - 1)  # of one block, without padding
     unpadded = stride * held if missing else None
     spec = ShardSpec("tp", dim, stride, parts, tuple(shape), unpadded)
     whole_shape = spec.unpadded_shape
@@ -44,9 +44,9 @@ def test_slices_assemble_to_the_whole(dim, stride, parts, each, missing, others)
     assert sum(int(shard.sum()) for shard in shards) == int(whole.sum())
     # each block is sharded by itself: shard i holds rows i*each.. of every block
     for index, shard in enumerate(shards):
-        for block, piece in enumerate(shard.split(each, dim)):
-            start = min(index * each, held)
-            length = min(each, held - start)
+        for block, piece in enumerate(shard.split(share, dim)):
+            start = min(index * share, held)
+            length = min(share, held - start)
             assert torch.equal(piece.narrow(dim, 0, length), whole.narrow(dim, block * held + start, length))
 
 
@@ -56,13 +56,13 @@ def test_slices_assemble_to_the_whole(dim, stride, parts, each, missing, others)
     groups=st.integers(1, 3),
     more=st.integers(0, 2),
     ranks=st.integers(1, 4),
-    each=st.integers(1, 3),
+    share=st.integers(1, 3),
     missing=st.integers(0, 11),
     others=st.integers(1, 3),
 )
-def test_zeros_at_the_end_of_every_group(dim, groups, more, ranks, each, missing, others):
+def test_zeros_at_the_end_of_every_group(dim, groups, more, ranks, share, missing, others):
     """Against padding written out; `more` whole groups of zeros come behind."""
-    padded = ranks * each
+    padded = ranks * share
     real = padded - min(missing, padded - 1)
     shape, whole_shape = [others, others], [others, others]
     shape[dim], whole_shape[dim] = (groups + more) * padded, groups * real

@@ -1,4 +1,4 @@
-"""These tests need torch_xla and jaxlib: `make test-xla` has an environment for them."""
+"""Tests that need torch_xla and jaxlib: `make test-xla` has an environment for them."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ TIMEOUT = 120.0  # seconds for one function
 
 
 def on_device(function: Callable[..., Any], *args: Any) -> Any:
-    """What `function(*args)`, of an importable module, returns there; CPU tensors and plain values."""
+    """Returns the result of `function(*args)`, of an importable module, there; CPU tensors and plain values."""
     return _process().submit(function, *args).result(TIMEOUT)
 
 

@@ -1,4 +1,4 @@
-"""How ranks come about: threads of `torch_xla.launch`, and processes with torch_xla's process group.
+"""Starts of ranks: threads of `torch_xla.launch`, and processes with torch_xla's process group.
 
 Processes with an XLA device each are on Neuron and TPU hosts only. Here one process takes itself for each of them in
 turn, over the real class of the group, and its programs are lowered, not executed.

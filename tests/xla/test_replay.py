@@ -1,4 +1,4 @@
-"""What replaying finds: programs that differ between ranks, groups that fit no mesh, values read on the host."""
+"""Findings of a replay: programs that differ between ranks, groups that fit no mesh, values read on the host."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ MESH = Mesh(4, tp=2)
 
 @pytest.fixture(scope="module")
 def states() -> list[dict[str, torch.Tensor]]:
-    """What each rank of tp 2 x dp 2 has after two steps with ZeRO-1."""
+    """Returns the state of each rank of tp 2 x dp 2 after two steps with ZeRO-1."""
     return replayed(MESH, saving.CASE, steps=2).states
 
 
@@ -43,23 +43,23 @@ def saved(states: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 def test_four_devices_save_and_load(saved: Any, states: Any) -> None:
     """In the same process, and in the background; bit-equal, and each rank's own."""
     _, ranks = saved
-    assert {each["device"] for each in ranks} == {f"xla:{number}" for number in range(4)}
-    for each, state in zip(ranks, states):
+    assert {rank["device"] for rank in ranks} == {f"xla:{number}" for number in range(4)}
+    for rank, state in zip(ranks, states):
         weights = {name: value for name, value in state.items() if name.startswith("['model']")}
-        assert weights and all(torch.equal(each["before"][name], value) for name, value in weights.items())
-        for content, found in each["found"]:
-            assert content == {"step": 2} and found.keys() == each["before"].keys()
-            different = [name for name, value in found.items() if not torch.equal(value, each["before"][name])]
+        assert weights and all(torch.equal(rank["before"][name], value) for name, value in weights.items())
+        for content, found in rank["found"]:
+            assert content == {"step": 2} and found.keys() == rank["before"].keys()
+            different = [name for name, value in found.items() if not torch.equal(value, rank["before"][name])]
             assert different == []
 
 
 def test_ranks_of_the_cpu_load_what_xla_devices_saved(saved: Any, states: Any) -> None:
     folder, _ = saved
     of_ranks = processes(4).run(loaded, str(folder / "run"), mesh=dict(tp=2))
-    for own, state in zip(of_ranks, states):
-        for name in [name for name in own if name in state and ("model" in name or "exp_avg" in name)]:
-            assert torch.equal(own[name], state[name]), name
-        assert sum("exp_avg" in name for name in own.keys() & state.keys()) >= 20
+    for held, state in zip(of_ranks, states):
+        for name in [name for name in held if name in state and ("model" in name or "exp_avg" in name)]:
+            assert torch.equal(held[name], state[name]), name
+        assert sum("exp_avg" in name for name in held.keys() & state.keys()) >= 20
 
 
 def loaded(folder: str) -> dict[str, torch.Tensor]:
@@ -70,7 +70,7 @@ def loaded(folder: str) -> dict[str, torch.Tensor]:
 
 
 def test_saves_between_the_steps_leave_them_one_program() -> None:
-    """What a step communicates with ZeRO-1, and that nothing is compiled anew from the second step on."""
+    """Saves change no communication of a step with ZeRO-1, and nothing is compiled anew from the second step on."""
     without = replayed(MESH, saving.CASE, steps=4)
     found = replayed(MESH, saving.CASE, steps=4, setup=saving.setup_and_save)
     assert found.compiled == without.compiled == [1, 1, 0, 0]

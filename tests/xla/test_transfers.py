@@ -87,13 +87,13 @@ MESH = Mesh(8, pp=2, tp=2)
 
 @pytest.fixture
 def cuts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What is done on the device and where it is cut, as `torch_xla.sync` is told; nothing is executed."""
+    """Returns the calls on the device and the places of cuts, as `torch_xla.sync` gets them; nothing is executed."""
     import torch_xla
 
-    made: list[str] = []
-    monkeypatch.setattr(torch_xla, "sync", lambda: made.append("cut"))
+    calls: list[str] = []
+    monkeypatch.setattr(torch_xla, "sync", lambda: calls.append("cut"))
     with comm.as_rank(MESH, 5, xla.XlaBackend(MESH)):
-        yield made
+        yield calls
 
 
 def on_device(*shape: int) -> torch.Tensor:

@@ -92,7 +92,7 @@ def test_collectives_of_a_program() -> None:
     many = program(*LINES.values(), calls=calls)
     texts["a table"] = table(many)
     texts["a table of none"] = table(program("  %x = f32[] constant(0)\n"))
-    texts["described"] = "\n".join(__main__._described(each) for each in (many, program("  %x = f32[] constant(0)\n")))
+    texts["described"] = "\n".join(__main__._described(text) for text in (many, program("  %x = f32[] constant(0)\n")))
     assert_reviewed(Path(__file__).with_name("expected_collectives.txt"), texts)
     assert many.counts() == Counter(
         {("all-reduce", "tp"): 1, ("all-reduce", None): 3, ("all-gather", "dp"): 1, ("reduce-scatter", None): 1,
@@ -112,7 +112,7 @@ CONSTANT = '  %c.{n} = f32[] constant({value}), metadata={{op_type="prim" source
 
 
 def test_where_two_programs_part() -> None:
-    def told(one: Program, other: Program, context: str = "") -> str:
+    def message_of(one: Program, other: Program, context: str = "") -> str:
         with pytest.raises(ProgramsDiffer) as error:
             check_one_program([one, one, other], [4, 5, 7], context)
         return str(error.value)
@@ -120,23 +120,23 @@ def test_where_two_programs_part() -> None:
     first, second = (CONSTANT.format(n=n, value=n) for n in (2, 3))
     dp = issued(1, "all_gather", "dp", DP, ("model.py:9 in forward",))
     texts = {
-        "a number": told(program(first, SUM), program(second, SUM), " in step 0"),
-        "an instruction more": told(program(first), program(first, SUM)),
-        "an instruction less": told(program(SUM, first, calls=[]), program(SUM, calls=[])),
-        "other groups": told(program(), program(groups=DP)),
-        "a call more": told(program(), program(SUM, SUM.replace("nxd-0-", "nxd-1-"), calls=[issued(), dp])),
-        "another call": told(program(), program(SUM.replace("4,2", "2,4"), calls=[dp])),
-        "calls that nobody can place": told(
+        "a number": message_of(program(first, SUM), program(second, SUM), " in step 0"),
+        "an instruction more": message_of(program(first), program(first, SUM)),
+        "an instruction less": message_of(program(SUM, first, calls=[]), program(SUM, calls=[])),
+        "other groups": message_of(program(), program(groups=DP)),
+        "a call more": message_of(program(), program(SUM, SUM.replace("nxd-0-", "nxd-1-"), calls=[issued(), dp])),
+        "another call": message_of(program(), program(SUM.replace("4,2", "2,4"), calls=[dp])),
+        "calls that nobody can place": message_of(
             program(SUM, calls=[issued(sites=())]), program(SUM.replace("4,2", "2,4"), calls=[issued(sites=())])
         ),
-        "without metadata": told(
+        "without metadata": message_of(
             program("  %c.2 = f32[] constant(1)\n"), program("  %c.2 = f32[] constant(2)\n", calls=[])
         ),
-        "a long line": told(program("  %c = " + "x" * 400 + "\n", calls=[]), program(first, calls=[])),
+        "a long line": message_of(program("  %c = " + "x" * 400 + "\n", calls=[]), program(first, calls=[])),
     }
     assert_reviewed(Path(__file__).with_name("expected_partings.txt"), texts)
     # Numbers in names say nothing: what differs is the constant behind them.
-    other = told(program(SUM, first), program(SUM.replace("all-reduce.7", "all-reduce.17"), second))
+    other = message_of(program(SUM, first), program(SUM.replace("all-reduce.7", "all-reduce.17"), second))
     assert "b.py:3" in other and "a.py:7" not in other
 
 
@@ -190,7 +190,7 @@ NUMBERED = program(
 
 
 def launches(*programs: Program) -> list[Launch]:
-    return [Launch(each, [], []) for each in programs]
+    return [Launch(program, [], []) for program in programs]
 
 
 def test_programs_of_stages_and_between_them() -> None:

@@ -109,5 +109,5 @@ def test_what_a_step_leaves_to_the_next_one() -> None:
     inner.base_optimizer = torch.optim.SGD([model.weight], lr=0.1)  # type: ignore[attr-defined]
     found = replaying.training_state(model, inner)
     assert [*found] == ["model", "optimizer", "base"] and found["base"]["params"] == [model.weight]
-    assert all({*each} == {"step", "exp_avg", "exp_avg_sq"} for each in found["optimizer"]["state"])
+    assert all({*state} == {"step", "exp_avg", "exp_avg_sq"} for state in found["optimizer"]["state"])
     assert training_state(model) == {"model": training_state(model)["model"]} and os.getpid()

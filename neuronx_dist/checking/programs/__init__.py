@@ -3,7 +3,8 @@
 fakes.py            tensors with shapes and no values in the place of a model's
 calls.py            the calls of a program
 played.py           plays one rank on fake tensors, in phases that can be played again for another rank
-explore.py          the choice of the ranks to play: those whose program can differ, since it read a coordinate
+explore.py          the choice of the ranks to play: those whose program can differ, since it read a coordinate;
+                    random numbers of different seeds
 gate.py             the refusal of optimizer steps on gradients that are not reduced
 inputs.py           types of inputs; message_types.py: types of the messages between stages
 compare.py          all ranks' collectives, group by group; messages between stages; the schedule
@@ -12,5 +13,4 @@ numeric.py          the same step with real values at toy size, on threads and i
 cells.py            ranks that no table distinguishes, as one cell; schedules.py: the stages of a pipeline, compared
 optimizer_steps.py  an optimizer's step under the checker; kept_hooks.py: hooks that a step registers
 returned.py         what a step returns
-differing_seeds.py  random numbers of different seeds
 """

@@ -16,8 +16,7 @@ from ...spmd.types import SAME
 from ..report import Problem
 from ..types.handlers.one_rank import Claim
 from .calls import Op
-from .differing_seeds import axes_between
-from .explore import Explored, RankProgram
+from .explore import Explored, RankProgram, axes_between
 
 __all__ = ["compare_branches", "compare_claims", "differences"]
 

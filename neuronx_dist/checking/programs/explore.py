@@ -7,24 +7,25 @@ a read that is seen (`items[rank]`), so the last rank of each kind is played too
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 from ...comm.backends.observed import Event
 from ...comm.ranks.rank_tables import RankTable
-from ...mesh import Mesh
+from ...mesh import DENSE_AXES, Mesh
 from ...pipeline.run.comparison import CutStatement
 from ...pipeline.schedule import Kind, Schedule, Task
+from ...spmd.axes import mesh_atoms
 from ..types.handlers.one_rank import Claim
-from .calls import Deadline, Op, OutOfTime
+from .calls import Deadline, Draw, Op, OutOfTime
 from .cells import Cells
-from .differing_seeds import differing_seeds
 from .message_types import MessageTypes
 from .played import PHASES, Phase, Played, Subject
 
-__all__ = ["Explored", "PhaseFailure", "ProgramsByRank", "RankProgram", "explore"]
+__all__ = ["Explored", "PhaseFailure", "ProgramsByRank", "RankProgram", "axes_between", "differing_seeds", "explore"]
 
 CONFIRMED_OPS = 3_000  # operators to spend on ranks whose programs should be equal
 
@@ -359,3 +360,45 @@ def _confirm(subject: Subject, deadline: Deadline, explored: Explored) -> None:
                 programs.add_alone(second)
         if is_same:
             confirmed.add(program.lines())
+
+
+# --- random numbers that ranks of a stage draw from different seeds, though their types say that they are equal ---
+
+
+def axes_between(mesh: Mesh, one: int, other: int) -> list[str]:
+    """Atoms of the axes in whose coordinates two ranks of a stage differ."""
+    table, here, there = mesh_atoms(mesh), mesh.coordinates(one), mesh.coordinates(other)
+    return [atom for axis in DENSE_AXES if axis != "pp" and here[axis] != there[axis] for atom in table[axis]]
+
+
+def differing_seeds(mesh: Mesh, programs: Iterable[tuple[int, Sequence[Op]]]) -> dict[tuple[str, int], frozenset[str]]:
+    """Plain seeds, by the line of the draw, that differ along axes along which the numbers were assumed equal.
+
+    Args:
+        programs: the rank and the operators of each program.
+    """
+    first: dict[int, tuple[int, Mapping[str, list[Draw]]]] = {}
+    pairs = []
+    for rank, ops in programs:
+        drawn = rank, _draws(ops)
+        one = first.setdefault(mesh.coordinate("pp", rank), drawn)
+        pairs.append((axes_between(mesh, one[0], rank), one[1], drawn[1]))
+    differing: dict[tuple[str, int], frozenset[str]] = {}
+    for axes, one_draws, other_draws in sorted(pairs, key=lambda pair: len(pair[0])):
+        for where, draws in one_draws.items():
+            for a, b in zip(draws, other_draws.get(where, ())):
+                known = differing.get((where, a.seed), frozenset())
+                if a.seed == b.seed or known.intersection(axes) or any(map(a.stream.differs, axes)):
+                    continue
+                for draw in (a, b):
+                    key = where, draw.seed
+                    differing[key] = differing.get(key, frozenset()).union(axes)
+    return differing
+
+
+def _draws(ops: Sequence[Op]) -> Mapping[str, list[Draw]]:
+    draws = defaultdict(list)
+    for op in ops:
+        if op.draw is not None and isinstance(op.draw.seed, int):
+            draws[op.draw.where].append(op.draw)
+    return draws

@@ -35,7 +35,7 @@ def check_returned(mode: SpmdTypeMode, returned: Any) -> None:
                 f"the step returns {name if name != 'it' else ''} {shown(x, note.type if note else None)}",
                 f"on {axis} it is {spmd_type}: {_why(spmd_type)}",
                 where_from=[f"{spmd_type} on {axis} since {origin}"] if origin is not None else [],
-                repairs=[_repair(spmd_type, axis), "leave it out of what the step returns, if it is this rank's own"],
+                repairs=[_repair(spmd_type, axis), "leave it out of what the step returns, if it is rank-local"],
                 axis=axis,
                 rule="returned",
             )

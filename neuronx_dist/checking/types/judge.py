@@ -466,7 +466,7 @@ def _reduced(
         raise Violation("reduced", axis, f"dim {dim} is sharded: " + advice.get(how, f"{name} needs all of it"), having)
     if any(index not in having for index in unknown):
         return V
-    # What is not linear and yet a sum (count_nonzero, a summed loss) has nothing else that is added.
+    # A sum that is not linear (count_nonzero, a summed loss) has no other summand.
     groups = [group for group in call.groups if group & set(having)]
     rest = {index for group in groups for index in group if index not in having}
     for index in sorted(rest):

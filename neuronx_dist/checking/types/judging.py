@@ -5,7 +5,7 @@ Nothing here runs a call or caches a judgement: `SpmdTypeMode` does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,10 @@ from ...call_site import call_site
 from ...rules import Rule
 from ...spmd.errors import Violation
 from ...spmd.tensor_type import EQUAL, Note, Origin, TensorType, tensors_in, type_of
-from ...spmd.types import DIFFERING, I, R, V
+from ...spmd.types import DIFFERING, PARTIAL_NORM, I, P, R, V
 from .handlers.axis_numbers import with_factors, with_numbers
 from .handlers.inplace import OVERWRITES, overwritten
 from .handlers.lookups import assumed_masked
-from .handlers.norms import squared_axes, with_squares
 from .handlers.one_rank import as_share, claim
 from .handlers.own_rows import check_own_rows, placed
 from .handlers.random_numbers import draws, made_type, stream_type
@@ -98,12 +97,12 @@ def judge_call(
     if draws(rule, args, kwargs):
         stream, assumed = stream_type(mode, generator_in(args, kwargs), operand_types[0].type)
         drawn = [Operand(stream, False)]
-    judged, squared = squared_axes(rule, args, kwargs, operand_types)
+    judged, squared = _squared_axes(rule, args, kwargs, operand_types)
     while True:
         try:
             if rows is None:
                 check_own_rows(rule, tensors, operand_types)
-            judgement = with_squares(judge(rule, spec, [*judged, *numbers, *drawn], affine, total), squared)
+            judgement = _with_squares(judge(rule, spec, [*judged, *numbers, *drawn], affine, total), squared)
             break
         except Violation as violation:
             if batched(notes) is not None:
@@ -170,3 +169,36 @@ def begin(
     """The origins of a result: those of its operands, and for the axes in `born` this line."""
     line, module = call_site(), module_path(mode.modules)
     return {**(origins or {}), **{axis: Origin(what, line, module, letter) for axis, what in born.items()}}
+
+
+# --- norms of shards: P("norm"), ranks' numbers whose squares are the summands of a squared norm ---
+#
+#     x.norm() of S             P("norm")
+#     stack, cat, norm of it    P("norm")
+#     its square                P
+#
+# Everything else needs all of the norm, and is refused.
+
+
+def _squared_axes(
+    rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any], operands: list[Operand]
+) -> tuple[list[Operand], list[str]]:
+    """The operands of a square, with norms of shards as equal values, and the axes of these norms; else no axes."""
+    name = rule.name.strip("_")
+    power = args[1] if len(args) > 1 else kwargs.get("exponent")
+    is_square = name == "square" or (name in ("pow", "ipow", "float_power") and power.__class__ in (int, float))
+    if not is_square or (name != "square" and power != 2):
+        return operands, []
+    type_ = operands[0].type
+    axes = [axis for axis, spmd_type in type_ if spmd_type is PARTIAL_NORM]
+    for axis in axes:
+        type_ = type_.with_axis(axis, R)
+    return [operands[0]._replace(type=type_), *operands[1:]], axes
+
+
+def _with_squares(judgement: Judgement, axes: Sequence[str]) -> Judgement:
+    """The judgement of a square, with the summands of squared norms."""
+    type_ = judgement.types[0]
+    for axis in axes:
+        type_ = type_.with_axis(axis, P)
+    return judgement._replace(types=(type_,)) if axes else judgement

@@ -1,7 +1,7 @@
 """Parts of a value that are no summands: maxima, norms and positions of shards; and V among which are shared summands.
 
 P("max")        the value is the maximum over the ranks: what does not decrease may follow before that is taken
-P("norm")       the ranks' norms, whose squares are summands (handlers/norms.py)
+P("norm")       the ranks' norms, whose squares are summands (judging.py)
 P("position")   positions in a shard, which `max(dim)` returns beside the maximum: of no use by themselves
 AMONG           V on pp, among which are summands that several stages hold: a tied table's share of a norm, which one
                 stage alone may count (handlers/one_rank.py)

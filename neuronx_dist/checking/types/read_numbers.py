@@ -1,7 +1,7 @@
 """Numbers that a program reads from tensors (`item()`, `bool()`), which have no values in a check.
 
 A number read from a tensor that is equal on all ranks is 1. A comparison of it, or of a number computed from it, is a
-*decision*, which all ranks take alike: `Decisions` answers it. `check` plays a step with decisions twice: all are true,
+*decision*, equal on all ranks: `Decisions` answers it. `check` plays a step with decisions twice: all are true,
 and all are false. `int(x)` and `float(x)` are plain numbers for Python, so that comparisons of them are answered for 1.
 """
 

@@ -24,7 +24,7 @@ def result_scale(axis: str, rule: Rule, groups: Groups, operand_types: Sequence[
     Args:
         groups: of operands in which the call is jointly linear.
         operand_types: on this axis; None for an operand of which only the shape is read. The scale of V is a guess, for
-            the case that it is taken for a summand, and no reason for an error.
+            the case that it counts as a summand, and no reason for an error.
 
     Raises:
         Violation: operands of different scales are added up; or the function is not linear in one that has a scale.
@@ -69,7 +69,7 @@ def result_scale(axis: str, rule: Rule, groups: Groups, operand_types: Sequence[
 
 
 def as_summands(violation: Violation, operand_types: Sequence[SpmdType]) -> list[SpmdType] | None:
-    """The operand types, equal ones of the violation taken as summands, if that may remove the violation.
+    """The operand types, with equal ones of the violation as summands, if that may remove the violation.
 
     A value that is equal on all ranks is their mean: R at scale k is P at scale k + 1.
     """

@@ -52,7 +52,7 @@ def _changed() -> Iterator[None]:
     nn.Parameter.__new__ = _new  # type: ignore[method-assign]
     for part in _PARTS:
         part.install()
-    # Where nothing is compiled yet, the import of the compiler would take seconds.
+    # The import of the compiler would take seconds: left out if nothing is compiled yet.
     stance = torch.compiler.set_stance("force_eager") if COMPILER in sys.modules else nullcontext()
     try:
         with stance:

@@ -1,4 +1,4 @@
-"""Copies of the tensors that a rank writes, in memory that is kept between saves, most of them made beside the run.
+"""Copies of the tensors that a rank writes, in memory that all saves use, most of them copied beside the run.
 
 Parameters and the optimizer's state do not change between two steps, so they are copied in the background, and the next
 step waits for the copies that are missing (CheckFreq: Mohan, Phanishayee and Chidambaram, FAST 2021); so does a

@@ -293,7 +293,7 @@ class C10dBackend(Backend):
         return _device_of_world() or accelerator.current_device(device_type)
 
     def communicator(
-        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
+        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, separate: bool = False
     ) -> Communicator:
         if isinstance(groups, Groups):
             ranks = tuple(groups.of(global_rank))
@@ -307,15 +307,15 @@ class C10dBackend(Backend):
         self.capabilities.check_order(ranks, label)
         # On NCCL a group is a stream of its own, in which messages of two directions can block each other. Gloo has no
         # streams, and a group costs it a connection to every member: there tags keep messages apart.
-        if own and dist.get_backend() == "gloo":
-            own = False
+        if separate and dist.get_backend() == "gloo":
+            separate = False
             self._sharers[ranks] += 1
             first_tag = (1 + (self._sharers[ranks] - 1) % (_SHARERS - 1)) * _TAGS  # 0 is the number of the plain group
         else:
             first_tag = 0
-        group = self._group(ranks, own, label)
+        group = self._group(ranks, separate, label)
         one_way: Sequence[C10dCommunicator] = ()
-        if own and not self.has_messages:
+        if separate and not self.has_messages:
             one_way = self._in_place_of_messages(label, ranks, global_rank)
         return self._join(group, label, ranks, global_rank, first_tag, one_way)
 
@@ -386,9 +386,9 @@ class C10dBackend(Backend):
             self._pairs[pair] = self._join(self._group(pair, False, label), label, pair, global_rank)
         return self._pairs[pair]
 
-    def _group(self, ranks: tuple[int, ...], own: bool, label: str) -> dist.ProcessGroup:
-        """Returns the process group over `ranks`, made once unless `own` is set."""
-        if own:
+    def _group(self, ranks: tuple[int, ...], separate: bool, label: str) -> dist.ProcessGroup:
+        """Returns the process group over `ranks`, made once unless `separate` is set."""
+        if separate:
             return self._make(ranks, label)
         if ranks not in self._by_ranks:
             is_world = self._shares_world and ranks == tuple(range(dist.get_world_size()))

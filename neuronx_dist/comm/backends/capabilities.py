@@ -2,7 +2,7 @@
 
 A backend that is written in Python (a subclass of torch's ProcessGroup or Backend) has the methods that it overrides.
 A backend in C++ cannot be asked: torch gives it every method, and those without an implementation raise when they are
-called. Such a backend is taken to have all methods, less those that `NEURONX_DIST_LACKS` names, and a call that fails
+called. Such a backend counts as having all methods, less those that `NEURONX_DIST_LACKS` names, and a call that fails
 for want of an implementation is reported as such (`without`). `substitutes.py` does what is missing with what is there.
 """
 

@@ -298,7 +298,7 @@ class CheckBackend(Backend):
         return observed.rank if self.symbolic else observed.number
 
     def communicator(
-        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
+        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, separate: bool = False
     ) -> Communicator:
         observed = self.observed
         assert observed is not None

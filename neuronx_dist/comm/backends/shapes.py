@@ -67,7 +67,7 @@ class ShapesBackend(Backend):
     name = "shapes"
 
     def communicator(
-        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
+        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, separate: bool = False
     ) -> Communicator:
         return ShapesCommunicator(label, next(group for group in groups if global_rank in group), global_rank)
 

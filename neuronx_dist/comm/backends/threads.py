@@ -344,7 +344,7 @@ class ThreadsBackend(Backend):
         self._counts: dict[Hashable, int] = {}
 
     def communicator(
-        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
+        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, separate: bool = False
     ) -> Communicator:
         ranks = tuple(next(group for group in groups if global_rank in group))
         number = self._counts.get((label, ranks), 0)

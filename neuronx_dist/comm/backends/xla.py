@@ -320,7 +320,7 @@ class XlaBackend(Backend):
         self._issued = issued
 
     def communicator(
-        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
+        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, separate: bool = False
     ) -> Communicator:
         group_of_rank = next(group for group in groups if global_rank in group)
         if len(group_of_rank) == 1:

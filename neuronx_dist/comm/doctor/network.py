@@ -49,7 +49,7 @@ def host_name() -> Iterator[Finding]:
     name, chosen = socket.gethostname(), os.environ.get("GLOO_SOCKET_IFNAME")
     names = [interface for _, interface in socket.if_nameindex()]
     if chosen is not None:
-        absent = [each for each in chosen.split(",") if each not in names]
+        absent = [interface for interface in chosen.split(",") if interface not in names]
         if absent:
             remedy = f"set it to one of {', '.join(names)}"
             yield Finding("failed", "GLOO_SOCKET_IFNAME", f"{chosen}: no interface {', '.join(absent)}", remedy)

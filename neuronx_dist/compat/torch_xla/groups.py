@@ -90,10 +90,10 @@ def communicator(groups: Sequence[Sequence[int]] | None) -> Any:
     for axis in _AXES:
         if sorted(sorted(group) for group in mesh.groups(axis)) == lists:
             return axis
-    made = comm.current().__dict__.setdefault("_groups_of_lists", {})
+    communicators = comm.current().__dict__.setdefault("_groups_of_lists", {})
     key = repr(lists)
-    if key not in made:
-        made[key] = comm.new_group(lists, "groups")
-    if made[key] is None:
+    if key not in communicators:
+        communicators[key] = comm.new_group(lists, "groups")
+    if communicators[key] is None:
         raise ValueError(f"rank {comm.rank('world')} is in none of the groups {groups}")
-    return made[key]
+    return communicators[key]

@@ -75,12 +75,15 @@ class Operator:
 
     def operand_names(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
         """Returns the names of tensor parameters, in the order of the rules' operands."""
-        named = [_Slot(name) if is_tensor(value) else value for name, value in zip(self.signature.parameters, args)]
-        slots = {name: _Slot(name) if is_tensor(value) else value for name, value in kwargs.items()}
-        return [slot.name for slot in operands(named, slots, _Slot)]
+        named = [
+            _TensorParameter(name) if is_tensor(value) else value
+            for name, value in zip(self.signature.parameters, args)
+        ]
+        slots = {name: _TensorParameter(name) if is_tensor(value) else value for name, value in kwargs.items()}
+        return [slot.name for slot in operands(named, slots, _TensorParameter)]
 
 
-class _Slot(NamedTuple):
+class _TensorParameter(NamedTuple):
     """Placeholder for the tensor that is passed for a parameter."""
 
     name: str

@@ -246,12 +246,12 @@ def _with_functions(
         later.append(later[-1].union(*(step.uses for step in group)))
     result: list[_BodyLine] = []
     for group, after in zip(together, [*reversed(later)][1:], strict=True):
-        made = dict.fromkeys(name for step in group for name in step.defines)
-        given = [name for name in made if name in after]
+        defined = dict.fromkeys(name for step in group for name in step.defines)
+        given = [name for name in defined if name in after]
         if len(group[0].spans) <= depth or not given:
             result += group
             continue
-        read = sorted({name for step in group for name in step.uses if name in known and name not in made})
+        read = sorted({name for step in group for name in step.uses if name in known and name not in defined})
         name = f"recomputed_{next(numbers)}"
         inner = [f"{INDENT * 2}def {name}({', '.join(read)}):"]
         within = _with_functions(group, given, read, depth + 1, numbers)
@@ -268,13 +268,13 @@ def _with_deletions(steps: Sequence[_BodyLine], read_after: Iterable[str]) -> It
     for number, step in enumerate(steps):
         for name in (*step.defines, *step.uses):
             last[name] = number
-    made = {name for step in steps for name in step.defines} - set(read_after)
+    temporary = {name for step in steps for name in step.defines} - set(read_after)
     for _, group in groupby(enumerate(steps), lambda numbered: (numbered[1].above, numbered[1].context)):
         ended: list[str] = []
         for number, step in group:
             yield step
             names = (*step.defines, *sorted(step.uses))
-            ended += [name for name in names if name in made and last[name] == number]
+            ended += [name for name in names if name in temporary and last[name] == number]
         if ended and number + 1 < len(steps):
             yield step._replace(text=f"del {', '.join(dict.fromkeys(ended))}", comment="", inner=())
 

@@ -56,10 +56,10 @@ _EMITTED_METHOD = re.compile(r"(train_|eval_)(forward|stage_\d+)|stage_\d+")
 class Imports:
     """The names that an emitted file imports, beside the names that every file imports."""
 
-    def __init__(self, taken: Iterable[str] = ()) -> None:
-        """`taken`: names of the program's values."""
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        """`names`: names of the program's values."""
         self.lines: dict[str, str] = {}  # name -> line
-        self.taken = {*taken, *FILE_NAMES}
+        self.used = {*names, *FILE_NAMES}
 
     def name(self, target: Any) -> str:
         """Imports a class or function of a module's top level, or a member of one, and returns its name in the file.
@@ -77,7 +77,7 @@ class Imports:
                 + (" other than the script that runs" if module == "__main__" else "")
             )
         alias, line, number = name, f"from {module} import {name}", 2
-        while alias in self.taken or self.lines.get(alias, line) != line:
+        while alias in self.used or self.lines.get(alias, line) != line:
             alias, line = f"{name}_{number}", f"from {module} import {name} as {name}_{number}"
             number += 1
         self.lines[alias] = line

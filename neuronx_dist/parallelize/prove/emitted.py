@@ -40,10 +40,10 @@ def imported(
     sys.modules[name] = module
     try:
         exec(compile(source, file, "exec"), vars(module))
-        made = parallel_class(module, config or ComputeConfig(size, size), lambda: weights or {}, constants or {})
+        emitted = parallel_class(module, config or ComputeConfig(size, size), lambda: weights or {}, constants or {})
         if config is None:
-            made.RANKS = 1
-        yield made
+            emitted.RANKS = 1
+        yield emitted
     finally:
         sys.modules.pop(name, None)
         linecache.cache.pop(file, None)

@@ -141,7 +141,7 @@ def _types_like(spmd_type: SpmdType, strides: Sequence[int]) -> tuple[SpmdType, 
 def lines_not_compared(source: str, smaller: str) -> list[str]:
     """Returns the lines of an emitted source that are like no line of a smaller one, the first of each kind.
 
-    Lines are alike if they make the same calls, with results of the same types; names of values, weights and numbers
+    Lines are equal if they make the same calls, with results of the same types; names of values, weights and numbers
     (sizes, counts, scales) may differ.
     """
     known = {form for form, _ in _forms(smaller)}

@@ -126,7 +126,7 @@ def _declare_messages(module: ParallelModule, tied: Mapping[str, Any]) -> None:
 
 
 def _fold_parameters(emitted: type[ParallelModule], divisions: Sequence[Division]) -> None:
-    """Keeps two parameters of each kind: equal parameters are treated alike."""
+    """Removes all but two parameters of each kind: what holds for two equal parameters holds for all."""
     read = [_read_parameters(stage) for division in divisions for stage in stages_of(division)]
     equal_parameters: dict[Any, list[str]] = {}
     for name, stored in emitted.STORED.items():

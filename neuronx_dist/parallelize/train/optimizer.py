@@ -27,9 +27,9 @@ from ...gradients.in_backward import paused
 from ...mesh import Mesh
 from ...optimizer.zero1 import NeuronZero1Optimizer
 from ..config import ComputeConfig
-from .devices import device_of
 from .gradient_sync import GradientSync, ShardedSync
 from .layouts import LAYOUT
+from .module_tensors import device_of
 from .optimizer_layout import Rows, optimizer_layout
 from .parallel_module import ParallelModule
 from .reducer import Hook, Reducer
@@ -293,7 +293,7 @@ def _config(module: nn.Module, modules: dict[str, ParallelModule], given: Comput
         ValueError: the configurations of the parallel modules contradict one another, or the one that was passed.
         RuntimeError: a module has no backward.
     """
-    configs = {name or type(module).__name__: each.compute_config for name, each in modules.items()}
+    configs = {name or type(module).__name__: parallel.compute_config for name, parallel in modules.items()}
     for name, config in configs.items():
         if config.inference_only:
             raise RuntimeError(f"{name!r} was compiled with inference_only=True: it has no backward to train by")

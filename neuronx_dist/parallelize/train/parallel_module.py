@@ -28,9 +28,8 @@ from ...torch_internals.tensors import pytree, state_dict_metadata
 from ...weights.shard_spec import ShardedModule, set_spec
 from ...weights.wrappers import refuse_wrapper
 from ..config import ComputeConfig
-from .buffers import buffers_kept
-from .devices import device_of
 from .layouts import LAYOUT, layout_data
+from .module_tensors import buffers_kept, device_of
 from .pipelined import Pipelined, StageTable
 from .random_stream import whole_values
 from .recorded_arguments import at_path, check_arguments
@@ -316,7 +315,7 @@ class ParallelModule(Container):
         """Replaces the gradients by the sums over all samples, and returns the results of forward.
 
         Args:
-            samples: values of forward's first argument; a single sample is taken as a list of one. A pipeline takes a
+            samples: values of forward's first argument; a single sample is a list of one. A pipeline takes a
                 list of `pipeline_nmicros` samples.
             is_dummy_batch: marks samples that add nothing, neither to gradients nor to statistics in buffers.
             scale_fn: scales the loss before backward; the returned loss is not scaled.
@@ -371,7 +370,7 @@ class ParallelModule(Container):
         return self.EVAL_STAGES or self.STAGES if not self.training else self.STAGES
 
     def infer_step(self, samples: Sequence[Any]) -> list[Any]:
-        """Returns the results of forward for each sample, without gradients; a single sample is taken as a list of one.
+        """Returns the results of forward for each sample, without gradients; a single sample is a list of one.
 
         Raises:
             RuntimeError: the module is not end2end.

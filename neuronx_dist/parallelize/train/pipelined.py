@@ -27,8 +27,7 @@ from ...pipeline.schedule.tasks import OTHER_END
 from ...program.recording import TensorSpec
 from ...torch_internals.tensors import pytree
 from ..choose.stages import schedule_of
-from .buffers import buffers_kept
-from .devices import device_of
+from .module_tensors import buffers_kept, device_of
 
 __all__ = ["Pipelined", "StageTable"]
 

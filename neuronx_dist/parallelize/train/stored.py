@@ -63,7 +63,7 @@ def stored_of(module: nn.Module | None, *divisions: Division) -> dict[str, Store
     layouts: dict[str, Layout] = {}
     values: dict[str, Value] = {}
     for division in divisions:
-        for value, whole in zip(_kept(division.program), _kept(division.whole), strict=True):
+        for value, whole in zip(_leaves(division.program), _leaves(division.whole), strict=True):
             layout = _layout(value, division)
             before = layouts.setdefault(value.path, layout)
             if before != layout:
@@ -108,7 +108,7 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 Layout = tuple[SpmdType, str]  # type, and the part of the axis over which the tensor is cut
 
 
-def _kept(program: Program) -> list[Value]:
+def _leaves(program: Program) -> list[Value]:
     return [*program.parameters, *program.buffers]
 
 

@@ -1,7 +1,7 @@
 """Cuts that balance what the pieces of a model compute and hold.
 
 First the most floating-point operations of any piece are made few, which is what a step's time is about, then the most
-parameters of any piece, which is memory; of such cuts those are taken whose pieces are most equal. Pieces are
+parameters of any piece, which is memory; of such cuts those are chosen whose pieces are most equal. Pieces are
 contiguous, so each bound is found exactly by bisection with a greedy test; the cuts within them by dynamic programming.
 """
 

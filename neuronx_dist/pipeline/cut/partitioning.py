@@ -42,7 +42,7 @@ def partition(
 
     Args:
         cuts: names of layers; "layers": evenly between layers of `layer_classes`; "balanced": see `balance`.
-        recording: of the model's forward; None: layers are taken to run in the order in which they are registered.
+        recording: of the model's forward; None: layers are assumed to run in the order in which they are registered.
         chunks: pieces on each stage, for error messages.
 
     Raises:
@@ -74,6 +74,6 @@ def _check_divides(layers: int, pieces: int, chunks: int, layer_classes: Sequenc
     if layers < pieces and chunks > 1:
         raise ValueError(
             f"auto_partition: {pieces // chunks} pipeline stages with {chunks} chunks each (virtual_pipeline_size, or "
-            f"the schedule's own) need at least {pieces} transformer layers, found {layers}: use a schedule with fewer "
+            f"the schedule's) need at least {pieces} transformer layers, found {layers}: use a schedule with fewer "
             "chunks, such as '1f1b', or fewer stages, or check transformer_layer_cls"
         )

@@ -96,10 +96,10 @@ class StageFunction:
         for node in plan.nodes:
             for argument in node.all_input_nodes:
                 last_use[argument] = node
-        kept = {*plan.sent, *(leaf for leaf in plan.outputs if isinstance(leaf, fx.Node))}
+        results = {*plan.sent, *(leaf for leaf in plan.outputs if isinstance(leaf, fx.Node))}
         ends: dict[fx.Node, list[fx.Node]] = {}
         for node, user in last_use.items():
-            if node not in kept:
+            if node not in results:
                 ends.setdefault(user, []).append(node)
         self._arrivals = [(self._slot(node), node in plan.copied) for node in plan.received]
         steps: list[_StageStep] = []

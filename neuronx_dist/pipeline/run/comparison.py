@@ -77,7 +77,7 @@ class PipelineComparison:
     """Compares this rank's model, and its passes, with the other ranks of the pipeline.
 
     Attributes:
-        pieces: the statement of the cut model, kept for a check, which plays ranks in turn and compares them itself.
+        pieces: the statement of the cut model, saved for a check, which plays ranks in turn and compares them itself.
     """
 
     def __init__(self) -> None:

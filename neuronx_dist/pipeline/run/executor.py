@@ -1,8 +1,8 @@
 """Computes a stage's tasks: forwards, and backwards whole or in halves; keeps activations between them.
 
     F   take the activations of the stage before, run the chunk, keep what backward needs, pass the results on
-    B   take the gradients of the stage after, run backward, free what was kept, pass the inputs' gradients back
-    I   as B, but parameters get no gradient yet; what their gradients need is kept
+    B   take the gradients of the stage after, run backward, free what was saved, pass the inputs' gradients back
+    I   as B, but parameters get no gradient yet; what their gradients need is saved
     W   compute the gradients of parameters, free the rest
 
 A transport brings and takes away tensors, and decides when each task is due. halves.py divides a backward.
@@ -63,7 +63,7 @@ class Executor:
 
     Attributes:
         results: by microbatch, on the stage that ends the model: losses, or lists of output leaves; None elsewhere.
-        peak_in_flight: the most forwards of which activations were kept at one time, counted as a schedule does: from
+        peak_in_flight: the most forwards of which activations were saved at one time, counted as a schedule does: from
             the forward to the backward, or to the second half. Between the halves `WeightHalf` alone keeps tensors.
     """
 

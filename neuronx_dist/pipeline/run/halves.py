@@ -15,7 +15,7 @@ Input half (`divide`). `torch.autograd.grad(roots, inputs, retain_graph=True)` m
 a node computes only the results that the engine asks for: a linear layer computes its input gradient, not its weight
 gradient. A prehook, which runs after all hooks of users, keeps the gradients that arrive at each branch.
 
-Weight half (`WeightHalf.run`). Each branch is called again with the gradients that were kept: `node(*grads)`. Which
+Weight half (`WeightHalf.run`). Each branch is called again with the gradients that were saved: `node(*grads)`. Which
 results it computes it looks up in the engine's record of what was asked for, so the calls happen inside of another
 engine run, `torch.autograd.grad(start, [start, *edges])`, whose only node, `_CallInBackward`, makes them. No hook
 runs again, and no gradient goes on along the line. The results lie at edges such as those to w3, T and w1; one ordinary
@@ -40,7 +40,7 @@ not divided, and its whole backward is the input half. The stage warns of both o
 
 Memory. After the input half, nodes on the line that do not branch are not needed any more. The engine runs with
 `retain_graph`, so their saved tensors are freed here (`_free`): hooks on a saved tensor replace it, these ones by None.
-Activation checkpoints recompute in the input half; tensors that the weight half needs are kept (recomputation.py).
+Activation checkpoints recompute in the input half; tensors that the weight half needs are stored (recomputation.py).
 
 `torch_internals/autograd.py` holds the private parts of torch: saved tensors, metadata and flags of a node.
 """
@@ -221,7 +221,7 @@ def divide(
                 branch.node.register_prehook(keep_for_later)
                 branch.node.register_hook(keep_no_more)
         if branch.once:
-            branch.node.register_hook(partial(_keep_results, results, index))
+            branch.node.register_hook(partial(_store_results, results, index))
         else:
             _ask(branch, False)
             branch.node.register_prehook(partial(arrived.__setitem__, index))
@@ -281,8 +281,8 @@ def _called(branch: Branch, grads: Grads) -> Grads:
     return [None if child is None else next(by_edge) for child, _ in node.next_functions]
 
 
-def _keep_results(kept: dict[int, Grads], index: int, results: Grads, _: Grads) -> None:
-    kept[index] = results
+def _store_results(by_branch: dict[int, Grads], index: int, results: Grads, _: Grads) -> None:
+    by_branch[index] = results
 
 
 def _keep_saved(rerun: Sequence[Sequence[Any]], index: int, _: Grads) -> None:

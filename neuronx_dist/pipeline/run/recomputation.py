@@ -1,7 +1,7 @@
 """Activation checkpointing under a backward in halves: tensors recomputed in the first half serve the second, too.
 
 `torch.utils.checkpoint` recomputes a layer when a backward first asks for a saved tensor, and returns each tensor once:
-the second half would recompute the layer again. So tensors that the second half needs are kept (`keep_for_later`).
+the second half would recompute the layer again. So tensors that the second half needs are stored (`keep_for_later`).
 
 The reentrant form of a checkpoint runs a backward inside of the outer one, which cannot be divided. In forwards whose
 backward is divided it is replaced by the other form, which computes the same.
@@ -21,7 +21,7 @@ from ...spmd.checkpoint_hooks import treated_checkpoints
 
 __all__ = ["CheckpointsSeen", "keep_for_later", "keep_no_more", "seen_checkpoints"]
 
-_local = threading.local()  # .keeps: whether recomputed tensors are kept
+_local = threading.local()  # .keeps: whether recomputed tensors are stored
 
 
 class CheckpointsSeen:
@@ -35,7 +35,7 @@ class CheckpointsSeen:
 
 
 class _SavedTensor:
-    """A saved tensor that is recomputed on access; `tensor` is set once it is kept."""
+    """A saved tensor that is recomputed on access; `tensor` is set once it is stored."""
 
     __slots__ = ("holder", "tensor")
 
@@ -50,7 +50,7 @@ def seen_checkpoints() -> Iterator[CheckpointsSeen]:
     checkpoints = CheckpointsSeen()
 
     def keeping(hook: Any) -> Any:
-        """Makes torch's hook return a kept tensor in place of recomputing it."""
+        """Makes torch's hook return a stored tensor in place of recomputing it."""
         checkpoints.any = True
         pack, recompute = hook.pack_hook, hook.unpack_hook
 

@@ -46,7 +46,7 @@ def run_batch(
 
     Returns:
         `(results, peak)`: by microbatch, on the stage that ends the model, the loss, the forward's result, or both as a
-        pair, as the program has them, None elsewhere; and the most forwards of which activations were kept at one time.
+        pair, as the program has them, None elsewhere; and the most forwards whose activations were saved at one time.
 
     Raises:
         any error of a task, with the task and the stage before the message.

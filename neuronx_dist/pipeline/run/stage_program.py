@@ -57,7 +57,7 @@ class Programs:
     """The programs of a model that were used last, by key.
 
     Attributes:
-        most: number of programs that are kept.
+        most: number of programs in memory.
     """
 
     def __init__(self, most: int) -> None:

@@ -1,7 +1,7 @@
 """Trace of a rank's steps, for Perfetto (ui.perfetto.dev) and for `neuronx-dist timeline --trace`.
 
 A rank is a process of the trace. It has a track of its tasks and of its waits for messages, which do not overlap, a
-track of steps, tracks of its collectives, sends and receives, and a counter of the activations that are kept. Arrows go
+track of steps, tracks of its collectives, sends and receives, and a counter of the saved activations. Arrows go
 from the task that sends to the one that receives.
 
 Without a trace nothing here is called: a `Trace` puts itself between executor and transport, and attaches itself to
@@ -159,8 +159,8 @@ class Trace:
         fields = {"name": "message", "cat": "message", "id": number, "pid": self.rank, "tid": TASKS}
         self._events.append(_Event({"ph": "s", **fields} if starts else {"ph": "f", "bp": "e", **fields}, begin))
 
-    def counter(self, begin: Any, kept: int) -> None:
-        fields = {"ph": "C", "name": "activations kept", "pid": self.rank, "args": {"forwards": kept}}
+    def counter(self, begin: Any, forwards: int) -> None:
+        fields = {"ph": "C", "name": "activations kept", "pid": self.rank, "args": {"forwards": forwards}}
         self._events.append(_Event(fields, begin))
 
     def add(self, call: recording.Call) -> None:

@@ -10,7 +10,7 @@ __all__ = ["Inference", "OneMicrobatch"]
 
 
 class Inference(Schedule):
-    """The forwards of a schedule of training: the schedule of evaluation. Nothing is kept for a backward.
+    """The forwards of a schedule of training: the schedule of evaluation, which saves nothing for a backward.
 
     Args:
         training: None: 1F1B, with one chunk on each stage.

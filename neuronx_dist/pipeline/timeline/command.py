@@ -17,12 +17,11 @@ from typing import Any
 from ...command_line import command_parser, count
 from ..schedule import Costs, Inference, Schedule, training_schedule
 from ..schedule.selection import NAMES, check_sizes
-from .chart import Chart, simulated
+from .chart import LEGEND, Chart, simulated, text
 from .png import save_png
 from .recorded import measured_costs, recorded
 from .scene import draw
 from .svg import html, svg
-from .text import LEGEND, text
 
 __all__ = ["arguments", "run"]
 
@@ -104,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         raise argparse.ArgumentError(None, f"--step {args.step} is a step of a trace: give --trace too")
     for option in ("stages", "microbatches"):
         if args.trace and getattr(args, option) is not None:
-            raise argparse.ArgumentError(None, f"--{option} does not go with --trace, which has its own")
+            raise argparse.ArgumentError(None, f"--{option} goes with --schedule: a trace records it")
     if not args.schedule and not args.trace:
         raise argparse.ArgumentError(None, "nothing to draw: give --schedule or --trace")
     try:

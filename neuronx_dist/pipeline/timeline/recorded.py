@@ -73,7 +73,7 @@ def recorded(paths: Sequence[str], step: int | None = None) -> Chart:
 def measured_costs(chart: Chart) -> Costs:
     """Median costs of the tasks in a chart, all chunks of a stage together, for a simulation to compare with.
 
-    The halves of a whole backward are taken to be equally long.
+    The halves of a whole backward are assumed equally long.
     """
     durations: dict[Kind, list[float]] = defaultdict(list)
     for bars in chart.stages:

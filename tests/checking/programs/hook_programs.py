@@ -85,7 +85,7 @@ def ddp_overlapped(model, optimizer, x):
 
 @program()
 def ddp_by_accumulators(model, optimizer, x):
-    """As Apex and Megatron did: hooks on the nodes that accumulate."""
+    """Sums gradients as Apex and Megatron did: by hooks on the nodes that accumulate."""
     kept = []
     for param in model.parameters():
         node = param.expand_as(param).grad_fn.next_functions[0][0]

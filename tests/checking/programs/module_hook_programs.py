@@ -75,7 +75,7 @@ def node_prehook_halves(model, optimizer, x):
 
 @program(with_hooks(reduced_after, AFTER), assumed="hook")
 def node_hook_changes_what_it_gives(model, optimizer, x):
-    """What flows out of a node has no tensor to which it belongs."""
+    """Changes the results of a node, which have no tensor to which they belong."""
     squares = torch.tanh(model.down(torch.tanh(model.up(x)))).square()
     squares.grad_fn.register_hook(lambda given, grads: (given[0] * (1 + comm.rank("dp")),))
     squares.sum().backward()

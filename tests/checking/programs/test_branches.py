@@ -1,4 +1,4 @@
-"""What ranks of one stage do differently, from records of their calls."""
+"""Differences between ranks of one stage, from records of their calls."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ WAYS = {
 @pytest.mark.parametrize("what", WAYS)
 def test_the_first_difference(what: str) -> None:
     first, second, words = WAYS[what]
-    (told,) = differences(explored((0, first), (1, second)))
-    assert told.endswith(words)
+    (difference,) = differences(explored((0, first), (1, second)))
+    assert difference.endswith(words)
     assert differences(explored((0, first), (1, first))) == []
     assert differences(explored((0, first), (4, second))) == [], "stages do different things"
 

@@ -1,4 +1,4 @@
-"""What is recorded of a program's calls, to be compared between ranks: operators, draws, numbers that differ."""
+"""Records of a program's calls, to be compared between ranks: operators, draws, numbers that differ."""
 
 from __future__ import annotations
 

@@ -159,14 +159,16 @@ def test_what_is_told_of_a_cell_is_true_of_all_its_ranks(mesh):
             tables = [read.answers for read in backend.reads]
         for table in tables:
             cells.cut(table)
-        kept = cells.representatives()
-        assert sum(map(cells.count, kept)) == mesh.world_size and len(set(kept)) == len(kept)
+        representatives = cells.representatives()
+        assert sum(map(cells.count, representatives)) == mesh.world_size and len(set(representatives)) == len(
+            representatives
+        )
         for one in range(mesh.world_size):
             stand_in = cells.representative(one)
-            assert stand_in in kept and cells.representative(stand_in) == stand_in
+            assert stand_in in representatives and cells.representative(stand_in) == stand_in
             assert all(t.at(mesh.coordinates(one)) == t.at(mesh.coordinates(stand_in)) for t in tables)
             assert one in list(cells.backwards([stand_in]))
-        places = [mesh.place(r) for r in cells.backwards(kept)]
+        places = [mesh.place(r) for r in cells.backwards(representatives)]
         assert places == list(reversed(range(mesh.world_size)))
 
 

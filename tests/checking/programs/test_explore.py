@@ -1,4 +1,4 @@
-"""Which programs are the same, which ranks run them, what is played again; tensors that are made fake."""
+"""Equal programs, the ranks that run them, repeated plays; tensors that are made fake."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_no_time_is_no_program() -> None:
 
 
 def test_time_runs_out_while_a_model_is_built() -> None:
-    """It is looked at every 64 operators."""
+    """The time is looked at every 64 operators."""
     built: list[int] = []
 
     def model_fn() -> Any:
@@ -166,7 +166,7 @@ def test_what_hooks_call_is_of_the_program() -> None:
     for level in ("G", "L"):
         explored = explore(Subject(model_fn, models.example_inputs(), level=level), Mesh(2, tp=2), Deadline(None))
         (only,) = explored.distinct
-        assert only.failure is None and [each.name for each in only.ops].count("neg") == 1
+        assert only.failure is None and [op.name for op in only.ops].count("neg") == 1
 
 
 def test_a_rank_does_the_same_if_it_is_told_the_same_in_every_phase() -> None:
@@ -212,8 +212,8 @@ def test_tensors_of_models_and_optimizers_become_fake() -> None:
     model.register_buffer("strided", strided)
     old = {id(x) for x in (*model.parameters(), *model.buffers())}
     mode, device = FakeTensorMode(), torch.device("cpu")
-    made = fakes.make_fake(model, optimizer, mode, device)
-    assert {id(before) for before, _ in made.values()} >= old
+    fake = fakes.make_fake(model, optimizer, mode, device)
+    assert {id(before) for before, _ in fake.values()} >= old
     for x in (*model.parameters(), *model.buffers(), model.plain):
         assert isinstance(x, FakeTensor) and x.fake_mode is mode and x.device == device
     weight = model[0].weight
@@ -238,13 +238,13 @@ def test_what_is_a_part_of_a_parameter_is_that_part_of_its_fake() -> None:
     optimizer = torch.optim.SGD(parts, lr=0.1)
     mode = FakeTensorMode()
     fakes.make_fake(model, optimizer, mode, torch.device("cpu"))
-    made = optimizer.param_groups[0]["params"]
-    assert [torch._C._is_alias_of(part, model.weight) for part in made] == [True, True, False, False, False]
-    assert [(tuple(part.shape), part.storage_offset(), part.dtype) for part in made] == [
+    params = optimizer.param_groups[0]["params"]
+    assert [torch._C._is_alias_of(part, model.weight) for part in params] == [True, True, False, False, False]
+    assert [(tuple(part.shape), part.storage_offset(), part.dtype) for part in params] == [
         ((2, 2), 4, torch.float32), ((2, 2), 8, torch.float32), ((2, 2), 0, torch.int32),
         ((6, 1), 0, torch.float32), ((2, 2), 0, torch.float32),
     ]  # fmt: skip
-    assert all(isinstance(part, FakeTensor) and part.fake_mode is mode for part in made)
+    assert all(isinstance(part, FakeTensor) and part.fake_mode is mode for part in params)
 
 
 def test_inputs_become_fake_once() -> None:
@@ -281,7 +281,7 @@ def test_torch_logs_nothing_meanwhile() -> None:
 
 def test_hooks_of_a_step_are_gone_after_it() -> None:
     model, calls = nn.Linear(2, 2), []
-    kept = model.register_forward_hook(lambda *args: calls.append("kept"))
+    handle = model.register_forward_hook(lambda *args: calls.append("kept"))
     model.weight.register_hook(lambda grad: calls.append("kept gradient"))
     with pytest.raises(KeyError), kept_hooks(model):
         model.register_forward_hook(lambda *args: calls.append("new"))
@@ -289,7 +289,7 @@ def test_hooks_of_a_step_are_gone_after_it() -> None:
         model.register_full_backward_hook(lambda *args: calls.append("backward"))
         model.weight.register_hook(lambda grad: calls.append("new gradient"))
         model.bias.register_post_accumulate_grad_hook(lambda param: calls.append("after"))
-        kept.remove()
+        handle.remove()
         raise KeyError
     model(torch.ones(1, 2)).sum().backward()
     assert calls == ["kept", "kept gradient"] and gc.isenabled()

@@ -1,4 +1,4 @@
-"""What an optimizer may use: gradients and buffers that are no parts of a sum, and what is said of others."""
+"""Tensors that an optimizer may use: gradients and buffers that are no parts of a sum; messages about all others."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_an_optimizer_is_refused() -> None:
 def refused(
     *parameters: tuple[dict[str, Any] | None, Any], own_types: Any = R, **options: Any
 ) -> spmd.SpmdTypeError | None:
-    """What SGD's gate says of parameters with gradients: (types of the gradient or None, a gradient or not)."""
+    """Returns SGD's refusal of parameters with gradients: (types of the gradient or None, a gradient or not)."""
     params = []
     with comm.as_rank(Mesh(4, tp=2), 0), spmd.SpmdTypeMode() as mode:
         for index, (types, has_gradient) in enumerate(parameters):
@@ -129,7 +129,7 @@ def test_a_learning_rate_may_grow_with_the_ranks(optimizer_class: type[torch.opt
 
 
 def test_buffers_after_a_step() -> None:
-    def told(types: dict[str, Any], origins: Any = None) -> tuple[str, list[str]]:
+    def refusal_of(types: dict[str, Any], origins: Any = None) -> tuple[str, list[str]]:
         model = nn.BatchNorm1d(2)
         with comm.as_rank(Mesh(8, tp=2, pp=2), 0), spmd.SpmdTypeMode() as mode:
             write(model.running_mean, TensorType.of(types), origins, mode.session)
@@ -142,8 +142,8 @@ def test_buffers_after_a_step() -> None:
 
     texts = {}
     for kind in (P, P("avg"), P("max"), scaled(R, 1), scaled(I, -1), R, V, S(0), scaled(V, 1)):
-        text, assumed = told({"tp": kind})
+        text, assumed = refusal_of({"tp": kind})
         texts[str(kind)] = text + "\n".join(assumed)
-    texts["with where it began"] = told({"tp": P}, {"tp": Origin("a sum", "a.py:1")})[0]
-    texts["of another stage"] = "".join(told({"pp": V})[1])
+    texts["with where it began"] = refusal_of({"tp": P}, {"tp": Origin("a sum", "a.py:1")})[0]
+    texts["of another stage"] = "".join(refusal_of({"pp": V})[1])
     assert_reviewed(HERE.with_name("expected_buffers.txt"), texts)

@@ -151,7 +151,7 @@ def test_another_group_than_tp(axis):
 
 
 def _at_level_l():
-    """What is checked of each model above: (name, model_fn, inputs, mesh, in_types)."""
+    """Arguments of the check of each model above: (name, model_fn, inputs, mesh, in_types)."""
     for name, model_fn in models.LINEARS.items():
         mesh = {**MESH, "tp": 2} if name.endswith("sequence 0") else MESH
         yield name, model_fn, X, mesh, sharded(mesh)

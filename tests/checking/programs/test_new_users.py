@@ -1,4 +1,4 @@
-"""What people who use the checker for the first time write, and what they are told: repairs that can be pasted."""
+"""Programs of people who use the checker for the first time, and its answers: repairs that can be pasted."""
 
 from __future__ import annotations
 

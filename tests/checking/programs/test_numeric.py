@@ -18,7 +18,7 @@ MESH = {"dp": 2, "tp": 2}
 
 
 class Mean(models.MLP):
-    """Its loss is a mean, which over dp is again one: what the sum's constant leaves to the caller."""
+    """A model whose loss is a mean, which over dp is again one: what the sum's constant leaves to the caller."""
 
     def __init__(self, defect: str = "") -> None:
         super().__init__(defect)
@@ -188,22 +188,22 @@ def test_a_scale_that_is_wrong_by_a_thousandth_is_seen():
 
 
 class Classifier(nn.Module):
-    def __init__(self, own: bool) -> None:
+    def __init__(self, local_mean: bool) -> None:
         super().__init__()
-        self.linear, self.own = nn.Linear(4, 5), own
+        self.linear, self.local_mean = nn.Linear(4, 5), local_mean
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits = self.linear(x)
-        if self.own:
+        if self.local_mean:
             return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         items = nxd.global_num_items(labels, shift=False, dtype=logits.dtype)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / items
 
 
 @pytest.mark.parametrize("numeric", [False, True])
-@pytest.mark.parametrize("own", [False, True])
-def test_ranks_have_other_numbers_of_labels_that_count(own, numeric):
+@pytest.mark.parametrize("local_mean", [False, True])
+def test_ranks_have_other_numbers_of_labels_that_count(local_mean, numeric):
     labels = torch.tensor([[0, 1, 2, 3], [4, 0, -100, -100]])
-    report = spmd.check(lambda: Classifier(own), (torch.empty(2, 4, 4), labels), {"dp": 2}, numeric=numeric)
-    assert report.ok == (not (own and numeric)), str(report)
-    assert any("as many targets count" in text for text in report.assumed) == own
+    report = spmd.check(lambda: Classifier(local_mean), (torch.empty(2, 4, 4), labels), {"dp": 2}, numeric=numeric)
+    assert report.ok == (not (local_mean and numeric)), str(report)
+    assert any("as many targets count" in text for text in report.assumed) == local_mean

@@ -36,7 +36,7 @@ class Named(Summed):
 
 
 class Skipping(Summed):
-    """What the embedding gives is used again in the last stage; blocks pass on tuples with a mask."""
+    """A model whose last stage uses the embedding's result again; its blocks pass on tuples with a mask."""
 
     def body(self, x):
         first = x

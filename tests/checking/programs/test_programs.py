@@ -80,10 +80,10 @@ def test_ranks_that_do_not_communicate_alike(defect, message, ranks, calls):
     assert problem.kind == "collectives"
     assert message in problem.message, problem.message
     assert not ranks or set(problem.ranks) == ranks
-    own = [line for line in problem.lines if line.startswith(models.__file__)]
-    assert len(own) == calls, problem
-    assert all("comm." in source(line) or "for op" in source(line) for line in own), [source(line) for line in own]
-    for line in own:
+    lines = [line for line in problem.lines if line.startswith(models.__file__)]
+    assert len(lines) == calls, problem
+    assert all("comm." in source(line) or "for op" in source(line) for line in lines), [source(line) for line in lines]
+    for line in lines:
         assert line in problem.message  # both source lines are told
 
 
@@ -292,14 +292,14 @@ def test_a_model_function_that_returns_something_else():
 
 
 def test_an_optimizer_may_be_made_of_the_parameters():
-    made = []
+    models_built = []
 
     def optimizer(params):
-        made.append(nxd.NeuronZero1Optimizer(params, torch.optim.AdamW))
-        return made[-1]
+        models_built.append(nxd.NeuronZero1Optimizer(params, torch.optim.AdamW))
+        return models_built[-1]
 
     report = spmd.check(models.model_fn, models.example_inputs(), MESH, optimizer=optimizer, level=None)
-    assert report.ok and made
+    assert report.ok and models_built
     assert report.collectives == 1 + 3  # the row layer's; reduce-scatter, norm and all-gather of the optimizer
 
 

@@ -16,7 +16,7 @@ MESHES = [Mesh(8, tp=4, topology=name, ranks_per_node=8) for name in ("trn1", "t
 
 
 class Mean(models.MLP):
-    """Its loss is a mean, which over dp is again one."""
+    """A model whose loss is a mean, which over dp is again one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.down(torch.relu(self.up(x)))
@@ -41,11 +41,11 @@ def test_a_pipeline_has_as_many_programs_as_on_the_linear_order(mesh, sizes):
     mesh = replace(mesh, **sizes)
     options = {"zero1": True, "optimizer": True}
     report, linear = (
-        spmd.check(models.pipeline, models.pipeline_inputs(), each, options=options, level=None)
-        for each in (mesh, replace(mesh, topology="linear"))
+        spmd.check(models.pipeline, models.pipeline_inputs(), variant, options=options, level=None)
+        for variant in (mesh, replace(mesh, topology="linear"))
     )
     assert report.ok, str(report)
-    numbers = [(each.programs, each.runs, each.operators, each.collectives) for each in (report, linear)]
+    numbers = [(result.programs, result.runs, result.operators, result.collectives) for result in (report, linear)]
     assert numbers[0] == numbers[1]
 
 

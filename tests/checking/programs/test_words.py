@@ -1,4 +1,4 @@
-"""What the parts of a check say, and what they take for what: values, losses, gradients, inputs, seeds, numbers."""
+"""Texts of the parts of a check, and what they read: values, losses, gradients, inputs, seeds, numbers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from neuronx_dist import Mesh, comm, spmd
 from neuronx_dist.checking import api
 from neuronx_dist.checking.programs import calls, compare, numeric, played
 from neuronx_dist.checking.programs.calls import Draw, Op
-from neuronx_dist.checking.programs.differing_seeds import axes_between, differing_seeds
-from neuronx_dist.checking.programs.explore import PhaseFailure
+from neuronx_dist.checking.programs.explore import PhaseFailure, axes_between, differing_seeds
 from neuronx_dist.checking.programs.inputs import declare_inputs
 from neuronx_dist.comm.backends.observed import CheckBackend, Event
 from neuronx_dist.comm.ranks.rank_values import RankValue
@@ -107,8 +106,8 @@ def test_the_optimizer_of_a_model_that_has_none() -> None:
 
 
 def test_values_for_inputs_that_have_none() -> None:
-    made = numeric._real(torch.empty(2, 3, dtype=torch.bfloat16, device="meta"))
-    assert made.dtype == torch.float64 and torch.equal(made.view(-1), (torch.arange(6.0).double() * 0.7).sin())
+    real = numeric._real(torch.empty(2, 3, dtype=torch.bfloat16, device="meta"))
+    assert real.dtype == torch.float64 and torch.equal(real.view(-1), (torch.arange(6.0).double() * 0.7).sin())
     ids = numeric._real(torch.empty(2, 2, dtype=torch.int32, device="meta"))
     assert ids.dtype == torch.int32 and ids.tolist() == [[0, 1], [0, 1]]
     x = torch.ones(2)
@@ -123,10 +122,10 @@ def test_each_data_parallel_rank_gets_other_values() -> None:
     labels = torch.tensor([[1, 2], [-100, 4]])
     assert numeric._variant(labels, 1).tolist() == [[-100, -100], [1, -100]]
     with comm.as_rank(Mesh(4, tp=2), 2):  # dp 1
-        own = numeric._inputs({"x": x, "n": torch.tensor(3), "s": "s"}, nn.Linear(1, 1), 1)
+        inputs = numeric._inputs({"x": x, "n": torch.tensor(3), "s": "s"}, nn.Linear(1, 1), 1)
         both = numeric._inputs({"x": x, "n": torch.tensor(3), "s": "s"}, nn.Linear(1, 1), 2)
         assert numeric._inputs(lambda: (x,), nn.Linear(1, 1), 2)[0].dtype == torch.float64
-    assert torch.allclose(own["x"], torch.tensor([0.8, 1.5]).double()) and own["n"] == 3 and own["s"] == "s"
+    assert torch.allclose(inputs["x"], torch.tensor([0.8, 1.5]).double()) and inputs["n"] == 3 and inputs["s"] == "s"
     assert torch.allclose(both["x"], torch.tensor([1.0, 2.0, 0.8, 1.5]).double()) and both["n"] == 3
 
 
@@ -153,27 +152,27 @@ def test_how_a_gradient_is_wrong(words: str) -> None:
 
 
 def test_values_that_are_compared() -> None:
-    def told(expected: Any, *by_rank: Any) -> list[tuple[str, tuple[int, ...]]]:
+    def compared(expected: Any, *by_rank: Any) -> list[tuple[str, tuple[int, ...]]]:
         return [(p.message, p.ranks) for p in numeric._compare(expected, [*by_rank], MESH)]
 
     right = (2.0, {"a": G, "b": G})
-    assert told(right, right, (2.0, {"a": G}), (None, {})) == [] == told((None, {}), (3.0, {}))
-    assert told(right, right, (2.00019, {})) == []
-    assert told(right, right, (2.001, {}), (4.0, {})) == [
+    assert compared(right, right, (2.0, {"a": G}), (None, {})) == [] == compared((None, {}), (3.0, {}))
+    assert compared(right, right, (2.00019, {})) == []
+    assert compared(right, right, (2.001, {}), (4.0, {})) == [
         ("the loss is 2.001 on rank 1 and 2 in one process, 1 times that", (1,))
     ]
-    assert told((0.0, {}), (1.0, {})) == [("the loss is 1 on rank 0 and 0 in one process", (0,))]
+    assert compared((0.0, {}), (1.0, {})) == [("the loss is 1 on rank 0 and 0 in one process", (0,))]
     shape = "the gradient of a has shape [2, 1] on rank 1, [2] in one process"
-    assert told(right, right, (2.0, {"a": G.view(2, 1), "b": G})) == [(shape, (1,))]
-    both = told(right, right, (2.0, {"a": G.view(2, 1), "b": 3 * G}), (4.0, {"a": G, "b": G}))
+    assert compared(right, right, (2.0, {"a": G.view(2, 1), "b": G})) == [(shape, (1,))]
+    both = compared(right, right, (2.0, {"a": G.view(2, 1), "b": 3 * G}), (4.0, {"a": G, "b": G}))
     assert both == [
         ("the loss is 4 on rank 2 and 2 in one process, 2 times that", (2,)), (f"{shape}; and 1 more of 2", (1,)),
     ]  # fmt: skip
     assert [p.kind for p in numeric._compare(right, [(4.0, {})], MESH)] == ["values"]
     assert (
-        told((None, {"a": G}), (None, {"a": G * (1 + 0.9e-4)}))
+        compared((None, {"a": G}), (None, {"a": G * (1 + 0.9e-4)}))
         == []
-        != told((None, {"a": G}), (None, {"a": G * (1 + 1.1e-4)}))
+        != compared((None, {"a": G}), (None, {"a": G * (1 + 1.1e-4)}))
     )
 
 
@@ -193,13 +192,16 @@ def test_types_of_inputs() -> None:
     plain = {"dp": S(0), "cp": R, "tp": R}
     rest = types({"x": x()})[0]
     assert rest["dp"] == S(0) and rest.get("tp", R) is R
-    own = types({"x": x(), "n": 3, "num_items_in_batch": count()})
-    assert own[0] == rest and own[1] is None and own[2]["dp"] == scaled(R, -1)
+    found = types({"x": x(), "n": 3, "num_items_in_batch": count()})
+    assert found[0] == rest and found[1] is None and found[2]["dp"] == scaled(R, -1)
     assert types((x(), y()), {"tp": S(0)})[0]["tp"] == S(0)
-    assert [each["tp"] for each in types({"x": x(), "y": y()}, {"x": {"tp": S(1)}, "y": {"tp": V}})] == [S(1), V]
+    assert [leaf_types["tp"] for leaf_types in types({"x": x(), "y": y()}, {"x": {"tp": S(1)}, "y": {"tp": V}})] == [
+        S(1),
+        V,
+    ]
     named = types({"x": x(), "y": y()}, {"y": {"tp": V}})
     assert named[0] == rest and named[1]["tp"] is V
-    assert [each.get("tp", R) for each in types([x(), y()], [{"tp": S(1)}])] == [S(1), R]
+    assert [leaf_types.get("tp", R) for leaf_types in types([x(), y()], [{"tp": S(1)}])] == [S(1), R]
     with pytest.raises(ValueError) as error:
         types({"x": x(), "y": y()}, {"z": {"tp": V}, "w": {}})
     assert str(error.value) == "in_types names w, z, but the inputs are x, y" and plain
@@ -304,27 +306,28 @@ def test_what_a_phase_raised_in_words() -> None:
     line = f"{__file__}:{error.__traceback__.tb_lineno}"  # type: ignore[union-attr]
     mesh = Mesh(16, tp=2, pp=2, ep=2)
 
-    def told(phase: str, error: Exception, *ranks: int, own_step: bool = False, mesh: Mesh = mesh) -> Any:
+    def problem_of(phase: str, error: Exception, *ranks: int, own_step: bool = False, mesh: Mesh = mesh) -> Any:
         return api._problem([PhaseFailure(phase, rank, error) for rank in ranks], mesh, own_step)
 
-    problem = told("build", error, 5)
+    problem = problem_of("build", error, 5)
     assert problem.message == (
         "ZeroDivisionError: by zero\n    in building the model of rank 5 (pp 0, dp 2, tp 1, ep 0), at " + line
     )
     assert (problem.kind, problem.ranks, problem.lines, problem.error) == ("program", (5,), (line,), error)
-    of_types = told("train", spmd.SpmdTypeError("no"), 0, 1, 2)
+    of_types = problem_of("train", spmd.SpmdTypeError("no"), 0, 1, 2)
     assert of_types.message == (
         "no\n    in forward and backward of rank 0 (pp 0, dp 0, tp 0, ep 0), and of ranks 1, 2" and of_types.message
     )
     assert of_types.message.startswith("no\n    in forward and backward of rank 0 (") and of_types.kind == "types"
     assert of_types.message.endswith("), and of ranks 1, 2") and of_types.ranks == (0, 1, 2)
     assert (
-        "\n    in the step of rank 0, and of rank 3" in told("train", error, 0, 3, own_step=True, mesh=Mesh(1)).message
+        "\n    in the step of rank 0, and of rank 3"
+        in problem_of("train", error, 0, 3, own_step=True, mesh=Mesh(1)).message
     )
-    assert "\n    in the optimizer's step of rank 1 (dp 1)" in told("step", error, 1, mesh=Mesh(2)).message
+    assert "\n    in the optimizer's step of rank 1 (dp 1)" in problem_of("step", error, 1, mesh=Mesh(2)).message
     values = played.ReadsValues("the value")
     values.__cause__ = error
-    read = told("train", values, 0, mesh=Mesh(1))
+    read = problem_of("train", values, 0, mesh=Mesh(1))
     assert read.message == f"the value\n    in forward and backward of rank 0, at {line}" and read.kind == "program"
     report = SimpleNamespace(problems=[SimpleNamespace(error=error)])
     wrapped = api._as_error(report)  # type: ignore[arg-type]

@@ -120,7 +120,7 @@ def _run(program: Program) -> dict[str, torch.Tensor]:
 
 
 def error(program: Program) -> float:
-    """How far the parameters on the ranks are from those of one process, relatively."""
+    """Returns the relative distance of the parameters on the ranks from those of one process."""
     with comm.as_rank(Mesh(1), 0):
         expected = _run(program)
     sizes = program.mesh

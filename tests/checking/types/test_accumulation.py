@@ -1,4 +1,4 @@
-"""Which gradients may stand where one of some type belongs, and which add up."""
+"""Gradients that may stand in place of one of some type, and gradients that add up."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_what_adds_up():
     assert adds_up(of(), of()) and not adds_up(of(P), of())
 
 
-@pytest.mark.parametrize("tp, told", [(R, "the loss is R"), (V, "the loss is V"), (I, ""), (P, "")])
-def test_a_loss_is_looked_at_on_every_axis(tp, told):
+@pytest.mark.parametrize("tp, reported", [(R, "the loss is R"), (V, "the loss is V"), (I, ""), (P, "")])
+def test_a_loss_is_looked_at_on_every_axis(tp, reported):
     """Also behind pp, where each stage has its own."""
     x = torch.ones(2, 2, requires_grad=True)
     with comm.as_rank(Mesh(8, tp=2, pp=2), 0, CheckBackend()), spmd.SpmdTypeMode():
         spmd.assert_type(x, {"pp": V, "dp": P, "tp": tp})
-        if told:
-            with pytest.raises(SpmdTypeError, match=f"on tp {told}"):
+        if reported:
+            with pytest.raises(SpmdTypeError, match=f"on tp {reported}"):
                 x.sum().backward()
         else:
             x.sum().backward()
@@ -70,7 +70,7 @@ def test_a_loss_is_looked_at_on_every_axis(tp, told):
 
 
 class Through(torch.autograd.Function):
-    """Its backward is another function than its forward's."""
+    """A function whose backward is another function than its forward's."""
 
     @staticmethod
     def forward(ctx, x, back):
@@ -121,7 +121,7 @@ def test_what_a_backward_returns_is_the_gradient_of_what_it_was_given(what):
 
 
 def test_a_backward_returns_parts_for_what_is_r_on_every_axis():
-    """That no axis is named does not matter: the dual of R is P."""
+    """The dual of R is P, also if no axis is named."""
     data = torch.ones(2, 2)
     with comm.as_rank(Mesh(2, tp=2), 0, CheckBackend()), spmd.SpmdTypeMode():
         spmd.assert_type(data, {"tp": S(0)})
@@ -171,7 +171,7 @@ def test_the_gradient_of_a_loss_that_is_r_on_every_axis_is_p(mesh, seed, fitting
 
 @pytest.mark.parametrize("axis", ["dp", "cp"])
 def test_a_loss_that_is_r_may_be_given_a_gradient_that_is_r_where_ranks_have_other_data(axis):
-    """It is a mean already, as by `backward()` alone: gradients are not to be averaged again."""
+    """A loss that is R is a mean already, as by `backward()` alone: gradients are not to be averaged again."""
     with comm.as_rank(Mesh(2, **({} if axis == "dp" else {axis: 2})), 0, CheckBackend()), spmd.SpmdTypeMode() as mode:
         scales = []
         for gradient in (None, torch.ones(())):

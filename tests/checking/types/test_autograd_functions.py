@@ -1,4 +1,4 @@
-"""What the type checker says of autograd functions: of their outputs, what they save, and what their backward gives."""
+"""Types of autograd functions: of their outputs, of saved tensors, and of the results of their backward."""
 
 import pytest
 import torch
@@ -177,7 +177,7 @@ def test_a_missing_sum_in_a_forward_is_found_where_the_result_is_used(mode, fuse
 
 
 class Composed(Fused):
-    """As `Fused`, with a statement of what it does."""
+    """The function of `Fused`, with a statement of what it does."""
 
     @staticmethod
     def composition(x, w):

@@ -87,7 +87,7 @@ def test_types_by_shape_without_a_group(backend):
 
 
 def pairing(kind, grads: list[torch.Tensor], steps: list[torch.Tensor]) -> torch.Tensor:
-    """What a gradient g says of a small change dx, for all ranks together, by the type of x (reference 1.1)."""
+    """Returns what a gradient g says of a small change dx, for all ranks together, by the type of x (reference 1.1)."""
     if kind.letter == "R":
         return (sum(grads) * steps[0]).sum()
     if kind.letter == "I":

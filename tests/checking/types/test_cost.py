@@ -1,4 +1,4 @@
-"""What the checker costs, counted rather than timed: what was judged once is looked up, and only what is the same."""
+"""Costs of the checker, counted rather than timed: a call judged once is looked up, and only an equal one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def mode() -> Iterator[SpmdTypeMode]:
 
 
 class Count:
-    """How often a method of the mode was called since the last look."""
+    """The number of calls of a method of the mode since the last look."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         self.calls: list[str] = []
@@ -86,10 +86,10 @@ def block(x: Tensor, w: dict[str, Tensor]) -> Tensor:
 def weights() -> tuple[Tensor, dict[str, Tensor]]:
     kinds = {"norm": I, "qkv": S(0, 3), "o": S(1), "up": S(0), "down": S(1)}
     shapes = {"norm": (8,), "qkv": (12, 8), "o": (8, 4), "up": (16, 8), "down": (8, 16)}
-    made = {name: torch.randn(shape) for name, shape in shapes.items()}
-    for name, weight in made.items():
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    for name, weight in tensors.items():
         assert_type(weight, {"tp": kinds[name]}).requires_grad_()
-    return assert_type(torch.randn(2, 3, 8), {"tp": I}), made
+    return assert_type(torch.randn(2, 3, 8), {"tp": I}), tensors
 
 
 def declared(kind: Any, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -148,12 +148,12 @@ def test_what_is_assumed_is_told_every_time_and_to_every_mode(mode: SpmdTypeMode
         torch.Tensor.map_(x.clone(), x, lambda a, b: a)  # no rule says what it does to dims
         all_reduce(x, "tp", src=P, dst=R)
     assert {count for (text, _), count in mode.assumed.items() if "summands" in text} == {2}
-    told = sum(mode.assumed.values())
+    assumptions = sum(mode.assumed.values())
     with SpmdTypeMode() as other:
         for _ in range(2):
             torch.Tensor.map_(x.clone(), x, lambda a, b: a)
             all_reduce(x, "tp", src=P, dst=R)
-    assert sum(other.assumed.values()) == told
+    assert sum(other.assumed.values()) == assumptions
 
 
 def test_where_a_partial_sum_began_is_where_it_began_this_time(mode: SpmdTypeMode) -> None:

@@ -1,4 +1,4 @@
-"""What the checker says of `comm.exchange`: pieces vary, those of a sum are refused, all ranks compare their sizes."""
+"""Types of `comm.exchange`: pieces vary, pieces of a sum are refused, all ranks compare their sizes."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def said_of(error: SpmdTypeError) -> Iterator[str]:
 
 
 def judged(call: Callable[..., Any], given: Sequence[dict[str, Any]], receiving: bool = False) -> list[str]:
-    """What the checker says of a call on tensors of these types, which receive gradients, or not."""
+    """Returns the judgement of a call on tensors of these types, which receive gradients, or not."""
     tensors = [torch.ones(4, 6, requires_grad=receiving) for _ in given]
     with comm.as_rank(MESH, 0, CheckBackend()), spmd.SpmdTypeMode() as mode:
         for x, types in zip(tensors, given):
@@ -210,8 +210,8 @@ def judged(call: Callable[..., Any], given: Sequence[dict[str, Any]], receiving:
             said = [*said_of(error)]
         except (RuntimeError, ValueError) as error:  # torch's own words, or those of a collective
             said = [type(error).__name__]
-        taken = [("assumed", text) for text, _ in mode.assumed] + [("trusted", text) for text, _ in mode.trusted]
-        return [*said, *(f"    {word}: {text}" for word, text in taken)]
+        claims = [("assumed", text) for text, _ in mode.assumed] + [("trusted", text) for text, _ in mode.trusted]
+        return [*said, *(f"    {word}: {text}" for word, text in claims)]
 
 
 class Answer(NamedTuple):

@@ -55,7 +55,7 @@ def test_what_is_right_and_what_is_not(name):
     kinds = [dict.fromkeys(case.program.mesh, kind) for kind in (P, I)]
     if not case.refused:
         kinds = [check(case.program)[0]]
-    off = min(parity(case.program, case.program.body, each) for each in kinds)
+    off = min(parity(case.program, case.program.body, kind) for kind in kinds)
     assert (off < 1e-9) == case.right, off
 
 
@@ -218,8 +218,8 @@ def test_what_nobody_masked_is_not_summed(function, mode):
 
 def test_positions_that_are_this_ranks_own_are_another_assumption(mode):
     x = typed(S(1), 3, 8)
-    own = spmd.local_map(lambda x: x.argmax(1, keepdim=True), out_types={"tp": V})(x)
-    spmd.all_reduce(x.gather(1, own).sum(), "tp", dst=I)
+    positions = spmd.local_map(lambda x: x.argmax(1, keepdim=True), out_types={"tp": V})(x)
+    spmd.all_reduce(x.gather(1, positions).sum(), "tp", dst=I)
     assert any("numeric=True" in text for text, _ in mode.assumed)
 
 

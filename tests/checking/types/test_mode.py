@@ -1,4 +1,4 @@
-"""What the type checker says of small programs: the engine's parts, one by one."""
+"""Types of small programs: the checker's parts, one by one."""
 
 import pytest
 import torch
@@ -156,7 +156,7 @@ def test_backward_after_a_reduction_is_an_accumulation_onto_the_sum(mode):
 
 
 def test_averaged_gradients_may_be_added_to(mode):
-    """What is the same everywhere is its own mean, so that their mean is the value still; but not one of sums."""
+    """A value that is equal on all ranks is their mean: a mean plus that value is a mean; but not one of sums."""
     with spmd.no_typecheck():
         model = MLP()
     x = typed(2, 4, 8, tp=I, dp=S(0))
@@ -265,7 +265,7 @@ def test_flat_buffers_remember_the_types_of_their_parts(mode):
 
 
 def test_merged_dims_whose_order_no_type_can_say_leave_one_axis_varying(mode):
-    """Of two axes on one dim the first of the mesh has the outer factor, here the inner one; both are 1 long."""
+    """The first of two axes on one dim has the outer factor in the mesh, here the inner one; both are 1 long."""
     in_order, other_way = typed(1, 1, dp=S(0), tp=S(1)).flatten(), typed(1, 1, tp=S(0), dp=S(1)).flatten()
     assert [str(one) for one in types(in_order)] == ["S(0)", "S(0)"]
     assert [str(one) for one in types(other_way)] == ["V", "S(0)"]

@@ -82,13 +82,13 @@ def test_ones_like_a_shard_are_counted_in_part(mode):
 
 
 def test_own_rows_among_pieces_have_no_type(mode):
-    own, others = typed(4, 8, grad=True, tp=S(0)), typed(4, 8, tp=V)
+    shard, others = typed(4, 8, grad=True, tp=S(0)), typed(4, 8, tp=V)
     with pytest.raises(SpmdTypeError, match="this rank's rows among rows"):
-        torch.cat([own, others])
-    assert tp(torch.cat([own.detach(), others])) is V
+        torch.cat([shard, others])
+    assert tp(torch.cat([shard.detach(), others])) is V
     buffer = typed(8, 8, tp=R)
     with pytest.raises(SpmdTypeError):
-        buffer[:4].copy_(own)
+        buffer[:4].copy_(shard)
 
 
 class Twice(torch.autograd.Function):

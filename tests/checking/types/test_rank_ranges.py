@@ -1,4 +1,4 @@
-"""Which positions masks keep on each rank: intervals, against sets of numbers."""
+"""Positions that masks keep on each rank: intervals, against sets of numbers."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_shifts_add_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept", "first", "count", "words"),
+    ("positions", "first", "count", "words"),
     [
         ((((0, 4),), ((4, 8),)), (0, 4), 4, ""),
         ((((4, 8),), ((0, 4),)), (4, 0), 4, ""),  # in another order of ranks
@@ -109,6 +109,6 @@ def test_shifts_add_up() -> None:
         ((((-float("inf"), 4),), ((4, float("inf")),)), (0, 4), 4, ""),  # beyond the table there is nothing
     ],
 )  # fmt: skip
-def test_what_a_mask_misses(kept: Any, first: tuple[int, ...], count: int, words: str) -> None:
-    said = misses(kept, first, count)
+def test_what_a_mask_misses(positions: Any, first: tuple[int, ...], count: int, words: str) -> None:
+    said = misses(positions, first, count)
     assert said.startswith(words) and bool(said) == bool(words), said

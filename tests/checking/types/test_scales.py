@@ -236,10 +236,10 @@ def test_an_optimizer_that_a_module_holds():
     def step(reduced):
         def run(model, optimizer, batch):
             MEAN(model(batch["x"])).backward()
-            for each in (optimizer, model.head):
-                for param in each.param_groups[0]["params"] if each is optimizer or reduced else ():
+            for holder in (optimizer, model.head):
+                for param in holder.param_groups[0]["params"] if holder is optimizer or reduced else ():
                     param.grad = comm.all_reduce(param.grad, "dp") / comm.size("dp")
-                each.step()
+                holder.step()
 
         return run
 

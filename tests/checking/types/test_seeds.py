@@ -22,11 +22,11 @@ def seen(draw, *, mesh=MESH, build=None):
 
     def model_fn():
         model = nn.Linear(2, 1)
-        model.made = build() if build is not None else None
+        model.generator = build() if build is not None else None
         return model
 
     def step(model, optimizer, batch):
-        type_ = type_of(draw(model.made, batch["x"]))
+        type_ = type_of(draw(model.generator, batch["x"]))
         found.types = {axis: type_.get(axis) for axis in ("dp", "tp")}
 
     found.report = spmd.check(model_fn, {"x": torch.zeros(4, 2)}, mesh=mesh, step=step)
@@ -39,13 +39,13 @@ def drawn(seed):
 
 
 def test_a_generator_with_one_seed_gives_equal_numbers():
-    assert seen(lambda made, x: drawn(3)).types == {"dp": R, "tp": R}
+    assert seen(lambda generator, x: drawn(3)).types == {"dp": R, "tp": R}
 
 
 @pytest.mark.parametrize("number", [lambda rank: rank, int], ids=["rank", "int(rank)"])
 @pytest.mark.parametrize("axis", ["dp", "tp"])
 def test_a_seed_by_rank_gives_numbers_that_vary_over_its_axis_alone(axis, number):
-    found = seen(lambda made, x: drawn(3 + number(comm.rank(axis)))).types
+    found = seen(lambda generator, x: drawn(3 + number(comm.rank(axis)))).types
     assert found == {"dp": R, "tp": R, axis: V}
 
 
@@ -54,11 +54,11 @@ def test_a_generator_that_the_model_made_keeps_its_seed(number):
     def build():
         return torch.Generator().manual_seed(3 + number(comm.rank("dp")))
 
-    assert seen(lambda made, x: torch.randn(4, generator=made), build=build).types == {"dp": V, "tp": R}
+    assert seen(lambda generator, x: torch.randn(4, generator=generator), build=build).types == {"dp": V, "tp": R}
 
 
 def test_the_same_line_may_draw_from_both():
-    def draw(made, x):
+    def draw(generator, x):
         own, common = (drawn(seed) for seed in (10 + int(comm.rank("tp")), 3))
         return common
 
@@ -66,7 +66,7 @@ def test_the_same_line_may_draw_from_both():
 
 
 def test_the_default_generator_as_it_is_found_is_equal_on_tp_and_unknown_on_the_other_axes():
-    assert seen(lambda made, x: torch.rand(4)).types == {"dp": V, "tp": R}
+    assert seen(lambda generator, x: torch.rand(4)).types == {"dp": V, "tp": R}
 
 
 def test_the_default_generator_seeded_by_the_program_is_judged_by_its_seed():
@@ -74,9 +74,9 @@ def test_the_default_generator_seeded_by_the_program_is_judged_by_its_seed():
         torch.manual_seed(seed())
         return torch.rand(4)
 
-    assert seen(lambda made, x: seeded(lambda: 5)).types == {"dp": R, "tp": R}
-    assert seen(lambda made, x: seeded(lambda: 1 + comm.rank("dp"))).types == {"dp": V, "tp": R}
-    assert seen(lambda made, x: seeded(lambda: 1 + comm.rank("tp"))).types == {"dp": R, "tp": V}
+    assert seen(lambda generator, x: seeded(lambda: 5)).types == {"dp": R, "tp": R}
+    assert seen(lambda generator, x: seeded(lambda: 1 + comm.rank("dp"))).types == {"dp": V, "tp": R}
+    assert seen(lambda generator, x: seeded(lambda: 1 + comm.rank("tp"))).types == {"dp": R, "tp": V}
 
 
 def test_a_model_that_seeds_by_tensor_parallel_rank_draws_other_dropout_masks_there():
@@ -92,12 +92,12 @@ def test_a_model_that_seeds_by_tensor_parallel_rank_draws_other_dropout_masks_th
 
 
 def test_numbers_in_the_shape_of_this_ranks_part_of_the_batch_are_its_own():
-    found = seen(lambda made, x: x + torch.randn(x.shape, generator=torch.Generator().manual_seed(1)))
+    found = seen(lambda generator, x: x + torch.randn(x.shape, generator=torch.Generator().manual_seed(1)))
     assert found.types == {"dp": V, "tp": R}
 
 
 def test_every_nth_number_of_one_permutation_is_a_shard_of_it():
-    def draw(made, x):
+    def draw(generator, x):
         return torch.randperm(8, generator=torch.Generator().manual_seed(1))[comm.rank("dp") :: comm.size("dp")]
 
     found = seen(draw)
@@ -129,9 +129,9 @@ def test_without_a_check_one_rank_cannot_compare_seeds():
 
 def test_torchs_generator_is_put_back():
     plain = torch.Generator
-    made = []
-    seen(lambda made_by_model, x: made.append(torch.Generator()) or drawn(1))
-    assert torch.Generator is plain and isinstance(made[0], plain)
+    generators = []
+    seen(lambda made_by_model, x: generators.append(torch.Generator()) or drawn(1))
+    assert torch.Generator is plain and isinstance(generators[0], plain)
 
 
 def test_what_varies_by_the_table_is_not_played_again():

@@ -1,4 +1,4 @@
-"""What a mode knows while it is entered, and what it remembers of calls."""
+"""Knowledge of a mode while it is entered, and its memory of calls."""
 
 from __future__ import annotations
 

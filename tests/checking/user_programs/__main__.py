@@ -18,7 +18,7 @@ from tests.checking.user_programs.support import (
 
 
 def figures(names: Sequence[str]) -> str:
-    """How many of these programs the checker judges rightly, and those that it does not, a line each."""
+    """Counts the programs that the checker judges rightly, and lists the others, a line each."""
     chosen = [PROGRAMS[name] for name in names]
     buggy, right = [p for p in chosen if p.bug], [p for p in chosen if p.right]
     refused = [p for p in buggy if verdict(p.name).outcome == "refused"]
@@ -34,20 +34,20 @@ def figures(names: Sequence[str]) -> str:
         "",
     ]
     for p in chosen:
-        told = verdict(p.name)
-        if told.outcome != ("accepted" if p.right else "refused"):
-            lines.append(f"{told.outcome} {p.name}: {told.line or p.bug}")
+        found = verdict(p.name)
+        if found.outcome != ("accepted" if p.right else "refused"):
+            lines.append(f"{found.outcome} {p.name}: {found.line or p.bug}")
             lines += [f"    assumed {text}" for text in (assumed_at_the_bug(p) if p.bug else ())]
         elif p in same:
-            lines.append(f"refused as its original {p.name}: {told.line}")
+            lines.append(f"refused as its original {p.name}: {found.line}")
         if not execute(p.name).confirms(p):
             lines.append(f"NOT CONFIRMED {p.name}: {execute(p.name)}")
     return "\n".join(lines)
 
 
 def show(name: str) -> str:
-    told = verdict(name)
-    return f"{name}: {PROGRAMS[name].bug or 'right'}\n{execute(name)}\n{told.outcome}: {told.report or told.message}"
+    found = verdict(name)
+    return f"{name}: {PROGRAMS[name].bug or 'right'}\n{execute(name)}\n{found.outcome}: {found.report or found.message}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the model programs share: parameters marked as NxD's scripts mark them, sizes and inputs."""
+"""Shared parts of the model programs: parameters marked as NxD's scripts mark them, sizes and inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where pieces stand and what they are multiplied by: fused blocks, merged dims, masks in place, scalars."""
+"""Order of pieces and factors: fused blocks, merged dims, masks in place, scalars."""
 
 from __future__ import annotations
 

@@ -209,10 +209,10 @@ def _fill(program: Program, model: nn.Module) -> None:
 def _final(program: Program, model: nn.Module) -> dict[str, torch.Tensor]:
     if program.final is not None:
         return {name: x.detach().clone() for name, x in program.final(model).items()}
-    kept = dict(_parameters(model)) | {
+    tensors = dict(_parameters(model)) | {
         name: x for name, x in model.state_dict(keep_vars=True).items() if not isinstance(x, nn.Parameter)
     }
-    return {name: gather_full(x, _layout(program, name, x)).clone() for name, x in kept.items()}
+    return {name: gather_full(x, _layout(program, name, x)).clone() for name, x in tensors.items()}
 
 
 def _train(program: Program) -> dict[str, torch.Tensor]:
@@ -261,7 +261,7 @@ def _float64() -> Any:
 
 @dataclass(frozen=True)
 class Execution:
-    """What running a program on its ranks and in one process showed.
+    """Results of running a program on its ranks and in one process.
 
     Attributes:
         difference: largest relative difference of what is left behind, over tensors and ranks; inf if the ranks fail.
@@ -308,7 +308,7 @@ def _difference(x: torch.Tensor, expected: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `spmd.check` says of a program.
+    """The answer of `spmd.check` for a program.
 
     Attributes:
         outcome: "accepted", "refused" or "crashed": it raised, or reports an error of a program that runs without one.
@@ -378,8 +378,8 @@ def refused_as_its_original(program: Program) -> bool:
     """Whether the right program is refused in the same words: then it is not the bug that was found."""
     if program.original is None:
         return False
-    other, own = verdict(program.original.name), verdict(program.name)
-    return own.outcome == other.outcome == "refused" and own.line == other.line
+    other, changed = verdict(program.original.name), verdict(program.name)
+    return changed.outcome == other.outcome == "refused" and changed.line == other.line
 
 
 def load() -> dict[str, Program]:

@@ -61,14 +61,14 @@ def repaired(name: str, folder: Path) -> Repaired:
     file, repairs = "", []
     module = (PROGRAMS[name].step or PROGRAMS[name].model_fn).__module__
     for number in range(ROUNDS + 1):
-        told = support.verdict.__wrapped__(name)
-        if told.outcome == "accepted":
+        found = support.verdict.__wrapped__(name)
+        if found.outcome == "accepted":
             is_right = support.execute.__wrapped__(name).difference <= support.EQUAL
             return Repaired("right" if is_right else "accepted and wrong", repairs)
-        problem = told.report.problems[0] if told.report is not None and told.report.problems else None
+        problem = found.report.problems[0] if found.report is not None and found.report.problems else None
         offered = getattr(problem.error, "repairs", ()) if problem is not None else ()
-        if told.outcome != "refused" or not offered or number == ROUNDS:
-            return Repaired("no repair" if told.outcome == "refused" and number < ROUNDS else "not accepted", repairs)
+        if found.outcome != "refused" or not offered or number == ROUNDS:
+            return Repaired("no repair" if found.outcome == "refused" and number < ROUNDS else "not accepted", repairs)
         repairs.append(str(offered[0]))
         edits = getattr(offered[0], "edits", ())
         if not edits:

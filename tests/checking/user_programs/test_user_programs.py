@@ -61,12 +61,12 @@ def test_execution_confirms_what_the_program_is(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", one_in(4))
 def test_verdict(name):
-    told = verdict(name)
+    found = verdict(name)
     expected = "accepted" if PROGRAMS[name].right else "refused"
     if name in KNOWN:
-        assert told.outcome != expected, f"{name} is {expected} now: take it out of KNOWN ({KNOWN[name]})"
+        assert found.outcome != expected, f"{name} is {expected} now: take it out of KNOWN ({KNOWN[name]})"
     else:
-        assert told.outcome == expected, f"{PROGRAMS[name].bug or 'right'}: {told.report or told.message}"
+        assert found.outcome == expected, f"{PROGRAMS[name].bug or 'right'}: {found.report or found.message}"
 
 
 def test_a_wrong_label_is_not_confirmed():

@@ -40,7 +40,7 @@ def watched(function, *args, **mesh):
         return type(error).__name__, str(error)
 
 
-def told(function, *args, size=2, mesh=None):
+def messages_of(function, *args, size=2, mesh=None):
     """Messages that each rank reported. The workers are not reused: their connections are broken after a parting."""
     try:
         processes(size).run(_raising, function, args, mesh or {}, initialize=False, timeout=30)
@@ -79,7 +79,7 @@ def other_verb():
 
 
 def test_another_verb():
-    message = told(other_verb, mesh={"tensor_model_parallel_size": 2})
+    message = messages_of(other_verb, mesh={"tensor_model_parallel_size": 2})
     both_sites(message, "verb: one", "verb: other")
     assert "the ranks disagree about collective number 1 of tp (ranks [0, 1])" in message
     assert "rank 0: all_gather of [4, 6] float32 over tp" in message
@@ -105,7 +105,7 @@ def other_shape(how):
     ("src", ["broadcast(src=0)", "broadcast(src=1)"]),
 ])  # fmt: skip
 def test_another_shape_dtype_operation_or_source(how, texts):
-    message = told(other_shape, how, mesh={"tensor_model_parallel_size": 2})
+    message = messages_of(other_shape, how, mesh={"tensor_model_parallel_size": 2})
     both_sites(message, how, how)
     assert all(text in message for text in texts), message
 
@@ -123,7 +123,7 @@ def missing():
 def test_a_rank_that_misses_a_collective():
     """Rank 1 is in the next one already, over other ranks: both wait, and say for what."""
     started = time.monotonic()
-    message = told(missing, size=4, mesh={"tensor_model_parallel_size": 2})
+    message = messages_of(missing, size=4, mesh={"tensor_model_parallel_size": 2})
     assert time.monotonic() - started < 25
     assert "CommTimeout" in message
     there, here = line_of("missing: there"), line_of("missing: here")
@@ -151,7 +151,7 @@ def message_without_its_other_side(how):
 
 @pytest.mark.parametrize("how", ["nothing", "tag", "shape"])
 def test_a_send_without_its_receive(how):
-    message = told(message_without_its_other_side, how, mesh={"pipeline_model_parallel_size": 2})
+    message = messages_of(message_without_its_other_side, how, mesh={"pipeline_model_parallel_size": 2})
     both_sites(message, "send: one", f"send: {how}")
     if how == "shape":
         assert "send and recv do not match" in message and "of [6, 4] float32 from rank 0" in message
@@ -250,7 +250,7 @@ def watched_pair(monkeypatch):
     store = torch.distributed.HashStore()
     log: list[tuple[str, Any]] = []
     stores = [debug.AgreementStore(store, rank, 20.0) for rank in (4, 5)]
-    return [debug.Watched(Real(index, log), each) for index, each in enumerate(stores)], stores, log
+    return [debug.Watched(Real(index, log), store) for index, store in enumerate(stores)], stores, log
 
 
 def together(*calls):
@@ -275,11 +275,13 @@ def together(*calls):
 def test_what_is_announced_and_then_started(watched_pair, words):
     pair, stores, log = watched_pair
     name, *args = STARTS[words]
-    together(*(lambda each=each: getattr(each, name)(*args) for each in pair))
+    together(*(lambda communicator=communicator: getattr(communicator, name)(*args) for communicator in pair))
     assert [started for started, _ in log] == [name] * 2 and all(given == tuple(args) for _, given in log)
     operation, site = json.loads(stores[0].store.get("latest/4"))
     assert operation == words and THIS in site and json.loads(stores[1].store.get("g/0/1"))[0] == words
-    for rank, step in enumerate(together(*(lambda each=each: getattr(each, name)(*args) for each in pair))):
+    for rank, step in enumerate(
+        together(*(lambda communicator=communicator: getattr(communicator, name)(*args) for communicator in pair))
+    ):
         assert not isinstance(step, str)
         assert not stores[0].store.check([f"g/0/{rank}"]) and stores[0].store.check(
             [f"g/1/{rank}"]
@@ -313,12 +315,17 @@ def test_partings_in_words(watched_pair):
             store._counts.clear()
             store.timeout = 0.2 if name in LACKING else 20.0
         log.clear()
-        started = together(*(lambda call=call, each=each: call(each) for call, each in zip(calls, pair)))
+        started = together(
+            *(
+                lambda call=call, communicator=communicator: call(communicator)
+                for call, communicator in zip(calls, pair)
+            )
+        )
         waits = [[*works] if isinstance(works, list) else [] for works in started]
         results = together(*(lambda works=works: [work.wait() for work in works] for works in waits))
-        told = [one if isinstance(one, str) else other for one, other in zip(started, results)]
-        kept = [key for key in ("g/0-1/0/0/send", "g/0-1/0/0/recv", "g/1-0/0/0/send") if stores[0].store.check([key])]
-        texts[name] = "\n".join([*map(str, told), f"{sorted(each for each, _ in log)} {kept}"])
+        words = [one if isinstance(one, str) else other for one, other in zip(started, results)]
+        left = [key for key in ("g/0-1/0/0/send", "g/0-1/0/0/recv", "g/1-0/0/0/send") if stores[0].store.check([key])]
+        texts[name] = "\n".join([*map(str, words), f"{sorted(key for key, _ in log)} {left}"])
     assert_reviewed(Path(__file__).with_name("expected_agreement.txt"), texts)
 
 

@@ -24,7 +24,7 @@ AXES = ["tp", "pp", "dp", "cp", "ep", "edp", ("dp", "cp"), ("pp", "tp"), "world"
 
 
 @pytest.fixture
-def made(monkeypatch) -> Iterator[list[list[int]]]:
+def groups_made(monkeypatch) -> Iterator[list[list[int]]]:
     """The ranks of every group that is made; nothing is left of the job afterwards."""
     ranks: list[list[int]] = []
     make = dist.distributed_c10d._new_process_group_helper
@@ -43,7 +43,7 @@ def join(rank: int, world_size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
-def test_groups_of_a_destroyed_world_are_not_taken_for_new_ones(made):
+def test_groups_of_a_destroyed_world_are_not_taken_for_new_ones(groups_made):
     join(0, 8)
     ps.initialize_model_parallel(2)
     dist.destroy_process_group()
@@ -51,15 +51,15 @@ def test_groups_of_a_destroyed_world_are_not_taken_for_new_ones(made):
     with pytest.raises(RuntimeError, match=r"destroyed: call destroy_model_parallel\(\) first"):
         ps.initialize_model_parallel(2)
     ps.destroy_model_parallel()
-    made.clear()
+    groups_made.clear()
     ps.initialize_model_parallel(2)
-    assert made == [[0, 1], [0, 2, 4, 6]]
+    assert groups_made == [[0, 1], [0, 2, 4, 6]]
 
 
 @pytest.mark.parametrize("world_size, rank", [(64, 63), (512, 100), (4096, 0), (4096, 2077)])
-def test_a_rank_makes_its_own_groups_only_at_any_size(made, world_size, rank):
+def test_a_rank_makes_its_own_groups_only_at_any_size(groups_made, world_size, rank):
     join(rank, world_size)
-    made.clear()  # but for the world
+    groups_made.clear()  # but for the world
     begin = time.process_time()
     ps.initialize_model_parallel(8, 4, 2, expert_model_parallel_size=2)
     assert time.process_time() - begin < 5  # 0.06 s
@@ -67,35 +67,35 @@ def test_a_rank_makes_its_own_groups_only_at_any_size(made, world_size, rank):
     for axis in AXES:
         assert comm.communicator(axis).ranks == mesh.group_of(axis, rank)
     groups = {mesh.group_of(axis, rank) for axis in AXES if axis != "world"}
-    assert sorted(map(tuple, made)) == sorted(group for group in groups if len(group) > 1)
+    assert sorted(map(tuple, groups_made)) == sorted(group for group in groups if len(group) > 1)
     comm.new_group(mesh.groups("pp"), "pp_forward"), comm.new_group(mesh.groups("pp"), "pp_backward")
     ps.get_next_rank_group()
-    assert len(made) <= 12 and all(rank in members for members in made)
+    assert len(groups_made) <= 12 and all(rank in members for members in groups_made)
     neighbours = sorted(dist.get_process_group_ranks(ps.get_prev_rank_group()))
     assert neighbours == sorted((rank, ps.get_pipeline_model_parallel_prev_rank()))
 
 
-def test_communicators_that_share_a_group_never_have_its_tags(made, monkeypatch):
+def test_communicators_that_share_a_group_never_have_its_tags(groups_made, monkeypatch):
     """1023 of them are kept apart from one another, and every one from the group's own."""
     join(0, 2)
     monkeypatch.setattr(dist, "get_backend", lambda *_: "gloo")
     backend = c10d.C10dBackend()
     plain = backend.communicator("pp", [[0, 1]], 0)
-    tags = [backend.communicator("pp", [[0, 1]], 0, own=True)._first_tag for _ in range(2100)]
+    tags = [backend.communicator("pp", [[0, 1]], 0, separate=True)._first_tag for _ in range(2100)]
     assert plain._first_tag == 0 < min(tags) and max(tags) + 2 * (1 << 20) <= 1 << 31
     assert len(set(tags[:1023])) == 1023 and all(tag % (2 << 20) == 0 for tag in tags)
 
 
-def test_merged_axes_that_no_step_uses_are_made_when_first_used(made):
+def test_merged_axes_that_no_step_uses_are_made_when_first_used(groups_made):
     join(5, 64)
     ps.initialize_model_parallel(4, 2, 2)
-    before = len(made)
+    before = len(groups_made)
     for _ in range(2):
         assert comm.communicator(("cp", "tp")).ranks == ps.get_mesh().group_of(("cp", "tp"), 5)
-        assert len(made) == before + 1
+        assert len(groups_made) == before + 1
 
 
-def test_a_world_that_is_bound_to_a_device_is_split_by_all_ranks_at_once(made, monkeypatch):
+def test_a_world_that_is_bound_to_a_device_is_split_by_all_ranks_at_once(groups_made, monkeypatch):
     """NCCL's split needs all ranks: one that is in no group takes part too."""
     join(0, 8)
     ps.initialize_model_parallel()

@@ -26,7 +26,7 @@ from tests.support.paths import file_name
 
 
 def test_layers_loss_and_seeds_look_at_nothing():
-    """Their programs are the same on all tensor-parallel ranks, though what they hold is not."""
+    """All tensor-parallel ranks have the same program, though they hold different shards."""
     for rank in (0, 3):
         with ObservedRun(Mesh(8, tp=4), rank) as seen:
             model_parallel_manual_seed(3)

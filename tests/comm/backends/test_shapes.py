@@ -67,7 +67,7 @@ class Contiguous(ShapesCommunicator):
 
 
 class ContiguousBackend(ShapesBackend):
-    def communicator(self, label, groups, global_rank, own=False):
+    def communicator(self, label, groups, global_rank, separate=False):
         return Contiguous(label, next(group for group in groups if global_rank in group), global_rank)
 
 

@@ -66,7 +66,7 @@ def test_a_message_of_another_shape_is_refused():
 
 
 def test_the_first_failure_is_raised_as_it_was_and_ends_all_ranks():
-    told = []
+    messages = []
 
     def work():
         if comm.current().rank == 2:
@@ -74,13 +74,13 @@ def test_the_first_failure_is_raised_as_it_was_and_ends_all_ranks():
         try:
             comm.all_reduce(torch.ones(2), "world")
         except RemoteRankError as error:
-            told.append((error.rank, "KeyError: 'lost'" in str(error), "all_reduce over world" in str(error)))
+            messages.append((error.rank, "KeyError: 'lost'" in str(error), "all_reduce over world" in str(error)))
             raise
 
     start = time.monotonic()
     error = fails(work, match="lost", kind=KeyError, mesh=Mesh(4))
     assert time.monotonic() - start < 5
-    assert told == [(2, True, True)] * 3
+    assert messages == [(2, True, True)] * 3
     assert "raised on rank 2" in error.__notes__[0] if hasattr(error, "__notes__") else True
 
 
@@ -172,7 +172,7 @@ def test_one_rank_runs_at_a_time_and_seeds_give_other_orders():
     assert trace("round-robin") == trace("round-robin")
     traces = [trace(seed) for seed in range(8)]
     assert traces == [trace(seed) for seed in range(8)]
-    assert len({tuple(each) for each in traces}) > 4
+    assert len({tuple(trace) for trace in traces}) > 4
 
 
 def test_a_random_order_finds_a_race_that_the_usual_order_hides():

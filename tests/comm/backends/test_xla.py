@@ -140,18 +140,18 @@ def test_groups_that_know_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_torch_group_is_made_once_with_all_replica_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-    monkeypatch.setattr(dist, "new_group", lambda ranks, pg_options: made.append((ranks, pg_options)) or object())
+    programs: list[Any] = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, pg_options: programs.append((ranks, pg_options)) or object())
     with comm.as_rank(MESH, 5, xla.XlaBackend(MESH)) as here:
         tp = comm.communicator("tp")
         assert here.backend.process_group(tp) is tp  # torch.distributed takes no part
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
         monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-        assert here.backend.process_group(tp) is tp and made == []
+        assert here.backend.process_group(tp) is tp and programs == []
         monkeypatch.setattr(dist, "get_backend", lambda: "xla")
         group = here.backend.process_group(tp)
         assert group is here.backend.process_group(tp) and comm.communicator(group) is tp
-    assert made == [([4, 5], {"xla_pg_options": {"mesh": [[0, 1], [2, 3], [4, 5], [6, 7]]}})]
+    assert programs == [([4, 5], {"xla_pg_options": {"mesh": [[0, 1], [2, 3], [4, 5], [6, 7]]}})]
 
 
 def test_communicators() -> None:
@@ -285,11 +285,11 @@ class Collectives:
 
     def all_reduce(self, op: str, x: Any, groups: Any, pin_layout: bool) -> Any:
         self.calls.append(("all_reduce", op, groups, pin_layout))
-        return [each * 2 for each in x] if isinstance(x, list) else x * 2
+        return [item * 2 for item in x] if isinstance(x, list) else x * 2
 
     def all_gather(self, x: Any, dim: int, groups: Any, pin_layout: bool) -> Any:
         self.calls.append(("all_gather", dim, groups, pin_layout))
-        return [torch.cat([each, each]) for each in x] if isinstance(x, list) else torch.cat([x, x + 100])
+        return [torch.cat([item, item]) for item in x] if isinstance(x, list) else torch.cat([x, x + 100])
 
     def reduce_scatter(self, op: str, x: Any, scale: float, dim: int, count: int, groups: Any, pin_layout: bool) -> Any:
         self.calls.append(("reduce_scatter", op, scale, dim, count, groups, pin_layout))

@@ -1,4 +1,4 @@
-"""Which conversions there are, and what they send: counted from the collectives that they start."""
+"""Conversions, and the bytes that they send: counted from the collectives that they start."""
 
 from __future__ import annotations
 

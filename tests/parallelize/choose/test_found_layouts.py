@@ -1,4 +1,4 @@
-"""What the exact choice finds for models of transformers at their real shapes, on meta, and what it takes."""
+"""Layouts that the exact choice finds for models of transformers at their real shapes, on meta, and its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which strategies a call has, and what its ranks call."""
+"""Strategies of a call, and the calls of its ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_blocks_of_a_fused_projection():
 
 
 def test_no_gradient_no_invariant():
-    """What receives no gradient is R where the rest is I, and a call without gradients has no I strategy."""
+    """A tensor without a gradient is R where the others are I, and a call without gradients has no I strategy."""
     call = call_of(F.embedding, torch.zeros(4, 6, dtype=torch.int64), parameter(10, 8))
     assert by_name(call)["I"] == ((R, I), (I,))
     call.grad = False
@@ -106,10 +106,10 @@ def test_a_rule_that_is_registered_later_counts():
 def test_constants_like_an_operand():
     """Nothing is gathered for its shape or dtype alone."""
     x = parameter(4, 6)
-    alike = {"S(0) of operand 0": ((S(0),), (S(0),)), "S(1) of operand 0": ((S(1),), (S(1),))}
+    like_both = {"S(0) of operand 0": ((S(0),), (S(0),)), "S(1) of operand 0": ((S(1),), (S(1),))}
     others = {"R": ((R,), (R,)), "I": ((I,), (I,)), "P of operand 0": ((P,), (R,))}
     found = by_name(call_of(torch.zeros_like, x))
-    assert found == {**others, "I of operand 0": ((I,), (R,)), **alike}
+    assert found == {**others, "I of operand 0": ((I,), (R,)), **like_both}
     found = by_name(call_of(Tensor.new_ones, x, (3, 2)))
     assert found["S(1) of operand 0"] == ((S(1),), (R,)) and found["P of operand 0"] == ((P,), (R,))
 

@@ -90,7 +90,7 @@ def test_parity(name: str, units: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [each if each == "llama" else pytest.param(each, marks=pytest.mark.full) for each in HF_MODELS]
+    "name", [name if name == "llama" else pytest.param(name, marks=pytest.mark.full) for name in HF_MODELS]
 )
 def test_hugging_face(name: str, tmp_path: Path) -> None:
     module, arguments = hf_model(name)
@@ -315,7 +315,7 @@ def test_a_limit_of_memory_holds_over_both_axes() -> None:
 
 
 def test_a_ranks_program_computes_what_the_file_says() -> None:
-    """Its calls have local shapes; conversions of the first axis are calls, once for all who want one."""
+    """Calls have local shapes; conversions of the first axis are calls, once for all who want one."""
     module, arguments = mlp()
     division = divided(module, arguments, "tp", config(tp_size=2))
     assert division.outer is not None
@@ -323,9 +323,9 @@ def test_a_ranks_program_computes_what_the_file_says() -> None:
     names = [call.name for call in local.program.calls]
     assert names.count("convert") == 5 and names.count("all_reduce") == 1  # x and 4 parameters; the loss
     assert [local.program.calls[start].name for start in local.starts[:2]] == ["convert", "relu"]
-    for call, own in local.calls.items():
+    for call, local_call in local.calls.items():
         types = division.outer.strategies[call].results
-        for whole, value, spmd_type in zip(call.results, own.results, types, strict=True):
+        for whole, value, spmd_type in zip(call.results, local_call.results, types, strict=True):
             assert value.outer is spmd_type
             assert (value.shape == whole.shape) == (spmd_type.letter != "S")
 
@@ -404,10 +404,10 @@ def masks(folder: str) -> list[torch.Tensor]:
 
 @pytest.mark.process
 def test_masks_are_alike_where_values_are_whole(tmp_path: Path) -> None:
-    """As many different masks as there are shards."""
+    """There are as many different masks as there are shards."""
     ranks = processes(4).run(masks, str(tmp_path), mesh={"tp": 4})
-    for each in zip(*ranks, strict=True):
-        assert all(torch.equal(mask, each[0]) for mask in each)  # results are whole
+    for numbers in zip(*ranks, strict=True):
+        assert all(torch.equal(mask, numbers[0]) for mask in numbers)  # results are whole
     whole, first, second, both = ranks[0]
     pieces = [*first.chunk(2, 0), *second.chunk(2, 1), *(x for half in both.chunk(2, 0) for x in half.chunk(2, 1))]
     for a, b in combinations([whole, *pieces], 2):

@@ -467,18 +467,18 @@ def test_code_that_another_user_could_have_written_does_not_run(what, tmp_path, 
 
 def test_the_default_folder_is_checked_and_a_named_one_is_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    made = []
+    calls = []
 
     class Noted(GeneratedFolder):
         def __init__(self, *args, **options):
-            made.append(options["only_owned"])
+            calls.append(options["only_owned"])
             raise ZeroDivisionError
 
     monkeypatch.setattr(api, "GeneratedFolder", Noted)
     for options in ({}, {"gen_savedir": "./.nnscaler"}, {"gen_savedir": tmp_path}):
         with pytest.raises(ZeroDivisionError):
             api.parallelize(Net(), {"x": torch.zeros(2, 4)}, "tp", ComputeConfig(2, 2), load_module=False, **options)
-    assert made == [True, True, False]
+    assert calls == [True, True, False]
 
 
 @pytest.mark.parametrize("umask, mode", [(0o077, 0o700), (0o022, 0o755), (0o002, 0o775)])

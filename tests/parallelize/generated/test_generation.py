@@ -76,8 +76,8 @@ def test_the_table_of_reuse(tmp_path, reuse, now, result):
         assert number_in(folder) == 0
         return
     assert call().module("gencode0.py").x == result
-    kept = result == 0 or (reuse == "graph" and now is not PROGRAM)  # the graph keeps its weights
-    assert torch.equal(folder.read().weights()["weight"], WEIGHTS["weight"] if kept else other["weight"])
+    is_reused = result == 0 or (reuse == "graph" and now is not PROGRAM)  # the graph keeps its weights
+    assert torch.equal(folder.read().weights()["weight"], WEIGHTS["weight"] if is_reused else other["weight"])
 
 
 @pytest.mark.parametrize("reuse", ["match", "override", "moo", "graph"])
@@ -199,8 +199,8 @@ def test_values_that_are_given_take_the_place_of_those_of_an_earlier_run(tmp_pat
     before = (folder.path / "manifest.json").stat().st_ino
     generate(folder, make_key, refused, reuse=reuse, values=given(5.0))
     assert (folder.path / "manifest.json").stat().st_ino == before  # equal values are not written again
-    kept = generate(folder, make_key, refused, reuse=reuse)
-    assert torch.equal(kept.weights()["weight"], torch.full((4,), 5.0))
+    second = generate(folder, make_key, refused, reuse=reuse)
+    assert torch.equal(second.weights()["weight"], torch.full((4,), 5.0))
 
 
 def test_files_of_a_module_on_meta_are_generated_anew_where_values_are_given(tmp_path):

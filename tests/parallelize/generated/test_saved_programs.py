@@ -46,10 +46,10 @@ def _assert_equal_after_reading(module: nn.Module, arguments: dict[str, Any]) ->
         assert program_text(read) == program_text(program)
         assert (read.structure, read.output_structure) == (program.structure, program.output_structure)
         assert read.training == program.training and len(read.arguments) == len(program.arguments)
-        for call, own in zip(program.calls, read.calls, strict=True):
+        for call, read_call in zip(program.calls, read.calls, strict=True):
             fields = vars(call).keys() - {"args", "kwargs", "results"}
-            assert {name: getattr(own, name) for name in fields} == {name: getattr(call, name) for name in fields}
-            assert [value.producer for value in own.results] == [own] * len(call.results)
+            assert {name: getattr(read_call, name) for name in fields} == {name: getattr(call, name) for name in fields}
+            assert [value.producer for value in read_call.results] == [read_call] * len(call.results)
         assert emit(divide(read, "tp", config)) == emit(division)
 
 
@@ -109,14 +109,14 @@ def _generated(
 @pytest.fixture
 def recordings_made(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """The modes that were recorded."""
-    made: list[bool] = []
+    calls: list[bool] = []
 
     def counted(*args: Any, training: bool) -> Program:
-        made.append(training)
+        calls.append(training)
         return record_program(*args, training=training)
 
     monkeypatch.setattr(example_module, "record_program", counted)
-    return made
+    return calls
 
 
 @pytest.mark.one_in(2)

@@ -26,7 +26,7 @@ def placed(graph, parts, first=0):
 
 
 def columns(graph, config):
-    """As a policy for nnScaler: linear layers by columns, all else replicated."""
+    """A policy as for nnScaler: linear layers by columns, all else replicated."""
     size = config.plan_ngpus
     for node in graph.select(ntype=(IRFwOperation, IRDataOperation)):
         if node.name == "linear" and node.algorithm("dim").satisfy(idx=1, dim=0, num=size):

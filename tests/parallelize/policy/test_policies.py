@@ -195,10 +195,12 @@ def test_a_plan_is_kept_to_where_something_else_is_faster():
 
 def test_autodist_loads_plans(tmp_path):
     path = str(tmp_path / "plan.json")
-    made = divide(mlp(2, 16), "autodist", config(2))
-    plan_of(made).save(path)
+    division = divide(mlp(2, 16), "autodist", config(2))
+    plan_of(division).save(path)
     again = divide(mlp(2, 16), "autodist", config(2, load_plan_path=path))
-    assert [again.types[v] for v in again.program.parameters] == [made.types[v] for v in made.program.parameters]
+    assert [again.types[v] for v in again.program.parameters] == [
+        division.types[v] for v in division.program.parameters
+    ]
 
 
 def test_a_plan_of_something_else_is_refused_with_what_differs():

@@ -21,7 +21,7 @@ from neuronx_dist.parallelize.train import pipelined
 from tests.parallelize.support.mutants import EAGER, Emitted, emitted, mutants, noticed
 from tests.parallelize.support.pipelines import config, module, samples
 from tests.support.reviewed import assert_reviewed
-from tests.support.source_edits import Edit
+from tests.support.source_edits import SourceEdit
 
 pytestmark = pytest.mark.slow
 
@@ -174,7 +174,7 @@ def _missed(right: Emitted, every: int = 1) -> list[str]:
     return [f"{mutant.operator}: {mutant.line}" for mutant in found[::every] if not noticed(right, mutant.edited)]
 
 
-def _real(right: Emitted) -> list[Edit]:
+def _real(right: Emitted) -> list[SourceEdit]:
     """The mutants that change something: an RMS norm without eps is the same at any scale of its input."""
     return [
         mutant

@@ -115,10 +115,10 @@ def test_a_plan_of_the_large_program_is_that_of_the_smaller_one(tmp_path: Path) 
 def test_the_smaller_program_is_divided_as_the_large_one() -> None:
     """Whatever would be chosen for it at its sizes: nothing is worth cutting there."""
     whole, smaller = programs()
-    own = divide(smaller.example.program(training=True), "autodist", ComputeConfig(2, 2))
-    assert "spmd.all_reduce" not in emit(own) and "spmd.all_reduce" in whole.source
+    division = divide(smaller.example.program(training=True), "autodist", ComputeConfig(2, 2))
+    assert "spmd.all_reduce" not in emit(division) and "spmd.all_reduce" in whole.source
     assert lines_not_compared(whole.source, smaller.source) == []
-    assert lines_not_compared(whole.source, emit(own)) != []
+    assert lines_not_compared(whole.source, emit(division)) != []
 
 
 def test_what_is_recomputed_is_recomputed_in_the_smaller_program() -> None:
@@ -196,7 +196,7 @@ def test_every_mutant_of_a_large_program_is_refused() -> None:
     missed = []
     for mutant, small_mutant in pairs:
         assert mutant.operator == small_mutant.operator
-        sources = [each.edited.replace("import I, P, R, S", "import I, P, R, S, V") for each in (mutant, small_mutant)]
+        sources = [text.edited.replace("import I, P, R, S", "import I, P, R, S, V") for text in (mutant, small_mutant)]
         try:
             verify(whole._replace(source=sources[0]), smaller._replace(source=sources[1]))
         except EmittedProgramError:
@@ -231,7 +231,7 @@ def test_a_line_that_only_the_large_program_has_is_listed(tmp_path: Path, monkey
 
 
 def test_the_weight_of_another_layer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the right types, and so has the line: with a smaller module or without."""
+    """The wrong weight has the right types, and so has its line: it is refused with a smaller module and without."""
     with_fault(monkeypatch, r"self\.layers\[2\]\.up\.weight", "self.layers[1].up.weight")
     with pytest.raises(EmittedProgramError, match="does not read layers.2.up.weight, but the module's forward does"):
         parallelize(*large(), "tp", ComputeConfig(2, 2), gen_savedir=tmp_path, load_module=False)

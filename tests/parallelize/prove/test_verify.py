@@ -1,4 +1,4 @@
-"""What is proven of an emitted program, and what is said where it is not."""
+"""Proofs of an emitted program, and the reasons where there is none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 class NotANumber(nn.Linear):
-    """Its gradients are nan."""
+    """A module whose gradients are nan."""
 
     def __init__(self) -> None:
         super().__init__(4, 4, bias=False)
@@ -206,11 +206,11 @@ def test_hooks_that_the_first_forward_registers_are_registered_once(
     heads = {"num_attention_heads": 4, "use_cache": use_cache, "output_hidden_states": True}
     with torch.device(device):
         module = transformers.LlamaModel(transformers.LlamaConfig(**sizes, **heads))
-    hooks = sum(len(each._forward_hooks) for each in module.modules())
+    hooks = sum(len(child._forward_hooks) for child in module.modules())
     tokens = torch.zeros(2, 8, dtype=torch.long)
     parallelize(module, {"input_ids": tokens}, "tp", ComputeConfig(2, 2), gen_savedir=tmp_path, load_module=False)
     source = next(tmp_path.rglob("gencode0.py")).read_text()
     (states,) = re.findall(r"hidden_states=\(([^)]*)\)", source)  # training and evaluation are one program
     assert len(states.split(", ")) == 3
     assert "values: equal to one process" in next(tmp_path.rglob("proof.txt")).read_text()
-    assert sum(len(each._forward_hooks) for each in module.modules()) == hooks
+    assert sum(len(child._forward_hooks) for child in module.modules()) == hooks

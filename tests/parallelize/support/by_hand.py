@@ -47,12 +47,12 @@ def pair(size: int) -> tuple[nn.Module, Division, dict[str, Any]]:
     def call(
         name: str, shape: tuple[int, ...], types: tuple[Any, ...], result: Any, function: Any, *args: Any
     ) -> Value:
-        made = value(name, "result", shape)
-        each = Call(function, args, {}, [made], where=f"model.py:{len(calls)}", source="...", module="layers")
-        made.producer = each
-        calls.append(each)
-        strategies[each] = Strategy("by hand", types, (result,), LocalCall(function, args, {}))
-        return made
+        output = value(name, "result", shape)
+        call = Call(function, args, {}, [output], where=f"model.py:{len(calls)}", source="...", module="layers")
+        output.producer = call
+        calls.append(call)
+        strategies[call] = Strategy("by hand", types, (result,), LocalCall(function, args, {}))
+        return output
 
     columns = (R, S(0), S(0))
     h = call("linear", (4, 2 * WIDTH), columns, S(1), F.linear, x, w0, b0)

@@ -47,7 +47,7 @@ def _experts(layer: nn.Module, *routed: torch.Tensor) -> torch.Tensor:
 
 
 def _mixtral() -> tuple[nn.Module, dict[str, Any]]:
-    """Its experts, which ask which of them have tokens, are one registered function."""
+    """A Mixtral whose experts, which ask which of them have tokens, are one registered function."""
     ALL_EXPERTS_FUNCTIONS.register("registered", _experts)
     module, arguments = _language("mixtral", UNCACHED, **HIDDEN, **HEADS, num_local_experts=4, num_experts_per_tok=2)
     module.config._experts_implementation = "registered"

@@ -37,10 +37,10 @@ class Lines:
                 return torch.empty(x.shape, dtype=x.dtype, device="meta")
             return type(x)(map(on_meta, x)) if isinstance(x, (tuple, list)) else x
 
-        made = function(*map(on_meta, args), **{name: on_meta(x) for name, x in kwargs.items()})
-        call = Call(function, args, kwargs, several=isinstance(made, (tuple, list)), module=self.module)
+        output = function(*map(on_meta, args), **{name: on_meta(x) for name, x in kwargs.items()})
+        call = Call(function, args, kwargs, several=isinstance(output, (tuple, list)), module=self.module)
         grad = any(value.requires_grad for value in values_in((args, kwargs)))
-        for result in made if call.several else [made]:
+        for result in output if call.several else [output]:
             name = f"{call.name}_{len(self.calls)}_{len(call.results)}"
             call.results.append(Value(name, "result", tuple(result.shape), result.dtype, grad, producer=call))
         call.flops = flops(call)

@@ -28,7 +28,7 @@ NAMES = [*models.MODELS, *hf_models.HF_MODELS]
 
 
 class Layout(NamedTuple):
-    """How a module is divided.
+    """The division of a module.
 
     Attributes:
         plan, units: ranks of a unit, and their number.
@@ -154,7 +154,7 @@ def loss_of(results: Any) -> torch.Tensor:
 
 
 class Run(NamedTuple):
-    """What training leaves, by name.
+    """Results of training, by name.
 
     Attributes:
         results: of each sample of the first step, by unit, what forward returned, and gradients of inputs.
@@ -207,8 +207,8 @@ def _keep(run: Run, results: Any, loss: torch.Tensor, given: dict[str, Any], uni
     run.losses[unit].append(loss.item())
     if not step:
         inputs = [x.grad for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor) and x.requires_grad]
-        kept = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), (results, inputs))
-        run.results[unit].append(pytree.tree_leaves(kept))
+        copies = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), (results, inputs))
+        run.results[unit].append(pytree.tree_leaves(copies))
 
 
 def on_rank(name: str, layout: str, folder: Any, dtype: torch.dtype = torch.float64) -> list[Run]:
@@ -261,7 +261,7 @@ def whole_weights(parallel: nn.Module) -> dict[str, torch.Tensor]:
     """The state dict of a rank, with parameters gathered."""
     held = dict(parallel.named_parameters(remove_duplicate=False))
     state = parallel.state_dict()
-    return {each: (gather_full(x, spec_of(held[each])) if each in held else x).clone() for each, x in state.items()}
+    return {key: (gather_full(x, spec_of(held[key])) if key in held else x).clone() for key, x in state.items()}
 
 
 def _gradients(parallel: nn.Module, stepper: Any, layout: Layout) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -275,7 +275,7 @@ def _gradients(parallel: nn.Module, stepper: Any, layout: Layout) -> Iterator[tu
 
 
 def on_threads(name: str, layout: str, folder: Any, dtype: torch.dtype = torch.float64) -> list[list[Run]]:
-    """Of each rank the runs of the optimizers."""
+    """Returns the runs of the optimizers, by rank."""
     mesh = LAYOUTS[layout].config.mesh(LAYOUTS[layout].pp)
     compiled(name, LAYOUTS[layout], folder, dtype)
     return threads.run(mesh, on_rank, name, layout, folder, dtype)
@@ -295,11 +295,11 @@ def assert_same(ranks: list[Run], wanted: Run, tolerance: float) -> None:
         # Norms are added up over stages in any case; a rank without parameters has them in float32.
         norms = (tolerance or 1e-12) if run.gradients else 1e-6
         close("norms", torch.tensor(run.norms), torch.tensor(wanted.norms), norms)
-        for what, own, other in (
+        for what, found, other in (
             ("gradient", run.gradients, wanted.gradients), ("weight", run.weights, wanted.weights)
         ):  # fmt: skip
             scale = max((float(x.double().norm()) for x in other.values() if x is not None), default=0.0)
-            for name, x in own.items():
+            for name, x in found.items():
                 if units == 1 or not ("running" in name or "tracked" in name):  # of several units each has its own
                     close(f"{what} of {name}", x, other[name], tolerance, scale)
 

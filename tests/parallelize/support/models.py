@@ -109,7 +109,7 @@ class Rotary(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm(x)
-        q, k, v = (each(h).view(*x.shape[:2], 4, 4).transpose(1, 2) for each in (self.q, self.k, self.v))
+        q, k, v = (layer(h).view(*x.shape[:2], 4, 4).transpose(1, 2) for layer in (self.q, self.k, self.v))
         attended = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True)
         x = x + self.o(attended.transpose(1, 2).reshape(x.shape))
         return x + self.down(F.silu(self.gate(x)) * self.up(x))

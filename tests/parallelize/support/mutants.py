@@ -20,7 +20,7 @@ from neuronx_dist.program.decompose import decomposed
 from neuronx_dist.program.program import Division
 from neuronx_dist.program.record import record_program
 from tests.parallelize.support.models import model
-from tests.support.source_edits import Edit
+from tests.support.source_edits import SourceEdit
 
 # Communication is cheap, computing is not: everything that can be cut is.
 EAGER = Costs(flops=1e6, bandwidth=1e7, launch=1e-9, link_bandwidth=1e9, link_latency=1e-9)
@@ -50,7 +50,7 @@ def emitted(name: str, size: int = 2) -> Emitted:
     return Emitted(source, division, module, constants, arguments)
 
 
-def mutants(source: str) -> Iterator[Edit]:
+def mutants(source: str) -> Iterator[SourceEdit]:
     """Every wrong call of every collective in an emitted source."""
     start = 0
     for number, line in enumerate(source.splitlines(keepends=True), 1):
@@ -58,7 +58,7 @@ def mutants(source: str) -> Iterator[Edit]:
         if match is not None:
             begin, end = start + match.end("head"), start + match.start("tail")
             for edit, text in _edits(source[begin:end], match["op"], match["operand"]):
-                yield Edit("emitted.py", edit, source, begin, end, text, (number, match.end("head")))
+                yield SourceEdit("emitted.py", edit, source, begin, end, text, (number, match.end("head")))
         start += len(line)
 
 

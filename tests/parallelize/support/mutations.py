@@ -21,7 +21,7 @@ __all__ = ["running_statistics"]
 
 
 def running_statistics(name: str = "batch_norm_of_channels of S(1) of operand 0") -> None:
-    """Those of one process, whole on every rank, written in place."""
+    """Checks that every rank writes the running statistics of one process, whole, in place."""
     x = torch.rand(8, 4, 5, dtype=torch.float64)
 
     def fresh() -> list[Tensor]:

@@ -20,7 +20,7 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 
 
 class Trained(NamedTuple):
-    """What a training run leaves, whole.
+    """Results of a training run, whole.
 
     Attributes:
         losses: of each step and unit.
@@ -37,8 +37,8 @@ def batch(arguments: Mapping[str, Any], step: int, unit: int) -> dict[str, Any]:
     """Other arguments of the same shapes."""
 
     def moved(x: torch.Tensor) -> torch.Tensor:
-        own = x.detach().roll(step + 3 * unit, -1) if x.dim() else x.detach()
-        return own.clone().requires_grad_(x.requires_grad)
+        values = x.detach().roll(step + 3 * unit, -1) if x.dim() else x.detach()
+        return values.clone().requires_grad_(x.requires_grad)
 
     return pytree.tree_map_only(torch.Tensor, moved, dict(arguments))
 
@@ -118,11 +118,11 @@ def trained_parallel(
 def assert_equal(has: Trained, wanted: Trained, tolerance: float) -> None:
     """Every loss, gradient and weight by itself, relative to its norm."""
     torch.testing.assert_close(torch.tensor(has.losses), torch.tensor(wanted.losses), rtol=tolerance, atol=tolerance)
-    for own, other in ((has.gradients, wanted.gradients), (has.weights, wanted.weights)):
-        assert list(own) == list(other)
+    for found, other in ((has.gradients, wanted.gradients), (has.weights, wanted.weights)):
+        assert list(found) == list(other)
         scale = max((float(x.double().norm()) for x in other.values() if x is not None), default=0.0)
         for name, x in other.items():
-            y = own[name]
+            y = found[name]
             assert (x is None) == (y is None), name
             if x is not None and y is not None:
                 assert (x.shape, x.dtype) == (y.shape, y.dtype), name
@@ -131,6 +131,6 @@ def assert_equal(has: Trained, wanted: Trained, tolerance: float) -> None:
 
 
 def own_statistics(wanted: Trained, has: Trained, units: int) -> Trained:
-    """Of several units each has statistics of its own: those of batch norm are not compared."""
-    own = {name for name in has.weights if units > 1 and ("running" in name or "tracked" in name)}
-    return wanted._replace(weights={n: has.weights[n] if n in own else x for n, x in wanted.weights.items()})
+    """Returns `wanted` with the found statistics of batch norm, which differ between units: not compared."""
+    statistics = {name for name in has.weights if units > 1 and ("running" in name or "tracked" in name)}
+    return wanted._replace(weights={n: has.weights[n] if n in statistics else x for n, x in wanted.weights.items()})

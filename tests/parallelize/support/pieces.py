@@ -45,7 +45,7 @@ def summands(x: Tensor, size: int) -> list[Tensor]:
 
 
 def divided(x: Tensor, spmd_type: SpmdType, size: int) -> list[Tensor]:
-    """What each rank has of `x`."""
+    """Returns the parts of `x` by rank."""
     if isinstance(spmd_type, Shard):
         return [cut(x, spmd_type, size, rank) for rank in range(size)]
     if spmd_type.letter == "P":
@@ -78,8 +78,8 @@ class Case:
         args, kwargs = substituted((args, kwargs), Tensor, value)
         self.call = Call(function, args, kwargs)
         for graded in (len(self.tensors), 1, 0):  # functions that are not differentiable in all operands
-            for number, each in enumerate(self.tensors):
-                each.requires_grad = each.requires_grad and number < graded
+            for number, tensor in enumerate(self.tensors):
+                tensor.requires_grad = tensor.requires_grad and number < graded
             try:
                 self.run_whole()
                 break
@@ -129,7 +129,7 @@ class Case:
         return threads.run(Mesh(size, tp=size), run)[0]
 
     def wrong(self, strategy: Strategy, size: int) -> Iterator[str]:
-        """What differs when each rank runs the strategy's local call."""
+        """Yields the differences when each rank runs the strategy's local call."""
         types = dict(zip(operands_of(self.call), strategy.operands, strict=True))
         operands = {value: divided(x, types[value], size) for value, x in self.tensors.items()}
         # what R ranks receive as a gradient are summands of it, and of P the whole
@@ -149,7 +149,7 @@ class Case:
         def on_rank(rank: int) -> Any:
             leaves = self.leaves({value: parts[rank] for value, parts in operands.items()})
             values = self.run(*strategy.local, leaves)
-            return values, self.backward(leaves, values, [each[rank] for each in handed])
+            return values, self.backward(leaves, values, [gradient[rank] for gradient in handed])
 
         if strategy.local.function in vars(composites).values():  # the ranks communicate
             done = threads.run(Mesh(size, tp=size), lambda: on_rank(comm.rank("tp")))
@@ -158,12 +158,12 @@ class Case:
         results, gradients = zip(*done)
         for number, (whole, spmd_type) in enumerate(zip(self.whole, strategy.results, strict=True)):
             yield from self.differences(
-                f"result {number}", whole, [each[number].detach() for each in results], spmd_type
+                f"result {number}", whole, [result[number].detach() for result in results], spmd_type
             )
         for value, spmd_type in types.items():
             if value.requires_grad:
                 of_gradient = {"R": P, "P": R}.get(spmd_type.letter, spmd_type)
-                pieces = [each[value] for each in gradients]
+                pieces = [gradient[value] for gradient in gradients]
                 yield from self.differences(f"gradient of {value}", self.gradients[value], pieces, of_gradient)
 
     def differences(self, what: str, whole: Tensor, pieces: list[Tensor], spmd_type: SpmdType) -> Iterator[str]:

@@ -22,7 +22,7 @@ Sample = dict[str, torch.Tensor]
 
 
 class GptSample(Gpt):
-    """Of one sample; logits beside the loss, and what is no tensor."""
+    """A GPT on one sample; logits beside the loss, and values that are no tensors."""
 
     def forward(self, data: Sample) -> dict[str, Any]:  # type: ignore[override]
         return {"loss": super().forward(data["tokens"], data["labels"]), "mask": (data["labels"] < 0, "name")}
@@ -75,7 +75,7 @@ def config(
 
 
 class Run(NamedTuple):
-    """What training leaves.
+    """Results of training.
 
     Attributes:
         results: of the first step, of each sample of each unit.
@@ -132,14 +132,16 @@ def on_rank(
         results = parallel.train_step(samples(name, micro, step, unit))
         if not step:
             run.results.extend(results)
-            for each, p in parallel.named_parameters():
+            for parameter_name, p in parallel.named_parameters():
                 grad = None if p.grad is None else comm.all_reduce(p.grad, "dp")
-                run.gradients[each] = None if grad is None else gather_full(grad, spec_of(p)).clone()
+                run.gradients[parameter_name] = None if grad is None else gather_full(grad, spec_of(p)).clone()
         run.norms.append(float(stepper.clip_gnorm(1.0)))
         stepper.step()
     held = dict(parallel.named_parameters(remove_duplicate=False))
-    for each, x in parallel.state_dict().items():
-        run.weights[each] = gather_full(x, spec_of(held[each])).clone() if each in held else x.clone()
+    for parameter_name, x in parallel.state_dict().items():
+        run.weights[parameter_name] = (
+            gather_full(x, spec_of(held[parameter_name])).clone() if parameter_name in held else x.clone()
+        )
     return run
 
 
@@ -163,13 +165,13 @@ def first(result: Any) -> torch.Tensor:
 
 def assert_same(has: list[Run], wanted: Run, units: int, tolerance: float = 1e-9) -> None:
     """Every rank's results, gradients, norms and weights; and together the ranks hold everything."""
-    own = {name for run in has for name in run.weights}
-    assert own == set(wanted.weights)
-    per_unit, each = len(has) // units, len(wanted.results) // units
-    counted = {name for name in own if units > 1 and ("running" in name or "tracked" in name)}  # each unit's own
+    names = {name for run in has for name in run.weights}
+    assert names == set(wanted.weights)
+    per_unit, per_sample = len(has) // units, len(wanted.results) // units
+    counted = {name for name in names if units > 1 and ("running" in name or "tracked" in name)}  # each unit's own
     for rank, run in enumerate(has):
         unit = rank // per_unit
-        close(run.results, wanted.results[unit * each : (unit + 1) * each], tolerance)
+        close(run.results, wanted.results[unit * per_sample : (unit + 1) * per_sample], tolerance)
         close(run.gradients, {name: wanted.gradients[name] for name in run.gradients}, tolerance)
         # A rank without parameters has the norm in float32.
         close(run.norms, wanted.norms, tolerance if run.gradients else 1e-6)

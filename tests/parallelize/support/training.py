@@ -72,7 +72,7 @@ def _second() -> nn.Module:
 
 @contextmanager
 def parallel(config: ComputeConfig, parent: str = "") -> Iterator[Callable[[], nn.Module]]:
-    """What makes the parallel form of `original(parent)`, on a rank."""
+    """Returns a function that makes the parallel form of `original(parent)`, on a rank."""
     module, division, _ = pair(config.plan_ngpus)
     if parent:  # the input has a gradient, which is whole on every rank
         x = division.program.inputs[0]

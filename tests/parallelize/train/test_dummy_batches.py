@@ -40,10 +40,10 @@ def test_they_add_nothing(layout: str, tmp_path: Path) -> None:
     buffers = {name: x.clone() for name, x in whole.named_buffers()}
     assert int(buffers["norm.num_batches_tracked"]) == 2
     held: set[str] = set()
-    for results, gradients, own in threads.run(settings.mesh(ranks), rank):
+    for results, gradients, statistics in threads.run(settings.mesh(ranks), rank):
         close([results[number] for number in wanted], list(wanted.values()), 1e-12)
         close(results[3], whole(given[3]), 1e-12)
         close(gradients, {name: whole.get_parameter(name).grad for name in gradients}, 1e-12)
-        close(own, {name: buffers[name] for name in own}, 1e-12)
-        held.update(own)
+        close(statistics, {name: buffers[name] for name in statistics}, 1e-12)
+        held.update(statistics)
     assert held == buffers.keys()

@@ -34,7 +34,7 @@ STEPS = range(8)
 
 
 def trained(config, make_optimizer, parent="", max_norm=None, body=one_rank):
-    """Of each rank what `body(module, optimizer, ...)` returned, and its whole weights."""
+    """Returns what `body(module, optimizer, ...)` returned on each rank, and the rank's whole weights."""
     with parallel(config, parent) as make:
 
         def program():
@@ -123,7 +123,7 @@ def test_parameter_groups_of_a_factory_and_schedulers(zero):
         for step in steps:
             unit = comm.rank("dp") if comm.is_initialized() else 0
             units = [unit] if comm.is_initialized() else range(2)
-            torch.stack([loss_of(module, batch(step, each)) for each in units]).sum().backward()
+            torch.stack([loss_of(module, batch(step, state)) for state in units]).sum().backward()
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -260,7 +260,7 @@ def test_gradients_that_are_new_are_summed_again_without_zero_grad_of_the_optimi
         return one_rank(module, optimizer, range(2))[1], float(sum(p.square().sum() for p in whole(module).values()))
 
     config = ComputeConfig(1, 2, use_zero=zero)
-    results = [trained(config, lambda m: build_optimizer(m, SGD), body=each)[0][0] for each in (body, usual)]
+    results = [trained(config, lambda m: build_optimizer(m, SGD), body=steps)[0][0] for steps in (body, usual)]
     assert results[0] == results[1]
 
 
@@ -279,8 +279,8 @@ def test_hooks_see_every_gradient_before_and_after_its_sum(zero, asynchronous, p
         for when in ("pre", "post"):
             assert sum(grad.numel() for name, grad in seen if name == when) > 0
             assert all(grad.dim() == 1 for _, grad in seen)
-        own = sum(float(grad.square().sum()) for name, grad in seen if name == "post")
-        return losses, float(comm.all_reduce(torch.tensor(own), "world"))
+        total = sum(float(grad.square().sum()) for name, grad in seen if name == "post")
+        return losses, float(comm.all_reduce(torch.tensor(total), "world"))
 
     options = dict(use_zero=zero, use_async_reducer=asynchronous, use_end2end=asynchronous)
     config = ComputeConfig(plan, plan * units, **options)
@@ -348,8 +348,8 @@ def test_asynchronous_reduction_is_bit_equal_and_starts_in_backward(zero, cap):
 
     options = dict(use_zero=zero, use_end2end=True, reducer_bucket_cap_mb=cap)
     results = [
-        trained(ComputeConfig(1, 2, use_async_reducer=each, **options), without_spare, body=body)
-        for each in (False, True)
+        trained(ComputeConfig(1, 2, use_async_reducer=overlap, **options), without_spare, body=body)
+        for overlap in (False, True)
     ]
     for ((early, started), weights), ((late, _), expected) in zip(results[1], results[0], strict=True):
         assert not cap or all(started)  # the last layer's buckets start first

@@ -101,18 +101,18 @@ class WithOutcome(nn.Module):
 @pytest.mark.parametrize("policy, stages", [("tp", 1), ("pp", 2)])
 def test_results_of_a_dataclass_where_another_process_recorded(policy: str, stages: int, tmp_path: Path) -> None:
     given = {"data": samples("mlp", 1)[0]}
-    own = config(2) if stages > 1 else ComputeConfig(2, 2, use_end2end=True)
-    parallelize(WithOutcome(module("mlp")), given, policy, own, gen_savedir=tmp_path, load_module=False)
+    settings = config(2) if stages > 1 else ComputeConfig(2, 2, use_end2end=True)
+    parallelize(WithOutcome(module("mlp")), given, policy, settings, gen_savedir=tmp_path, load_module=False)
     pytree.SUPPORTED_NODES.pop(Outcome)  # this process has recorded nothing
 
     def rank() -> Any:
-        parallel = parallelize(WithOutcome(module("mlp")), given, policy, own, gen_savedir=tmp_path)
+        parallel = parallelize(WithOutcome(module("mlp")), given, policy, settings, gen_savedir=tmp_path)
         trained = parallel.train_step(samples("mlp", 4))
         assert all(parameter.grad is not None for parameter in parallel.parameters())
         return trained, parallel.infer_step(samples("mlp", 4))
 
     wanted = [WithOutcome(module("mlp"))(sample) for sample in samples("mlp", 4)]
-    for results in itertools.chain(*threads.run(own.mesh(stages), rank)):
+    for results in itertools.chain(*threads.run(settings.mesh(stages), rank)):
         assert not any(result.loss.requires_grad or result.others[0].requires_grad for result in results)
         close([dataclasses.astuple(x) for x in results], [(x.loss, x.others) for x in wanted], 1e-12)
 
@@ -217,8 +217,8 @@ def test_merged_states_are_those_of_one_process(layout: str, tmp_path: Path) -> 
     again.load_state_dict(optimizer)
     close(again.state_dict()["state"], stepper.state_dict()["state"], 1e-9)
     for index, expected in enumerate((model, optimizer["state"])):
-        each = [state[index] if not index else _states(state[index]) for state in deduped]
-        assert sum(map(_numbers, each)) == _numbers(expected), index  # the tied weight is on the first stage alone
+        parts = [state[index] if not index else _states(state[index]) for state in deduped]
+        assert sum(map(_numbers, parts)) == _numbers(expected), index  # the tied weight is on the first stage alone
 
     plan, units, ranks, options = LAYOUTS[layout]
     settings = config(plan, units, **options)
@@ -237,8 +237,8 @@ def test_merged_states_are_those_of_one_process(layout: str, tmp_path: Path) -> 
             states.append({name: x.clone() for name, x in parallel.state_dict().items()})
         return states
 
-    for merged, own in threads.run(settings.mesh(ranks), resumed):
-        close(own, dict(merged), 0.0)
+    for merged, found in threads.run(settings.mesh(ranks), resumed):
+        close(found, dict(merged), 0.0)
 
 
 def test_mutants_of_collectives_of_stages_are_red() -> None:

@@ -27,7 +27,7 @@ REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
 def trained(name: str, folder: Path, dummies: Callable[[int], list[bool]] | None = None, **options: Any) -> list[Any]:
-    """Of each rank the collectives of the train steps, in order, and the weights after three steps."""
+    """Returns the collectives of each rank's train steps, in order, and its weights after three steps."""
     settings, folder = config(2, 2, **options), folder / str(options.get("reducer"))
 
     def rank() -> Any:

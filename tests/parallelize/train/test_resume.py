@@ -47,7 +47,7 @@ PAIRS = [("tp2", "tp4"), ("tp2", "pp2"), ("zero2", "tp2"), ("pp2 tp2", "one"), (
 def trained(
     name: str, plan: str, optimizer: str, steps: range, folder: Path, merged: Any = None
 ) -> tuple[list[Any], list[dict[str, torch.Tensor]], Any]:
-    """Of each rank losses and whole weights; and the merged states of all."""
+    """Returns the losses and whole weights of each rank, and the merged states of all."""
     layout, arguments = PLANS[plan], case(name).arguments
 
     def rank() -> Any:
@@ -102,8 +102,8 @@ def test_saved_under_one_plan_and_loaded_under_another(
                 expected[unit].append(loss.item())
         stepper.step()
     per_unit = len(losses) // units
-    for rank, (own, held) in enumerate(zip(losses, weights)):
-        close("losses", torch.tensor(own), torch.tensor(expected[rank // per_unit]), 1e-9)
+    for rank, (rank_losses, held) in enumerate(zip(losses, weights)):
+        close("losses", torch.tensor(rank_losses), torch.tensor(expected[rank // per_unit]), 1e-9)
         for name, x in held.items():
             close(name, x, whole.state_dict()[name], 1e-9)
 
@@ -118,5 +118,5 @@ def test_32_steps_are_16_and_from_merged_states_16_more_to_the_bit(
     straight, weights, states = trained(name, plan, optimizer, range(32), tmp_path)
     first, _, merged = trained(name, plan, optimizer, range(16), tmp_path)
     resumed, again, after = trained(name, plan, optimizer, range(16, 32), tmp_path, merged)
-    assert [own + rest for own, rest in zip(first, resumed)] == straight
+    assert [start + rest for start, rest in zip(first, resumed)] == straight
     torch.testing.assert_close((again, after), (weights, states), rtol=0, atol=0)

@@ -60,7 +60,7 @@ def config_of(layout):
 
 
 def through_a_file(x):
-    """What `torch.save` and `torch.load` make of it."""
+    """Returns a value after `torch.save` and `torch.load`."""
     stream = io.BytesIO()
     torch.save(x, stream)
     stream.seek(0)
@@ -84,7 +84,7 @@ def states_of(
     states=lambda m, o: (m.state_dict(), o.state_dict()),
     change=lambda module: module,
 ):
-    """Of each rank the states after some steps, the results of the steps, and the whole weights."""
+    """Returns each rank's states after some steps, the results of the steps, and the whole weights."""
     with parallel(config, parent) as make:
 
         def program():
@@ -197,19 +197,19 @@ def test_training_goes_on_bit_equal_in_the_same_layout(layout, change, form):
     config, options = config_of(layout), {"change": change} if change else {}
     take = deduped_state_dict if form == "deduped" else lambda m, o: (m.state_dict(), o.state_dict())
     half = states_of(config, "parent", ADAMW, HALF, states=take, **options)
-    states = [each for each, *_ in half]
+    states = [state for state, *_ in half]
 
     def load(module, optimizer):
-        own = states[comm.current().rank]
+        state = states[comm.current().rank]
         if form == "merged":
             load_merged_state_dicts(module, merged[0], optimizer, clone(merged[1]))
         elif form == "deduped":
-            load_deduped_state_dict(module, own[0], optimizer, own[1], device="cpu")
+            load_deduped_state_dict(module, state[0], optimizer, state[1], device="cpu")
         else:
-            module.load_state_dict(own[0])
-            optimizer.load_state_dict(own[1])
+            module.load_state_dict(state[0])
+            optimizer.load_state_dict(state[1])
 
-    merged = merge_state_dicts([own[0] for own in states], [own[1] for own in states])
+    merged = merge_state_dicts([state[0] for state in states], [state[1] for state in states])
     resumed = states_of(config, "parent", ADAMW, REST, load, **options)
     for (_, results, weights), (_, expected, expected_weights) in zip(
         resumed, uninterrupted(layout, change), strict=True
@@ -239,10 +239,10 @@ def test_deduped_states_of_all_ranks_are_one_model_and_one_state(layout):
     optimizer = ADAMW(module.parameters())
     one_process(module, optimizer, HALF, config.units)
     for index, expected in enumerate((module.state_dict(), optimizer.state_dict()["state"])):
-        kept = [
+        states_of_units = [
             states[index] if index == 0 else states[1].get("base_state", states[1]["state"]) for states, *_ in ranks
         ]
-        numbers = sum(tensor.numel() for each in kept for tensor in tensors_in(each))
+        numbers = sum(tensor.numel() for state in states_of_units for tensor in tensors_in(state))
         whole_numbers = sum(tensor.numel() for tensor in tensors_in(expected))
         if index == 1 and layout == "zero of 3":
             whole_numbers = sum(padded(tensor, 3) for tensor in tensors_in(expected))
@@ -297,7 +297,7 @@ def test_parts_that_are_missing_are_named():
 def test_states_of_another_model_or_layout_are_refused():
     merged, merged_optimizer = merged_after(config_of("alone"), "", ADAMW, HALF)
     saved = states_of(config_of("zero"), "", ADAMW, HALF, states=deduped_state_dict)
-    own = states_of(config_of("zero"), "", ADAMW, HALF)
+    ranks = states_of(config_of("zero"), "", ADAMW, HALF)
 
     def load(module, optimizer):
         with pytest.raises(
@@ -312,7 +312,7 @@ def test_states_of_another_model_or_layout_are_refused():
         with pytest.raises(ValueError, match="by rank 0 with Rows\\(degree=2.*merge the state dicts of all ranks"):
             load_deduped_state_dict(module, module.state_dict(), optimizer, saved[0][0][1])
         with pytest.raises(ValueError, match="saved in another layout .*merge_state_dicts"):
-            optimizer.load_state_dict(own[0][0][1])
+            optimizer.load_state_dict(ranks[0][0][1])
 
     states_of(config_of("tp"), "", ADAMW, range(0), load)
 

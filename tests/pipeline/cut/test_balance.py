@@ -50,7 +50,7 @@ def test_no_other_cuts_are_better(seed: int) -> None:
     cuts = balanced_cuts(pieces, layers)
     names = [layer.name for layer in layers]
     assert len(cuts) == pieces - 1 and cuts == sorted(set(cuts), key=names.index)
-    assert cost(cuts) == min(cost([*each]) for each in itertools.combinations(names[:-1], pieces - 1))
+    assert cost(cuts) == min(cost([*combination]) for combination in itertools.combinations(names[:-1], pieces - 1))
 
 
 def test_equal_layers_are_divided_as_nxd_does() -> None:

@@ -127,7 +127,7 @@ def test_other_arguments(difference: str) -> None:
     values, message = ARGUMENTS_OF_RANKS[difference]
 
     def program() -> None:
-        options = {**OPTIONS, **{name: of_rank(*each) for name, each in values.items()}}
+        options = {**OPTIONS, **{name: of_rank(*x) for name, x in values.items()}}
         NxDPPModel(make(), Block, **options).run_train(**batch())
 
     refused(PP2, program, message)
@@ -388,8 +388,8 @@ def test_several_models_and_copies_of_them() -> None:
         train(pipeline)
         second = NxDPPModel(copy.deepcopy(pipeline.original_module).to_empty(device="cpu"), Block, **OPTIONS)
         clone = copy.deepcopy(pipeline)
-        for each in (clone, second, second, pipeline):
-            evaluate(each)
+        for model in (clone, second, second, pipeline):
+            evaluate(model)
         return clone.run_eval(**batch()), pipeline.run_eval(**batch())
 
     for loss in on_ranks(PP2, model, use, **OPTIONS)[1]:

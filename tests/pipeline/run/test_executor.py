@@ -214,7 +214,7 @@ class WithHook(Model):
 
 @pytest.mark.parametrize("model_class", [Model, TwoEmbeddings, WithHook])
 def test_the_first_stage_has_halves_too(model_class: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its input half ends at the first activations: as many products as in forward, and no parameter's gradient.
+    """The input half ends at the first activations: as many products as in forward, and no parameter's gradient.
 
     Where such an activation has a hook of its own, all of the backward is in the weight half.
     """
@@ -287,11 +287,11 @@ def test_what_cannot_be_divided_is_said_once(compiled: bool, monkeypatch: pytest
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         stages = on_ranks(Mesh(ranks, pp=ranks), model, use, **OPTIONS)
-    said = [str(each.message) for each in caught if "cannot be split" in str(each.message)]
+    said = [str(warning.message) for warning in caught if "cannot be split" in str(warning.message)]
     name = "CompiledFunctionBackward" if compiled else "ProductBackward"
     assert len(said) == 1 and f"the stage of {first} .. cross_entropy: the backward of {name} " in said[0]
     advice = ("can only be split if it is not compiled",) if compiled else ("declare it", "splits_backward = True")
-    assert all(each in said[0] for each in advice)
+    assert all(text in said[0] for text in advice)
     assert all(error(grad, grads[name]) < 1e-10 for found in stages for name, grad in found.items())
 
 
@@ -357,7 +357,9 @@ FREED_OF_A_BLOCK = NUMBER * TOKENS * WIDE
 
 
 @pytest.mark.parametrize(
-    "schedule_class", [OneFOneB, GPipe, Halves, Interleaved, ZeroBubbleH1, ZeroBubbleV], ids=lambda each: each.__name__
+    "schedule_class",
+    [OneFOneB, GPipe, Halves, Interleaved, ZeroBubbleH1, ZeroBubbleV],
+    ids=lambda function: function.__name__,
 )
 def test_live_activations_are_those_of_the_schedule(
     schedule_class: Callable[..., Schedule], monkeypatch: pytest.MonkeyPatch
@@ -368,15 +370,15 @@ def test_live_activations_are_those_of_the_schedule(
     schedule = schedule_class(PP, MANY, *chunks)
     for stage, (alone, after) in enumerate(zip(one, kept_bytes(schedule, monkeypatch))):
         size = _sizes(alone)
-        kept: dict[tuple[int, int], int] = {}
+        saved: dict[tuple[int, int], int] = {}
         most_in_flight = 0
         for task, alive in after.items():
-            kept[task.chunk, task.microbatch] = size[task.kind, task.chunk]
-            assert alive == sum(kept.values()), (stage, task)
+            saved[task.chunk, task.microbatch] = size[task.kind, task.chunk]
+            assert alive == sum(saved.values()), (stage, task)
             if task.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                del kept[task.chunk, task.microbatch]
-            most_in_flight = max(most_in_flight, len(kept))
-        assert not kept and most_in_flight == schedule.peak_in_flight(stage)
+                del saved[task.chunk, task.microbatch]
+            most_in_flight = max(most_in_flight, len(saved))
+        assert not saved and most_in_flight == schedule.peak_in_flight(stage)
         if schedule.num_chunks == 1 and schedule_class is not ZeroBubbleH1:
             assert max(after.values()) == schedule.peak_in_flight(stage) * size[Kind.FORWARD, 0]
 

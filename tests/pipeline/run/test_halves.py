@@ -84,7 +84,7 @@ def test_a_result_of_parameters_alone_recomputes_nothing_again(branches: bool) -
             results = checkpoint(layer, x, use_reentrant=False)
         calls = 0
         if divided:
-            roots = [get_gradient_edge(each) for each in results]
+            roots = [get_gradient_edge(result) for result in results]
             (grad_x,), half = divide(roots, [grad, None], [get_gradient_edge(x)], recomputes=checkpoints.any)
             assert calls == 1
             half.run()
@@ -155,21 +155,21 @@ def test_a_parameter_accumulates_once() -> None:
     half.run()
     assert counts[model.weight] == 1
 
-    made: list[int] = []
+    products: list[int] = []
 
     class Made(Asked):
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> Any:
             results = Asked.backward(ctx, grad)
             if results[1] is not None:
-                made.append(results[1].data_ptr())
+                products.append(results[1].data_ptr())
             return results
 
     weight = nn.Parameter(torch.randn(SIZE, SIZE, dtype=torch.float64))
     y = Made.apply(x * 1, weight, "")
     _, half = divide([get_gradient_edge(y)], [grad], [get_gradient_edge(x)])
     half.run()
-    assert weight.grad is not None and made == [weight.grad.data_ptr()]
+    assert weight.grad is not None and products == [weight.grad.data_ptr()]
 
 
 def test_gradients_are_given_away_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,8 +244,8 @@ def test_nothing_is_left_behind(name: str, checkpointed: bool | None) -> None:
             _, half = divide(roots, [grad], inputs, recomputes=checkpoints.any)
             del roots, inputs, _
             half.run()
-            for each in (*outside, *(param.grad for param in model.parameters() if param.grad is not None)):
-                storages.forget(each)
+            for tensor in (*outside, *(param.grad for param in model.parameters() if param.grad is not None)):
+                storages.forget(tensor)
             assert storages.alive() == 0
     finally:
         gc.enable()
@@ -274,8 +274,8 @@ def test_nothing_is_left_behind_by_a_first_half_that_fails(checkpointed: bool | 
         with pytest.raises(ValueError, match="no"):
             divide(roots, [grad], inputs, recomputes=checkpoints.any)
         del roots, inputs
-        for each in (x, grad, *model.parameters()):
-            storages.forget(each)
+        for leaf in (x, grad, *model.parameters()):
+            storages.forget(leaf)
         gc.collect()
         assert storages.alive() == 0
 
@@ -316,8 +316,8 @@ def test_what_ran_whole_keeps_only_the_gradients_that_it_made() -> None:
         del y
         _, half = divide(roots, [grad], [get_gradient_edge(x)])
         del roots, _
-        for each in (x, grad, model.weight):
-            storages.forget(each)
+        for leaf in (x, grad, model.weight):
+            storages.forget(leaf)
         assert half.once == ["BothBackward"] and storages.alive() == model.weight.nbytes
         half.run()
     assert model.weight.grad is not None

@@ -106,12 +106,12 @@ def test_1f1b_in_rounds(stages: int, microbatches: int) -> None:
     assert len(found) == 2 * (microbatches + stages - 1)
     peaks = []
     for stage in range(stages):
-        tasks = [each.tasks[stage] for each in found if each.tasks[stage] is not None]
+        tasks = [step.tasks[stage] for step in found if step.tasks[stage] is not None]
         assert tasks == [task for task in schedule.tasks(stage) if task.kind in (Kind.FORWARD, Kind.BACKWARD)]
         open_now = [sum(1 if task.kind is Kind.FORWARD else -1 for task in tasks[:n]) for n in range(len(tasks) + 1)]
         peaks.append(max(open_now))
     assert peaks == simulate(schedule).peak_in_flight == [min(stages - s, microbatches) for s in range(stages)]
-    when = {(stage, task): number for number, each in enumerate(found) for stage, task in enumerate(each.tasks) if task}
+    when = {(stage, task): number for number, step in enumerate(found) for stage, task in enumerate(step.tasks) if task}
     for (stage, task), number in when.items():
         before = stage - 1 if task.kind is Kind.FORWARD else stage + 1
         if 0 <= before < stages:
@@ -121,8 +121,8 @@ def test_1f1b_in_rounds(stages: int, microbatches: int) -> None:
 
 def test_inference_in_rounds() -> None:
     found = rounds(Inference(3, 4))
-    assert len(found) == 4 + 3 - 1 and not any(each.backward for each in found)
-    assert [each.forward for each in found] == [True] * 5 + [False]
+    assert len(found) == 4 + 3 - 1 and not any(step.backward for step in found)
+    assert [step.forward for step in found] == [True] * 5 + [False]
 
 
 def test_prints_compactly() -> None:
@@ -185,7 +185,7 @@ def test_boundaries_that_differ() -> None:
     found = on_ranks(Mesh(4, pp=4), model, use, **options)
     assert found == [found[0]] * 4
     schedule = rounds(OneFOneB(4, 4))
-    forward, backward = sum(each.forward for each in schedule), sum(each.backward for each in schedule)
+    forward, backward = sum(step.forward for step in schedule), sum(step.backward for step in schedule)
     wide, flat = (2, SEQ, HIDDEN), (2, SEQ)
     assert Counter(found[0]) == {
         ("pp_forward", wide, torch.float64): 3 * forward,

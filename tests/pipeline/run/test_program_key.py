@@ -1,4 +1,4 @@
-"""When one program serves, and when the forward is recorded anew; over which communicator a message goes."""
+"""Reuse of a program, and recording anew; the communicator over which a message goes."""
 
 from __future__ import annotations
 

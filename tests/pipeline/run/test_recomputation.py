@@ -19,18 +19,18 @@ from tests.support.counting import Storages
 NAMES = ("_checkpoint_hook", "CheckpointFunction")
 
 
-def own() -> list[Any]:
+def functions_of_torch() -> list[Any]:
     return [getattr(torch_checkpoint, name) for name in NAMES]
 
 
 def test_torch_is_as_it_was_afterwards() -> None:
     """After the last of several forwards, also if it raises."""
-    before = own()
+    before = functions_of_torch()
     with seen_checkpoints():
         with pytest.raises(ValueError, match="no"), seen_checkpoints():
             raise ValueError("no")
-        assert all(now is not then for now, then in zip(own(), before))
-    assert own() == before
+        assert all(now is not then for now, then in zip(functions_of_torch(), before))
+    assert functions_of_torch() == before
 
 
 def test_what_others_put_in_place_of_torchs_own_is_used_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,11 +60,11 @@ def test_what_others_put_in_place_of_torchs_own_is_used_and_restored(monkeypatch
         thread.start()
         thread.join()
     assert used == ["hook", "function"] and seen.any
-    assert own() == [Hook, Function]
+    assert functions_of_torch() == [Hook, Function]
 
 
 def test_other_threads_are_left_alone() -> None:
-    """Their checkpoints recompute for each backward, and reentrant ones stay reentrant, while this one is seen."""
+    """Checkpoints of other threads recompute for each backward, and reentrant ones stay reentrant, in the meantime."""
     layer = nn.Linear(3, 3)
     names: list[str] = []
 
@@ -98,13 +98,13 @@ def test_between_the_halves_the_inputs_of_layers_are_kept_and_nothing_else() -> 
         assert seen.any
         roots, grad = [get_gradient_edge(y)], torch.ones_like(y)
         del y
-        for each in (x, grad, *layers.parameters()):
-            storages.forget(each)
+        for leaf in (x, grad, *layers.parameters()):
+            storages.forget(leaf)
         assert storages.alive() == 0
         grads, half = divide(roots, [grad], [get_gradient_edge(x)], recomputes=seen.any)
         del roots, grads
-        for each in (x, grad, *layers.parameters()):
-            storages.forget(each)
+        for leaf in (x, grad, *layers.parameters()):
+            storages.forget(leaf)
         assert storages.alive() == 8 * (2 * 5 + 2 * 5)  # the second layer's input, the first one's gradient
         half.run()
     assert all(param.grad is not None for param in layers.parameters())

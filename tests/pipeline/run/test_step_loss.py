@@ -38,8 +38,8 @@ def _reported(last_stage: int, report_on: str = "cpu", **options: bool) -> list[
 
 @pytest.mark.parametrize("last_stage", [0, 1])
 def test_losses_by_rank(last_stage: int) -> None:
-    own = [float(rank + 2) if rank // 4 == last_stage else None for rank in range(8)]
-    assert _reported(last_stage) == own
+    losses = [float(rank + 2) if rank // 4 == last_stage else None for rank in range(8)]
+    assert _reported(last_stage) == losses
     pairs = [[rank, rank + 4] if rank // 4 == last_stage else None for rank in range(8)]
     assert _reported(last_stage, return_mb_loss=True) == pairs
     everywhere = _reported(last_stage, broadcast_and_average_loss=True)
@@ -49,7 +49,7 @@ def test_losses_by_rank(last_stage: int) -> None:
 def test_losses_are_where_they_are_wanted() -> None:
     for options in ({}, {"return_mb_loss": True}, {"broadcast_and_average_loss": True}):
         reported = [loss for loss in _reported(1, "meta", **options) if loss is not None]
-        flat = [loss for each in reported for loss in (each if isinstance(each, list) else [each])]
+        flat = [loss for value in reported for loss in (value if isinstance(value, list) else [value])]
         assert flat and all(loss.is_meta for loss in flat)
 
 

@@ -76,8 +76,8 @@ def test_every_task_has_a_box_and_boxes_do_not_overlap(
             whole["ts"] <= boxes[0]["ts"] and boxes[-1]["ts"] + boxes[-1]["dur"] <= whole["ts"] + whole["dur"] + 0.002
         )
         assert whole["args"]["stage"] == stage and whole["args"]["stages"] == 2 and whole["args"]["chunks"] == chunks
-        kept = [e["args"]["forwards"] for e in events if e["pid"] == rank and e["ph"] == "C"]
-        assert max(kept) == schedule.peak_in_flight(stage) and kept[-1] == 0
+        counts = [e["args"]["forwards"] for e in events if e["pid"] == rank and e["ph"] == "C"]
+        assert max(counts) == schedule.peak_in_flight(stage) and counts[-1] == 0
 
 
 def test_arrows_go_from_the_task_that_sends_to_the_one_that_receives(tmp_path: Path) -> None:

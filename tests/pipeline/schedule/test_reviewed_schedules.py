@@ -80,7 +80,7 @@ def _lines(name: str, schedule: Schedule) -> Iterator[str]:
         held = most_held(schedule.tasks(stage), schedule.num_chunks, window)
         for (kind, chunk), amounts in sorted(held.items(), key=lambda pair: (pair[0][0].value, pair[0][1])):
             yield f"  holds at {kind.value}{chunk}: {sorted(amounts)}"
-    yield "in lockstep: " + " | ".join(str(each) for each in rounds(schedule))
+    yield "in lockstep: " + " | ".join(str(one_round) for one_round in rounds(schedule))
 
 
 def _compare(file: str, now: list[str]) -> None:

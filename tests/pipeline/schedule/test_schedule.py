@@ -66,7 +66,7 @@ def test_every_forward_and_every_half_of_a_backward_once_and_in_order(make: Call
             parts = []
             for kind, chunk, microbatch in order:
                 kinds = "IW" if kind is Kind.BACKWARD else kind.value
-                parts += [(each, chunk, microbatch) for each in kinds]
+                parts += [(kind, chunk, microbatch) for kind in kinds]
             expected = product("FIW", range(schedule.num_chunks), range(microbatches))
             assert sorted(parts) == sorted(expected), (stages, microbatches)
             when = {part: number for number, part in enumerate(parts)}
@@ -172,7 +172,7 @@ def test_virtual_stages_and_their_holders(make: Callable[[int, int], Schedule]) 
             holders = [schedule.holder(position) for position in range(schedule.num_virtual_stages)]
             expected = [(stage, chunk) for stage in range(stages) for chunk in range(schedule.num_chunks)]
             assert sorted(holders) == expected
-            assert [schedule.virtual_stage(*each) for each in holders] == list(range(schedule.num_virtual_stages))
+            assert [schedule.virtual_stage(*holder) for holder in holders] == list(range(schedule.num_virtual_stages))
 
 
 @every_schedule
@@ -198,7 +198,7 @@ def test_rounds_do_the_same(make: Callable[[int, int], Schedule]) -> None:
         schedule = make(stages, microbatches)
         played = rounds(schedule)
         for stage, order in enumerate(orders(schedule)):
-            assert [each.tasks[stage] for each in played if each.tasks[stage] is not None] == order
+            assert [play.tasks[stage] for play in played if play.tasks[stage] is not None] == order
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in ("around", "there and back")])

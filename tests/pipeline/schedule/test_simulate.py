@@ -115,7 +115,9 @@ def test_a_message_is_hidden_by_other_work() -> None:
     """Stage 0 has enough to do until gradients are back; what is sent costs it nothing."""
     schedule = WrittenSchedule("F0 F1 F2 B0 B1 B2", "F0 B0 F1 B1 F2 B2")
     free, sent = (simulate(schedule, Costs(message=message)) for message in (0, 0.5))
-    assert [each.start for each in sent.timeline[0][:3]] == [each.start for each in free.timeline[0][:3]] == [0, 1, 2]
+    assert (
+        [entry.start for entry in sent.timeline[0][:3]] == [entry.start for entry in free.timeline[0][:3]] == [0, 1, 2]
+    )
     assert (free.timeline[0][3].start, sent.timeline[0][3].start) == (4, 5)
     assert free.timeline[1][1].start + 0.5 == sent.timeline[1][1].start
 

@@ -37,6 +37,6 @@ def test_the_memory_is_that_of_1f1b() -> None:
     """The most that any stage keeps; 1F1B's last stages keep less."""
     for stages in range(1, 9):
         for microbatches in (1, 2, 5, 8, 13):
-            kept = simulate(ZeroBubbleH1(stages, microbatches)).peak_in_flight
-            assert max(kept) == max(simulate(OneFOneB(stages, microbatches)).peak_in_flight)
-            assert kept == [min(stages, microbatches)] * stages
+            peaks = simulate(ZeroBubbleH1(stages, microbatches)).peak_in_flight
+            assert max(peaks) == max(simulate(OneFOneB(stages, microbatches)).peak_in_flight)
+            assert peaks == [min(stages, microbatches)] * stages

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 from neuronx_dist.pipeline.schedule import Costs, Inference, training_schedule
-from neuronx_dist.pipeline.timeline.chart import Chart, number, simulated
+from neuronx_dist.pipeline.timeline.chart import LEGEND, Chart, number, simulated, text
 from neuronx_dist.pipeline.timeline.command import arguments
 from neuronx_dist.pipeline.timeline.png import save_png
 from neuronx_dist.pipeline.timeline.scene import COLOURS, DARK, LIGHT, Area, Label, Rectangle, Scene, draw, text_colour
 from neuronx_dist.pipeline.timeline.svg import html, svg
-from neuronx_dist.pipeline.timeline.text import LEGEND, text
 
 FOLDER = Path(__file__).parent / "pictures"
 ONES = Costs()

@@ -22,12 +22,11 @@ from neuronx_dist.pipeline.schedule import (
     simulate,
     training_schedule,
 )
-from neuronx_dist.pipeline.timeline.chart import Chart, simulated
+from neuronx_dist.pipeline.timeline.chart import Chart, simulated, text
 from neuronx_dist.pipeline.timeline.png import save_png
 from neuronx_dist.pipeline.timeline.recorded import measured_costs, recorded
 from neuronx_dist.pipeline.timeline.scene import Area, Label, Rectangle, draw
 from neuronx_dist.pipeline.timeline.svg import html, svg
-from neuronx_dist.pipeline.timeline.text import text
 
 NAMES = ("1f1b", "interleaved", "gpipe", "zb_h1", "zb_v")
 
@@ -405,8 +404,8 @@ def test_command_takes_a_schedule_of_the_user(tmp_path: Path, capsys: Any) -> No
         (["--schedule", "1f1b", "--width", "399"], "width of 400 to 20000 pixels, got 399"),
         (["--schedule", "1f1b", "--width", "20001"], "width of 400 to 20000 pixels, got 20001"),
         (["--schedule", "1f1b", "--step", "1"], "--step 1 is a step of a trace: give --trace too"),
-        (["--trace", "t.json", "--stages", "2"], "--stages does not go with --trace, which has its own"),
-        (["--trace", "t.json", "--microbatches", "2"], "--microbatches does not go with --trace, which has its own"),
+        (["--trace", "t.json", "--stages", "2"], "--stages goes with --schedule: a trace records it"),
+        (["--trace", "t.json", "--microbatches", "2"], "--microbatches goes with --schedule: a trace records it"),
         (["--schedule", "1f1b", "--out", "t.gif"], "--out t.gif: the name must end in .html, .svg or .png"),
         (["--schedule", "1f1b", "--out", "nowhere/t.svg"], "--out nowhere/t.svg: there is no folder 'nowhere'"),
         (["--trace", "nowhere.json"], "nowhere.json: No such file"),

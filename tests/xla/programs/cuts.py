@@ -52,7 +52,7 @@ def gradient_that_is_a_view(x: torch.Tensor) -> torch.Tensor:
 
 
 def two_stages(x: torch.Tensor) -> dict[str, Any]:
-    """What stage 0 makes goes to stage 1, and its gradient back; the stages compute different things."""
+    """Sends the result of stage 0 to stage 1, and its gradient back; the stages compute different things."""
     model = block(x)
     first = comm.rank("pp") == 0
     received = comm.permute(model(x) if first else x, "pp", [(0, 1)])
@@ -188,7 +188,7 @@ def set_up_reads_a_sum(x: torch.Tensor) -> Any:
 
 
 def update_of_an_input(x: torch.Tensor) -> Any:
-    """What a program has taken is changed in place behind it."""
+    """Changes an input of a program in place after the program has read it."""
 
     def step(more: torch.Tensor) -> torch.Tensor:
         before = x * 1

@@ -1,4 +1,4 @@
-"""What test_xla_foundation.py runs on one XLA device, and on the CPU."""
+"""Programs that test_xla_foundation.py runs on one XLA device, and on the CPU."""
 
 from __future__ import annotations
 
@@ -125,9 +125,9 @@ def move_what_cannot() -> dict[str, str]:
     reference = used.weight.view(-1)
     buffered = nn.BatchNorm1d(2)
     buffered.running_mean = torch.zeros(2, device="meta")
-    for name, each in (("meta", model), ("meta buffer", buffered), ("in use", used)):
+    for name, net in (("meta", model), ("meta buffer", buffered), ("in use", used)):
         try:
-            utils.move_model_to_device(each, XLA)
+            utils.move_model_to_device(net, XLA)
         except RuntimeError as error:
             found[name] = str(error)
     del graph, reference
@@ -285,9 +285,9 @@ def across(kind: str, source: str, target: str, dtype: torch.dtype = torch.float
                 found=found,
                 expected=expected,
                 compiled=programs_compiled() - compiled,
-                steps=[float(each["step"]) for each in states],
-                step_devices={str(each["step"].device) for each in states},
-                moments={(str(x.device), x.dtype) for each in states for x in (each["exp_avg"], each["exp_avg_sq"])},
+                steps=[float(state["step"]) for state in states],
+                step_devices={str(state["step"].device) for state in states},
+                moments={(str(x.device), x.dtype) for state in states for x in (state["exp_avg"], state["exp_avg_sq"])},
                 capturable=group["capturable"],
                 lr=(float(group["lr"]), type(group["lr"]).__name__, group["lr"] is lr),
             )
@@ -396,7 +396,7 @@ def save_as_rank(rank: int, folder: str) -> tuple[list[tuple[int, ...]], int]:
 
 
 def device_of_the_loss(on_cpu: bool) -> tuple[str, str]:
-    """Where a pipeline model on an XLA device returns the mean loss, and the list of the microbatches' losses."""
+    """Returns the devices of a pipeline model's mean loss on an XLA device, and of its microbatches' losses."""
     import torch_xla
 
     devices = []

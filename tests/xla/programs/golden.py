@@ -109,7 +109,7 @@ def _layers(x: torch.Tensor, **options: Any) -> Any:
 
 
 def _gradients(x: torch.Tensor, reduce: Callable[[nn.Module, list[nn.Parameter]], Any]) -> Any:
-    """What becomes of bf16 gradients, of rows that do not divide by the ranks."""
+    """Returns the reduced bf16 gradients, of rows that do not divide by the ranks."""
     params = [nn.Parameter(x[:rows].to(BF16)) for rows in (3, 2, 1)]
     for number, param in enumerate(params, 1):
         param.grad = param.detach() * number

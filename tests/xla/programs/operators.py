@@ -1,4 +1,4 @@
-"""What the replayed ranks run: a function of its own module, without pytest."""
+"""The function that the replayed ranks run: in a separate module, without pytest."""
 
 from __future__ import annotations
 

@@ -56,9 +56,9 @@ def states() -> dict[str, bool]:
     device = "xla:0"
 
     def draw() -> list[float]:
-        own = torch.rand(4, device=device)
+        drawn = torch.rand(4, device=device)
         with random.get_xla_rng_tracker().fork():
-            return [*own.tolist(), *torch.rand(4, device=device).tolist()]
+            return [*drawn.tolist(), *torch.rand(4, device=device).tolist()]
 
     def drawn_by_all() -> tuple[object, ...]:
         return (*draw(), pythons.random(), float(np.random.rand()), float(torch.rand(())))
@@ -68,12 +68,12 @@ def states() -> dict[str, bool]:
     for _ in range(3):  # by sync torch_xla's state becomes one of 64 bits
         draw()
         end_step()
-    kept = (random.get_rng_state(), random.get_xla_rng_tracker().get_states())
+    saved = (random.get_rng_state(), random.get_xla_rng_tracker().get_states())
     first = draw()
     end_step()
     found["goes on"] = draw() != first
-    random.set_rng_state(kept[0])
-    random.get_xla_rng_tracker().set_states(kept[1])
+    random.set_rng_state(saved[0])
+    random.get_xla_rng_tracker().set_states(saved[1])
     found["put back"] = draw() == first
     random.set_random_seed(12)
     everything = drawn_by_all()

@@ -19,7 +19,7 @@ from neuronx_dist.comm.errors import CommError
 
 @contextlib.contextmanager
 def one_of(size: int, rank: int) -> Iterator[None]:
-    """What torchrun and the runtime of `size` devices say to a process; the store answers without anybody there."""
+    """Sets what torchrun and the runtime of `size` devices set for a process; the store needs no other rank."""
     import torch_xla.distributed.xla_backend  # noqa: F401 - registers the backend
     import torch_xla.runtime as xr
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -42,7 +42,7 @@ def lowered(*results: torch.Tensor) -> str:
     return torch_xla._XLAC._get_xla_tensors_hlo(list(results))
 
 
-def own(groups: list[list[int]], rank: int) -> list[int]:
+def group_of(groups: list[list[int]], rank: int) -> list[int]:
     return next(group for group in groups if rank in group)
 
 
@@ -53,7 +53,7 @@ def groups(size: int, rank: int) -> dict[str, Any]:
         nxd.initialize_model_parallel(tensor_model_parallel_size=2)
         tp, dp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()
         lists = parallel_state.get_data_parallel_group(as_list=True)
-        mine = dist.new_group(own(lists, rank), pg_options={"xla_pg_options": {"mesh": lists}})
+        mine = dist.new_group(group_of(lists, rank), pg_options={"xla_pg_options": {"mesh": lists}})
         found: dict[str, Any] = dict(
             classes={type(group).__name__ for group in (tp, dp, mine)},
             device=device.type,
@@ -82,7 +82,7 @@ def refused(size: int, rank: int) -> dict[str, str]:
     found = {}
     with one_of(size, rank):
         nxd.initialize_model_parallel(tensor_model_parallel_size=2)
-        mine = own(parallel_state.get_tensor_model_parallel_group(as_list=True), rank)
+        mine = group_of(parallel_state.get_tensor_model_parallel_group(as_list=True), rank)
         others = [other for other in range(size) if other not in mine]
         for name, group in (
             ("own ranks only", dist.new_group(mine)),

@@ -38,7 +38,7 @@ def built(device: torch.device) -> tuple[Any, Any]:
 
 
 def held(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    """What a rank has of weights, masters and moments, on the host, by the names of a replay."""
+    """Returns a rank's weights, masters and moments, on the host, by the names of a replay."""
     from torch.utils import _pytree as pytree
 
     leaves = pytree.tree_flatten_with_path(training_state(model, optimizer))[0]

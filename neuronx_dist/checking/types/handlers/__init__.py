@@ -7,7 +7,7 @@ inplace.py           writes in place; packing.py: flat buffers and lists of tens
 random_numbers.py    constants and random numbers; seeds.py: seeds of generators
 axis_numbers.py      numbers that are powers of an axis' size; rank_arguments.py: numbers that differ by rank
 lookups.py           lookups in a piece of a table; rank_ranges.py: the positions that a mask keeps; stacks.py: stacks
-norms.py             squares of norms; one_rank.py: values that one rank adds; own_rows.py: a rank's rows among all
+one_rank.py          values that one rank adds; own_rows.py: a rank's rows among all
 captured.py          custom functions bound before a check; ways_back.py: what their permutes send back
 local_scope.py       the inside of `spmd.local_map`; declared_functions.py: autograd functions with declared types
 vmapped.py           `torch.vmap` and `torch.func`; scripted.py: functions that `torch.jit` compiled

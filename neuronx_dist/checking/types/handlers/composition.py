@@ -49,7 +49,7 @@ class CompositionCheck:
             SpmdTypeError: types or collectives differ; the message lists them.
         """
         mode, name = self.mode, self.cls.__name__
-        body = self._taken(self.begin, keep=True)
+        body = self._issued(self.begin, keep=True)
         with DisableTorchFunction():
             copies = []
             for x, type_ in zip(self.args, self.inputs):
@@ -62,7 +62,7 @@ class CompositionCheck:
         begin = len(self.events)
         result = self.cls.composition(*copies)
         results = list(result) if isinstance(result, (tuple, list)) else [result]
-        fused = self._taken(begin)
+        fused = self._issued(begin)
         for index, (x, type_) in enumerate(zip(results, types)):
             note = note_of(x)
             if note is None or type_ is None:
@@ -90,7 +90,7 @@ class CompositionCheck:
         begin = len(self.events)
         with self.mode.trial():
             run_node(outputs)
-        return self._taken(begin)
+        return self._issued(begin)
 
     def _backward(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Counter[Any]:
         with DisableTorchFunction():
@@ -102,9 +102,9 @@ class CompositionCheck:
         begin = len(self.events)
         with self.mode.trial():
             torch.autograd.grad(results, sources, seeds, allow_unused=True)
-        return self._taken(begin)
+        return self._issued(begin)
 
-    def _taken(self, begin: int, keep: bool = False) -> Counter[Any]:
+    def _issued(self, begin: int, keep: bool = False) -> Counter[Any]:
         collectives = Counter(_key(event) for event in self.events[begin:])
         if not keep:
             del self.events[begin:]

@@ -137,7 +137,7 @@ class Writes:
 
     Attributes:
         version: torch's counter after the last one.
-        memory: weak reference to the storage, so that another one at its address is not taken for it.
+        memory: weak reference to the storage, so that another one at its address does not count as it.
         kinds: `(type of the target before, after, whether the target is all of the memory, whether the write gave it
             a gradient)` -> version after the last write of that kind.
     """

@@ -35,7 +35,7 @@ class Claim(NamedTuple):
 
 
 def as_share(violation: Violation, operands: Sequence[Operand]) -> list[Operand] | None:
-    """The operands, equal ones that a partial sum meets taken for summands; None if the violation is another one."""
+    """The operands, with equal ones that meet a partial sum as its summands; None for any other violation."""
     share, axis = _RULES.get(violation.rule), violation.axis
     if share is None:
         return None

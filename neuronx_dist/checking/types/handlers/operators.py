@@ -146,7 +146,7 @@ def _operated(
         old = type_.get(axis) or R
         scale = old.scale - (0 if old.base is UNIFORM else src.scale)  # the mean of ones is 1, their sum a count
         if old.base is V and name not in (*_REDUCTIONS, "reinterpret"):
-            scale = 0  # a guess for a value that is taken for a summand
+            scale = 0  # a guess for a value that counts as a summand
         if name == "reinterpret" and src.letter in SAME and new.letter == "P":
             scale += 1 - new.scale  # it is its own mean
         types[axis] = scaled(new, scale) if src.letter != "S" else gathered(old, scaled(new, scale)) or new

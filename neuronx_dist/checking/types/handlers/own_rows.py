@@ -109,10 +109,10 @@ def placed(
     count, size = rows.layout[1][0], comm.size(rows.axis)
     if rule.name in CATS:
         ends = [0, *accumulate(x.shape[0] for x in tensors)]
-        own = next(start for start, x in zip(ends, tensors) if rows.is_source(x))
+        begin = next(start for start, x in zip(ends, tensors) if rows.is_source(x))
         others = [(start, x, note) for start, x, note in zip(ends, tensors, notes) if not rows.is_source(x)]
         fits = all(note.extra is rows and (not len(x) or rows.start(x) == start) for start, x, note in others)
-        found = fits and ends[-1] == count * size and args[1:] in ((), (0,)) and own == _start(rows)
+        found = fits and ends[-1] == count * size and args[1:] in ((), (0,)) and begin == _start(rows)
     elif rule.name == "index_put" and args[3:] in ((), (False,)):
         index = args[2][0] if isinstance(args[2], tuple) and len(args[2]) == 1 else args[2]
         whole = notes[0].extra is rows and rows.start(tensors[0]) == 0 and len(tensors[0]) == count * size

@@ -12,7 +12,7 @@ from typing import Any
 from ....call_site import call_site
 from ....spmd.errors import SpmdTypeError
 from ....spmd.watching import active
-from ....torch_internals.operators import script_classes, wrap_script_module
+from ....torch_internals.operators import python_function, script_classes, wrap_script_module
 
 __all__ = ["install", "remove"]
 
@@ -25,8 +25,8 @@ def _run(function: Any, original: Callable[..., Any], args: tuple[Any, ...], kwa
     """
     if active() is None:
         return original(function, *args, **kwargs)
-    python_function = getattr(function, "_torchdynamo_inline", None)
-    if python_function is None:
+    unscripted = python_function(function)
+    if unscripted is None:
         owner = getattr(function, "owner", None)
         name = function.name if owner is None else wrap_script_module(owner).original_name
         raise SpmdTypeError(
@@ -38,7 +38,7 @@ def _run(function: Any, original: Callable[..., Any], args: tuple[Any, ...], kwa
             ],
             rule="scripted",
         )
-    return python_function(*args, **kwargs)
+    return unscripted(*args, **kwargs)
 
 
 _CLASSES = script_classes

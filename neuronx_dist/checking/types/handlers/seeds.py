@@ -2,7 +2,7 @@
 
 While a program is played in place of many ranks, `torch.Generator` keeps a seed that is a RankValue: C code would take
 the number of the played rank. A seed that the program turned into a plain number is compared between the ranks later
-(`programs/differing_seeds.py`); `mode.seeds` has the result when the program is played again.
+(`programs/explore.py`); `mode.seeds` has the result when the program is played again.
 """
 
 from __future__ import annotations

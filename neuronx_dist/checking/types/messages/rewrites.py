@@ -209,8 +209,8 @@ def _mapped(violation: Violation, call: JudgedCall, names: Sequence[Named]) -> s
     known = call.rule.name in _PICKING and isinstance(spmd_type, Shard) and len(call.tensors) == 1
     if call.spec is None or dims is None or not (plain and known):
         return f'spmd.local_map(function, out_types={{"{axis}": ...}}) around it'
-    kept = all(len(out) == len(dims) for out in call.spec.outs)
-    types = f'out_types={{"{axis}": spmd.{spmd_type if kept else V}}}, in_types={{"{axis}": spmd.{spmd_type}}}'
+    keeps_rank = all(len(out) == len(dims) for out in call.spec.outs)
+    types = f'out_types={{"{axis}": spmd.{spmd_type if keeps_rank else V}}}, in_types={{"{axis}": spmd.{spmd_type}}}'
     return f"spmd.local_map(lambda x: x.{call.rule.name}({', '.join(more)}), {types})({names[index].code})"
 
 

@@ -132,7 +132,7 @@ def _call(body: Any, given: dict[str, torch.Tensor], mode: Any = None) -> torch.
 
 
 def backwards(program: Program) -> bool:
-    """Whether it calls backward itself."""
+    """Returns whether the program calls backward itself."""
     return "backward(" in inspect.getsource(program.body)
 
 
@@ -199,7 +199,7 @@ def apply(program: Program, edits: Any, path: str = "", to: Path | None = None) 
 
 
 class Convergence(NamedTuple):
-    """What came of a program whose first repair with edits was applied until nothing was wrong."""
+    """The end of a program whose first repair with edits was applied until nothing was wrong."""
 
     body: Any
     loss_type: dict[str, Any] | None  # None: not clean
@@ -227,7 +227,7 @@ def converge(program: Program, folder: Path, rounds: int = 4) -> Convergence:
 
 
 def parity(program: Program, body: Any, loss_type: dict[str, Any], inputs: dict[str, Input] | None = None) -> float:
-    """How far loss and gradients on ranks are from those of the whole program on one rank, relatively; inf if the ranks
+    """Returns the relative distance of loss and gradients on ranks from those of one rank; inf if the ranks
     fail, or differ where they should be equal.
     """
     inputs = inputs or program.inputs

@@ -1,4 +1,4 @@
-"""Who applies the first repair that is an edit, again and again, comes to a program that is right.
+"""The first repair that is an edit, applied again and again, leads to a program that is right.
 
 Right is: the loss and all gradients of one process. That the checker is content is not enough.
 """
@@ -33,11 +33,11 @@ def test_there_are_many():
 def test_first_edits_lead_to_the_program_of_one_process(name, tmp_path):
     program = ALL[name]
     end = converge(program, tmp_path, ROUNDS)
-    told = "\n".join([*map(str, end.errors), *end.applied])
+    text = "\n".join([*map(str, end.errors), *end.applied])
     assert end.errors, "nothing was found"
-    assert program.rounds == 1 or len(end.errors) == program.rounds, told
-    assert end.loss_type is not None, told
-    assert parity(program, end.body, end.loss_type) <= TOLERANCE, told
+    assert program.rounds == 1 or len(end.errors) == program.rounds, text
+    assert end.loss_type is not None, text
+    assert parity(program, end.body, end.loss_type) <= TOLERANCE, text
     before = parity(program, program.body, end.loss_type)
     assert before <= TOLERANCE if program.same else before > 1e-4, before
     for repair in (repair for error in end.errors for repair in error.repairs):  # what only the author knows is no edit
@@ -56,14 +56,14 @@ def test_a_loop_is_repaired_for_all_its_parameters_at_once(name, tmp_path):
 
 @POSITIONS
 def test_a_loop_over_layers_that_differ_does_not_flip(tmp_path):
-    """One of two layers is not reduced: where the sum is added to both it is one too many for the other."""
+    """A sum added to both of two layers, one of which lacks it, would be one too many for the other."""
     end = converge(layers_of_which_one_is_reduced, tmp_path, ROUNDS)
     assert end.loss_type is None and len(end.applied) == 1
     assert "if it is in every iteration; otherwise make the types equal first" in str(end.errors[-1])
 
 
 def test_two_shards_of_one_name_are_told_apart():
-    """It said: it is S(0), not S(0)."""
+    """The message was once: "it is S(0), not S(0)"."""
     mesh = Mesh(2, tp=2)
     with comm.as_rank(mesh, 0), SpmdTypeMode(mesh):
         x = assert_type(torch.randn(4, 6), {"tp": S(0)})

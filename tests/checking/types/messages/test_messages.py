@@ -1,4 +1,4 @@
-"""What the checker says of bugs that people make, and that its first repair is right.
+"""Messages of the checker for bugs that people make, and that its first repair is right.
 
 The messages are in `expected/`, one file per program; NXD_UPDATE_MESSAGES=1 writes them anew.
 """
@@ -57,7 +57,7 @@ def test_message_has_all_parts(name):
 
 @POSITIONS
 def test_a_reduction_comes_first():
-    """Where a sum was forgotten or done too late, the first repair does it; nothing hides that it is missing."""
+    """The first repair adds a sum that was forgotten or comes too late; nothing hides that it is missing."""
     seen = 0
     for name in PROGRAMS:
         error = found(name)

@@ -29,7 +29,7 @@ box = {"x": x, "list": [x, y]}
 
 
 def site(source: str, statement: int = -1) -> Site:
-    """As if the last expression of a source were evaluated in this module."""
+    """Returns the call site of the last expression of a source, as if it were evaluated in this module."""
     tree = syntax.syntax_tree(source)
     node: Any = tree.body[statement]
     while isinstance(node, (ast.Expr, ast.Assign, ast.Return)):
@@ -113,7 +113,7 @@ def test_names_of_operands(source, which):
     tensors = [known.get(name, weight) for name in which.split()]
     del weight, known
     named = name_operands(tensors, site(source))
-    assert [(each.label, each.code) for each in named] == NAMES[source, which]
+    assert [(name.label, name.code) for name in named] == NAMES[source, which]
 
 
 def test_a_long_expression_is_cut_in_labels_alone():

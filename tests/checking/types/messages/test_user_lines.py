@@ -15,6 +15,7 @@ from neuronx_dist import hf, spmd
 from neuronx_dist.checking.types.messages import provenance
 from neuronx_dist.spmd import I, S
 from tests.checking.types.messages.test_messages import POSITIONS
+from tests.support.llama import tiny_llama
 
 HIDDEN, INNER, VOCAB = 8, 16, 32
 IDS = torch.zeros(4, 8, dtype=torch.long)
@@ -127,12 +128,8 @@ def test_no_edits_where_no_line_is_the_users():
 
 
 def _pending_in_transformers():
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2,
-    )  # fmt: skip
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = transformers.AutoModelForCausalLM.from_config(tiny_llama(num_hidden_layers=1))
     hf.swap(model)
     model.model.layers[0].mlp.down_proj.reduce_output = False
     return model

@@ -1,4 +1,4 @@
-"""What a program is made of, drawn at random: inputs and their types, and what fits into a template."""
+"""Random choices of a program: inputs and their types, and operands that fit into a template."""
 
 from __future__ import annotations
 

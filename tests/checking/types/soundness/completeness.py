@@ -1,4 +1,4 @@
-"""What the checker rejects although it is right: the step has a meaning on the ranks, and so have its gradients.
+"""Rejections of programs that are right: the step has a meaning on the ranks, and so have its gradients.
 
 `python -m tests.checking.types.soundness.completeness 2000` prints the commonest.
 """

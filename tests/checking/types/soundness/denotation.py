@@ -1,4 +1,4 @@
-"""What a type says: how a tensor of the unsharded program is held by the ranks, and how it is put together again."""
+"""The meaning of a type: how the ranks hold a tensor of the unsharded program, and how it is put together again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Claim:
 
 
 def claim_of(found: TensorType, grid: Grid, ndim: int) -> Claim:
-    """What the checker says of a tensor."""
+    """Returns the checker's claim about a tensor."""
     kinds = [found.get(axis) for axis in grid]
     constant = "0" if all(kind is ZERO for kind in kinds) else ""
     constant = constant or ("u" if any(kind is UNIFORM or kind is ZERO for kind in kinds) else "")
@@ -57,7 +57,7 @@ def _plain(kind: SpmdType) -> SpmdType:
 
 
 def coordinates(grid: Grid) -> list[dict[str, int]]:
-    """Of every rank, in order."""
+    """Returns the coordinates of every rank, in order."""
     return [dict(zip(grid, at)) for at in itertools.product(*(range(size) for size in grid.values()))]
 
 
@@ -115,7 +115,7 @@ def _cut(x: Tensor, kind: SpmdType, count: int, random: Callable[[Tensor], Tenso
     return [x] * count
 
 
-def alike(x: Tensor, claim: Claim) -> Tensor:
+def narrowed(x: Tensor, claim: Claim) -> Tensor:
     """With one position of every dim along which all are equal."""
     for dim in claim.free:
         x = x.narrow(dim, 0, 1) if x.shape[dim] else x
@@ -127,7 +127,7 @@ class Wrong(AssertionError):
 
 
 def assemble(pieces: Sequence[Tensor], claim: Claim, grid: Grid, tolerance: float = 1e-8) -> Tensor | None:
-    """What the ranks' tensors mean together; None if it varies on some axis.
+    """Returns the tensor that the ranks' tensors mean together; None if it varies on some axis.
 
     Raises:
         Wrong: they are not equal where they are to be.
@@ -135,7 +135,7 @@ def assemble(pieces: Sequence[Tensor], claim: Claim, grid: Grid, tolerance: floa
     if len({tuple(x.shape) for x in pieces}) > 1:
         raise Wrong(f"the ranks have different shapes {[list(x.shape) for x in pieces]}")
     for x in pieces if pieces[0].numel() else ():
-        _same(x, alike(x, claim).expand_as(x), f"equal along dims {sorted(claim.free)}", tolerance)
+        _same(x, narrowed(x, claim).expand_as(x), f"equal along dims {sorted(claim.free)}", tolerance)
         if claim.constant == "0":
             _same(x, torch.zeros_like(x), "zero", tolerance)
     axes = _order(claim, grid)

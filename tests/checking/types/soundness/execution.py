@@ -25,10 +25,10 @@ from neuronx_dist.spmd.types import scaled
 from tests.checking.types.soundness.denotation import (
     Claim,
     Wrong,
-    alike,
     assemble,
     claim_of,
     difference,
+    narrowed,
     put_together,
 )
 from tests.checking.types.soundness.program import Program, local_inputs, run_line
@@ -39,7 +39,7 @@ _CUT = ("detach", "no_grad", "item()", "float(", "bool(", "int(", "> 0", "comm."
 
 @dataclass
 class Held:
-    """What one rank holds after a run: values, gradients of inputs, types, and the error that ended it."""
+    """Results of one rank's run: values, gradients of inputs, types, and the error that ended it."""
 
     values: Names = field(default_factory=dict)
     grads: Names = field(default_factory=dict)
@@ -173,7 +173,7 @@ def _compare(program: Program, held: Sequence[Held], seed: int) -> bool:
         if expected is None or found is None:
             continue
         expected = expected.detach()
-        found, expected = alike(found, claim), alike(expected, claim)
+        found, expected = narrowed(found, claim), narrowed(expected, claim)
         why = difference(found, expected.to(found.dtype), scale=_scale(pieces))
         if why:
             raise Wrong(f"{name} is {claim.types}, and of the whole: {why}")
@@ -304,10 +304,10 @@ def _pairing(program: Program, held: Sequence[Held], moves: Sequence[Names]) -> 
     for x in program.inputs:
         if not x.grad:
             continue
-        each = torch.stack([(h.grads[x.name] * move[x.name]).sum() for h, move in zip(held, moves)])
-        size = max(size, float(each.abs().max()))
-        each = each.reshape(*program.grid.values())
+        per_rank = torch.stack([(h.grads[x.name] * move[x.name]).sum() for h, move in zip(held, moves)])
+        size = max(size, float(per_rank.abs().max()))
+        per_rank = per_rank.reshape(*program.grid.values())
         for at, (_, kind) in enumerate(x.claim.types):
-            each = each.narrow(at, 0, 1) if kind.letter == "I" else each.sum(at, True)
-        total += each.item()
+            per_rank = per_rank.narrow(at, 0, 1) if kind.letter == "I" else per_rank.sum(at, True)
+        total += per_rank.item()
     return total, size

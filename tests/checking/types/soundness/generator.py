@@ -149,14 +149,14 @@ class Generator(Choices):
         return True
 
     def _assumptions(self) -> int:
-        """How many there are, but for local sizes that are written as numbers: the whole has others in their place."""
+        """Counts assumptions, but for local sizes that are written as numbers: the whole has others in their place."""
         return sum("is the local size of dim" not in text for text, _ in self.mode.assumed)
 
     def names_of(self, step: Step) -> list[str]:
         return [name for name in step.names if name not in step.targets]
 
     def read(self) -> dict[str, Claim]:
-        """What the checker says of everything now; what it no longer can say anything about is left out."""
+        """Reads the checker's types of everything now; tensors of which it can say nothing any more are left out."""
         found = {}
         with torch._C.DisableTorchFunction():
             for name, x in self.local.items():

@@ -13,18 +13,18 @@ def wrong(program: Program) -> tuple[Program, str]:
     """The program as the checker takes it now, and what is wrong with it ("": nothing, or it is not accepted)."""
     generator = Generator(program.seed, program.grid, program.level, program)
     try:
-        made = generator.make(0)
+        candidate = generator.make(0)
     except Unsound as error:
         return generator.program, str(error)
     except (KeyError, NameError, RuntimeError, IndexError):
         return program, ""
-    if len(made.steps) < len(program.steps):
-        return made, ""
+    if len(candidate.steps) < len(program.steps):
+        return candidate, ""
     try:
-        found = verify([made])
+        found = verify([candidate])
     except (CommError, Wrong, RuntimeError) as error:
-        return made, f"{type(error).__name__}: {error}"
-    return made, found[0][1] if found else ""
+        return candidate, f"{type(error).__name__}: {error}"
+    return candidate, found[0][1] if found else ""
 
 
 def minimise(program: Program) -> tuple[Program, str]:

@@ -42,7 +42,7 @@ class Input:
         return x > 0 if self.kind == "mask" else x
 
     def pieces(self, whole: Tensor, grid: Grid, split: int) -> list[Tensor]:
-        """Of all ranks; `split` seeds how sums are split, and what varies."""
+        """Returns the pieces of all ranks; `split` seeds how sums are split, and what varies."""
         random = torch.Generator().manual_seed(split * 1000 + int(self.name[1:]))
         return distribute(
             whole, self.claim, grid, lambda x: torch.randn(x.shape, generator=random, dtype=torch.float64)
@@ -89,18 +89,18 @@ class Program:
         return Mesh(math.prod(self.grid.values()), **sizes)
 
     def __str__(self) -> str:
-        """As python, for one rank of a mesh."""
+        """Returns the program as Python, for one rank of a mesh."""
         lines = [f"# seed {self.seed}, mesh {self.grid}, level {self.level}"]
         for x in self.inputs:
             local = list(x.shape)
             for axis, kind in x.claim.types:
                 if kind.letter == "S":
                     local[kind.dim] //= self.grid[axis]  # type: ignore[union-attr]
-            made = {"float": f"torch.randn({local}, dtype=torch.float64)", "index": f"torch.randint(0, 2, {local})",
+            value = {"float": f"torch.randn({local}, dtype=torch.float64)", "index": f"torch.randint(0, 2, {local})",
                     "mask": f"torch.randn({local}) > 0"}[x.kind]  # fmt: skip
             types = ", ".join(f"{axis!r}: {_written(kind)}" for axis, kind in x.claim.types)
             grad = ".requires_grad_()" if x.grad else ""
-            lines.append(f"{x.name} = spmd.assert_type({made}{grad}, {{{types}}})")
+            lines.append(f"{x.name} = spmd.assert_type({value}{grad}, {{{types}}})")
         for step in self.steps:
             last = [f"{name}: " + ", ".join(f"{a} {k}" for a, k in self.claims[name].types)
                     for name in step.targets if name in self.claims]  # fmt: skip

@@ -186,7 +186,7 @@ def expand(g: Generator) -> Proposal | None:
 
 
 def typed(g: Generator) -> Proposal | None:
-    """One of the typed operators, mostly one that takes what x is."""
+    """Draws one of the typed operators, mostly one whose source is the type of x."""
     if g.dealt and g.rng.random() < 0.5 and (proposal := ordered(g)) is not None:
         return proposal
     x, axis = g.float(0), g.axis()

@@ -90,7 +90,7 @@ def _written(program: Program) -> bool:
 
 
 def _equal(program: Program, letters: set[str]) -> bool:
-    """Whether it is I here and R there, of what may be either: a constant is in it, or it has no gradient."""
+    """Returns whether types are I and R of a tensor that may be either: it has a constant in it, or no gradient."""
     return letters == {"R", "I"} and (
         "torch.ones" in str(program) or "no_grad" in str(program) or "expand_as" in str(program)
     )
@@ -123,7 +123,7 @@ def test_differences_from_the_published_checker_are_the_known_ones(level):
 
 
 def _accepted(program: Program, mesh, local: bool) -> list[str]:
-    """What differs in a program that we accept; a known difference starts with "known"."""
+    """Returns the differences in a program that we accept; a known difference starts with "known"."""
     types: dict[str, str] = {}
     for step, error, types in peer.judge(program, None, mesh, local):  # noqa: B007
         if error:
@@ -142,7 +142,7 @@ def _accepted(program: Program, mesh, local: bool) -> list[str]:
 
 
 def _rejected(rejection: Rejection, mesh, local: bool) -> list[str]:
-    """What differs in a step that we reject."""
+    """Returns the differences in a step that we reject."""
     if rejection.step.text.startswith("torch.autograd") or rejection.rule in WE_REJECT:
         return []
     for step, error, _ in peer.judge(rejection.program, rejection.step, mesh, local):

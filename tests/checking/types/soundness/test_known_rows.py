@@ -1,4 +1,4 @@
-"""What the published checker lets through, refuses wrongly or crashes on (reference 1.3 and 2), row by row."""
+"""Programs that the published checker lets through, refuses wrongly or crashes on (reference 1.3 and 2), row by row."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ REFUSED = "refused"
 def x(kind, *shape: int, grad: bool = False) -> torch.Tensor:
     """A tensor that was made outside, and declared."""
     with torch._C.DisableTorchFunction():
-        made = torch.randn(*shape or (4,), requires_grad=grad)
-    return spmd.assert_type(made, {"tp": kind})
+        x = torch.randn(*shape or (4,), requires_grad=grad)
+    return spmd.assert_type(x, {"tp": kind})
 
 
 def outcome(function):
@@ -43,7 +43,7 @@ def outcome(function):
         return result
 
 
-def each(rows):
+def parametrized(rows):
     return pytest.mark.parametrize("function, expected", [pytest.param(f, e, id=n) for n, (f, e) in rows.items()])
 
 
@@ -126,7 +126,7 @@ def _gradient(kind):
     return torch.autograd.grad(leaf.pow(2).sum(), leaf)[0]
 
 
-@each(UNSOUND_THERE)
+@parametrized(UNSOUND_THERE)
 def test_what_the_published_checker_lets_through(function, expected):
     assert outcome(function) == expected
 
@@ -134,20 +134,20 @@ def test_what_the_published_checker_lets_through(function, expected):
 def test_random_numbers_are_what_their_stream_is():
     with comm.as_rank(Mesh(4, tp=2), 0), spmd.SpmdTypeMode():
         with torch._C.DisableTorchFunction():
-            made = torch.rand(4)
-        made = spmd.assert_type(made, {"dp": R, "tp": R})
-        for drawn in (torch.rand_like(made), F.dropout(made, 0.5), torch.bernoulli(made)):
+            x = torch.rand(4)
+        x = spmd.assert_type(x, {"dp": R, "tp": R})
+        for drawn in (torch.rand_like(x), F.dropout(x, 0.5), torch.bernoulli(x)):
             assert spmd.get_local_type(drawn) == {"dp": V} or spmd.get_local_type(drawn) == {"dp": V, "tp": R}
 
 
 def test_a_gather_of_the_outer_of_two_axes_leaves_blocks():
-    """What two axes shard one dim of is cut by the first one first: put together over that, the other has strides."""
+    """A dim sharded over two axes is cut by the first one first: put together over that, the other has strides."""
     with comm.as_rank(Mesh(4, tp=2), 0), spmd.SpmdTypeMode():
         with torch._C.DisableTorchFunction():
-            made = torch.rand(4)
-        made = spmd.assert_type(made, {"dp": S(0), "tp": S(0)})
-        assert spmd.get_local_type(spmd.all_gather(made, "tp", src=S(0), dst=R)) == {"dp": S(0), "tp": R}
-        blocks = spmd.all_gather(made, "dp", src=S(0), dst=R)
+            x = torch.rand(4)
+        x = spmd.assert_type(x, {"dp": S(0), "tp": S(0)})
+        assert spmd.get_local_type(spmd.all_gather(x, "tp", src=S(0), dst=R)) == {"dp": S(0), "tp": R}
+        blocks = spmd.all_gather(x, "dp", src=S(0), dst=R)
         assert spmd.get_local_type(blocks) == {"dp": R, "tp": S(0, 2)}
         with pytest.raises(SpmdTypeError, match="blocks"):
             spmd.all_gather(blocks, "tp", src=S(0), dst=R)
@@ -340,7 +340,7 @@ def _expanded():
     return value.grad
 
 
-@each(SURVIVES)
+@parametrized(SURVIVES)
 def test_types_survive(function, expected):
     assert outcome(function) == expected
 

@@ -80,7 +80,7 @@ def _fail(program: Program) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_few_steps_that_are_right_are_rejected():
-    """Of what is rejected little has a meaning on the ranks; the commonest are printed (`completeness.py`)."""
+    """Few rejected steps have a meaning on the ranks; the commonest are printed (`completeness.py`)."""
     accepted, rejected, found, _ = measure(range(FIRST, FIRST + (2000 if FULL else 60)))
     print(
         f"{accepted} steps accepted, {rejected} rejected, {sum(found.values())} of them right: {found.most_common(8)}"

@@ -1,4 +1,4 @@
-"""Protects the buffers of a module from the forward of a dummy batch."""
+"""Tensors of a module: their device, and buffers protected from the forward of a dummy batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-__all__ = ["buffers_kept"]
+from ... import comm
+
+__all__ = ["buffers_kept", "device_of"]
 
 
 @contextmanager
@@ -28,3 +30,10 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
     finally:
         for table, before in tables:
             table.update(before)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Returns the device of a module's tensors; without tensors (a pipeline stage) that of its mesh's backend."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        return tensor.device
+    return comm.current().backend.device if comm.is_initialized() else torch.get_default_device()
