@@ -56,6 +56,12 @@ def _histogram(x):
     return counts, edges, *torch.histogram(x.detach(), 3, range=(-1.0, 1.0), weight=x.detach().abs(), density=True)
 
 
+def _histogramdd(x, b):
+    bounds = b.detach().sort()[0]
+    counts, edges = torch.histogramdd(x.detach(), [bounds, bounds])
+    return counts, *edges
+
+
 CASES = [
     Case("trapezoid", lambda y: torch.trapezoid(y, dx=0.5, dim=0), [(N, 3)]),
     Case("trapezoid at x", lambda y, x: torch.trapezoid(y, x), [(3, N), (3, N)]),
@@ -80,6 +86,13 @@ CASES = [
     Case("vander", lambda x: torch.linalg.vander(x, N=4), [(N,)]),
     Case("bilinear", F.bilinear, [(N, 3), (N, 2), (4, 3, 2), (4,)]),
     Case("histogram", _histogram, [(N, 3)], gradients=False),
+    Case(
+        "histogram of bounds",
+        lambda x, b: torch.histogram(x.detach(), b.detach().sort()[0]),
+        [(N, 3), (N,)],
+        gradients=False,
+    ),
+    Case("histogramdd of bounds", _histogramdd, [(N, 2), (N,)], gradients=False),
     Case("diagonal", lambda x: (x.diagonal(), x.diagonal(-2, 1, 0)), [(N, N)], gathers=True),
     Case("diagonals of a batch", lambda x: torch.linalg.diagonal(x, offset=1), [(2, 5, N)], gathers=True),
     Case("diagonal_scatter", lambda x, y: torch.diagonal_scatter(x, y, 1), [(N, 9), (8,)], gathers=True),
