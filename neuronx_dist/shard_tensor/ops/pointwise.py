@@ -29,6 +29,9 @@ def aligned(*shapes: torch.Size | None) -> Spec:
     return elementwise(*(shape for shape in shapes if shape is not None))
 
 
+aligned.__name__ = "an elementwise function"  # in messages and reports
+
+
 def _pointwise(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     parts = kept(func, args, kwargs)
     if parts is not None:
