@@ -11,7 +11,7 @@ view_layouts.py  layouts in which dims are split and merged
 partials.py      functions exact on each rank's part      outside.py      ranks outside of a tensor's mesh
 merged_mesh.py   one tensor dim on several mesh dims      merged.py       its functions, on a mesh that merges them
 module.py        distribute_module                              sync.py         sync_module_over_mesh
-manager.py       DistributedManager
+manager.py       DistributedManager                             draws.py        random numbers, of whole or part
 parallel.py, experimental.py  names of torch.distributed.tensor.parallel and .experimental
 data_parallel.py parameters in torch's wrappers
 checkpoint.py    torch.distributed.checkpoint                   bounded.py      tables of plans, of limited size
@@ -39,6 +39,7 @@ from .construct import (
     zeros,
 )
 from .device_mesh import DeviceMesh, init_device_mesh
+from .draws import random_numbers
 from .fallback import fallback, set_fallback
 from .handlers import TensorPromotionMode, promotion_mode, sharded
 from .manager import DistributedManager
@@ -81,6 +82,7 @@ __all__ = [
     "rand",
     "randint",
     "randn",
+    "random_numbers",
     "report",
     "scatter_tensor",
     "set_fallback",

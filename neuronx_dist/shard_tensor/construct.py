@@ -1,7 +1,6 @@
 """Making ShardTensors: from a whole tensor, from a tensor of a single rank, and from sizes alone.
 
-Random factories give the values of one process at any layout: each rank draws the whole tensor from the default
-generator, which has the same state on all ranks, and keeps its part.
+Random factories give the values of one process at any layout (`draws.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import torch
 from .. import accelerator, comm
 from ..torch_internals.operators import skip_in_compiler
 from .device_mesh import DeviceMesh, as_mesh
+from .draws import drawn, own_piece
 from .local_views import graded
 from .merged_mesh import number_in
 from .moves.redistribute import steps
@@ -33,7 +33,6 @@ __all__ = [
     "full_like",
     "ones",
     "ones_like",
-    "own_piece",
     "rand",
     "rand_like",
     "randint",
@@ -166,15 +165,6 @@ def shared_by_layers(x: ShardTensor) -> ShardTensor:
     return result
 
 
-def own_piece(whole: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
-    """Returns this rank's part of a whole tensor, as a view."""
-    if spec.mesh.communicators is None:
-        return whole.reshape(-1)[:0].view(spec.local_shape)
-    for dim in spec.mesh_dim_of:
-        whole = whole.narrow(dim, spec.offsets[dim], spec.local_shape[dim])
-    return whole
-
-
 def _broadcast_object(obj: Any, mesh: DeviceMesh, src: int) -> Any:
     for m, index in enumerate(mesh.coordinate_of(src)):
         obj = comm.broadcast_object(obj, mesh.communicator(m), src=index)
@@ -240,12 +230,16 @@ def _spec(
 
 
 def _leaf(
-    make: Callable[[Sequence[int]], torch.Tensor], spec: ShardTensorSpec, requires_grad: bool, *, is_drawn: bool = False
+    make: Callable[[Sequence[int]], torch.Tensor],
+    spec: ShardTensorSpec,
+    requires_grad: bool,
+    *,
+    is_drawn: bool = False,
+    generator: torch.Generator | None = None,
 ) -> ShardTensor:
-    """Returns this rank's part of what `make` draws for the full shape, with the values of one process."""
-    if is_drawn:
-        return as_leaf(own_piece(make(spec.shape), spec).clone(), spec, requires_grad)
-    return as_leaf(make(spec.local_shape), spec, requires_grad)
+    """Returns this rank's part of what `make` returns for a shape, which it draws by the generator, or fills."""
+    local = drawn(make, spec, generator=generator) if is_drawn else make(spec.local_shape)
+    return as_leaf(local, spec, requires_grad)
 
 
 def _factory(function: Callable[..., torch.Tensor], *, is_drawn: bool = False) -> Callable[..., ShardTensor]:
@@ -260,7 +254,7 @@ def _factory(function: Callable[..., torch.Tensor], *, is_drawn: bool = False) -
     ) -> ShardTensor:
         spec = _spec(_size(size), device_mesh, placements, sizes)
         make = partial(function, dtype=dtype, device=_device(spec.mesh), **options)
-        return _leaf(make, spec, requires_grad, is_drawn=is_drawn)
+        return _leaf(make, spec, requires_grad, is_drawn=is_drawn, generator=options.get("generator"))
 
     factory.__name__ = factory.__qualname__ = function.__name__
     values = ", with the values of one process at any layout" if is_drawn else " of which each rank makes its part"
@@ -305,8 +299,8 @@ def randint(
 ) -> ShardTensor:
     """`torch.randint([low,] high, size=size)`, with the values of one process at any layout."""
     spec = _spec(torch.Size(size), device_mesh, placements, sizes)
-    whole: torch.Tensor = torch.randint(*bounds, tuple(size), dtype=dtype, device=_device(spec.mesh))  # type: ignore[call-overload]
-    return wrap(own_piece(whole, spec).clone(), spec)
+    draw: Any = partial(torch.randint, *bounds, dtype=dtype, device=_device(spec.mesh))
+    return wrap(drawn(lambda shape: draw(tuple(shape)), spec), spec)
 
 
 def arange(

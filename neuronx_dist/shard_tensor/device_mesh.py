@@ -29,7 +29,7 @@ from ..weights import wrappers
 from .bounded import Bounded
 from .torch_mesh import answered_by_torch, mesh_of_torch
 
-__all__ = ["DeviceMesh", "as_mesh", "current_mesh", "group_over", "init_device_mesh"]
+__all__ = ["DeviceMesh", "as_mesh", "current_mesh", "group_over", "init_device_mesh", "with_values"]
 
 _TABLE = "device_meshes"  # of a context
 _FLATTENED = "flattened dims of device meshes"  # the same: by name, the dims that were merged, the latest first
@@ -67,7 +67,7 @@ class DeviceMesh(TorchMesh):
     _of_rank: int
 
     def __new__(cls, device_type: str, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
-        with _with_values():
+        with with_values():
             ranks = torch.as_tensor(mesh, dtype=torch.int64, device="cpu")
         return _interned(device_type, ranks, None if mesh_dim_names is None else tuple(mesh_dim_names))
 
@@ -84,7 +84,7 @@ class DeviceMesh(TorchMesh):
         context = _context()
         names = (axes,) if isinstance(axes, str) else axes
         sizes = [context.mesh.size(name) for name in names]
-        with _with_values():
+        with with_values():
             ranks = torch.tensor(context.mesh.group_of(axes, concrete(context.rank)), device="cpu").view(sizes)
         return _interned(device_type, ranks, tuple(names), names)
 
@@ -196,7 +196,7 @@ class DeviceMesh(TorchMesh):
             raise RuntimeError(f"rank {_context().rank} is not in {self}")
         index = tuple(slice(None) if dim in dims else coordinate[dim] for dim in range(self.ndim))
         sorted_dims = sorted(dims)
-        with _with_values():
+        with with_values():
             ranks = self.mesh[index].permute([sorted_dims.index(dim) for dim in dims])
         result = _interned(self.device_type, ranks, chosen, [self.communicator(dim) for dim in dims])
         if result is not self:
@@ -220,7 +220,7 @@ class DeviceMesh(TorchMesh):
         merged = _context().extras.setdefault(_FLATTENED, {}).setdefault(name, [])
         if self.mesh_dim_names not in merged:
             merged.insert(0, self.mesh_dim_names)
-        with _with_values():
+        with with_values():
             ranks = self.mesh.flatten()
         return _interned(self.device_type, ranks, (name,))
 
@@ -239,7 +239,7 @@ class DeviceMesh(TorchMesh):
                 f"new name; sizes are {sizes}, names {tuple(mesh_dim_names)}"
             )
         names = (*self.mesh_dim_names[:dim], *mesh_dim_names, *self.mesh_dim_names[dim + 1 :])
-        with _with_values():
+        with with_values():
             ranks = self.mesh.reshape(*self.shape[:dim], *sizes, *self.shape[dim + 1 :])
         known = self.communicators
         groups = None if known is None else [*known[:dim], *[None] * len(sizes), *known[dim + 1 :]]
@@ -295,7 +295,7 @@ def init_device_mesh(
             "sizes must equal the number of ranks; one size may be -1 if the product of the others divides that "
             "number"
         )
-    with _with_values():
+    with with_values():
         ranks = torch.arange(world, device="cpu").view(shape)
     return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names)
 
@@ -352,7 +352,7 @@ def _context() -> Context:
 
 
 @contextmanager
-def _with_values() -> Iterator[None]:
+def with_values() -> Iterator[None]:
     """Lets tensors, such as numbers of ranks, have values and no types inside, also in a check."""
     with no_typecheck(), unset_fake_temporarily():
         yield
@@ -367,7 +367,7 @@ def _interned(
     """Returns the one mesh of these ranks and names in this context. `groups`: along each dim, if known."""
     wrappers.watch_wrappers()
     context = _context()
-    with _with_values():
+    with with_values():
         return _known(context, device_type, ranks, names, groups)
 
 

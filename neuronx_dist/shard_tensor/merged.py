@@ -23,7 +23,7 @@ from .moves.redistribute import other_mesh
 from .placements import Placement, Replicate, Shard
 from .report import note
 from .spec import ShardTensorSpec, gradient_spec, make_spec, of_merged, on_merged
-from .tensor import MergedShardTensor, ShardTensor, local_of, wrap, wrap_view, written
+from .tensor import MergedShardTensor, ShardTensor, leave_leaf, local_of, wrap, wrap_view, written
 
 __all__ = ["on_single_mesh_dims"]
 
@@ -85,6 +85,8 @@ def _computed(handler: Handler, func: Any, types: Any, args: Any, kwargs: Any) -
     name = getattr(func, "__name__", str(func))
     writes = kwargs.get("out", args[0] if args and _writes(name, kwargs) else None)
     fixed = writes._spec if isinstance(writes, ShardTensor) else None
+    if isinstance(writes, ShardTensor) and "out" not in kwargs:
+        leave_leaf(writes)
     groups, moves = _plan(specs, tuple(x.element_size() for x in operands), fixed)
     merged: list[ShardTensor] = []
     for x, target in zip(operands, moves):

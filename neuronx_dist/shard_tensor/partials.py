@@ -9,7 +9,7 @@
 | `x / c` | "sum" or "avg", and a number that is not 0 | the same |
 | `x + c`, `x - c` | "avg", "max" or "min", and the same | the same; the ranks are not counted |
 | `-x` | "sum" or "avg"; "max" or "min" | the same; the other one |
-| `clone`, `+x` | any | the same |
+| `clone`, `+x`, `zero_` | any | the same |
 
 A tensor that is equal on the ranks is used by each on its own: its gradient is summed over them. Where such a tensor is
 infinite, parts of two signs have no sum.
@@ -41,6 +41,7 @@ _NAMES = {
     "negative": "neg",
     "clone": "same",
     "positive": "same",
+    "zero": "same",
 }
 _LINEAR, _ALL = frozenset(("sum", "avg")), frozenset(("sum", "avg", "max", "min", "product"))
 # Reductions with which two tensors of one layout are combined, and one tensor with what is equal on the ranks.

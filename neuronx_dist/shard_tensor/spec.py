@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
@@ -33,6 +33,17 @@ __all__ = [
 ]
 
 Sizes = tuple["tuple[int, ...] | None", ...]  # for each mesh dim: of its shards, None where it shards nothing
+
+
+class TensorMeta(NamedTuple):
+    """The shape and the strides of a whole tensor; torch's class of this name has the dtype too."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def dtype(self) -> NoReturn:
+        raise AttributeError("tensors of several dtypes share a layout, which has no dtype: read x.dtype of the tensor")
 
 
 class ShardTensorSpec:
@@ -144,6 +155,11 @@ class ShardTensorSpec:
     @property
     def device_mesh(self) -> DeviceMesh:
         return self.mesh
+
+    @property
+    def tensor_meta(self) -> TensorMeta:
+        """Returns the shape and the strides of the whole tensor, by torch's names."""
+        return TensorMeta(self.shape, torch.empty(self.shape, device="meta").stride())
 
     @property
     def ndim(self) -> int:

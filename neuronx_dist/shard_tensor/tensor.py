@@ -50,6 +50,7 @@ __all__ = [
     "gradient_spec",
     "in_layout",
     "laid_out_gradient",
+    "leave_leaf",
     "local_of",
     "wrap",
     "wrap_result",
@@ -170,8 +171,11 @@ class ShardTensor(torch.Tensor):
 
     @staticmethod
     def from_dtensor(x: Any) -> ShardTensor:
-        """Returns a torch DTensor as a ShardTensor, in its graph."""
-        return wrap(*local_of_dtensor(x))
+        """Returns a torch DTensor as a ShardTensor, in its graph; that of a leaf has its gradient in `grad` too."""
+        result = wrap(*local_of_dtensor(x))
+        if x.is_leaf and result.requires_grad:
+            result.retain_grad()
+        return result
 
     def to_dtensor(self) -> Any:
         """Returns this tensor as a torch DTensor, in its graph. Shards that are no chunks are redistributed."""
@@ -462,6 +466,19 @@ _unlink: Callable[..., torch.Tensor] = apply_without_transforms(_Unlink)
 _relink: Callable[..., ShardTensor] = apply_without_transforms(_Relink)
 
 
+def leave_leaf(x: ShardTensor) -> None:
+    """Gives `x` of `from_local(leaf)` a local tensor behind the leaf in its graph, which torch lets functions modify.
+
+    A tensor that is a leaf itself, or that has views, stays as it is: torch refuses to modify its local tensor.
+    """
+    local = x._local
+    if local.requires_grad and local.is_leaf and torch.is_grad_enabled() and not getattr(x, "_family", None):
+        with DisableTorchFunction():
+            is_leaf = _BASE.is_leaf.__get__(x)
+        if not is_leaf:
+            x._local, x._used = _unlink(x), None
+
+
 def written(x: ShardTensor) -> ShardTensor:
     """Links `x`, whose local tensor was modified in place, and its views to the new graph. Returns `x`."""
     if torch.is_grad_enabled() and x._local.grad_fn is not None:  # of a view without a graph torch would not say
@@ -475,7 +492,7 @@ def written(x: ShardTensor) -> ShardTensor:
 
 def without_dtensors(args: Any, kwargs: Any) -> Any:
     """Returns arguments in which each DTensor of torch is a ShardTensor, in its layout and graph."""
-    return pytree.tree_map_only(DTensor, ShardTensor.from_dtensor, (args, kwargs))
+    return pytree.tree_map_only(DTensor, lambda x: wrap(*local_of_dtensor(x)), (args, kwargs))
 
 
 def wrap(local: torch.Tensor, spec: ShardTensorSpec) -> ShardTensor:

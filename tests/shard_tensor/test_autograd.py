@@ -172,6 +172,47 @@ def test_to_local_and_its_gradients():
     on_ranks(2, local)
 
 
+WRITES = {  # into rows that from_local made of a leaf; the gradient of the leaf
+    "mul_": (lambda x: x.mul_(3.0), 3.0),
+    "add_": (lambda x: x.add_(x.detach()), 1.0),
+    "fill_": (lambda x: x.fill_(2.0), 0.0),
+    "zero_": (lambda x: x.zero_(), 0.0),
+    "copy_": (lambda x: x.copy_(x * 5), 5.0),
+    "x[..] = y": (lambda x: x.__setitem__((slice(None), slice(None)), 2.0), 0.0),
+}
+
+
+@pytest.mark.parametrize("placements", [[Shard(0)], [Replicate()], [Shard(0), Shard(0)]])
+@pytest.mark.parametrize("write", WRITES)
+def test_what_from_local_makes_of_a_leaf_is_written_in_place(write, placements):
+    """As torch's DTensor has it: the leaf stays a leaf, shares memory, and gets the gradient of the written tensor."""
+    write_, factor = WRITES[write]
+
+    def rank(mesh):
+        local = whole(3, 4).requires_grad_()
+        x = ShardTensor.from_local(local, mesh, placements)
+        write_(x)
+        (x * x.detach()).full_tensor().sum().backward()
+        assert torch.equal(local.detach(), x.to_local().detach()) and local.is_leaf
+        assert torch.equal(local.detach(), whole(3, 4) * max(factor, 2 * (factor == 1))) or factor == 0
+        assert_close(local.grad, factor * local.detach(), write)
+
+    on_ranks(2 ** len(placements), rank, (2,) * len(placements))
+
+
+def test_a_leaf_with_views_is_not_written_in_place():
+    """A view would not know the new graph."""
+
+    def rank(mesh):
+        x = ShardTensor.from_local(whole(3, 4).requires_grad_(), mesh, [Shard(0)])
+        view = x[:, :2]
+        for written in (x, view):
+            with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+                written.mul_(3)
+
+    on_ranks(2, rank)
+
+
 def test_a_tensor_travels_in_another_dtype():
     def function(mesh):
         x = leaf(whole(16), mesh, [Shard(0)], [(11, 5)])

@@ -121,7 +121,7 @@ def test_the_blocks_run_in_the_order_of_the_page():
             exec(compile(block, f"docs/shard-tensor.md, block {number}", "exec"), names)
 
     on_ranks(4, run)
-    assert len(blocks) == 15
+    assert len(blocks) == 16
 
 
 def test_every_name_of_physicsnemo_is_in_its_table():

@@ -166,7 +166,7 @@ def test_promotion():
             x + whole(16)
         return [str(each.message).partition(":")[0] for each in seen]
 
-    assert on_ranks(1, meet) == [["aligned"]]
+    assert on_ranks(1, meet) == [["an elementwise function"]]
     with pytest.raises(ValueError, match="'loud' is not one of disabled, warn, silent"), promotion_mode("loud"):
         pass
 

@@ -122,6 +122,9 @@ def writes(mesh):
         if op in ("max", "min"):
             with pytest.raises(ValueError, match="redistribute\\(\\) the tensor to Replicate first"):
                 x.neg_()  # it would be of another reduction
+        with comm.record() as calls:
+            x.zero_()
+        assert calls == [] and x.placements == (Partial(op),) and not x.full_tensor().any()
     local = parts_of(mesh.size())[rank].clone().requires_grad_()
     x = ShardTensor.from_local(local * 1, mesh, [Partial()])
     x.mul_(2)

@@ -73,6 +73,7 @@ def torchs_tensors():
     assert y.placements == (Shard(0),) and y._spec.sizes == ((4, 3),)
     (y * whole(3)).sum().backward()
     assert_close(x.grad.full_tensor(), whole(3).expand(7, 3), "gradient of a DTensor")
+    assert_close(y.grad.full_tensor(), whole(3).expand(7, 3), "gradient of a DTensor's ShardTensor")
     z = distributed.distribute_tensor(whole(7, 3).requires_grad_(), mesh, [Shard(0)], sizes=[(1, 6)])
     d = z.to_dtensor()
     assert isinstance(d, DTensor) and d.shape == (7, 3)

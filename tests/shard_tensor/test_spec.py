@@ -97,5 +97,6 @@ def test_names_of_torchs_spec_have_its_values():
             for name in ("is_replicated", "is_sharded"):
                 assert getattr(spec, name)() == getattr(DTensorSpec, name)(expected), (name, pair)
             assert spec.ndim == 3 and spec.device_mesh is mesh
+            assert spec.tensor_meta == meta[:2]
 
     on_ranks(4, function, (2, 2))

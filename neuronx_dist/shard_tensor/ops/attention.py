@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ...attention import Keys, attention
 from ...spmd import I
 from ..attention_method import forced_method, note_choice, token_order
 from ..attention_plan import AttentionCall, AttentionPlan, plan_attention
+from ..draws import drawn_between
 from ..handlers import sharded
 from ..labels import one_mesh
 from ..moves.exchange import linked
@@ -117,12 +119,9 @@ def _with_heads(x: torch.Tensor, batch: Any) -> torch.Tensor:
 
 
 def _noise(plan: AttentionPlan, dropout_p: float, q: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of the noise of one process: all ranks draw all of it, a byte an element.
-
-    It cannot be drawn block by block (`dropout.py` says why).
-    """
-    part = tuple(slice(*bounds) for bounds in plan.noise)
+    """Returns the noise of this rank's weights: drawn as a byte an element, of all weights or of these (`draws.py`)."""
     if dropout_p == 1.0:  # torch draws nothing
-        return q.new_zeros([slice_.stop - slice_.start for slice_ in part])
-    kept = torch.empty(plan.weights, dtype=torch.uint8, device=q.device).bernoulli_(1 - dropout_p)
-    return kept[part].to(q.dtype).div_(1 - dropout_p)
+        return q.new_zeros([stop - start for start, stop in plan.noise])
+    blank = partial(torch.empty, dtype=torch.uint8, device=q.device)
+    kept = drawn_between(lambda shape: blank(shape).bernoulli_(1 - dropout_p), plan.weights, plan.noise)
+    return kept.to(q.dtype).div_(1 - dropout_p)

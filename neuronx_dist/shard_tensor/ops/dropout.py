@@ -1,24 +1,19 @@
 """Dropout, and tensors that are filled with random numbers in place.
 
-Every rank draws the numbers of the whole tensor from the default stream, which is seeded alike on all ranks
-(`spmd.manual_seed`, `torch.manual_seed`), and keeps its part. So the values are those of one process at any layout, and
-ranks with the same part have the same mask.
-
-A rank draws the mask of the whole tensor (of features: of samples and channels), though it keeps a part alone: torch
-has no draw that begins in the middle of a tensor. On a CPU the generator goes from number to number; on a GPU what an
-element gets depends on the launch for all of it. A generator of our own would have other values than one process.
+`draws.py` says which numbers a rank draws.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn import init
 
-from ..construct import own_piece
+from ..draws import drawn
 from ..handlers import sharded
 from ..tensor import ShardTensor, gradient_spec, wrap, written
 from .pointwise import check_writable
@@ -37,12 +32,11 @@ _ALPHAS: tuple[Any, ...] = (
 )
 
 
-def _kept(x: ShardTensor, p: float, drawn: int) -> ShardTensor:
-    """Draws a mask: 1 for elements that stay and 0 elsewhere, one draw for each element of the first `drawn` dims."""
-    mask = torch.empty(x.shape[:drawn], dtype=x.dtype, device=x.device).bernoulli_(1 - p)
+def _kept(x: ShardTensor, p: float, dims: int) -> ShardTensor:
+    """Draws a mask: 1 for elements that stay and 0 elsewhere, one draw for each element of the first dims."""
     spec = gradient_spec(x._spec)
-    mask = mask.view(*mask.shape, *[1] * (x.dim() - mask.dim())).expand(x.shape)
-    return wrap(own_piece(mask, spec).clone(), spec)
+    blank = partial(torch.empty, dtype=x.dtype, device=x.device)
+    return wrap(drawn(lambda shape: blank(shape).bernoulli_(1 - p), spec, dims=dims), spec)
 
 
 @sharded(F.dropout, torch.dropout, *_FEATURES, *_ALPHAS)
@@ -54,11 +48,11 @@ def _dropout(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
         if not train.get("train", training) or p == 0:
             return input
-        drawn = input.dim()
+        dims = input.dim()
         if func in _FEATURES:
-            of_one_sample = (func, drawn) in ((F.dropout1d, 2), (F.dropout3d, 4))
-            drawn = 1 if of_one_sample else 2  # its channels, or those of a batch
-        mask = _kept(input, p, drawn)
+            of_one_sample = (func, dims) in ((F.dropout1d, 2), (F.dropout3d, 4))
+            dims = 1 if of_one_sample else 2  # its channels, or those of a batch
+        mask = _kept(input, p, dims)
         if func in _ALPHAS:
             a = 0.0 if p == 1 else ((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5
             y = input * (mask * a) + ((mask - 1) * (_ALPHA * a) + _ALPHA * a * p)
@@ -81,7 +75,9 @@ def _drawn(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
             f"{func.__name__} with a tensor of probabilities is not supported: call full_tensor() first"
         )
     check_writable(func.__name__, x)
-    whole = func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *others, **kwargs)
+    blank = partial(torch.empty, dtype=x.dtype, device=x.device)
+    generator = kwargs.get("generator")
+    local = drawn(lambda shape: func(blank(shape), *others, **kwargs), x._spec, generator=generator)
     with torch.set_grad_enabled(torch.is_grad_enabled() and func not in _INITS):
-        x._local.copy_(own_piece(whole, x._spec))
+        x._local.copy_(local)
         return written(x)

@@ -1,17 +1,18 @@
 """Tensors that are made like another one: random ones, and `x.new_zeros(size)` and its relatives.
 
-Random ones have the values of one process at any layout (see dropout.py). A new tensor with the shape of `x` has its
+Random ones have the values of one process at any layout (see draws.py). A new tensor with the shape of `x` has its
 layout, with Replicate in place of Partial; one of another shape is Replicate everywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..construct import own_piece
+from ..draws import drawn
 from ..handlers import sharded
 from ..spec import make_spec
 from ..tensor import ShardTensor, as_leaf, gradient_spec
@@ -26,8 +27,9 @@ def _drawn_like(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) ->
     x, *others = args or (kwargs.pop("input"),)
     requires_grad = kwargs.pop("requires_grad", False)
     spec = gradient_spec(x._spec)
-    whole = func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *others, **kwargs)
-    return as_leaf(own_piece(whole, spec).clone(), spec, requires_grad)
+    blank = partial(torch.empty, dtype=x.dtype, device=x.device)
+    local = drawn(lambda shape: func(blank(shape), *others, **kwargs), spec, generator=kwargs.get("generator"))
+    return as_leaf(local, spec, requires_grad)
 
 
 @sharded(_T.new_empty_strided)

@@ -84,8 +84,8 @@ def softmax_backward(grad: Any, output: Any, dim: int, input_dtype: torch.dtype)
 
 
 @composed(*_both(_aten.native_dropout_backward))
-def dropout_backward(grad: Any, mask: Any, scale: float) -> Any:
-    return grad * (mask.to(grad.dtype) * scale)
+def dropout_backward(grad_output: Any, mask: Any, scale: float) -> Any:
+    return grad_output * (mask.to(grad_output.dtype) * scale)
 
 
 # --- masked positions

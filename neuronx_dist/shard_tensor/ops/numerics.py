@@ -139,6 +139,7 @@ def corrcoef(input: Any) -> Any:
 @composed(torch.histogram, _T.histogram)
 def histogram(input: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
     """Returns the sums of the ranks' counts, in bins of all ranks' range."""
+    bins = bins.full_tensor() if isinstance(bins, ShardTensor) else bins
     if range is None and isinstance(bins, int):
         range = (float(input.amin()), float(input.amax())) if input.numel() else None
     (x, w), spec = inside(_counted, (input, weight))

@@ -19,7 +19,7 @@ from ..moves.exchange import linked
 from ..moves.redistribute import check_is_no_copy, redistributed
 from ..partials import kept
 from ..spec import ShardTensorSpec
-from ..tensor import ShardTensor, gradient_spec, local_of, wrap, written
+from ..tensor import ShardTensor, gradient_spec, leave_leaf, local_of, wrap, written
 
 __all__: list[str] = []
 
@@ -27,6 +27,9 @@ __all__: list[str] = []
 def aligned(*shapes: torch.Size | None) -> Spec:
     """Returns the spec of operands that are broadcast against one another; None for an absent operand."""
     return elementwise(*(shape for shape in shapes if shape is not None))
+
+
+aligned.__name__ = "an elementwise function"  # in messages and reports
 
 
 def _pointwise(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
@@ -58,6 +61,7 @@ def _in_place(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
     x = args[0]
     if not isinstance(x, ShardTensor):
         return into_plain(func, func.__name__, args, kwargs)
+    leave_leaf(x)
     parts = kept(func, args, kwargs) if x._spec.partial else None
     if parts is not None and parts[1] is x._spec:
         check_is_no_copy(func.__name__, x._local)

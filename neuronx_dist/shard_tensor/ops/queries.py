@@ -43,9 +43,15 @@ def of_the_whole(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -
         return func(*args, **kwargs)
 
 
+@sharded(_T.stride, _T.storage_offset)
+def strides(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    """Returns those of the memory that each rank has; of a tensor in parts, those of the whole, contiguous."""
+    spec = args[0]._spec
+    return (of_the_whole if spec.sharded or spec.partial else of_the_local)(func, types, args, kwargs)
+
+
 @sharded(
-    *(_T.stride, _T.is_contiguous, _T.storage_offset, _T.is_pinned, _T.is_inference, _T.is_shared, _T.storage_type),
-    _T.__dlpack_device__,
+    *(_T.is_contiguous, _T.is_pinned, _T.is_inference, _T.is_shared, _T.storage_type, _T.__dlpack_device__),
 )
 def of_the_local(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0]._local, *args[1:], **kwargs)

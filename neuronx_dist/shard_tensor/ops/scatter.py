@@ -20,7 +20,7 @@ from ..labels import Labels, inside, one_mesh
 from ..moves.redistribute import check_is_no_copy
 from ..placements import Placement, Replicate, Shard
 from ..spec import make_spec
-from ..tensor import ShardTensor, local_of, wrap, written
+from ..tensor import ShardTensor, leave_leaf, local_of, wrap, written
 from ..typed import on_own_shard
 from .indexing import (
     check_positions,
@@ -219,6 +219,7 @@ def setitem(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Non
         )
     if x._spec.partial:
         raise ValueError(f"x[..] = y on {x._spec.placements}: redistribute() x to Replicate first")
+    leave_leaf(x)
     if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
         raise RuntimeError("x[..] = y on a leaf that requires gradients: use x.clone(), or torch.no_grad()")
     _set_slices(x, [entry for entry in entries if entry is not None], value, index)

@@ -128,7 +128,11 @@ def histogramdd(input: Any, bins: Any, *, range: Any = None, weight: Any = None,
         rows = elsewhere(x._spec, 1)
         x = x.redistribute(placements=rows.placements, sizes=rows.sizes)
     count = x.shape[1]
-    bins = [bins] * count if isinstance(bins, int) else list(bins)
+    bins = (
+        [bins] * count
+        if isinstance(bins, int)
+        else [b.full_tensor() if isinstance(b, ShardTensor) else b for b in bins]
+    )
     if range is None and isinstance(bins[0], int) and len(x):
         range = torch.stack((x.amin(0), x.amax(0)), 1).reshape(-1).tolist()
     (local, w), spec = inside(_points, (x, None if weight is None else weight.reshape(-1)))

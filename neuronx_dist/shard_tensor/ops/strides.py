@@ -1,4 +1,7 @@
-"""as_strided: positions in the flattened tensor, each from its owner. Memory is that of the contiguous whole tensor."""
+"""as_strided: positions in the flattened tensor, each from its owner.
+
+The memory of a tensor in parts is that of the contiguous whole tensor, of which `x.stride()` are the strides then.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from ..handlers import FUNCTIONS, UNHANDLED, sharded
 from ..moves.redistribute import mark_as_copy
 from ..spec import make_spec
-from ..tensor import ShardTensor, wrap
+from ..tensor import ShardTensor, gradient_spec, wrap
 
 __all__: list[str] = []
 
@@ -30,8 +33,10 @@ def _positions(x: ShardTensor, size: Sequence[int], stride: Sequence[int], offse
 @sharded(torch.as_strided, _T.as_strided, torch.as_strided_copy)
 def as_strided(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
-        if not input._spec.sharded or input._spec.partial:
-            return FUNCTIONS[UNHANDLED](func, types, args, kwargs)
+        if input._spec.partial:
+            input = input.redistribute(placements=gradient_spec(input._spec).placements).contiguous()
+        if not input._spec.sharded:
+            return FUNCTIONS[UNHANDLED](func, types, (input, size, stride, storage_offset), {})
         flat = input.reshape(-1)
         result = flat[_positions(flat, size, stride, storage_offset)].reshape(tuple(size))
         if func is not torch.as_strided_copy:

@@ -119,7 +119,7 @@ def _of_bytes(x: ShardTensor, dtype: torch.dtype) -> ShardTensor:
     """Returns the bytes of `x` as elements of another dtype; the last dim counts its elements.
 
     Raises:
-        ValueError: a shard of the last dim has bytes of a part of an element.
+        RuntimeError: a shard of the last dim has bytes of a part of an element; torch's class of error.
     """
     whole = gradient_spec(x._spec)  # bytes of a summand say nothing
     local = redistributed_view(local_of(x), x._spec, whole)
@@ -130,7 +130,7 @@ def _of_bytes(x: ShardTensor, dtype: torch.dtype) -> ShardTensor:
     m = whole.mesh_dim_of.get(last)
     along = (whole.shape[last],) if m is None else whole.sizes[m] or ()
     if any(size * before % after for size in along):
-        raise ValueError(
+        raise RuntimeError(
             f"view({dtype}): shards {list(along)} of dim {last}, of {before} bytes an element, are no multiples of "
             f"{after} bytes: redistribute() to shards of another dim, or convert values with to()"
         )

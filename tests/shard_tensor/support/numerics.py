@@ -45,9 +45,21 @@ def _stored(x, values):
     return stored.index_put((_AT, _COLUMNS), values[:2, :3], accumulate=True)
 
 
+def _windows(x):
+    """Pairs of neighbouring rows, which share memory in one process, and the whole again."""
+    pairs = x.as_strided((3, 2, x.shape[1]), (x.stride(0), *x.stride()), x.storage_offset())
+    return pairs.clone(), x.as_strided(x.shape, x.stride()).clone()
+
+
 def _histogram(x):
     counts, edges = torch.histogram(x.detach(), 5)
     return counts, edges, *torch.histogram(x.detach(), 3, range=(-1.0, 1.0), weight=x.detach().abs(), density=True)
+
+
+def _histogramdd(x, b):
+    bounds = b.detach().sort()[0]
+    counts, edges = torch.histogramdd(x.detach(), [bounds, bounds])
+    return counts, *edges
 
 
 CASES = [
@@ -74,6 +86,13 @@ CASES = [
     Case("vander", lambda x: torch.linalg.vander(x, N=4), [(N,)]),
     Case("bilinear", F.bilinear, [(N, 3), (N, 2), (4, 3, 2), (4,)]),
     Case("histogram", _histogram, [(N, 3)], gradients=False),
+    Case(
+        "histogram of bounds",
+        lambda x, b: torch.histogram(x.detach(), b.detach().sort()[0]),
+        [(N, 3), (N,)],
+        gradients=False,
+    ),
+    Case("histogramdd of bounds", _histogramdd, [(N, 2), (N,)], gradients=False),
     Case("diagonal", lambda x: (x.diagonal(), x.diagonal(-2, 1, 0)), [(N, N)], gathers=True),
     Case("diagonals of a batch", lambda x: torch.linalg.diagonal(x, offset=1), [(2, 5, N)], gathers=True),
     Case("diagonal_scatter", lambda x, y: torch.diagonal_scatter(x, y, 1), [(N, 9), (8,)], gathers=True),
@@ -123,6 +142,8 @@ CASES = [
         gathers=True,
     ),
     Case("as_strided", lambda x: torch.as_strided(x, (5, 3), (4, 1), 2), [(N, 3)]),
+    Case("windows by the strides", _windows, [(4, N)]),
+    Case("windows by the strides of a view", lambda x: _windows(x.t()[1:]), [(N, 5)]),
     Case("as_strided_copy of overlapping windows", lambda x: torch.as_strided_copy(x, (4, 7), (3, 1)), [(2, N)]),
     Case("lstsq", torch.linalg.lstsq, [(N, 4, 2), (N, 4, 3)]),
     Case("lstsq with residuals", lambda a, b: torch.linalg.lstsq(a, b, driver="gelsd"), [(N, 4, 2), (N, 4, 3)]),

@@ -45,6 +45,7 @@ from neuronx_dist.shard_tensor import (
     sync_module_over_mesh,
 )
 from neuronx_dist.shard_tensor.attention_method import attention_method, zigzag
+from neuronx_dist.shard_tensor.draws import random_numbers
 from neuronx_dist.shard_tensor.halo import HaloConfig, halo_padding, unhalo_padding
 from neuronx_dist.shard_tensor.moves import one_program
 from neuronx_dist.shard_tensor.moves.exchange import exchange
@@ -420,6 +421,8 @@ def _uneven_program(mesh: DeviceMesh) -> None:
 _OF_3 = Sliding(8, 3)
 _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
     (lambda mesh: _enter(attention_method("tree")), ValueError, "attention_method 'tree' is not one of"),
+    (lambda mesh: x(mesh)._spec.tensor_meta.dtype, AttributeError, "read x.dtype of the tensor"),
+    (lambda mesh: _enter(random_numbers("local")), ValueError, "random_numbers 'local' is not one of whole, part"),
     (lambda mesh: _enter(zigzag(0)), ValueError, "the number of ranks must be at least 1"),
     (_forced, ValueError, "cannot be divided among the ranks; use one of"),
     (lambda mesh: _attention(mesh, (4, 3), (5, 2), (5, 2)), ValueError, r"must be \[.., rows, e\]"),
@@ -669,7 +672,7 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
     (lambda mesh: x(mesh)[9], IndexError, "index 9 is out of bounds for dim 0 with size 7"),
     (
         lambda mesh: x(mesh, 3, 3, dim=1).view(torch.float64),
-        ValueError,
+        RuntimeError,
         r"shards \[3, 3\] of dim 1, of 4 bytes an element, are no multiples of 8 bytes",
     ),
     (lambda mesh: x(mesh).narrow(0, 3, 9), IndexError, "3 to 12 is out of range for dim 0 with size 7"),
