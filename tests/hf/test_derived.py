@@ -305,6 +305,11 @@ class ConstantOfHeads(Small):
         return (heads * torch.full((), float(self.heads))).flatten(2)
 
 
+class ReadsSizes(Small):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.up.out_features / self.down.in_features**2 + self.up.in_features
+
+
 class ReadByAColumnToo(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -348,6 +353,7 @@ class DropsAtTheRoot(Small):
     "make, refused",
     [
         (ConstantOfHeads, "the constant full has other numbers"),
+        (ReadsSizes, ""),
         (ReadByAColumnToo, ""),
         (SecondName, ""),
         (TiedAndRead, ""),
