@@ -270,6 +270,8 @@ def test_arguments_that_do_not_fit() -> None:
             hf.swap(model(), inputs=IDS)
         with pytest.raises(ValueError, match=re.escape("plan='derive' is no plan")):
             hf.swap(model(), plan="derive")
+        with pytest.raises(ValueError, match="OptimizedModule wraps a model: swap the model, and wrap or compile"):
+            hf.swap(torch.compile(model(), backend="eager"), plan="derived", inputs=IDS)
         with pytest.raises(UnsupportedModelError, match="its forward fails on the inputs input_ids"):
             hf.swap(model(), plan="derived", inputs={"input_ids": torch.randn(4, 6)})
 

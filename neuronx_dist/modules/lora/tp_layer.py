@@ -150,7 +150,7 @@ class LoraParallelConv1D(LoraLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         base = self.base_layer
         if self.base_alone():
-            return base(x)  # type: ignore[no-any-return]
+            return base(x)
         a: Any = self.lora_A.weight if base.row else _replicated(self.lora_A, base)
         b: Any = _replicated(self.lora_B, base) if base.row else self.lora_B.weight
         x = x if base.row else base.used_input(x)
