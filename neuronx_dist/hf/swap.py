@@ -13,6 +13,7 @@ the head, whose local logits `[b, s, vocab/tp]` go straight into the vocabulary-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -175,7 +176,9 @@ def _planned(
 ) -> tuple[ModelPlan, Sequence[LayerPlan]]:
     """Returns the model's plan, and the plans of its layers, from the user's `plan` argument."""
     if _is_derived(given):
-        plan = _derived_plan(model, inputs, tp)
+        # Where modules are made on meta, as in a check, forward's constants have values nevertheless.
+        with torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext():
+            plan = _derived_plan(model, inputs, tp)
         _check_sequence(model, plan, sequence_parallel)
         return plan, plan.layers(model, tp, sequence_parallel=sequence_parallel)
     if hasattr(given, "tp_plan") and hasattr(given, "fsdp_size"):
