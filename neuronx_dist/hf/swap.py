@@ -342,9 +342,14 @@ def _head_problems(model: nn.Module, plan: ModelPlan, tp: int, pad_heads: bool) 
 
 
 def _refuse_without_values(model: nn.Module, args: Any, kwargs: Any) -> None:
-    """Forward pre-hook of the model: refuses inputs with values while parameters on meta have none."""
+    """Forward pre-hook of the model: refuses inputs with values while parameters on meta have none.
+
+    Modules that accelerate offloads have a `_hf_hook`, which gives them their values before their forward.
+    """
     param = next(model.parameters())
     if param.is_meta and any(type(x) is torch.Tensor and not x.is_meta for x in (*args, *kwargs.values())):
+        if any(hasattr(module, "_hf_hook") for module in model.modules()):
+            return
         raise RuntimeError(
             f"{type(model).__name__} was swapped on the meta device, and its parameters have no values yet: call "
             "hf.load_pretrained(model, folder), or hf.materialize(model, seed), before forward"

@@ -27,7 +27,9 @@ class _FusedColumns:
 
     def output_of(self, layer: ColumnParallelLinear, x: torch.Tensor) -> torch.Tensor:
         if self._input is not x or layer not in self._outputs:
-            self._input, self._outputs = x, dict(zip(self.layers, column_shards(self.layers, x)))
+            are_here = all(other.weight.device == x.device for other in self.layers)  # else accelerate offloads them
+            layers = self.layers if are_here else [layer]
+            self._input, self._outputs = x, dict(zip(layers, column_shards(layers, x)))
         out = self._outputs.pop(layer)
         if not self._outputs:
             self._input = None
