@@ -321,7 +321,7 @@ def test_trainer_refuses_tensor_parallel_models(tmp_path):
 
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_each_layer_has_its_weights_where_accelerate_offloads_them(on_meta):
-    """Those of the layers with which it shares one gradient of the input are on meta then: they compute by themselves."""
+    """The layers with which one shares the gradient of its input have weights on meta then: it computes by itself."""
     from accelerate import cpu_offload
 
     whole = reference_model(llama_config())
