@@ -20,6 +20,7 @@ import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.modules.lora import LoraConfig, LoraModel, get_lora_model
+from neuronx_dist.modules.lora.files import saved_config
 from neuronx_dist.modules.lora.layer import WholeLinear
 from neuronx_dist.modules.lora.model import adapters_of
 from neuronx_dist.modules.lora.tp_layer import LoraParallelLinear
@@ -448,7 +449,10 @@ def test_files_are_pefts_and_load_in_any_layout(tmp_path: Path) -> None:
     expected = comm.threads.run(Mesh(2, tp=2), save)[0]
     for out in comm.threads.run(Mesh(4, tp=4), load):
         torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    config = json.loads((tmp_path / "one/adapter_config.json").read_text())
+    file = tmp_path / "one/adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "init_lora_weights": False}))  # as PEFT's adapters that were drawn
+    assert saved_config(tmp_path, "one").lora_rank == 3
     assert config["r"] == 3 and config["peft_type"] == "LORA"
     assert config["target_modules"] == ["down", "gate_up", "head", "k_proj", "o_proj", "q_proj", "v_proj"]
     tensors = load_file(tmp_path / "one/adapter_model.safetensors")
@@ -525,7 +529,7 @@ def test_wrong_options_are_refused(options: Any) -> None:
 
 def test_pefts_config_is_taken_or_refused() -> None:
     peft = {"r": 4, "lora_alpha": 8, "target_modules": {"v", "q"}, "init_lora_weights": True, "use_rslora": True}
-    config = LoraConfig.of(peft)
+    config = LoraConfig.of({**peft, "fan_in_fan_out": True})  # in PEFT's files of GPT-2
     assert (config.lora_rank, config.target_modules, config.scaling) == (4, ["q", "v"], 4.0)
     with pytest.raises(ValueError, match="use_dora=True of PEFT's LoraConfig is not possible"):
         LoraConfig.of({**peft, "use_dora": True})
