@@ -25,6 +25,7 @@ from ..model_shape import ModelShape, padded_heads
 from ..parallel_layers.activation_checkpoint import keep_random_streams
 from ..parallel_layers.pad import pads_heads
 from ..parallel_layers.replace import LayerPlan, apply
+from ..weights.partial_model import unwrapped
 from ..weights.wrappers import wrapper_of
 from .derived import IndivisibleError, derive
 from .dropout import check_dropout, draw_apart
@@ -91,8 +92,10 @@ def swap(
             numbers and names.
     """
     tp = comm.size("tp")
-    if wrapper_of(type(model)) or "_orig_mod" in getattr(model, "_modules", {}):
-        raise ValueError(f"swap: {type(model).__name__} wraps a model: swap the model, and wrap or compile it then")
+    if wrapper_of(type(model)) or "_orig_mod" in getattr(model, "_modules", {}) or unwrapped(model) is not model:
+        raise ValueError(
+            f"swap: {type(model).__name__} wraps a model: swap the model, and wrap, compile or add adapters then"
+        )
     if getattr(model, _SWAPPED, False):
         raise ValueError(f"swap: this {type(model).__name__} is already swapped")
     if inputs is not None and not _is_derived(plan):

@@ -18,6 +18,8 @@ from neuronx_dist.hf import UnsupportedModelError
 from neuronx_dist.hf.derived import derive
 from neuronx_dist.hf.plan_reading import read_plan
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.modules.lora import LoraConfig, get_lora_model
+from neuronx_dist.modules.lora.model import adapters_of
 from tests.hf.parity import differences, without_labels
 from tests.hf.test_architectures import wrong
 from tests.support.architectures import HEADS, HIDDEN, VOCAB, Architecture, images
@@ -118,6 +120,17 @@ def test_it_is_proven_by_the_checker(name: str) -> None:
     inputs = without_labels(make(), labelled)
     report = spmd.check(lambda: hf.swap(make(), plan="derived", inputs=inputs), labelled, {"tp": 2})
     assert report.ok, report
+
+
+@pytest.mark.slow
+def test_a_model_that_has_adapters_already() -> None:
+    """Forward has the calls of PEFT's; its adapters too become columns and rows."""
+    of = model()
+    with comm.as_rank(Mesh(1), 0):
+        get_lora_model(of, LoraConfig(lora_rank=4, target_modules=["qkv", "proj", "fc1", "fc2"]))
+    for layer in adapters_of(of).values():
+        nn.init.normal_(layer.lora_B.weight)
+    assert derived(of, IDS, 2) == {}
 
 
 def test_its_words() -> None:
@@ -277,8 +290,10 @@ def test_arguments_that_do_not_fit() -> None:
             hf.swap(model(), inputs=IDS)
         with pytest.raises(ValueError, match=re.escape("plan='derive' is no plan")):
             hf.swap(model(), plan="derive")
-        with pytest.raises(ValueError, match="OptimizedModule wraps a model: swap the model, and wrap or compile"):
+        with pytest.raises(ValueError, match="OptimizedModule wraps a model: swap the model, and wrap, compile"):
             hf.swap(torch.compile(model(), backend="eager"), plan="derived", inputs=IDS)
+        with pytest.raises(ValueError, match="LoraModel wraps a model"):
+            hf.swap(get_lora_model(model(), LoraConfig(target_modules=["qkv"])), plan="derived", inputs=IDS)
         with pytest.raises(UnsupportedModelError, match="its forward fails on the inputs input_ids"):
             hf.swap(model(), plan="derived", inputs={"input_ids": torch.randn(4, 6)})
 

@@ -368,10 +368,12 @@ rank; a number of heads in an attribute becomes the rank's.
   that shards read, layers that training and evaluation would shard differently, and an embedding or a head whose weight
   other calls read.
 * The proof holds for calls on shards. It does not see a number that is read from the shape of a weight whose layer
-  gathers its output (`x / self.head.weight.shape[0]`), nor gradients of inputs beside shards.
+  gathers its output (`x / self.head.weight.shape[0]`), nor gradients of inputs beside shards: a proof of
+  all layers would record the swapped model, whose layers communicate, and float masks are such inputs too.
 
 Of architectures with neither a plan nor a table these are tested (`tests/hf/test_derived.py`): GPT BigCode, MPT, ESM,
-DeBERTa 2, DINOv2, BEiT, and a hand-written decoder without a config; `spmd.check` proves all of them.
+DeBERTa 2, DINOv2, BEiT, and a hand-written decoder without a config; `spmd.check` proves all of them. A model of PEFT
+is swapped in this way too, its adapters with it: `hf.swap(get_peft_model(model, config), plan="derived", inputs=inputs)`.
 
 Words that do not go together are refused where names and styles show it; a plan of one's own is proven by
 `spmd.check(lambda: hf.swap(model, plan=plan), inputs, {{"tp": 2}})`.
