@@ -373,7 +373,7 @@ rank; a number of heads in an attribute becomes the rank's.
 
 Of architectures with neither a plan nor a table these are tested (`tests/hf/test_derived.py`): GPT BigCode, MPT, ESM,
 DeBERTa 2, DINOv2, BEiT, and a hand-written decoder without a config; `spmd.check` proves all of them. A model of PEFT
-is swapped in this way too, its adapters with it: `hf.swap(get_peft_model(model, config), plan="derived", inputs=inputs)`.
+is swapped in this way too, with its adapters: `hf.swap(get_peft_model(model, config), plan="derived", inputs=inputs)`.
 
 Words that do not go together are refused where names and styles show it; a plan of one's own is proven by
 `spmd.check(lambda: hf.swap(model, plan=plan), inputs, {{"tp": 2}})`.
