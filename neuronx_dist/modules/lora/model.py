@@ -81,8 +81,8 @@ def adapters_of(model: nn.Module) -> dict[str, LoraLayer]:
 def add_adapters(model: nn.Module, config: LoraConfig) -> LoraConfig:
     """Replaces the layers that a config targets by layers with adapters, and freezes all else, in place.
 
-    Hooks of these layers become hooks of their adapters, and see the outputs of both. Returns the config with its
-    targets.
+    Hooks of these layers become hooks of their adapters, and see the outputs of both.
+    Returns the config with its targets.
 
     Raises:
         ValueError: nothing in the model matches the targets, or a target is of a class without adapters.
