@@ -27,8 +27,8 @@ class _FusedColumns:
 
     def output_of(self, layer: ColumnParallelLinear, x: torch.Tensor) -> torch.Tensor:
         if self._input is not x or layer not in self._outputs:
-            are_here = all(other.weight.device == x.device for other in self.layers)  # else accelerate offloads them
-            layers = self.layers if are_here else [layer]
+            # While accelerate offloads the weights of others, they are on meta: each layer then computes by itself.
+            layers = [layer] if "_hf_hook" in vars(layer) else self.layers
             self._input, self._outputs = x, dict(zip(layers, column_shards(layers, x)))
         out = self._outputs.pop(layer)
         if not self._outputs:
