@@ -24,7 +24,6 @@ All is done by hooks on the modules, so it holds as well when a pipeline runs th
 
 from __future__ import annotations
 
-from inspect import signature
 from typing import Any
 
 import torch
@@ -56,10 +55,6 @@ def check_sequence_parallel(model: Any, plan: ModelPlan) -> None:
         reason = f"calls the layers of {stacks[0]} {count} times"
     elif any(is_layer(name.rpartition(".")[0]) for name in experts):
         reason = f"has experts and a router beside the other parts of a layer ({experts[0]})"
-    else:
-        for root in islands_of(model, plan):
-            if "residual" in signature(model.get_submodule(root).forward).parameters:
-                reason = f"adds a residual, of a part of the sequence, in {root}, a layer of which gathers its output"
     if reason:
         raise UnsupportedModelError(
             f"sequence_parallel=True needs one list of layers, called in turn; {type(model).__name__} {reason}: swap "
@@ -105,7 +100,13 @@ def _take_sequence(layer: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _gather_equal(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return _on_hidden_states(_gather, args, kwargs)
+    """Gathers the input of an island, and arguments of its shape: a residual that is added inside."""
+    shape = (args[0] if args else kwargs[_hidden_name(kwargs)]).shape
+
+    def gathered(x: Any) -> Any:
+        return _gather(x) if isinstance(x, torch.Tensor) and x.shape == shape else x
+
+    return tuple(map(gathered, args)), {name: gathered(x) for name, x in kwargs.items()}
 
 
 def _gather_output(module: nn.Module, args: Any, output: Any) -> Any:
@@ -143,8 +144,12 @@ def _gather_sequence(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def _on_hidden_states(change: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args:
         return (change(args[0]), *args[1:]), kwargs
-    name = next(name for name in _HIDDEN if name in kwargs)
+    name = _hidden_name(kwargs)
     return args, {**kwargs, name: change(kwargs[name])}
+
+
+def _hidden_name(kwargs: dict[str, Any]) -> str:
+    return next(name for name in _HIDDEN if name in kwargs)
 
 
 def _refuse_part_of_the_logits(model: nn.Module, args: Any, kwargs: Any) -> None:

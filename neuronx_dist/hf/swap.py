@@ -13,6 +13,7 @@ the head, whose local logits `[b, s, vocab/tp]` go straight into the vocabulary-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,6 +25,8 @@ from ..model_shape import ModelShape, padded_heads
 from ..parallel_layers.activation_checkpoint import keep_random_streams
 from ..parallel_layers.pad import pads_heads
 from ..parallel_layers.replace import LayerPlan, apply
+from ..weights.partial_model import unwrapped
+from ..weights.wrappers import wrapper_of
 from .derived import IndivisibleError, derive
 from .dropout import check_dropout, draw_apart
 from .in_place import IN_PLACE, multiply_output, shard_parameter, sharded_dim
@@ -89,6 +92,10 @@ def swap(
             numbers and names.
     """
     tp = comm.size("tp")
+    if wrapper_of(type(model)) or "_orig_mod" in getattr(model, "_modules", {}) or unwrapped(model) is not model:
+        raise ValueError(
+            f"swap: {type(model).__name__} wraps a model: swap the model, and wrap, compile or add adapters then"
+        )
     if getattr(model, _SWAPPED, False):
         raise ValueError(f"swap: this {type(model).__name__} is already swapped")
     if inputs is not None and not _is_derived(plan):
@@ -172,7 +179,9 @@ def _planned(
 ) -> tuple[ModelPlan, Sequence[LayerPlan]]:
     """Returns the model's plan, and the plans of its layers, from the user's `plan` argument."""
     if _is_derived(given):
-        plan = _derived_plan(model, inputs, tp)
+        # Where modules are made on meta, as in a check, forward's constants have values nevertheless.
+        with torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext():
+            plan = _derived_plan(model, inputs, tp)
         _check_sequence(model, plan, sequence_parallel)
         return plan, plan.layers(model, tp, sequence_parallel=sequence_parallel)
     if hasattr(given, "tp_plan") and hasattr(given, "fsdp_size"):
@@ -336,9 +345,14 @@ def _head_problems(model: nn.Module, plan: ModelPlan, tp: int, pad_heads: bool) 
 
 
 def _refuse_without_values(model: nn.Module, args: Any, kwargs: Any) -> None:
-    """Forward pre-hook of the model: refuses inputs with values while parameters on meta have none."""
+    """Forward pre-hook of the model: refuses inputs with values while parameters on meta have none.
+
+    Modules that accelerate offloads have a `_hf_hook`, which gives them their values before their forward.
+    """
     param = next(model.parameters())
     if param.is_meta and any(type(x) is torch.Tensor and not x.is_meta for x in (*args, *kwargs.values())):
+        if any(hasattr(module, "_hf_hook") for module in model.modules()):
+            return
         raise RuntimeError(
             f"{type(model).__name__} was swapped on the meta device, and its parameters have no values yet: call "
             "hf.load_pretrained(model, folder), or hf.materialize(model, seed), before forward"

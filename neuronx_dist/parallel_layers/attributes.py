@@ -1,4 +1,4 @@
-"""The attributes by which scripts written for NxD read a layer's layout; each is computed when it is read."""
+"""The attributes by which scripts written for NxD, or for torch's layers, read a layer; computed when they are read."""
 
 from __future__ import annotations
 
@@ -46,8 +46,14 @@ class PaddedLayer(ShardedModule):
 
 
 class LinearAttributes(PaddedLayer):
-    """NxD's attributes of `ColumnParallelLinear` and `RowParallelLinear`."""
+    """NxD's attributes of `ColumnParallelLinear` and `RowParallelLinear`, and those of the `nn.Linear` in their place.
 
+    Attributes:
+        in_features, out_features: of the layer on all ranks together, without padding, whatever `gather_output` is.
+    """
+
+    in_features = _Computed(lambda layer: spec_of(layer.weight).unpadded_shape[1])
+    out_features = _Computed(lambda layer: spec_of(layer.weight).unpadded_shape[0])
     tensor_parallel_group = _Computed(_group)
 
     def __init__(self, device: Any = None) -> None:

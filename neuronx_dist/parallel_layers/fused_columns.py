@@ -27,7 +27,9 @@ class _FusedColumns:
 
     def output_of(self, layer: ColumnParallelLinear, x: torch.Tensor) -> torch.Tensor:
         if self._input is not x or layer not in self._outputs:
-            self._input, self._outputs = x, dict(zip(self.layers, column_shards(self.layers, x)))
+            # While accelerate offloads the weights of others, they are on meta: each layer then computes by itself.
+            layers = [layer] if "_hf_hook" in vars(layer) else self.layers
+            self._input, self._outputs = x, dict(zip(layers, column_shards(layers, x)))
         out = self._outputs.pop(layer)
         if not self._outputs:
             self._input = None

@@ -24,6 +24,7 @@ class ParallelConv1D(ShardedModule):
         sequence_parallel_enabled: of a row layer: the sum is scattered along `sequence_dimension`.
     """
 
+    axis = "tp"
     weight: nn.Parameter
     bias: nn.Parameter
 
@@ -42,7 +43,7 @@ class ParallelConv1D(ShardedModule):
         super().__init__()
         self.nx, self.nf = input_size, output_size
         self.row, self.input_is_replicated = row, input_is_replicated
-        self.sequence_dim = sequence_dimension if sequence_parallel_enabled else None
+        self.sequence_parallel_enabled, self.sequence_dimension = sequence_parallel_enabled, sequence_dimension
         tp = comm.size("tp")
         spec = ShardSpec("tp", 0 if row else 1, stride, tp, (input_size, output_size))
         whole_bias = ShardSpec(full_shape=(output_size,), sequence_parallel=sequence_parallel_enabled)
@@ -60,12 +61,18 @@ class ParallelConv1D(ShardedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[.., in] -> [.., out/tp]`; of a row layer `[.., in/tp] -> [.., out]`."""
-        if self.row:
-            out = spmd.trust(x @ self.weight, "tp", spmd.P)
-            if self.sequence_dim is None:
-                return spmd.all_reduce(out, "tp", src=spmd.P, dst=spmd.I, reduce_dtype=torch.float32) + self.bias
-            scattered = spmd.S(self.sequence_dim)
-            return spmd.reduce_scatter(out, "tp", src=spmd.P, dst=scattered, reduce_dtype=torch.float32) + self.bias
-        if not self.input_is_replicated:
-            x = spmd.reinterpret(x, "tp", src=spmd.I, dst=spmd.R, reduce_dtype=torch.float32)
-        return x @ self.weight + self.bias
+        return self.summed(x @ self.weight) if self.row else self.used_input(x) @ self.weight + self.bias
+
+    def used_input(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns a column layer's input, whose gradient is summed over tp."""
+        if self.input_is_replicated:
+            return x
+        return spmd.reinterpret(x, "tp", src=spmd.I, dst=spmd.R, reduce_dtype=torch.float32)
+
+    def summed(self, out: torch.Tensor) -> torch.Tensor:
+        """Returns the sum over tp of a row layer's products, and the bias."""
+        out = spmd.trust(out, "tp", spmd.P)
+        if not self.sequence_parallel_enabled:
+            return spmd.all_reduce(out, "tp", src=spmd.P, dst=spmd.I, reduce_dtype=torch.float32) + self.bias
+        scattered = spmd.S(self.sequence_dimension)
+        return spmd.reduce_scatter(out, "tp", src=spmd.P, dst=scattered, reduce_dtype=torch.float32) + self.bias

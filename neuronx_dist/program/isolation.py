@@ -1,7 +1,9 @@
-"""Temporary changes around a recorded module: its state is restored, its cache is off, nothing is communicated."""
+"""Temporary changes around a recorded module: its state is restored, its caches are off, nothing is communicated."""
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,7 +18,7 @@ from ..comm.errors import CommError
 from ..mesh import Mesh
 from .python_state import PythonState
 
-__all__ = ["ShapesOfStage", "restored", "without_cache"]
+__all__ = ["ShapesOfStage", "restored", "without_cache", "without_memos"]
 
 
 class ShapesOfStage(ShapesBackend):
@@ -95,3 +97,28 @@ def without_cache(module: nn.Module) -> Iterator[None]:
                 if not _recordings[key]:
                     del _recordings[key]
                     config.use_cache = True
+
+
+_running: list[None] = []  # one entry for each running recording
+
+
+@functools.cache
+def _ask_us_too(pytorch_utils: Any) -> None:
+    is_compiling = pytorch_utils.is_torchdynamo_compiling
+    pytorch_utils.is_torchdynamo_compiling = lambda: is_compiling() or bool(_running)
+
+
+@contextmanager
+def without_memos() -> Iterator[None]:
+    """Makes methods of transformers compute what an `lru_cache` has, as under torch.compile.
+
+    Otherwise a later forward of any model would get a tensor of the recording, which has no values (BEiT's positions).
+    """
+    pytorch_utils = sys.modules.get("transformers.pytorch_utils")
+    if hasattr(pytorch_utils, "is_torchdynamo_compiling"):
+        _ask_us_too(pytorch_utils)
+    _running.append(None)
+    try:
+        yield
+    finally:
+        _running.pop()

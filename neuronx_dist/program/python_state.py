@@ -5,6 +5,7 @@ A recording saves it before a call of forward, and compares and restores it afte
     attributes of modules and of other objects that are no library's; dicts, lists, sets and deques in them
     class attributes, closures and globals that functions of the user name
     generators of random numbers that a module holds
+    functions of the user with an `lru_cache`, which is emptied if a recording has filled it
 
 Tensors and functions are compared by identity: the recorder handles values in tensors.
 """
@@ -73,6 +74,7 @@ class PythonState:
     def __init__(self, module: nn.Module) -> None:
         self.names: set[str] = set()
         self._saved: list[_Saved] = []
+        self._memos: list[tuple[Any, int]] = []  # functions with an `lru_cache`, and how often they have computed
         self._seen: dict[int, Any] = {}
         walk: list[tuple[str, Any]] = [("", module)]
         while walk:
@@ -83,7 +85,10 @@ class PythonState:
             walk += reversed([*self._within(path, x)])
 
     def restore(self) -> None:
-        """Writes the saved state back, where it differs."""
+        """Writes the saved state back, where it differs; tensors of a recording have no values to be remembered."""
+        for function, misses in self._memos:
+            if function.cache_info().misses != misses:
+                function.cache_clear()
         for saved in self._saved:
             if not _same(saved.read(), saved.content):
                 saved.write(saved.content)
@@ -118,6 +123,11 @@ class PythonState:
             self._of_generator(path, x.getstate, x.setstate)
         elif isinstance(x, FunctionType):
             yield from self._of_function(path, x)
+        elif hasattr(x, "cache_info") and hasattr(x, "__wrapped__"):
+            self._memos.append((x, x.cache_info().misses))
+            yield path, x.__wrapped__
+        elif isinstance(x, (staticmethod, classmethod)):
+            yield path, x.__func__
         elif isinstance(x, MethodType):
             yield from ((path, x.__self__), (path, x.__func__))
         elif isinstance(x, partial):

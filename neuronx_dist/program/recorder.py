@@ -40,7 +40,7 @@ from .checkpointed_spans import Checkpoints
 from .effects import has_tensors, storage_of, tensors_in
 from .evaluation import Evaluation, name_of
 from .graph_nodes import Nodes, refuse_hidden
-from .isolation import ShapesOfStage, restored, without_cache
+from .isolation import ShapesOfStage, restored, without_cache, without_memos
 from .python_state import RandomState
 from .recording import Info, Recording, TracingError, is_leaf, register_dataclasses
 
@@ -84,6 +84,7 @@ def record(
     with ExitStack() as stack:
         stack.enter_context(no_typecheck())
         stack.enter_context(intercept(_see_function))
+        stack.enter_context(without_memos())
         stack.enter_context(without_cache(module))  # before `restored`: several ranks may share one config
         state = stack.enter_context(restored(module))
         backend = None if isinstance(here.rank, RankNumber) else ShapesOfStage(here.mesh)

@@ -47,12 +47,14 @@ _HOOKS = (
 
 
 def move_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Gives the forward and backward hooks of a module to the one in its place; handles of the hooks remove them there.
+    """Moves the forward and backward hooks of a module to the one in its place; handles of the hooks remove them there.
 
     Without it a replaced layer loses them: Hugging Face's reentrant checkpointing has one on the embedding.
     """
     for name in _HOOKS:
-        setattr(new, name, getattr(old, name))
+        hooks = getattr(old, name)
+        setattr(new, name, hooks)
+        setattr(old, name, type(hooks)())
 
 
 def before_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:

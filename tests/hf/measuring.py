@@ -42,7 +42,7 @@ def _swap(architecture: Architecture) -> bool:
 
 def _derived(architecture: Architecture) -> bool:
     inputs = without_labels(_small(architecture), architecture.inputs())
-    return _equal(architecture, 2, plan="derived", inputs=inputs)
+    return all(_equal(architecture, tp, plan="derived", inputs=inputs) for tp in (2, 4))
 
 
 def _sequences(architecture: Architecture) -> bool:

@@ -18,6 +18,7 @@ from transformers.distributed import DistributedConfig
 from neuronx_dist import comm, hf
 from neuronx_dist.hf import UnsupportedModelError, in_place, words
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.modules.lora import LoraConfig, get_lora_model
 from neuronx_dist.spmd.random import manual_seed
 from neuronx_dist.weights.shard_spec import ShardSpec, spec_of
 from tests.hf.measuring import COLUMNS, measure
@@ -140,14 +141,18 @@ def test_a_plan_of_the_user_says_of_each_matrix_what_becomes_of_it() -> None:
         ("BLOOM", ("attention_dropout", "hidden_dropout"), "query_key_value"),
         ("BLOOM", ("hidden_dropout",), ""),
         ("GPT-2", ("resid_pdrop", "attn_pdrop"), "c_attn"),
+        ("GPT-2 with adapters", ("resid_pdrop", "attn_pdrop"), "c_attn"),
     ],
 )
 def test_dropout_of_heads_has_random_numbers_of_its_own(name: str, rates: tuple[str, ...], first: str) -> None:
     """From the columns to the row layer, or, where that is in another module, in the attention; a residual's agree."""
+    name, _, adapters = name.partition(" with ")
     architecture = replace(BY_NAME[name], config={**BY_NAME[name].config, **dict.fromkeys(rates, 0.5)})
 
     def rank() -> Any:
         model = hf.swap(two_layers(architecture))
+        if adapters:
+            get_lora_model(model, LoraConfig(target_modules=["c_attn", "c_proj"]))
         manual_seed(3)
         normed = _normed(model)
         loss, number = model.train()(**architecture.inputs()).loss.detach(), torch.rand(1)

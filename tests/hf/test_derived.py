@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from neuronx_dist.hf import UnsupportedModelError
 from neuronx_dist.hf.derived import derive
 from neuronx_dist.hf.plan_reading import read_plan
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.modules.lora import LoraConfig, get_lora_model
+from neuronx_dist.modules.lora.model import adapters_of
 from tests.hf.parity import differences, without_labels
 from tests.hf.test_architectures import wrong
 from tests.support.architectures import HEADS, HIDDEN, VOCAB, Architecture, images
@@ -107,10 +110,27 @@ def test_with_sequence_parallelism() -> None:
 
 
 @pytest.mark.slow
-def test_it_is_proven_by_the_checker() -> None:
-    inputs = {**IDS, "labels": IDS["input_ids"]}
-    report = spmd.check(lambda: hf.swap(model(), plan="derived", inputs=IDS), inputs, {"tp": 2})
+@pytest.mark.parametrize("name", ["", "BEiT", pytest.param("DeBERTa 2", marks=pytest.mark.full)])
+def test_it_is_proven_by_the_checker(name: str) -> None:
+    """Of BEiT, whose positions are remembered by an `lru_cache`; of DeBERTa 2, which makes constants of numbers."""
+    make, labelled = model, {**IDS, "labels": IDS["input_ids"]}
+    if name:
+        architecture = next(each for each in WITHOUT_PLAN if each.name == name)
+        make, labelled = partial(architecture.make, 1), architecture.inputs()
+    inputs = without_labels(make(), labelled)
+    report = spmd.check(lambda: hf.swap(make(), plan="derived", inputs=inputs), labelled, {"tp": 2})
     assert report.ok, report
+
+
+@pytest.mark.slow
+def test_a_model_that_has_adapters_already() -> None:
+    """Forward has the calls of PEFT's; its adapters too become columns and rows."""
+    of = model()
+    with comm.as_rank(Mesh(1), 0):
+        get_lora_model(of, LoraConfig(lora_rank=4, target_modules=["qkv", "proj", "fc1", "fc2"]))
+    for layer in adapters_of(of).values():
+        nn.init.normal_(layer.lora_B.weight)
+    assert derived(of, IDS, 2) == {}
 
 
 def test_its_words() -> None:
@@ -270,6 +290,10 @@ def test_arguments_that_do_not_fit() -> None:
             hf.swap(model(), inputs=IDS)
         with pytest.raises(ValueError, match=re.escape("plan='derive' is no plan")):
             hf.swap(model(), plan="derive")
+        with pytest.raises(ValueError, match="OptimizedModule wraps a model: swap the model, and wrap, compile"):
+            hf.swap(torch.compile(model(), backend="eager"), plan="derived", inputs=IDS)
+        with pytest.raises(ValueError, match="LoraModel wraps a model"):
+            hf.swap(get_lora_model(model(), LoraConfig(target_modules=["qkv"])), plan="derived", inputs=IDS)
         with pytest.raises(UnsupportedModelError, match="its forward fails on the inputs input_ids"):
             hf.swap(model(), plan="derived", inputs={"input_ids": torch.randn(4, 6)})
 
@@ -303,6 +327,11 @@ class ConstantOfHeads(Small):
     def between(self, x: torch.Tensor) -> torch.Tensor:
         heads = x.view(*x.shape[:2], self.heads, 8)
         return (heads * torch.full((), float(self.heads))).flatten(2)
+
+
+class ReadsSizes(Small):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.up.out_features / self.down.in_features**2 + self.up.in_features
 
 
 class ReadByAColumnToo(Small):
@@ -348,6 +377,7 @@ class DropsAtTheRoot(Small):
     "make, refused",
     [
         (ConstantOfHeads, "the constant full has other numbers"),
+        (ReadsSizes, ""),
         (ReadByAColumnToo, ""),
         (SecondName, ""),
         (TiedAndRead, ""),
@@ -365,14 +395,11 @@ def test_what_meets_shards_beside_layers_is_right_or_refused(make: type[nn.Modul
         assert not wrong(differences(module, inputs, 2, plan="derived", inputs=inputs))
 
 
-def test_layers_that_gather_are_reported_and_no_residual_of_a_part_is_added_to_them() -> None:
+@pytest.mark.slow
+def test_layers_that_gather_are_reported_and_take_a_residual_of_a_part_of_the_sequence() -> None:
     bloom = BY_NAME["BLOOM"]
-    reported = pytest.warns(UserWarning, match="gathers the output of 8 layers.*query_key_value: ")
-    refused = pytest.raises(
-        UnsupportedModelError, match="adds a residual, of a part of the sequence, in transformer.h."
-    )
-    with comm.as_rank(Mesh(2, tp=2), 0), reported, refused:
-        hf.swap(bloom.make(2 * len(bloom.layers)), plan="derived", sequence_parallel=True)
+    with pytest.warns(UserWarning, match="gathers the output of 8 layers.*query_key_value: "):
+        assert derived(bloom.make(2 * len(bloom.layers)), bloom.inputs(), 2, sequence_parallel=True) == {}
 
 
 def test_a_swap_that_is_refused_leaves_the_model_as_it_was() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,15 @@ import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.modules.lora import LoraConfig, LoraModel, get_lora_model
+from neuronx_dist.modules.lora.files import saved_config
 from neuronx_dist.modules.lora.layer import WholeLinear
 from neuronx_dist.modules.lora.model import adapters_of
 from neuronx_dist.modules.lora.tp_layer import LoraParallelLinear
 from neuronx_dist.modules.qkv_linear import GQAQKVColumnParallelLinear
 from neuronx_dist.parallel_layers import ColumnParallelLinear, RowParallelLinear
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
+from tests.hf.parity import AllInFloat64
+from tests.support.more_architectures import OF_TRANSFORMERS
 from tests.support.synthetic import relative_error
 
 HIDDEN, HEADS, ROWS, SEQ, STEPS = 8, 4, 4, 8, 3
@@ -73,17 +76,22 @@ class Loss(Net):
 CONFIG = LoraConfig(lora_rank=3, lora_alpha=6, target_modules=["qkv_proj", "o_proj", "gate_up", "down", "head"])
 
 
+def _draw_b(model: nn.Module) -> None:
+    """Gives each B values, equal at any degree; of zeros the gradient of A is zero."""
+    for name, layer in adapters_of(model).items():
+        for key, param in layer.lora_B.named_parameters():
+            spec = spec_of(param)
+            generator = torch.Generator().manual_seed(sum(map(ord, f"{name}{key}")))
+            whole = torch.randn(spec.full_shape or param.shape, generator=generator, dtype=torch.float64) / 4
+            with torch.no_grad():
+                param.copy_(spec.local_slice(whole, comm.rank(spec.axis) if spec.axis else 0))
+
+
 def _adapted(sequence_parallel: bool, kv: int = HIDDEN, kv_replicas: int = 1, dropout: float = 0.0) -> LoraModel:
     torch.manual_seed(0)
     net = Net(sequence_parallel, kv, kv_replicas)
     model = get_lora_model(net, LoraConfig(**{**CONFIG.__dict__, "lora_dropout": dropout}))
-    for name, layer in adapters_of(net).items():  # else the gradient of A is zero
-        for key, param in layer.lora_B.named_parameters():
-            spec = spec_of(param)
-            generator = torch.Generator().manual_seed(sum(map(ord, f"{name}{key}")))
-            whole = torch.randn(spec.full_shape, generator=generator, dtype=torch.float64) / 4
-            with torch.no_grad():
-                param.copy_(spec.local_slice(whole, comm.rank(spec.axis) if spec.axis else 0))
+    _draw_b(net)
     assert isinstance(model, LoraModel)
     return model
 
@@ -316,11 +324,52 @@ class Doubled(ColumnParallelLinear):
 
 def test_layers_whose_forward_an_adapter_would_leave_out_are_refused() -> None:
     with comm.as_rank(Mesh(1), 0):
-        for layer in (Doubled(4, 4), ColumnParallelLinear(4, 4)):
-            if type(layer) is ColumnParallelLinear:
-                layer.register_forward_hook(lambda *args: None)
-            with pytest.raises(ValueError, match="0 is a .* with hooks or another forward than ColumnParallelLinear's"):
+        wrapped = ColumnParallelLinear(4, 4)
+        wrapped.forward = partial(ColumnParallelLinear.forward, wrapped)  # type: ignore[method-assign]
+        for layer in (Doubled(4, 4), wrapped):
+            with pytest.raises(ValueError, match="0 is a .* with another forward than ColumnParallelLinear's"):
                 get_lora_model(nn.Sequential(layer), LoraConfig(target_modules=["0"]))
+
+
+@pytest.mark.parametrize("layer_type", [ColumnParallelLinear, nn.Linear])
+def test_hooks_of_a_layer_are_those_of_its_adapter(layer_type: type[nn.Module]) -> None:
+    with comm.as_rank(Mesh(1), 0):
+        layer, seen = layer_type(4, 4), []
+        handle = layer.register_forward_hook(lambda module, args, out: seen.append(out) or 2 * out)
+        model = get_lora_model(nn.Sequential(layer), LoraConfig(lora_rank=2, target_modules=["0"]))
+        torch.nn.init.normal_(model.module[0].lora_B.weight)
+        doubled = model(torch.ones(1, 4))
+        handle.remove()
+        assert len(seen) == 1 and torch.equal(doubled, 2 * seen[0]) and torch.equal(model(torch.ones(1, 4)), seen[0])
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_adapters_on_swapped_gpt2_are_those_of_one_process(sequence_parallel: bool) -> None:
+    """Loss, all gradients, merged weights and the loss with these."""
+    gpt2 = next(architecture for architecture in OF_TRANSFORMERS if architecture.name == "GPT-2")
+
+    def step(swapped: bool) -> dict[str, torch.Tensor]:
+        module = gpt2.make(1)
+        if swapped:
+            nxd.hf.swap(module, sequence_parallel=sequence_parallel)
+        config = LoraConfig(lora_rank=2, target_modules=["c_attn", "c_proj", "c_fc"])
+        torch.manual_seed(0)
+        model: Any = get_lora_model(module, config)
+        _draw_b(module)
+        with AllInFloat64():
+            loss = model(**gpt2.inputs()).loss
+            loss.backward()
+            nxd.reduce_gradients(model)
+            found = {name: _whole(x.grad, x) for name, x in model.named_parameters() if x.requires_grad}
+            model.eval().merge_lora()
+            found |= {f"merged {name}": _whole(x, x) for name, x in model.named_parameters()}
+            return {**found, "loss": loss.detach(), "merged": model(**gpt2.inputs()).loss.detach()}
+
+    expected = comm.threads.run(Mesh(1), step, False)[0]
+    assert sum("lora_B" in name for name in expected) == 2 * 4  # one layer; gradients and merged weights
+    for found in comm.threads.run(Mesh(2, tp=2), step, True):
+        assert found.keys() == expected.keys()
+        assert {name: e for name in expected if (e := relative_error(found[name], expected[name])) > 1e-10} == {}
 
 
 @pytest.mark.parametrize("zero1", [False, True])
@@ -400,7 +449,10 @@ def test_files_are_pefts_and_load_in_any_layout(tmp_path: Path) -> None:
     expected = comm.threads.run(Mesh(2, tp=2), save)[0]
     for out in comm.threads.run(Mesh(4, tp=4), load):
         torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    config = json.loads((tmp_path / "one/adapter_config.json").read_text())
+    file = tmp_path / "one/adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "init_lora_weights": False}))  # as PEFT's adapters that were drawn
+    assert saved_config(tmp_path, "one").lora_rank == 3
     assert config["r"] == 3 and config["peft_type"] == "LORA"
     assert config["target_modules"] == ["down", "gate_up", "head", "k_proj", "o_proj", "q_proj", "v_proj"]
     tensors = load_file(tmp_path / "one/adapter_model.safetensors")
@@ -477,7 +529,7 @@ def test_wrong_options_are_refused(options: Any) -> None:
 
 def test_pefts_config_is_taken_or_refused() -> None:
     peft = {"r": 4, "lora_alpha": 8, "target_modules": {"v", "q"}, "init_lora_weights": True, "use_rslora": True}
-    config = LoraConfig.of(peft)
+    config = LoraConfig.of({**peft, "fan_in_fan_out": True})  # in PEFT's files of GPT-2
     assert (config.lora_rank, config.target_modules, config.scaling) == (4, ["q", "v"], 4.0)
     with pytest.raises(ValueError, match="use_dora=True of PEFT's LoraConfig is not possible"):
         LoraConfig.of({**peft, "use_dora": True})

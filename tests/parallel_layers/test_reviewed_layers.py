@@ -57,7 +57,7 @@ LAYERS: list[tuple[Any, dict[str, Any]]] = [
 NXDS = (
     "add_bias arg_init_method bias_shape device dtype keep_master_weight pad rank_ordering weight_partition_dim "
     "weight_shape tensor_model_parallel_size embedding_dim_per_partition num_embeddings_per_partition start_index "
-    "end_index stride first_id tensor_parallel_group tensor_model_parallel_group"
+    "in_features out_features end_index stride first_id tensor_parallel_group tensor_model_parallel_group"
 ).split()
 MARKS = "tensor_model_parallel partition_dim partition_stride num_partitions sequence_parallel_enabled shared".split()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import compile_compatible_method_lru_cache
 
 from neuronx_dist import comm
 from neuronx_dist.comm.errors import CommError
 from neuronx_dist.mesh import Axis, Mesh
 from neuronx_dist.program import isolation
 from neuronx_dist.program.isolation import without_cache
+from neuronx_dist.program.recorder import record
 from tests.support.locks import SeeingLock
 from tests.support.pipeline_models import Block, Model, batch, error, make, on_ranks, reference
 
@@ -115,3 +118,27 @@ def test_a_cache_that_is_off_stays_off():
     with without_cache(model):
         assert model.config.use_cache is False
     assert model.config.use_cache is False
+
+
+class Remembers(nn.Module):
+    """Scales by positions that two functions remember: one of the user, one as transformers has them."""
+
+    @staticmethod
+    @lru_cache(maxsize=4)
+    def of_the_user(size: int) -> torch.Tensor:
+        return torch.arange(size) + 1.0
+
+    @staticmethod
+    @compile_compatible_method_lru_cache(maxsize=4)
+    def of_transformers(size: int) -> torch.Tensor:
+        return torch.arange(size) + 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.of_the_user(x.shape[-1]) * self.of_transformers(x.shape[-1])
+
+
+def test_a_forward_after_a_recording_has_values_that_functions_remember() -> None:
+    for _ in range(2):  # without entries, and with those of the forward
+        with comm.as_rank(Mesh(1), 0):
+            record(Remembers(), {"x": torch.ones(3)}, leaves=False)
+        assert torch.equal(Remembers()(torch.ones(3)), torch.tensor([1.0, 4.0, 9.0]))

@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
+from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import parallel_state
 from neuronx_dist.parallel_layers.grads import allreduce_sequence_parallel_gradients
-from tests.hf.models import llama_config, reference_model
+from tests.hf.models import llama_config, meta_model, reference_model
 from tests.strangers.test_training_functions import stage
 from tests.strangers.toy import BATCH, HIDDEN, Net, local_batch, message_of, trained_alone, whole_weights
 from tests.support.pool import processes
@@ -316,6 +317,25 @@ def test_trainer_over_the_data_is_one_process(tmp_path):
 def test_trainer_refuses_tensor_parallel_models(tmp_path):
     for refusal, _ in on({"tp": 2}, trained_by_trainer, str(tmp_path)):
         assert "DistributedDataParallel over ranks [0, 1]" in refusal and "Hugging Face's Trainer" in refusal
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_each_layer_has_its_weights_where_accelerate_offloads_them(on_meta):
+    """The layers with which one shares the gradient of its input have weights on meta then: it computes by itself."""
+    from accelerate import cpu_offload
+
+    whole = reference_model(llama_config())
+    ids = torch.arange(16).view(2, 8)
+
+    def rank():
+        model = meta_model(llama_config()) if on_meta else reference_model(llama_config())
+        nxd.hf.load_pretrained(nxd.hf.swap(model), whole.state_dict())
+        cpu_offload(model, execution_device="cpu")
+        return model(input_ids=ids).logits, next(model.parameters()).is_meta
+
+    for logits, is_offloaded in comm.threads.run(Mesh(2, tp=2), rank):
+        torch.testing.assert_close(logits, whole(input_ids=ids).logits, rtol=1e-10, atol=1e-12)
+        assert is_offloaded
 
 
 def saved_by_dcp(folder: str, how: str) -> str:

@@ -332,7 +332,7 @@ _TEXT = """# Models
 Tiny ones, 2 layers of hidden size {hidden}, in float64. *yes* is measured (`tests/hf/measuring.py`): loss, logits and
 all gradients are those of one process to 1e-10. Dropout rates are 0 in these measurements.
 
-* *swap*: at tp 2 and 4; Mamba's mixers stay whole. *derived*: `plan="derived"`, at tp 2, without the plan or the table.
+* *swap*: at tp 2 and 4; Mamba's mixers stay whole. *derived*: `plan="derived"`, at tp 2 and 4, without plan or table.
 * *SP*: `sequence_parallel=True`, at tp 2.
 * *pp*: `NxDPPModel`, on 2 stages, of the model as it is.
 * *parallelize*: policy `"tp"` on 2 ranks, which proves the types of its program and compares its values.
@@ -365,13 +365,15 @@ rank; a number of heads in an attribute becomes the rank's.
 * Refused, with the layer: a number of the whole size in forward that is no attribute (CodeGen's four blocks), heads
   that tp does not divide (where the config has them, they are replicated or, by `pad_heads=True`, padded), a forward
   that branches on values, and dropout of shards and of whole values in one module. So are bare parameters of the root
-  that shards read, layers that training and evaluation would shard differently, an embedding or a head whose weight
-  other calls read, and `sequence_parallel=True` where a layer that gathers is behind a residual in one module.
+  that shards read, layers that training and evaluation would shard differently, and an embedding or a head whose weight
+  other calls read.
 * The proof holds for calls on shards. It does not see a number that is read from the shape of a weight whose layer
-  gathers its output (`x / self.head.weight.shape[0]`), nor gradients of inputs beside shards.
+  gathers its output (`x / self.head.weight.shape[0]`), nor gradients of inputs beside shards: a proof of
+  all layers would record the swapped model, whose layers communicate, and float masks are such inputs too.
 
 Of architectures with neither a plan nor a table these are tested (`tests/hf/test_derived.py`): GPT BigCode, MPT, ESM,
-DeBERTa 2, DINOv2, BEiT, and a hand-written decoder without a config.
+DeBERTa 2, DINOv2, BEiT, and a hand-written decoder without a config; `spmd.check` proves all of them. A model of PEFT
+is swapped in this way too, with its adapters: `hf.swap(get_peft_model(model, config), plan="derived", inputs=inputs)`.
 
 Words that do not go together are refused where names and styles show it; a plan of one's own is proven by
 `spmd.check(lambda: hf.swap(model, plan=plan), inputs, {{"tp": 2}})`.

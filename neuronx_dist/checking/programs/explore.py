@@ -18,6 +18,7 @@ from ...comm.ranks.rank_tables import RankTable
 from ...mesh import DENSE_AXES, Mesh
 from ...pipeline.run.comparison import CutStatement
 from ...pipeline.schedule import Kind, Schedule, Task
+from ...program.isolation import without_memos
 from ...spmd.axes import mesh_atoms
 from ..types.handlers.one_rank import Claim
 from .calls import Deadline, Draw, Op, OutOfTime
@@ -172,6 +173,7 @@ class Explored:
         return self.programs.distinct()
 
 
+@without_memos()
 def explore(subject: Subject, mesh: Mesh, deadline: Deadline, twice: bool = True) -> Explored:
     """Plays a step of one rank for each program that can differ.
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 __all__ = ["LoraConfig"]
 
 # Options of PEFT's config that change an adapter in a way that is not possible here, and their values without effect.
+# (PEFT sets `fan_in_fan_out` by the class of the layer: it is True in files of GPT-2, and changes nothing.)
 _PEFT_ONLY: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "use_qalora": (False,),
@@ -20,7 +21,6 @@ _PEFT_ONLY: dict[str, tuple[Any, ...]] = {
     "exclude_modules": (None, []),
     "trainable_token_indices": (None, []),
     "lora_bias": (False,),
-    "fan_in_fan_out": (False, None),
 }
 
 

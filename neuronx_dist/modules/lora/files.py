@@ -107,8 +107,9 @@ def _place(folder: str | Path, tag: str | None) -> Path:
 
 
 def saved_config(folder: str | Path, tag: str | None = None) -> LoraConfig:
-    """Returns the config of a folder of `save_lora` or of PEFT."""
-    return LoraConfig.of(json.loads((_place(folder, tag) / _CONFIG).read_text()))
+    """Returns the config of a folder of `save_lora` or of PEFT, whose file has values: none are drawn."""
+    content = json.loads((_place(folder, tag) / _CONFIG).read_text())
+    return LoraConfig.of({**content, "init_lora_weights": content.get("init_lora_weights") or True})
 
 
 def load_adapters(model: nn.Module, config: LoraConfig, folder: str | Path, tag: str | None = None) -> None:

@@ -17,14 +17,15 @@ from ... import comm
 from ...gradients.gradient import parameters_of
 from ...nearest import nearest
 from ...parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
-from ...torch_internals.modules import has_forward_hooks
+from ...parallel_layers.transposed_linear import ParallelConv1D
+from ...torch_internals.modules import move_hooks
 from ...weights.materialize import seed_of
 from ...weights.partial_model import partial_model, unwrapped
 from ..qkv_linear import GQAQKVColumnParallelLinear
 from .config import LoraConfig
 from .files import load_adapters, save_adapters, saved_config
 from .layer import LoraConv2d, LoraEmbedding, LoraLayer, LoraLinear
-from .tp_layer import LoraGQAQKVParallelLinear, LoraParallelLinear
+from .tp_layer import LoraGQAQKVParallelLinear, LoraParallelConv1D, LoraParallelLinear
 
 __all__ = ["AdapterMethods", "LoraModel", "add_adapters", "adapters_by_themselves", "adapters_of", "get_lora_model"]
 
@@ -33,6 +34,7 @@ _ADAPTERS: list[tuple[type[nn.Module], Any]] = [
     (ColumnParallelLinear, LoraParallelLinear),
     (RowParallelLinear, LoraParallelLinear),
     (GQAQKVColumnParallelLinear, LoraGQAQKVParallelLinear),
+    (ParallelConv1D, LoraParallelConv1D),
     (nn.Linear, LoraLinear),
     (nn.Embedding, LoraEmbedding),
     (nn.Conv2d, LoraConv2d),
@@ -79,6 +81,7 @@ def adapters_of(model: nn.Module) -> dict[str, LoraLayer]:
 def add_adapters(model: nn.Module, config: LoraConfig) -> LoraConfig:
     """Replaces the layers that a config targets by layers with adapters, and freezes all else, in place.
 
+    Hooks of these layers become hooks of their adapters, and see the outputs of both.
     Returns the config with its targets.
 
     Raises:
@@ -170,15 +173,17 @@ def _is_target(name: str, targets: list[str] | str) -> bool:
 def _with_adapter(name: str, layer: nn.Module, config: LoraConfig) -> LoraLayer:
     for cls, adapter in _ADAPTERS:
         if isinstance(layer, cls):
-            has_hooks = has_forward_hooks(layer) or "forward" in vars(layer)
-            if type(layer).forward is not cls.forward or has_hooks:
+            if type(layer).forward is not cls.forward or "forward" in vars(layer):
                 raise ValueError(
-                    f"adapters: {name} is a {type(layer).__name__} with hooks or another forward than "
-                    f"{cls.__name__}'s, which its adapter would leave out: add adapters before hooks and checkpointing"
+                    f"adapters: {name} is a {type(layer).__name__} with another forward than {cls.__name__}'s, which "
+                    "its adapter would leave out: add adapters before checkpointing, or leave the layer out of "
+                    "target_modules"
                 )
             if isinstance(layer, ColumnParallelLinear):
                 layer.separate()
-            return adapter(layer, config)
+            adapted: LoraLayer = adapter(layer, config)
+            move_hooks(layer, adapted)
+            return adapted
     if type(layer).__name__ == "Conv1D":  # transformers'
         return LoraLinear(layer, config, is_conv_1d_layer=True)
     raise ValueError(

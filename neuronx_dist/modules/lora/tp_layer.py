@@ -22,12 +22,13 @@ from torch import nn
 
 from ... import spmd
 from ...parallel_layers.linear import ColumnParallelLinear, RowParallelLinear, sequence_dim_of
+from ...parallel_layers.transposed_linear import ParallelConv1D
 from ...spmd import I, P, R, S
 from ..qkv_linear import GQAQKVColumnParallelLinear
 from .config import LoraConfig
 from .layer import LoraLayer, WholeLinear
 
-__all__ = ["LoraGQAQKVParallelLinear", "LoraParallelLinear"]
+__all__ = ["LoraGQAQKVParallelLinear", "LoraParallelConv1D", "LoraParallelLinear"]
 
 _LETTERS = ("q", "k", "v")
 
@@ -127,6 +128,37 @@ class LoraParallelLinear(LoraLayer):
 
     def deltas(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         yield self.base_layer.weight, self.lora_B.weight @ self.lora_A.weight * self.scaling  # type: ignore
+
+
+class LoraParallelConv1D(LoraLayer):
+    """An adapter on a `ParallelConv1D`, GPT-2's layer, whose weight is `[in, out]`; A is `[r, in]` and B `[out, r]`."""
+
+    base_layer: ParallelConv1D
+
+    def __init__(self, base_layer: ParallelConv1D, lora_config: LoraConfig) -> None:
+        super().__init__(base_layer, lora_config)
+        weight, rank, stride = base_layer.weight, self.lora_rank, spmd.spec_of(base_layer.weight).stride
+        shared: dict[str, Any] = dict(bias=False, dtype=weight.dtype, device=weight.device, stride=stride)
+        a, b = self.initialise_a, nn.init.zeros_
+        if base_layer.row:
+            self.lora_A = RowParallelLinear(base_layer.nx, rank, input_is_parallel=True, init_method=a, **shared)
+            self.lora_B = WholeLinear(rank, base_layer.nf, b, base_layer.sequence_parallel_enabled, weight)
+        else:
+            self.lora_A = WholeLinear(base_layer.nx, rank, a, False, weight)
+            self.lora_B = ColumnParallelLinear(rank, base_layer.nf, gather_output=False, init_method=b, **shared)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        base = self.base_layer
+        if self.base_alone():
+            return base(x)
+        a: Any = self.lora_A.weight if base.row else _replicated(self.lora_A, base)
+        b: Any = _replicated(self.lora_B, base) if base.row else self.lora_B.weight
+        x = x if base.row else base.used_input(x)
+        out = x @ base.weight + F.linear(F.linear(self.lora_dropout(x), a), b) * self.scaling
+        return base.summed(out) if base.row else out + base.bias
+
+    def deltas(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        yield self.base_layer.weight, (self.lora_B.weight @ self.lora_A.weight * self.scaling).t()  # type: ignore
 
 
 class LoraGQAQKVParallelLinear(LoraLayer):

@@ -139,9 +139,9 @@ PROGRAM_OF: dict[str, str] = {
     "_embedding_columns:ParallelEmbedding#1": "T5",
     "_share:set_spec#1": "shared bias",
     "ParallelConv1D.__init__:set_spec#1": "GPT-2, sequence",
-    "ParallelConv1D.forward:spmd.all_reduce#1": "GPT-2",
-    "ParallelConv1D.forward:spmd.reinterpret#1": "GPT-2",
-    "ParallelConv1D.forward:spmd.reduce_scatter#1": "GPT-2, sequence",
+    "ParallelConv1D.summed:spmd.all_reduce#1": "GPT-2",
+    "ParallelConv1D.used_input:spmd.reinterpret#1": "GPT-2",
+    "ParallelConv1D.summed:spmd.reduce_scatter#1": "GPT-2, sequence",
     "_take:spmd.convert#1": "Phi 3, sequence",
     "_gather:spmd.all_gather#1": "Phi 3, sequence",
     "_scatter_embedding.scatter:spmd.reduce_scatter#1": "llama, sequence",
@@ -170,7 +170,9 @@ EXEMPT = {
     "gather_python_object": "Python objects",
     "load_adapters": "reads files",
     "save_adapters": "writes files",
-    "LoraParallelLinear.__init__": "only the parameters of these layers are used",
+    **dict.fromkeys(
+        ("LoraParallelConv1D.__init__", "LoraParallelLinear.__init__"), "only the parameters of these layers are used"
+    ),
     "NeuronXLAStrategy": "decisions and metrics of Lightning's, beside the step",
     **dict.fromkeys(("send:comm.send", "recv_from"), "scripts' own messages between stages"),
     "_move_in_turns": "before the first step: ranks wait for each other",
