@@ -126,8 +126,8 @@ def save_pretrained(model: Any, folder: str | PathLike[str], tokenizer: Any = No
 
     path = Path(folder)
     stage, stages = comm.rank("pp"), comm.size("pp")
-    in_first_replica = comm.rank("dp") == 0 and comm.rank("cp") == 0
-    writes = in_first_replica and comm.rank("tp") == 0
+    in_first_replica = comm.rank("edp") == 0  # one rank of dp and cp, or with experts over ep as many as ep
+    writes = comm.rank(("dp", "cp", "tp")) == 0
     with _written_together(path):
         if comm.rank("world") == 0:
             path.mkdir(parents=True, exist_ok=True)

@@ -79,7 +79,7 @@ class Dispatch:
         """`[rows, h] -> [tokens, h]`: the sum of the rows of each token's experts, weighted by `[tokens, k]`."""
         rows = self._exchange(rows.index_select(0, self._by_rank), self._received_sizes, self._sent_sizes)
         chosen = rows.new_zeros(weights.numel(), rows.shape[1]).index_copy(0, self._choices, rows)
-        return (chosen.unflatten(0, weights.shape) * weights.unsqueeze(-1)).sum(1)
+        return (chosen.unflatten(0, weights.shape) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
     @staticmethod
     def _exchange(rows: torch.Tensor, sizes: list[int], received: list[int]) -> torch.Tensor:
