@@ -15,7 +15,7 @@ shared_experts.py       an MLP that every token goes through; token_shuffling.py
 from ...lazy_names import lazy_names
 
 _FILES = {
-    "expert_mlps": "ExpertMLPs",
+    "expert_mlps": "ACT2FN ExpertMLPs",
     "loss_function": "load_balancing_loss_func router_z_loss_func",
     "model": "MoE",
     "routing": "GroupLimitedRouter RouterSinkhorn RouterTopK",
