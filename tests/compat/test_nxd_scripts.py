@@ -83,6 +83,10 @@ LAYOUTS = {
             model="mixtral", expert_parallel_size=2, tensor_parallel_size=2, use_zero_1=1, sequence_parallel_enabled=1
         ),
     ),
+    "Mixtral by Lightning, pp 2, ep 2": (
+        4,
+        _lightning(model="mixtral", expert_parallel_size=2, pipeline_parallel_size=2, num_microbatches=1),
+    ),
     "DBRX by Lightning, ep 2": (2, _lightning(model="dbrx", expert_parallel_size=2)),
     "Lightning, pp 2": (2, _lightning(pipeline_parallel_size=2)),
     "by hand, dp 2, ZeRO-1": (2, ("train_by_hand.py", _options(use_zero_1=1))),

@@ -46,6 +46,8 @@ class ExpertMLPs(ShardedModule):
         ValueError: ep does not divide the experts, tp not `intermediate_size`; an unknown activation.
     """
 
+    recorded_as_one_call = True  # in a pipeline: a recording's sizes are those of every batch
+
     def __init__(
         self,
         num_experts: int,
