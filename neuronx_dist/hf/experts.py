@@ -18,7 +18,7 @@ from torch import nn
 
 from .. import comm
 from ..gradients.gradient import DATA_AXES
-from ..modules.moe.dispatch import Dispatch, experts_here
+from ..modules.moe.dispatch import experts_here, route_of
 from ..modules.moe.loss_function import load_balancing_loss_func
 from ..weights.shard_spec import ShardSpec, set_spec
 from .model_plan import UnsupportedModelError
@@ -48,7 +48,7 @@ def distribute_experts(model: nn.Module) -> None:
         for name, param in [*module._parameters.items()]:
             assert param is not None
             local = param.detach().narrow(0, comm.rank("ep") * count, count).clone()
-            module._parameters[name] = nn.Parameter(local, requires_grad=param.requires_grad)
+            setattr(module, name, nn.Parameter(local, requires_grad=param.requires_grad))
             set_spec(module, name, ShardSpec(full_shape=tuple(local.shape), experts=True))
         module.num_experts = count
         module.register_forward_pre_hook(partial(_send_tokens, total), with_kwargs=True)
@@ -67,11 +67,13 @@ def _is_of_experts(module: Any) -> bool:
 def _send_tokens(total: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Replaces tokens `[tokens, h]`, experts and weights `[tokens, k]` by the rows of this rank's experts."""
     tokens, index, weights = [*args, *kwargs.values()]
-    route = Dispatch(index.reshape(-1, index.shape[-1]), total)
-    rows = route.to_experts(tokens.flatten(0, -2))
-    module.__dict__[_ROUTE] = route, tokens.shape, weights.reshape(-1, weights.shape[-1])
-    sizes = torch.tensor(route.sizes, device=rows.device)
-    numbers = torch.arange(len(sizes), device=rows.device).repeat_interleave(sizes, output_size=len(rows))
+    shape = tokens.shape
+    tokens, index, weights = (x.reshape(-1, x.shape[-1]) for x in (tokens, index, weights))
+    route = route_of(index, total, tokens)
+    rows = route.to_experts(tokens)
+    module.__dict__[_ROUTE] = route, shape, weights
+    counts = torch.tensor(route.sizes, device=rows.device)
+    numbers = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
     # Without rows a row of zeros: forward and backward of all ranks go through the exchanges.
     missing = 0 if len(rows) else 1
     rows, numbers = F.pad(rows, (0, 0, 0, missing)), F.pad(numbers, (0, missing)).unsqueeze(1)

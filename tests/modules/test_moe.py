@@ -248,7 +248,7 @@ def test_slots_without_values_are_as_many_rows_as_there_are(capacity: int) -> No
         slots, route = Slots(index, EXPERTS, capacity), Dispatch(index, EXPERTS, capacity)
         by_row = torch.cat([number.expand(size, 1) for number, size in zip(matrices, route.sizes)])
         results = [
-            slots.to_tokens(slots.to_experts(x) * matrices.view(-1, 1, 1), weights),
+            slots.to_tokens(slots.to_experts(x) * matrices.repeat_interleave(slots.sizes[0]).unsqueeze(1), weights),
             route.to_tokens(route.to_experts(x) * by_row, weights),
         ]
         gradients = [torch.autograd.grad(y.square().sum(), [x, weights]) for y in results]

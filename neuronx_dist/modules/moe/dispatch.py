@@ -1,5 +1,9 @@
 """Tokens on their way to the ranks of their experts, and back.
 
+    route = route_of(expert_index, num_experts, tokens)
+    rows = route.to_experts(tokens)             # [rows, h], in order of this rank's experts: `route.sizes` of each
+    out = route.to_tokens(f(rows), weights)     # [tokens, h]: each token's k rows, weighted and added
+
     Dispatch       uneven: each row once, to the rank of its expert; the host reads how many rows come from where
     Slots          even: the same number of slots for each expert and rank; no size depends on values
 
@@ -12,12 +16,14 @@ from __future__ import annotations
 import torch
 
 from ... import comm, spmd
+from ...comm.rank_selection import in_one_program
 from ...gradients.gradient import DATA_AXES
 from ...parallel_layers.mappings import enter_expert_parallel_region, exit_expert_parallel_region
 from ...spmd import S, V
 from ...spmd.local_code import local_map
+from ...torch_internals.fake_tensors import FakeTensor
 
-__all__ = ["Dispatch", "Slots", "experts_here"]
+__all__ = ["Dispatch", "Slots", "experts_here", "route_of"]
 
 
 def experts_here(num_experts: int) -> int:
@@ -40,6 +46,20 @@ def _fits(expert_index: torch.Tensor, num_experts: int, capacity: int) -> tuple[
     chosen = torch.nn.functional.one_hot(expert_index, num_experts).sum(1)  # a token chooses an expert once
     position = chosen.cumsum(0).gather(1, expert_index) - 1
     return position < capacity, position
+
+
+def route_of(
+    expert_index: torch.Tensor, num_experts: int, tokens: torch.Tensor, capacity: int | None = None
+) -> Dispatch | Slots:
+    """Returns the route of tokens `[tokens, h]` to experts `[tokens, k]`; all ranks of ep call it at the same time.
+
+    Args:
+        num_experts: of all ranks.
+        capacity: rows of one expert from this rank; further ones are dropped, and count 0. None: all of them.
+    """
+    if in_one_program(tokens) or tokens.is_meta or isinstance(tokens, FakeTensor):
+        return Slots(expert_index, num_experts, len(tokens) if capacity is None else capacity)
+    return Dispatch(expert_index, num_experts, capacity)
 
 
 class Dispatch:
@@ -97,14 +117,15 @@ class Slots:
 
     def __init__(self, expert_index: torch.Tensor, num_experts: int, capacity: int) -> None:
         self._index, self._shape = expert_index, (num_experts, capacity)
+        self.sizes = [comm.size("ep") * capacity] * experts_here(num_experts)
 
     def to_experts(self, tokens: torch.Tensor) -> torch.Tensor:
-        """`[tokens, h] -> [experts/ep, ep * capacity, h]`, zeros in slots without a token."""
-        return enter_expert_parallel_region(_into_slots(tokens, self._index, *self._shape)).flatten(1, 2)
+        """`[tokens, h] -> [experts/ep * ep * capacity, h]`, zeros in slots without a token."""
+        return enter_expert_parallel_region(_into_slots(tokens, self._index, *self._shape)).flatten(0, 2)
 
     def to_tokens(self, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """`[experts/ep, ep * capacity, h] -> [tokens, h]`, weighted by `[tokens, k]`; 0 of a dropped choice."""
-        slots = exit_expert_parallel_region(slots.unflatten(1, (-1, self._shape[1])))
+        """`[rows, h] -> [tokens, h]`, weighted by `[tokens, k]`; 0 of a dropped choice."""
+        slots = exit_expert_parallel_region(slots.unflatten(0, (len(self.sizes), -1, self._shape[1])))
         return _from_slots(slots, self._index, weights)
 
 
@@ -123,4 +144,4 @@ def _from_slots(slots: torch.Tensor, expert_index: torch.Tensor, weights: torch.
     fits, position = _fits(expert_index, num_experts, capacity)
     numbers = expert_index * capacity + position.clamp(max=capacity - 1)
     chosen = slots.flatten(0, 1).index_select(0, numbers.flatten()).unflatten(0, weights.shape)
-    return (chosen * (weights * fits).unsqueeze(-1)).sum(1)
+    return (chosen * (weights * fits).unsqueeze(-1)).sum(1).to(slots.dtype)

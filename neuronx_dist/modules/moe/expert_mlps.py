@@ -9,10 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...comm.rank_selection import in_one_program
 from ...spmd import ShardedModule
-from ...torch_internals.fake_tensors import FakeTensor
-from .dispatch import Dispatch, Slots
+from .dispatch import route_of
 from .experts import Experts
 
 __all__ = ["ACT2FN", "ExpertMLPs"]
@@ -109,13 +107,5 @@ class ExpertMLPs(ShardedModule):
         count, capacity = len(hidden_states), None
         if self.capacity_factor is not None and self.capacity_factor > 0:
             capacity = min(count, math.ceil(count * self.top_k * self.capacity_factor / self.num_experts))
-        if _has_values(hidden_states):
-            route = Dispatch(expert_index, self.num_experts, capacity)
-            return route.to_tokens(self.mlp_op(route.to_experts(hidden_states), route.sizes), weights)
-        slots = Slots(expert_index, self.num_experts, count if capacity is None else capacity)
-        return slots.to_tokens(self.mlp_op(slots.to_experts(hidden_states)), weights)
-
-
-def _has_values(x: torch.Tensor) -> bool:
-    """Returns whether sizes may depend on values: not in XLA's programs, nor while types are checked."""
-    return not (in_one_program(x) or x.is_meta or isinstance(x, FakeTensor))
+        route = route_of(expert_index, self.num_experts, hidden_states, capacity)
+        return route.to_tokens(self.mlp_op(route.to_experts(hidden_states), route.sizes), weights)

@@ -52,8 +52,8 @@ class Experts(ShardedModule):
             num_experts, intermediate_size, hidden_size, init_method=output_layer_init_method, **options
         )
 
-    def forward(self, hidden_states: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """`[experts/ep, rows, h]`, or with `sizes` `[rows, h]`, to partial sums of the same shape."""
+    def forward(self, hidden_states: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """`[rows, h]`, in order of experts, `sizes` of each, to partial sums of the same shape."""
         inner: torch.Tensor = self.get_submodule("gate_up_proj" if self.glu else "up_proj")(hidden_states, sizes)
         if self.glu:
             gate, up = inner.chunk(2, -1)

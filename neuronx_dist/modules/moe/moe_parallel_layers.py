@@ -85,20 +85,20 @@ class ExpertFusedLinear(ShardedModule):
             if param is not None and not param.is_meta:
                 self._initialise(name, param)
 
-    def forward(self, input: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """`[experts/ep, rows, in] -> [experts/ep, rows, out]`; or `[rows, in] -> [rows, out]`, `sizes` of each expert.
+    def forward(self, input: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """`[rows, in] -> [rows, out]`; rows are in order of experts, `sizes` of each.
 
         A column layer takes all features and returns 1/tp of them, a row layer the reverse, as partial sums over tp.
         """
         bias = self._used_bias()
-        if sizes is None:
-            out = torch.bmm(input, self.weight)
-            return out if bias is None else out + bias.unsqueeze(1)
+        if len({*sizes}) == 1:
+            out = torch.bmm(input.unflatten(0, (len(sizes), sizes[0])), self.weight)
+            return (out if bias is None else out + bias.unsqueeze(1)).flatten(0, 1)
         out = grouped_product(input, self.weight, sizes)
         if bias is None:
             return out
         counts = torch.tensor(sizes, device=input.device)
-        return out + bias.repeat_interleave(counts, 0, output_size=input.shape[0])
+        return out + bias.repeat_interleave(counts, 0, output_size=len(input))
 
     def _used_bias(self) -> torch.Tensor | None:
         bias = self.bias
