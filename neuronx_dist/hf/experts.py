@@ -16,14 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .. import comm
+from .. import comm, spmd
 from ..gradients.gradient import DATA_AXES
 from ..modules.moe.dispatch import experts_here, route_of
 from ..modules.moe.loss_function import load_balancing_loss_func
+from ..spmd import S
+from ..spmd.local_code import local_map
 from ..weights.shard_spec import ShardSpec, set_spec
 from .model_plan import UnsupportedModelError
 
-__all__ = ["count_all_tokens", "distribute_experts"]
+__all__ = ["count_all_tokens", "declare_rows", "distribute_experts"]
 
 _ROUTE = "_expert_route"
 
@@ -72,12 +74,11 @@ def _send_tokens(total: int, module: nn.Module, args: tuple[Any, ...], kwargs: d
     route = route_of(index, total, tokens)
     rows = route.to_experts(tokens)
     module.__dict__[_ROUTE] = route, shape, weights
-    counts = torch.tensor(route.sizes, device=rows.device)
-    numbers = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
+    numbers = route.numbers()
     # Without rows a row of zeros: forward and backward of all ranks go through the exchanges.
     missing = 0 if len(rows) else 1
     rows, numbers = F.pad(rows, (0, 0, 0, missing)), F.pad(numbers, (0, missing)).unsqueeze(1)
-    return (rows, numbers, torch.ones_like(numbers, dtype=weights.dtype)), {}
+    return (spmd.forget(rows, DATA_AXES), numbers, torch.ones_like(numbers, dtype=weights.dtype)), {}
 
 
 def _return_tokens(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -85,6 +86,28 @@ def _return_tokens(module: nn.Module, args: Any, output: torch.Tensor) -> torch.
     rows = output.flatten(0, -2)[: sum(route.sizes)]
     tokens: torch.Tensor = route.to_tokens(rows, weights).view(shape)
     return tokens
+
+
+def declare_rows(model: nn.Module) -> None:
+    """Tells the checker that transformers' code of experts, which picks tokens by number, means those of this rank."""
+    for module in model.modules():
+        if _is_of_experts(module) and comm.size(DATA_AXES) > 1:
+            module.register_forward_pre_hook(_forget_rows, with_kwargs=True)
+            module.register_forward_hook(_of_this_rank)
+
+
+def _forget_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    forgotten = {name: spmd.forget(x, DATA_AXES) for name, x in kwargs.items()}
+    return tuple(spmd.forget(x, DATA_AXES) for x in args), forgotten
+
+
+def _of_this_rank(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return _shard_of_rows(output)
+
+
+@local_map(out_types={DATA_AXES: S(0)})
+def _shard_of_rows(output: torch.Tensor) -> torch.Tensor:
+    return output
 
 
 def count_all_tokens(model: nn.Module) -> None:

@@ -26,7 +26,7 @@ from ..parallel_layers.pad import pads_heads
 from ..parallel_layers.replace import LayerPlan, apply
 from .derived import IndivisibleError, derive
 from .dropout import check_dropout, draw_apart
-from .experts import count_all_tokens, distribute_experts
+from .experts import count_all_tokens, declare_rows, distribute_experts
 from .in_place import IN_PLACE, multiply_output, shard_parameter, sharded_dim
 from .loss import causal_lm_loss
 from .model_plan import ATTENTION, ModelPlan, UnsupportedModelError, leaf_of, parent_of
@@ -112,6 +112,8 @@ def swap(
         model.get_submodule(name).register_forward_hook(partial(multiply_output, *scale))
     if ep > 1:
         distribute_experts(model)
+    else:
+        declare_rows(model)
     count_all_tokens(model)
     _apply_in_place(model, model_plan)
     _set_local_head_counts(model, model_plan, tp)

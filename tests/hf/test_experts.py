@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from neuronx_dist import comm
+from neuronx_dist import comm, spmd
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.hf import (
     UnsupportedModelError,
@@ -205,6 +205,20 @@ def test_weights_in_and_out_of_files(tmp_path: Path) -> None:
     drawn = threads.run(Mesh(1), partial(rank, None))[0]
     for name, value in drawn.items():
         assert all(torch.equal(other[name], value) for other in (saved, one[0], loaded)), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"dp": 4, "tp": 2, "ep": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_types_are_proved(mesh: dict[str, int]) -> None:
+    """Without values tokens travel in slots of equal numbers, and transformers' grouped products run on them."""
+    config = model("MixtralConfig", False, "grouped_mm").config
+
+    def make() -> Any:
+        with torch.device("meta"):
+            return swap(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+    ids = batch(0)[0]
+    assert spmd.check(make, {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.ones(())}, mesh).ok
 
 
 def test_bad_input_is_refused() -> None:

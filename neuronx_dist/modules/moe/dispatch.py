@@ -90,6 +90,12 @@ class Dispatch:
         self._by_rank = self._by_expert.argsort()
         self.sizes: list[int] = received.sum(0).tolist()
 
+    def numbers(self) -> torch.Tensor:
+        """The number of each row's expert on this rank, `[rows]`."""
+        device = self._choices.device
+        counts = torch.tensor(self.sizes, device=device)
+        return torch.arange(len(counts), device=device).repeat_interleave(counts, output_size=sum(self.sizes))
+
     def to_experts(self, tokens: torch.Tensor) -> torch.Tensor:
         """`[tokens, h] -> [rows, h]`."""
         rows = tokens.index_select(0, self._choices // self.top_k)
@@ -118,6 +124,11 @@ class Slots:
     def __init__(self, expert_index: torch.Tensor, num_experts: int, capacity: int) -> None:
         self._index, self._shape = expert_index, (num_experts, capacity)
         self.sizes = [comm.size("ep") * capacity] * experts_here(num_experts)
+
+    def numbers(self) -> torch.Tensor:
+        """The number of each slot's expert on this rank, `[rows]`."""
+        numbers = torch.arange(len(self.sizes), device=self._index.device)
+        return numbers.unsqueeze(1).expand(-1, self.sizes[0]).flatten()
 
     def to_experts(self, tokens: torch.Tensor) -> torch.Tensor:
         """`[tokens, h] -> [experts/ep * ep * capacity, h]`, zeros in slots without a token."""
