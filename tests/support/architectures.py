@@ -380,8 +380,8 @@ Words that do not go together are refused where names and styles show it; a plan
 
 Where the mesh has ep > 1 (a part of dp), `hf.swap(model)` keeps whole experts on each ep rank, and sends tokens to
 them: in every module with `num_experts` matrices in bare parameters, whose forward takes tokens, experts and weights,
-as almost all of transformers' are. That forward runs as it is, by any of its implementations, on the rows of this rank's
-experts. Over tp each expert is sharded, as before. `ep=1` leaves all experts on every rank.
+as almost all of transformers' are. That forward runs as it is, by any of its implementations, on the rows of this
+rank's experts. Over tp each expert is sharded, as before. `ep=1` leaves all experts on every rank.
 
 * Per layer, forward and backward: 1 exchange of `k * tokens` rows `[h]` there and 1 back, whatever tp is; 1 all_to_all
   of `num_experts` integers in forward. No token is dropped; ranks may have any numbers of tokens, an expert none.
