@@ -33,6 +33,8 @@ def arguments(description: str | None, argv: list[str] | None = None) -> argpars
     )
     flag("--tp", 1, "tensor-parallel size")
     flag("--pp", 1, "pipeline-parallel size; data parallelism takes the rest of the processes")
+    flag("--ep", 1, "expert-parallel size, a part of the data-parallel one: each rank has whole experts")
+    flag("--experts", 0, "experts of the default model, of which each token takes two; 0: a Llama without")
     flag("--schedule", None, "of the pipeline; default: 1F1B, with several chunks interleaved", choices=SCHEDULES)
     flag("--virtual-pipeline-size", 1, "pieces of the model (chunks) on each pipeline stage")
     switch("--sequence-parallel", "between tp blocks, split activations along the sequence")
@@ -104,7 +106,7 @@ def check_flags(args: argparse.Namespace) -> None:
         ValueError: a number is too small, or a flag needs another one; the message names the flag.
     """
     least = {"steps": 1, "seq_len": 2, "warmup": 0, "grad_clip": 0, "log_every": 1, "data_limit": 0, "check_limit": 0}
-    least |= {"save_every": 0, "keep": 0, "eval_every": 0, "min_lr": 0}
+    least |= {"save_every": 0, "keep": 0, "eval_every": 0, "min_lr": 0, "experts": 0}
     for name, value in least.items():
         if getattr(args, name) < value:
             why = ": each token is predicted from those before it" if name == "seq_len" else ""
@@ -138,6 +140,7 @@ def layout_of(args: argparse.Namespace, world_size: int) -> Layout:
         world_size,
         tp=args.tp,
         pp=args.pp,
+        ep=args.ep,
         sequence_parallel=args.sequence_parallel,
         zero1=args.zero1,
         pad_heads=args.pad_heads,

@@ -38,11 +38,14 @@ INPUTS = ["input_ids", "labels", "num_items_in_batch"]
 
 def load_config(args: Namespace) -> tuple[Any, Any]:
     """The model's config, and its tokenizer if its folder has one."""
-    from transformers import AutoConfig, AutoTokenizer, LlamaConfig
+    from transformers import AutoConfig, AutoTokenizer, LlamaConfig, MixtralConfig
 
     if args.model is None:
         sizes = dict(hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8)
         tokens = dict(vocab_size=256, bos_token_id=None, eos_token_id=0)
+        if args.experts:
+            sizes |= dict(intermediate_size=256, num_local_experts=args.experts, num_experts_per_tok=2)
+            return MixtralConfig(num_key_value_heads=4, max_position_embeddings=1024, **sizes, **tokens), None
         return LlamaConfig(num_key_value_heads=4, max_position_embeddings=1024, **sizes, **tokens), None
     folder = Path(args.model)
     if not (folder / "config.json").is_file():
@@ -245,7 +248,7 @@ def main() -> None:
 
         job.on_interrupt(lambda: "while layouts were compared; nothing was written")
         job.leave(code=verify.main(args, config, data, device))
-    nxd.initialize_model_parallel(args.tp, args.pp)
+    nxd.initialize_model_parallel(args.tp, args.pp, expert_model_parallel_size=args.ep)
     try:
         run_in(args, config, layout, data, tokenizer, device, str(memory))
     except comm.RemoteRankError as error:

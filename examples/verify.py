@@ -26,15 +26,17 @@ def losses(args: argparse.Namespace, config: Any, data: TextData, device: torch.
 
 
 def variants(args: argparse.Namespace, config: Any, world: int) -> list[argparse.Namespace]:
-    """Flags of every tp x pp that world and model allow: plain, and with SP and ZeRO-1 where they act."""
+    """Flags of every tp x pp x ep that world and model allow: plain, and with SP and ZeRO-1 where they act."""
     flags = []
     for tp in (n for n in range(1, world + 1) if world % n == 0):
         for pp in (n for n in range(1, world // tp + 1) if world // tp % n == 0):
-            for more in (False, True):
-                split = dict(tp=tp, pp=pp, sequence_parallel=more and tp > 1, zero1=more and world > tp * pp)
-                here = argparse.Namespace(**{**vars(args), **split})
-                if here not in flags and not layout_of(here, world).problems(config):
-                    flags.append(here)
+            dp = world // (tp * pp)
+            for ep in (n for n in range(1, dp + 1) if dp % n == 0):
+                for more in (False, True):
+                    split = dict(tp=tp, pp=pp, ep=ep, sequence_parallel=more and tp > 1, zero1=more and dp > 1)
+                    here = argparse.Namespace(**{**vars(args), **split})
+                    if here not in flags and not layout_of(here, world).problems(config):
+                        flags.append(here)
     return flags
 
 
@@ -43,7 +45,7 @@ def main(args: argparse.Namespace, config: Any, data: TextData, device: torch.de
     args.steps = min(args.steps, 20)
     world, rank = launch.world()
     say = print if rank == 0 else lambda *_, **__: None
-    single = dict(tp=1, pp=1, schedule=None, virtual_pipeline_size=1)
+    single = dict(tp=1, pp=1, ep=1, schedule=None, virtual_pipeline_size=1)
     single |= dict(sequence_parallel=False, zero1=False, pad_heads=False, pad_vocab=False)
     alone = argparse.Namespace(**{**vars(args), **single})
     # On XLA devices the one process computes on the CPU, which is a reference for them too.
@@ -59,9 +61,9 @@ def main(args: argparse.Namespace, config: Any, data: TextData, device: torch.de
     say(f"{'layout':<50}{'first':>10}{'last':>10}{'difference':>13}")
     say(f"{'one process':<50}{expected[0]:>10.5f}{expected[-1]:>10.5f}")
     for here in variants(args, config, world):
-        nxd.initialize_model_parallel(here.tp, here.pp)
+        nxd.initialize_model_parallel(here.tp, here.pp, expert_model_parallel_size=here.ep)
         actual = losses(here, config, data, device)
-        name = f"tp {here.tp} × pp {here.pp} × dp {comm.size('dp')}"
+        name = f"tp {here.tp} × pp {here.pp} × dp {comm.size('dp')}" + f" (ep {here.ep})" * (here.ep > 1)
         nxd.destroy_model_parallel()
         name += " + sequence parallel" * here.sequence_parallel + " + ZeRO-1" * here.zero1
         difference = max(abs(a - b) / abs(b) for a, b in zip(actual, expected))

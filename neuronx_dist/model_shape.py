@@ -23,6 +23,7 @@ class ModelShape:
     intermediate: int | None = None
     vocab: int | None = None
     max_positions: int | None = None
+    experts: int | None = None
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:
@@ -48,6 +49,7 @@ class ModelShape:
             intermediate=read("intermediate_size"),
             vocab=read("vocab_size"),
             max_positions=read("max_position_embeddings"),
+            experts=read("num_local_experts") or read("num_experts") or read("n_routed_experts"),
         )
 
 

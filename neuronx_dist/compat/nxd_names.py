@@ -40,7 +40,7 @@ _UNAVAILABLE = {
     "operators": "they are for inference on Neuron: use torch.argmax, torch.topk",
     "experimental": "it is for inference on Neuron",
     "kernels.kernel_utils": _NKI,
-    "modules.moe": "this version has no layers of experts",
+    "modules.moe.moe_process_group": "they are for inference on Neuron; axes of the mesh, ep and tp, have groups",
     "optimizer.convert_zero_checkpoints": "run python -m neuronx_dist.scripts.convert_zero_checkpoints --help",
     "optimizer.zero_dcp_utils": "save_checkpoint writes and loads files of torch.distributed.checkpoint",
     "pipeline.scheduler": _SCHEDULE,
@@ -67,6 +67,13 @@ _NAMES_UNAVAILABLE = {
     },
     "kernels.flash_attn": dict.fromkeys(("NKIAttnFunc", "get_flash_attn_kernels"), _NKI),
     "kernels.ring_attention_kernel": dict.fromkeys(("NkiRingAttnFunc", "get_seq_tile_size"), _NKI),
+    "modules.moe.moe_parallel_layers": {
+        "ExpertFusedLinearWithAsyncCommunication": "ExpertMLPs sums over tp once a layer, not in each linear layer"
+    },
+    "modules.moe.shared_experts": dict.fromkeys(
+        ("ColumnParallelLinearTransposed", "RowParallelLinearTransposed"),
+        "their layout is that of Neuron's inference kernels: use ColumnParallelLinear and RowParallelLinear",
+    ),
     "pipeline.model": {"mark_timeline": "NxDPPModel(trace_file_path=) records a step"},
     "pipeline.timeline": {"PPTimeline": "NxDPPModel(trace_file_path=) records a step; neuronx-dist timeline draws it"},
     "pipeline.partition": dict.fromkeys(
@@ -155,8 +162,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 return name
         if first != _NAME:
             return None
-        first, second = part.split(".")[0], ".".join(part.split(".")[:2])
-        return _UNAVAILABLE.get(second, _UNAVAILABLE.get(first))
+        parts = part.split(".")
+        places = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+        return next((_UNAVAILABLE[place] for place in places if place in _UNAVAILABLE), None)
 
 
 def _exists(name: str) -> bool:

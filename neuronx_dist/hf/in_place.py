@@ -12,6 +12,7 @@ over tp in backward.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def shard_parameter(module: nn.Module, name: str, style: str) -> None:
         return
     dim, stride = sharded_dim(style, full.ndim)
     tp = comm.size("tp")
-    spec = ShardSpec("tp", dim, stride, tp, tuple(full.shape))
+    spec = ShardSpec("tp", dim, stride, tp, tuple(full.shape), experts=spec_of(full).experts)
     if full.is_meta:
         local = nn.Parameter(full.new_empty(spec.local_shape), requires_grad=full.requires_grad)
     else:
@@ -59,7 +60,7 @@ def sharded_dim(style: str, ndim: int) -> tuple[int, int]:
 
 def _add_once(module: nn.Module, name: str) -> None:
     """Makes a bias partial while forward runs: that of rank 0, zeros on the others. So is its gradient."""
-    set_spec(module, name, ShardSpec(full_shape=tuple(getattr(module, name).shape), sequence_parallel=True))
+    set_spec(module, name, replace(spec_of(getattr(module, name)), sequence_parallel=True))
     if comm.size("tp") == 1:
         return
 
@@ -104,13 +105,14 @@ def _sum_output(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _experts(module: nn.Module, config: Any) -> None:
-    module.register_forward_pre_hook(_replicate_inputs, with_kwargs=True)
+    # Before tokens go to the ranks of their experts, when there are fewer of them, and after they come back.
+    module.register_forward_pre_hook(_replicate_inputs, with_kwargs=True, prepend=True)
     module.register_forward_hook(_sum_output)
 
 
 def _all_reduced(module: nn.Module, config: Any) -> None:
     if any(spec_of(param).is_sharded for param in module.parameters(recurse=False)):  # layers do it themselves
-        module.register_forward_pre_hook(_replicate_inputs, with_kwargs=True)
+        module.register_forward_pre_hook(_replicate_inputs, with_kwargs=True, prepend=True)
     module.register_forward_hook(_sum_output)
 
 

@@ -29,6 +29,7 @@ from ..weights.partial_model import unwrapped
 from ..weights.wrappers import wrapper_of
 from .derived import IndivisibleError, derive
 from .dropout import check_dropout, draw_apart
+from .experts import count_all_tokens, declare_rows, distribute_experts
 from .in_place import IN_PLACE, multiply_output, shard_parameter, sharded_dim
 from .loss import causal_lm_loss
 from .model_plan import ATTENTION, ModelPlan, UnsupportedModelError, leaf_of, parent_of
@@ -54,6 +55,7 @@ def swap(
     pad_heads: bool = False,
     pad_vocab: bool = False,
     inplace_logits: bool = False,
+    ep: int | None = None,
 ) -> Any:
     """Replaces the linear layers, embedding and head of a Hugging Face model by parallel ones. Returns the model.
 
@@ -85,17 +87,21 @@ def swap(
             have the real size, and so has what is saved.
         inplace_logits: the loss writes over the logits, which saves memory of their size and time: those that come
             with a loss, in training, have no meaning then. For training that uses the loss alone, as `run_train` does.
+        ep: ranks over which whole experts are distributed: that of the mesh, which None means, or 1: every rank has
+            all experts. Over tp each expert is sharded as the plan says.
 
     Raises:
         UnsupportedModelError: the plan does not cover the model, or would train it wrongly; the layers are named.
         ValueError: tp does not divide a size, or the plan names layers that the model has not; the message has the
             numbers and names.
     """
-    tp = comm.size("tp")
+    tp, ep = comm.size("tp"), comm.size("ep") if ep is None else ep
     if wrapper_of(type(model)) or "_orig_mod" in getattr(model, "_modules", {}) or unwrapped(model) is not model:
         raise ValueError(
             f"swap: {type(model).__name__} wraps a model: swap the model, and wrap, compile or add adapters then"
         )
+    if ep not in (1, comm.size("ep")):
+        raise ValueError(f"swap: ep={ep} is neither 1 nor the ep of the mesh, {comm.size('ep')}: initialize it so")
     if getattr(model, _SWAPPED, False):
         raise ValueError(f"swap: this {type(model).__name__} is already swapped")
     if inputs is not None and not _is_derived(plan):
@@ -111,6 +117,11 @@ def swap(
     apply(model, layers)
     for name, scale in scales.items():
         model.get_submodule(name).register_forward_hook(partial(multiply_output, *scale))
+    if ep > 1:
+        distribute_experts(model)
+    else:
+        declare_rows(model)
+    count_all_tokens(model)
     _apply_in_place(model, model_plan)
     _set_local_head_counts(model, model_plan, tp)
     if tp > 1:

@@ -126,8 +126,8 @@ def save_pretrained(model: Any, folder: str | PathLike[str], tokenizer: Any = No
 
     path = Path(folder)
     stage, stages = comm.rank("pp"), comm.size("pp")
-    in_first_replica = comm.rank("dp") == 0 and comm.rank("cp") == 0
-    writes = in_first_replica and comm.rank("tp") == 0
+    in_first_replica = comm.rank("edp") == 0  # one rank of dp and cp, or with experts over ep as many as ep
+    writes = comm.rank(("dp", "cp", "tp")) == 0
     with _written_together(path):
         if comm.rank("world") == 0:
             path.mkdir(parents=True, exist_ok=True)
@@ -215,6 +215,11 @@ def _persistent_buffers(model: nn.Module) -> Iterator[Slot]:
 
 def _read_slice(weights: WeightSource, name: str, spec: ShardSpec) -> torch.Tensor:
     """This rank's shard of tensor `name`, with zeros for padding."""
+    if spec.experts:
+        count = spec.unpadded_shape[0]
+        start = comm.rank("ep") * count
+        full = weights.read(name, 0, start, start + count)
+        return full if spec.axis is None else spec.local_slice(full, comm.rank(spec.axis))
     if spec.axis is None or spec.dim is None:
         return weights.read(name)
     index = comm.rank(spec.axis)
@@ -234,7 +239,7 @@ def _read_slice(weights: WeightSource, name: str, spec: ShardSpec) -> torch.Tens
 def _expected(whole: nn.Module, aliases: dict[int, list[str]]) -> list[tuple[list[str], tuple[int, ...]]]:
     """`(names, unsharded shape)` of each tensor in a checkpoint of the model."""
     parameters = {id(param): param for param in whole.parameters()}
-    tensors = [(names, spec_of(parameters[identity]).unpadded_shape) for identity, names in aliases.items()]
+    tensors = [(names, spec_of(parameters[identity]).whole_shape) for identity, names in aliases.items()]
     return tensors + [([slot.name], tuple(slot.tensor.shape)) for slot in _persistent_buffers(whole)]
 
 

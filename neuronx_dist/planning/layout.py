@@ -176,11 +176,15 @@ class Layout:
 
     def _model_problems(self, model: ModelShape) -> list[str]:
         problems = []
-        if model.layers is not None:  # attention over a split sequence and expert layers are not part of the model swap
-            for axis, what in (("cp", "context parallelism"), ("ep", "expert parallelism")):
-                degree = getattr(self, axis)
-                if degree > 1:
-                    problems.append(f"{axis} {degree}: {what} is not available for this model; use {axis} 1")
+        if model.layers is not None and self.cp > 1:  # attention over a split sequence is not part of the model swap
+            problems.append(f"cp {self.cp}: context parallelism is not available for this model; use cp 1")
+        experts = model.experts or 0
+        if self.ep > 1 and model.layers is not None and not experts:
+            problems.append(f"ep {self.ep}: this model has no experts; use ep 1")
+        elif experts % self.ep:
+            ranks = self.world_size // (self.tp * self.pp)
+            fitting = _near(self.ep, lambda ep: experts % ep == 0 and ranks % ep == 0)
+            problems.append(f"{experts} experts are not divisible by ep {self.ep}: " + _either(("use ep {}", fitting)))
         use_tp = ("use tp {}", _near(self.tp, lambda tp: self._tp_fits(model, tp)))
         if model.heads and model.kv_heads:
             problems += self._head_problems(model.heads, model.kv_heads, use_tp)

@@ -27,7 +27,7 @@ from ..gradients.reduce import reduce_gradients
 from ..optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
 from ..parallel_layers.activation_checkpoint import checkpoint_layers
 from ..pipeline.model import NxDPPModel
-from ..torch_internals.fake_tensors import FakeTensorMode
+from ..program.fake_mode import QuietFakeMode
 from .layout import Layout, format_bytes, format_count
 from .meter import MemoryMeter, MemoryPhase, measure_peak
 
@@ -190,7 +190,7 @@ def _play(
         )
         if checkpoint_activations:
             checkpoint_layers(model)
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        fake = QuietFakeMode()  # it has grouped products (of experts) in float32, too
         with fake, meter:
             meter.kind = PARAMETERS
             _make_fake(model, device)

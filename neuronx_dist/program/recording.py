@@ -142,9 +142,10 @@ def is_leaf(module: nn.Module, leaf_classes: Sequence[type]) -> bool:
     """Returns whether a module is recorded as one call: of a leaf class, or one layer with parameters or of `torch.nn`.
 
     The inside of a childless module without parameters, such as a rotary embedding, is recorded unless it is of a leaf
-    class. A layer of `torch.nn` with direct parameters is single even if it has children: `nn.MultiheadAttention`.
+    class. A layer of `torch.nn` with direct parameters is single even if it has children: `nn.MultiheadAttention`. So
+    is one that says `recorded_as_one_call`, since the calls inside it depend on values.
     """
-    if isinstance(module, tuple(leaf_classes)):
+    if isinstance(module, tuple(leaf_classes)) or getattr(module, "recorded_as_one_call", False):
         return True
     of_torch = type(module).__module__.startswith("torch.nn.")
     if next(module.children(), None) is not None:

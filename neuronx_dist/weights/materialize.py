@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import comm
 from .partial_model import buffer_slots, install_parameter, join, parameter_names, parameter_slots, partial_model
-from .shard_spec import ShardSpec, spec_of
+from .shard_spec import spec_of
 
 __all__ = ["fill", "initialize_modules", "materialize", "materialize_buffers", "seed_of"]
 
@@ -83,9 +82,9 @@ def fill(
         qualified = names[id(param)][0]
         prefix, _, name = qualified.rpartition(".")
         owner = _stand_in(whole.get_submodule(prefix))
-        value = torch.empty(spec.unpadded_shape, dtype=torch.float32)
+        value = torch.empty(spec.whole_shape, dtype=torch.float32)
         full = _draw(owner, name, value, qualified, seed, _initialisers(whole, prefix, init_fn, otherwise))
-        local = _local_slice(full, spec).to(device=device, dtype=dtype or param.dtype, copy=True)
+        local = spec.local_part(full).to(device=device, dtype=dtype or param.dtype, copy=True)
         install_parameter(param, local.contiguous())
         del full, value, owner  # before the next one is drawn
     return materialize_buffers(model, seed, device, init_fn, otherwise)
@@ -154,16 +153,12 @@ def _memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return memory.fill_(float("nan")) if memory.is_floating_point() else memory
 
 
-def _local_slice(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    return spec.local_slice(full, comm.rank(spec.axis)) if spec.axis is not None else full
-
-
 def _stand_in(module: nn.Module) -> nn.Module:
     """The module as its initialiser would see it in one process: unsharded, all on meta, and not the module itself."""
     full_module = getattr(module, "full_module", None)
     whole: nn.Module = full_module() if full_module is not None else copy.copy(module)
     # Shapes are those of the unpadded original: fan-in and fan-out must not change with the layout.
-    parameters = {n: _on_meta(p, spec_of(p).unpadded_shape) for n, p in module._parameters.items() if p is not None}
+    parameters = {n: _on_meta(p, spec_of(p).whole_shape) for n, p in module._parameters.items() if p is not None}
     whole.__dict__["_parameters"] = {name: parameters.get(name) for name in module._parameters}
     whole.__dict__["_buffers"] = {n: _on_meta(b, tuple(b.shape)) for n, b in module._buffers.items() if b is not None}
     whole.__dict__["_modules"] = {name: child and _stand_in(child) for name, child in module._modules.items()}

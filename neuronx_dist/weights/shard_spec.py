@@ -42,6 +42,8 @@ class ShardSpec:
             `(size of a group without zeros, with them)`; what is missing behind the last group is zeros too. A shard
             lies in one group. None: the dim (each block) is one group.
         sequence_parallel: replicated, but used on a shard of the sequence: its gradients are partial over tp.
+        experts: dim 0 has the experts of this ep rank; `full_shape` is that of their parameter, of which the other ep
+            ranks hold other experts.
     """
 
     axis: str | None = None
@@ -52,6 +54,7 @@ class ShardSpec:
     unpadded: int | None = None
     sequence_parallel: bool = False
     group: tuple[int, int] | None = None
+    experts: bool = False
 
     def __post_init__(self) -> None:
         if self.axis is None:
@@ -116,6 +119,25 @@ class ShardSpec:
         shape = list(self.full_shape)
         shape[self.dim] = self.unpadded
         return tuple(shape)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """`unpadded_shape`, with the experts of all ep ranks."""
+        shape = self.unpadded_shape
+        return (comm.size("ep") * shape[0], *shape[1:]) if self.experts else shape
+
+    def local_part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a whole parameter `[whole_shape]`.
+
+        Raises:
+            ValueError: the tensor has another shape.
+        """
+        if self.experts:
+            count = self.unpadded_shape[0]
+            if tuple(whole.shape) != self.whole_shape:
+                raise ValueError(f"expected the whole parameter {self.whole_shape}, got {tuple(whole.shape)}")
+            whole = whole.narrow(0, comm.rank("ep") * count, count)
+        return whole if self.axis is None else self.local_slice(whole, comm.rank(self.axis))
 
     def local_slice(self, full: torch.Tensor, index: int) -> torch.Tensor:
         """Shard number `index` of a whole parameter `[unpadded_shape]` (zeros where there is padding).
@@ -202,14 +224,14 @@ def spec_of(param: torch.Tensor) -> ShardSpec:
 
 
 def gather_full(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """Gathers the shards `[spec.local_shape]` of all ranks of the axis into the unpadded tensor, on each of them.
+    """Gathers the shards `[spec.local_shape]` of all ranks into the unpadded tensor, on each; of experts, over ep too.
 
     A collective, not differentiable. For parameters and whatever is laid out like one (gradients, optimizer states).
     """
-    if spec.axis is None:
-        return tensor.detach()
-    shards = comm.all_gather(tensor.detach().unsqueeze(0), spec.axis, dim=0)
-    return spec.assemble(list(shards))
+    full = tensor.detach()
+    if spec.axis is not None:
+        full = spec.assemble(list(comm.all_gather(full.unsqueeze(0), spec.axis, dim=0)))
+    return comm.all_gather(full, "ep", dim=0) if spec.experts else full
 
 
 def named_specs(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardSpec]]:
@@ -307,3 +329,5 @@ def _stamp(param: torch.Tensor, spec: ShardSpec) -> None:
         param.num_partitions = spec.num_partitions  # type: ignore[attr-defined]
     if spec.sequence_parallel:
         param.sequence_parallel_enabled = True  # type: ignore[attr-defined]
+    if spec.experts:
+        param.expert_model_parallel = True  # type: ignore[attr-defined]

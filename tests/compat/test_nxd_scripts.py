@@ -77,6 +77,17 @@ LAYOUTS = {
         _lightning(tensor_parallel_size=2, use_zero_1=1, sequence_parallel_enabled=1),
     ),
     "Lightning, tp 2, pp 2": (4, _lightning(tensor_parallel_size=2, pipeline_parallel_size=2)),
+    "Mixtral by Lightning, ep 2, tp 2, ZeRO-1, SP": (
+        4,
+        _lightning(
+            model="mixtral", expert_parallel_size=2, tensor_parallel_size=2, use_zero_1=1, sequence_parallel_enabled=1
+        ),
+    ),
+    "Mixtral by Lightning, pp 2, ep 2": (
+        4,
+        _lightning(model="mixtral", expert_parallel_size=2, pipeline_parallel_size=2, num_microbatches=1),
+    ),
+    "DBRX by Lightning, ep 2": (2, _lightning(model="dbrx", expert_parallel_size=2)),
     "Lightning, pp 2": (2, _lightning(pipeline_parallel_size=2)),
     "by hand, dp 2, ZeRO-1": (2, ("train_by_hand.py", _options(use_zero_1=1))),
     "by hand, tp 2, dp 2": (4, ("train_by_hand.py", _options(tensor_parallel_size=2))),
@@ -93,7 +104,7 @@ LAYOUTS = {
         _pipeline(pipeline_parallel_size=2, virtual_pipeline_size=2, selective_checkpoint_enabled=1),
     ),
 }
-ALONE = ("qkv_linear", "fuse_qkv", "use_meta_device_init")  # options by which the initial weights differ
+ALONE = ("qkv_linear", "fuse_qkv", "use_meta_device_init", "model")  # options by which the initial weights differ
 
 
 # Four of them cover the scripts and the options; the others run with NXD_FULL=1.
@@ -102,6 +113,7 @@ _SHORT = [
     "tp 2, pp 2, ZeRO-1, SP, qkv, flash",
     "Lightning, pp 2",
     "by hand, dp 2, ZeRO-1",
+    "Mixtral by Lightning, ep 2, tp 2, ZeRO-1, SP",
 ]
 
 

@@ -218,8 +218,8 @@ def test_a_packed_matrix_that_is_cut_without_its_blocks_is_noticed(monkeypatch: 
 
 
 def test_experts_that_are_cut_without_their_blocks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unpacked(axis: Any, dim: int, stride: int, *rest: Any) -> ShardSpec:
-        return ShardSpec(axis, dim, 1, *rest)
+    def unpacked(axis: Any, dim: int, stride: int, *rest: Any, **options: Any) -> ShardSpec:
+        return ShardSpec(axis, dim, 1, *rest, **options)
 
     monkeypatch.setattr(in_place, "ShardSpec", unpacked)
     mixtral = BY_NAME["Mixtral"]

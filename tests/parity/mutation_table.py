@@ -12,6 +12,8 @@ from tests.hf.parity import compare as swapped
 from tests.lightning.exchanges import strategy_collectives
 from tests.modules.test_lora import compare as adapters
 from tests.modules.test_lora import compare_row
+from tests.modules.test_moe import compare as experts
+from tests.modules.test_moe import counted_rows, moved_bias, shuffled
 from tests.parallel_layers.test_conv import compare as convolution
 from tests.parallel_layers.test_nxd_names import (
     test_collectives_by_the_arguments_of_torch_xla as collectives_of_torch_xla,
@@ -145,6 +147,22 @@ CASES: dict[str, Callable[[], None]] = {
     "RowParallelLinear.forward:spmd.convert#2": partial(
         layer, partial(_row, input_is_parallel=True, reduce_output=False), split=_own_features, join=_sum_of_partials
     ),
+    "Dispatch.__init__:comm.all_to_all#1": counted_rows,
+    "Dispatch._exchange:spmd.all_to_all#1": experts,
+    "ExpertFusedLinear._used_bias:spmd.convert#1": partial(experts, ep=1, tp=2, bias=True),
+    "GroupLimitedRouter.update_bias:comm.all_reduce#1": moved_bias,
+    "MoE.forward:spmd.all_gather#1": partial(experts, ep=1, tp=2, sequence_parallel=True),
+    "MoE.forward:spmd.all_reduce#1": partial(experts, ep=1, tp=2),
+    "MoE.forward:spmd.convert#1": partial(experts, ep=1, tp=2, sequence_parallel=True),
+    "MoE.forward:spmd.convert#2": partial(experts, ep=1, tp=2),
+    "MoE.forward:spmd.convert#3": partial(experts, ep=1, tp=2),
+    "MoE.forward:spmd.reduce_scatter#1": partial(experts, ep=1, tp=2, sequence_parallel=True),
+    "load_balancing_loss_func:spmd.all_reduce#1": experts,
+    "load_balancing_loss_func:spmd.all_reduce#2": experts,
+    "router_z_loss_func:spmd.all_reduce#1": experts,
+    "router_z_loss_func:spmd.all_reduce#2": experts,
+    "all_to_all_for_shuffle:spmd.all_to_all#1": shuffled,
+    "gather_full:comm.all_gather#2": experts,
     "LoraParallelLinear._row:spmd.convert#1": compare_row,
     "LoraParallelLinear._row:spmd.convert#2": partial(compare_row, reduce_output=False, input_is_parallel=True),
     "LoraParallelLinear._row:spmd.all_reduce#1": partial(adapters, Mesh(2, tp=2), False),

@@ -126,8 +126,8 @@ DOCTOR = {name: _PROBE for name, site in SITES.items() if site.is_in(probe)}
 
 
 def mutations_of(name: str) -> tuple[str, ...]:
-    """Objects are not numbers: they are exchanged or they are not."""
-    return ("drop",) if "gather_objects" in name else MUTATIONS
+    """Objects are not numbers: they are exchanged or they are not. A sign of a difference has no scale."""
+    return ("drop",) if "gather_objects" in name or "update_bias" in name else MUTATIONS
 
 
 def in_turn(names: Iterable[str]) -> dict[str, tuple[str, ...]]:

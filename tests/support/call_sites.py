@@ -299,8 +299,8 @@ def mutate(site: Site, mutation: str | Callable[..., Any]) -> Iterator[list[int]
                 if not isinstance(mutation, str):
                     return mutation(original, x, axis, **options)
                 result = original(x, Mutant(real, mutation, name), **options)
-                letters = {options[key].letter for key in ("src", "dst")} if name == "convert" else set()
-                silent = letters in ({"R", "P"}, {"I", "P"})
+                letters = "".join(options[key].letter for key in ("src", "dst")) if name == "convert" else ""
+                silent = letters in ("RP", "PR", "IP", "PI", "RI")
                 return result * (2.0 if mutation == "double" else 1.5) if silent and mutation != "drop" else result
             return original(x, axis, **options)
 

@@ -116,6 +116,26 @@ PROGRAM_OF: dict[str, str] = {
     "BaseParallelConv._register:set_spec#1": "convolutions",
     "GQAQKVColumnParallelLinear._register:set_spec#1": "attention",
     "GQAQKVColumnParallelLinear._register_parameters:ColumnParallelLinear#1": "attention",
+    **dict.fromkeys(
+        (
+            "ExpertFusedLinear._add:set_spec#1",
+            "ExpertFusedLinear._used_bias:spmd.convert#1",
+            "MoE.forward:spmd.all_reduce#1",
+            "MoE.forward:spmd.convert#2",
+            "MoE.forward:spmd.convert#3",
+            "SharedExperts.__init__:ColumnParallelLinear#1",
+            "SharedExperts.__init__:ColumnParallelLinear#2",
+            "SharedExperts.__init__:RowParallelLinear#1",
+            "load_balancing_loss_func:spmd.all_reduce#1",
+            "load_balancing_loss_func:spmd.all_reduce#2",
+            "router_z_loss_func:spmd.all_reduce#1",
+            "router_z_loss_func:spmd.all_reduce#2",
+        ),
+        "mixture",
+    ),
+    "MoE.forward:spmd.all_gather#1": "mixture, sequence",
+    "MoE.forward:spmd.convert#1": "mixture, sequence",
+    "MoE.forward:spmd.reduce_scatter#1": "mixture, sequence",
     **{
         f"{site}#1": "adapters, sequence"
         for site in (
@@ -184,6 +204,10 @@ EXEMPT = {
         f"{verb}:comm.{verb}": "scripts' own collectives, by torch_xla's arguments"
         for verb in ("all_reduce", "all_gather", "reduce_scatter")
     },
+    "Dispatch": "tokens with values: tests/parity/mutation_table.py makes it wrong",
+    "GroupLimitedRouter.update_bias": "after the step, with values",
+    "all_to_all_for_shuffle": "random permutations: tests/parity/mutation_table.py makes it wrong",
+    "distribute_experts:set_spec": "of experts, whose code reads values",
     **dict.fromkeys(
         ("_add_once", "_identity_expert", "_sum_of_parts", "_with_summed_gradient", "shard_parameter"),
         "of experts, whose code reads values: tests/parity/mutation_table.py makes them wrong",
@@ -217,6 +241,7 @@ OUTSIDE = (attention, checking, checkpoint, comm, memory, parallelize, shard_ten
 _WHICH = "which rank has the value: types say that the ranks differ, and not in what"
 UNSEEN = {
     ("all_to_all:spmd.all_to_all#1", "twice"): "V -> V: of what varies no order is known",
+    ("router_z_loss_func:spmd.all_reduce#1", "over dp,tp"): "a tensor of ones has no type on tp",
     ("report_loss:comm.broadcast#1", "from 0"): _WHICH,
     ("report_loss:comm.broadcast#1", "over pp,dp"): _WHICH,
 }
@@ -235,6 +260,15 @@ EQUIVALENT = {
         for option in ("not input_is_replicated", "not sequence_parallel_enabled")
     },
     ("RowParallelLinear.used_weight:spmd.convert#1", "convert(I, S(0))"): "a mask has no gradient",
+    ("MoE.forward:spmd.convert#1", "reinterpret(R, I)"): "a synonym",
+    ("MoE.forward:spmd.convert#2", "reinterpret(I, R)"): "a synonym",
+    ("MoE.forward:spmd.convert#3", "reinterpret(I, R)"): "a synonym",
+    **{
+        (f"SharedExperts.__init__:{layer}", "not sequence_parallel_enabled"): "nothing is gathered or scattered"
+        for layer in ("ColumnParallelLinear#1", "ColumnParallelLinear#2", "RowParallelLinear#1")
+    },
+    ("load_balancing_loss_func:spmd.all_reduce#1", "all_reduce(P, I)"): "a count has no gradient",
+    ("router_z_loss_func:spmd.all_reduce#1", "all_reduce(P, I)"): "a count has no gradient",
     ("_ParallelCrossEntropy.forward:comm.all_reduce#1", "twice"): _REPEATED,
     ("_loss_of:comm.all_reduce#1", "twice"): _REPEATED,
     ("reduce_gradients:_reduce_params#2", "over pp"): "all stages hold the weight",

@@ -18,6 +18,14 @@ import neuronx_dist as nxd
 from neuronx_dist import comm, hf, spmd, trainer
 from neuronx_dist.modules.lora import LoraConfig
 from neuronx_dist.modules.lora.tp_layer import LoraParallelLinear
+from neuronx_dist.modules.moe import (
+    ExpertMLPs,
+    MoE,
+    RouterTopK,
+    SharedExperts,
+    load_balancing_loss_func,
+    router_z_loss_func,
+)
 from neuronx_dist.modules.qkv_linear import GQAQKVColumnParallelLinear
 from neuronx_dist.parallel_layers import fuse_columns, grads, mappings
 from neuronx_dist.parallel_layers.conv import InputChannelParallelConv2d, OutputChannelParallelConv2d
@@ -172,6 +180,23 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.gelu(x) * self.weight[:, None, None]
+
+
+def _mixture(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Top-2 of four experts, under a factor of the losses of routing."""
+    sequence = net.moe.sequence_parallel_enabled
+    x = mappings.scatter_to_sequence_parallel_region(x, 1) if sequence else x
+    out, logits = net.moe(x)
+    if sequence:
+        out = mappings.gather_from_sequence_parallel_region(out, 1, to_model_parallel=False)
+    return out * (1 + load_balancing_loss_func(logits, 4, 2) + router_z_loss_func(logits))
+
+
+def _moe(sequence_parallel: bool = False) -> MoE:
+    experts = ExpertMLPs(4, 2, HIDDEN, INNER, "gelu", False, None, bias=True)
+    shared = SharedExperts(HIDDEN, INNER, 1, "gelu")
+    options: Any = dict(sequence_parallel_enabled=sequence_parallel, sequence_dimension=1, return_router_logits=True)
+    return MoE(RouterTopK(4, 2, HIDDEN), experts, shared, **options)
 
 
 def _experts(scatter_gather: bool, net: Any, x: torch.Tensor) -> torch.Tensor:
@@ -478,6 +503,8 @@ PROGRAMS: dict[str, Program] = {
     "cross entropy, smooth": Program(Classifier, (_x(), _ids()), options=dict(smoothing=0.1)),
     "linear cross entropy": Program(FusedClassifier, (_x(), _ids())),
     "linear cross entropy, sequence": Program(FusedClassifier, (_x(), _ids()), options=dict(sequence=True)),
+    "mixture": Program(lambda: Net(_mixture, moe=_moe()), _x(), mesh=_EP),
+    "mixture, sequence": Program(lambda: Net(_mixture, moe=_moe(True)), _x(), mesh=_EP),
     "experts": Program(lambda: Net(partial(_experts, False), experts=Experts()), _x(), mesh=_EP),
     "experts, scattered": Program(lambda: Net(partial(_experts, True), experts=Experts()), _x(), mesh=_EP),
     "items": Program(Items, (_x(), _some_labels())),

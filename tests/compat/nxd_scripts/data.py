@@ -23,7 +23,7 @@ def create_dataloader():
 
 def arguments():
     parser = argparse.ArgumentParser()
-    for name in ("tensor", "pipeline", "context"):
+    for name in ("tensor", "pipeline", "context", "expert"):
         parser.add_argument(f"--{name}_parallel_size", type=int, default=1)
     for name in ("use_zero_1", "sequence_parallel_enabled", "selective_checkpoint_enabled", "qkv_linear"):
         parser.add_argument(f"--{name}", type=int, default=0)
@@ -33,6 +33,7 @@ def arguments():
     parser.add_argument("--num_microbatches", type=int, default=2)
     parser.add_argument("--kv_replicator", type=int, default=1)
     parser.add_argument("--checkpoint_dir")
+    parser.add_argument("--model", default="llama")
     args = parser.parse_args()
     neuronx_distributed.utils.random.set_random_seed(1234)
     return args

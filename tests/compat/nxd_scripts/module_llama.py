@@ -3,7 +3,6 @@
 import torch
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from modeling_llama import LlamaForCausalLM
 from neuronx_distributed.lightning import NeuronLTModule
 from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed.trainer import initialize_parallel_model, initialize_parallel_optimizer
@@ -11,9 +10,13 @@ from neuronx_distributed.utils.batch_utils import get_batch_on_this_context_para
 
 
 class NeuronLlamaLTModule(NeuronLTModule):
+    def __init__(self, model_class, **options):
+        super().__init__(**options)
+        self.model_class = model_class
+
     def setup(self, stage=None):
         self.model = initialize_parallel_model(
-            self.nxd_config, lambda config: LlamaForCausalLM(config), True, *self.model_args, **self.model_kwargs
+            self.nxd_config, lambda config: self.model_class(config), True, *self.model_args, **self.model_kwargs
         )
         self.averaged_loss = torch.zeros(1, dtype=torch.double).to(xm.xla_device())
         self.print_pp_rank = 0 if self.log_rank0 else self.trainer.strategy.pipeline_parallel_size - 1

@@ -6,7 +6,15 @@ import neuronx_distributed as nxd
 import torch
 import torch_xla.core.xla_model as xm
 from data import arguments, create_dataloader, options_of
-from modeling_llama import Config, CoreAttention, DecoderLayer, RMSNorm
+from modeling_llama import Config, CoreAttention, DecoderLayer, LlamaForCausalLM, RMSNorm
+from modeling_moe import (
+    DbrxConfig,
+    DbrxDecoderLayer,
+    DbrxForCausalLM,
+    MixtralConfig,
+    MixtralDecoderLayer,
+    MixtralForCausalLM,
+)
 from module_llama import NeuronLlamaLTModule
 from neuronx_distributed.lightning import (
     NeuronTensorBoardLogger,
@@ -20,6 +28,12 @@ from pytorch_lightning import LightningDataModule
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.trainer.trainer import Trainer
 
+MODELS = {
+    "llama": (Config, DecoderLayer, LlamaForCausalLM),
+    "mixtral": (MixtralConfig, MixtralDecoderLayer, MixtralForCausalLM),
+    "dbrx": (DbrxConfig, DbrxDecoderLayer, DbrxForCausalLM),
+}
+
 
 class DataModule(LightningDataModule):
     def train_dataloader(self):
@@ -28,10 +42,11 @@ class DataModule(LightningDataModule):
 
 
 def train(args):
+    config_class, layer_class, model_class = MODELS[args.model]
     pipeline_config = None
     if args.pipeline_parallel_size > 1:
         pipeline_config = {
-            "transformer_layer_cls": DecoderLayer,
+            "transformer_layer_cls": layer_class,
             "num_microbatches": args.num_microbatches,
             "output_loss_value_spec": (True, False),
             "input_names": ["input_ids", "attention_mask", "labels"],
@@ -47,14 +62,16 @@ def train(args):
         tensor_parallel_size=args.tensor_parallel_size,
         context_parallel_size=args.context_parallel_size,
         pipeline_parallel_size=args.pipeline_parallel_size,
+        expert_parallel_size=args.expert_parallel_size,
         pipeline_config=pipeline_config,
         optimizer_config={"zero_one_enabled": args.use_zero_1 > 0, "grad_clipping": True, "max_grad_norm": 1.0},
         sequence_parallel=args.sequence_parallel_enabled > 0,
-        activation_checkpoint_config=CoreAttention if args.selective_checkpoint_enabled else DecoderLayer,
+        activation_checkpoint_config=CoreAttention if args.selective_checkpoint_enabled else layer_class,
     )
     model = NeuronLlamaLTModule(
         nxd_config=nxd_config,
-        model_args=(Config(**options_of(args)),),
+        model_class=model_class,
+        model_args=(config_class(**options_of(args)),),
         opt_cls=AdamW_FP32OptimParams,
         scheduler_cls=lambda optimizer, steps: torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, steps),
         opt_kwargs={"lr": 0.01, "betas": (0.9, 0.999), "weight_decay": 0.01},

@@ -1,0 +1,130 @@
+"""Experts of transformers' models over ep: whole experts on each rank, and tokens sent to them.
+
+Hooks of the module of experts send tokens before its forward and take the results back after it, so that transformers'
+own forward (any implementation: loops, grouped products) runs on the rows of this rank's experts, with their numbers
+here and weights of 1. The weights of a token's experts are applied where the token lives.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .. import comm, spmd
+from ..gradients.gradient import DATA_AXES
+from ..modules.moe.dispatch import experts_here, route_of
+from ..modules.moe.loss_function import load_balancing_loss_func
+from ..spmd import S
+from ..spmd.local_code import local_map
+from ..weights.shard_spec import ShardSpec, set_spec
+from .model_plan import UnsupportedModelError
+
+__all__ = ["count_all_tokens", "declare_rows", "distribute_experts"]
+
+_ROUTE = "_expert_route"
+
+
+def distribute_experts(model: nn.Module) -> None:
+    """Keeps the experts of this ep rank in every module of experts, and adds the hooks.
+
+    Raises:
+        UnsupportedModelError: the model has no module of experts that can be distributed.
+        ValueError: ep does not divide the number of experts.
+    """
+    modules = {name: module for name, module in model.named_modules() if _is_of_experts(module)}
+    if not modules:
+        raise UnsupportedModelError(
+            f"swap: {type(model).__name__} has no module with num_experts matrices in bare parameters and a forward of "
+            f"tokens, experts and weights, to distribute over ep={comm.size('ep')}: pass ep=1, which leaves all "
+            "experts on every rank"
+        )
+    for module in modules.values():
+        total = int(module.num_experts)
+        count = experts_here(total)
+        for name, param in [*module._parameters.items()]:
+            assert param is not None
+            local = param.detach().narrow(0, comm.rank("ep") * count, count).clone()
+            setattr(module, name, nn.Parameter(local, requires_grad=param.requires_grad))
+            set_spec(module, name, ShardSpec(full_shape=tuple(local.shape), experts=True))
+        module.num_experts = count
+        module.register_forward_pre_hook(partial(_send_tokens, total), with_kwargs=True)
+        module.register_forward_hook(_return_tokens)
+
+
+def _is_of_experts(module: Any) -> bool:
+    """Returns whether a module has all experts in bare parameters, and takes tokens, experts and weights."""
+    count = getattr(module, "num_experts", None)
+    params = [*module._parameters.values()]
+    if not params or not all(param is not None and param.ndim > 1 and len(param) == count for param in params):
+        return False
+    return len(inspect.signature(module.forward).parameters) == 3
+
+
+def _send_tokens(total: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Replaces tokens `[tokens, h]`, experts and weights `[tokens, k]` by the rows of this rank's experts."""
+    tokens, index, weights = [*args, *kwargs.values()]
+    shape = tokens.shape
+    tokens, index, weights = (x.reshape(-1, x.shape[-1]) for x in (tokens, index, weights))
+    route = route_of(index, total, tokens)
+    rows = route.to_experts(tokens)
+    module.__dict__[_ROUTE] = route, shape, weights
+    numbers = route.numbers()
+    # Without rows a row of zeros: forward and backward of all ranks go through the exchanges.
+    missing = 0 if len(rows) else 1
+    rows, numbers = F.pad(rows, (0, 0, 0, missing)), F.pad(numbers, (0, missing)).unsqueeze(1)
+    return (spmd.forget(rows, DATA_AXES), numbers, torch.ones_like(numbers, dtype=weights.dtype)), {}
+
+
+def _return_tokens(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    route, shape, weights = module.__dict__.pop(_ROUTE)
+    rows = output.flatten(0, -2)[: sum(route.sizes)]
+    tokens: torch.Tensor = route.to_tokens(rows, weights).view(shape)
+    return tokens
+
+
+def declare_rows(model: nn.Module) -> None:
+    """Tells the checker that transformers' code of experts, which picks tokens by number, means those of this rank."""
+    for module in model.modules():
+        if _is_of_experts(module) and comm.size(DATA_AXES) > 1:
+            module.register_forward_pre_hook(_forget_rows, with_kwargs=True)
+            module.register_forward_hook(_of_this_rank)
+
+
+def _forget_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    forgotten = {name: spmd.forget(x, DATA_AXES) for name, x in kwargs.items()}
+    return tuple(spmd.forget(x, DATA_AXES) for x in args), forgotten
+
+
+def _of_this_rank(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return _shard_of_rows(output)
+
+
+@local_map(out_types={DATA_AXES: S(0)})
+def _shard_of_rows(output: torch.Tensor) -> torch.Tensor:
+    return output
+
+
+def count_all_tokens(model: nn.Module) -> None:
+    """Makes the auxiliary loss of transformers' routers one over the tokens of all data ranks."""
+    function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    known = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+    if function is not None and comm.size(DATA_AXES) > 1 and [*inspect.signature(function).parameters] == known:
+        model.register_forward_hook(_over_all_tokens, with_kwargs=True)
+
+
+def _over_all_tokens(model: Any, args: Any, kwargs: Any, output: Any) -> None:
+    local = getattr(output, "aux_loss", None)
+    if not isinstance(local, torch.Tensor):
+        return
+    mask = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments.get("attention_mask")
+    sizes = model if hasattr(model, "num_experts") else model.config.get_text_config()
+    logits = output.router_logits
+    output.aux_loss = load_balancing_loss_func(logits, sizes.num_experts, sizes.num_experts_per_tok, mask)
+    if output.loss is not None:
+        output.loss = output.loss + model.router_aux_loss_coef * (output.aux_loss - local)

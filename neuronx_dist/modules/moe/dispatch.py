@@ -1,0 +1,158 @@
+"""Tokens on their way to the ranks of their experts, and back.
+
+    route = route_of(expert_index, num_experts, tokens)
+    rows = route.to_experts(tokens)             # [rows, h], in order of this rank's experts: `route.sizes` of each
+    out = route.to_tokens(f(rows), weights)     # [tokens, h]: each token's k rows, weighted and added
+
+    Dispatch       uneven: each row once, to the rank of its expert; the host reads how many rows come from where
+    Slots          even: the same number of slots for each expert and rank; no size depends on values
+
+`Dispatch` costs one exchange of counts (an integer for each expert). `Slots` is for programs without values: those of
+XLA, whose shapes are constant, and a check's. It sends empty slots too.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ... import comm, spmd
+from ...comm.rank_selection import in_one_program
+from ...gradients.gradient import DATA_AXES
+from ...parallel_layers.mappings import enter_expert_parallel_region, exit_expert_parallel_region
+from ...spmd import S, V
+from ...spmd.local_code import local_map
+from ...torch_internals.fake_tensors import FakeTensor
+
+__all__ = ["Dispatch", "Slots", "experts_here", "route_of"]
+
+
+def experts_here(num_experts: int) -> int:
+    """Returns the number of experts on one ep rank.
+
+    Raises:
+        ValueError: ep does not divide the number of experts.
+    """
+    ep = comm.size("ep")
+    if num_experts % ep:
+        raise ValueError(
+            f"{num_experts} experts are not divisible by ep={ep}: choose an expert_model_parallel_size that divides "
+            "their number"
+        )
+    return num_experts // ep
+
+
+def _fits(expert_index: torch.Tensor, num_experts: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns which choices are among the first `capacity` of their expert, and their number there: `[tokens, k]`."""
+    chosen = torch.nn.functional.one_hot(expert_index, num_experts).sum(1)  # a token chooses an expert once
+    position = chosen.cumsum(0).gather(1, expert_index) - 1
+    return position < capacity, position
+
+
+def route_of(
+    expert_index: torch.Tensor, num_experts: int, tokens: torch.Tensor, capacity: int | None = None
+) -> Dispatch | Slots:
+    """Returns the route of tokens `[tokens, h]` to experts `[tokens, k]`; all ranks of ep call it at the same time.
+
+    Args:
+        num_experts: of all ranks.
+        capacity: rows of one expert from this rank; further ones are dropped, and count 0. None: all of them.
+    """
+    if in_one_program(tokens) or tokens.is_meta or isinstance(tokens, FakeTensor):
+        return Slots(expert_index, num_experts, len(tokens) if capacity is None else capacity)
+    return Dispatch(expert_index, num_experts, capacity)
+
+
+class Dispatch:
+    """The rows of this rank's experts, in order of experts. All ranks of ep make one at the same time.
+
+    Args:
+        expert_index: the k experts of each token, `[tokens, k]`.
+        num_experts: of all ranks.
+        capacity: rows of one expert from this rank; further ones are dropped, and count 0. None: all of them.
+
+    Attributes:
+        sizes: number of rows of each expert of this rank.
+    """
+
+    def __init__(self, expert_index: torch.Tensor, num_experts: int, capacity: int | None = None) -> None:
+        self.top_k = expert_index.shape[1]
+        choices = expert_index.reshape(-1)
+        if capacity is not None:
+            fits, _ = _fits(expert_index, num_experts, capacity)
+            choices = choices.where(fits.flatten(), num_experts)
+        order = choices.argsort(stable=True)
+        counts = torch.bincount(choices, minlength=num_experts + 1)[:num_experts].view(comm.size("ep"), -1)
+        received = comm.all_to_all(counts, "ep")  # [ep, experts/ep], by the rank that sends
+        self._sent_sizes, self._received_sizes = counts.sum(1).tolist(), received.sum(1).tolist()
+        self._choices = order[: sum(self._sent_sizes)]
+        numbers = torch.arange(received.numel(), device=choices.device).remainder_(received.shape[1])
+        self._by_expert = numbers.repeat_interleave(received.flatten()).argsort(stable=True)
+        self._by_rank = self._by_expert.argsort()
+        self.sizes: list[int] = received.sum(0).tolist()
+
+    def numbers(self) -> torch.Tensor:
+        """The number of each row's expert on this rank, `[rows]`."""
+        device = self._choices.device
+        counts = torch.tensor(self.sizes, device=device)
+        return torch.arange(len(counts), device=device).repeat_interleave(counts, output_size=sum(self.sizes))
+
+    def to_experts(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`[tokens, h] -> [rows, h]`."""
+        rows = tokens.index_select(0, self._choices // self.top_k)
+        return self._exchange(rows, self._sent_sizes, self._received_sizes).index_select(0, self._by_expert)
+
+    def to_tokens(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """`[rows, h] -> [tokens, h]`: the sum of the rows of each token's experts, weighted by `[tokens, k]`."""
+        rows = self._exchange(rows.index_select(0, self._by_rank), self._received_sizes, self._sent_sizes)
+        chosen = rows.new_zeros(weights.numel(), rows.shape[1]).index_copy(0, self._choices, rows)
+        return (chosen.unflatten(0, weights.shape) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+
+    @staticmethod
+    def _exchange(rows: torch.Tensor, sizes: list[int], received: list[int]) -> torch.Tensor:
+        return spmd.all_to_all(rows, "ep", src=V, dst=V, input_split_sizes=sizes, output_split_sizes=received)
+
+
+class Slots:
+    """Slots for the rows of each expert, `capacity` from each ep rank.
+
+    Args:
+        expert_index: `[tokens, k]`.
+        num_experts: of all ranks.
+        capacity: slots of one expert for each rank; further rows are dropped, and count 0.
+    """
+
+    def __init__(self, expert_index: torch.Tensor, num_experts: int, capacity: int) -> None:
+        self._index, self._shape = expert_index, (num_experts, capacity)
+        self.sizes = [comm.size("ep") * capacity] * experts_here(num_experts)
+
+    def numbers(self) -> torch.Tensor:
+        """The number of each slot's expert on this rank, `[rows]`."""
+        numbers = torch.arange(len(self.sizes), device=self._index.device)
+        return numbers.unsqueeze(1).expand(-1, self.sizes[0]).flatten()
+
+    def to_experts(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`[tokens, h] -> [experts/ep * ep * capacity, h]`, zeros in slots without a token."""
+        return enter_expert_parallel_region(_into_slots(tokens, self._index, *self._shape)).flatten(0, 2)
+
+    def to_tokens(self, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """`[rows, h] -> [tokens, h]`, weighted by `[tokens, k]`; 0 of a dropped choice."""
+        slots = exit_expert_parallel_region(slots.unflatten(0, (len(self.sizes), -1, self._shape[1])))
+        return _from_slots(slots, self._index, weights)
+
+
+@local_map(out_types={DATA_AXES: S(1)})
+def _into_slots(tokens: torch.Tensor, expert_index: torch.Tensor, num_experts: int, capacity: int) -> torch.Tensor:
+    fits, position = _fits(expert_index, num_experts, capacity)
+    rows = (tokens.unsqueeze(1) * fits.unsqueeze(-1)).flatten(0, 1)
+    slots = rows.new_zeros(num_experts * capacity, rows.shape[1])
+    numbers = expert_index * capacity + position.clamp(max=capacity - 1)
+    return slots.index_add(0, numbers.flatten(), rows).unflatten(0, (num_experts, capacity))
+
+
+@local_map(out_types={DATA_AXES: S(0)})
+def _from_slots(slots: torch.Tensor, expert_index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    num_experts, capacity, _ = slots.shape
+    fits, position = _fits(expert_index, num_experts, capacity)
+    numbers = expert_index * capacity + position.clamp(max=capacity - 1)
+    chosen = slots.flatten(0, 1).index_select(0, numbers.flatten()).unflatten(0, weights.shape)
+    return (chosen * (weights * fits).unsqueeze(-1)).sum(1).to(slots.dtype)
