@@ -1,4 +1,4 @@
-"""What all tests share: one thread per rank, one pool of worker processes (`support/pool.py`), and the fast tier."""
+"""Fixtures of all tests: one thread per rank, one pool of worker processes (`support/pool.py`), and the fast tier."""
 
 from __future__ import annotations
 

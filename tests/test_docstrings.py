@@ -13,9 +13,6 @@ from tests.support.sources import tree_of
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 120  # columns of a line of source
-# Tests whose first lines are still to be rewritten.
-NOT_YET = tuple(f"tests/{name}" for name in ("hf/", "modules/", "shard_tensor/", "checking/mutation/", "conftest.py"))
-NOT_YET += ("tests/support/call_sites.py", "tests/support/fast.py")
 
 _QUOTED = re.compile(r"`([^`]*)`")
 # A first line begins with a verb ("Returns ...") or its head noun: a reader parses it at first sight.
@@ -78,7 +75,7 @@ def test_docstrings_are_written_and_not_only_wrapped() -> None:
 
 @pytest.mark.parametrize("folder", ["tests", "examples", "benchmarks"])
 def test_first_lines_begin_with_a_verb_or_a_noun_in_tests_too(folder: str) -> None:
-    assert [fault for fault in all_faults(folder, faults_of_the_head) if not fault.startswith(NOT_YET)] == []
+    assert all_faults(folder, faults_of_the_head) == []
 
 
 @pytest.mark.parametrize(

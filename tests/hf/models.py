@@ -83,7 +83,7 @@ def swapped(config: Any, state: dict[str, torch.Tensor], model_class: Any = Llam
 
 
 def sum_partial_gradients(model: nn.Module) -> None:
-    """What `grads.reduce_gradients` does of it over tp, written out: these tests do not depend on that module."""
+    """Sums gradients over tp as `grads.reduce_gradients` does, written out: these tests do not use that module."""
     for param in model.parameters():
         if spec_of(param).sequence_parallel and param.grad is not None:
             param.grad = comm.all_reduce(param.grad, "tp")
@@ -96,7 +96,7 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 class Stage:
-    """What the weights see of a pipeline model: the whole model, of which one stage is here, by its original names."""
+    """A pipeline model as the weights see it: the whole model, of which one stage is here, by its original names."""
 
     def __init__(self, model: Any) -> None:
         self.original_module = model

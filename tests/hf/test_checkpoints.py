@@ -1,4 +1,4 @@
-"""What `from_pretrained` of transformers takes, `load_pretrained` takes: the same bits, in any layout."""
+"""Arguments of transformers' `from_pretrained` serve `load_pretrained`: the same bits, in any layout."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_buffers_of_old_checkpoints_are_passed_over_in_silence(tmp_path: Path) -
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_checkpoint_of_the_base_model_alone(tmp_path: Path, tied: bool) -> None:
-    """Its names have no prefix. An untied head is new, which is said, and the same at every degree."""
+    """Names of the base model have no prefix. An untied head is new, which is said, and the same at every degree."""
     config = llama_config(kv_heads=4, tied=tied)
     reference_model(config, LlamaModel, FP32).save_pretrained(tmp_path)
     assert "layers.0.mlp.up_proj.weight" in load_file(tmp_path / "model.safetensors")

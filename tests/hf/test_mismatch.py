@@ -1,4 +1,4 @@
-"""What is said of a checkpoint that does not fit a model, word for word."""
+"""Messages about a checkpoint that does not fit a model, word for word."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def _config(vocab: int = VOCAB, tied: bool = False, **more: Any) -> Any:
 
 
 def _bound_logits(model: Any) -> Any:
-    """As Gemma does: -inf would become a number again."""
+    """Bounds logits as Gemma does: -inf would become a number again."""
     model.get_output_embeddings().register_forward_hook(lambda head, args, logits: 2 * torch.tanh(logits / 2))
     return model
 

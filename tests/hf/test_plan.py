@@ -1,4 +1,4 @@
-"""What becomes of each layer, in whole: plans of a model as a file, and every reason to refuse one.
+"""Plans of each layer, in whole: plans of a model as a file, and every reason to refuse one.
 
 `plans.txt` has the plans as they were reviewed; NXD_UPDATE_PLANS=1 writes it anew. That they are right, parity shows
 (test_swap.py).

@@ -1,4 +1,4 @@
-"""Where weights are read from: which file of a folder, whole tensors and slices of them."""
+"""Sources of weights: the file of a folder, whole tensors and slices of them."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ WORDS = {
 @pytest.mark.parametrize("form", ["words", "layers", "plan"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_plan_that_is_given(form: str, sequence_parallel: bool, tmp_path: Any, monkeypatch: Any) -> None:
-    """Of an architecture that nobody else has a plan for."""
+    """The plan is of an architecture that nobody else has a plan for."""
     config = llama_config(4, 2)
     layers = read_plan(meta_model(config)).layers(meta_model(config), 2, sequence_parallel=sequence_parallel)
     Plan(tp=2, layers=tuple(layers)).save(tmp_path / "plan.json")
@@ -431,7 +431,7 @@ def test_attention_dropout_differs_over_tp_and_nothing_else_does() -> None:
 
 
 def test_attention_dropout_at_tp_1_is_hugging_faces() -> None:
-    """It draws from torch's own stream, which no one had to seed for us."""
+    """Attention dropout draws from torch's stream, which no one had to seed for us."""
     config = llama_config(attention_dropout=0.5, attn_implementation="eager")
     reference = reference_model(config).train()
     ids, _ = batch()
@@ -483,6 +483,6 @@ def test_evaluation_with_attention_dropout_needs_no_seed() -> None:
 
 
 def _alone(mesh: Mesh, index: int, fn: Any) -> Any:
-    """What `fn` does on one rank, its collectives giving tensors of the right shape."""
+    """Returns the result of `fn` on one rank, whose collectives give tensors of the right shape."""
     with comm.as_rank(mesh, index):
         return fn()

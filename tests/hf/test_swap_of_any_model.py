@@ -1,4 +1,4 @@
-"""What a swap reads off a model and writes into it: one that transformers knows nothing of; and what it refuses."""
+"""Swaps of a model that transformers knows nothing of: what is read off it and written into it, and refusals."""
 
 from __future__ import annotations
 

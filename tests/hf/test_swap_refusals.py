@@ -1,4 +1,4 @@
-"""What a swap refuses, and what it says: models that it has no plan for, and sizes that tp does not divide."""
+"""Refusals of a swap, and their messages: models that it has no plan for, and sizes that tp does not divide."""
 
 from __future__ import annotations
 

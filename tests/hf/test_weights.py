@@ -177,7 +177,7 @@ def test_all_that_does_not_fit_is_listed_and_nothing_is_loaded() -> None:
 
 
 def test_saving_over_an_older_folder_leaves_no_stale_files(tmp_path: Any) -> None:
-    """Of files that more pipeline stages wrote."""
+    """Stale files are those that more pipeline stages wrote."""
     config = llama_config()
     state = reference_model(config, dtype=torch.float32).state_dict()
     (tmp_path / "model-00002-of-00004.safetensors").touch()
@@ -239,7 +239,7 @@ def test_pipeline_stages(tmp_path: Any, tied: bool) -> None:
 
 
 def test_the_index_counts_the_bytes_that_are_written(tmp_path: Path) -> None:
-    """Of bf16, two for each element."""
+    """Elements are of bf16, two bytes each."""
     config = llama_config()
     state = reference_model(config, dtype=torch.bfloat16).state_dict()
 
@@ -254,7 +254,7 @@ def test_the_index_counts_the_bytes_that_are_written(tmp_path: Path) -> None:
 
 
 def test_one_rank_writes_a_file(tmp_path: Path, monkeypatch: Any) -> None:
-    """Of all that hold the same weights: over dp, and over cp."""
+    """A single rank writes, of all that hold the same weights: over dp, and over cp."""
     import safetensors.torch
 
     config = llama_config()
@@ -305,7 +305,7 @@ def test_logits_after_the_round_trip(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("rows", [12, 10], ids=["even", "padded"])
 def test_a_rank_reads_its_slices_of_fused_blocks(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two blocks of rows, one behind the other, a rank has a piece of each, and reads no more."""
+    """A rank has a piece of each of two blocks of rows, one behind the other, and reads no more."""
     whole = torch.randn(2 * rows, 3)
     save_file({"weight": whole}, tmp_path / "model.safetensors")
     sizes: list[int] = []

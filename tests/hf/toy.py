@@ -50,7 +50,7 @@ class Base(nn.Module):
 
 
 class Toy(nn.Module):
-    """Of `heads` over `kv_heads`; on meta."""
+    """A model of `heads` over `kv_heads`; on meta."""
 
     def __init__(self, heads: int = 4, kv_heads: int = 2, layers: int = 2, names: str = "qkvo", **config: Any) -> None:
         super().__init__()

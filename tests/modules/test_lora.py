@@ -374,7 +374,7 @@ def test_adapters_on_swapped_gpt2_are_those_of_one_process(sequence_parallel: bo
 
 @pytest.mark.parametrize("zero1", [False, True])
 def test_an_optimizer_that_was_made_before_the_adapters_is_refused(zero1: bool) -> None:
-    """It would train nothing: its parameters are frozen."""
+    """Such an optimizer would train nothing: its parameters are frozen."""
 
     def main() -> None:
         model = Net(False)

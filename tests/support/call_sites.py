@@ -73,7 +73,7 @@ class Site(NamedTuple):
     last_line: int
 
     def is_in(self, *places: ModuleType) -> bool:
-        """Whether it stands in one of these modules; a package has all the files in its folder."""
+        """Returns whether a site stands in one of these modules; a package has all the files in its folder."""
         files = [str(place.__file__) for place in places]
         return any(self.file.startswith(file.removesuffix("__init__.py")) for file in files)
 

@@ -49,7 +49,7 @@ def mark(items: list[pytest.Item]) -> None:
 
 
 def _starts_processes(function: FunctionType, seen: set[FunctionType]) -> bool:
-    """Whether it names something that starts processes, or a function of the tests does that it names."""
+    """Returns whether a test names something that starts processes, or a function of the tests that does."""
     seen.add(function)
     if function in _known:
         return _known[function]

@@ -25,7 +25,7 @@ __all__ = ["Program"]
 
 @dataclass(frozen=True)
 class Program:
-    """What `spmd.check` is given. `values`: raises or returns something true if the values are wrong; None: they are
+    """Arguments of `spmd.check`. `values`: raises or returns something true if the values are wrong; None: they are
     those of the same program, on threads and in one process.
     """
 

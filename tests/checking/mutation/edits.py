@@ -1,4 +1,4 @@
-"""What can be wrong about one collective or conversion: it is missing, done twice, or another one.
+"""Mutations of one collective or conversion: it is missing, done twice, or another one.
 
 An edit is a function `(original, x, axis, **options)` for `call_sites.mutate`; it works on values and on fake tensors.
 The edits of a call depend on what it was given; `recorder` notes that in a right run.
@@ -29,7 +29,7 @@ class Edit(NamedTuple):
 
 
 class Call(NamedTuple):
-    """How a site is called: number of dims of the tensor, label and size of the group, and the options."""
+    """A call of a site: number of dims of the tensor, label and size of the group, and the options."""
 
     dims: int
     axis: str
@@ -73,7 +73,7 @@ def _deliver(result: Any, options: dict[str, Any]) -> Any:
 
 
 def _each(change: Callable[[torch.Tensor], Any], x: Any) -> Any:
-    """Of every tensor, if there is a list of them."""
+    """Applies a function to every tensor, if there is a list of them."""
     return [change(one) for one in x] if isinstance(x, (list, tuple)) else change(x)
 
 

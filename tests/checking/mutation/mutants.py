@@ -1,4 +1,4 @@
-"""Which program uses which call site, and running the mutants: what the checker says, and what the values say."""
+"""The program that uses each call site, and running the mutants: the checker's answer, and that of the values."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ EQUIVALENT = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of the checker: the kind of the first problem ("types", "collectives", "program", ...; "" if there is none)."""
+    """The answer: the kind of the first problem ("types", "collectives", "program", ...; "" if there is none)."""
 
     kind: str
     text: str
@@ -322,7 +322,7 @@ def some(edits: Sequence[Edit]) -> list[Edit]:
 
 @functools.cache
 def checked(name: str, edit: Edit) -> Verdict:
-    """What `spmd.check` says of a mutant."""
+    """Returns the answer of `spmd.check` for a mutant."""
     autograd._flavours.clear()  # what is known of functions' backwards, which may be the mutant
     begin = time.perf_counter()
     with mutate(SITES[name], edit.change) as hits:

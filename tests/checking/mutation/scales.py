@@ -157,7 +157,7 @@ class _Replace(ast.NodeTransformer):
 
 @functools.cache
 def refusal(name: str, mutant: str) -> str:
-    """What the checker says of a mutant; "" if nothing."""
+    """Returns the checker's refusal of a mutant; "" if there is none."""
     with _mutated(name, mutant):
         problems = PROGRAMS[PROGRAM_OF[name]].check().problems
     return f"{problems[0].kind}: {problems[0].message}" if problems else ""

@@ -1,4 +1,4 @@
-"""How torch's operators are computed on ShardTensors, as docs/shard-tensor-operators.md lists it: written and read."""
+"""Torch's operators on ShardTensors, as docs/shard-tensor-operators.md lists them: written and read."""
 
 from __future__ import annotations
 

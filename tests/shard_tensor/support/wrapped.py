@@ -1,4 +1,4 @@
-"""What others wrap around a model with ShardTensors: each row of docs/shard-tensor-wrappers.md as a function.
+"""Wrappers of others around a model with ShardTensors: each row of docs/shard-tensor-wrappers.md as a function.
 
 A row trains the model of a column, or computes with it, and returns tensors by name. It runs on all ranks of the
 column, and once on a plain model in one process, to whose tensors those of each rank are equal.
