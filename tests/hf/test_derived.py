@@ -112,7 +112,7 @@ def test_with_sequence_parallelism() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["", "BEiT", pytest.param("DeBERTa 2", marks=pytest.mark.full)])
 def test_it_is_proven_by_the_checker(name: str) -> None:
-    """Of BEiT, whose positions are remembered by an `lru_cache`; of DeBERTa 2, which makes constants of numbers."""
+    """Checks BEiT, whose positions an `lru_cache` remembers, and DeBERTa 2, which makes constants of numbers."""
     make, labelled = model, {**IDS, "labels": IDS["input_ids"]}
     if name:
         architecture = next(each for each in WITHOUT_PLAN if each.name == name)

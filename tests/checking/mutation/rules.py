@@ -116,7 +116,7 @@ RULES = {
         ((judge, "other_partial"),), lambda *args: args[4][args[5][0]], _square_of_a_maximum
     ),
     "squares of norms": Dropped(
-        ((judging, "squared_axes"),), lambda rule, args, kwargs, operands: (operands, ()), "clipped_by_squared_norms"
+        ((judging, "_squared_axes"),), lambda rule, args, kwargs, operands: (operands, ()), "clipped_by_squared_norms"
     ),
     "what a step returns": Dropped(((played, "check_returned"),), _nothing, "accuracy.numerator"),
     "ways back": Dropped(((autograd, "check_ways_back"),), _nothing, "mapped_ring.gradient_goes_on"),
