@@ -185,7 +185,7 @@ WRITES = {  # into rows that from_local made of a leaf; the gradient of the leaf
 @pytest.mark.parametrize("placements", [[Shard(0)], [Replicate()], [Shard(0), Shard(0)]])
 @pytest.mark.parametrize("write", WRITES)
 def test_what_from_local_makes_of_a_leaf_is_written_in_place(write, placements):
-    """Compares with torch's DTensor: the leaf stays a leaf, shares memory, and gets the gradient of the written tensor."""
+    """Compares with torch's DTensor: a leaf stays a leaf, shares memory, and gets the written tensor's gradient."""
     write_, factor = WRITES[write]
 
     def rank(mesh):
