@@ -26,6 +26,7 @@ __all__ = [
     "mark_reduced",
     "mark_step",
     "mark_summed_over_units",
+    "refuse_averaged",
     "refuse_reduced",
 ]
 
@@ -85,6 +86,22 @@ def refuse_reduced(grads: Iterable[torch.Tensor]) -> None:
                 "would scale them. Call reduce_gradients once after the last backward, and not after "
                 "NxDPPModel.run_train, which calls it; call zero_grad before the next step"
             )
+
+
+def refuse_averaged(grads: Iterable[torch.Tensor]) -> None:
+    """Raises if a gradient of experts is a sum over data ranks already, before an optimizer that sums it.
+
+    A second mean of equal gradients changes nothing; the sum of experts' gradients over edp, divided by dp x cp, does.
+
+    Raises:
+        RuntimeError: it is.
+    """
+    if any({"data", "ep"} & ReductionState.of(grad).stages for grad in grads):
+        raise RuntimeError(
+            "the gradients of experts were averaged over the data ranks already, and this optimizer would sum them "
+            "again: call reduce_gradients(model, average_over_data=False), and build NxDPPModel with "
+            "use_zero1_optimizer=True"
+        )
 
 
 def left_to_reduce(grads: Sequence[torch.Tensor], stage: str) -> list[torch.Tensor]:

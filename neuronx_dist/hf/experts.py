@@ -22,7 +22,7 @@ from ..modules.moe.dispatch import experts_here, route_of
 from ..modules.moe.loss_function import load_balancing_loss_func
 from ..spmd import S
 from ..spmd.local_code import local_map
-from ..weights.shard_spec import ShardSpec, set_spec
+from ..weights.shard_spec import ShardSpec, as_sharded_module, set_spec
 from .model_plan import UnsupportedModelError
 
 __all__ = ["count_all_tokens", "declare_rows", "distribute_experts"]
@@ -53,6 +53,7 @@ def distribute_experts(model: nn.Module) -> None:
             setattr(module, name, nn.Parameter(local, requires_grad=param.requires_grad))
             set_spec(module, name, ShardSpec(full_shape=tuple(local.shape), experts=True))
         module.num_experts = count
+        as_sharded_module(module)  # copies and loaded weights stay those of this ep rank's experts
         module.register_forward_pre_hook(partial(_send_tokens, total), with_kwargs=True)
         module.register_forward_hook(_return_tokens)
 
@@ -68,7 +69,7 @@ def _is_of_experts(module: Any) -> bool:
 
 def _send_tokens(total: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Replaces tokens `[tokens, h]`, experts and weights `[tokens, k]` by the rows of this rank's experts."""
-    tokens, index, weights = [*args, *kwargs.values()]
+    tokens, index, weights = inspect.signature(module.forward).bind(*args, **kwargs).arguments.values()
     shape = tokens.shape
     tokens, index, weights = (x.reshape(-1, x.shape[-1]) for x in (tokens, index, weights))
     route = route_of(index, total, tokens)
@@ -119,6 +120,15 @@ def count_all_tokens(model: nn.Module) -> None:
 
 
 def _over_all_tokens(model: Any, args: Any, kwargs: Any, output: Any) -> None:
+    if isinstance(output, tuple):
+        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+        asked = given.get("output_router_logits", getattr(model.config, "output_router_logits", None))
+        if asked:
+            raise ValueError(
+                f"{type(model).__name__} with router logits and return_dict=False: its auxiliary loss would count the "
+                "tokens of one data rank; leave return_dict at True"
+            )
+        return
     local = getattr(output, "aux_loss", None)
     if not isinstance(local, torch.Tensor):
         return
@@ -127,4 +137,5 @@ def _over_all_tokens(model: Any, args: Any, kwargs: Any, output: Any) -> None:
     logits = output.router_logits
     output.aux_loss = load_balancing_loss_func(logits, sizes.num_experts, sizes.num_experts_per_tok, mask)
     if output.loss is not None:
-        output.loss = output.loss + model.router_aux_loss_coef * (output.aux_loss - local)
+        sizes = model if hasattr(model, "router_aux_loss_coef") else model.config.get_text_config()
+        output.loss = output.loss + sizes.router_aux_loss_coef * (output.aux_loss - local)

@@ -136,11 +136,21 @@ def swap(
         model.get_submodule(model_plan.head).register_forward_hook(partial(_without_padding, vocabulary))
     if any(param.is_meta for param in model.parameters()):
         model.register_forward_pre_hook(_refuse_without_values, with_kwargs=True, prepend=True)
+    if tp > 1 or ep > 1:
+        model.save_pretrained = partial(_refuse_own_save, type(model).__name__)
     setattr(model, _SWAPPED, True)
     return model
 
 
 _SWAPPED = "_is_swapped"
+
+
+def _refuse_own_save(name: str, *args: Any, **kwargs: Any) -> None:
+    """Stands in the place of the model's `save_pretrained`, which would write the shards of one rank."""
+    raise RuntimeError(
+        f"{name}.save_pretrained would write the shards of one rank: call neuronx_dist.hf.save_pretrained(model, "
+        "folder), on all ranks"
+    )
 
 
 def _plain_layers(model: nn.Module, plan: ModelPlan) -> dict[str, tuple[float, bool]]:
@@ -337,19 +347,19 @@ def _head_problems(model: nn.Module, plan: ModelPlan, tp: int, pad_heads: bool) 
     if refused := {name: n for name, n in others.items() if n % tp or heads.pads(*of_model)}:
         listed = ", ".join(f"{name} of {n} heads" for name, n in refused.items())
         return [f"the model has {plan.heads} attention heads and {listed}: both are to be divisible by tp={tp}"]
+    is_plain = all(plan.has_plain_attention(name) for name in plan.attentions)
     if heads.pads(*of_model) and not pad_heads:
         choices = [n for n in range(1, plan.heads + 1) if not padded_heads(*of_model, n).pads(*of_model)]
         return [
-            f"{plan.heads} attention heads over {plan.kv_heads} key/value heads are not divisible by tp={tp}: pass "
-            f"pad_heads=True, or choose tp from {choices}"
+            f"{plan.heads} attention heads over {plan.kv_heads} key/value heads are not divisible by tp={tp}: "
+            f"{'pass pad_heads=True, or ' if is_plain else ''}choose tp from {choices}"
         ]
     if not heads.pads(*of_model) and heads.replicas == 1:
         return []
     what = "replicates k_proj, v_proj and pads" if heads.replicas > 1 else "pads"
-    attention = plan.attentions
-    if not all(plan.has_plain_attention(name) for name in attention):
+    if not is_plain:
         return [f"tp={tp} {what} {', '.join(ATTENTION)}; this model's attention has other layers"]
-    modules = map(model.get_submodule, attention)
+    modules = map(model.get_submodule, plan.attentions)
     if heads.replicas > 1 and not all(hasattr(module, "num_key_value_groups") for module in modules):
         return [f"tp={tp} {what} {', '.join(ATTENTION)}, and this model's attention has no num_key_value_groups to set"]
     return []

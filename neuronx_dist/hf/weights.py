@@ -22,6 +22,7 @@ from torch import nn
 from .. import comm
 from ..comm.generators import device_has_own_program
 from ..comm.host import on_host
+from ..modules.lora.layer import LoraLayer
 from ..torch_internals.modules import non_persistent_buffers
 from ..weights.materialize import materialize
 from ..weights.partial_model import (
@@ -119,12 +120,15 @@ def save_pretrained(model: Any, folder: str | PathLike[str], tokenizer: Any = No
     pipeline); weight files that an earlier save left in the folder are removed. The folder is to be one file system
     for all ranks that write.
 
+    Layers with merged adapters are written under the names that they have without.
+
     Raises:
         OSError: on all ranks: one of them could not write.
+        ValueError: the model has adapters that are not merged.
     """
     from safetensors.torch import save_file
 
-    path = Path(folder)
+    path, adapters = Path(folder), _merged_adapters(partial_model(model).original_module)
     stage, stages = comm.rank("pp"), comm.size("pp")
     in_first_replica = comm.rank("edp") == 0  # one rank of dp and cp, or with experts over ep as many as ep
     writes = comm.rank(("dp", "cp", "tp")) == 0
@@ -144,8 +148,9 @@ def save_pretrained(model: Any, folder: str | PathLike[str], tokenizer: Any = No
     all_take_part = device_has_own_program()
     if in_first_replica or all_take_part:
         for name, full in _full_tensors(model):
-            if writes:
-                tensors[name] = full.to("cpu").contiguous()
+            written = _without_adapter(name, adapters)
+            if writes and written:
+                tensors[written] = full.to("cpu").contiguous()
             elif all_take_part:
                 full.to("cpu")
     file = f"model-{stage + 1:05d}-of-{stages:05d}.safetensors" if stages > 1 else "model.safetensors"
@@ -168,6 +173,30 @@ def save_pretrained(model: Any, folder: str | PathLike[str], tokenizer: Any = No
                 }
                 (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
             _write_configs(partial_model(model).original_module, path, tokenizer)
+
+
+def _merged_adapters(model: nn.Module) -> list[str]:
+    """Returns the names of the layers with adapters.
+
+    Raises:
+        ValueError: one is not merged.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    if left := [name for name, layer in layers.items() if not layer.merged]:
+        raise ValueError(
+            f"save_pretrained: {len(left)} layers have adapters that are not merged, {left[0]} the first: call "
+            "merge_lora() for a folder of the whole model, or save_lora(folder) for the adapters alone"
+        )
+    return [*layers]
+
+
+def _without_adapter(name: str, adapters: list[str]) -> str:
+    """Returns the name that a tensor has in a model without adapters; "" of a tensor of an adapter."""
+    for layer in adapters:
+        if name.startswith(f"{layer}."):
+            base = f"{layer}.base_layer."
+            return f"{layer}.{name.removeprefix(base)}" if name.startswith(base) else ""
+    return name
 
 
 def full_state_dict(model: nn.Module, *, gradients: bool = False) -> dict[str, torch.Tensor]:

@@ -24,9 +24,10 @@ from torch import nn
 from .. import comm
 from ..comm.rank_selection import in_one_program
 from ..gradients.buckets import BucketPlan, cap_in_bytes, overlap
-from ..gradients.gradient import ParameterGradient, parameters_of
+from ..gradients.gradient import DATA_AXES, ParameterGradient, parameters_of
 from ..gradients.in_backward import BackwardReduction, Bucket, release
 from ..gradients.norm import check_norm_groups, clip_grads_with_norm, norm_of, scale_grads
+from ..gradients.state import refuse_averaged
 from ..parallel_layers.utils import (
     copy_tensor_model_parallel_attributes,
     load_optimizer_state_dict,
@@ -65,7 +66,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
     Each parameter is split along dim 0 over the sharding group, zero-padded to a multiple of its size: a rank holds
     1/degree of the optimizer's state and of the master weights. Before `step`, gradients must be summed over tp under
     sequence parallelism and over pp for tied weights, which `reduce_gradients(model, average_over_data=False)` does
-    (`run_train` calls it); `step` averages over the data, which changes nothing where gradients are averaged already.
+    (`run_train` calls it); `step` averages over the data, which changes nothing where gradients are averaged already
+    (those of experts over ep raise a RuntimeError then).
 
     A parameter that is frozen at construction is left alone. One without a gradient on this rank counts as zero if
     another rank of the group has one, and is skipped, as torch does, if none has.
@@ -278,6 +280,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self.wait()
         for shard in self.shards:
             shard.follow()
+        if isinstance(self._sharding, DataSharding):
+            experts = [shard.gradient for shard in self.shards if shard.gradient.data_axis != DATA_AXES]
+            refuse_averaged(gradient.tensor for gradient in experts if gradient.tensor is not None)
         self._reduce_scatter()
         self._is_reduced = True
 

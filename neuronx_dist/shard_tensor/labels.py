@@ -227,7 +227,10 @@ def _labels(
     at = [i for i, shape in enumerate(shapes) if shape is not None]  # places of the spec's operands
     for i, dims in zip(at, spec.ins, strict=True):
         if dims is not None and shapes[i] != tuple(prod(spec.sizes[label] for label in dim) for dim in dims):
-            raise RuntimeError(f"{name}: operands of shapes {[tuple(shape or ()) for shape in shapes]} do not match")
+            raise RuntimeError(
+                f"{name}: operands of shapes {[tuple(shape or ()) for shape in shapes]} do not match; a plain tensor "
+                "counts as the whole, equal on all ranks: ShardTensor.from_local takes this rank's part"
+            )
     whole = {label for dims in (*spec.ins, *spec.outs) for dim in dims or () if len(dim) > 1 for label in dim}
     whole |= spec.fixed.keys() | spec.ranges.keys() | spec.weak
     added: frozenset[int] = frozenset()

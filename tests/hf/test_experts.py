@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from neuronx_dist.hf import (
     transformer_layer_class,
 )
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.optimizer import NeuronZero1Optimizer
 from neuronx_dist.parallel_layers.grads import global_num_items, reduce_gradients
 from neuronx_dist.pipeline import NxDPPModel
 from tests.hf.every_plan import VOCAB, model_of
@@ -219,6 +221,66 @@ def test_types_are_proved(mesh: dict[str, int]) -> None:
 
     ids = batch(0)[0]
     assert spmd.check(make, {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.ones(())}, mesh).ok
+
+
+RELOADED = {
+    "copied": copy.deepcopy,
+    "pickled": lambda model: pickle.loads(pickle.dumps(model)),
+    "assigned": lambda model: _assigned(model, {key: value.clone() for key, value in model.state_dict().items()}),
+}
+
+
+def _assigned(model: Any, state: dict[str, torch.Tensor]) -> Any:
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def _zero1_step(again: Any, average_over_data: bool = False) -> dict[str, torch.Tensor]:
+    local = again(swap(model("MixtralConfig", False, "eager").double()))
+    optimizer = NeuronZero1Optimizer(local.parameters(), torch.optim.SGD, lr=0.1)
+    ids, labels, _ = (part.chunk(comm.size("dp"))[comm.rank("dp")] for part in batch(0))
+    local(input_ids=ids, labels=labels).loss.backward()
+    reduce_gradients(local, average_over_data)
+    optimizer.step()
+    return full_state_dict(local)
+
+
+@pytest.mark.parametrize("again", RELOADED)
+def test_experts_stay_those_of_their_ep_rank(again: str) -> None:
+    """Of a model that is copied or loaded between swap and optimizer, which sees parameters alone."""
+
+    def rank() -> None:
+        expected = _zero1_step(lambda model: model)
+        for key, value in _zero1_step(RELOADED[again]).items():
+            assert torch.equal(value, expected[key]), key
+
+    threads.run(Mesh(4, ep=2), rank)
+
+
+def test_weights_of_another_ep_rank_are_refused() -> None:
+    def rank() -> None:
+        local = swap(model("MixtralConfig", False, "eager"))
+        states = comm.gather_objects(local.state_dict(), "ep")
+        local.load_state_dict(states[comm.rank("ep")])
+        with pytest.raises(ValueError, match=r"shard \d of 2, and rank \d holds shard \d of 2"):
+            local.load_state_dict(states[1 - comm.rank("ep")])
+
+    threads.run(Mesh(2, ep=2), rank)
+
+
+def test_zero1_refuses_gradients_of_experts_that_are_averaged() -> None:
+    with pytest.raises(RuntimeError, match="experts were averaged over the data ranks already.*use_zero1_optimizer"):
+        threads.run(Mesh(2, ep=2), lambda: _zero1_step(lambda model: model, average_over_data=True))
+
+
+def test_an_auxiliary_loss_in_a_tuple_is_refused() -> None:
+    def rank() -> None:
+        local = swap(model("MixtralConfig", True, "eager"))
+        ids, labels, _ = (part.chunk(2)[comm.rank("dp")] for part in batch(0))
+        with pytest.raises(ValueError, match="leave return_dict at True"):
+            local(input_ids=ids, labels=labels, return_dict=False)
+
+    threads.run(Mesh(2, ep=2), rank)
 
 
 def test_bad_input_is_refused() -> None:

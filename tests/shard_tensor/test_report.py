@@ -188,3 +188,24 @@ def test_meshes_are_made_and_divided_inside_of_a_report():
         F.conv2d(x, torch.empty(2, 2, 3, 3), padding=1)
         assert grid["dp", "domain"]._flatten("world").size() == 8
     assert [entry.call.verb for entry in r.calls] == ["exchange"]
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_interpolation_is_played_and_then_computed(mode):
+    """Windows of an interpolation are numbers, which have values where a job is played on shapes."""
+
+    def interpolated(mesh):
+        x = ShardTensor.from_local(torch.ones(1, 1, 7, 6), mesh, [Shard(2)])
+        return F.interpolate(x, size=(31, 11), mode=mode)
+
+    with report(mesh=3) as played:
+        interpolated(DeviceMesh("cpu", range(3)))
+
+    def rank():
+        with report() as communicated:
+            y = interpolated(DeviceMesh("cpu", range(3))).full_tensor()
+        return len([entry for entry in communicated.calls if entry.op == "interpolate"]), y
+
+    for count, y in comm.threads.run(Mesh(3), rank):
+        assert count == len(played.calls)
+        torch.testing.assert_close(y, F.interpolate(torch.ones(1, 1, 21, 6), size=(31, 11), mode=mode))

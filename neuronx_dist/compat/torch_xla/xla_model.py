@@ -252,6 +252,11 @@ def reduce_gradients(optimizer: torch.optim.Optimizer, groups: Groups = None, pi
             grad.div_(comm.size(axis))
 
 
+def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Returns the gradients of an optimizer's parameters, as scripts pass them to a reduction."""
+    return [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+
+
 def optimizer_step(
     optimizer: torch.optim.Optimizer,
     barrier: bool = False,

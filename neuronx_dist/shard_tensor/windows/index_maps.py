@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ..device_mesh import with_values
 from ..moves.intervals import Bounds, ExchangePlan, Run, virtual_runs
 
 __all__ = [
@@ -183,14 +184,16 @@ class Interpolated:
         return _proportional(bound, self.size, self.outputs)
 
     def window(self, begin: int, end: int) -> Range:
-        indices, weights = self.taps
-        used = indices[begin:end][weights[begin:end] != 0]
-        return (int(used.min()), int(used.max()) + 1) if used.numel() else (0, 0)
+        with with_values():  # a report or a check may play the job on shapes alone
+            indices, weights = self.taps
+            used = indices[begin:end][weights[begin:end] != 0]
+            return (int(used.min()), int(used.max()) + 1) if used.numel() else (0, 0)
 
     @property
     def taps(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inputs of each output, and their weights; `[outputs, taps]`, int64 and `dtype`."""
-        return _taps(self)
+        """The inputs of each output, and their weights; `[outputs, taps]`, int64 and `dtype`, with values."""
+        with with_values():
+            return _taps(self)
 
 
 def _proportional(bound: int, size: int, outputs: int) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from ...torch_internals.operators import upsample_bicubic2d_aa, upsample_bilinear2d_aa, upsample_nearest_exact
+from ..device_mesh import with_values
 from .index_maps import Interpolated
 from .local_windows import LocalWindow, ShardedDim, as_tuple, bring_windows, owned_outputs, sharded_result, sizes_of
 from .pooling import adaptive_avg_pool
@@ -129,9 +130,10 @@ def _local_taps(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the taps of this rank's outputs: positions in its window, and weights; `[outputs, taps]` both."""
     (begin, end), (low, high) = window.outputs, window.inputs
-    indices, weights = windows.taps
-    indices = (indices[begin:end] - low).clamp(0, max(0, high - low - 1))  # of weight 0 where it is not in the window
-    return indices.to(device), weights[begin:end].to(device, dtype)
+    with with_values():
+        indices, weights = windows.taps
+        indices = (indices[begin:end] - low).clamp(0, max(0, high - low - 1))  # of weight 0 outside of the window
+        return indices.to(device), weights[begin:end].to(device, dtype)
 
 
 def _operator(
