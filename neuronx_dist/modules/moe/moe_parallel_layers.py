@@ -92,8 +92,8 @@ class ExpertFusedLinear(ShardedModule):
         A column layer takes all features and returns 1/tp of them, a row layer the reverse, as partial sums over tp.
         Under autocast all is in its dtype: torch casts operands of `bmm`, and not those of `grouped_mm`.
         """
-        input, weight, bias = cast_if_autocast_enabled(input, self.weight, self._used_bias())
-        assert input is not None and weight is not None
+        weight: torch.Tensor = self.weight
+        input, weight, bias = cast_if_autocast_enabled(input, weight, self._used_bias())  # type: ignore[assignment]
         if len({*sizes}) == 1:
             out = torch.bmm(input.unflatten(0, (len(sizes), sizes[0])), weight)
             return (out if bias is None else out + bias.unsqueeze(1)).flatten(0, 1)
