@@ -315,6 +315,11 @@ def test_groups_of_experts_limit_a_token() -> None:
     router.e_score_correction_bias[:2] = 10.0
     _, affinities, index = router(torch.randn(5, HIDDEN, dtype=F64))
     assert index.sort()[0].tolist() == [[0, 1]] * 5 and affinities.max() < 1
+    GroupLimitedRouter(EXPERTS, 4, HIDDEN, n_group=4, topk_group=2)
+    with pytest.raises(ValueError, match=r"top_k=5 is more than the 4 experts of topk_group=2 groups of 2 .*at most 4"):
+        GroupLimitedRouter(EXPERTS, 5, HIDDEN, n_group=4, topk_group=2)
+    with pytest.raises(ValueError, match="n_group=0 must divide"):
+        GroupLimitedRouter(EXPERTS, 1, HIDDEN, n_group=0, topk_group=0)
 
 
 def test_sinkhorn_balances_tokens_in_training() -> None:
@@ -326,6 +331,52 @@ def test_sinkhorn_balances_tokens_in_training() -> None:
     balanced = router(x)[2].flatten().bincount(minlength=4)
     favoured = router.eval()(x)[2].flatten().bincount(minlength=4)
     assert favoured[0] > 48 and balanced.max() < 32
+
+
+def test_sinkhorn_does_not_overflow() -> None:
+    """A token's logits may all be larger by any number: its expert is the same."""
+    torch.manual_seed(0)
+    router = RouterSinkhorn(4, 1, HIDDEN)
+    with torch.no_grad():
+        router.linear_router.weight[:, 0] = 1.0
+    x = torch.randn(64, HIDDEN)
+    x[:, 0] = 0
+    expected = router(x)[2]
+    x[:, 0] = torch.linspace(-150, 150, 64)
+    assert torch.equal(router(x)[2], expected)
+
+
+@pytest.mark.parametrize("router", [RouterTopK, RouterSinkhorn])
+def test_routers_take_no_tokens(router: Any) -> None:
+    logits, affinities, index = router(4, 1, HIDDEN)(torch.zeros(0, HIDDEN))
+    assert logits.shape == affinities.shape == (0, 4) and index.shape == (0, 1)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_autocast_is_of_all_paths(bias: bool) -> None:
+    """Experts with equal and with unequal numbers of rows, and ranks with either, compute in autocast's dtype."""
+
+    def rank() -> None:
+        torch.manual_seed(0)
+        experts = ExpertMLPs(4, 1, 16, 32, "silu", True, None, bias=bias)
+        x = torch.randn(8, 16, requires_grad=True)
+        affinities = torch.full((8, 4), 0.3, requires_grad=True)
+        # ep rank 0's experts 0 and 1 get as many rows as each other, rank 1's experts 2 and 3 do not
+        for numbers in ([0, 1, 2, 2, 2, 3, 0, 1], [0, 1, 2, 3, 0, 1, 2, 3], [0] * 8):
+            index = torch.tensor(numbers).unsqueeze(1)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = experts(x, affinities, index)
+            assert y.dtype == torch.bfloat16
+            inputs = [x, affinities, *experts.parameters()]
+            expected = experts(x, affinities, index)
+            assert expected.dtype == torch.float32
+            pairs = [(y.detach(), expected.detach())]
+            pairs += zip(*(torch.autograd.grad(out.float().square().sum(), inputs) for out in (y, expected)))
+            for a, b in pairs:
+                assert (a - b).norm() <= 0.03 * b.norm()
+
+    threads.run(Mesh(1), rank)
+    threads.run(Mesh(2, ep=2), rank, timeout=20.0)
 
 
 @pytest.mark.parametrize("sizes", [[4, 0, 5], [0, 0, 0]])
@@ -419,7 +470,27 @@ def test_bad_input_is_refused() -> None:
             RouterSinkhorn(3, 2, HIDDEN)
         with pytest.raises(ValueError, match="hidden_act='tanh' is not one of gelu"):
             ExpertMLPs(4, 1, HIDDEN, INNER, "tanh", True, None)
+        with pytest.raises(ValueError, match="SharedExperts: hidden_act='tanh' is not one of gelu"):
+            SharedExperts(HIDDEN, INNER, 1, "tanh")
         with pytest.raises(ValueError, match="num_experts is 4 in the router, and 8 in the experts"):
             MoE(RouterTopK(4, 2, HIDDEN), ExpertMLPs(8, 2, HIDDEN, INNER, "silu", True, None))
+
+    threads.run(Mesh(1), one)
+
+
+def test_bad_shapes_are_refused() -> None:
+    def one() -> None:
+        experts = ExpertMLPs(4, 2, HIDDEN, INNER, "silu", True, None)
+        affinities, index = torch.ones(6, 4), torch.tensor([[0, 1]] * 6)
+        for shape, *rest, message in (
+            ((2, 3, HIDDEN), affinities, index, r"hidden_states \[2, 3, 8\] must be \[tokens, 8\]: pass .*flatten"),
+            ((6, 9), affinities, index, r"hidden_states \[6, 9\] have 9 features, not hidden_size=8"),
+            ((6, 8), affinities, index[:, :1], r"expert_index \[6, 1\] must be \[tokens, top_k\], \[6, 2\]"),
+            ((6, 8), affinities[:, :2], index, r"expert_affinities \[6, 2\] must be \[tokens, num_experts\], \[6, 4\]"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                experts(torch.ones(shape), *rest)
+        with pytest.raises(ValueError, match=r"RouterTopK: the input \[6, 9\] has 9 features, not hidden_size=8"):
+            MoE(RouterTopK(4, 2, HIDDEN), experts)(torch.ones(6, 9))
 
     threads.run(Mesh(1), one)

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...parallel_layers.autograd_linear import cast_if_autocast_enabled
 from ...spmd import ShardedModule
 from .dispatch import route_of
 from .experts import Experts
 
-__all__ = ["ACT2FN", "ExpertMLPs"]
+__all__ = ["ACT2FN", "ExpertMLPs", "activation_of"]
 
 ACT2FN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
@@ -24,6 +25,17 @@ ACT2FN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
 }
+
+
+def activation_of(layer: str, hidden_act: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns the activation of a name.
+
+    Raises:
+        ValueError: the name is not in `ACT2FN`; the message begins with the layer's name.
+    """
+    if hidden_act not in ACT2FN:
+        raise ValueError(f"{layer}: hidden_act={hidden_act!r} is not one of {', '.join(ACT2FN)}")
+    return ACT2FN[hidden_act]
 
 
 class ExpertMLPs(ShardedModule):
@@ -66,18 +78,17 @@ class ExpertMLPs(ShardedModule):
         device: Any = None,
     ) -> None:
         super().__init__()
-        if hidden_act not in ACT2FN:
-            raise ValueError(f"ExpertMLPs: hidden_act={hidden_act!r} is not one of {', '.join(ACT2FN)}")
+        activation = activation_of("ExpertMLPs", hidden_act)
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"ExpertMLPs: top_k={top_k} must be from 1 to num_experts={num_experts}")
         self.num_experts, self.top_k, self.capacity_factor = num_experts, top_k, capacity_factor
-        self.normalize_top_k_affinities = normalize_top_k_affinities
+        self.hidden_size, self.normalize_top_k_affinities = hidden_size, normalize_top_k_affinities
         self.mlp_op = Experts(
             num_experts,
             hidden_size,
             intermediate_size,
             glu_mlp,
-            ACT2FN[hidden_act],
+            activation,
             dtype,
             device,
             bias,
@@ -99,7 +110,14 @@ class ExpertMLPs(ShardedModule):
             expert_affinities: of each token to each expert, `[tokens, num_experts]`, as `hidden_states` over tp.
             expert_index: the experts of each token, `[tokens, k]`.
             seq_len: accepted for NxD's scripts.
+
+        Under autocast rows are exchanged and returned in its dtype.
+
+        Raises:
+            ValueError: a shape is another.
         """
+        self._refuse_shapes(hidden_states, expert_affinities, expert_index)
+        (hidden_states,) = cast_if_autocast_enabled(hidden_states)  # type: ignore[assignment]
         weights = expert_affinities.gather(1, expert_index)
         if self.normalize_top_k_affinities:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
@@ -109,3 +127,25 @@ class ExpertMLPs(ShardedModule):
             capacity = min(count, math.ceil(count * self.top_k * self.capacity_factor / self.num_experts))
         route = route_of(expert_index, self.num_experts, hidden_states, capacity)
         return route.to_tokens(self.mlp_op(route.to_experts(hidden_states), route.sizes), weights)
+
+    def _refuse_shapes(self, tokens: torch.Tensor, affinities: torch.Tensor, expert_index: torch.Tensor) -> None:
+        if tokens.dim() != 2:
+            raise ValueError(
+                f"ExpertMLPs: hidden_states {list(tokens.shape)} must be [tokens, {self.hidden_size}]: pass "
+                "hidden_states.flatten(0, -2), and restore their shape after"
+            )
+        if tokens.shape[1] != self.hidden_size:
+            raise ValueError(
+                f"ExpertMLPs: hidden_states {list(tokens.shape)} have {tokens.shape[1]} features, not "
+                f"hidden_size={self.hidden_size}: pass all features, or build the experts with their number"
+            )
+        for name, tensor, size_name in (
+            ("expert_affinities", affinities, "num_experts"),
+            ("expert_index", expert_index, "top_k"),
+        ):
+            size = getattr(self, size_name)
+            if tensor.shape != (len(tokens), size):
+                raise ValueError(
+                    f"ExpertMLPs: {name} {list(tensor.shape)} must be [tokens, {size_name}], [{len(tokens)}, {size}] "
+                    f"here: pass the router's, built with {size_name}={size}"
+                )

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ... import comm, spmd
+from ...parallel_layers.autograd_linear import cast_if_autocast_enabled
 from ...spmd import P, R, ShardedModule, ShardSpec, set_spec, spec_of
 from .dispatch import experts_here
 
@@ -89,12 +90,14 @@ class ExpertFusedLinear(ShardedModule):
         """`[rows, in] -> [rows, out]`; rows are in order of experts, `sizes` of each.
 
         A column layer takes all features and returns 1/tp of them, a row layer the reverse, as partial sums over tp.
+        Under autocast all is in its dtype: torch casts operands of `bmm`, and not those of `grouped_mm`.
         """
-        bias = self._used_bias()
+        weight: torch.Tensor = self.weight
+        input, weight, bias = cast_if_autocast_enabled(input, weight, self._used_bias())  # type: ignore[assignment]
         if len({*sizes}) == 1:
-            out = torch.bmm(input.unflatten(0, (len(sizes), sizes[0])), self.weight)
+            out = torch.bmm(input.unflatten(0, (len(sizes), sizes[0])), weight)
             return (out if bias is None else out + bias.unsqueeze(1)).flatten(0, 1)
-        out = grouped_product(input, self.weight, sizes)
+        out = grouped_product(input, weight, sizes)
         if bias is None:
             return out
         counts = torch.tensor(sizes, device=input.device)

@@ -51,7 +51,16 @@ class RouterBase(nn.Module):
         self.linear_router = nn.Linear(hidden_size, num_experts, bias=bias, dtype=dtype, device=device)
 
     def get_router_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[.., h] -> [tokens, experts]`."""
+        """`[.., h] -> [tokens, experts]`.
+
+        Raises:
+            ValueError: h is not `hidden_size`.
+        """
+        if hidden_states.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"{type(self).__name__}: the input {list(hidden_states.shape)} has {hidden_states.shape[-1]} features, "
+                f"not hidden_size={self.hidden_size}: pass all features, or build the router with their number"
+            )
         tokens = hidden_states.flatten(0, -2)
         if self.training and self.jitter_eps:
             tokens = tokens * torch.empty_like(tokens).uniform_(1 - self.jitter_eps, 1 + self.jitter_eps)
@@ -140,11 +149,14 @@ class RouterSinkhorn(RouterBase):
         return logits, self.apply_activation_fn(logits), index
 
     def _sinkhorn(self, logits: torch.Tensor) -> torch.Tensor:
-        cost = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).exp()
+        wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+        # A row's scale changes no result: columns begin with ones, and the first scale of rows divides by it.
+        cost = (wide - wide.amax(1, keepdim=True)).exp()
+        row_sum = 1 / (cost.shape[0] or 1)  # a rank may have no tokens
         rows, columns = cost.new_ones(cost.shape[0]), cost.new_ones(cost.shape[1])
         for _ in range(self.sinkhorn_iterations):
             before = columns
-            rows = 1 / cost.shape[0] / ((columns * cost).sum(1) + 1e-8)
+            rows = row_sum / ((columns * cost).sum(1) + 1e-8)
             columns = 1 / cost.shape[1] / ((rows.unsqueeze(1) * cost).sum(0) + 1e-8)
             if self.sinkhorn_tol is not None and bool((before - columns).abs().mean() <= self.sinkhorn_tol):
                 break
@@ -159,6 +171,9 @@ class GroupLimitedRouter(RouterBase):
     Args:
         n_group: groups of equal size; a group counts for the sum of its two largest biased affinities.
         topk_group: groups of which experts are taken.
+
+    Raises:
+        ValueError: groups of unequal size, or `topk_group` of them have fewer than `top_k` experts.
     """
 
     e_score_correction_bias: torch.Tensor
@@ -178,10 +193,17 @@ class GroupLimitedRouter(RouterBase):
         jitter_eps: float = 0.0,
     ) -> None:
         super().__init__(num_experts, top_k, hidden_size, "sigmoid", dtype=dtype, device=device, jitter_eps=jitter_eps)
-        if num_experts % n_group or not 1 <= topk_group <= n_group:
+        if not 1 <= topk_group <= n_group or num_experts % n_group:
             raise ValueError(
                 f"GroupLimitedRouter: n_group={n_group} must divide num_experts={num_experts}, and "
                 f"topk_group={topk_group} lie between 1 and n_group"
+            )
+        allowed = topk_group * (num_experts // n_group)
+        if top_k > allowed:
+            raise ValueError(
+                f"GroupLimitedRouter: top_k={top_k} is more than the {allowed} experts of topk_group={topk_group} "
+                f"groups of {num_experts // n_group} (num_experts={num_experts}, n_group={n_group}): choose top_k of "
+                f"at most {allowed}, or a larger topk_group"
             )
         self.n_group, self.topk_group = n_group, topk_group
         wide = torch.promote_types(dtype, torch.float32)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
-from .expert_mlps import ACT2FN
+from .expert_mlps import activation_of
 
 __all__ = ["SharedExperts"]
 
@@ -17,6 +17,9 @@ class SharedExperts(nn.Module):
     """`down(act(gate) * up)`, of `num_shared_experts * intermediate_size` features, sharded over tp.
 
     Inside of `MoE`, which sums its output with that of the experts: input R, output partial over tp.
+
+    Raises:
+        ValueError: an unknown activation.
     """
 
     def __init__(
@@ -35,7 +38,7 @@ class SharedExperts(nn.Module):
         self.gate_proj = ColumnParallelLinear(hidden_size, size, **columns)
         self.up_proj = ColumnParallelLinear(hidden_size, size, **columns)
         self.down_proj = RowParallelLinear(size, hidden_size, input_is_parallel=True, reduce_output=False, **options)
-        self.act_fn = ACT2FN[hidden_act]
+        self.act_fn = activation_of("SharedExperts", hidden_act)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[.., h] -> [.., h]`, partial over tp."""
