@@ -89,13 +89,7 @@ def refuse_reduced(grads: Iterable[torch.Tensor]) -> None:
 
 
 def refuse_averaged(grads: Iterable[torch.Tensor]) -> None:
-    """Raises if a gradient of experts is a sum over data ranks already, before an optimizer that sums it.
-
-    A second mean of equal gradients changes nothing; the sum of experts' gradients over edp, divided by dp x cp, does.
-
-    Raises:
-        RuntimeError: it is.
-    """
+    """Raises a RuntimeError if a gradient of experts is averaged already, before an optimizer that sums over edp."""
     if any({"data", "ep"} & ReductionState.of(grad).stages for grad in grads):
         raise RuntimeError(
             "the gradients of experts were averaged over the data ranks already, and this optimizer would sum them "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from ..modules.moe.dispatch import experts_here, route_of
 from ..modules.moe.loss_function import load_balancing_loss_func
 from ..spmd import S
 from ..spmd.local_code import local_map
-from ..weights.shard_spec import ShardSpec, as_sharded_module, set_spec
+from ..weights.shard_spec import ShardedModule, ShardSpec, set_spec
 from .model_plan import UnsupportedModelError
 
 __all__ = ["count_all_tokens", "declare_rows", "distribute_experts"]
@@ -53,9 +53,35 @@ def distribute_experts(model: nn.Module) -> None:
             setattr(module, name, nn.Parameter(local, requires_grad=param.requires_grad))
             set_spec(module, name, ShardSpec(full_shape=tuple(local.shape), experts=True))
         module.num_experts = count
-        as_sharded_module(module)  # copies and loaded weights stay those of this ep rank's experts
+        _as_sharded_module(module)  # copies and loaded weights stay those of this ep rank's experts
         module.register_forward_pre_hook(partial(_send_tokens, total), with_kwargs=True)
         module.register_forward_hook(_return_tokens)
+
+
+def _as_sharded_module(module: nn.Module) -> None:
+    """Makes a module that is none a `ShardedModule`: one of a subclass of its class, which has its name."""
+    if not isinstance(module, ShardedModule):
+        module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]
+
+
+@cache
+def _sharded_class(base: type[nn.Module]) -> type[nn.Module]:
+    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(base.__name__, (_Sharded, base), {**names, "original_class": base})
+
+
+class _Sharded(ShardedModule):
+    """A `ShardedModule` by `_as_sharded_module`: copied and pickled by its original class."""
+
+    original_class: type[nn.Module]
+
+    def __reduce__(self) -> Any:
+        return _new_sharded, (self.original_class,), self.__dict__.copy()
+
+
+def _new_sharded(base: type[nn.Module]) -> nn.Module:
+    made = _sharded_class(base)  # type: ignore[arg-type]
+    return made.__new__(made)
 
 
 def _is_of_experts(module: Any) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,16 +18,7 @@ from .. import comm, weights
 from ..mesh import Axis, part_of
 from ..torch_internals.tensors import state_dict_metadata
 
-__all__ = [
-    "ShardSpec",
-    "ShardedModule",
-    "as_sharded_module",
-    "gather_full",
-    "named_specs",
-    "restamp",
-    "set_spec",
-    "spec_of",
-]
+__all__ = ["ShardSpec", "ShardedModule", "gather_full", "named_specs", "restamp", "set_spec", "spec_of"]
 
 _ATTRIBUTE = "_shard_spec"
 _TABLE = "_shard_specs"
@@ -325,38 +315,10 @@ class ShardedModule(nn.Module):
             return {}
         numbers = {}
         for name, spec in specs.items():
-            number, count = spec.index_of(comm.rank("tp")), spec.num_partitions
-            if spec.experts:
-                number, count = number * comm.size("ep") + comm.rank("ep"), count * comm.size("ep")
-            if count > 1:
-                numbers[name] = number, count
-        return numbers
-
-
-def as_sharded_module(module: nn.Module) -> None:
-    """Makes a module that is none a `ShardedModule`: one of a subclass of its class, which has its name."""
-    if not isinstance(module, ShardedModule):
-        module.__class__ = _sharded_class(type(module))
-
-
-@cache
-def _sharded_class(base: type[nn.Module]) -> type[nn.Module]:
-    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(base.__name__, (_Sharded, base), {**names, "original_class": base})
-
-
-class _Sharded(ShardedModule):
-    """A `ShardedModule` by `as_sharded_module`: copied and pickled by its original class."""
-
-    original_class: type[nn.Module]
-
-    def __reduce__(self) -> Any:
-        return _new_sharded, (self.original_class,), self.__dict__.copy()
-
-
-def _new_sharded(base: type[nn.Module]) -> nn.Module:
-    made = _sharded_class(base)
-    return made.__new__(made)
+            axis = "ep" if spec.experts else ()  # () is an axis of one rank
+            number = spec.index_of(comm.rank("tp")) * comm.size(axis) + comm.rank(axis)
+            numbers[name] = number, spec.num_partitions * comm.size(axis)
+        return {name: (number, count) for name, (number, count) in numbers.items() if count > 1}
 
 
 def _stamp(param: torch.Tensor, spec: ShardSpec) -> None:

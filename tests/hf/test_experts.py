@@ -247,7 +247,7 @@ def _zero1_step(again: Any, average_over_data: bool = False) -> dict[str, torch.
 
 @pytest.mark.parametrize("again", RELOADED)
 def test_experts_stay_those_of_their_ep_rank(again: str) -> None:
-    """Of a model that is copied or loaded between swap and optimizer, which sees parameters alone."""
+    """Copies or loads a model between swap and optimizer, which sees parameters alone."""
 
     def rank() -> None:
         expected = _zero1_step(lambda model: model)
