@@ -118,6 +118,10 @@ EXEMPT = {
     ),
     "Blocks.__init__:_ENTRY.size#1": "bytes of a record in a file",
     "_check_number_of_heads:comm.size('tp')#1": "a number of heads in a message",
+    **dict.fromkeys(
+        ("ShardedModule._shard_numbers:comm.size(axis)#1", "ShardedModule._shard_numbers:comm.size(axis)#2"),
+        "numbers of shards in a state dict, which are compared",
+    ),
     **dict.fromkeys(("_Growth._label:self.size#1", "_Growth.shard:self.size#1"), "sizes of dims"),
 }
 
