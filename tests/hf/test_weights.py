@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
@@ -27,8 +27,10 @@ from neuronx_dist.hf import (
 )
 from neuronx_dist.hf.sources import SafetensorsFiles
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.modules.lora import LoraConfig, get_lora_model
 from neuronx_dist.spmd import ShardSpec, set_spec, spec_of
 from tests.hf.models import VOCAB, Stage, batch, error, llama_config, meta_model, reference_model, swapped
+from tests.support.llama import tiny_llama
 
 
 def _saved(folder: Any, **options: Any) -> Any:
@@ -347,3 +349,29 @@ def test_a_bias_that_the_head_shares_with_its_parent(tmp_path: Path) -> None:
     results = threads.run(Mesh(2, tp=2), rank_main)
     assert torch.equal(torch.cat([bias for bias, _ in results]), torch.arange(8.0) + 1)
     assert all(is_shared for _, is_shared in results)
+
+
+def test_merged_adapters_are_in_the_folder_and_others_are_refused(tmp_path: Path) -> None:
+    """Loads the folder by transformers, whose logits are those of the model with adapters."""
+    ids = torch.arange(6).unsqueeze(0)
+
+    def rank() -> torch.Tensor:
+        torch.manual_seed(1)
+        local = swap(LlamaForCausalLM(tiny_llama(vocab_size=32)))
+        with pytest.raises(RuntimeError, match="the shards of one rank: call neuronx_dist.hf.save_pretrained"):
+            local.save_pretrained(tmp_path)
+        model = get_lora_model(local, LoraConfig(lora_rank=2, target_modules=["q_proj", "o_proj"]))
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if "lora_B" in name:
+                    param.fill_(0.05)
+        with pytest.raises(ValueError, match="4 layers have adapters that are not merged"):
+            save_pretrained(model, tmp_path)
+        model.eval().merge_lora()
+        save_pretrained(model, tmp_path)
+        return model(input_ids=ids).logits.detach()
+
+    logits = threads.run(Mesh(2, tp=2), rank)[0]
+    loaded, report = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, logits)
