@@ -67,7 +67,9 @@ def skip_in_compiler(function: _Function) -> _Function:
     """
     untyped: Any = function
     untyped._torchdynamo_disable = True
-    untyped._torchdynamo_disable_msg = "functions of ShardTensors communicate, between graphs: leave fullgraph=True out"
+    untyped._torchdynamo_disable_msg = (
+        "exchanges and functions of ShardTensors communicate between graphs: leave fullgraph=True out"
+    )
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(untyped.__code__, eval_frame._FrameExecStrategy(skip, skip))
     return function

@@ -127,11 +127,7 @@ class ShardSpec:
         return (comm.size("ep") * shape[0], *shape[1:]) if self.experts else shape
 
     def local_part(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of a whole parameter `[whole_shape]`.
-
-        Raises:
-            ValueError: the tensor has another shape.
-        """
+        """This rank's shard of a whole parameter `[whole_shape]`; raises a ValueError if it has another shape."""
         if self.experts:
             count = self.unpadded_shape[0]
             if tuple(whole.shape) != self.whole_shape:

@@ -43,6 +43,11 @@ _WRAPPERS = {
     "FullyShardedDataParallel": "FullyShardedDataParallel",
     "FSDPModule": "fully_shard",  # makes a module's class a subclass of this one
 }
+_EXPERTS = "{} has experts of one ep rank"
+_EXPERTS_REPAIR = (
+    "Leave the wrapper out: call neuronx_dist.reduce_gradients(model) after backward, or use NeuronZero1Optimizer; or "
+    "keep all experts on every rank, by expert_model_parallel_size=1"
+)
 _REPAIR = (
     "Pass process_group=neuronx_dist.parallel_state.get_data_parallel_group(), or leave the wrapper out: call "
     "neuronx_dist.reduce_gradients(model) after backward, or use NeuronZero1Optimizer. accelerate.prepare(model) and "
@@ -75,8 +80,8 @@ def _check(wrapper: nn.Module, attribute: str, module: nn.Module | None) -> None
         expert = bool(getattr(param, "expert_model_parallel", False))
         if spec.num_partitions > 1 or expert:
             ranks = comm.communicator(wrapper.process_group).ranks
-            part = f"{name} is one of {spec.num_partitions} shards" if spec.num_partitions > 1 else name
-            _refuse_parts(kind, ranks, part, _REPAIR, expert)
+            part = _EXPERTS.format(name) if expert else f"{name} is one of {spec.num_partitions} shards"
+            _refuse_parts(kind, ranks, part, _EXPERTS_REPAIR if expert else _REPAIR, expert)
             if kind == "FullyShardedDataParallel":  # its norm is that of the data-parallel ranks' pieces
                 wrapper.__dict__["clip_grad_norm_"] = functools.partial(_refuse_norm, "clip_grad_norm_")
     for name, spec in _specs_without_parameters(module):
@@ -119,14 +124,17 @@ def check_mesh(mesh: Any, name: str, spec: ShardSpec) -> None:
     Raises:
         RuntimeError: its ranks hold other shards of the parameter; the message says which mesh to pass.
     """
-    if spec.num_partitions > 1 and comm.is_initialized():
+    if (spec.num_partitions > 1 or spec.experts) and comm.is_initialized():
         _refuse_parts(
             "A DTensor (of fully_shard, distribute_module)",
             mesh.mesh.flatten().tolist(),
-            f"{name} is one of {spec.num_partitions} shards",
-            "Pass it a mesh of the data-parallel ranks: fully_shard(module, mesh=DeviceMesh.from_group("
+            _EXPERTS.format(name) if spec.experts else f"{name} is one of {spec.num_partitions} shards",
+            _EXPERTS_REPAIR
+            if spec.experts
+            else "Pass it a mesh of the data-parallel ranks: fully_shard(module, mesh=DeviceMesh.from_group("
             "neuronx_dist.parallel_state.get_data_parallel_group(), device_type)), or leave it out and use "
             "NeuronZero1Optimizer",
+            spec.experts,
         )
 
 
@@ -160,10 +168,12 @@ def check_group(optimizer: str, group: Any, number: int, spec: ShardSpec) -> Non
     Raises:
         RuntimeError: its ranks hold other shards of parameter `number`, or other stages of a pipeline.
     """
-    is_part = spec.num_partitions > 1
-    if is_part or comm.size("pp") > 1:
+    what, is_part = f"parameter {number}", spec.num_partitions > 1
+    if spec.experts:
+        _refuse_parts(optimizer, comm.communicator(group).ranks, _EXPERTS.format(what), _EXPERTS_REPAIR, expert=True)
+    elif is_part or comm.size("pp") > 1:
         part = f"one of {spec.num_partitions} shards" if is_part else f"of one of {comm.size('pp')} pipeline stages"
-        _refuse_parts(optimizer, comm.communicator(group).ranks, f"parameter {number} is {part}", _REPAIR)
+        _refuse_parts(optimizer, comm.communicator(group).ranks, f"{what} is {part}", _REPAIR)
 
 
 def refuse_flattened(function: str, parameters: Iterable[torch.Tensor]) -> None:

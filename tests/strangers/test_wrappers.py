@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.modules.moe import ExpertMLPs, MoE, RouterTopK
 from neuronx_dist.parallel_layers import parallel_state
 from neuronx_dist.parallel_layers.grads import allreduce_sequence_parallel_gradients
 from tests.hf.models import llama_config, meta_model, reference_model
@@ -139,8 +140,19 @@ WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
 IN_PLACE = ("fsdp1", "fsdp1, flat", "fully_shard", "distribute_module", "PostLocalSGDOptimizer")
 
 
-def refusal(wrapper: str) -> str:
-    model = Net()
+class ExpertNet(nn.Module):
+    """A layer of experts, of tokens that are no part of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = MoE(RouterTopK(4, 2, HIDDEN), ExpertMLPs(4, 2, HIDDEN, HIDDEN, "silu", True, None))
+
+    def forward(self, **batch: Any) -> torch.Tensor:
+        return self.moe(torch.ones(3, HIDDEN))[0].sum()
+
+
+def refusal(wrapper: str, model_class: Callable[[], nn.Module] = Net) -> str:
+    model = model_class()
     before = {name: param.clone() for name, param in model.named_parameters()}
     try:
         WRAPPERS[wrapper](model)
@@ -160,6 +172,25 @@ def refusal(wrapper: str) -> str:
 def test_a_group_with_other_shards_is_refused(wrapper, mesh):
     for message in on(mesh, refusal, wrapper):
         assert re.search(REFUSAL, message), message
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("wrapper", ["ddp", "fully_shard", "ZeroRedundancyOptimizer"])
+def test_a_group_with_other_experts_is_refused(wrapper):
+    for message in processes(2).run(refusal, wrapper, ExpertNet, mesh={"ep": 2}):
+        assert re.search("experts of one ep rank.*rank . shares its part with ranks .* Leave the wrapper out", message)
+
+
+def experts_compiled() -> tuple[torch.Tensor, torch.Tensor]:
+    model = ExpertNet()
+    return model().detach(), torch.compile(model, backend="eager")().detach()
+
+
+@pytest.mark.process
+def test_experts_are_compiled_between_their_exchanges():
+    """Runs on processes, whose messages are methods of process groups that dynamo does not trace."""
+    for eager, compiled in processes(2).run(experts_compiled, mesh={"ep": 2}):
+        torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
 
 
 CLIPPED = ("ddp", "fully_shard")  # by this package's norm

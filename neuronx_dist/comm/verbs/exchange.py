@@ -9,6 +9,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ...call_site import reissues
+from ...torch_internals.operators import skip_in_compiler
 from .. import recording
 from ..base import Communicator, Handle
 from ..context import AxisLike, communicator
@@ -18,6 +19,7 @@ from .transformed_tensors import transforming, untransformed
 __all__ = ["exchange"]
 
 
+@skip_in_compiler  # its messages are methods of process groups, which dynamo cannot trace
 def exchange(
     sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor], axis: AxisLike, *, async_op: bool = False
 ) -> Result:

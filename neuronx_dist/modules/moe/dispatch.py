@@ -83,12 +83,14 @@ class Dispatch:
         order = choices.argsort(stable=True)
         counts = torch.bincount(choices, minlength=num_experts + 1)[:num_experts].view(comm.size("ep"), -1)
         received = comm.all_to_all(counts, "ep")  # [ep, experts/ep], by the rank that sends
-        self._sent_sizes, self._received_sizes = counts.sum(1).tolist(), received.sum(1).tolist()
+        sent, arrived = torch.stack((counts, received)).tolist()  # the one time that the host waits
+        self._sent_sizes, self._received_sizes = list(map(sum, sent)), list(map(sum, arrived))
+        self.sizes: list[int] = list(map(sum, zip(*arrived)))
         self._choices = order[: sum(self._sent_sizes)]
         numbers = torch.arange(received.numel(), device=choices.device).remainder_(received.shape[1])
-        self._by_expert = numbers.repeat_interleave(received.flatten()).argsort(stable=True)
+        rows = numbers.repeat_interleave(received.flatten(), output_size=sum(self.sizes))
+        self._by_expert = rows.argsort(stable=True)
         self._by_rank = self._by_expert.argsort()
-        self.sizes: list[int] = received.sum(0).tolist()
 
     def numbers(self) -> torch.Tensor:
         """The number of each row's expert on this rank, `[rows]`."""

@@ -130,7 +130,10 @@ def grouped_product(rows: torch.Tensor, matrices: torch.Tensor, sizes: Sequence[
     By torch's grouped kernel where it takes the operands (no float64, rows of 16 bytes), else group by group.
     """
     aligned = all(size * rows.element_size() % 16 == 0 for size in matrices.shape[1:])
-    kernel = getattr(F, "grouped_mm", None) if aligned and rows.dtype in _KERNEL_DTYPES else None
+    dtypes = (
+        (torch.bfloat16,) if torch.compiler.is_compiling() else _KERNEL_DTYPES
+    )  # torch's fake form takes that alone
+    kernel = getattr(F, "grouped_mm", None) if aligned and rows.dtype in dtypes else None
     if kernel is None or rows.dtype != matrices.dtype:
         return torch.cat([part @ matrix for part, matrix in zip(rows.split(list(sizes)), matrices.unbind())])
     offsets = torch.tensor(sizes, device=rows.device).cumsum(0, dtype=torch.int32)

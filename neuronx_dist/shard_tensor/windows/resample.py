@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ...spmd.watching import active
 from ...torch_internals.operators import upsample_bicubic2d_aa, upsample_bilinear2d_aa, upsample_nearest_exact
 from ..device_mesh import with_values
 from .index_maps import Interpolated
@@ -115,6 +116,8 @@ def _outputs(shape: tuple[int, ...], size: Any, scale: Any, *options: Any) -> tu
 def _weighted(x: torch.Tensor, dim: int, windows: Interpolated, window: LocalWindow) -> torch.Tensor:
     """Computes this rank's outputs along a dim from its window: `[.., inputs, ..] -> [.., outputs, ..]`."""
     indices, weights = _local_taps(windows, window, x.dtype, x.device)
+    if active() is not None:  # a check knows the types of tensors that are made inside it
+        indices, weights = _made_again(indices), _made_again(weights)
     if indices.shape[1] == 1:
         return x.index_select(dim, indices[:, 0])
     weights = weights.view(*weights.shape, *[1] * (x.dim() - 1 - dim))
@@ -122,6 +125,12 @@ def _weighted(x: torch.Tensor, dim: int, windows: Interpolated, window: LocalWin
     for tap in range(1, indices.shape[1]):
         result = result + x.index_select(dim, indices[:, tap]) * weights[:, tap]
     return result
+
+
+def _made_again(x: torch.Tensor) -> torch.Tensor:
+    with with_values():
+        numbers = x.tolist()
+    return torch.tensor(numbers, dtype=x.dtype, device=x.device).view(x.shape)
 
 
 @lru_cache(maxsize=1024)
