@@ -73,7 +73,7 @@ def test_docstrings_are_written_and_not_only_wrapped() -> None:
     assert all_faults("neuronx_dist", faults) == []
 
 
-@pytest.mark.parametrize("folder", ["tests", "examples", "benchmarks"])
+@pytest.mark.parametrize("folder", [pytest.param("tests", marks=pytest.mark.slow), "examples", "benchmarks"])
 def test_first_lines_begin_with_a_verb_or_a_noun_in_tests_too(folder: str) -> None:
     assert all_faults(folder, faults_of_the_head) == []
 

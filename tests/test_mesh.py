@@ -75,6 +75,7 @@ meshes = st.tuples(*(st.integers(1, 4) for _ in range(5))).map(
 AXES = [axis for view in (DENSE_AXES, EXPERT_AXES) for n in range(1, 4) for axis in itertools.permutations(view, n)]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(meshes, st.sampled_from([*AXES, *DENSE_AXES, *EXPERT_AXES, "world"]))
 def test_groups_partition_the_world_and_agree_with_coordinates(mesh, axis):
@@ -92,6 +93,7 @@ def test_groups_partition_the_world_and_agree_with_coordinates(mesh, axis):
         assert len({tuple(mesh.coordinates(rank)[name] for name in view if name not in names) for rank in group}) == 1
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(meshes, st.data())
 def test_parts_of_an_axis(mesh, data):

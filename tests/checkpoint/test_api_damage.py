@@ -32,6 +32,7 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", ["local", "memory"])
 def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path, storage: str) -> None:
     """200 times with NXD_FULL=1. Local files are verified before anything is changed; of others the error says so."""
@@ -124,6 +125,7 @@ def test_a_damaged_checkpoint_that_was_named_says_which_others_are_complete(tmp_
     on_ranks(lambda: rank("b", "no other checkpoint is intact$"))
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_makes_room_for_an_older_one(tmp_path: Path) -> None:
     saved(tmp_path, "a", "b", "c")
     flip(tmp_path / "c" / "__0_0.distcp", 1000)

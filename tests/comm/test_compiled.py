@@ -97,6 +97,7 @@ def test_code_follows_the_mesh():
     processes(2).run(meshes, mesh=dict(tp=2))
 
 
+@pytest.mark.slow
 def test_a_group_is_made_before_compiled_code():
     axis = ("cp", "tp")
     torch.compiler.reset()

@@ -37,6 +37,7 @@ def test_options_that_are_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert flags.split()[1] in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_world_of_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", "parallelize.py --model conv --steps 1 --verify --explain".split())
     runpy.run_path(str(EXAMPLES / "parallelize.py"), run_name="__main__")

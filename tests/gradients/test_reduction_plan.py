@@ -271,6 +271,7 @@ def test_another_mesh() -> None:
 # --- what a plan leaves behind ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_deleted_model_is_collected(hooked: bool) -> None:
     """Even if a hook of a parameter knows the model: a plan holds no parameter."""

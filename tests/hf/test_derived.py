@@ -241,6 +241,7 @@ class BlockOf(Block):
         self.attn = attention(dim, heads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", [FixedHeads, DividedByHeads])
 def test_a_number_of_the_whole_size_that_is_no_attribute(attention: type[Attention]) -> None:
     of = model(make=BlockOf, attention=attention)

@@ -139,6 +139,7 @@ def test_other_implementations_of_experts(implementation: str) -> None:
     compare("MixtralConfig", 2, 1, implementation=implementation, dtype=torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["MixtralConfig", "Qwen3MoeConfig", "gpt-oss"])
 @pytest.mark.parametrize("ep, tp, edp", [(1, 1, 2), (2, 2, 1), (2, 1, 2)])
 def test_the_auxiliary_loss_counts_the_tokens_of_all_ranks(name: str, ep: int, tp: int, edp: int) -> None:
@@ -149,6 +150,7 @@ def test_all_experts_on_every_rank() -> None:
     compare("MixtralConfig", 2, 1, ep_of_swap=1)
 
 
+@pytest.mark.slow
 def test_sequence_parallel() -> None:
     compare("MixtralConfig", 2, 2, sequence_parallel=True)
 
@@ -188,6 +190,7 @@ def test_pipelines(tp: int) -> None:
     threads.run(Mesh(4 * tp, pp=2, ep=2, tp=tp), rank, timeout=60.0)
 
 
+@pytest.mark.slow
 def test_weights_in_and_out_of_files(tmp_path: Path) -> None:
     """A folder of ep 2 x tp 2 has all experts, and loads into ep 4; weights drawn there are those of one process."""
     config = model_of("Qwen3MoeConfig").config
@@ -245,6 +248,7 @@ def _zero1_step(again: Any, average_over_data: bool = False) -> dict[str, torch.
     return full_state_dict(local)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", RELOADED)
 def test_experts_stay_those_of_their_ep_rank(again: str) -> None:
     """Copies or loads a model between swap and optimizer, which sees parameters alone."""

@@ -131,6 +131,7 @@ def test_padded_heads_too() -> None:
     _compare(config, 2, pad_heads=True)
 
 
+@pytest.mark.slow
 def test_logits_that_the_model_bounds_after_its_head() -> None:
     _compare(_config(), 4, change=_bound_logits)
 
@@ -239,6 +240,7 @@ def test_labels_of_the_padding_are_refused() -> None:
         threads.run(Mesh(2, tp=2), lambda: swapped(config, state, pad_vocab=True)(**inputs))
 
 
+@pytest.mark.slow
 def test_folders_have_the_real_size(tmp_path: Path) -> None:
     """Folder -> tp 4 -> folder -> transformers; and initial weights do not depend on the padding."""
     reference = reference_model(_config(), dtype=torch.float32)

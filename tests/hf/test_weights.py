@@ -130,6 +130,7 @@ def test_shards_do_not_keep_whole_tensors_alive() -> None:
     threads.run(Mesh(2, tp=2), rank)
 
 
+@pytest.mark.slow
 def test_a_tied_head_under_either_name(tmp_path: Any) -> None:
     """A checkpoint may hold the shared weight as the embedding, as the head, or as both."""
     config = llama_config(tied=True)
@@ -214,6 +215,7 @@ def test_saving_gathers_one_parameter_at_a_time() -> None:
     assert counts == [2 + 2 * 7, 2 + 2 * 7, 0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_pipeline_stages(tmp_path: Any, tied: bool) -> None:
     """Each stage reads its part and writes its file; a weight tied over stages is written by the first."""
@@ -255,6 +257,7 @@ def test_the_index_counts_the_bytes_that_are_written(tmp_path: Path) -> None:
     assert metadata == {"total_size": 2 * count, "total_parameters": count}
 
 
+@pytest.mark.slow
 def test_one_rank_writes_a_file(tmp_path: Path, monkeypatch: Any) -> None:
     """A single rank writes, of all that hold the same weights: over dp, and over cp."""
     import safetensors.torch
@@ -273,6 +276,7 @@ def test_one_rank_writes_a_file(tmp_path: Path, monkeypatch: Any) -> None:
     assert writers == [0]
 
 
+@pytest.mark.slow
 def test_stages_materialise_one_model(tmp_path: Any) -> None:
     config = llama_config(tied=True, pad_token_id=3)
 

@@ -83,6 +83,7 @@ def test_every_edit_changes_code_and_nothing_but_code() -> None:
         assert edit.changed[0] and edit.diff
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_edits_of_the_files_asked_for() -> None:
     folder = str(ROOT / "neuronx_dist" / "weights")
     first, again, other = (draw(5, seed, [folder]) for seed in (1, 1, 2))

@@ -82,6 +82,7 @@ def test_low_precision(dtype: torch.dtype, options: dict[str, Any]) -> None:
     both(Mesh(2), use)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", range(20 if os.environ.get("NXD_FULL") else 3))
 def test_the_order_of_ranks_changes_no_bit(order: int) -> None:
     """A race between backward's collectives and the next forward's would."""
@@ -98,6 +99,7 @@ def test_the_order_of_ranks_changes_no_bit(order: int) -> None:
     both(Mesh(4), use, order=order)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dp", [2, 4])
 def test_microbatches_and_missing_gradients(dp: int, optimizer: str) -> None:
@@ -138,6 +140,7 @@ def test_checkpointed_and_tied_layers(reentrant: bool) -> None:
     both(Mesh(2), use)
 
 
+@pytest.mark.slow
 def test_hybrid_sharding() -> None:
     """Pairs of a dp of 4, over whose replicas a shard is summed when its reduce-scatter is awaited."""
 

@@ -186,6 +186,7 @@ def test_a_step_that_the_script_leaves_out(cleared_by: str) -> None:
     both(Mesh(2), use)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_is_replaced_starts_nothing_any_more_and_is_freed() -> None:
     def use(overlap: bool) -> dict[str, torch.Tensor]:
         model = Chain()

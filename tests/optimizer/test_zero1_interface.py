@@ -319,6 +319,7 @@ def test_buckets_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
     comm.threads.run(Mesh(2), rank_main)
 
 
+@pytest.mark.slow
 def test_a_deleted_model_and_its_optimizer_are_collected() -> None:
     def rank_main() -> None:
         model = Model()

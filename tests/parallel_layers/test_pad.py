@@ -423,6 +423,7 @@ def _assigned_heads(num_heads: int, padded: int, kv_heads: int, tp: int, interle
     return masks
 
 
+@pytest.mark.slow
 def test_padding_mask_of_replicated_heads() -> None:
     """Against heads that are dealt out one by one, in every layout in which they can be."""
     layouts = 0

@@ -263,6 +263,7 @@ RANDOM: list[Function] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module_and_arguments", [RANDOM], ids=["all"], indirect=True)
 def test_functions_that_draw_random_numbers(module_and_arguments: Any, tmp_path: Path) -> None:
     """`parallelize` compares their values with one process by equal draws, and draws anew afterwards."""

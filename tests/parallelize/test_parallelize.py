@@ -44,6 +44,7 @@ def on_two(module: Any, arguments: dict[str, Any], tmp_path: Path, function: Any
     return threads.run(Mesh(2, tp=2), rank)
 
 
+@pytest.mark.slow
 def test_a_world_of_one_needs_no_process_group(tmp_path: Path) -> None:
     module, arguments = model("gpt")
     parallel = parallelized(module, arguments, tmp_path)
@@ -59,6 +60,7 @@ def test_a_class_becomes_a_class(tmp_path: Path) -> None:
     assert parallelized(parallel_class, arguments, tmp_path) is parallel_class  # it is parallel already
 
 
+@pytest.mark.slow
 def test_without_loading_nothing_is_returned_and_no_group_is_needed(tmp_path: Path) -> None:
     with torch.device("meta"):
         module = Mlp().double()
@@ -247,6 +249,7 @@ def test_initial_values(tmp_path: Path) -> None:
     assert list(empty.state_dict()) == list(module.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reuse", ["match", "moo", "graph", "override"])
 def test_an_object_gives_its_own_values_to_code_of_an_earlier_run(reuse: str, tmp_path: Path) -> None:
     module, arguments = model("gpt")
@@ -410,6 +413,7 @@ class Normed(nn.Module):
         return self.norm(self.linear(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("units", [1, 2])
 def test_batch_norm_over_units_is_warned_of(units: int, tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:

@@ -68,6 +68,7 @@ def all_pieces(texts: Sequence[str], sizes: Sequence[int] = (2, 4)) -> Counter[s
     return counted
 
 
+@pytest.mark.slow
 def test_pieces_of_some_calls():
     counted = all_pieces([*all_reviewed()][::15])
     assert counted["S"] > 100 and counted["P"] > 30
@@ -170,6 +171,7 @@ VALUES_ARE_READ = {
 }
 
 
+@pytest.mark.slow
 def test_strategies_are_complete_for_some_calls():
     count, lost = missing([*all_reviewed()][::10])
     assert count > 200 and {text for text, *_ in lost} <= VALUES_ARE_READ

@@ -88,11 +88,13 @@ def assert_recomputed(saved: tuple[int, list[torch.Tensor]], again: tuple[int, l
         assert torch.equal(has, wanted)
 
 
+@pytest.mark.slow
 def test_less_is_saved_and_values_are_equal_to_the_bit(tmp_path: Path) -> None:
     (steps,) = threads.run(ComputeConfig(1).mesh(), _both, 1, str(tmp_path))
     assert_recomputed(*steps)
 
 
+@pytest.mark.slow
 def test_less_is_saved_on_two_ranks(tmp_path: Path) -> None:
     for steps in threads.run(ComputeConfig(2).mesh(), _both, 2, str(tmp_path)):
         assert_recomputed(*steps)

@@ -136,6 +136,7 @@ def in_turn(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     return all_of if FULL else {name: (all_of[name][i % len(all_of[name])],) for i, name in enumerate(all_of)}
 
 
+@pytest.mark.slow
 def test_every_call_site_names_a_case() -> None:
     named = [*CASES, *EXEMPT, *DOCTOR, *ON_PROCESSES]
     assert len(named) == len(set(named))

@@ -49,6 +49,7 @@ def recorded(model: nn.Module, leaves: list[type] | None = None) -> Recording:
         return record(model, batch(), leaves or [Block])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pp", [2, 4])
 def test_experts_that_ask_which_of_them_have_tokens(pp: int) -> None:
     check_parity(Mesh(pp, pp=pp), make(Experts), batch(), 4)

@@ -317,6 +317,7 @@ class Model(torch.nn.Module):
         return y.square().sum().full_tensor()
 
 
+@pytest.mark.slow
 def test_a_step_is_checked_before_it_is_started():
     """`spmd.check` plays all ranks with ShardTensors in the model, and weights of tp."""
 

@@ -112,6 +112,7 @@ def test_the_table_is_read():
     assert len(TABLE) >= 20
 
 
+@pytest.mark.slow
 def test_the_blocks_run_in_the_order_of_the_page():
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 

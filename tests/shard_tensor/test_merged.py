@@ -209,6 +209,7 @@ def test_writes_views_and_hooks():
     on_grid(rank, (2, 2))
 
 
+@pytest.mark.slow
 def test_parameters_optimizers_and_copies():
     """Parameters of several layouts in one optimizer, foreach and fused: the steps of one process."""
     for options in ({"foreach": True}, {"fused": True}, {"foreach": False}):
@@ -286,6 +287,7 @@ def views(mesh):
             assert_close(x.grad.full_tensor(), whole(*shape).cos(), "gradient")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 2), (2, 3)], ids=str)
 def test_a_view_that_merges_two_sharded_dims(shape):
     on_grid(views, shape)

@@ -45,6 +45,7 @@ def raised_at(error: BaseException) -> set[tuple[str, int]]:
     return places
 
 
+@pytest.mark.slow
 def test_each_refusal_of_the_package_has_a_case():
     def rank():
         mesh = DeviceMesh("cpu", [0, 1])

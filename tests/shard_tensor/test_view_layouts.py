@@ -46,6 +46,7 @@ def layouts(shape: tuple[int, ...], mesh_shape: tuple[int, ...], seed: random.Ra
         yield placements, None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (4,), (2, 2)], ids=str)
 def test_any_view_of_any_layout_equals_that_of_one_process(mesh_shape: tuple[int, ...]) -> None:
     def rank(mesh):

@@ -278,6 +278,7 @@ def test_a_layer_with_an_adapter_is_refused() -> None:
         nxd.parallel_linear_cross_entropy(x, head.weight, labels)
 
 
+@pytest.mark.slow
 def test_under_torch_func_and_the_compiler() -> None:
     x, weight, _, labels = operands(16)
 

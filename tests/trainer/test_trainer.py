@@ -375,6 +375,7 @@ def test_a_result_without_a_loss_is_refused() -> None:
             model.run_train("nothing")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_continues_in_another_layout(tmp_path: Any) -> None:
     """A step, saved with ZeRO-1 on tp x dp; loaded into a pipeline, the next step is that of the run."""
 
@@ -411,6 +412,7 @@ def _whole(param: nn.Parameter) -> torch.Tensor:
 CHECKED = [(Mesh(4, tp=2), Options(sequence_parallel=True)), (Mesh(4, tp=2, pp=2), Options(zero1=True, meta=True))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "options"), CHECKED, ids=str)
 @pytest.mark.parametrize("stepwise", [False, True])
 def test_a_trained_model_is_checked(mesh: Mesh, options: Options, stepwise: bool) -> None:

@@ -27,6 +27,7 @@ def test_the_exit_code_is_0_and_the_report_a_line(capsys):
     assert code == 0 and out.startswith("check ok: 8 ranks, level G: ") and len(out.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_details_are_given_on_request_and_name_no_path_of_this_machine(capsys):
     for flag in ("--details", "--verbose"):
         code, out, _ = run(capsys, f"{MODELS}:model_fn", "--mesh", "dp=2,tp=4", flag)
@@ -51,6 +52,7 @@ def test_json(capsys):
     assert code == 0 and found["ok"] and found["mesh"]["tp"] == 4
 
 
+@pytest.mark.slow
 def test_inputs_step_optimizer_and_options_are_names_of_the_file(capsys):
     code, out, _ = run(
         capsys, f"{MODELS}:pipeline", "--mesh", "pp=2,tp=2", "--inputs", "pipeline_inputs", "--option", "zero1=True"

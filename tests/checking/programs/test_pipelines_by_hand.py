@@ -97,6 +97,7 @@ def check(step: Callable[..., Any], mesh: dict[str, int], **options: Any) -> Any
     return spmd.check(Stage, torch.zeros(ROWS, HIDDEN), mesh, step=step, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", RIGHT)
@@ -133,6 +134,7 @@ def test_they_train_as_one_process(name: str) -> None:
             torch.testing.assert_close(weight, expected[key], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_values_are_not_compared_with_one_process_which_has_one_stage() -> None:
     report = check(RIGHT["1f1b"], LAYOUTS[1], numeric=True)
     assert report.ok and "the step sends between stages that one process does not have" in report.details(), report

@@ -21,6 +21,7 @@ def refused(report, *parts):
     return problem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("level", "mesh"), [("G", MESH), ("L", {"tp": 4})])
 def test_a_right_model_is_ok(level, mesh):
     for defect in ("", "allowed", "converted"):
@@ -85,6 +86,7 @@ def test_gradients_that_are_not_reduced_over_dp_are_refused():
     assert spmd.check(models.model_fn, models.example_inputs(), {"tp": 4}, step=models.step).ok  # nothing to reduce
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_reduces_them_itself_may_have_them():
     for wrapper, wrong in ((nxd.NeuronZero1Optimizer, False), (nxd.MasterWeightsOptimizer, True)):
 

@@ -146,6 +146,7 @@ def test_tasks_that_take_no_time_are_drawn_too() -> None:
         assert html(draw([chart])).count("data-tip=") == sum(map(len, chart.stages)) and text(chart)
 
 
+@pytest.mark.slow
 def test_many_tasks_make_a_wider_picture() -> None:
     assert draw([chart_of("1f1b")]).width == 1200 and draw([chart_of("1f1b")], 700).width == 700
     legend = [shape for shape in draw([chart_of("zb_v")], 500).shapes if isinstance(shape, Label)][-5:]
@@ -191,6 +192,7 @@ def test_svg_is_xml_with_titles() -> None:
     )
 
 
+@pytest.mark.slow
 def test_png_has_twice_the_size_of_the_scene(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     scene = draw([chart_of("zb_v")], 600)

@@ -79,6 +79,7 @@ def needs_of_ranks(draw: st.DrawFn) -> Any:
     return bounds, needs
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(needs_of_ranks(), st.integers(0, 2), st.sampled_from([0.0, -2.5]))
 def test_any_plan(case: Any, dim: int, fill: float) -> None:
@@ -87,6 +88,7 @@ def test_any_plan(case: Any, dim: int, fill: float) -> None:
     threads.run(Mesh(ranks, tp=ranks), compare, ExchangePlan(bounds, needs), needs, dim, fill, timeout=60.0)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(needs_of_ranks())
 def test_the_gradient_is_the_adjoint(case: Any) -> None:

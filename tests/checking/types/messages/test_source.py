@@ -212,6 +212,7 @@ def test_edits_of_the_users_own_code_alone():
     assert edit_of(here, ast.parse("x = 1").body[0].targets[0], "z") is None, "what is assigned to is no operand"
 
 
+@pytest.mark.slow
 def test_ranks_on_threads_read_source_at_once():
     """CPython 3.11 fails where the garbage collector lets another thread in while a tree is built."""
     sources = [f"x{n} = f(a, b + c * d)\n" * 50 for n in range(32)]

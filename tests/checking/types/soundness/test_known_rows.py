@@ -385,6 +385,7 @@ def test_a_saved_tensor_is_read_where_nobody_knows_of_types(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
+@pytest.mark.slow
 def test_compiled_functions_run_with_and_without_a_mode():
     compiled = torch.compile(lambda value: value * 2 + 1, backend="eager")
     with torch._C.DisableTorchFunction():
