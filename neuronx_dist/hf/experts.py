@@ -25,7 +25,7 @@ from ..spmd.local_code import local_map
 from ..weights.shard_spec import ShardedModule, ShardSpec, set_spec
 from .model_plan import UnsupportedModelError
 
-__all__ = ["count_all_tokens", "declare_rows", "distribute_experts"]
+__all__ = ["count_all_tokens", "declare_rows", "distribute_experts", "generate_together"]
 
 _ROUTE = "_expert_route"
 
@@ -113,6 +113,23 @@ def _return_tokens(module: nn.Module, args: Any, output: torch.Tensor) -> torch.
     rows = output.flatten(0, -2)[: sum(route.sizes)]
     tokens: torch.Tensor = route.to_tokens(rows, weights).view(shape)
     return tokens
+
+
+def generate_together(model: Any) -> None:
+    """Makes `generate` of a model whose experts are distributed go on until the sequences of all ep ranks have ended.
+
+    A rank without unfinished sequences calls the model until then, for the rows that others send to its experts, and
+    ignores the result, as transformers does by `synced_gpus=True` over all processes.
+    """
+    if hasattr(model, "generate") and hasattr(model, "_has_unfinished_sequences"):
+        model.generate = partial(model.generate, synced_gpus=True)
+        model._has_unfinished_sequences = _any_rank_is_unfinished
+
+
+def _any_rank_is_unfinished(this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+    """Stands in the place of the model's method, which asks all processes of torch.distributed."""
+    unfinished = torch.tensor(0 if this_peer_finished else 1, device=device)
+    return bool(comm.all_reduce(unfinished, "ep", op="max").item())
 
 
 def declare_rows(model: nn.Module) -> None:
