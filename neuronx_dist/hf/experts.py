@@ -18,14 +18,14 @@ from torch import nn
 
 from .. import comm, spmd
 from ..gradients.gradient import DATA_AXES
-from ..modules.moe.dispatch import experts_here, route_of
+from ..modules.moe.dispatch import experts_here, has_values, route_of
 from ..modules.moe.loss_function import load_balancing_loss_func
 from ..spmd import S
 from ..spmd.local_code import local_map
 from ..weights.shard_spec import ShardedModule, ShardSpec, set_spec
 from .model_plan import UnsupportedModelError
 
-__all__ = ["count_all_tokens", "declare_rows", "distribute_experts"]
+__all__ = ["count_all_tokens", "declare_rows", "distribute_experts", "generate_together"]
 
 _ROUTE = "_expert_route"
 
@@ -37,14 +37,15 @@ def distribute_experts(model: nn.Module) -> None:
         UnsupportedModelError: the model has no module of experts that can be distributed.
         ValueError: ep does not divide the number of experts.
     """
-    modules = {name: module for name, module in model.named_modules() if _is_of_experts(module)}
+    modules: list[Any] = [module for module in model.modules() if _is_of_experts(module) or _is_of_all_rows(module)]
     if not modules:
         raise UnsupportedModelError(
             f"swap: {type(model).__name__} has no module with num_experts matrices in bare parameters and a forward of "
-            f"tokens, experts and weights, to distribute over ep={comm.size('ep')}: pass ep=1, which leaves all "
-            "experts on every rank"
+            f"tokens, experts and weights, or of all rows for all experts, to distribute over ep={comm.size('ep')}: "
+            "pass ep=1, which leaves all experts on every rank"
         )
-    for module in modules.values():
+    for module in modules:
+        send, receive = (_send_tokens, _return_tokens) if _is_of_experts(module) else (_send_rows, _return_rows)
         total = int(module.num_experts)
         count = experts_here(total)
         for name, param in [*module._parameters.items()]:
@@ -54,8 +55,8 @@ def distribute_experts(model: nn.Module) -> None:
             set_spec(module, name, ShardSpec(full_shape=tuple(local.shape), experts=True))
         module.num_experts = count
         _as_sharded_module(module)  # copies and loaded weights stay those of this ep rank's experts
-        module.register_forward_pre_hook(partial(_send_tokens, total), with_kwargs=True)
-        module.register_forward_hook(_return_tokens)
+        module.register_forward_pre_hook(partial(send, total), with_kwargs=True)
+        module.register_forward_hook(receive)
 
 
 def _as_sharded_module(module: nn.Module) -> None:
@@ -86,11 +87,26 @@ def _new_sharded(base: type[nn.Module]) -> nn.Module:
 
 def _is_of_experts(module: Any) -> bool:
     """Returns whether a module has all experts in bare parameters, and takes tokens, experts and weights."""
+    return _holds_experts(module) and len(inspect.signature(module.forward).parameters) == 3
+
+
+def _is_of_all_rows(module: Any) -> bool:
+    """Returns whether a module is as Llama 4's: it takes `[experts * tokens, h]`, 0 where a token has not the expert.
+
+    Only experts that give 0 for a row of zeros are: a gated product without a bias.
+    """
+    names = {name for name, _ in module.named_parameters(recurse=False)}
+    return (
+        names == {"gate_up_proj", "down_proj"}
+        and _holds_experts(module)
+        and len(inspect.signature(module.forward).parameters) == 1
+    )
+
+
+def _holds_experts(module: Any) -> bool:
     count = getattr(module, "num_experts", None)
     params = [*module._parameters.values()]
-    if not params or not all(param is not None and param.ndim > 1 and len(param) == count for param in params):
-        return False
-    return len(inspect.signature(module.forward).parameters) == 3
+    return bool(params) and all(param is not None and param.ndim > 1 and len(param) == count for param in params)
 
 
 def _send_tokens(total: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -113,6 +129,62 @@ def _return_tokens(module: nn.Module, args: Any, output: torch.Tensor) -> torch.
     rows = output.flatten(0, -2)[: sum(route.sizes)]
     tokens: torch.Tensor = route.to_tokens(rows, weights).view(shape)
     return tokens
+
+
+def _send_rows(total: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Replaces rows `[experts * tokens, h]` by those of this rank's experts that are not zero, equally many of each.
+
+    Where sizes cannot depend on values all rows are sent.
+    """
+    (rows,) = inspect.signature(module.forward).bind(*args, **kwargs).arguments.values()
+    count, picked, places = len(rows) // total, None, None
+    if has_values(rows):
+        picked = rows.detach().any(1).nonzero().flatten()
+        route = route_of((picked // count).unsqueeze(1), total, rows)
+        arrived, numbers = route.to_experts(rows.index_select(0, picked)), route.numbers()
+        sizes = torch.tensor(route.sizes, device=rows.device)
+        width = max(1, *route.sizes)
+        places = torch.arange(len(numbers), device=rows.device) + (numbers * width)
+        places -= (sizes.cumsum(0) - sizes).index_select(0, numbers)
+        slots = arrived.new_zeros(len(sizes) * width, rows.shape[1]).index_copy(0, places, arrived)
+    else:
+        numbers = torch.arange(total, device=rows.device).repeat_interleave(count)
+        route = route_of(numbers.unsqueeze(1), total, rows, count)
+        slots = route.to_experts(rows)
+    module.__dict__[_ROUTE] = route, picked, places, (total, count, rows.shape[1])
+    return (spmd.forget(slots, DATA_AXES),), {}
+
+
+def _return_rows(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    route, picked, places, shape = module.__dict__.pop(_ROUTE)
+    if picked is not None:
+        output = output.index_select(0, places)
+    rows = route.to_tokens(output, output.new_ones(shape[0] * shape[1] if picked is None else len(picked), 1))
+    if picked is not None:
+        rows = rows.new_zeros(shape[0] * shape[1], shape[2]).index_copy(0, picked, rows)
+    return _rows_by_expert(rows, shape).flatten(0, 1)
+
+
+@local_map(out_types={DATA_AXES: S(1)})
+def _rows_by_expert(rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return rows.view(shape)
+
+
+def generate_together(model: Any) -> None:
+    """Makes `generate` of a model whose experts are distributed go on until the sequences of all ep ranks have ended.
+
+    A rank without unfinished sequences calls the model until then, for the rows that others send to its experts, and
+    ignores the result, as transformers does by `synced_gpus=True` over all processes.
+    """
+    if hasattr(model, "generate") and hasattr(model, "_has_unfinished_sequences"):
+        model.generate = partial(model.generate, synced_gpus=True)
+        model._has_unfinished_sequences = _any_rank_is_unfinished
+
+
+def _any_rank_is_unfinished(this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+    """Stands in the place of the model's method, which asks all processes of torch.distributed."""
+    unfinished = torch.tensor(0 if this_peer_finished else 1, device=device)
+    return bool(comm.all_reduce(unfinished, "ep", op="max").item())
 
 
 def declare_rows(model: nn.Module) -> None:

@@ -29,7 +29,7 @@ from ..weights.partial_model import unwrapped
 from ..weights.wrappers import wrapper_of
 from .derived import IndivisibleError, derive
 from .dropout import check_dropout, draw_apart
-from .experts import count_all_tokens, declare_rows, distribute_experts
+from .experts import count_all_tokens, declare_rows, distribute_experts, generate_together
 from .in_place import IN_PLACE, multiply_output, shard_parameter, sharded_dim
 from .loss import causal_lm_loss
 from .model_plan import ATTENTION, ModelPlan, UnsupportedModelError, leaf_of, parent_of
@@ -119,6 +119,7 @@ def swap(
         model.get_submodule(name).register_forward_hook(partial(multiply_output, *scale))
     if ep > 1:
         distribute_experts(model)
+        generate_together(model)
     else:
         declare_rows(model)
     count_all_tokens(model)

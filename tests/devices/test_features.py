@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from neuronx_dist import comm
 from neuronx_dist.attention import Keys, attention
 from tests.checkpoint.test_resume import Layout, relative, resume, train_and_save
+from tests.modules import test_moe
 from tests.parallelize.support.models import model
 from tests.parallelize.support.parity import trained
 from tests.parallelize.test_processes import SGD, train_on_rank
@@ -92,3 +94,11 @@ def ring_attention() -> None:
 @pytest.mark.parametrize("backend", ["neuron", "neuron_single", "tpu_dist"])
 def test_context_parallel_attention(backend: str) -> None:
     processes(2).run(ring_attention, mesh={"cp": 2}, backend=backend)
+
+
+@pytest.mark.parametrize("backend, tp", [("neuron", 2), ("neuron_single", 1), ("tpu_dist", 1)])
+def test_experts(backend: str, tp: int) -> None:
+    """Uneven exchanges of rows are padded where a device has none."""
+    results = test_moe.in_one_process(2, shared=True)
+    ranks = processes(2 * tp)
+    ranks.run(partial(test_moe.compare_on_rank, *results, shared=True), mesh={"tp": tp, "ep": 2}, backend=backend)

@@ -33,7 +33,7 @@ from tests.hf.models import error
 from tests.hf.parity import AllInFloat64
 from tests.support.more_architectures import OF_TRANSFORMERS
 
-STEPS, SEQ = 3, 6
+STEPS, SEQ = 5, 6
 MODELS = [
     "MixtralConfig",
     "Qwen2MoeConfig",
@@ -46,6 +46,7 @@ MODELS = [
     "MiniMaxConfig",
     "Qwen3NextConfig",
     "HunYuanMoEV1Config",
+    "Llama4TextConfig",
 ]
 
 
@@ -103,7 +104,7 @@ def compare(
         return comm.all_reduce(loss.detach(), "dp") / comm.size("dp"), gradients
 
     def train(model: Any) -> list[Any]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
         return [*(step_of(model, optimizer, step) for step in range(STEPS)), full_state_dict(model)]
 
     (*expected, weights) = threads.run(Mesh(1), lambda: train(whole))[0]
@@ -160,10 +161,10 @@ def test_recomputed_layers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp", [1, 2])
-def test_pipelines(tp: int) -> None:
+@pytest.mark.parametrize("name, tp", [("MixtralConfig", 1), ("MixtralConfig", 2), ("Llama4TextConfig", 1)])
+def test_pipelines(name: str, tp: int) -> None:
     """Two stages and two microbatches: the module of experts runs whole, and communicates inside."""
-    whole = model("MixtralConfig", False, "eager").float()
+    whole = model(name, False, "eager").float()
     state = copy.deepcopy(whole)
     ids, labels, _ = batch(0)
     expected = whole(input_ids=ids, labels=labels, num_items_in_batch=(labels[:, 1:] != -100).sum()).loss
@@ -213,10 +214,12 @@ def test_weights_in_and_out_of_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.each_value
 @pytest.mark.parametrize("mesh", [{"dp": 4, "tp": 2, "ep": 2}, {"dp": 2, "tp": 2}], ids=str)
-def test_types_are_proved(mesh: dict[str, int]) -> None:
+@pytest.mark.parametrize("name, implementation", [("MixtralConfig", "grouped_mm"), ("Llama4TextConfig", "eager")])
+def test_types_are_proved(name: str, implementation: str, mesh: dict[str, int]) -> None:
     """Without values tokens travel in slots of equal numbers, and transformers' grouped products run on them."""
-    config = model("MixtralConfig", False, "grouped_mm").config
+    config = model(name, False, implementation).config
 
     def make() -> Any:
         with torch.device("meta"):
@@ -299,3 +302,21 @@ def test_bad_input_is_refused() -> None:
             swap(type(odd)(odd.config))
 
     threads.run(Mesh(2, ep=2), rank)
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_ranks_generate_until_all_have_ended(num_beams: int) -> None:
+    """Sequences of one ep rank end after other steps than those of another; each is that of one process."""
+    whole = model_of("MixtralConfig").to(torch.float64).eval()
+    prompts, lengths = [torch.tensor([[5, 6, 7, 8]]), torch.tensor([[9, 10]])], [3, 9]
+    options: Any = {"pad_token_id": 0, "eos_token_id": None, "do_sample": False, "num_beams": num_beams}
+    expected = [whole.generate(prompts[n], max_new_tokens=lengths[n], **options) for n in range(2)]
+
+    def rank() -> None:
+        original, number = swap(copy.deepcopy(whole)), comm.rank("ep")
+        model = copy.deepcopy(original)
+        original.get_output_embeddings().weight.data.zero_()
+        found = model.generate(prompts[number], max_new_tokens=lengths[number], **options)
+        assert torch.equal(found, expected[number])
+
+    threads.run(Mesh(2, ep=2), rank, timeout=20.0)

@@ -116,25 +116,15 @@ def loss_of(out: torch.Tensor, logits: torch.Tensor, count: float) -> torch.Tens
     return out.square().sum() / count + 0.1 * balance + 0.01 * router_z_loss_func(logits)
 
 
-def compare(
-    ep: int = 2,
-    tp: int = 1,
-    edp: int = 1,
-    *,
-    zero1: bool = False,
-    sequence_parallel: bool = False,
-    same_rows: bool = False,
-    clip: float = 0.5,
-    **options: Any,
-) -> None:
-    """Losses, gradients, norms and weights of steps of SGD are those of one process with all tokens."""
-    dp = ep * edp
-    layout = {name: options.pop(name) for name in ("capacity", "token_shuffle_group_size") if name in options}
+SGD: dict[str, Any] = dict(lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def in_one_process(dp: int, same_rows: bool = False, clip: float = 0.5, **options: Any) -> tuple[list[Any], Any, Any]:
+    """Steps of SGD with the tokens of `dp` data ranks: the results of each, the weights before and behind them."""
     plain = Whole(**options)
     state = {name: value.clone() for name, value in plain.state_dict().items()}
-    sgd: Any = dict(lr=0.1, momentum=0.9, weight_decay=0.01)
-    optimizer = torch.optim.SGD(plain.parameters(), **sgd)
-    expected = []
+    optimizer = torch.optim.SGD(plain.parameters(), **SGD)
+    results = []
     for step in range(STEPS):
         x = torch.cat([part.flatten(0, 1) for part in tokens(step, dp, same_rows)]).requires_grad_()
         out, logits = plain(x)
@@ -144,43 +134,62 @@ def compare(
         grads = {name: param.grad.clone() for name, param in plain.named_parameters()}
         norm = nn.utils.clip_grad_norm_(plain.parameters(), clip)
         sizes = [part.shape[0] * 2 for part in tokens(step, dp, same_rows)]
-        expected.append((loss.detach(), out.detach().split(sizes), x.grad.split(sizes), grads, norm))
+        results.append((loss.detach(), out.detach().split(sizes), x.grad.split(sizes), grads, norm))
         optimizer.step()
+    return results, state, {name: param.detach() for name, param in plain.named_parameters()}
 
-    def rank() -> None:
-        model = load_pretrained(layer(sequence_parallel_enabled=sequence_parallel, **layout, **options), state)
-        if zero1:
-            optimizer: Any = nxd.NeuronZero1Optimizer(model.parameters(), torch.optim.SGD, max_norm=clip, **sgd)
-        else:
-            optimizer = torch.optim.SGD(model.parameters(), **sgd)
-        data = comm.rank("dp")
-        for step, (loss_1, out_1, grad_1, grads_1, norm_1) in enumerate(expected):
-            parts = tokens(step, dp, same_rows)
-            x = parts[data]
-            if sequence_parallel:
-                x = x.chunk(tp)[comm.rank("tp")].contiguous()
-            x.requires_grad_()
-            out, logits = model(x)
-            count = sum(part.shape[0] * 2 for part in parts) / dp
-            full = spmd.all_gather(out, "tp", src=spmd.S(0), dst=spmd.I) if sequence_parallel else out
-            close(full.detach().flatten(0, 1), out_1[data], "output")
-            loss = loss_of(full, logits, count)
-            optimizer.zero_grad()
-            loss.backward()
-            close(comm.all_reduce(loss.detach(), "dp") / dp, loss_1, "loss")
-            grad_x = grad_1[data].view_as(full) * dp
-            close(x.grad, grad_x.chunk(tp)[comm.rank("tp")] if sequence_parallel else grad_x, "input's gradient")
-            if not zero1:
-                reduce_gradients(model)
-                for name, grad in full_state_dict(model, gradients=True).items():
-                    close(grad, grads_1[name], f"gradient of {name}")
-                norm = nxd.clip_grad_norm(model.parameters(), clip)
-            optimizer.step()
-            close(optimizer.grad_norm if zero1 else norm, norm_1, "norm")
-        for name, value in full_state_dict(model).items():
-            close(value, plain.get_parameter(name).detach(), name)
 
-    threads.run(Mesh(dp * tp, tp=tp, ep=ep), rank, timeout=30.0)
+def compare_on_rank(
+    expected: list[Any],
+    state: dict[str, torch.Tensor],
+    trained: dict[str, torch.Tensor],
+    *,
+    zero1: bool = False,
+    sequence_parallel: bool = False,
+    same_rows: bool = False,
+    clip: float = 0.5,
+    **options: Any,
+) -> None:
+    """Compares the steps of this rank with the results of `in_one_process`."""
+    model = load_pretrained(layer(sequence_parallel_enabled=sequence_parallel, **options), state)
+    if zero1:
+        optimizer: Any = nxd.NeuronZero1Optimizer(model.parameters(), torch.optim.SGD, max_norm=clip, **SGD)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    data, dp, tp = comm.rank("dp"), comm.size("dp"), comm.size("tp")
+    for step, (loss_1, out_1, grad_1, grads_1, norm_1) in enumerate(expected):
+        parts = tokens(step, dp, same_rows)
+        x = parts[data]
+        if sequence_parallel:
+            x = x.chunk(tp)[comm.rank("tp")].contiguous()
+        x.requires_grad_()
+        out, logits = model(x)
+        count = sum(part.shape[0] * 2 for part in parts) / dp
+        full = spmd.all_gather(out, "tp", src=spmd.S(0), dst=spmd.I) if sequence_parallel else out
+        close(full.detach().flatten(0, 1), out_1[data], "output")
+        loss = loss_of(full, logits, count)
+        optimizer.zero_grad()
+        loss.backward()
+        close(comm.all_reduce(loss.detach(), "dp") / dp, loss_1, "loss")
+        grad_x = grad_1[data].view_as(full) * dp
+        close(x.grad, grad_x.chunk(tp)[comm.rank("tp")] if sequence_parallel else grad_x, "input's gradient")
+        if not zero1:
+            reduce_gradients(model)
+            for name, grad in full_state_dict(model, gradients=True).items():
+                close(grad, grads_1[name], f"gradient of {name}")
+            norm = nxd.clip_grad_norm(model.parameters(), clip)
+        optimizer.step()
+        close(optimizer.grad_norm if zero1 else norm, norm_1, "norm")
+    for name, value in full_state_dict(model).items():
+        close(value, trained[name], name)
+
+
+def compare(ep: int = 2, tp: int = 1, edp: int = 1, *, same_rows: bool = False, **options: Any) -> None:
+    """Losses, gradients, norms and weights of steps of SGD are those of one process with all tokens."""
+    of_layer = {name: options[name] for name in ("glu", "bias", "shared", "normalize") if name in options}
+    results = in_one_process(ep * edp, same_rows, **of_layer)
+    rank = partial(compare_on_rank, *results, same_rows=same_rows, **options)
+    threads.run(Mesh(ep * edp * tp, tp=tp, ep=ep), rank, timeout=30.0)
 
 
 def close(actual: Any, expected: torch.Tensor, what: str) -> None:

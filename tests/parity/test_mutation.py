@@ -44,6 +44,7 @@ _STATES = (
 )
 _RESULTS = "no tensors: what forward returns, into which the results are put (tests/parallelize/train/test_pipeline.py)"
 _LIGHTNING = "no tensors: an object of Lightning's (tests/lightning/test_lightning.py)"
+_ENDED = "no tensors: whether a rank's sequences have ended (tests/hf/test_experts.py)"
 _ERRORS = "no tensors: whether a rank could write (tests/hf/test_save_errors.py)"
 EXEMPT = {
     "Pipelined._everywhere:comm.broadcast_object#1": _RESULTS,
@@ -80,6 +81,7 @@ EXEMPT = {
         for verb in ("all_reduce", "all_gather", "all_to_all", "permute", "exchange")
     },
     **{f"Watched.start_{verb}:?.start_{verb}#1": _PASSED_ON for verb in VERBS},
+    "_any_rank_is_unfinished:comm.all_reduce#1": _ENDED,
     "_written_together:comm.gather_objects#1": _ERRORS,
     "_on_rank_0:comm.broadcast_object#1": _FILES,
     "_read_on_all:comm.gather_objects#1": _FILES,

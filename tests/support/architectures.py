@@ -383,7 +383,9 @@ Words that do not go together are refused where names and styles show it; a plan
 Where the mesh has ep > 1 (a part of dp), `hf.swap(model)` keeps whole experts on each ep rank, and sends tokens to
 them: in every module with `num_experts` matrices in bare parameters, whose forward takes tokens, experts and weights,
 as almost all of transformers' are. That forward runs as it is, by any of its implementations, on the rows of this
-rank's experts. Over tp each expert is sharded, as before. `ep=1` leaves all experts on every rank.
+rank's experts. Over tp each expert is sharded, as before. `ep=1` leaves all experts on every rank. Llama 4's experts
+take a row for each token and expert, most of them 0: those that are not 0 are sent, and computed, where transformers
+computes all.
 
 * Per layer, forward and backward: 1 exchange of `k * tokens` rows `[h]` there and 1 back, whatever tp is; 1 all_to_all
   of `num_experts` integers in forward. No token is dropped; ranks may have any numbers of tokens, an expert none.
@@ -391,9 +393,11 @@ rank's experts. Over tp each expert is sharded, as before. `ep=1` leaves all exp
   loaded, drawn and saved as at ep 1.
 * The auxiliary loss (`output_router_logits=True`) is over the tokens of all data ranks, not the mean of the losses of
   each (without a pipeline). For other models: `modules.moe.load_balancing_loss_func`.
-* Tested (`tests/hf/test_experts.py`: loss, all gradients, weights after three steps, to 1e-10 in float64) at ep 1, 2, 4
+* `generate` goes on on all ep ranks until the sequences of each have ended (`synced_gpus=True`); results are those of
+  one process.
+* Tested (`tests/hf/test_experts.py`: loss, all gradients, weights after five steps, to 1e-10 in float64) at ep 1, 2, 4
   and tp 1, 2: Mixtral, Qwen 2 and 3 MoE, Qwen 3 Next, OLMoE, DeepSeek V3, gpt-oss, GLM-4 MoE, ERNIE 4.5 MoE, MiniMax,
-  HunYuan MoE. Not distributed, with an error: Llama 4, DBRX, Granite MoE, Longcat, whose experts have other forms.
+  HunYuan MoE, Llama 4. Not distributed, with an error: DBRX, Granite MoE, Longcat, whose experts have other forms.
 
 ### Words of a plan
 

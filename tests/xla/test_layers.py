@@ -145,3 +145,11 @@ def test_number_of_labels():
 @pytest.mark.parametrize("dim", [0, 1, -1, -2])
 def test_the_own_piece_along_any_dim(dim):
     same_as_threads(programs.pieces, Mesh(4, tp=2), [(draw(4, 6, seed=rank), dim) for rank in range(4)], tolerance=0)
+
+
+@pytest.mark.parametrize("ep, tp", [(2, 1), (2, 2), (4, 1)])
+def test_experts(ep, tp):
+    """Every expert has a slot for each token: no size depends on values."""
+    x = [leaf(3, 2, 16, seed=data) for data in range(4 // tp) for _ in range(tp)]
+    replayed = same_as_threads(programs.experts, Mesh(4, tp=tp, ep=ep), [(rank,) for rank in x])
+    assert replayed.program.counts()[A2A, "ep"] == 4

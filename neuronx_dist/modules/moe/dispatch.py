@@ -23,7 +23,7 @@ from ...spmd import S, V
 from ...spmd.local_code import local_map
 from ...torch_internals.fake_tensors import FakeTensor
 
-__all__ = ["Dispatch", "Slots", "experts_here", "route_of"]
+__all__ = ["Dispatch", "Slots", "experts_here", "has_values", "route_of"]
 
 
 def experts_here(num_experts: int) -> int:
@@ -57,9 +57,14 @@ def route_of(
         num_experts: of all ranks.
         capacity: rows of one expert from this rank; further ones are dropped, and count 0. None: all of them.
     """
-    if in_one_program(tokens) or tokens.is_meta or isinstance(tokens, FakeTensor):
-        return Slots(expert_index, num_experts, len(tokens) if capacity is None else capacity)
-    return Dispatch(expert_index, num_experts, capacity)
+    if has_values(tokens):
+        return Dispatch(expert_index, num_experts, capacity)
+    return Slots(expert_index, num_experts, len(tokens) if capacity is None else capacity)
+
+
+def has_values(tokens: torch.Tensor) -> bool:
+    """Returns whether sizes may depend on values; not in a check or in one program for all ranks."""
+    return not (in_one_program(tokens) or tokens.is_meta or isinstance(tokens, FakeTensor))
 
 
 class Dispatch:

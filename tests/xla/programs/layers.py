@@ -10,6 +10,7 @@ from torch import nn
 import neuronx_dist as nxd
 from neuronx_dist import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, comm, parallel_cross_entropy, spmd
 from neuronx_dist.comm import rank_selection
+from neuronx_dist.modules import moe
 from neuronx_dist.parallel_layers import mappings
 from neuronx_dist.parallel_layers.fused_columns import fuse_columns
 from neuronx_dist.parallel_layers.layer_norm import LayerNorm, RMSNorm
@@ -175,3 +176,15 @@ def counting(x: torch.Tensor) -> Any:
 def pieces(x: torch.Tensor, dim: int) -> Any:
     group = comm.communicator("tp")
     return rank_selection.own_piece(x, group, dim), rank_selection.in_own_piece(x, group, dim)
+
+
+def experts(x: torch.Tensor) -> dict[str, Any]:
+    """A layer of experts: its output, auxiliary losses, and the gradients' sums over the data."""
+    router = moe.RouterTopK(4, 2, 16, device="meta")
+    mlps = moe.ExpertMLPs(4, 2, 16, 32, "silu", True, None, normalize_top_k_affinities=True, device="meta")
+    model = built(moe.MoE(router, mlps, return_router_logits=True), x)
+    out, logits = model(x)
+    balance = moe.load_balancing_loss_func(logits, 4, 2)
+    (out.square().mean() + 0.1 * balance + 0.01 * moe.router_z_loss_func(logits)).backward()
+    nxd.reduce_gradients(model)
+    return {"out": out.detach(), "balance": balance.detach(), "x": x.grad, **gradients(model)}
