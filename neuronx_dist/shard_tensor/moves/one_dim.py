@@ -28,6 +28,7 @@ from ...spmd import I, P, R, S, SpmdType
 from ...spmd.linear_operator import linear
 from ...spmd.watching import active
 from .. import typed
+from ..report import name_node
 from .exchange import exchange
 from .intervals import bounds_of, repartition
 from .tangents import may_be_dual, moved_dual
@@ -142,6 +143,7 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, between: _Between) -> torch.Tensor:
         ctx.between = between
+        name_node()
         return between.value(x)
 
     @staticmethod
