@@ -152,7 +152,7 @@ def class_losses(x: torch.Size, target: torch.Size, weight: torch.Size | None) -
     if not same and tuple(target) != expected:
         raise ValueError(
             f"input has shape {tuple(x)}, but target has {tuple(target)}: the target must have shape {expected} or "
-            "that of the input"
+            "that of the input; a plain tensor counts as the whole: ShardTensor.from_local takes this rank's part"
         )
     return Labels([names, names if same else without, (0,)], names)
 
