@@ -405,10 +405,10 @@ register("bucketize", bucketize)
 
 
 def histc(*args: Any, **kwargs: Any) -> Spec:
-    """Spec of counts, which add up if the range is an argument; else the range depends on the values."""
+    """Spec of counts, which add up if the range is an argument; if min equals max, the range depends on the values."""
     x, bins, low, high = _read("input bins min max", args, kwargs)
     spec = reduction(x.shape, None)
-    if not low and not high:
+    if (low or 0) == (high or 0):
         spec = ends(x.shape, None, False, "without min and max the bins are those of its own range")
     return spec._replace(outs=(((x.dim(),),),), sizes={**spec.sizes, x.dim(): bins or 100})
 

@@ -31,6 +31,8 @@ __all__ = [
     "empty_like",
     "full",
     "full_like",
+    "linspace",
+    "logspace",
     "ones",
     "ones_like",
     "rand",
@@ -303,19 +305,30 @@ def randint(
     return wrap(drawn(lambda shape: draw(tuple(shape)), spec), spec)
 
 
-def arange(
-    *bounds: float,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    sizes: Sequence[Sequence[int] | None] | None = None,
-    dtype: torch.dtype | None = None,
-    requires_grad: bool = False,
-) -> ShardTensor:
-    """`torch.arange([start,] end[, step])`, of which each rank stores its part."""
-    mesh = as_mesh(device_mesh)
-    whole = torch.arange(*bounds, dtype=dtype, device=_device(mesh))
-    spec = make_spec(mesh, placements, whole.shape, sizes)
-    return as_leaf(own_piece(whole, spec).clone(), spec, requires_grad)
+def _in_order(make: Callable[..., torch.Tensor]) -> Callable[..., ShardTensor]:
+    """A factory of values in order, of which each rank stores its part."""
+
+    def factory(
+        *arguments: Any,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        sizes: Sequence[Sequence[int] | None] | None = None,
+        requires_grad: bool = False,
+        **options: Any,
+    ) -> ShardTensor:
+        mesh = as_mesh(device_mesh)
+        whole = make(*arguments, **options, device=_device(mesh))
+        spec = make_spec(mesh, placements, whole.shape, sizes)
+        return as_leaf(own_piece(whole, spec).clone(), spec, requires_grad)
+
+    factory.__name__ = factory.__qualname__ = make.__name__
+    factory.__doc__ = f"`torch.{make.__name__}` in shards; the arguments are torch's."
+    return factory
+
+
+arange = _in_order(torch.arange)
+linspace = _in_order(torch.linspace)
+logspace = _in_order(torch.logspace)
 
 
 def _like(make: Callable[..., torch.Tensor]) -> Callable[..., ShardTensor]:

@@ -26,7 +26,7 @@ from .device_mesh import DeviceMesh
 from .handlers import check_promotion
 from .moves.redistribute import Step, other_mesh, steps, used_by, used_together
 from .placements import Partial, Placement, Replicate, Shard
-from .report import note, watched
+from .report import current_function, note, watched
 from .spec import ShardTensorSpec, chunk_sizes, make_spec
 from .tensor import ShardTensor, local_of
 from .typed import promoted
@@ -162,7 +162,8 @@ def inside(
     if plan.gathered and watched():
         for x in (operands[i] for i in plan.gathered):
             num_bytes = x.numel() * x.element_size()
-            note(rule.__name__.strip("_"), f"gathers {num_bytes:,} bytes, of {tuple(x.shape)}, at {call_site()}")
+            name = current_function() or rule.__name__.strip("_")
+            note(name, f"gathers {num_bytes:,} bytes, of {tuple(x.shape)}, at {call_site()}")
     for i, todo in plan.moved:
         local = locals_[i]
         shared = operands[i]._used if isinstance(operands[i], ShardTensor) else None

@@ -8,6 +8,7 @@
 | `x * c` | "sum" or "avg", and a finite number or a tensor that is equal on the ranks | the same |
 | `x / c` | "sum" or "avg", and a number that is not 0 | the same |
 | `x + c`, `x - c` | "avg", "max" or "min", and the same | the same; the ranks are not counted |
+| `x += y`, `x -= y` | "sum", and another: one rank adds what is equal on the ranks, each its shard | the same |
 | `-x` | "sum" or "avg"; "max" or "min" | the same; the other one |
 | `clone`, `+x`, `zero_` | any | the same |
 
@@ -82,14 +83,17 @@ def kept(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Any], S
     if len(partial) == 2:
         same = partial[1]._spec is spec and ops <= _TOGETHER.get(name, frozenset())
         return ([local_of(x) for x in args], spec) if same else None
-    if not ops <= _WITH_EQUAL.get(name, frozenset()):
+    as_summands = rule is not None and rule.inplace == 0 and name in ("add", "sub") and ops == {"sum"}
+    if not (as_summands or ops <= _WITH_EQUAL.get(name, frozenset())):
         return None
     x, y = args
     if partial[0] is y and (name == "div" or not ops <= _LINEAR):  # c - x of a maximum is a minimum
         return None
     if name == "div" and (isinstance(y, torch.Tensor) or not y):  # infinite parts of two signs have no sum
         return None
-    other = _equal(x if partial[0] is y else y, spec)
+    if as_summands and not isinstance(y, torch.Tensor):
+        y = torch.full((), y, dtype=x.dtype, device=x.device)
+    other = _equal(x if partial[0] is y else y, spec, as_summands=as_summands)
     if other is None:
         return None
     return ([local_of(x), other] if partial[0] is x else [other, local_of(y)]), spec
@@ -106,10 +110,14 @@ def _of_one(
     return [local_of(x)], make_spec(spec.mesh, placements, spec.shape, spec.sizes)
 
 
-def _equal(y: Any, spec: ShardTensorSpec) -> Any:
+def _equal(y: Any, spec: ShardTensorSpec, *, as_summands: bool) -> Any:
     """Returns the local part of an operand that is equal on the ranks of Partial mesh dims; None if it is not.
 
     It is broadcast to a tensor of `spec`; where it lies in another way along other mesh dims, it is not moved.
+
+    Args:
+        as_summands: it is moved to parts that add up along these mesh dims: with zeros on all ranks but the first, or
+            around a rank's shard.
     """
     if not isinstance(y, torch.Tensor):
         return y if cmath.isfinite(y) else None
@@ -130,7 +138,11 @@ def _equal(y: Any, spec: ShardTensorSpec) -> Any:
         else:
             used.append(m)
     target = make_spec(spec.mesh, placements, other.shape, spec.sizes)
-    if other is not target and not other.is_replicated():
+    if as_summands:
+        placements = [spec.placements[m] if m in spec.partial else p for m, p in enumerate(placements)]
+        target = make_spec(spec.mesh, placements, other.shape, spec.sizes)
+        used = [m for m in used if m not in spec.partial]
+    elif other is not target and not other.is_replicated():
         return None
     local = local_of(y) if isinstance(y, ShardTensor) else y
     return run(local, steps(other, target, sorted(used)))

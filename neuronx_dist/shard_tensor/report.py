@@ -22,7 +22,19 @@ from ..comm.recording import attach, detach
 from ..mesh import Mesh
 from ..program.fake_mode import QuietFakeMode
 
-__all__ = ["Communicated", "Gathered", "Report", "Total", "gathered", "note", "predict", "report", "watched"]
+__all__ = [
+    "Communicated",
+    "Gathered",
+    "Report",
+    "Total",
+    "current_function",
+    "gathered",
+    "name_node",
+    "note",
+    "predict",
+    "report",
+    "watched",
+]
 
 _FOLDER = str(Path(__file__).parent) + os.sep
 _OP = "neuronx_dist.shard_tensor.op"  # in the metadata of an autograd node: the function that made it
@@ -82,7 +94,7 @@ class Report:
     def add(self, call: Call) -> None:
         """Adds a collective; called by `comm`, in the thread of the collective."""
         if ":" not in call.verb:
-            self.calls.append(Communicated(_current_op() or call.verb, call, call_site()))
+            self.calls.append(Communicated(current_function() or call.verb, call, call_site()))
 
     @property
     def collectives(self) -> int:
@@ -124,9 +136,9 @@ class Report:
             plan = f" in {total.messages:,} messages" if total.messages else ""
             plan += f"; predicted {total.predicted:,} of {total.planned:,}" if total.predicted else ""
             lines.append(f"  {op:24} {verbs:32} {total.bytes:>14,} bytes{plan}")
-        for entry in self.gathers:
-            lines.append(f"  {entry.op} has no handler: gathers {entry.bytes:,} bytes, at {entry.site}")
-        lines += [f"  {op}: {text}" for op, text in self.notes]
+        gathers = [f"{op} has no handler: gathers {count:,} bytes, at {site}" for op, count, site in self.gathers]
+        for text, times in Counter([*gathers, *(f"{op}: {text}" for op, text in self.notes)]).items():
+            lines.append(f"  {text}" + (f" ({times} times)" if times > 1 else ""))
         return "\n".join(lines)
 
 
@@ -188,10 +200,16 @@ def note(op: str, text: str) -> None:
         entry.notes.append((op, text))
 
 
+def name_node() -> None:
+    """Names the node of the autograd function whose forward is running, which sends nothing there, for open reports."""
+    if _open:
+        current_function()
+
+
 def predict(num_bytes: int, op: str | None = None) -> None:
     """Adds a plan's bytes for this rank to open reports. `op`: None: the function that is being computed."""
     for entry in _of_this_rank():
-        entry._predicted.append((op or _current_op() or "exchange", num_bytes))
+        entry._predicted.append((op or current_function() or "exchange", num_bytes))
 
 
 def gathered(op: str, num_bytes: int) -> None:
@@ -206,7 +224,7 @@ def _of_this_rank() -> Iterator[Report]:
         yield from (report for report in _open if report.rank is None or report.rank == rank)
 
 
-def _current_op() -> str:
+def current_function() -> str:
     """Returns the name of the function that this thread computes, of ShardTensors or of this package; "" for none.
 
     Of several, one inside the other, the outermost; in backward, the one whose forward made the node.

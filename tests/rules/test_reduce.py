@@ -237,6 +237,7 @@ def test_looking_for_values():
     verify(torch.bucketize, 0.3, order, _refusals=False)
     assert verify(torch.histc, x, 6, -4.0, 4.0).reduced == {0: "sum", 1: "sum"}
     assert verify(torch.histc, x, bins=6).fixed.keys() == {0, 1}
+    assert verify(torch.histc, x, 6, 2.0, 2.0).fixed.keys() == {0, 1}  # equal bounds: those of the values
 
 
 def test_norms_of_slices_and_reductions_of_segments():

@@ -319,12 +319,19 @@ def test_a_new_strided_tensor_is_a_leaf():
     on_ranks(2, run)
 
 
-def test_arange():
+def test_values_in_order():
     def make(mesh):
-        x = distributed.arange(1, 8, 2, device_mesh=mesh, placements=[Shard(0)], sizes=[(1, 3)])
-        return x.full_tensor().tolist()
+        options = {"device_mesh": mesh, "placements": [Shard(0)], "sizes": [(1, 3)]}
+        tensors = [
+            distributed.arange(1, 8, 2, **options),
+            distributed.linspace(0, 6, steps=4, dtype=torch.float64, requires_grad=True, **options),
+            distributed.logspace(0, 3, 4, base=2, **options),
+        ]
+        assert [x.to_local().shape for x in tensors] == [(3,) if mesh.get_rank() else (1,)] * 3
+        assert tensors[1].requires_grad and tensors[1].dtype is torch.float64
+        return [x.full_tensor().tolist() for x in tensors]
 
-    assert on_ranks(2, make) == [[1, 3, 5, 7]] * 2
+    assert on_ranks(2, make) == [[[1, 3, 5, 7], [0, 2, 4, 6], [1, 2, 4, 8]]] * 2
 
 
 # --- meshes

@@ -137,6 +137,45 @@ def test_writes_that_stay_partial():
     on_ranks(2, writes)
 
 
+def added(mesh):
+    """A sum over mesh dim 0, in shards along mesh dim 1, to which tensors are added in place."""
+    rank = mesh.communicator(0).rank
+    parts, bias, column, other = parts_of(2), parts_of(1)[0, 0], parts_of(1)[0, :, :1].cos(), parts_of(3)[1]
+    plain = [x.clone().requires_grad_() for x in (parts, bias, column, other)]
+    expected = (plain[0].sum(0) * 2 + plain[1] - 3 * plain[2] + 5 + 2 * plain[3]).sin()
+    expected.square().sum().backward()
+    rows = slice(0, 4) if mesh.communicator(1).rank == 0 else slice(4, 6)
+    part = parts[rank, rows].clone().requires_grad_()
+    x = ShardTensor.from_local(part * 2, mesh, [Partial(), Shard(0)], sharding_shapes={1: [(4, 4), (2, 4)]})
+    b = bias.clone().requires_grad_()
+    c = distribute_tensor(column, mesh, [Replicate(), Shard(0)], sizes=[None, (4, 2)], src=None).requires_grad_()
+    d, e = (
+        distribute_tensor(other, mesh, [Shard(1), Shard(0)], sizes=[sizes, (4, 2)], src=None).requires_grad_()
+        for sizes in ((3, 1), (2, 2))
+    )
+    with comm.record() as calls:
+        x += b
+        x.sub_(c, alpha=3).add_(5)
+        x += d
+        x += e
+    assert calls == [] and x.placements == (Partial(), Shard(0))
+    y = x.sin()
+    assert_close(y.full_tensor().detach(), expected.detach(), "value")
+    y.square().sum().backward()
+    for name, actual, wanted in (
+        ("part", part.grad, plain[0].grad[rank, rows]),
+        ("bias", b.grad, plain[1].grad),
+        ("column", c.grad.full_tensor(), plain[2].grad),
+        ("uneven shards", d.grad.full_tensor() * 2, plain[3].grad),
+        ("even shards", e.grad.full_tensor() * 2, plain[3].grad),
+    ):
+        assert_close(actual, wanted, f"gradient of the {name}")
+
+
+def test_tensors_are_added_to_a_sum_in_place():
+    on_ranks(4, added, (2, 2))
+
+
 def test_a_sum_stays_a_sum_under_the_checker():
     def rank():
         mesh = DeviceMesh.from_axes("dp")
@@ -146,6 +185,12 @@ def test_a_sum_stays_a_sum_under_the_checker():
             y = ShardTensor.from_local(summand, mesh, [Partial()])
             assert (y + y * 2).placements == (Partial(),)
             assert_close((y + y * 2).full_tensor().detach(), parts_of(1)[0].sum(0) * 3, "sum")
+            y = ShardTensor.from_local(summand * 1, mesh, [Partial()])
+            for sizes in ((2, 2), (3, 1)):  # parts of the first row, and it again: nothing is gathered
+                y += distribute_tensor(parts_of(1)[0, 0], mesh, [Shard(0)], sizes=[sizes], src=None)
+            y += parts_of(1)[0, 0]
+            y.sum().backward()
+            assert_close(y.full_tensor().detach(), parts_of(1)[0].sum(0) + 3 * parts_of(1)[0, 0], "written sum")
             for op in ("avg",):
                 z = x.sum(0).redistribute(placements=[Partial(op)])
                 assert_close((z + 1).full_tensor().detach(), parts_of(1)[0].sum(0) + 1, op)

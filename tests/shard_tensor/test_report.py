@@ -12,6 +12,7 @@ from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.shard_tensor import (
     DeviceMesh,
+    Replicate,
     Shard,
     ShardTensor,
     distribute_tensor,
@@ -82,6 +83,22 @@ def test_gathers_are_listed_with_their_lines_also_silent_ones():
         assert (gather.op, gather.bytes) == ("histc", 2 * 16 * 8 * 4)
         assert gather.site == f"{__file__}:{line}"
         assert f"histc has no handler: gathers {gather.bytes:,} bytes, at {__file__}" in str(r)
+
+
+def test_backward_of_a_split_is_named_and_equal_lines_are_counted():
+    def run(mesh):
+        x = distribute_tensor(torch.ones(5, 4, requires_grad=True), mesh, [Replicate()], src=None)
+        y = distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)], src=None)
+        with report() as r:
+            for _ in range(2):
+                (x * y).sum().backward()
+                y.flatten(0).view(2, 10)
+        return r
+
+    for r in on_ranks(2, run):
+        assert r.by_op()["mul, backward"].collectives == {"exchange": 2}
+        assert len(r.notes) == 2 and str(r).count("view: shards of dim 0") == 1
+        assert str(r).endswith(" (2 times)")
 
 
 def test_what_handlers_tell():

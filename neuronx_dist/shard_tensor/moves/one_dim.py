@@ -9,7 +9,8 @@ is run by `_Move`, with shards of the sizes that every rank knows, and its backw
 | `split(used=False)` | I -> S | gather |
 | `gather(used=True)` | S -> R | scatter_sum |
 | `scatter_sum` | P -> S | gather(used=True) |
-| `split(used=True)` | R -> S | zero padding, S -> P |
+| `split(used=True)` | R -> S | pad |
+| `pad` | S -> P | split(used=True) |
 | `transpose` | S(i) -> S(j), also i = j with other sizes | transpose |
 """
 
@@ -28,11 +29,12 @@ from ...spmd import I, P, R, S, SpmdType
 from ...spmd.linear_operator import linear
 from ...spmd.watching import active
 from .. import typed
+from ..report import name_node
 from .exchange import exchange
 from .intervals import bounds_of, repartition
 from .tangents import may_be_dual, moved_dual
 
-__all__ = ["gather", "gather_each", "scatter_sum", "split", "transpose"]
+__all__ = ["gather", "gather_each", "pad", "scatter_sum", "split", "transpose"]
 
 Sizes = tuple[int, ...]
 
@@ -79,6 +81,13 @@ def scatter_sum(x: torch.Tensor, communicator: Communicator, dim: int, sizes: Si
     if shards.equal:
         return spmd.reduce_scatter(x, communicator, src=P, dst=S(dim))
     return _apply(x, _Between("scatter_sum", communicator, shards, shards))
+
+
+def pad(x: torch.Tensor, communicator: Communicator, dim: int, sizes: Sizes) -> torch.Tensor:
+    """Returns this rank's shard in a whole tensor of zeros: a summand. Nothing is communicated."""
+    shards = Shards(dim, sizes)
+    between = _Between("pad", communicator, shards, shards)
+    return typed.unseen(lambda: _apply(x, between), x, communicator, P)
 
 
 def transpose(
@@ -142,6 +151,7 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, between: _Between) -> torch.Tensor:
         ctx.between = between
+        name_node()
         return between.value(x)
 
     @staticmethod

@@ -294,6 +294,8 @@ def _along(
         assert src_sizes is not None
         if isinstance(dst, Replicate):
             return [partial(moves.gather, communicator=group, dim=src.dim, sizes=src_sizes, used=used)]
+        if isinstance(dst, Partial) and _op(dst) == "sum":
+            return [partial(moves.pad, communicator=group, dim=src.dim, sizes=src_sizes)]
         gathered = _along(mesh, mesh_dim, src, src_sizes, _REPLICATE, None, False)
         return gathered + _along(mesh, mesh_dim, _REPLICATE, None, dst, None, False)
     if isinstance(src, Replicate):

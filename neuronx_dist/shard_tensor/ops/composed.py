@@ -152,7 +152,7 @@ def _multi_margin_loss(
     reduction: str = "mean",
 ) -> Any:
     reduction = reduction_name(reduction, size_average, reduce)
-    x, at = (input.unsqueeze(0), target.reshape(1)) if input.dim() < 2 else (input, target)
+    x, at = (input.reshape(1, -1), target.reshape(1)) if input.dim() < 2 else (input, target)
     missing = F.relu(margin - x.gather(1, at.unsqueeze(1)) + x)
     missing = missing if p == 1 else missing * missing
     missing = missing if weight is None else missing * weight[at].unsqueeze(1)

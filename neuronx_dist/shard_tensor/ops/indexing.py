@@ -220,7 +220,7 @@ def shortened(x: Any, shape: Sequence[int], dim: int | None) -> Any:
 def gather(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
         dim = dim_of(input, dim)
-        if not (input.dim() and index.dim()) and max(input.dim(), index.dim()) == 1:  # a scalar is a vector of one
+        if not (input.dim() and index.dim()) and max(input.dim(), index.dim()) < 2:  # a scalar is a vector of one
             return torch.gather(input.reshape(-1), 0, index.reshape(-1)).reshape(index.shape)
         if input.dim() != index.dim() and not index.numel():
             return input.new_zeros(index.shape) + input.reshape(-1)[:0].sum()

@@ -152,7 +152,7 @@ def class_losses(x: torch.Size, target: torch.Size, weight: torch.Size | None) -
     if not same and tuple(target) != expected:
         raise ValueError(
             f"input has shape {tuple(x)}, but target has {tuple(target)}: the target must have shape {expected} or "
-            "that of the input"
+            "that of the input; a plain tensor counts as the whole: ShardTensor.from_local takes this rank's part"
         )
     return Labels([names, names if same else without, (0,)], names)
 
@@ -305,7 +305,9 @@ def _cosine_similarity(func: Callable[..., Any], types: Any, args: Any, kwargs: 
         plan = reduced(spec, dim, False)
         dtype = torch.result_type(x, y)
         x, y = torch.broadcast_tensors(wide(x), wide(y))
-        products = total(torch.stack((x * y, x * x, y * y)).sum(dim % len(spec.shape) + 1), plan.groups)
+        dims = [d + 1 for d in plan.dims]
+        products = torch.stack((x * y, x * x, y * y))
+        products = total(products.sum(dims) if dims else products, plan.groups)
         squares = products[1:]
         squares = squares + (squares.clamp(min=eps * eps) - squares).detach()  # as torch: the gradient is of the square
         return wrap((products[0] / (squares[0].sqrt() * squares[1].sqrt())).to(dtype), plan.spec)

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...spmd import P, no_typecheck
 from ..handlers import FUNCTIONS, UNHANDLED, composed
 from ..labels import Labels, inside
+from ..moves.extremes import extreme
 from ..spec import make_spec
 from ..tensor import ShardTensor, wrap
+from ..typed import on_own_shard
 from .select import dim_of, elsewhere
 
 __all__: list[str] = []
@@ -157,6 +160,27 @@ def _counted(x: torch.Size, weight: torch.Size | None) -> Labels:
     return Labels([names, names], ())
 
 
+@composed(torch.bincount, _T.bincount)
+def bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
+    """Returns the ranks' counts, which are Partial, in bins for the largest value of all ranks."""
+    if input.dim() != 1 or input.is_floating_point() or (weights is not None and weights.shape != input.shape):
+        raise ValueError(
+            f"bincount: input has shape {tuple(input.shape)} and dtype {input.dtype}, weights "
+            f"{None if weights is None else tuple(weights.shape)}: input must be 1-d and of integers, weights as long"
+        )
+    (x, w), spec = inside(_counted, (input, weights))
+    x = x.to(torch.int64)
+    groups = tuple(spec.mesh.communicator(m) for m in spec.partial)
+    with no_typecheck():
+        largest, opposite = extreme(torch.stack((x, -x)), (1,), groups, "max").flatten().tolist()
+    if input.numel() and opposite > 0:  # on all ranks, whichever has the value
+        raise ValueError(f"bincount: input has the value {-opposite}; values must be at least 0")
+    counts = on_own_shard(torch.bincount, dict.fromkeys(groups, P))(x, w, max(minlength, largest + 1))
+    if w is not None:  # of no elements torch counts in integers
+        counts = counts.to(torch.float32 if w.dtype is torch.float32 else torch.float64)
+    return wrap(counts, make_spec(spec.mesh, spec.placements, counts.shape))
+
+
 # --- distances and norms
 
 
@@ -208,6 +232,7 @@ def matrix_norm(
 
 @composed(_linalg.vander)
 def vander(x: Any, *, N: int | None = None) -> Any:
+    x = torch.atleast_1d(x)
     return x.unsqueeze(-1) ** torch.arange(x.shape[-1] if N is None else N, device=x.device)
 
 

@@ -242,6 +242,8 @@ def _windows(spec: ShardTensorSpec, dim: int, size: int, step: int) -> Any:
 @sharded(_T.unfold)
 def unfold(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(x: ShardTensor, dimension: int, size: int, step: int) -> Any:
+        if not x.dim():  # a window of one element, without a dim of windows
+            return x.unsqueeze(0).unfold(dimension, size, step).squeeze(-1)
         dim = dim_of(x, dimension)
         if not 0 < size <= x.shape[dim] or step < 1:
             raise ValueError(

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from neuronx_dist import comm
-from neuronx_dist.shard_tensor import Shard, ShardTensor, distribute_tensor, promotion_mode
+from neuronx_dist.shard_tensor import Replicate, Shard, ShardTensor, distribute_tensor, promotion_mode
 from tests.shard_tensor.support.cases import assert_close, on_ranks, verbs
 
 
@@ -101,6 +101,28 @@ def test_all_targets_ignored():
         assert loss.full_tensor().isnan()
 
     on_ranks(2, step)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.unfold(0, 1, 1),
+        lambda x: F.cosine_similarity(x, x.detach() * -2, dim=0),
+        lambda x: F.multi_margin_loss(x, torch.tensor(0), reduction="none"),
+        lambda x: x.gather(0, torch.tensor(0)),
+        lambda x: torch.linalg.vander(x, N=3),
+    ],
+    ids=["unfold", "cosine_similarity", "multi_margin_loss", "gather", "vander"],
+)
+def test_a_tensor_without_dims(function):
+    def step(mesh):
+        y = function(on(mesh, torch.tensor(3.0), Replicate()))
+        y.sum().backward()
+        return y.full_tensor()
+
+    expected = function(torch.tensor(3.0))
+    for y in on_ranks(2, step):
+        assert y.shape == expected.shape and torch.equal(y, expected)
 
 
 @pytest.mark.each_value

@@ -56,6 +56,11 @@ def _histogram(x):
     return counts, edges, *torch.histogram(x.detach(), 3, range=(-1.0, 1.0), weight=x.detach().abs(), density=True)
 
 
+def _bincounts(x, weights):
+    values = (x.detach() * 4).abs().to(torch.int64)
+    return values.bincount(), torch.bincount(values.to(torch.int32), weights.detach(), minlength=40)
+
+
 def _histogramdd(x, b):
     bounds = b.detach().sort()[0]
     counts, edges = torch.histogramdd(x.detach(), [bounds, bounds])
@@ -92,6 +97,7 @@ CASES = [
         [(N, 3), (N,)],
         gradients=False,
     ),
+    Case("bincount", _bincounts, [(N,), (N,)], gradients=False),
     Case("histogramdd of bounds", _histogramdd, [(N, 2), (N,)], gradients=False),
     Case("diagonal", lambda x: (x.diagonal(), x.diagonal(-2, 1, 0)), [(N, N)], gathers=True),
     Case("diagonals of a batch", lambda x: torch.linalg.diagonal(x, offset=1), [(2, 5, N)], gathers=True),

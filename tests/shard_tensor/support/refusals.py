@@ -628,6 +628,8 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
     (lambda mesh: x(mesh).roll((1, 2), (0,)), ValueError, "2 shifts for 1 dims"),
     (lambda mesh: x(mesh).repeat(2), ValueError, "1 counts for a tensor of 2 dims"),
     (lambda mesh: x(mesh).unfold(0, 9, 1), ValueError, "size=9, step=1 do not fit dim 0, which has 7"),
+    (lambda mesh: x(mesh).bincount(), ValueError, "input must be 1-d and of integers"),
+    (lambda mesh: torch.bincount(-x(mesh)[:, 0].long()), ValueError, "bincount: input has the value -1"),
     (lambda mesh: torch.sum(x(mesh), 0, out=x(mesh)), ValueError, "sum: out= is not supported"),
     (lambda mesh: x(mesh).sum(2), IndexError, "dim 2 is out of range for a tensor of 2 dims"),
     (lambda mesh: torch.norm(x(mesh), "nuc"), NotImplementedError, "norm of order 'nuc' is not supported"),
