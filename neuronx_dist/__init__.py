@@ -43,6 +43,7 @@ _LAZY = {
     **dict.fromkeys(("pad_model", "unpad_model"), "parallel_layers.pad"),
     "parallel_linear_cross_entropy": "parallel_layers.linear_cross_entropy",
     "reduce_gradients": "gradients.reduce",
+    **dict.fromkeys(("ring_attention", "ulysses_attention"), "attention.context_parallel"),
     **dict.fromkeys(("hf", "pipeline", "trainer"), ""),
     **{f"{verb}_checkpoint": "checkpoint.api" for verb in ("save", "load", "has", "finalize")},
 }
