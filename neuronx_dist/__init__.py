@@ -28,6 +28,7 @@ _LAZY = {
     "checkpoint_layers": "parallel_layers.activation_checkpoint",
     "checkpoint_wrapper": "parallel_layers.activation_checkpoint",
     "clip_grad_norm": "gradients.norm",
+    "get_batch_on_this_context_parallel_rank": "attention.batch",
     "global_num_items": "gradients.reduce",
     **dict.fromkeys(
         ("initialize_parallel_model", "initialize_parallel_optimizer", "neuronx_distributed_config"), "trainer"

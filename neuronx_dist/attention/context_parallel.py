@@ -24,7 +24,7 @@ from ..spmd.watching import active
 from .positions import Runs, zigzag_runs
 from .ring import Keys, attention
 
-__all__ = ["Split", "documents_of", "ring_attention", "split_of", "ulysses_attention"]
+__all__ = ["Split", "attend", "ring_attention", "split_of", "ulysses_attention"]
 
 
 class Split(NamedTuple):
@@ -65,7 +65,7 @@ def split_of(lengths: Sequence[int], balance: str | None = None) -> Split:
     return Split(tuple(((start, stop),) for start, stop in zip(bounds, bounds[1:])))
 
 
-def documents_of(cu_seqlens: Any, length: int) -> tuple[Runs, ...]:
+def _documents_of(cu_seqlens: Any, length: int) -> tuple[Runs, ...]:
     """Returns the documents of packed sequences from their bounds, as `[0, 120, 512]`: one list, or one a batch row.
 
     Raises:
@@ -117,12 +117,9 @@ def ring_attention(
     Raises:
         ValueError: sizes that do not go together; the message has them.
     """
-    keys, scale = _keys(q, k, causal, scale, window, cu_seqlens, balance, lengths, axis)
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attention(q, k, v, keys, axis if comm.size(axis) > 1 else None, sinks=sinks, scale=scale)
-
-    return _along(axis, 2, attend)(q, k, v)
+    split, documents = _split(q, cu_seqlens, balance, lengths, axis)
+    options: dict[str, Any] = dict(causal=causal, scale=scale, window=window, sinks=sinks, axis=axis)
+    return attend("ring", q, k, v, split, documents, **options)
 
 
 def ulysses_attention(
@@ -146,10 +143,72 @@ def ulysses_attention(
     Raises:
         ValueError: the ranks do not divide the heads of q; or as `ring_attention`.
     """
-    keys, scale = _keys(q, k, causal, scale, window, cu_seqlens, balance, lengths, axis)
+    split, documents = _split(q, cu_seqlens, balance, lengths, axis)
+    options: dict[str, Any] = dict(causal=causal, scale=scale, window=window, sinks=sinks, axis=axis)
+    return attend("ulysses", q, k, v, split, documents, **options)
+
+
+def attend(
+    method: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    split: Split,
+    documents: tuple[Runs, ...] | None,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    axis: AxisLike = "cp",
+) -> torch.Tensor:
+    """Computes "ring" or "ulysses" attention of a sequence that is split in a known way, with known documents.
+
+    Raises:
+        ValueError: as `ring_attention`, `ulysses_attention`.
+    """
+    if q.dim() != 4 or q.shape[2] != k.shape[2] or q.shape[0] != k.shape[0] or q.shape[1] % max(k.shape[1], 1):
+        raise ValueError(
+            f"attention over {axis}: q {list(q.shape)} and k {list(k.shape)} must be [batch, heads, tokens, features] "
+            "of this rank, with equal batch and tokens, and heads of q a multiple of those of k"
+        )
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"window={window} must be at least 1, with causal=True: leave it out to see all tokens")
+    if documents is not None and len(documents) not in (1, q.shape[0]):
+        raise ValueError(f"cu_seqlens has {len(documents)} lists for a batch of {q.shape[0]}: pass one, or one a row")
+    rank, scale = int(comm.rank(axis)), q.shape[3] ** -0.5 if scale is None else scale
+    keys = Keys(split.lengths)
+    if causal or documents is not None:
+        keys = Keys(split.lengths, False, split.positions[rank], split.positions, causal, window, documents)
+    function = _ring if method == "ring" or comm.size(axis) == 1 else _by_heads
+    return function(q, k, v, keys, sinks, scale, axis)
+
+
+def _ring(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: Keys,
+    sinks: torch.Tensor | None,
+    scale: float,
+    axis: AxisLike,
+) -> torch.Tensor:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q, k, v, keys, axis if comm.size(axis) > 1 else None, sinks=sinks, scale=scale)
+
+    return _along(axis, 2, attend)(q, k, v)
+
+
+def _by_heads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: Keys,
+    sinks: torch.Tensor | None,
+    scale: float,
+    axis: AxisLike,
+) -> torch.Tensor:
     size, heads, kv_heads = comm.size(axis), q.shape[1], k.shape[1]
-    if size == 1:
-        return attention(q, k, v, keys, None, sinks=sinks, scale=scale)
     if heads % size:
         raise ValueError(
             f"ulysses_attention: {heads} heads of q {list(q.shape)} cannot be divided among {size} ranks of {axis}: "
@@ -195,46 +254,18 @@ def _complete(x: torch.Tensor, rows: tuple[int, ...]) -> torch.Tensor:
     return torch.cat([x.narrow(2, rank * longest, count) for rank, count in enumerate(rows)], 2)
 
 
-def _keys(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
-    cu_seqlens: Any,
-    balance: str | None,
-    lengths: Sequence[int] | None,
-    axis: AxisLike,
-) -> tuple[Keys, float]:
-    """Checks the arguments of an attention, and returns its keys and scale."""
+def _split(
+    q: torch.Tensor, cu_seqlens: Any, balance: str | None, lengths: Sequence[int] | None, axis: AxisLike
+) -> tuple[Split, tuple[Runs, ...] | None]:
+    """Returns the split and the documents that a user describes."""
     size = comm.size(axis)
-    if q.dim() != 4 or q.shape[2] != k.shape[2] or q.shape[0] != k.shape[0] or q.shape[1] % max(k.shape[1], 1):
-        raise ValueError(
-            f"attention over {axis}: q {list(q.shape)} and k {list(k.shape)} must be [batch, heads, tokens, features] "
-            "of this rank, with equal batch and tokens, and heads of q a multiple of those of k"
-        )
-    if window is not None and (window < 1 or not causal):
-        raise ValueError(f"window={window} must be at least 1, with causal=True: leave it out to see all tokens")
     rows = (q.shape[2],) * size if lengths is None else tuple(lengths)
     if len(rows) != size or rows[int(comm.rank(axis))] != q.shape[2]:
         raise ValueError(
             f"lengths={list(rows)} must have the tokens of each of {size} ranks of {axis}, and this one, "
             f"{int(comm.rank(axis))}, has {q.shape[2]}"
         )
-    split = split_of(rows, balance)
-    documents = None if cu_seqlens is None else documents_of(cu_seqlens, sum(rows))
-    if documents is not None and len(documents) not in (1, q.shape[0]):
-        raise ValueError(f"cu_seqlens has {len(documents)} lists for a batch of {q.shape[0]}: pass one, or one a row")
-    return keys_of(split, int(comm.rank(axis)), causal, window, documents), (
-        q.shape[3] ** -0.5 if scale is None else scale
-    )
-
-
-def keys_of(split: Split, rank: int, causal: bool, window: int | None, documents: tuple[Runs, ...] | None) -> Keys:
-    """Returns the keys that the queries of a rank see."""
-    if not causal and documents is None:
-        return Keys(split.lengths)
-    return Keys(split.lengths, False, split.positions[rank], split.positions, causal, window, documents)
+    return split_of(rows, balance), None if cu_seqlens is None else _documents_of(cu_seqlens, sum(rows))
 
 
 def _along(axis: AxisLike, dim: int, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
