@@ -14,12 +14,16 @@ Per rank, of `row` elements of a key and its value over batch and heads, and s t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import comm, spmd
 from ..comm.context import AxisLike
+from ..spmd.local_code import axes_along
+from ..spmd.tensor_type import TensorType
+from ..spmd.types import Shard, V
 from ..spmd.watching import active
 from .positions import Runs, zigzag_runs
 from .ring import Keys, attention
@@ -181,7 +185,7 @@ def attend(
     if causal or documents is not None:
         keys = Keys(split.lengths, False, split.positions[rank], split.positions, causal, window, documents)
     function = _ring if method == "ring" or comm.size(axis) == 1 else _by_heads
-    return function(q, k, v, keys, sinks, scale, axis)
+    return _declared(axis, partial(function, keys=keys, sinks=sinks, scale=scale, axis=axis))(q, k, v)
 
 
 def _ring(
@@ -193,10 +197,7 @@ def _ring(
     scale: float,
     axis: AxisLike,
 ) -> torch.Tensor:
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attention(q, k, v, keys, axis if comm.size(axis) > 1 else None, sinks=sinks, scale=scale)
-
-    return _along(axis, 2, attend)(q, k, v)
+    return attention(q, k, v, keys, axis if comm.size(axis) > 1 else None, sinks=sinks, scale=scale)
 
 
 def _by_heads(
@@ -228,17 +229,13 @@ def _by_heads(
         local = local._replace(queries=everywhere, positions=(everywhere,))
     of_heads = None if sinks is None else sinks.chunk(size)[rank]
 
-    def attend(*moved: torch.Tensor) -> torch.Tensor:
-        complete = [_complete(x, rows) for x in moved]
-        q, k, v = complete if len(complete) > 1 else complete[0].split(parts, 1)
-        out = attention(q, k, v, local, None, sinks=of_heads, scale=scale)
-        if len({*rows}) == 1:
-            return out
-        return torch.cat([_padded(part, longest) for part in out.split(rows, 2)], 2)
-
     messages = [_padded(x.flatten(1, 2), longest) for x in by_rank]
     moved = [spmd.all_to_all(x, axis, src=spmd.S(2), dst=spmd.S(1)) for x in messages]
-    out = _along(axis, 1, attend)(*moved)
+    complete = [_complete(x, rows) for x in moved]
+    q_, k_, v_ = complete if len(complete) > 1 else complete[0].split(parts, 1)
+    out = attention(q_, k_, v_, local, None, sinks=of_heads, scale=scale)
+    if len({*rows}) > 1:
+        out = torch.cat([_padded(part, longest) for part in out.split(rows, 2)], 2)
     return spmd.all_to_all(out, axis, src=spmd.S(1), dst=spmd.S(2)).narrow(2, 0, q.shape[2])
 
 
@@ -268,20 +265,32 @@ def _split(
     return split_of(rows, balance), None if cu_seqlens is None else _documents_of(cu_seqlens, sum(rows))
 
 
-def _along(axis: AxisLike, dim: int, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Declares to a checker that the operands are sharded along a dim, and so is the result, whatever is inside."""
+def _declared(axis: AxisLike, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Declares to a checker that q, k, v are parts of a sequence, in any order, and so is the result; inside it trusts.
+
+    Raises:
+        SpmdTypeError: (by a call) an operand is equal on all ranks, or sharded along another dim.
+    """
     watcher = active()
     if watcher is None or comm.size(axis) == 1:
         return function
+    atoms = axes_along(comm.communicator(axis), watcher)
 
-    def declared(*operands: torch.Tensor) -> torch.Tensor:
-        for x in operands:
-            spmd.assert_type(x, {axis: spmd.S(dim)})
+    def declared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        types = [note.type.types if (note := watcher.note(x, "attention")) is not None else None for x in (q, k, v)]
+        for x, of_x in zip((q, k, v), types):
+            for atom in atoms if of_x is not None else ():
+                spmd_type = of_x.get(atom)
+                if spmd_type != V and not (isinstance(spmd_type, Shard) and spmd_type.dim == 2):
+                    spmd.assert_type(x, {axis: spmd.S(2)})
         with watcher.pause():
-            result = function(*operands)
-        note = watcher.note(operands[0], "attention")
-        if note is not None:
-            watcher.stamp(result, note.type, dict(note.origins or {}))
+            result = function(q, k, v)
+        note = watcher.note(q, "attention")
+        if note is not None and types[2] is not None:  # rotary embeddings may make q and k varying
+            of_values = {atom: types[2][atom] for atom in atoms if atom in types[2]}
+            watcher.stamp(
+                result, TensorType.of({**note.type.types, **of_values}, note.type.rest), dict(note.origins or {})
+            )
         return result
 
     return declared

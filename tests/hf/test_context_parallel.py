@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from math import prod
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM, MistralConfig, MistralForCausalLM
 
 import neuronx_dist as nxd
-from neuronx_dist import comm
-from neuronx_dist.hf import UnsupportedModelError, full_state_dict, swap
+from neuronx_dist import comm, spmd
+from neuronx_dist.hf import UnsupportedModelError, full_state_dict, swap, transformer_layer_class
 from neuronx_dist.mesh import Mesh
-from tests.hf.models import SIZES, VOCAB, error, llama_config, reference_model
+from tests.hf.models import SIZES, VOCAB, error, llama_config, meta_model, reference_model
 from tests.hf.parity import AllInFloat64
 from tests.support.more_architectures import OF_TRANSFORMERS
 
@@ -146,6 +147,37 @@ def _unsplit(part: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {**part, "position_ids": positions}
 
 
+@pytest.mark.parametrize("sizes", [dict(pp=2, cp=2), dict(pp=2, cp=2, tp=2)])
+def test_a_pipeline_of_packed_documents(sizes: dict[str, int]) -> None:
+    """Two stages, two microbatches, layers that are recomputed in backward; with tp sequence parallelism."""
+    model = MODELS["llama"]()
+    loss = loss_of_one_process(model, batch_of(0, DOCUMENTS), DOCUMENTS)
+    loss.backward()
+    gradients = {name: param.grad for name, param in model.named_parameters()}
+    mesh = Mesh(prod(sizes.values()), **sizes)
+
+    def rank() -> None:
+        local = swap(copy.deepcopy(model), sequence_parallel=mesh.tp > 1)
+        pipeline = nxd.NxDPPModel(
+            local,
+            transformer_layer_cls=transformer_layer_class(local),
+            num_microbatches=2,
+            input_names=["input_ids", "labels", "position_ids", "num_items_in_batch"],
+            output_loss_value_spec={"loss": True, "logits": False},
+            auto_partition=True,
+            broadcast_and_average_loss=True,
+        )
+        nxd.checkpoint_layers(pipeline)
+        part = nxd.get_batch_on_this_context_parallel_rank(batch_of(0, DOCUMENTS), "zigzag")
+        items = nxd.global_num_items(part["labels"], 2, shift=False, dtype=torch.float64)
+        found = pipeline.run_train(**part, num_items_in_batch=items)
+        assert error(found, loss.detach()) < 1e-10
+        for name, gradient in full_state_dict(pipeline, gradients=True).items():
+            assert error(gradient, gradients[name]) < 1e-10, name
+
+    comm.threads.run(mesh, rank)
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -177,6 +209,25 @@ def test_a_split_is_seen_by_its_positions() -> None:
 
     for contiguous, zigzag in comm.threads.run(Mesh(2, cp=2), rank):
         assert contiguous == pytest.approx(zigzag, rel=1e-10)
+
+
+@pytest.mark.parametrize("method, balance", [("ring", "zigzag"), ("ulysses", None), ("ring", "none")])
+def test_a_check_accepts_a_split_and_refuses_that_ranks_have_the_same_tokens(method: str, balance: str | None) -> None:
+    def step(model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> None:
+        part, items = batch, torch.ones(())
+        if balance != "none":
+            part = nxd.get_batch_on_this_context_parallel_rank(batch, balance)
+            items = nxd.global_num_items(part["labels"], shift=False)
+        model(**part, num_items_in_batch=items).loss.backward()
+        nxd.reduce_gradients(model)
+
+    def make() -> Any:
+        return swap(meta_model(llama_config(layers=1), dtype=torch.float32), context_parallel=method)
+
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": ids}
+    report = spmd.check(make, batch, Mesh(4, cp=2, tp=2), step=step)
+    assert report.ok if balance != "none" else "is the same on all ranks of cp" in str(report), str(report)
 
 
 _REFUSED = {
