@@ -279,8 +279,7 @@ def _declared(axis: AxisLike, function: Callable[..., torch.Tensor]) -> Callable
     def declared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         types = [note.type.types if (note := watcher.note(x, "attention")) is not None else None for x in (q, k, v)]
         for x, of_x in zip((q, k, v), types):
-            for atom in atoms if of_x is not None else ():
-                spmd_type = of_x.get(atom)
+            for spmd_type in map(of_x.get, atoms) if of_x is not None else ():
                 if spmd_type != V and not (isinstance(spmd_type, Shard) and spmd_type.dim == 2):
                     spmd.assert_type(x, {axis: spmd.S(2)})
         with watcher.pause():
