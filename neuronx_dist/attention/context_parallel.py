@@ -8,6 +8,7 @@ Per rank, of `row` elements of a key and its value over batch and heads, and s t
     | | forward | backward |
     | --- | --- | --- |
     | ring | cp - 1 messages of `row * s/cp` | 2 (cp - 1) messages of `row * s/cp` |
+    | ring, blocks that a window or documents hide | fewer messages | twice as many |
     | ulysses | 1 all-to-all of q, k, v, 1 of the output | the same |
 """
 

@@ -120,22 +120,42 @@ class _Options(NamedTuple):
     def rank(self) -> int:
         return 0 if self.group is None else int(self.group.rank)
 
-    def pieces(self, q: torch.Tensor, owner: int) -> Iterator[BlockPiece]:
-        """Returns the pieces of the attention of this rank's queries to the keys of one rank."""
+    @property
+    def steps(self) -> int:
+        """Number of blocks that each rank gets, its block included: those that nobody sees need not go around."""
         keys = self.keys
-        if keys.queries is None or keys.positions is None:
-            yield BlockPiece((0, q.shape[2]), (0, keys.sizes[owner]), False)
-            return
+        if self.group is None or keys.merged:
+            return 1
+        ranks = range(self.group.size)
+        if keys.positions is None or keys.queries != keys.positions[self.rank] or not (keys.window or keys.documents):
+            return len(ranks)
+        return 1 + max(
+            (step for step in ranks for rank in ranks if self.visible(keys.positions[rank], rank - step)), default=0
+        )
+
+    def visible(self, queries: Runs, owner: int) -> list[BlockPiece]:
+        keys = self.keys
+        assert keys.positions is not None
         documents = keys.documents or (None,)
-        for index, of_row in enumerate(documents):
-            yield from visible(
-                keys.queries,
+        return [
+            piece
+            for index, of_row in enumerate(documents)
+            for piece in visible(
+                queries,
                 keys.positions[owner],
                 causal=keys.causal,
                 window=keys.window,
                 documents=of_row,
                 batch=index if len(documents) > 1 else None,
             )
+        ]
+
+    def pieces(self, q: torch.Tensor, owner: int) -> list[BlockPiece]:
+        """Returns the pieces of the attention of this rank's queries to the keys of one rank."""
+        keys = self.keys
+        if keys.queries is None or keys.positions is None:
+            return [BlockPiece((0, q.shape[2]), (0, keys.sizes[owner]), False)]
+        return self.visible(keys.queries, owner)
 
     def blocks(
         self,
@@ -235,6 +255,7 @@ class _Attention(torch.autograd.Function):
         of_mask = mask is not None and ctx.needs_input_grad[3]
         dq, dmask = None, torch.zeros_like(mask, dtype=_wide(mask)) if of_mask else None
         home = travelling = None
+        steps, passed = options.steps, 0
         for owner, keys, values in _turn(k, v, options):
             dk = dv = None
             for piece, block in options.blocks(q, keys, values, mask, noise, owner):
@@ -253,7 +274,9 @@ class _Attention(torch.autograd.Function):
                 continue
             if travelling is not None:
                 dk, dv = _sum((dk, dv), travelling.wait())
-            travelling = _Passing(_packed(dk, dv), dk, dv, owner, options)
+            passed += 1
+            hop = 1 if passed < steps - 1 or options.group is None else options.group.size - passed  # the last: home
+            travelling = _Passing(_packed(dk, dv), dk, dv, owner, options, hop)
         assert home is not None
         if travelling is not None:
             home = _sum(home, travelling.wait())
@@ -313,14 +336,14 @@ def _merged(out: torch.Tensor, lse: torch.Tensor, group: Communicator) -> tuple[
 
 def _turn(k: torch.Tensor, v: torch.Tensor, options: _Options) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Yields the keys and values of each rank, this rank's first. The next block is on its way meanwhile."""
-    group = options.group
-    if group is None or group.size == 1 or options.keys.merged:
+    group, steps = options.group, options.steps
+    if group is None or steps == 1:
         yield options.rank, k, v
         return
     packed = _packed(k, v)
-    for step in range(group.size):
+    for step in range(steps):
         owner = (options.rank - step) % group.size
-        passing = _Passing(packed, k, v, owner, options) if step < group.size - 1 else None
+        passing = _Passing(packed, k, v, owner, options) if step < steps - 1 else None
         yield owner, k, v
         if passing is not None:
             packed = passing.received
@@ -343,18 +366,20 @@ def _unpacked(packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: int)
 
 
 class _Passing:
-    """Keys and values of a block on their way to the next rank, in one message, while the previous rank's arrive."""
+    """Keys and values of a block on their way `hop` ranks further, in one message, while those of another arrive."""
 
-    def __init__(self, packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, owner: int, options: _Options) -> None:
+    def __init__(
+        self, packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, owner: int, options: _Options, hop: int = 1
+    ) -> None:
         group = options.group
         assert group is not None
         size, rank = group.size, int(group.rank)
-        keys = options.keys.sizes[(owner - 1) % size]
+        keys = options.keys.sizes[(owner - hop) % size]
         self.received = k.new_empty(k.shape[0] * k.shape[1] * keys * (k.shape[3] + v.shape[3]))
         self._parts = _unpacked(self.received, k, v, keys)
         nothing = k.new_empty(0)
         sends, recvs = [nothing] * size, [nothing] * size
-        sends[(rank + 1) % size], recvs[(rank - 1) % size] = packed, self.received
+        sends[(rank + hop) % size], recvs[(rank - hop) % size] = packed, self.received
         self._handle: Any = comm.exchange(sends, recvs, group, async_op=True)
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:

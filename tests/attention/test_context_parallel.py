@@ -206,6 +206,13 @@ def test_messages_and_bytes() -> None:
             counts.append([[(call.verb, prod(call.shape) * element) for call in log] for log in (forward, backward)])
         return counts
 
+    def near() -> list[int]:
+        q, k, v = (torch.randn(1, 4, 6, 2, requires_grad=True) for _ in range(3))
+        with comm.record() as calls:
+            nxd.ring_attention(q, k, v, window=6).sum().backward()
+        return [len(calls), sum(call.messages for call in calls)]
+
+    assert comm.threads.run(Mesh(cp, cp=cp), near) == [[3, 3]] * cp  # one block there, there again, its gradients back
     row = 4 * 6 * 2 * element  # bytes of this rank's q, as of k and v
     for ring, ulysses in comm.threads.run(Mesh(cp, cp=cp), rank):
         assert ring == [[("exchange", 2 * row)] * (cp - 1), [("exchange", 2 * row)] * 2 * (cp - 1)]
