@@ -143,8 +143,7 @@ def check_before_launch(args: Namespace, config: Any, layout: Layout) -> str | N
 def with_num_items(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """This rank's part of the sequences, and what their summed loss is divided by."""
     part = nxd.get_batch_on_this_context_parallel_rank(batch, balance="zigzag")  # over cp > 1 labels are shifted
-    items = nxd.global_num_items(part["labels"], model.num_microbatches, shift=comm.size("cp") == 1)
-    return {**part, "num_items_in_batch": items}
+    return {**part, "num_items_in_batch": nxd.global_num_items(part["labels"], model.num_microbatches)}
 
 
 def train_step(model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:

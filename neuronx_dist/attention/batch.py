@@ -42,8 +42,8 @@ def get_batch_on_this_context_parallel_rank(
     """Returns this rank's part of the sequences, `[b, s]` -> `[b, s/cp]`, with labels shifted and `position_ids`.
 
     Labels are shifted before the split, so that the last token of a part predicts the first one of the next: the model
-    must not shift them again, and `global_num_items(labels, .., shift=False)` counts them. A swapped model of `hf.swap`
-    does so. On one rank the batch is returned as it is, with labels that the model shifts.
+    must not shift them again, as a swapped model of `hf.swap` does not, and `global_num_items` counts all of them. On
+    one rank the batch is returned as it is, with labels that the model shifts.
 
     Args:
         batch: tensors `[b, s, ..]`, and others, which stay. `position_ids`, which restart at packed documents, are

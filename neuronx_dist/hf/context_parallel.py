@@ -1,7 +1,7 @@
 """Context parallelism of a swapped model: its attention sees the tokens of all cp ranks.
 
     batch = nxd.get_batch_on_this_context_parallel_rank(batch, balance="zigzag")   # [b, s] -> [b, s/cp], shifted labels
-    items = nxd.global_num_items(batch["labels"], num_microbatches, shift=False)
+    items = nxd.global_num_items(batch["labels"], num_microbatches)
     loss = model(**batch, num_items_in_batch=items).loss                            # this rank's share
 
 The attention is one of transformers' attention interface. `position_ids` say where this rank's tokens stand, for rotary

@@ -92,7 +92,7 @@ def compare(
         for step in range(STEPS):
             rows = {key: x.chunk(mesh.dp)[comm.rank("dp")] for key, x in batch_of(step, documents).items()}
             part = nxd.get_batch_on_this_context_parallel_rank(rows, balance)
-            items = nxd.global_num_items(part["labels"], shift=mesh.cp == 1, dtype=torch.float64)
+            items = nxd.global_num_items(part["labels"], dtype=torch.float64)
             optimizer.zero_grad()
             with AllInFloat64():
                 loss = local(**part, num_items_in_batch=items).loss
@@ -169,7 +169,7 @@ def test_a_pipeline_of_packed_documents(sizes: dict[str, int]) -> None:
         )
         nxd.checkpoint_layers(pipeline)
         part = nxd.get_batch_on_this_context_parallel_rank(batch_of(0, DOCUMENTS), "zigzag")
-        items = nxd.global_num_items(part["labels"], 2, shift=False, dtype=torch.float64)
+        items = nxd.global_num_items(part["labels"], 2, dtype=torch.float64)
         found = pipeline.run_train(**part, num_items_in_batch=items)
         assert error(found, loss.detach()) < 1e-10
         for name, gradient in full_state_dict(pipeline, gradients=True).items():
@@ -217,7 +217,7 @@ def test_a_check_accepts_a_split_and_refuses_that_ranks_have_the_same_tokens(met
         part, items = batch, torch.ones(())
         if balance != "none":
             part = nxd.get_batch_on_this_context_parallel_rank(batch, balance)
-            items = nxd.global_num_items(part["labels"], shift=False)
+            items = nxd.global_num_items(part["labels"])
         model(**part, num_items_in_batch=items).loss.backward()
         nxd.reduce_gradients(model)
 
