@@ -213,6 +213,15 @@ def test_messages_and_bytes() -> None:
         return [len(calls), sum(call.messages for call in calls)]
 
     assert comm.threads.run(Mesh(cp, cp=cp), near) == [[3, 3]] * cp  # one block there, there again, its gradients back
+
+    def few() -> list[int]:
+        q, k, v = (torch.randn(1, heads, 6, 2) for heads in (8, 2, 2))
+        with comm.record() as calls:
+            nxd.ulysses_attention(q, k, v)
+        return [prod(call.shape) for call in calls]
+
+    # Two key/value heads are repeated to one a rank, not to one a query head.
+    assert comm.threads.run(Mesh(cp, cp=cp), few) == [[(8 + 4 + 4) * 6 * 2, 8 * 6 * 2]] * cp
     row = 4 * 6 * 2 * element  # bytes of this rank's q, as of k and v
     for ring, ulysses in comm.threads.run(Mesh(cp, cp=cp), rank):
         assert ring == [[("exchange", 2 * row)] * (cp - 1), [("exchange", 2 * row)] * 2 * (cp - 1)]
