@@ -33,6 +33,7 @@ def arguments(description: str | None, argv: list[str] | None = None) -> argpars
     )
     flag("--tp", 1, "tensor-parallel size")
     flag("--pp", 1, "pipeline-parallel size; data parallelism takes the rest of the processes")
+    flag("--cp", 1, "context-parallel size: ranks among which each sequence is divided, in zig-zag order")
     flag("--ep", 1, "expert-parallel size, a part of the data-parallel one: each rank has whole experts")
     flag("--experts", 0, "experts of the default model, of which each token takes two; 0: a Llama without")
     flag("--schedule", None, "of the pipeline; default: 1F1B, with several chunks interleaved", choices=SCHEDULES)
@@ -140,6 +141,7 @@ def layout_of(args: argparse.Namespace, world_size: int) -> Layout:
         world_size,
         tp=args.tp,
         pp=args.pp,
+        cp=args.cp,
         ep=args.ep,
         sequence_parallel=args.sequence_parallel,
         zero1=args.zero1,

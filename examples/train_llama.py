@@ -1,10 +1,10 @@
-"""Trains a Hugging Face causal LM on text, with tensor, sequence, pipeline and data parallelism and ZeRO-1.
+"""Trains a Hugging Face causal LM on text, with tensor, sequence, pipeline, context and data parallelism and ZeRO-1.
 
     neuronx-dist run --nproc-per-node 4 examples/train_llama.py --tp 2 --pp 2      # or: make train, or torchrun
     python examples/train_llama.py                                                 # one process
     python examples/train_llama.py --save-every 50 --out runs/mine --resume auto   # goes on where it was interrupted
 
-Without --model it is a small byte-level Llama. The data-parallel size is what tp and pp leave of the processes.
+Without --model it is a small byte-level Llama. The data-parallel size is what tp, pp and cp leave of the processes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def assemble(args: Namespace, config: Any) -> Any:
         num_microbatches=args.microbatches,
         virtual_pipeline_size=args.virtual_pipeline_size,
         schedule=args.schedule,
-        input_names=INPUTS,
+        input_names=[*INPUTS, "position_ids"] if args.cp > 1 else INPUTS,
         output_loss_value_spec={"loss": True, "logits": False},
         auto_partition=True,
         broadcast_and_average_loss=True,
@@ -141,8 +141,9 @@ def check_before_launch(args: Namespace, config: Any, layout: Layout) -> str | N
 
 
 def with_num_items(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A batch, and what its summed loss is divided by."""
-    return {**batch, "num_items_in_batch": nxd.global_num_items(batch["labels"], model.num_microbatches)}
+    """This rank's part of the sequences, and what their summed loss is divided by."""
+    part = nxd.get_batch_on_this_context_parallel_rank(batch, balance="zigzag")  # over cp > 1 labels are shifted
+    return {**part, "num_items_in_batch": nxd.global_num_items(part["labels"], model.num_microbatches)}
 
 
 def train_step(model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -222,7 +223,7 @@ def main() -> None:
     args = arguments(__doc__)
     rank, world = job.RANK, int(os.environ.get("WORLD_SIZE", "1"))
     if args.check is not None and world == 1:
-        world = args.check or args.tp * args.pp
+        world = args.check or args.tp * args.pp * args.cp
     try:  # refuse what cannot work before anything is allocated
         check_flags(args)
         config, tokenizer = load_config(args)
@@ -248,7 +249,7 @@ def main() -> None:
 
         job.on_interrupt(lambda: "while layouts were compared; nothing was written")
         job.leave(code=verify.main(args, config, data, device))
-    nxd.initialize_model_parallel(args.tp, args.pp, expert_model_parallel_size=args.ep)
+    nxd.initialize_model_parallel(args.tp, args.pp, context_parallel_size=args.cp, expert_model_parallel_size=args.ep)
     try:
         run_in(args, config, layout, data, tokenizer, device, str(memory))
     except comm.RemoteRankError as error:
@@ -281,7 +282,7 @@ def run_in(
     except nxd.CheckpointError as error:  # of the newest checkpoint another attempt may read what this one could not
         named = args.resume not in (None, "", "auto")
         leave_together(str(error), job.WRONG_USE if named or isinstance(error, CheckpointMismatch) else 1)
-    title = f"tp {layout.tp} × pp {layout.pp} × dp {layout.dp}"
+    title = f"tp {layout.tp} × pp {layout.pp} × dp {layout.dp}" + f" × cp {layout.cp}" * (layout.cp > 1)
     shown = dict(out=args.out, log_every=args.log_every, active=rank == 0, title=title, done=done)
     record = record_of(args, layout, launches)
     with Report(args.steps, args.global_batch * args.seq_len, record=record, **shown) as report:

@@ -26,14 +26,15 @@ def losses(args: argparse.Namespace, config: Any, data: TextData, device: torch.
 
 
 def variants(args: argparse.Namespace, config: Any, world: int) -> list[argparse.Namespace]:
-    """Flags of every tp x pp x ep that world and model allow: plain, and with SP and ZeRO-1 where they act."""
+    """Flags of every tp x pp x cp or ep that world and model allow: plain, and with SP and ZeRO-1 where they act."""
     flags = []
     for tp in (n for n in range(1, world + 1) if world % n == 0):
         for pp in (n for n in range(1, world // tp + 1) if world // tp % n == 0):
-            dp = world // (tp * pp)
-            for ep in (n for n in range(1, dp + 1) if dp % n == 0):
+            data = world // (tp * pp)
+            degrees = [n for n in range(1, data + 1) if data % n == 0]
+            for cp, ep in ((cp, ep) for cp in degrees for ep in degrees if cp == 1 or ep == 1):
                 for more in (False, True):
-                    split = dict(tp=tp, pp=pp, ep=ep, sequence_parallel=more and tp > 1, zero1=more and dp > 1)
+                    split = dict(tp=tp, pp=pp, cp=cp, ep=ep, sequence_parallel=more and tp > 1, zero1=more and data > 1)
                     here = argparse.Namespace(**{**vars(args), **split})
                     if here not in flags and not layout_of(here, world).problems(config):
                         flags.append(here)
@@ -45,7 +46,7 @@ def main(args: argparse.Namespace, config: Any, data: TextData, device: torch.de
     args.steps = min(args.steps, 20)
     world, rank = launch.world()
     say = print if rank == 0 else lambda *_, **__: None
-    single = dict(tp=1, pp=1, ep=1, schedule=None, virtual_pipeline_size=1)
+    single = dict(tp=1, pp=1, cp=1, ep=1, schedule=None, virtual_pipeline_size=1)
     single |= dict(sequence_parallel=False, zero1=False, pad_heads=False, pad_vocab=False)
     alone = argparse.Namespace(**{**vars(args), **single})
     # On XLA devices the one process computes on the CPU, which is a reference for them too.
@@ -61,9 +62,11 @@ def main(args: argparse.Namespace, config: Any, data: TextData, device: torch.de
     say(f"{'layout':<50}{'first':>10}{'last':>10}{'difference':>13}")
     say(f"{'one process':<50}{expected[0]:>10.5f}{expected[-1]:>10.5f}")
     for here in variants(args, config, world):
-        nxd.initialize_model_parallel(here.tp, here.pp, expert_model_parallel_size=here.ep)
+        sizes = dict(context_parallel_size=here.cp, expert_model_parallel_size=here.ep)
+        nxd.initialize_model_parallel(here.tp, here.pp, **sizes)
         actual = losses(here, config, data, device)
         name = f"tp {here.tp} × pp {here.pp} × dp {comm.size('dp')}" + f" (ep {here.ep})" * (here.ep > 1)
+        name += f" × cp {here.cp}" * (here.cp > 1)
         nxd.destroy_model_parallel()
         name += " + sequence parallel" * here.sequence_parallel + " + ZeRO-1" * here.zero1
         difference = max(abs(a - b) / abs(b) for a, b in zip(actual, expected))

@@ -28,6 +28,7 @@ _LAZY = {
     "checkpoint_layers": "parallel_layers.activation_checkpoint",
     "checkpoint_wrapper": "parallel_layers.activation_checkpoint",
     "clip_grad_norm": "gradients.norm",
+    "get_batch_on_this_context_parallel_rank": "attention.batch",
     "global_num_items": "gradients.reduce",
     **dict.fromkeys(
         ("initialize_parallel_model", "initialize_parallel_optimizer", "neuronx_distributed_config"), "trainer"
@@ -43,6 +44,7 @@ _LAZY = {
     **dict.fromkeys(("pad_model", "unpad_model"), "parallel_layers.pad"),
     "parallel_linear_cross_entropy": "parallel_layers.linear_cross_entropy",
     "reduce_gradients": "gradients.reduce",
+    **dict.fromkeys(("ring_attention", "ulysses_attention"), "attention.context_parallel"),
     **dict.fromkeys(("hf", "pipeline", "trainer"), ""),
     **{f"{verb}_checkpoint": "checkpoint.api" for verb in ("save", "load", "has", "finalize")},
 }

@@ -51,7 +51,7 @@ MODULES += [weight_norms]
 EXTENDED = {name for names in modules.EXTENDED.values() for name in names}
 # Private names of transformers' models, and of Python's named tuples, that `getattr` looks for.
 OF_OTHERS = {"_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected", "_tp_plan", "_no_split_modules"}
-OF_OTHERS |= {"_init_weights", "_fields", "_hf_hook"}
+OF_OTHERS |= {"_init_weights", "_fields", "_hf_hook", "_is_stateful"}
 
 
 def is_private(name: str) -> bool:

@@ -3,6 +3,8 @@
 positions.py  where the rows of each rank stand in the sequence; zig-zag order
 blocks.py     some queries against some keys, with the log-sum-exp that merges blocks; torch's fused kernels
 ring.py       `attention`: the blocks of all ranks, around a ring or merged by a sum
+context_parallel.py  `ring_attention`, `ulysses_attention`: of sequences that are cut over the cp ranks
+batch.py      `get_batch_on_this_context_parallel_rank`, and the split that the positions of a batch show
 """
 
 from ..call_site import hide

@@ -7,11 +7,14 @@ under a causal mask.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 __all__ = ["BlockPiece", "Runs", "cut", "visible", "zigzag_order", "zigzag_runs"]
+
+_TILE = 128  # rows of queries, at least, that are computed at once under a window
 
 Runs = tuple[tuple[int, int], ...]  # the positions [start, stop) of consecutive rows
 
@@ -19,12 +22,17 @@ Runs = tuple[tuple[int, int], ...]  # the positions [start, stop) of consecutive
 class BlockPiece(NamedTuple):
     """Rows `[rows[0], rows[1])` of a rank's queries see keys `[keys[0], keys[1])` of a block.
 
-    `diagonal`: row i of the piece sees its keys 0..i only.
+    Attributes:
+        diagonal: row i of the piece sees its keys 0..i only.
+        band: row i of the piece sees key j if `0 <= band + i - j < window`; None: the window hides no key.
+        batch: the row of the batch, where documents differ between rows; None: all rows.
     """
 
     rows: tuple[int, int]
     keys: tuple[int, int]
     diagonal: bool
+    band: int | None = None
+    batch: int | None = None
 
 
 def zigzag_runs(length: int, ranks: int) -> Runs:
@@ -54,23 +62,74 @@ def cut(runs: Runs, start: int, stop: int) -> Runs:
     return tuple(result)
 
 
-def visible(queries: Runs, keys: Runs) -> list[BlockPiece]:
-    """Returns the keys at or before the positions of the queries, as rectangles and diagonals."""
-    pieces = []
+@lru_cache(maxsize=256)
+def visible(
+    queries: Runs,
+    keys: Runs,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    documents: Runs | None = None,
+    batch: int | None = None,
+) -> tuple[BlockPiece, ...]:
+    """Returns the keys that the queries see, as rectangles, diagonals and bands.
+
+    Args:
+        causal: keys at or before the position of a query; False: all.
+        window: of them the last `window`.
+        documents: positions `[start, stop)`: a query sees keys of its document only; None: one document.
+        batch: goes into the pieces.
+    """
+    pieces: list[BlockPiece] = []
     row = 0
     for first, last in queries:
-        column = 0
-        for start, stop in keys:
-            end = min(first, stop)
-            if start < end:  # before all of the queries
-                pieces.append(BlockPiece((row, row + last - first), (column, column + end - start), False))
-            low, high = max(first, start), min(last, stop)
-            if low < high:
-                pieces.append(
-                    BlockPiece(
-                        (row + low - first, row + last - first), (column + low - start, column + high - start), True
-                    )
-                )
-            column += stop - start
+        for low, high in documents or ((0, last),):
+            begin, end = max(first, low), min(last, high)
+            column = 0
+            for start, stop in keys if begin < end else ():
+                left, right = max(start, low), min(stop, high) if documents else stop
+                if left < right:
+                    found = _visible(begin, end, left, right, causal, window)
+                    pieces += [_moved(piece, row + begin - first, column + left - start, batch) for piece in found]
+                column += stop - start
         row += last - first
+    return tuple(pieces)
+
+
+def _moved(piece: BlockPiece, row: int, column: int, batch: int | None) -> BlockPiece:
+    rows, keys = piece.rows, piece.keys
+    return BlockPiece(
+        (rows[0] + row, rows[1] + row), (keys[0] + column, keys[1] + column), piece.diagonal, piece.band, batch
+    )
+
+
+def _visible(first: int, last: int, start: int, stop: int, causal: bool, window: int | None) -> list[BlockPiece]:
+    """Returns the pieces of queries at `[first, last)` and keys at `[start, stop)`, counted from their beginnings."""
+    if not causal:
+        return [BlockPiece((0, last - first), (0, stop - start), False)]
+    if window is None:
+        return _causal(first, last, start, stop)
+    pieces = []
+    tile = max(window, _TILE)  # the part of a band that nobody sees is about as large as the part that somebody sees
+    for begin in range(first, last, tile):
+        end = min(begin + tile, last)
+        left, right = max(start, begin - window + 1), min(stop, end)
+        if left >= right:
+            continue
+        if end - 1 - left < window:
+            found = _causal(begin, end, left, right)
+        else:
+            found = [BlockPiece((0, end - begin), (0, right - left), False, begin - left)]
+        pieces += [_moved(piece, begin - first, left - start, None) for piece in found]
+    return pieces
+
+
+def _causal(first: int, last: int, start: int, stop: int) -> list[BlockPiece]:
+    pieces = []
+    end = min(first, stop)
+    if start < end:  # before all of the queries
+        pieces.append(BlockPiece((0, last - first), (0, end - start), False))
+    low, high = max(first, start), min(last, stop)
+    if low < high:
+        pieces.append(BlockPiece((low - first, last - first), (low - start, high - start), True))
     return pieces

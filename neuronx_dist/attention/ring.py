@@ -31,14 +31,21 @@ class Keys(NamedTuple):
     Attributes:
         sizes: how many keys each rank of the axis has; one size, if this rank has all of them.
         merged: True: the queries are the same on all ranks; False: they are sharded too, and keys go around the ring.
-        queries, positions: under a causal mask the positions of this rank's queries, and of all keys in the order of
-            the ranks; None: every query sees every key.
+        queries, positions: under a causal mask or with documents the positions of this rank's queries, and of all keys
+            in the order of the ranks; None: every query sees every key.
+        causal: with positions: a query sees keys at or before its position; False: all.
+        window: of them the last `window` keys; None: all. Together with `causal`.
+        documents: positions `[start, stop)` of documents, for all rows of the batch or for each: a query sees keys of
+            its document only; None: one document.
     """
 
     sizes: tuple[int, ...]
     merged: bool = False
     queries: Runs | None = None
     positions: tuple[Runs, ...] | None = None
+    causal: bool = True
+    window: int | None = None
+    documents: tuple[Runs, ...] | None = None
 
 
 def ring_elements(sizes: Sequence[int], rank: int, row: int, *, backward: bool = False) -> int:
@@ -62,9 +69,10 @@ def attention(
     *,
     mask: torch.Tensor | None = None,
     noise: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     scale: float,
 ) -> torch.Tensor:
-    """Computes softmax attention, `[b, heads, rows, ev]`, exact. Differentiable once, in q, k, v and mask.
+    """Computes softmax attention, `[b, heads, rows, ev]`, exact. Differentiable once, in q, k, v, mask and sinks.
 
     Under autocast it is computed in autocast's type, as torch's function is.
 
@@ -74,6 +82,7 @@ def attention(
         axis: over which the keys are sharded; None: this rank has all of them.
         mask: `[b or 1, heads or 1, rows, all keys]` (with `keys.merged`: own keys), boolean (True: seen) or added.
         noise: of dropout, of the mask's shape for all b and heads: 0, or 1 / (1 - p).
+        sinks: `[heads]`, a score of each head for a key without a value, which every row sees (gpt-oss).
 
     Raises:
         ValueError: `k` has another number of keys than `keys` says.
@@ -84,7 +93,7 @@ def attention(
         dtype = torch.get_autocast_dtype(device)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
         with torch.autocast(device, enabled=False):
-            return attention(q, k, v, keys, axis, mask=mask, noise=noise, scale=scale)
+            return attention(q, k, v, keys, axis, mask=mask, noise=noise, sinks=sinks, scale=scale)
     group = None if axis is None else comm.communicator(axis)
     num_local_keys = keys.sizes[0 if group is None else int(group.rank)]
     if (
@@ -96,7 +105,7 @@ def attention(
             f"attention: k has {k.shape[2]} keys and v {v.shape[2]}, but this rank's part of {list(keys.sizes)} "
             f"over {(None if group is None else group.axis)} is {num_local_keys} keys"
         )
-    result: torch.Tensor = _Attention.apply(q, k, v, mask, noise, _Options(keys, group, scale))
+    result: torch.Tensor = _Attention.apply(q, k, v, mask, noise, sinks, _Options(keys, group, scale))
     return result
 
 
@@ -111,12 +120,42 @@ class _Options(NamedTuple):
     def rank(self) -> int:
         return 0 if self.group is None else int(self.group.rank)
 
+    @property
+    def steps(self) -> int:
+        """Number of blocks that each rank gets, its block included: those that nobody sees need not go around."""
+        keys = self.keys
+        if self.group is None or keys.merged:
+            return 1
+        ranks = range(self.group.size)
+        if keys.positions is None or keys.queries != keys.positions[self.rank] or not (keys.window or keys.documents):
+            return len(ranks)
+        return 1 + max(
+            (step for step in ranks for rank in ranks if self.visible(keys.positions[rank], rank - step)), default=0
+        )
+
+    def visible(self, queries: Runs, owner: int) -> list[BlockPiece]:
+        keys = self.keys
+        assert keys.positions is not None
+        documents = keys.documents or (None,)
+        return [
+            piece
+            for index, of_row in enumerate(documents)
+            for piece in visible(
+                queries,
+                keys.positions[owner],
+                causal=keys.causal,
+                window=keys.window,
+                documents=of_row,
+                batch=index if len(documents) > 1 else None,
+            )
+        ]
+
     def pieces(self, q: torch.Tensor, owner: int) -> list[BlockPiece]:
         """Returns the pieces of the attention of this rank's queries to the keys of one rank."""
         keys = self.keys
         if keys.queries is None or keys.positions is None:
             return [BlockPiece((0, q.shape[2]), (0, keys.sizes[owner]), False)]
-        return visible(keys.queries, keys.positions[owner])
+        return self.visible(keys.queries, owner)
 
     def blocks(
         self,
@@ -131,17 +170,33 @@ class _Options(NamedTuple):
         offset = 0 if self.keys.merged else sum(self.keys.sizes[:owner])
         for piece in self.pieces(q, owner):
             columns = offset + piece.keys[0], offset + piece.keys[1]
+            of_piece = _band(piece, self.keys.window, q.device)
+            if of_piece is None and mask is not None:
+                of_piece = _cut(mask, piece.rows, columns)
             block = Block(
-                _cut(q, piece.rows),
-                _cut(k, piece.keys),
-                _cut(v, piece.keys),
-                None if mask is None else _cut(mask, piece.rows, columns),
+                _cut(_of_batch(q, piece), piece.rows),
+                _cut(_of_batch(k, piece), piece.keys),
+                _cut(_of_batch(v, piece), piece.keys),
+                of_piece,
                 None if noise is None else _cut(noise, piece.rows, columns),
                 piece.diagonal,
                 self.scale,
             )
             if not block.empty:
                 yield piece, block
+
+
+def _of_batch(x: torch.Tensor, piece: BlockPiece) -> torch.Tensor:
+    return x if piece.batch is None else x[piece.batch : piece.batch + 1]
+
+
+def _band(piece: BlockPiece, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """Returns the boolean mask of a piece that a window cuts, `[1, 1, rows, keys]`."""
+    if piece.band is None or window is None:
+        return None
+    rows = torch.arange(piece.band, piece.band + piece.rows[1] - piece.rows[0], device=device)
+    distance = rows.unsqueeze(1) - torch.arange(piece.keys[1] - piece.keys[0], device=device)
+    return ((distance >= 0) & (distance < window))[None, None]
 
 
 def _cut(x: torch.Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> torch.Tensor:
@@ -159,6 +214,7 @@ class _Attention(torch.autograd.Function):
         v: torch.Tensor,
         mask: torch.Tensor | None,
         noise: torch.Tensor | None,
+        sinks: torch.Tensor | None,
         options: _Options,
     ) -> torch.Tensor:
         whole = torch.promote_types(q.dtype, torch.float32)
@@ -166,19 +222,25 @@ class _Attention(torch.autograd.Function):
         for owner, keys, values in _turn(k, v, options):
             for piece, block in options.blocks(q, keys, values, mask, noise, owner):
                 new, new_lse = blocks.forward(block)
-                if lse is None and piece.rows == (0, q.shape[2]):
+                if lse is None and piece.batch is None and piece.rows == (0, q.shape[2]):
                     out, lse = new.to(whole), new_lse
                     continue
                 if out is None or lse is None:
                     out, lse = _nothing(q, v, whole)
-                blocks.merge(_cut(out, piece.rows), lse[..., piece.rows[0] : piece.rows[1]], new, new_lse)
+                rows = slice(*piece.rows)
+                blocks.merge(
+                    _of_batch(out, piece)[:, :, rows], _of_batch(lse, piece)[..., rows], new, new_lse.to(lse.dtype)
+                )
         if out is None or lse is None:
             out, lse = _nothing(q, v, whole)
         if options.keys.merged and options.group is not None and options.group.size > 1:
             out, lse = _merged(out, lse, options.group)
+        if sinks is not None:
+            total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+            out, lse = out * (lse - total).exp_().unsqueeze(-1), total
         result = out.to(q.dtype)
         ctx.options = options
-        ctx.save_for_backward(q, k, v, mask, noise, result, blocks.without_infinity(lse))
+        ctx.save_for_backward(q, k, v, mask, noise, sinks, result, blocks.without_infinity(lse))
         return result
 
     @staticmethod
@@ -188,18 +250,20 @@ class _Attention(torch.autograd.Function):
                 "attention over several ranks supports first derivatives only: leave out create_graph=True, or use "
                 "scaled_dot_product_attention on tensors that are sharded by batch or heads"
             )
-        q, k, v, mask, noise, out, lse = ctx.saved_tensors
+        q, k, v, mask, noise, sinks, out, lse = ctx.saved_tensors
         options: _Options = ctx.options
         of_mask = mask is not None and ctx.needs_input_grad[3]
         dq, dmask = None, torch.zeros_like(mask, dtype=_wide(mask)) if of_mask else None
         home = travelling = None
+        steps, passed = options.steps, 0
         for owner, keys, values in _turn(k, v, options):
             dk = dv = None
             for piece, block in options.blocks(q, keys, values, mask, noise, owner):
                 rows = piece.rows
-                grads = blocks.backward(block, _cut(grad, rows), _cut(out, rows), lse[..., rows[0] : rows[1]], of_mask)
-                dq = _added(dq, q, rows, grads[0])
-                dk, dv = _added(dk, keys, piece.keys, grads[1]), _added(dv, values, piece.keys, grads[2])
+                upstream, result, total = (_of_batch(x, piece)[:, :, rows[0] : rows[1]] for x in (grad, out, lse))
+                grads = blocks.backward(block, upstream, result, total, of_mask)
+                dq = _added(dq, q, piece, rows, grads[0])
+                dk, dv = _added(dk, keys, piece, piece.keys, grads[1]), _added(dv, values, piece, piece.keys, grads[2])
                 if dmask is not None and grads[3] is not None:
                     offset = 0 if options.keys.merged else sum(options.keys.sizes[:owner])
                     part = _cut(dmask, rows, (offset + piece.keys[0], offset + piece.keys[1]))
@@ -210,7 +274,9 @@ class _Attention(torch.autograd.Function):
                 continue
             if travelling is not None:
                 dk, dv = _sum((dk, dv), travelling.wait())
-            travelling = _Passing(_packed(dk, dv), dk, dv, owner, options)
+            passed += 1
+            hop = 1 if passed < steps - 1 or options.group is None else options.group.size - passed  # the last: home
+            travelling = _Passing(_packed(dk, dv), dk, dv, owner, options, hop)
         assert home is not None
         if travelling is not None:
             home = _sum(home, travelling.wait())
@@ -220,8 +286,15 @@ class _Attention(torch.autograd.Function):
             home[1].to(v.dtype),
             None if dmask is None else dmask.to(mask.dtype),
             None,
+            _of_sinks(sinks, lse, grad, out) if ctx.needs_input_grad[5] else None,
             None,
         )
+
+
+def _of_sinks(sinks: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Returns the gradient of the sinks: their weights times that of a value of 0."""
+    weights = (sinks.to(lse.dtype)[:, None] - lse).exp_()
+    return (weights * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2)).neg_().to(sinks.dtype)
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
@@ -233,13 +306,15 @@ def _zeros(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(x, dtype=_wide(x), memory_format=torch.contiguous_format)
 
 
-def _added(total: torch.Tensor | None, like: torch.Tensor, rows: tuple[int, int], part: torch.Tensor) -> torch.Tensor:
+def _added(
+    total: torch.Tensor | None, like: torch.Tensor, piece: BlockPiece, rows: tuple[int, int], part: torch.Tensor
+) -> torch.Tensor:
     """Adds the gradient of some rows to `total`, a gradient of `like` (None: 0)."""
     if total is None:
-        if rows == (0, like.shape[2]):
+        if piece.batch is None and rows == (0, like.shape[2]):
             return part.to(_wide(like))
         total = _zeros(like)
-    _cut(total, rows).add_(part)
+    _cut(_of_batch(total, piece), rows).add_(part)
     return total
 
 
@@ -261,14 +336,14 @@ def _merged(out: torch.Tensor, lse: torch.Tensor, group: Communicator) -> tuple[
 
 def _turn(k: torch.Tensor, v: torch.Tensor, options: _Options) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Yields the keys and values of each rank, this rank's first. The next block is on its way meanwhile."""
-    group = options.group
-    if group is None or group.size == 1 or options.keys.merged:
+    group, steps = options.group, options.steps
+    if group is None or steps == 1:
         yield options.rank, k, v
         return
     packed = _packed(k, v)
-    for step in range(group.size):
+    for step in range(steps):
         owner = (options.rank - step) % group.size
-        passing = _Passing(packed, k, v, owner, options) if step < group.size - 1 else None
+        passing = _Passing(packed, k, v, owner, options) if step < steps - 1 else None
         yield owner, k, v
         if passing is not None:
             packed = passing.received
@@ -291,18 +366,20 @@ def _unpacked(packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: int)
 
 
 class _Passing:
-    """Keys and values of a block on their way to the next rank, in one message, while the previous rank's arrive."""
+    """Keys and values of a block on their way `hop` ranks further, in one message, while those of another arrive."""
 
-    def __init__(self, packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, owner: int, options: _Options) -> None:
+    def __init__(
+        self, packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, owner: int, options: _Options, hop: int = 1
+    ) -> None:
         group = options.group
         assert group is not None
         size, rank = group.size, int(group.rank)
-        keys = options.keys.sizes[(owner - 1) % size]
+        keys = options.keys.sizes[(owner - hop) % size]
         self.received = k.new_empty(k.shape[0] * k.shape[1] * keys * (k.shape[3] + v.shape[3]))
         self._parts = _unpacked(self.received, k, v, keys)
         nothing = k.new_empty(0)
         sends, recvs = [nothing] * size, [nothing] * size
-        sends[(rank + 1) % size], recvs[(rank - 1) % size] = packed, self.received
+        sends[(rank + hop) % size], recvs[(rank - hop) % size] = packed, self.received
         self._handle: Any = comm.exchange(sends, recvs, group, async_op=True)
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -205,7 +205,7 @@ def global_num_items(
     labels: torch.Tensor,
     num_microbatches: int = 1,
     ignore_index: int = -100,
-    shift: bool = True,
+    shift: bool | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Divisor of each microbatch's summed loss that makes the engine's means the mean over the global batch.
@@ -219,7 +219,8 @@ def global_num_items(
     Args:
         labels: this rank's labels of the whole step, `[batch, seq]`.
         shift: the loss predicts the next token, so that the first label of a row is not used. False for labels which
-            are shifted already.
+            are shifted already. None: True, and False at cp > 1, where they are shifted before the split
+            (`get_batch_on_this_context_parallel_rank`).
         dtype: of the result; fp32 is exact up to 2**24 labels if num_microbatches * dp * cp is a power of two.
 
     Returns:
@@ -227,6 +228,7 @@ def global_num_items(
     """
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
+    shift = comm.size("cp") == 1 if shift is None else shift
     used = labels[..., 1:] if shift else labels
     count = comm.all_reduce((used != ignore_index).sum(), DATA_AXES)
     if type(count) is torch.Tensor and count.device.type == "cpu" and not count:  # elsewhere the host would wait

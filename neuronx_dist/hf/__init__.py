@@ -10,7 +10,7 @@
 `import neuronx_dist` does not import this package's dependency, transformers: a model brings it.
 
 swap.py         `swap`: layers replaced in place; in_place.py: modules that stay; experts.py: whole experts
-                over ep; sequence_parallel.py; dropout.py
+                over ep; sequence_parallel.py; context_parallel.py; dropout.py
 model_plan.py   which layer becomes which; plan_reading.py: read from words; words.py: all words, and tables of ours
 derived.py      a plan from the module's own forward: recorded_model.py, its layers; regions.py: what computes on
                 shards; rank_proof.py: the calls of a rank

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..gradients.reduce import number_of_valid
+from .. import comm
+from ..gradients.reduce import global_num_items, number_of_valid
 from ..parallel_layers.loss_functions import parallel_cross_entropy
 from ..sharded_functions.vocabulary import check_ids, hide_padding
 
@@ -29,13 +30,13 @@ def causal_lm_loss(
 
     Args:
         logits: this rank's `[batch, seq, vocab/tp]`, any floating dtype; computed in float32 at least.
-        labels: `[batch, seq]`, not shifted; `ignore_index` where nothing is to be predicted. Unused with
-            `shift_labels`.
+        labels: `[batch, seq]`, not shifted; `ignore_index` where nothing is to be predicted. At cp > 1 shifted, as
+            `get_batch_on_this_context_parallel_rank` returns them. Unused with `shift_labels`.
         vocab_size: of the whole vocabulary. Where tp does not divide it, the columns after it (of `pad_vocab=True`) are
             set to -inf, in place.
         num_items_in_batch: what the sum is divided by, for a mean over more than this call; None: the valid labels of
             this call. On several data-parallel ranks, with averaged gradients, that is the mean over all labels only if
-            each rank has as many valid ones; `global_num_items` counts them all.
+            each rank has as many valid ones; `global_num_items` counts them all. At cp > 1 it is what None means.
         shift_labels: `[batch, seq]`, shifted already.
         inplace_logits: may the loss write over the logits? See `parallel_cross_entropy`.
 
@@ -48,7 +49,8 @@ def causal_lm_loss(
     if shift_labels is None:
         if labels is None:
             raise ValueError("causal_lm_loss: pass labels or shift_labels")
-        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        is_shifted = comm.size("cp") > 1
+        shift_labels = labels if is_shifted else nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     shift_labels = shift_labels.to(logits.device)
     hide_padding(logits, vocab_size)
     if type(shift_labels) is torch.Tensor and shift_labels.device.type == "cpu":  # padding is no label
@@ -56,7 +58,10 @@ def causal_lm_loss(
     losses = parallel_cross_entropy(logits, shift_labels, ignore_index=ignore_index, inplace_logits=inplace_logits)
     count: Any = num_items_in_batch
     if count is None:
-        count = number_of_valid(shift_labels, ignore_index)
+        if comm.size("cp") > 1:  # the last part has no label of the last token
+            count = global_num_items(shift_labels, 1, ignore_index, shift=False, dtype=losses.dtype)
+        else:
+            count = number_of_valid(shift_labels, ignore_index)
     # Without labels 0 / inf: unlike 1, inf is the same whatever share of all labels is counted here.
     if isinstance(count, torch.Tensor):
         count = count.to(losses)

@@ -27,6 +27,7 @@ from ..parallel_layers.pad import pads_heads
 from ..parallel_layers.replace import LayerPlan, apply
 from ..weights.partial_model import unwrapped
 from ..weights.wrappers import wrapper_of
+from .context_parallel import apply_context_parallel, check_context_parallel
 from .derived import IndivisibleError, derive
 from .dropout import check_dropout, draw_apart
 from .experts import count_all_tokens, declare_rows, distribute_experts, generate_together
@@ -56,6 +57,7 @@ def swap(
     pad_vocab: bool = False,
     inplace_logits: bool = False,
     ep: int | None = None,
+    context_parallel: str = "ring",
 ) -> Any:
     """Replaces the linear layers, embedding and head of a Hugging Face model by parallel ones. Returns the model.
 
@@ -89,6 +91,8 @@ def swap(
             with a loss, in training, have no meaning then. For training that uses the loss alone, as `run_train` does.
         ep: ranks over which whole experts are distributed: that of the mesh, which None means, or 1: every rank has
             all experts. Over tp each expert is sharded as the plan says.
+        context_parallel: on a mesh with cp > 1, attention over the parts of the sequences: "ring", or "ulysses", which
+            needs heads that tp x cp divides (`hf/context_parallel.py` has the loop). Without cp it has no effect.
 
     Raises:
         UnsupportedModelError: the plan does not cover the model, or would train it wrongly; the layers are named.
@@ -112,6 +116,8 @@ def swap(
     vocabulary: int = model.get_submodule(model_plan.head).out_features if model_plan.head else 0
     if sequence_parallel:
         check_sequence_parallel(model, model_plan)
+    if comm.size("cp") > 1:
+        check_context_parallel(model, model_plan, context_parallel)
 
     scales = _plain_layers(model, model_plan)
     apply(model, layers)
@@ -130,6 +136,8 @@ def swap(
     keep_random_streams(model)
     if sequence_parallel:
         apply_sequence_parallel(model, model_plan)
+    if comm.size("cp") > 1:
+        apply_context_parallel(model, context_parallel)
     if model_plan.head and model_plan.local_logits:
         model.loss_function = partial(causal_lm_loss, inplace_logits=inplace_logits)
         model.register_forward_hook(partial(_full_logits_without_labels, vocabulary))

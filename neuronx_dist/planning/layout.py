@@ -176,8 +176,6 @@ class Layout:
 
     def _model_problems(self, model: ModelShape) -> list[str]:
         problems = []
-        if model.layers is not None and self.cp > 1:  # attention over a split sequence is not part of the model swap
-            problems.append(f"cp {self.cp}: context parallelism is not available for this model; use cp 1")
         experts = model.experts or 0
         if self.ep > 1 and model.layers is not None and not experts:
             problems.append(f"ep {self.ep}: this model has no experts; use ep 1")
@@ -227,10 +225,17 @@ class Layout:
                     ("use {} microbatches", fewer),
                 )
             )
-        if self.sequence_parallel and self.seq_len % self.tp:
-            lengths = _multiples_near(self.seq_len, self.tp)
+        divisor = 2 * self.cp if model.layers is not None and self.cp > 1 else 1
+        if self.seq_len % divisor:
             problems.append(
-                f"seq_len {self.seq_len} is not divisible by tp {self.tp}, as sequence parallelism needs: "
+                f"seq_len {self.seq_len} is not divisible by 2 × cp {self.cp} = {divisor}, the chunks of zig-zag "
+                "order: " + _either(("use seq_len {}", _multiples_near(self.seq_len, divisor)))
+            )
+        if self.sequence_parallel and self.seq_len % (self.tp * self.cp):
+            lengths = _multiples_near(self.seq_len, self.tp * self.cp)
+            over = f"tp {self.tp}" + (f" × cp {self.cp}" if self.cp > 1 else "")
+            problems.append(
+                f"seq_len {self.seq_len} is not divisible by {over}, as sequence parallelism needs: "
                 + _either(("use seq_len {}", lengths))
             )
         if model.max_positions is not None and self.seq_len > model.max_positions:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 from neuronx_dist.mesh import Mesh
+from tests.attention.test_batch import gathered_positions
+from tests.attention.test_context_parallel import by_heads
 from tests.checkpoint import exchanges
 from tests.compat.test_stand_ins import compare_collectives as collectives_of_scripts
 from tests.hf.parity import compare as swapped
@@ -288,6 +290,9 @@ CASES: dict[str, Callable[[], None]] = {
     "reduce_loss:comm.all_reduce#1": physicsnemo.losses,
     "mark_module_as_shared.summed:comm.all_reduce#1": physicsnemo.shared_gradients,
     "_Passing.__init__:comm.exchange#1": mutations.attention_by_ring,
+    "_by_heads:spmd.all_to_all#1": by_heads,
+    "_by_heads:spmd.all_to_all#2": by_heads,
+    "_gathered_split:comm.all_gather#1": gathered_positions,
     "_merged:comm.all_gather#1": mutations.attention_merged,
     "_merged:comm.all_reduce#1": mutations.attention_merged,
     "broadcast_weights:comm.broadcast#1": sent_weights.from_rank_0,

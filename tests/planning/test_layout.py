@@ -137,7 +137,7 @@ REFUSED = {
         ModelShape(heads=9, kv_heads=4),
         ["9 query heads", "4 key/value heads", "config"],
     ),
-    "context": (dict(world_size=2, cp=2), PLAIN, ["cp 2", "use cp 1"]),
+    "context": (dict(world_size=2, cp=2, seq_len=6), PLAIN, ["2 × cp 2 = 4", "use seq_len 4 or 8"]),
     "experts": (dict(world_size=2, ep=2, global_batch=2), PLAIN, ["ep 2", "use ep 1"]),
     "not positive": (dict(world_size=4, tp=0), PLAIN, ["tp must be a positive integer, not 0"]),
     "dtype": (dict(world_size=1, dtype="int8"), PLAIN, ["'int8'", "bfloat16"]),

@@ -1,0 +1,296 @@
+"""`ring_attention` and `ulysses_attention`: attention of sequences that are cut over the context-parallel ranks.
+
+    ring        keys and values go around, forward once and backward twice; any number of heads (arXiv:2310.01889)
+    ulysses     each rank gets heads/cp of the complete sequence by an all-to-all, and back (arXiv:2309.14509)
+
+Per rank, of `row` elements of a key and its value over batch and heads, and s tokens in all:
+
+    | | forward | backward |
+    | --- | --- | --- |
+    | ring | cp - 1 messages of `row * s/cp` | 2 (cp - 1) messages of `row * s/cp` |
+    | ring, blocks that a window or documents hide | fewer messages | twice as many |
+    | ulysses | 1 all-to-all of q, k, v, 1 of the output | the same |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import comm, spmd
+from ..comm.context import AxisLike
+from ..spmd.local_code import axes_along
+from ..spmd.tensor_type import TensorType
+from ..spmd.types import Shard, V
+from ..spmd.watching import active
+from .positions import Runs, zigzag_runs
+from .ring import Keys, attention
+
+__all__ = ["Split", "attend", "ring_attention", "split_of", "ulysses_attention"]
+
+
+class Split(NamedTuple):
+    """The positions of the rows of each rank in the sequence, by rank."""
+
+    positions: tuple[Runs, ...]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(sum(stop - start for start, stop in runs) for runs in self.positions)
+
+
+def split_of(lengths: Sequence[int], balance: str | None = None) -> Split:
+    """Returns the positions of each rank's rows.
+
+    Args:
+        lengths: rows of each rank.
+        balance: None: each rank has one run of the sequence; "zigzag": rank r of n has chunks r and 2n - 1 - r of 2n,
+            so that all ranks compute as many scores under a causal mask.
+
+    Raises:
+        ValueError: the lengths are not those of zig-zag chunks, or there is no such balance.
+    """
+    ranks = len(lengths)
+    if balance == "zigzag":
+        runs = zigzag_runs(sum(lengths), ranks)
+        split = Split(tuple(runs[2 * rank : 2 * rank + 2] for rank in range(ranks)))
+        if split.lengths != tuple(lengths):
+            raise ValueError(
+                f'balance="zigzag" of {sum(lengths)} tokens over {ranks} ranks has {list(split.lengths)} tokens a '
+                f"rank, not {list(lengths)}: split by get_batch_on_this_context_parallel_rank, or pad to a multiple of "
+                f"{2 * ranks}"
+            )
+        return split
+    if balance is not None:
+        raise ValueError(f'balance={balance!r} is neither None (contiguous) nor "zigzag"')
+    bounds = [sum(lengths[:rank]) for rank in range(ranks + 1)]
+    return Split(tuple(((start, stop),) for start, stop in zip(bounds, bounds[1:])))
+
+
+def _documents_of(cu_seqlens: Any, length: int) -> tuple[Runs, ...]:
+    """Returns the documents of packed sequences from their bounds, as `[0, 120, 512]`: one list, or one a batch row.
+
+    Raises:
+        ValueError: the bounds do not rise from 0 to the length of the sequence.
+    """
+    bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else list(cu_seqlens)
+    rows = bounds if bounds and isinstance(bounds[0], (list, tuple)) else [bounds]
+    for row in rows:
+        if len(row) < 2 or row[0] != 0 or row[-1] != length or any(a > b for a, b in zip(row, row[1:])):
+            raise ValueError(
+                f"cu_seqlens {list(row)} must rise from 0 to {length}, the tokens of all ranks: pass the bounds of the "
+                "documents in the complete sequence, equal on all ranks"
+            )
+    return tuple(tuple((int(a), int(b)) for a, b in zip(row, row[1:]) if a < b) for row in rows)
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    cu_seqlens: Any = None,
+    balance: str | None = None,
+    lengths: Sequence[int] | None = None,
+    axis: AxisLike = "cp",
+) -> torch.Tensor:
+    """Computes attention of this rank's tokens to those of all ranks, `[b, heads, s/cp, ev]`, exact.
+
+    Keys and values go around the ranks; the next block travels while one is computed.
+
+    Args:
+        q: `[b, heads, s/cp, e]`, of this rank.
+        k, v: `[b, kv heads, s/cp, e or ev]`; `heads` is a multiple of `kv heads`.
+        causal: a token sees those before it and itself; False: all.
+        scale: of the scores; None: `e ** -0.5`.
+        window: a token sees the last `window` tokens, itself included; None: all. Needs `causal`.
+        sinks: `[heads]`, a learned score for each head of a key without a value (gpt-oss); None: none.
+        cu_seqlens: bounds of packed documents in the complete sequence, `[0, 120, 512]`, equal on all ranks, or such a
+            list for each row of the batch: a token sees its document only. None: one document.
+        balance: how the sequence was split: None: contiguous parts, in the order of ranks; "zigzag", as by
+            `get_batch_on_this_context_parallel_rank(batch, balance="zigzag")`.
+        lengths: tokens of each rank; None: as many as this rank has.
+        axis: over which the sequence is split; of one rank: attention in this process.
+
+    Raises:
+        ValueError: sizes that do not go together; the message has them.
+    """
+    split, documents = _split(q, cu_seqlens, balance, lengths, axis)
+    options: dict[str, Any] = dict(causal=causal, scale=scale, window=window, sinks=sinks, axis=axis)
+    return attend("ring", q, k, v, split, documents, **options)
+
+
+def ulysses_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    cu_seqlens: Any = None,
+    balance: str | None = None,
+    lengths: Sequence[int] | None = None,
+    axis: AxisLike = "cp",
+) -> torch.Tensor:
+    """Computes `ring_attention` by heads: each rank attends with heads/cp of them to the complete sequence.
+
+    Key/value heads that the ranks do not divide are repeated before they are sent.
+
+    Raises:
+        ValueError: the ranks do not divide the heads of q; or as `ring_attention`.
+    """
+    split, documents = _split(q, cu_seqlens, balance, lengths, axis)
+    options: dict[str, Any] = dict(causal=causal, scale=scale, window=window, sinks=sinks, axis=axis)
+    return attend("ulysses", q, k, v, split, documents, **options)
+
+
+def attend(
+    method: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    split: Split,
+    documents: tuple[Runs, ...] | None,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    axis: AxisLike = "cp",
+) -> torch.Tensor:
+    """Computes "ring" or "ulysses" attention of a sequence that is split in a known way, with known documents.
+
+    Raises:
+        ValueError: as `ring_attention`, `ulysses_attention`.
+    """
+    if q.dim() != 4 or q.shape[2] != k.shape[2] or q.shape[0] != k.shape[0] or q.shape[1] % max(k.shape[1], 1):
+        raise ValueError(
+            f"attention over {axis}: q {list(q.shape)} and k {list(k.shape)} must be [batch, heads, tokens, features] "
+            "of this rank, with equal batch and tokens, and heads of q a multiple of those of k"
+        )
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"window={window} must be at least 1, with causal=True: leave it out to see all tokens")
+    if documents is not None and len(documents) not in (1, q.shape[0]):
+        raise ValueError(f"cu_seqlens has {len(documents)} lists for a batch of {q.shape[0]}: pass one, or one a row")
+    rank, scale = int(comm.rank(axis)), q.shape[3] ** -0.5 if scale is None else scale
+    keys = Keys(split.lengths)
+    if causal or documents is not None:
+        keys = Keys(split.lengths, False, split.positions[rank], split.positions, causal, window, documents)
+    function = _ring if method == "ring" or comm.size(axis) == 1 else _by_heads
+    return _declared(axis, partial(function, keys=keys, sinks=sinks, scale=scale, axis=axis))(q, k, v)
+
+
+def _ring(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: Keys,
+    sinks: torch.Tensor | None,
+    scale: float,
+    axis: AxisLike,
+) -> torch.Tensor:
+    return attention(q, k, v, keys, axis if comm.size(axis) > 1 else None, sinks=sinks, scale=scale)
+
+
+def _by_heads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: Keys,
+    sinks: torch.Tensor | None,
+    scale: float,
+    axis: AxisLike,
+) -> torch.Tensor:
+    size, heads, kv_heads = comm.size(axis), q.shape[1], k.shape[1]
+    if heads % size:
+        raise ValueError(
+            f"ulysses_attention: {heads} heads of q {list(q.shape)} cannot be divided among {size} ranks of {axis}: "
+            f"use ring_attention, or choose the ranks from {[n for n in range(1, heads + 1) if heads % n == 0]}"
+        )
+    if kv_heads % size:
+        repeats = size // kv_heads if size % kv_heads == 0 else heads // kv_heads
+        k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
+    rows, longest, rank = keys.sizes, max(keys.sizes), int(comm.rank(axis))
+    by_rank = [x.unflatten(1, (size, -1)) for x in (q, k, v)]  # [b, cp, heads/cp, s/cp, e]
+    parts = [x.shape[2] for x in by_rank]
+    if q.shape[3] == v.shape[3]:  # one message
+        by_rank = [torch.cat(by_rank, 2)]
+    everywhere = tuple(run for runs in keys.positions or () for run in runs)
+    local = keys._replace(sizes=(sum(rows),))
+    if keys.positions is not None:
+        local = local._replace(queries=everywhere, positions=(everywhere,))
+    of_heads = None if sinks is None else sinks.chunk(size)[rank]
+
+    messages = [_padded(x.flatten(1, 2), longest) for x in by_rank]
+    moved = [spmd.all_to_all(x, axis, src=spmd.S(2), dst=spmd.S(1)) for x in messages]
+    complete = [_complete(x, rows) for x in moved]
+    q_, k_, v_ = complete if len(complete) > 1 else complete[0].split(parts, 1)
+    out = attention(q_, k_, v_, local, None, sinks=of_heads, scale=scale)
+    if len({*rows}) > 1:
+        out = torch.cat([_padded(part, longest) for part in out.split(rows, 2)], 2)
+    return spmd.all_to_all(out, axis, src=spmd.S(1), dst=spmd.S(2)).narrow(2, 0, q.shape[2])
+
+
+def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
+    return x if x.shape[2] == rows else torch.nn.functional.pad(x, (0, 0, 0, rows - x.shape[2]))
+
+
+def _complete(x: torch.Tensor, rows: tuple[int, ...]) -> torch.Tensor:
+    """Drops the padding between the parts of the sequence."""
+    if len({*rows}) == 1:
+        return x
+    longest = max(rows)
+    return torch.cat([x.narrow(2, rank * longest, count) for rank, count in enumerate(rows)], 2)
+
+
+def _split(
+    q: torch.Tensor, cu_seqlens: Any, balance: str | None, lengths: Sequence[int] | None, axis: AxisLike
+) -> tuple[Split, tuple[Runs, ...] | None]:
+    """Returns the split and the documents that a user describes."""
+    size = comm.size(axis)
+    rows = (q.shape[2],) * size if lengths is None else tuple(lengths)
+    if len(rows) != size or rows[int(comm.rank(axis))] != q.shape[2]:
+        raise ValueError(
+            f"lengths={list(rows)} must have the tokens of each of {size} ranks of {axis}, and this one, "
+            f"{int(comm.rank(axis))}, has {q.shape[2]}"
+        )
+    return split_of(rows, balance), None if cu_seqlens is None else _documents_of(cu_seqlens, sum(rows))
+
+
+def _declared(axis: AxisLike, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Declares to a checker that q, k, v are parts of a sequence, in any order, and so is the result; inside it trusts.
+
+    Raises:
+        SpmdTypeError: (by a call) an operand is equal on all ranks, or sharded along another dim.
+    """
+    watcher = active()
+    if watcher is None or comm.size(axis) == 1:
+        return function
+    atoms = axes_along(comm.communicator(axis), watcher)
+
+    def declared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        types = [note.type.types if (note := watcher.note(x, "attention")) is not None else None for x in (q, k, v)]
+        for x, of_x in zip((q, k, v), types):
+            for spmd_type in map(of_x.get, atoms) if of_x is not None else ():
+                if spmd_type != V and not (isinstance(spmd_type, Shard) and spmd_type.dim == 2):
+                    spmd.assert_type(x, {axis: spmd.S(2)})
+        with watcher.pause():
+            result = function(q, k, v)
+        note = watcher.note(q, "attention")
+        if note is not None and types[2] is not None:  # rotary embeddings may make q and k varying
+            of_values = {atom: types[2][atom] for atom in atoms if atom in types[2]}
+            watcher.stamp(
+                result, TensorType.of({**note.type.types, **of_values}, note.type.rest), dict(note.origins or {})
+            )
+        return result
+
+    return declared

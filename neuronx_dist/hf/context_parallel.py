@@ -1,0 +1,155 @@
+"""Context parallelism of a swapped model: its attention sees the tokens of all cp ranks.
+
+    batch = nxd.get_batch_on_this_context_parallel_rank(batch, balance="zigzag")   # [b, s] -> [b, s/cp], shifted labels
+    items = nxd.global_num_items(batch["labels"], num_microbatches)
+    loss = model(**batch, num_items_in_batch=items).loss                            # this rank's share
+
+The attention is one of transformers' attention interface. `position_ids` say where this rank's tokens stand, for rotary
+and learned positions as for the mask: contiguous or zig-zag parts, packed documents. All that is not attention takes
+tokens one by one. Gradients are those of this rank's tokens; `reduce_gradients` and ZeRO-1 average over dp and cp.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import comm
+from ..attention.batch import split_of_positions
+from ..attention.context_parallel import attend
+from .model_plan import ModelPlan, UnsupportedModelError
+
+__all__ = ["METHODS", "apply_context_parallel", "check_context_parallel"]
+
+METHODS = ("ring", "ulysses")
+# Masks that are more than causal, a window and documents, by the words of transformers' code that makes them.
+_OTHER_MASKS = ("or_mask_function=", "and_mask_function=", "block_sequence_ids=", "create_chunked_causal_mask(")
+_ATTENTION = ("full_attention", "sliding_attention")
+
+
+def check_context_parallel(model: Any, plan: ModelPlan, method: str) -> None:
+    """Refuses models of which a part of a sequence cannot be computed by itself, but for attention.
+
+    Raises:
+        UnsupportedModelError: with the reason.
+        ValueError: the method is unknown, or Ulysses has too few heads.
+    """
+    if method not in METHODS:
+        raise ValueError(f"swap: context_parallel={method!r} is not one of {', '.join(METHODS)}")
+    config = model.config.get_text_config() if hasattr(model, "config") else None
+    if reason := _reason(model, plan, config):
+        raise UnsupportedModelError(
+            f"swap: {type(model).__name__} {reason}: it cannot be trained with cp={comm.size('cp')}; use cp=1 (and tp "
+            "with sequence_parallel=True for long sequences)"
+        )
+    if method == "ulysses" and plan.heads % comm.size(("cp", "tp")):
+        raise ValueError(
+            f"swap: {plan.heads} attention heads cannot be divided among tp={comm.size('tp')} x cp={comm.size('cp')} "
+            'ranks: use context_parallel="ring"'
+        )
+
+
+def _reason(model: Any, plan: ModelPlan, config: Any) -> str:
+    if config is None or not hasattr(model, "set_attn_implementation"):
+        return "is no model of transformers"
+    if not (plan.head and plan.local_logits) or getattr(model.config, "is_encoder_decoder", False):
+        return "is no causal language model"
+    if not type(model)._can_set_attn_implementation():
+        return "computes attention in code of its own, not by transformers' attention interface"
+    mixers = {*(getattr(config, "layer_types", None) or ())} - {*_ATTENTION}
+    if mixers or getattr(model, "_is_stateful", False) or any(isinstance(m, nn.Conv1d) for m in model.modules()):
+        return f"has layers that pass a state along the sequence{': ' * bool(mixers)}{', '.join(sorted(mixers))}"
+    source = inspect.getsource(sys.modules[type(model).__module__])
+    if others := [word.strip("=(") for word in _OTHER_MASKS if word in source]:
+        return f"has masks that are more than causal ({', '.join(others)})"
+    if (cap := getattr(config, "attn_logit_softcapping", None)) is not None:
+        return f"caps the scores of attention (attn_logit_softcapping={cap})"
+    rope = getattr(config, "rope_parameters", None) or {}
+    types = {str(one.get("rope_type")) for one in (rope, *rope.values()) if isinstance(one, dict)}
+    if dynamic := {"dynamic", "longrope"} & types:
+        return f"has rotary frequencies that depend on the length of the sequence (rope_type {', '.join(dynamic)})"
+    return ""
+
+
+def apply_context_parallel(model: Any, method: str) -> None:
+    """Sets the model's attention, and the checks of its inputs."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # type: ignore[import-untyped, unused-ignore]
+
+    name = f"neuronx_dist_{method}"  # none of transformers' masks has this name: it makes none
+    ALL_ATTENTION_FUNCTIONS.register(name, partial(_attention, method))
+    model.set_attn_implementation(name)
+    names = list(inspect.signature(model.forward).parameters)
+    model.register_forward_pre_hook(partial(_check_inputs, names), with_kwargs=True)
+
+
+def _check_inputs(names: list[str], model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Forward pre-hook of the model: refuses inputs that were not split, and masks, which attention does not read."""
+    inputs = {**dict(zip(names, args)), **kwargs}
+    where = f"{type(model).__name__} with cp={comm.size('cp')}"
+    if inputs.get("position_ids") is None:
+        raise ValueError(
+            f"{where} needs position_ids, which say where this rank's tokens stand: split the batch by "
+            "nxd.get_batch_on_this_context_parallel_rank"
+        )
+    mask = inputs.get("attention_mask")
+    if mask is not None and not (_has_values(mask) and bool((mask == 1).all())):
+        raise ValueError(
+            f"{where} reads no attention_mask: leave it out; pad on the right, with labels of -100, or pack documents, "
+            "with position_ids that restart"
+        )
+    ids, labels = inputs.get("input_ids"), inputs.get("labels")
+    if ids is not None and labels is not None and _has_values(ids) and ids.shape == labels.shape:
+        valid = labels != -100
+        same = ids[valid] == labels[valid]
+        if bool(same.all()) and bool((ids[valid] != ids[valid][:1]).any()):
+            raise ValueError(
+                f"{where}: labels equal input_ids: they must be shifted before the split, as by "
+                "nxd.get_batch_on_this_context_parallel_rank"
+            )
+
+
+def _has_values(x: torch.Tensor) -> bool:
+    return type(x) is torch.Tensor and x.device.type == "cpu"  # elsewhere the host would wait
+
+
+def _attention(
+    method: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
+    position_ids: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Computes one attention of transformers' interface; returns `[b, s/cp, heads, e]`."""
+    where = f"{type(module).__name__} with cp={comm.size('cp')}"
+    if position_ids is None:
+        raise ValueError(f"{where}: the model passes no position_ids to its attention: use cp=1")
+    for what, given in {
+        "an attention mask": attention_mask,
+        "attention dropout": dropout or None,
+        "softcap": softcap,
+        "a position bias": position_bias,
+        "keys of a cache": None if key.shape[2] == query.shape[2] else key.shape[2],
+    }.items():
+        if given is not None:
+            raise ValueError(f"{where}: {what} is not possible over context-parallel ranks: leave it out, or use cp=1")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    split, documents = split_of_positions(position_ids)
+    out = attend(
+        method, query, key, value, split, documents, causal=causal, scale=scaling, window=sliding_window, sinks=s_aux
+    )
+    return out.transpose(1, 2).contiguous(), None

@@ -1,0 +1,273 @@
+"""Swapped models whose sequences are cut over cp ranks: loss and weights after three steps are those of one process."""
+
+from __future__ import annotations
+
+import copy
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM, MistralConfig, MistralForCausalLM
+
+import neuronx_dist as nxd
+from neuronx_dist import comm, spmd
+from neuronx_dist.hf import UnsupportedModelError, full_state_dict, swap, transformer_layer_class
+from neuronx_dist.mesh import Mesh
+from tests.hf.models import SIZES, VOCAB, error, llama_config, meta_model, reference_model
+from tests.hf.parity import AllInFloat64
+from tests.support.more_architectures import OF_TRANSFORMERS
+
+STEPS, RATE, LENGTH = 3, 0.2, 16
+_TINY = dict(SIZES, num_hidden_layers=2, max_position_embeddings=32, initializer_range=0.2, use_cache=False)
+_GPT2 = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=32, initializer_range=0.2, use_cache=False)
+_NO_DROPOUT = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+_OSS = dict(_TINY, head_dim=8, sliding_window=5, num_local_experts=4, num_experts_per_tok=2)
+
+
+def _eager(model: Any) -> Any:
+    model.set_experts_implementation("eager")  # grouped products have no float64
+    return model
+
+
+MODELS: dict[str, Any] = {
+    "llama": lambda: reference_model(llama_config()),
+    "gpt2": lambda: reference_model(GPT2Config(**_GPT2, **_NO_DROPOUT), GPT2LMHeadModel),
+    "mistral": lambda: reference_model(MistralConfig(**_TINY, head_dim=8, sliding_window=5), MistralForCausalLM),
+    "gpt-oss": lambda: _eager(
+        reference_model(GptOssConfig(**_OSS), GptOssForCausalLM)
+    ),  # sinks, and windows in some layers
+}
+
+
+def batch_of(step: int, documents: list[list[int]] | None) -> dict[str, torch.Tensor]:
+    """Returns token ids, labels some of which are ignored, and positions of packed documents."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, VOCAB, (4, LENGTH), generator=generator)
+    labels = ids.clone()
+    labels[0, :5] = labels[1, -4:] = labels[3, 7] = -100
+    if documents is None:
+        return {"input_ids": ids, "labels": labels}
+    positions = torch.arange(LENGTH).repeat(4, 1)
+    for row, starts in enumerate(documents):
+        for start in starts:
+            labels[row, start] = -100  # no document predicts the next
+            positions[row, start:] = torch.arange(LENGTH - start)
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def loss_of_one_process(model: Any, batch: dict[str, torch.Tensor], documents: list[list[int]] | None) -> torch.Tensor:
+    """Returns the mean over all labels, of documents that are computed one by one."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for row in range(4):
+        bounds = [0, *(documents[row] if documents else ()), LENGTH]
+        for start, stop in zip(bounds, bounds[1:]):
+            ids, labels = (batch[name][row : row + 1, start:stop] for name in ("input_ids", "labels"))
+            logits = model(input_ids=ids).logits[0, :-1]
+            total = total + F.cross_entropy(logits, labels[0, 1:], ignore_index=-100, reduction="sum")
+            count += int((labels[0, 1:] != -100).sum())
+    return total / count
+
+
+def compare(
+    name: str, mesh: Mesh, balance: str | None, documents: list[list[int]] | None = None, **options: Any
+) -> None:
+    model = MODELS[name]()
+    initial = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    losses = []
+    with AllInFloat64():
+        for step in range(STEPS):
+            loss = loss_of_one_process(model, batch_of(step, documents), documents)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+
+    def rank() -> tuple[list[float], dict[str, torch.Tensor]]:
+        local = swap(copy.deepcopy(initial), **options)
+        optimizer = torch.optim.SGD(local.parameters(), lr=RATE)
+        found = []
+        for step in range(STEPS):
+            rows = {key: x.chunk(mesh.dp)[comm.rank("dp")] for key, x in batch_of(step, documents).items()}
+            part = nxd.get_batch_on_this_context_parallel_rank(rows, balance)
+            items = nxd.global_num_items(part["labels"], dtype=torch.float64)
+            optimizer.zero_grad()
+            with AllInFloat64():
+                loss = local(**part, num_items_in_batch=items).loss
+                loss.backward()
+            nxd.reduce_gradients(local)
+            optimizer.step()
+            found.append(float(comm.all_reduce(loss.detach(), ("dp", "cp"))) / (mesh.dp * mesh.cp))
+        return found, full_state_dict(local)
+
+    for found, weights in comm.threads.run(mesh, rank):
+        assert found == pytest.approx(losses, rel=1e-10)
+        for key, value in model.state_dict().items():
+            if key in weights:
+                assert error(weights[key], value) < 1e-10, key
+
+
+DOCUMENTS = [[3, 11], [], [7], [1, 2, 8]]
+
+
+@pytest.mark.parametrize(
+    "name, sizes, balance, documents, options",
+    [
+        ("llama", dict(cp=2), None, None, {}),
+        ("llama", dict(cp=2), None, DOCUMENTS, {}),
+        ("llama", dict(cp=2, tp=2), "zigzag", DOCUMENTS, dict(sequence_parallel=True)),
+        ("llama", dict(cp=2), "zigzag", DOCUMENTS, dict(context_parallel="ulysses")),
+        ("llama", dict(cp=4), "zigzag", None, dict(context_parallel="ulysses")),
+        pytest.param("llama", dict(cp=2, tp=2, dp=2), "zigzag", None, {}, marks=pytest.mark.slow),
+        pytest.param("llama", dict(cp=4, tp=2), None, DOCUMENTS, {}, marks=pytest.mark.full),
+        ("gpt2", dict(cp=4), "zigzag", None, {}),
+        pytest.param("gpt2", dict(cp=2, tp=2), None, None, dict(context_parallel="ulysses"), marks=pytest.mark.full),
+        ("mistral", dict(cp=4), None, None, {}),
+        ("mistral", dict(cp=2, dp=2), "zigzag", None, {}),
+        ("gpt-oss", dict(cp=2), "zigzag", None, {}),
+    ],
+)
+def test_three_steps_are_those_of_one_process(
+    name: str, sizes: dict[str, int], balance: str | None, documents: Any, options: Any
+) -> None:
+    degrees = {"tp": 1, "cp": 1, "dp": 1, **sizes}
+    mesh = Mesh(degrees["tp"] * degrees["cp"] * degrees["dp"], tp=degrees["tp"], cp=degrees["cp"])
+    compare(name, mesh, balance, documents, **options)
+
+
+def _without(name: str) -> Any:
+    return lambda part: {key: x for key, x in part.items() if key != name}
+
+
+def _unsplit(part: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns every other token."""
+    positions = torch.arange(comm.rank("cp"), LENGTH, 2).expand(4, -1)
+    return {**part, "position_ids": positions}
+
+
+@pytest.mark.parametrize("sizes", [dict(pp=2, cp=2), dict(pp=2, cp=2, tp=2)])
+def test_a_pipeline_of_packed_documents(sizes: dict[str, int]) -> None:
+    """Two stages, two microbatches, layers that are recomputed in backward; with tp sequence parallelism."""
+    model = MODELS["llama"]()
+    loss = loss_of_one_process(model, batch_of(0, DOCUMENTS), DOCUMENTS)
+    loss.backward()
+    gradients = {name: param.grad for name, param in model.named_parameters()}
+    mesh = Mesh(prod(sizes.values()), **sizes)
+
+    def rank() -> None:
+        local = swap(copy.deepcopy(model), sequence_parallel=mesh.tp > 1)
+        pipeline = nxd.NxDPPModel(
+            local,
+            transformer_layer_cls=transformer_layer_class(local),
+            num_microbatches=2,
+            input_names=["input_ids", "labels", "position_ids", "num_items_in_batch"],
+            output_loss_value_spec={"loss": True, "logits": False},
+            auto_partition=True,
+            broadcast_and_average_loss=True,
+        )
+        nxd.checkpoint_layers(pipeline)
+        part = nxd.get_batch_on_this_context_parallel_rank(batch_of(0, DOCUMENTS), "zigzag")
+        items = nxd.global_num_items(part["labels"], 2, dtype=torch.float64)
+        found = pipeline.run_train(**part, num_items_in_batch=items)
+        assert error(found, loss.detach()) < 1e-10
+        for name, gradient in full_state_dict(pipeline, gradients=True).items():
+            assert error(gradient, gradients[name]) < 1e-10, name
+
+    comm.threads.run(mesh, rank)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (_without("position_ids"), "LlamaForCausalLM with cp=2 needs position_ids"),
+        (_unsplit, r"position_ids of 2 .* ranks, 0\.\.14, 1\.\.15 in row 0, are no split of a sequence"),
+        (lambda part: {**part, "attention_mask": part["input_ids"] * 0}, "reads no attention_mask: leave it out"),
+        (lambda part: {**part, "labels": part["input_ids"]}, "labels equal input_ids: they must be shifted"),
+    ],
+)
+def test_inputs_that_are_no_split_are_refused(change: Any, words: str) -> None:
+    def rank() -> None:
+        local = swap(reference_model(llama_config(layers=1)))
+        with pytest.raises(ValueError, match=words):
+            local(**change(nxd.get_batch_on_this_context_parallel_rank(batch_of(0, None))))
+
+    comm.threads.run(Mesh(2, cp=2), rank)
+
+
+def test_a_split_is_seen_by_its_positions() -> None:
+    """Both splits of one batch, one after the other, in one model: no setting says which."""
+
+    def rank() -> list[float]:
+        local = swap(reference_model(llama_config(layers=1)))
+        found = []
+        for balance in (None, "zigzag"):
+            part = nxd.get_batch_on_this_context_parallel_rank(batch_of(0, None), balance)
+            found.append(float(comm.all_reduce(local(**part).loss.detach(), "cp")))
+        return found
+
+    for contiguous, zigzag in comm.threads.run(Mesh(2, cp=2), rank):
+        assert contiguous == pytest.approx(zigzag, rel=1e-10)
+
+
+@pytest.mark.parametrize("method, balance", [("ring", "zigzag"), ("ulysses", None), ("ring", "none")])
+def test_a_check_accepts_a_split_and_refuses_that_ranks_have_the_same_tokens(method: str, balance: str | None) -> None:
+    def step(model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> None:
+        part, items = batch, torch.ones(())
+        if balance != "none":
+            part = nxd.get_batch_on_this_context_parallel_rank(batch, balance)
+            items = nxd.global_num_items(part["labels"])
+        model(**part, num_items_in_batch=items).loss.backward()
+        nxd.reduce_gradients(model)
+
+    def make() -> Any:
+        return swap(meta_model(llama_config(layers=1), dtype=torch.float32), context_parallel=method)
+
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": ids}
+    report = spmd.check(make, batch, Mesh(4, cp=2, tp=2), step=step)
+    assert report.ok if balance != "none" else "is the same on all ranks of cp" in str(report), str(report)
+
+
+_REFUSED = {
+    "Gemma 2": "caps the scores of attention",
+    "Gemma 3": "masks that are more than causal",
+    "Mamba": "layers that pass a state along the sequence: linear_attention",
+    **dict.fromkeys(("BLOOM", "GPT-J", "Falcon", "Falcon (ALiBi)"), "attention in code of its own"),
+    **dict.fromkeys(("BERT (masked language model)", "T5", "ViT", "ALBERT", "RoBERTa"), "no causal language model"),
+    **dict.fromkeys(("BERT (classification)", "Llama (classification)", "DistilBERT", "BART"), "no causal language"),
+    "Whisper": "no causal language model",
+}
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("architecture", OF_TRANSFORMERS, ids=lambda architecture: architecture.name)
+def test_an_architecture_is_exact_or_refused(architecture: Any) -> None:
+    """Loss and all gradients at cp 2, in zig-zag order, without num_items_in_batch."""
+    model = architecture.make(2 * len(architecture.layers))
+    if architecture.name in _REFUSED:
+        with pytest.raises(UnsupportedModelError, match=_REFUSED[architecture.name]):
+            comm.threads.run(Mesh(2, cp=2), lambda: swap(copy.deepcopy(model)))
+        return
+    inputs = {key: torch.cat([x, x[:, :2]], 1) for key, x in architecture.inputs().items()}  # 8 tokens
+    with AllInFloat64():
+        loss = model(**inputs).loss
+        loss.backward()
+    gradients = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+    def rank() -> None:
+        local = swap(copy.deepcopy(model))
+        local.zero_grad()
+        part = nxd.get_batch_on_this_context_parallel_rank(inputs, "zigzag")
+        with AllInFloat64():
+            share = local(**part).loss
+            share.backward()
+        nxd.reduce_gradients(local)
+        found = full_state_dict(local, gradients=True)
+        assert error(comm.all_reduce(share.detach(), "cp") / 2, loss.detach()) < 1e-10
+        for name, gradient in gradients.items():
+            difference = (found[name] - gradient).norm().item()
+            assert min(error(found[name], gradient), difference / 1e-3) < 1e-10, name  # a key's bias: 0 up to rounding
+
+    comm.threads.run(Mesh(2, cp=2), rank)
