@@ -18,7 +18,7 @@ from ..program.repeated import first_difference
 from .model_plan import Derived, parent_of
 from .plan_reading import end_of
 from .rank_proof import prove
-from .recorded_model import ADVICE, MATRICES, RecordedModel, kind_of
+from .recorded_model import MATRICES, RecordedModel, kind_of
 from .regions import CannotShard, Forward, LayerCalls, Region, grow, regions_of
 
 __all__ = ["IndivisibleError", "derive"]
@@ -158,7 +158,7 @@ def _check_divided(
     if listed:
         raise IndivisibleError(
             f'swap: {source.what}: plan="derived" cannot shard layers over tp={tp}: {"; ".join(listed)}. Choose such a '
-            f"tp, or pass a plan: {ADVICE}",
+            f"tp; else {source.advice()}",
             max(set.intersection(*(set(degrees[name]) for name in refused if degrees[name])), default=1),
         )
 

@@ -18,11 +18,15 @@ from .model_plan import UnsupportedModelError
 from .plan_reading import SAME_AS_LINEAR, end_of
 from .regions import LayerCalls
 
-__all__ = ["ADVICE", "MATRICES", "RecordedModel", "kind_of"]
+__all__ = ["MATRICES", "RecordedModel", "kind_of"]
 
-ADVICE = (
+_WORDS = (
     'plan={"name.of.*.a.layer": "colwise", ...} gives the style of each layer ("colwise_gather_output" and '
-    '"rowwise_split_input" are right wherever tp divides the sizes), and neuronx_dist.parallelize divides any module'
+    '"rowwise_split_input" are right wherever tp divides the sizes)'
+)
+_LAYERS = (
+    "neuronx_dist.parallel_layers.replace.apply(model, [LayerPlan(name, style), ...]) replaces the layers that it is "
+    "passed"
 )
 MATRICES = ("linear", "falcon", "conv1d")
 _CALLS = {"linear": 1, "embedding": 1, "conv1d": 3}
@@ -51,7 +55,12 @@ class RecordedModel:
             self.first_name.setdefault(id(parameter), name)
 
     def refusal(self, reason: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f'{self.what} cannot be swapped by plan="derived": {reason}. {ADVICE}')
+        return UnsupportedModelError(f'{self.what} cannot be swapped by plan="derived": {reason}. {self.advice()}')
+
+    def advice(self) -> str:
+        """Returns other ways to shard the model, for messages: a plan of words needs a config."""
+        other = _WORDS if getattr(self.model, "config", None) is not None else _LAYERS
+        return f"{other}, and neuronx_dist.parallelize divides any module"
 
     def copy(self) -> Any:
         """Returns a copy of the model with the same tensors, that computes logits in the place of a loss."""

@@ -104,6 +104,12 @@ def test_a_hand_written_model(tp: int) -> None:
     assert derived(model(), IDS, tp) == {}
 
 
+def test_a_norm_of_heads_by_hand() -> None:
+    of = model(make=BlockOf, attention=NormOfHeads)
+    assert derived(of, IDS, 2) == {}
+    assert derive(of, IDS, 2).attributes == {f"blocks.{number}.attn": {"n": 2, "kv": 1} for number in (0, 1)}
+
+
 @pytest.mark.slow
 def test_with_sequence_parallelism() -> None:
     assert derived(model(), IDS, 2, sequence_parallel=True) == {}
@@ -235,8 +241,27 @@ class DividedByHeads(Attention):
         return super().forward(x) / self.num_heads
 
 
+class NormOfHeads(nn.Module):
+    """Attention with two numbers of heads in one line: a head of half the size is past that line, and fails later."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.n, self.kv, self.d = heads, heads // 2, dim // heads
+        self.q, self.k, self.proj = nn.Linear(dim, dim), nn.Linear(dim, dim // 2), nn.Linear(dim, dim)
+        self.scale = nn.Parameter(torch.randn(self.d))
+
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, _ = x.shape
+        q, k = self.norm(self.q(x).view(b, t, self.n, self.d)), self.k(x).view(b, t, self.kv, self.d)
+        k = k.repeat_interleave(self.n // self.kv, dim=2).transpose(1, 2)
+        return self.proj(F.scaled_dot_product_attention(q.transpose(1, 2), k, k).transpose(1, 2).flatten(2))
+
+
 class BlockOf(Block):
-    def __init__(self, dim: int, heads: int, attention: type[Attention] = Attention) -> None:
+    def __init__(self, dim: int, heads: int, attention: type[nn.Module] = Attention) -> None:
         super().__init__(dim, heads)
         self.attn = attention(dim, heads)
 
@@ -245,8 +270,9 @@ class BlockOf(Block):
 @pytest.mark.parametrize("attention", [FixedHeads, DividedByHeads])
 def test_a_number_of_the_whole_size_that_is_no_attribute(attention: type[Attention]) -> None:
     of = model(make=BlockOf, attention=attention)
-    with pytest.raises(UnsupportedModelError, match="blocks.0.attn computes with a number of the whole size"):
+    with pytest.raises(UnsupportedModelError, match="blocks.0.attn computes with a number of the whole size") as error:
         derived(of, IDS, 2)
+    assert "replace.apply(model, [LayerPlan(name, style), ...])" in str(error.value)  # words need a config
 
 
 def test_heads_that_tp_does_not_divide() -> None:

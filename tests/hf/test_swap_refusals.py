@@ -82,7 +82,7 @@ def test_words_of_an_expert_axis_are_refused(word: str) -> None:
 
 
 def test_not_a_model_of_transformers() -> None:
-    assert "is not a Hugging Face model: it needs a config" in _refusal(lambda: torch.nn.Linear(2, 2))
+    assert 'hf.swap(model, plan="derived", inputs={...}) finds a plan' in _refusal(lambda: torch.nn.Linear(2, 2))
 
 
 def test_heads_that_tp_does_not_divide() -> None:
