@@ -169,7 +169,7 @@ def _report_gathers(source: RecordedModel, words: Mapping[str, str], reasons: Ma
         warnings.warn(
             f'swap: {source.what}: plan="derived" gathers the output of {len(alone)} layers, where columns and rows in '
             f"pairs send less: {alone[0]}: {reasons[alone[0]]}",
-            stacklevel=6,
+            stacklevel=7,
         )
 
 

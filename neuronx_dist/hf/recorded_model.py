@@ -12,7 +12,7 @@ from torch import nn
 
 from ..program.program import Call, Program, operands_of
 from ..program.record import record_program
-from ..program.recording import TracingError
+from ..program.recording import TracingError, describe
 from ..torch_internals.modules import has_forward_hooks
 from .model_plan import UnsupportedModelError
 from .plan_reading import SAME_AS_LINEAR, end_of
@@ -39,6 +39,12 @@ class RecordedModel:
         self.model, self.what = model, type(model).__name__
         if inputs is None:
             inputs = getattr(model, "dummy_inputs", None)
+        if inputs is not None and not isinstance(inputs, Mapping):
+            first = next(iter(inspect.signature(model.forward).parameters), "name")
+            raise TypeError(
+                f"swap: inputs are example arguments of forward of {self.what} in a dict by name, such as "
+                f'inputs={{"{first}": tensor}}; got {describe(inputs)}'
+            )
         if not inputs:
             raise ValueError(
                 f'swap: plan="derived" records the forward of {self.what}: pass inputs={{...}}, example arguments by '
