@@ -57,8 +57,7 @@ def compare_noted(communicator: comm.Communicator) -> None:
     context = comm.current()
     noted: dict[str, Any] = context.extras.get(_NOTED, {})
     for what in [what for what, statement in noted.items() if statement is not None]:
-        statement, are_ids_equal = noted[what], noted.get(_IDS, ...) is None
-        noted[what] = None
+        statement, noted[what] = noted[what], None
         first_rank, *others = ranks = communicator.ranks
         subject, board = f"the first {what} of tensor-parallel ranks", context.backend.board
         texts = board.exchange(f"{subject} {first_rank}", 0, json.dumps(statement), ranks, f"comparing {subject}")
@@ -68,21 +67,11 @@ def compare_noted(communicator: comm.Communicator) -> None:
             if not _equal(statements[first_rank], statements[rank]):
                 raise ValueError(
                     f"ranks {first_rank} and {rank} are in one tensor-parallel group, and have different {what} in the "
-                    f"first batch: {_text(statements[first_rank])} and {_text(statements[rank])}. "
-                    f"{_OTHER_WEIGHTS if are_ids_equal else _OTHER_BATCH}"
+                    f"first batch: {_text(statements[first_rank])} and {_text(statements[rank])}. These ranks take the "
+                    "same batch: divide the data by neuronx_dist.parallel_state.get_data_parallel_rank() and "
+                    "get_data_parallel_size(), as in DistributedSampler(data, num_replicas=get_data_parallel_size(), "
+                    "rank=get_data_parallel_rank()), and seed what is random equally in the group"
                 )
-
-
-_IDS = "input ids"
-_OTHER_BATCH = (
-    "These ranks take the same batch: divide the data by neuronx_dist.parallel_state.get_data_parallel_rank() and "
-    "get_data_parallel_size(), as in DistributedSampler(data, num_replicas=get_data_parallel_size(), "
-    "rank=get_data_parallel_rank()), and seed what is random equally in the group"
-)
-_OTHER_WEIGHTS = (
-    "Their input ids are equal, so weights or random numbers before that layer differ: call torch.manual_seed with one "
-    "seed for all ranks of the group before the model is made (not seed + rank), or load one checkpoint on all of them"
-)
 
 
 def _has_values(x: torch.Tensor) -> bool:
