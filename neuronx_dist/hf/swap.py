@@ -22,10 +22,10 @@ from torch import nn
 
 from .. import comm, spmd
 from ..model_shape import ModelShape, padded_heads
-from ..nearest import names_the_nearest
 from ..parallel_layers.activation_checkpoint import keep_random_streams
 from ..parallel_layers.pad import pads_heads
 from ..parallel_layers.replace import LayerPlan, apply
+from ..unknown_keywords import names_the_nearest
 from ..weights.partial_model import unwrapped
 from ..weights.wrappers import wrapper_of
 from .context_parallel import apply_context_parallel, check_context_parallel

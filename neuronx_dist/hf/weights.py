@@ -109,7 +109,7 @@ def load_pretrained(
             target = device if buffer.is_meta else buffer.device
             module._buffers[key] = weights.read(name).to(device=target, dtype=buffer.dtype, copy=True)
     if isinstance(source, (str, PathLike)) and getattr(whole, "name_or_path", None) == "" and Path(source).is_dir():
-        whole.name_or_path = str(source)  # as after `from_pretrained`: adapters are saved with it
+        whole.__dict__["name_or_path"] = str(source)  # as after `from_pretrained`: adapters are saved with it
     return materialize(model, seed, device, dtype)
 
 

@@ -19,13 +19,14 @@ from .. import comm
 from ..comm.rank_selection import XLA
 from ..modules.lora import LoraConfig
 from ..modules.lora.model import adapters_by_themselves, add_adapters
-from ..nearest import names_the_nearest, nearest
+from ..nearest import nearest
 from ..optimizer import NeuronZero1Optimizer
 from ..parallel_layers import parallel_state
 from ..parallel_layers.activation_checkpoint import checkpoint_layers
 from ..parallel_layers.pad import pad_model, padding_heads
 from ..parallel_layers.utils import get_local_world_size, move_model_to_device
 from ..pipeline.model import NxDPPModel
+from ..unknown_keywords import names_the_nearest
 from ..weights.init_device import init_on_device
 from ..weights.materialize import initialize_modules
 from ..weights.partial_model import parameter_slots

@@ -86,7 +86,7 @@ def test_other_weights_before_a_linear_layer():
 
     for message in messages(Mesh(2, tp=2), forward):
         assert "have different inputs of linear layers" in message and "These ranks take the same batch" not in message
-        assert "Their input ids are equal, so weights or random numbers before that layer differ" in message
+        assert "Their input ids are equal: seed torch equally before the model is made" in message
 
 
 def test_other_shapes():

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...nearest import names_the_nearest
+from ...unknown_keywords import names_the_nearest
 
 __all__ = ["LoraConfig"]
 

@@ -85,8 +85,8 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> LoraConfig:
     Returns the config with its targets.
 
     Raises:
-        ValueError: nothing in the model matches the targets, a target is of a class without adapters, or the model has
-            adapters.
+        ValueError: nothing in the model matches the targets, a target is of a class without adapters, or there are
+            adapters already.
     """
     config = LoraConfig.of(config)
     if existing := next(iter(adapters_of(model)), ""):
