@@ -26,8 +26,8 @@ _TOLERANCE = 0.05  # of projections, whose difference is about 1 between two bat
 _PROJECTIONS = 4
 _VALUES = 1 << 16  # of a float tensor, at most: as many are projected
 _OTHER_BATCH = (
-    "These ranks take the same batch: divide the data by neuronx_dist.parallel_state.get_data_parallel_rank(), and seed "
-    "what is random equally in the group. DistributedSampler takes num_replicas=get_data_parallel_size() and this rank"
+    "These ranks take the same batch: divide the data by neuronx_dist.parallel_state.get_data_parallel_rank(), as in "
+    "DistributedSampler(data, num_replicas=get_data_parallel_size(), rank=get_data_parallel_rank()), and seed equally"
 )
 _OTHER_WEIGHTS = "Their input ids are equal: seed torch equally before the model is made, or load one checkpoint"
 
