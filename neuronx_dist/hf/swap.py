@@ -181,8 +181,9 @@ def _plain_layers(model: nn.Module, plan: ModelPlan) -> dict[str, tuple[float, b
             table.__class__ = nn.Embedding
             scale = table.embed_scale
             if isinstance(scale, torch.Tensor):
-                value = torch.tensor(table.scalar_embed_scale, dtype=scale.dtype) if scale.is_meta else scale
-                scales[name] = float(value), True
+                if scale.is_meta:  # where modules are made on meta, as in a check, a tensor has values on the CPU only
+                    scale = torch.tensor(table.scalar_embed_scale, dtype=scale.dtype, device="cpu")
+                scales[name] = float(scale), True
             else:
                 scales[name] = scale, False
     return scales

@@ -83,6 +83,12 @@ def test_the_document_says_what_is_measured(architecture: Architecture) -> None:
     assert sum(row["swap"] == "yes" for row in measured.values()) >= 40
 
 
+def test_a_scaled_embedding_where_modules_are_made_on_meta() -> None:
+    """As in a check, whose function swaps the model that it makes."""
+    with comm.as_rank(Mesh(2, tp=2), 0), torch.device("meta"):
+        hf.swap(two_layers(BY_NAME["Gemma"]))
+
+
 # --- plans that are passed
 
 
