@@ -84,7 +84,7 @@ def test_the_document_says_what_is_measured(architecture: Architecture) -> None:
 
 
 def test_a_scaled_embedding_where_modules_are_made_on_meta() -> None:
-    """As in a check, whose function swaps the model that it makes."""
+    """A check calls a function that makes and swaps a model in this way."""
     with comm.as_rank(Mesh(2, tp=2), 0), torch.device("meta"):
         hf.swap(two_layers(BY_NAME["Gemma"]))
 
