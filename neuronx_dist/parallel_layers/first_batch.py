@@ -1,9 +1,8 @@
 """Comparison of the first batch over the ranks of tensor parallelism, which must all have the same batch.
 
-A data loader that divides the data over all ranks, as samplers do by default, gives tensor-parallel ranks different
-batches: the loss falls, but results are not those of one process. So the first ids, the first labels and the first
-input of a linear layer are compared, through the job's store, without a collective (later ones are not), and shards of
-weights, which must differ.
+A data loader that divides the data over all ranks, as samplers do by default, gives these ranks different batches: the
+loss falls, but results are not those of one process. So the first ids, labels and input of a linear layer are compared,
+through the job's store, without a collective (later ones are not), and shards of weights, which must differ.
 """
 
 from __future__ import annotations
