@@ -28,7 +28,7 @@ PACKAGE = ROOT / "neuronx_dist"
 TOWER = [
     ["axis_sizes", "call_site", "command_line", "folder_names", "lazy_names", "model_shape", "nearest"]
     + ["shared_context", "topology", "torch_internals"],
-    ["accelerator", "mesh", "rules"],
+    ["accelerator", "mesh", "rules", "unknown_keywords"],
     ["comm"],
     ["comm/backends"],
     ["comm/scopes", "comm/launch"],

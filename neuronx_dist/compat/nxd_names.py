@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-__all__ = ["install_names", "unavailable_module"]
+__all__ = ["install_names", "unavailable", "unavailable_module"]
 
 _NAME = "neuronx_distributed"
 _ROOT = __name__.partition(".")[0]
@@ -143,7 +143,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 setattr(module, other.rpartition(".")[2], importlib.import_module(f"{_ROOT}.{other}"))
             for name, reason in _NAMES_UNAVAILABLE.get(part, {}).items():
                 if name not in vars(module):
-                    setattr(module, name, _unavailable(spec.name, name, reason))
+                    setattr(module, name, unavailable(spec.name, name, reason))
             return module
         return unavailable_module(spec.name, place)
 
@@ -182,7 +182,7 @@ def unavailable_module(name: str, reason: str) -> ModuleType:
     def get(attribute: str) -> Any:
         if attribute.startswith("__"):
             raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
-        return _unavailable(name, attribute, reason)
+        return unavailable(name, attribute, reason)
 
     module = ModuleType(name, f"Not available here: {reason}.")
     module.__dict__["__getattr__"] = get
@@ -204,7 +204,7 @@ class _Refusing(type):
         raise NotImplementedError(cls.reason)
 
 
-def _unavailable(module: str, name: str, reason: str) -> type:
+def unavailable(module: str, name: str, reason: str) -> type:
     """Returns a class that raises `NotImplementedError` where it is instantiated, called or asked for a method."""
     text = f"{module}.{name} is not available here: {reason}"
     return _Refusing(name, (), {"__module__": module, "reason": text})

@@ -1,8 +1,9 @@
 """Stand-ins for torch_xla and torch_neuronx, which scripts for NxD import, on machines without them.
 
-Only scripts see them: an import of `torch_xla` by a file outside of Python's folders of installed packages gives the
-stand-in. It is no entry of `sys.modules`, and `importlib.util.find_spec("torch_xla")` finds nothing, so that
-transformers, accelerate and all others that look for torch_xla see that it is absent.
+Only scripts see them: an import of `torch_xla` by a file outside of Python's folders of installed packages, or its
+`importlib.import_module`, gives the stand-in. It is no entry of `sys.modules`, and
+`importlib.util.find_spec("torch_xla")` finds nothing, so that transformers, accelerate and all others that look for
+torch_xla see that it is absent.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib
 import importlib.util
 import os
 import site
+import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType, ModuleType
@@ -25,7 +27,7 @@ from .. import comm
 from ..comm.rank_selection import XLA
 from ..torch_internals.operators import script_as
 from ..torch_internals.tensors import tensor_factories, tensor_to
-from .nxd_names import install_names, unavailable_module
+from .nxd_names import install_names, unavailable, unavailable_module
 from .torch_xla.groups import local_device
 
 __all__ = ["install"]
@@ -35,15 +37,22 @@ _PLACE = f"{__package__}.torch_xla"
 _STAND_INS = {
     "torch_xla": f"{_PLACE}.top",
     "torch_xla.amp": f"{_PLACE}.small_modules",
+    "torch_xla.amp.syncfree": f"{_PLACE}.small_modules",
     "torch_xla.core": f"{_PLACE}.top",
+    "torch_xla.core.functions": "call neuronx_dist.spmd's operators, which have gradients",
     "torch_xla.core.xla_model": f"{_PLACE}.xla_model",
     "torch_xla.debug": f"{_PLACE}.top",
     "torch_xla.debug.metrics": f"{_PLACE}.small_modules",
+    "torch_xla.debug.profiler": f"{_PLACE}.small_modules",
     "torch_xla.distributed": f"{_PLACE}.top",
+    "torch_xla.distributed.fsdp": "use neuronx_dist.NeuronZero1Optimizer, or torch's fully_shard",
     "torch_xla.distributed.parallel_loader": f"{_PLACE}.parallel_loader",
+    "torch_xla.distributed.spmd": "shard by neuronx_dist.parallelize, or by neuronx_dist.shard_tensor",
     "torch_xla.distributed.xla_backend": f"{_PLACE}.small_modules",
     "torch_xla.distributed.xla_multiprocessing": f"{_PLACE}.xla_multiprocessing",
+    "torch_xla.distributed.zero_redundancy_optimizer": "use neuronx_dist.NeuronZero1Optimizer",
     "torch_xla.experimental": f"{_PLACE}.top",
+    "torch_xla.experimental.custom_kernel": "call torch.nn.functional.scaled_dot_product_attention",
     "torch_xla.experimental.pjrt_backend": f"{_PLACE}.small_modules",
     "torch_xla.runtime": f"{_PLACE}.runtime",
     "torch_xla.utils": f"{_PLACE}.top",
@@ -54,6 +63,25 @@ _STAND_INS = {
     "neuronxcc": "it is Neuron's compiler; write kernels in Triton, or use torch.compile",
     "nki": "it is Neuron's kernel language; write kernels in Triton, or use torch.compile",
     "nkilib": "it is Neuron's kernel language; write kernels in Triton, or use torch.compile",
+}
+# Names of torch_xla 2.9 without a function here, by module, and the reasons.
+_EXPORT, _LOADER = "export a model by torch.export", "use MpDeviceLoader"
+_BUCKETS = "call the function of one tensor; neuronx_dist.NeuronZero1Optimizer has buckets"
+_ONE_DEVICE = "a process has one device: read torch.cuda.get_device_properties"
+_UNAVAILABLE = {
+    "torch_xla": dict.fromkeys(("save_as_stablehlo", "save_torch_model_as_stablehlo"), _EXPORT),
+    "torch_xla.core.xla_model": {
+        **dict.fromkeys(("get_stablehlo", "get_stablehlo_bytecode"), _EXPORT),
+        **dict.fromkeys(("all_gather_bucketized", "reduce_scatter_bucketized", "CoalescingBuckets"), _BUCKETS),
+        **dict.fromkeys(("send", "recv"), "call collective_permute, or neuronx_dist.comm.send and recv"),
+        **dict.fromkeys(("set_replication", "xla_replication_devices", "DeviceContext"), _ONE_DEVICE),
+        "create_optimized_replica_groups": "pass no groups: all ranks communicate",
+    },
+    "torch_xla.distributed.parallel_loader": dict.fromkeys(("PerDeviceLoader", "PerDeviceQueue"), _LOADER),
+    "torch_xla.runtime": {
+        **dict.fromkeys(("runtime_device_attributes", "global_runtime_device_attributes"), _ONE_DEVICE),
+        "get_master_ip": "read MASTER_ADDR of os.environ",
+    },
 }
 _PACKAGES = ("torch_xla", "torch_neuronx", "neuronxcc", "nki", "nkilib")
 _INSTALLED = tuple(
@@ -97,7 +125,15 @@ def install() -> None:
             return module if fromlist else _stand_in(first)
         return before(name, globals, locals, fromlist or (), level)
 
-    builtins.__import__ = import_
+    before_module = importlib.import_module
+
+    @functools.wraps(before_module)
+    def import_module(name: str, package: str | None = None) -> ModuleType:
+        if name.partition(".")[0] in absent and _is_script(sys._getframe(1).f_globals):
+            return _stand_in(name)
+        return before_module(name, package)
+
+    builtins.__import__, importlib.import_module = import_, import_module
     if "torch_xla" in absent:
         _serve_backend()
         _serve_device()
@@ -129,6 +165,8 @@ def _stand_in(name: str) -> ModuleType:
         functions = importlib.import_module(place)
         module.__dict__.update({key: getattr(functions, key) for key in functions.__all__})
         module.__path__ = []
+        for key, reason in _UNAVAILABLE.get(name, {}).items():
+            setattr(module, key, unavailable(name, key, reason))
         if first == "torch_neuronx":
             module.__dict__["__getattr__"] = vars(unavailable_module(name, _STAND_INS["neuronxcc"]))["__getattr__"]
     parent, _, child = name.rpartition(".")

@@ -18,7 +18,7 @@ from ..program.repeated import first_difference
 from .model_plan import Derived, parent_of
 from .plan_reading import end_of
 from .rank_proof import prove
-from .recorded_model import ADVICE, MATRICES, RecordedModel, kind_of
+from .recorded_model import MATRICES, RecordedModel, kind_of
 from .regions import CannotShard, Forward, LayerCalls, Region, grow, regions_of
 
 __all__ = ["IndivisibleError", "derive"]
@@ -45,15 +45,14 @@ def derive(model: nn.Module, inputs: Mapping[str, Any] | None, tp: int, degree: 
 
     Raises:
         UnsupportedModelError: forward cannot be recorded, has numbers of whole sizes that are no attributes, or draws
-            random numbers on shards and on whole values in one module.
+            random numbers for shards and for whole values in one module, not parted by columns and row layers.
         IndivisibleError: tp does not divide the heads or sizes of layers that another degree would shard.
     """
     source, degree = RecordedModel(model, inputs), degree or tp
     words: dict[str, str] = {}
     local_logits, siblings = True, {}
     attributes: dict[str, dict[str, int]] = {}
-    random: tuple[str, ...] = ()
-    whole_random: tuple[str, ...] = ()
+    random: tuple[tuple[str, ...], tuple[str, ...], bool] = ((), (), False)
     recorded = source.program(True)
     for training in (True, False):
         program = recorded if training else source.program(False)
@@ -74,10 +73,10 @@ def derive(model: nn.Module, inputs: Mapping[str, Any] | None, tp: int, degree: 
             _check_divided(source, forward, regions, reasons, degree)
             _report_gathers(source, words, reasons)
             siblings = _siblings(source, inner, words)
-            random, whole_random = _random_modules(source, program, regions)
+            random = _random_modules(source, program, regions)
         local_logits = local_logits and _has_open_logits(source, program, layers)
         attributes = prove(source, program, regions, attributes, degree, training)
-    return Derived({**source.rest(words), **words}, attributes, siblings, random, bool(whole_random), local_logits)
+    return Derived({**source.rest(words), **words}, attributes, siblings, *random, local_logits)
 
 
 # --- words
@@ -158,7 +157,7 @@ def _check_divided(
     if listed:
         raise IndivisibleError(
             f'swap: {source.what}: plan="derived" cannot shard layers over tp={tp}: {"; ".join(listed)}. Choose such a '
-            f"tp, or pass a plan: {ADVICE}",
+            f"tp; else {source.advice()}",
             max(set.intersection(*(set(degrees[name]) for name in refused if degrees[name])), default=1),
         )
 
@@ -170,7 +169,7 @@ def _report_gathers(source: RecordedModel, words: Mapping[str, str], reasons: Ma
         warnings.warn(
             f'swap: {source.what}: plan="derived" gathers the output of {len(alone)} layers, where columns and rows in '
             f"pairs send less: {alone[0]}: {reasons[alone[0]]}",
-            stacklevel=6,
+            stacklevel=7,
         )
 
 
@@ -187,18 +186,32 @@ def _siblings(
 
 def _random_modules(
     source: RecordedModel, program: Program, regions: list[Region]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the modules that draw random numbers for shards, and those that draw them for whole values."""
+) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
+    """Returns the modules that draw random numbers for shards only, and those that do between columns and row layers.
+
+    The last item: there are random numbers for whole values.
+    """
     sharded = {call for region in regions for call in region.calls}
     local = dict.fromkeys(call.module for call in program.calls if call.random and call in sharded)
     whole = dict.fromkeys(call.module for call in program.calls if call.random and call not in sharded)
-    for name in local:
-        if mixed := [other for other in whole if not name or f"{other}.".startswith(f"{name}.")]:
-            raise source.refusal(
-                f"{name or source.what} draws random numbers for shards, which differ over tp, and {mixed[0]} for "
-                "whole values: set a dropout rate to 0"
-            )
-    return tuple(local), tuple(whole)
+    both = {name: others for name in local if (others := [other for other in whole if _is_inside(other, name)])}
+    words = {layer: word for region in regions for layer, word in region.words.items()}
+    for name, others in both.items():
+        of_module = {layer: "col" in word for layer, word in words.items() if parent_of(layer) == name}
+        is_between = False  # what hooks of the layers make it
+        for call in program.calls:
+            is_between = of_module.get(call.module, is_between)
+            if call.random and is_between != (call in sharded) and (is_between or _is_inside(call.module, name)):
+                raise source.refusal(
+                    f"{name or source.what} draws random numbers for shards, which differ over tp, and {others[0]} for "
+                    f"whole values, at {call.where}, where columns and row layers do not part them: move the one into "
+                    "a module of its own, or set a rate to 0"
+                )
+    return tuple(name for name in local if name not in both), tuple(both), bool(whole)
+
+
+def _is_inside(path: str, module: str) -> bool:
+    return not module or f"{path}.".startswith(f"{module}.")
 
 
 def _has_open_logits(source: RecordedModel, program: Program, layers: Mapping[str, LayerCalls]) -> bool:

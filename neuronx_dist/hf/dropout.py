@@ -78,17 +78,20 @@ def draw_apart(model: nn.Module, plan: ModelPlan) -> None:
     """Makes dropout between columns and the row layer of one module draw from this rank's stream: all of it is local.
 
     After the row layer, where a residual's dropout may be, all ranks draw the same numbers. An attention whose row
-    layer is in another module (BERT's), or that a derived plan names, draws from this rank's stream throughout.
+    layer is in another module (BERT's) draws from this rank's stream throughout. A derived plan says which modules do
+    the one, and which the other.
     """
     if plan.derived is not None:
         for region in map(model.get_submodule, plan.derived.random):
             region.forward = partial(_with_local_random_numbers, region.forward)
+        for name in plan.derived.random_between:
+            _draw_between(model, plan, name)
         return
     rows = _rows(plan)
     for region in map(model.get_submodule, [name for name in plan.attentions if name not in rows]):
         if _attention_dropout(region):
             region.forward = partial(_with_local_random_numbers, region.forward)
-    for parent, row in rows.items():
+    for parent in rows:
         module: Any = model.get_submodule(parent)
         drops = any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.children())
         of_heads = parent in plan.attentions and _attention_dropout(module)
@@ -97,11 +100,18 @@ def draw_apart(model: nn.Module, plan: ModelPlan) -> None:
         if of_heads and len(_dropouts(module)) == 1:  # no other one is in it
             module.forward = partial(_with_local_random_numbers, module.forward)
             continue
-        for name, style in plan.styles.items():
-            if style in LOCAL_OUTPUT and parent_of(name) == parent:
-                model.get_submodule(name).register_forward_hook(partial(_enter_local_stream, module))
-        model.get_submodule(row).register_forward_pre_hook(_leave_local_stream)
-        module.register_forward_hook(_leave_local_stream, always_call=True)  # after an error too
+        _draw_between(model, plan, parent)
+
+
+def _draw_between(model: nn.Module, plan: ModelPlan, parent: str) -> None:
+    """Makes what is between the columns and the row layers of a module draw from this rank's stream."""
+    module = model.get_submodule(parent)
+    for name, style in plan.styles.items():
+        if parent_of(name) == parent and style in LOCAL_OUTPUT:
+            model.get_submodule(name).register_forward_hook(partial(_enter_local_stream, module))
+        elif parent_of(name) == parent and style in ("row", "packed_row"):
+            model.get_submodule(name).register_forward_pre_hook(_leave_local_stream)
+    module.register_forward_hook(_leave_local_stream, always_call=True)  # after an error too
 
 
 def _rows(plan: ModelPlan) -> dict[str, str]:

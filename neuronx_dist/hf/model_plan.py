@@ -64,7 +64,8 @@ class Derived:
         words: by the qualified name of a module or of a bare parameter.
         attributes: by module, numbers in attributes that a rank changes (numbers of heads), with its own.
         siblings: by column layer the others that are called on the same tensors.
-        random: modules that draw random numbers for shards; `draws_for_whole`: others draw some for whole values.
+        random: modules that draw random numbers for shards only; `random_between`: those that do so between their
+            columns and row layers, and elsewhere for whole values; `draws_for_whole`: some are for whole values.
         local_logits: forward takes logits `[.., vocab/tp]`.
     """
 
@@ -72,6 +73,7 @@ class Derived:
     attributes: dict[str, dict[str, int]]
     siblings: dict[str, tuple[str, ...]]
     random: tuple[str, ...]
+    random_between: tuple[str, ...]
     draws_for_whole: bool
     local_logits: bool
 

@@ -58,7 +58,12 @@ def read_plan(
     config: Any = getattr(model, "config", None)
     what = f"{type(model).__name__} (model type {getattr(config, 'model_type', 'unknown')!r})"
     if config is None and derived is None:
-        raise UnsupportedModelError(f"{what} is not a Hugging Face model: it needs a config")
+        raise UnsupportedModelError(
+            f"{what} is not a Hugging Face model, whose config a plan of words needs: "
+            'hf.swap(model, plan="derived", inputs={...}) finds a plan in its forward, '
+            "parallel_layers.replace.apply(model, layer_plans) replaces layers by name, and neuronx_dist.parallelize "
+            "divides any module"
+        )
     names = {id(module): name for name, module in model.named_modules()}
     embedding, head = (end_of(model, side) for side in ("input", "output"))
     weights = [end.weight for end in (embedding, head) if isinstance(getattr(end, "weight", None), nn.Parameter)]

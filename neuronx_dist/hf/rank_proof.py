@@ -49,26 +49,49 @@ def prove(
         return attributes
     inside = (call.module for region in regions for call in region.calls if call.module not in region.words)
     modules = {name: source.model.get_submodule(name) for name in dict.fromkeys(inside)}
-    local, (at, reason) = attributes, _mismatch(source, program, regions, attributes, tp, training)
-    while at is not None:
-        for names in _candidates(modules, local, tp):
-            changed = {name: dict(of) for name, of in local.items()}
-            for kind, attribute in names:
-                for name, module in modules.items():
-                    if _divisible(module, attribute, tp) and type(module) is kind:
-                        changed.setdefault(name, {})[attribute] = getattr(module, attribute) // tp
-            later, why = _mismatch(source, program, regions, changed, tp, training)
-            if later is None or later > at:
-                local, at, reason = changed, later, why
+    at, reason = _mismatch(source, program, regions, attributes, tp, training)
+    if at is None:
+        return attributes
+    furthest, dead_ends = (at, reason), 0
+    trials = [(at, attributes, _candidates(modules, attributes, tp))]
+    while trials and dead_ends < _DEAD_ENDS:  # depth first: a wrong attribute may lead past the first mismatch, too
+        at, local, candidates = trials[-1]
+        for names in candidates:
+            changed = _with_local(local, modules, names, tp)
+            later, reason = _mismatch(source, program, regions, changed, tp, training)
+            if later is None:
+                return changed
+            if later > at:
+                furthest = max(furthest, (later, reason), key=lambda mismatch: mismatch[0])
+                trials.append((later, changed, _candidates(modules, changed, tp)))
                 break
         else:
-            call = program.calls[at]
-            raise source.refusal(
-                f"{call.module or source.what} computes with a number of the whole size that is no attribute of the "
-                f"module, or that has other uses, at {call.where}: {reason}. Read the number from the shape of a "
-                "tensor, as x.view(batch, seq, -1, head_dim) does"
-            )
-    return local
+            trials.pop()
+            dead_ends += 1
+    call, reason = program.calls[furthest[0]], furthest[1]
+    raise source.refusal(
+        f"{call.module or source.what} computes with a number of the whole size that is no attribute of the module, or "
+        f"that has other uses, at {call.where}: {reason}. Read the number from the shape of a tensor, as x.view(batch, "
+        "seq, -1, head_dim) does"
+    )
+
+
+_DEAD_ENDS = 8  # choices of attributes that lead nowhere, before the model is refused
+
+
+def _with_local(
+    attributes: Mapping[str, Mapping[str, int]],
+    modules: Mapping[str, nn.Module],
+    names: tuple[tuple[type, str], ...],
+    tp: int,
+) -> dict[str, dict[str, int]]:
+    """Returns the attributes that a rank changes, and those of `names`, of all modules of a class."""
+    changed = {name: dict(values) for name, values in attributes.items()}
+    for kind, attribute in names:
+        for name, module in modules.items():
+            if _divisible(module, attribute, tp) and type(module) is kind:
+                changed.setdefault(name, {})[attribute] = getattr(module, attribute) // tp
+    return changed
 
 
 def _divisible(module: nn.Module, attribute: str, tp: int) -> bool:

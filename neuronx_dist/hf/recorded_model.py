@@ -12,17 +12,21 @@ from torch import nn
 
 from ..program.program import Call, Program, operands_of
 from ..program.record import record_program
-from ..program.recording import TracingError
+from ..program.recording import TracingError, describe
 from ..torch_internals.modules import has_forward_hooks
 from .model_plan import UnsupportedModelError
 from .plan_reading import SAME_AS_LINEAR, end_of
 from .regions import LayerCalls
 
-__all__ = ["ADVICE", "MATRICES", "RecordedModel", "kind_of"]
+__all__ = ["MATRICES", "RecordedModel", "kind_of"]
 
-ADVICE = (
+_WORDS = (
     'plan={"name.of.*.a.layer": "colwise", ...} gives the style of each layer ("colwise_gather_output" and '
-    '"rowwise_split_input" are right wherever tp divides the sizes), and neuronx_dist.parallelize divides any module'
+    '"rowwise_split_input" are right wherever tp divides the sizes)'
+)
+_LAYERS = (
+    "neuronx_dist.parallel_layers.replace.apply(model, [LayerPlan(name, style), ...]) replaces the layers that it is "
+    "passed"
 )
 MATRICES = ("linear", "falcon", "conv1d")
 _CALLS = {"linear": 1, "embedding": 1, "conv1d": 3}
@@ -35,6 +39,12 @@ class RecordedModel:
         self.model, self.what = model, type(model).__name__
         if inputs is None:
             inputs = getattr(model, "dummy_inputs", None)
+        if inputs is not None and not isinstance(inputs, Mapping):
+            first = next(iter(inspect.signature(model.forward).parameters), "name")
+            raise TypeError(
+                f"swap: inputs are example arguments of forward of {self.what} in a dict by name, such as "
+                f'inputs={{"{first}": tensor}}; got {describe(inputs)}'
+            )
         if not inputs:
             raise ValueError(
                 f'swap: plan="derived" records the forward of {self.what}: pass inputs={{...}}, example arguments by '
@@ -51,7 +61,12 @@ class RecordedModel:
             self.first_name.setdefault(id(parameter), name)
 
     def refusal(self, reason: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f'{self.what} cannot be swapped by plan="derived": {reason}. {ADVICE}')
+        return UnsupportedModelError(f'{self.what} cannot be swapped by plan="derived": {reason}. {self.advice()}')
+
+    def advice(self) -> str:
+        """Returns other ways to shard the model, for messages: a plan of words needs a config."""
+        other = _WORDS if getattr(self.model, "config", None) is not None else _LAYERS
+        return f"{other}, and neuronx_dist.parallelize divides any module"
 
     def copy(self) -> Any:
         """Returns a copy of the model with the same tensors, that computes logits in the place of a loss."""

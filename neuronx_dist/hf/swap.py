@@ -25,6 +25,7 @@ from ..model_shape import ModelShape, padded_heads
 from ..parallel_layers.activation_checkpoint import keep_random_streams
 from ..parallel_layers.pad import pads_heads
 from ..parallel_layers.replace import LayerPlan, apply
+from ..unknown_keywords import names_the_nearest
 from ..weights.partial_model import unwrapped
 from ..weights.wrappers import wrapper_of
 from .context_parallel import apply_context_parallel, check_context_parallel
@@ -47,6 +48,7 @@ class PlannedLayers(Protocol):
     def layers(self) -> Sequence[LayerPlan]: ...
 
 
+@names_the_nearest
 def swap(
     model: Any,
     *,
@@ -108,6 +110,8 @@ def swap(
         raise ValueError(f"swap: ep={ep} is neither 1 nor the ep of the mesh, {comm.size('ep')}: initialize it so")
     if getattr(model, _SWAPPED, False):
         raise ValueError(f"swap: this {type(model).__name__} is already swapped")
+    if inner := next((name for name, module in model.named_modules() if _SWAPPED in vars(module)), ""):
+        raise ValueError(f"swap: {inner} of this {type(model).__name__} is already swapped: swap a module once")
     if inputs is not None and not _is_derived(plan):
         raise ValueError('swap: inputs are example arguments of forward for plan="derived", and the plan is another')
     model_plan, layers = _planned(model, plan, tp, sequence_parallel, inputs)
@@ -177,8 +181,9 @@ def _plain_layers(model: nn.Module, plan: ModelPlan) -> dict[str, tuple[float, b
             table.__class__ = nn.Embedding
             scale = table.embed_scale
             if isinstance(scale, torch.Tensor):
-                value = torch.tensor(table.scalar_embed_scale, dtype=scale.dtype) if scale.is_meta else scale
-                scales[name] = float(value), True
+                if scale.is_meta:  # where modules are made on meta, as in a check, a tensor has values on the CPU only
+                    scale = torch.tensor(table.scalar_embed_scale, dtype=scale.dtype, device="cpu")
+                scales[name] = float(scale), True
             else:
                 scales[name] = scale, False
     return scales

@@ -108,6 +108,8 @@ def load_pretrained(
         if name in present:
             target = device if buffer.is_meta else buffer.device
             module._buffers[key] = weights.read(name).to(device=target, dtype=buffer.dtype, copy=True)
+    if isinstance(source, (str, PathLike)) and getattr(whole, "name_or_path", None) == "" and Path(source).is_dir():
+        whole.__dict__["name_or_path"] = str(source)  # as after `from_pretrained`: adapters are saved with it
     return materialize(model, seed, device, dtype)
 
 

@@ -1,9 +1,8 @@
 """Comparison of the first batch over the ranks of tensor parallelism, which must all have the same batch.
 
-A data loader that divides the data over all ranks, as samplers do by default, gives tensor-parallel ranks different
-batches: the loss falls, but results are not those of one process. So the first ids, the first labels and the first
-input of a linear layer are compared, through the job's store, without a collective (later ones are not), and shards of
-weights, which must differ.
+A data loader that divides the data over all ranks, as samplers do by default, gives these ranks different batches: the
+loss falls, but results are not those of one process. So the first ids, labels and input of a linear layer are compared,
+through the job's store, without a collective (later ones are not), and shards of weights, which must differ.
 """
 
 from __future__ import annotations
@@ -25,6 +24,11 @@ _NOTED = "first_batch"  # in the extras of a context: statements by what they ar
 _TOLERANCE = 0.05  # of projections, whose difference is about 1 between two batches; rounding errors are below 0.01
 _PROJECTIONS = 4
 _VALUES = 1 << 16  # of a float tensor, at most: as many are projected
+_OTHER_BATCH = (
+    "These ranks take the same batch: divide the data by neuronx_dist.parallel_state.get_data_parallel_rank(), as in "
+    "DistributedSampler(data, num_replicas=get_data_parallel_size(), rank=get_data_parallel_rank()), and seed equally"
+)
+_OTHER_WEIGHTS = "Their input ids are equal: seed torch equally before the model is made, or load one checkpoint"
 
 
 def note_first(x: torch.Tensor, communicator: comm.Communicator, what: str, shard: torch.Tensor | None = None) -> None:
@@ -57,7 +61,7 @@ def compare_noted(communicator: comm.Communicator) -> None:
     context = comm.current()
     noted: dict[str, Any] = context.extras.get(_NOTED, {})
     for what in [what for what, statement in noted.items() if statement is not None]:
-        statement, noted[what] = noted[what], None
+        statement, noted[what], ids_equal = noted[what], None, noted.get("input ids", "") is None
         first_rank, *others = ranks = communicator.ranks
         subject, board = f"the first {what} of tensor-parallel ranks", context.backend.board
         texts = board.exchange(f"{subject} {first_rank}", 0, json.dumps(statement), ranks, f"comparing {subject}")
@@ -67,10 +71,8 @@ def compare_noted(communicator: comm.Communicator) -> None:
             if not _equal(statements[first_rank], statements[rank]):
                 raise ValueError(
                     f"ranks {first_rank} and {rank} are in one tensor-parallel group, and have different {what} in the "
-                    f"first batch: {_text(statements[first_rank])} and {_text(statements[rank])}. These ranks take the "
-                    "same batch: divide the data by neuronx_dist.parallel_state.get_data_parallel_rank() and "
-                    "get_data_parallel_size(), as in DistributedSampler(data, num_replicas=get_data_parallel_size(), "
-                    "rank=get_data_parallel_rank()), and seed what is random equally in the group"
+                    f"first batch: {_text(statements[first_rank])} and {_text(statements[rank])}. "
+                    f"{_OTHER_WEIGHTS if ids_equal else _OTHER_BATCH}"
                 )
 
 
@@ -92,11 +94,9 @@ def _statement(x: torch.Tensor) -> dict[str, Any]:
 
 
 def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    if any(one[name] != other[name] for name in ("shape", "dtype")):
+    if any(one.get(name) != other.get(name) for name in ("shape", "dtype", "digest")):
         return False
-    if "digest" in one:
-        return bool(one["digest"] == other["digest"])
-    return not any(abs(a - b) > _TOLERANCE for a, b in zip(one["projections"], other["projections"]))
+    return not any(abs(a - b) > _TOLERANCE for a, b in zip(one.get("projections", ()), other.get("projections", ())))
 
 
 def _text(statement: dict[str, Any]) -> str:

@@ -5,7 +5,6 @@ Keys and defaults of the configuration are those of NxD Core 0.18's `neuronx_dis
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import warnings
@@ -27,6 +26,7 @@ from ..parallel_layers.activation_checkpoint import checkpoint_layers
 from ..parallel_layers.pad import pad_model, padding_heads
 from ..parallel_layers.utils import get_local_world_size, move_model_to_device
 from ..pipeline.model import NxDPPModel
+from ..unknown_keywords import names_the_nearest
 from ..weights.init_device import init_on_device
 from ..weights.materialize import initialize_modules
 from ..weights.partial_model import parameter_slots
@@ -46,20 +46,7 @@ _MIXED_PRECISION = ("use_master_weights", "use_fp32_grad_acc", "use_master_weigh
 _MODEL_INIT = ("sequential_move_factor", "meta_device_init", "param_init_fn")
 
 
-def _names_the_nearest(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Returns the function, whose error for an unknown keyword names the nearest one."""
-    known = [*inspect.signature(function).parameters]
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        if unknown := [name for name in kwargs if name not in known]:
-            raise TypeError(f"{function.__name__} has no option {unknown[0]!r}; nearest: {nearest(unknown[0], known)}")
-        return function(*args, **kwargs)
-
-    return call
-
-
-@_names_the_nearest
+@names_the_nearest
 def neuronx_distributed_config(
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -74,7 +76,32 @@ assert torch.equal(a.grad, torch.ones(2).cos())
 xser.save({"a": torch.ones(2)}, "file.pt")
 assert torch.equal(xser.load("file.pt")["a"], torch.ones(2))
 assert xm.mesh_reduce("tag", 3, sum) == 3 and isinstance(met.metrics_report(), str)
+
+# Names of torch_xla 2.9 that training scripts call.
+import importlib
+assert importlib.import_module("torch_xla.runtime") is xr and importlib.util.find_spec("torch_xla") is None
+import torch_xla.debug.profiler as xp
+from torch_xla.amp.syncfree import AdamW
+assert AdamW is torch.optim.AdamW and torch_xla.devices() == [device] and not xr.is_spmd()
+assert torch_xla.compile(torch.sin, full_graph=True) is torch.sin
+with torch_xla.compile(), torch_xla.step(), xp.StepTrace("train", step_num=1), xm.fork_rng():
+    torch.rand(1)
+state = xm.get_rng_state()
+with xm.fork_rng():
+    torch.rand(1)
+assert torch.equal(state, xm.get_rng_state())
+weight = torch.ones(1, requires_grad=True)
+weight.sum().backward()
+gradients = xm._fetch_gradients(torch.optim.SGD([weight], lr=1.0))
+xm.all_reduce_bucketized_gradients(gradients, 0.5, None, True)
+assert weight.grad.tolist() == [0.5] and xm.xla_device_kind() == "cpu" and xm.xla_rendezvous(b"x") == [b"x"]
+tracker = xm.RateTracker()
+tracker.add(8)
+assert tracker.rate() > 0 and tracker.global_rate() > 0
+
 for text, word in (("import torch_xla.nothing", "torch_xla.core.xla_model"),
+                   ("xm.send(torch.ones(1), 0)", "collective_permute"), ("xr.get_master_ip()", "MASTER_ADDR"),
+                   ("from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as F; F(1)", "fully_shard"),
                    ("import neuronxcc.nki.language as nl; nl.load(1)", "Triton"), ("xr.use_spmd()", "parallelize"),
                    ("xm.all_reduce(xm.REDUCE_MUL, torch.ones(1))", "possible: sum")):
     try:
@@ -152,6 +179,13 @@ def compare_collectives() -> None:
             module.weight.fill_(rank + 1.0)
         xla_model.broadcast_master_param(module)
         assert bool((module.weight == 1).all())
+        assert xla_model.collective_permute(x, [[0, 1]]).tolist() == ([0, 0, 0, 0] if rank == 0 else [0, 1, 2, 3])
+        y = x.clone()
+        xla_model.collective_broadcast([y], 1)
+        assert y.tolist() == [1, 2, 3, 4]
+        assert xla_model.do_on_ordinals(lambda z: z.tolist(), (x,), {1}) == (None if rank == 0 else [1, 2, 3, 4])
+        with pytest.raises(ValueError, match="rank 1 is not in this rank's group .0.") if rank == 0 else nullcontext():
+            xla_model.collective_broadcast([y], 1, [[0], [1]])
         assert xla_model.mesh_reduce("sum", rank + 1, sum) == 3
         assert xla_model.rendezvous("here", str(rank).encode()) == [b"0", b"1"]
 

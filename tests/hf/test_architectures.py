@@ -83,6 +83,12 @@ def test_the_document_says_what_is_measured(architecture: Architecture) -> None:
     assert sum(row["swap"] == "yes" for row in measured.values()) >= 40
 
 
+def test_a_scaled_embedding_where_modules_are_made_on_meta() -> None:
+    """A check calls a function that makes and swaps a model in this way."""
+    with comm.as_rank(Mesh(2, tp=2), 0), torch.device("meta"):
+        hf.swap(two_layers(BY_NAME["Gemma"]))
+
+
 # --- plans that are passed
 
 
@@ -142,16 +148,17 @@ def test_a_plan_of_the_user_says_of_each_matrix_what_becomes_of_it() -> None:
         ("BLOOM", ("hidden_dropout",), ""),
         ("GPT-2", ("resid_pdrop", "attn_pdrop"), "c_attn"),
         ("GPT-2 with adapters", ("resid_pdrop", "attn_pdrop"), "c_attn"),
+        pytest.param("GPT-2 with derived plan", ("resid_pdrop", "attn_pdrop"), "c_attn", marks=pytest.mark.slow),
     ],
 )
 def test_dropout_of_heads_has_random_numbers_of_its_own(name: str, rates: tuple[str, ...], first: str) -> None:
     """From the columns to the row layer, or, where that is in another module, in the attention; a residual's agree."""
-    name, _, adapters = name.partition(" with ")
+    name, _, more = name.partition(" with ")
     architecture = replace(BY_NAME[name], config={**BY_NAME[name].config, **dict.fromkeys(rates, 0.5)})
 
     def rank() -> Any:
-        model = hf.swap(two_layers(architecture))
-        if adapters:
+        model = hf.swap(two_layers(architecture), plan=None if more != "derived plan" else "derived")
+        if more == "adapters":
             get_lora_model(model, LoraConfig(target_modules=["c_attn", "c_proj"]))
         manual_seed(3)
         normed = _normed(model)

@@ -90,7 +90,9 @@ REFUSALS: list[tuple[str, Callable[[Any], Any], str]] = [
     (
         "no config",
         lambda m: setattr(m, "config", None),
-        "Toy (model type 'unknown') is not a Hugging Face model: it needs a config",
+        "Toy (model type 'unknown') is not a Hugging Face model, whose config a plan of words needs: hf.swap(model, "
+        'plan="derived", inputs={...}) finds a plan in its forward, parallel_layers.replace.apply(model, layer_plans) '
+        "replaces layers by name, and neuronx_dist.parallelize divides any module",
     ),
     (
         "no plan",

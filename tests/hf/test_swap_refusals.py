@@ -82,7 +82,7 @@ def test_words_of_an_expert_axis_are_refused(word: str) -> None:
 
 
 def test_not_a_model_of_transformers() -> None:
-    assert "is not a Hugging Face model: it needs a config" in _refusal(lambda: torch.nn.Linear(2, 2))
+    assert 'hf.swap(model, plan="derived", inputs={...}) finds a plan' in _refusal(lambda: torch.nn.Linear(2, 2))
 
 
 def test_heads_that_tp_does_not_divide() -> None:
@@ -99,6 +99,23 @@ def test_sizes_that_tp_does_not_divide() -> None:
 
 def test_swapping_twice_is_refused() -> None:
     assert "already swapped" in _refusal(lambda: swap(meta_model(llama_config())), kind=ValueError)
+    message = _refusal(
+        lambda: torch.nn.Sequential(swap(meta_model(llama_config()))),
+        kind=ValueError,
+        plan="derived",
+        inputs={"input": torch.zeros(2, 4, dtype=torch.long)},
+    )
+    assert "0 of this Sequential is already swapped" in message
+
+
+def test_unknown_options_are_refused_with_the_nearest_name() -> None:
+    message = _refusal(lambda: torch.nn.Linear(2, 2), kind=TypeError, sequence_paralel=True)
+    assert message.startswith("swap has no option 'sequence_paralel'; nearest: sequence_parallel")
+
+
+def test_example_arguments_that_are_no_dict_are_refused() -> None:
+    message = _refusal(lambda: torch.nn.Linear(2, 2), kind=TypeError, plan="derived", inputs=torch.zeros(3, 2))
+    assert 'of Linear in a dict by name, such as inputs={"input": tensor}; got Tensor[3, 2]' in message
 
 
 def test_sequence_parallelism_without_one_list_of_layers_is_refused() -> None:

@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
 import neuronx_dist as nxd
-from neuronx_dist import comm
+from neuronx_dist import comm, hf
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.modules.lora import LoraConfig, LoraModel, get_lora_model
 from neuronx_dist.modules.lora.files import saved_config
@@ -460,6 +461,18 @@ def test_files_are_pefts_and_load_in_any_layout(tmp_path: Path) -> None:
     assert torch.equal(*(tensors[f"base_model.model.{x}_proj.lora_A.weight"] for x in "qv"))
 
 
+def test_files_name_the_model_that_pefts_auto_classes_load(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, head_dim=4
+    )
+    with comm.as_rank(Mesh(1), 0):
+        hf.save_pretrained(AutoModelForCausalLM.from_config(config), tmp_path)
+        model = hf.load_pretrained(hf.swap(AutoModelForCausalLM.from_config(config)), tmp_path)
+        get_lora_model(model, LoraConfig(lora_rank=2)).save_lora(tmp_path, "lm")
+    saved = json.loads((tmp_path / "lm/adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == str(tmp_path) and saved["task_type"] == "CAUSAL_LM"
+
+
 @pytest.mark.parametrize("layer", ["linear", "embedding", "conv", "conv1d"])
 def test_plain_layers(layer: str) -> None:
     """Output and merged weight of an adapter on a plain layer are those of the formula."""
@@ -512,6 +525,13 @@ BAD = {
 }
 
 
+def test_adapters_of_a_model_that_has_some_are_refused() -> None:
+    with comm.as_rank(Mesh(1), 0):
+        model = get_lora_model(Net(False), CONFIG)
+        with pytest.raises(ValueError, match="this Net has adapters, such as that of qkv_proj: load others"):
+            get_lora_model(model, CONFIG)
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_targets_that_cannot_have_adapters_are_refused(case: str) -> None:
     options, message = BAD[case]
@@ -524,6 +544,13 @@ def test_targets_that_cannot_have_adapters_are_refused(case: str) -> None:
 )
 def test_wrong_options_are_refused(options: Any) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
+        LoraConfig(**options)
+
+
+@pytest.mark.parametrize("name, near", [("r", "lora_rank, or pass PEFT's"), ("lora_aplha", "lora_alpha")])
+def test_unknown_options_are_refused_with_the_nearest_name(name: str, near: str) -> None:
+    options: Any = {name: 4}
+    with pytest.raises(TypeError, match=f"LoraConfig has no option '{name}'; nearest: {near}"):
         LoraConfig(**options)
 
 

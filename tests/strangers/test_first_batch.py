@@ -75,6 +75,20 @@ def test_other_features(shape, seed):
         assert "have different inputs of linear layers in the first batch" in message
 
 
+def test_other_weights_before_a_linear_layer():
+    """Ids are equal, and a norm between them and the layer was drawn with another seed."""
+
+    def forward() -> None:
+        embedded = nxd.ParallelEmbedding(8, HIDDEN)(torch.arange(8))
+        scale = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(comm.rank("tp")))
+        hidden = nxd.ColumnParallelLinear(HIDDEN, 32, gather_output=False)(embedded * scale)
+        nxd.RowParallelLinear(32, HIDDEN, input_is_parallel=True)(hidden)
+
+    for message in messages(Mesh(2, tp=2), forward):
+        assert "have different inputs of linear layers" in message and "These ranks take the same batch" not in message
+        assert "Their input ids are equal: seed torch equally before the model is made" in message
+
+
 def test_other_shapes():
     for message in messages(Mesh(2, tp=2), lambda: features(0, shape=(8 + comm.rank("tp"), HIDDEN))):
         assert "[8, 16] of torch.float32" in message and "[9, 16] of torch.float32" in message

@@ -364,9 +364,9 @@ rank; a number of heads in an attribute becomes the rank's.
 * Experts in bare parameters, convolutions and small matrices stay whole, on every rank: a plan says `moe_tp_experts`.
 * Refused, with the layer: a number of the whole size in forward that is no attribute (CodeGen's four blocks), heads
   that tp does not divide (where the config has them, they are replicated or, by `pad_heads=True`, padded), a forward
-  that branches on values, and dropout of shards and of whole values in one module. So are bare parameters of the root
-  that shards read, layers that training and evaluation would shard differently, and an embedding or a head whose weight
-  other calls read.
+  that branches on values, and dropout of shards and of whole values in one module that its columns and row layers do
+  not part (GPT-2's they do). So are bare parameters of the root that shards read, layers that training and evaluation
+  would shard differently, and an embedding or a head whose weight other calls read.
 * The proof holds for calls on shards. It does not see a number that is read from the shape of a weight whose layer
   gathers its output (`x / self.head.weight.shape[0]`), nor gradients of inputs beside shards: a proof of
   all layers would record the swapped model, whose layers communicate, and float masks are such inputs too.

@@ -8,10 +8,16 @@ from .groups import local_device, local_rank, local_size, rank, size
 
 __all__ = [
     "addressable_device_count",
+    "addressable_runtime_device_count",
     "device_type",
+    "get_num_cached_compilation_graph",
     "global_device_count",
     "global_ordinal",
+    "global_runtime_device_count",
+    "host_index",
     "initialize_cache",
+    "is_bf16_supported",
+    "is_spmd",
     "local_device_count",
     "local_ordinal",
     "local_process_count",
@@ -68,6 +74,29 @@ def local_device_count() -> int:
 def addressable_device_count() -> int:
     """Returns the number of this process's devices: 1."""
     return 1
+
+
+global_runtime_device_count, addressable_runtime_device_count = global_device_count, addressable_device_count
+
+
+def host_index() -> int:
+    """Returns the number of this host."""
+    return rank() // local_size()
+
+
+def is_bf16_supported() -> bool:
+    """Returns True: each device computes in bfloat16."""
+    return True
+
+
+def is_spmd() -> bool:
+    """Returns False: a process has one device."""
+    return False
+
+
+def get_num_cached_compilation_graph() -> int:
+    """Returns 0: nothing is compiled."""
+    return 0
 
 
 def device_type() -> str:

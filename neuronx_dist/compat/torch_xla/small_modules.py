@@ -1,4 +1,4 @@
-"""Small modules of torch_xla: checkpoint, serialization, metrics, autocast."""
+"""Small modules of torch_xla: checkpoint, serialization, metrics, profiler, autocast, optimizers."""
 
 from __future__ import annotations
 
@@ -6,24 +6,35 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim import SGD, Adam, AdamW
 
 from ...spmd.random import checkpoint as _checkpoint
 from .groups import local_device
 from .xla_model import save as _save
 
 __all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "StepTrace",
+    "Trace",
     "autocast",
     "checkpoint",
     "clear_all",
     "clear_counters",
+    "clear_metrics",
     "counter_names",
     "counter_value",
+    "executed_fallback_ops",
     "load",
     "metric_data",
     "metric_names",
     "metrics_report",
     "save",
     "short_metrics_report",
+    "start_server",
+    "start_trace",
+    "stop_trace",
 ]
 
 
@@ -63,7 +74,7 @@ def counter_names() -> list[str]:
     return []
 
 
-metric_names = counter_names
+metric_names = executed_fallback_ops = counter_names
 
 
 def counter_value(name: str) -> None:
@@ -77,4 +88,37 @@ def clear_all() -> None:
     """Does nothing."""
 
 
-clear_counters = clear_all
+clear_counters = clear_metrics = clear_all
+
+
+class Trace(torch.profiler.record_function):
+    """A range of torch.profiler, by the name of torch_xla's."""
+
+    def __init__(self, name: str, **kwargs: Any) -> None:
+        super().__init__(name)
+
+
+class StepTrace(Trace):
+    """A step as a range of torch.profiler."""
+
+    def __init__(self, name: str, step_num: int = 0, **kwargs: Any) -> None:
+        super().__init__(f"{name} {step_num}")
+
+
+def start_server(port: int, only_on_master: bool = True) -> None:
+    """Does nothing: torch.profiler needs no server."""
+
+
+def start_trace(log_dir: Any) -> None:
+    """Refuses torch_xla's profiler.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        "torch_xla.debug.profiler.start_trace: use torch.profiler.profile, which shows Trace and StepTrace"
+    )
+
+
+def stop_trace() -> None:
+    """Does nothing: there is no trace."""

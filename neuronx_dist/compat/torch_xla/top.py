@@ -12,7 +12,18 @@ from .groups import local_device
 from .runtime import global_device_count as device_count
 from .xla_multiprocessing import spawn
 
-__all__ = ["__version__", "device", "device_count", "launch", "manual_seed", "real_devices", "step", "sync"]
+__all__ = [
+    "__version__",
+    "compile",
+    "device",
+    "device_count",
+    "devices",
+    "launch",
+    "manual_seed",
+    "real_devices",
+    "step",
+    "sync",
+]
 
 __version__ = "2.9.0"  # scripts compare it
 
@@ -20,6 +31,11 @@ __version__ = "2.9.0"  # scripts compare it
 def device(index: int | None = None) -> torch.device:
     """Returns this rank's device."""
     return local_device()
+
+
+def devices() -> list[torch.device]:
+    """Returns this process's devices: one."""
+    return [local_device()]
 
 
 def real_devices() -> list[str]:
@@ -35,6 +51,16 @@ def sync(wait: bool = False, reset_scope: bool = True) -> None:
 def step() -> Iterator[None]:
     """Contains a step, at whose end there is nothing to do."""
     yield
+
+
+def compile(
+    f: Callable[..., Any] | None = None,
+    full_graph: bool | None = False,
+    name: str | None = None,
+    max_different_graphs: int | None = None,
+) -> Any:
+    """Returns the function, which runs as it is; without one a context, or decorator, that does nothing."""
+    return step() if f is None else f
 
 
 def manual_seed(seed: int, device: Any = None) -> None:

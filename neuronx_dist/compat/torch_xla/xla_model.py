@@ -6,7 +6,9 @@ A device that is not XLA computes at once, so `mark_step` has nothing to do and 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,11 +27,19 @@ __all__ = [
     "REDUCE_MUL",
     "REDUCE_OR",
     "REDUCE_SUM",
+    "RateTracker",
+    "_fetch_gradients",
     "add_step_closure",
     "all_gather",
     "all_reduce",
+    "all_reduce_bucketized_gradients",
     "all_to_all",
     "broadcast_master_param",
+    "check_view_sharing",
+    "collective_broadcast",
+    "collective_permute",
+    "do_on_ordinals",
+    "fork_rng",
     "get_local_ordinal",
     "get_memory_info",
     "get_ordinal",
@@ -40,6 +50,7 @@ __all__ = [
     "mark_step",
     "master_print",
     "mesh_reduce",
+    "optimization_barrier_",
     "optimizer_step",
     "reduce_gradients",
     "reduce_scatter",
@@ -51,7 +62,9 @@ __all__ = [
     "wait_device_ops",
     "xla_device",
     "xla_device_hw",
+    "xla_device_kind",
     "xla_real_devices",
+    "xla_rendezvous",
     "xrt_world_size",
 ]
 
@@ -79,6 +92,12 @@ def xla_real_devices(devices: Any = None) -> list[str]:
 def xla_device_hw(device: Any) -> str:
     """Returns a device's type in capitals: "CPU", "CUDA"."""
     return torch.device(device).type.upper()
+
+
+def xla_device_kind(device: Any = None) -> str:
+    """Returns the name of the accelerator's model, or "cpu"."""
+    chosen = torch.device(device) if device is not None else local_device()
+    return torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else chosen.type
 
 
 def is_xla_tensor(tensor: torch.Tensor) -> bool:
@@ -112,6 +131,14 @@ def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_
 
 def unlazy(tensors: Any) -> None:
     """Does nothing: tensors have values."""
+
+
+def optimization_barrier_(tensors: Any) -> None:
+    """Does nothing: no compiler moves operators."""
+
+
+def check_view_sharing(obj: Any) -> None:
+    """Does nothing: views of one tensor may go anywhere."""
 
 
 def get_ordinal(defval: int = 0) -> int:
@@ -157,6 +184,11 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] | None = 
     if len(others) > 1:
         raise comm.CommError(f"rendezvous({tag!r}): the ranks are at different rendezvous: {others}")
     return [data for _, data in everywhere]
+
+
+def xla_rendezvous(payload: bytes = b"", ordinals: Sequence[int] | None = None, tag: str | None = None) -> list[bytes]:
+    """Waits for all ranks, and returns the payload of each."""
+    return rendezvous(tag or "torch_xla.core.xla_model.xla_rendezvous", payload, ordinals)
 
 
 def all_reduce(
@@ -225,6 +257,41 @@ def all_to_all(
         return result
 
 
+def collective_permute(value: torch.Tensor, pairs: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Sends `value` from the first to the second rank of each pair; ranks that are no destination get zeros."""
+    with in_world(), torch.no_grad():
+        result: torch.Tensor = comm.permute(value, "world", pairs=[(source, target) for source, target in pairs])
+        return result
+
+
+def collective_broadcast(
+    tensors: Sequence[torch.Tensor], root_ordinal: int = 0, groups: Groups = None, pin_layout: bool = True
+) -> None:
+    """Sets tensors to those of a rank, in place.
+
+    Raises:
+        ValueError: `groups`, of which this rank's has not `root_ordinal`.
+    """
+    with in_world(), torch.no_grad():
+        axis = communicator(groups)
+        ranks = comm.communicator(axis).ranks
+        if root_ordinal not in ranks:
+            raise ValueError(
+                f"collective_broadcast: rank {root_ordinal} is not in this rank's group {[*ranks]}: call it with the "
+                "root of each group"
+            )
+        for tensor in tensors:
+            comm.broadcast(tensor.detach(), axis, src=ranks.index(root_ordinal), out=tensor.detach())
+
+
+def do_on_ordinals(target: Callable[..., Any], data: Any = (), ordinals: Collection[int] | int = (0,)) -> Any:
+    """Calls `target(*data)`, with tensors on the CPU, on some ranks; the others wait for it, and return None."""
+    chosen = (ordinals,) if isinstance(ordinals, int) else ordinals
+    result = target(*move_all_tensor_to_cpu(data)) if rank() in chosen else None
+    rendezvous("torch_xla.core.xla_model.do_on_ordinals")
+    return result
+
+
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
     """Returns `reduce_fn` of the list of all ranks' data."""
     if size() == 1:
@@ -235,9 +302,7 @@ def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> A
 
 def broadcast_master_param(model: torch.nn.Module) -> None:
     """Sets parameters and buffers to those of rank 0: of a model that is equal on all ranks."""
-    with in_world(), torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            comm.broadcast(tensor.detach(), "world", src=0, out=tensor.detach())
+    collective_broadcast([*model.parameters(), *model.buffers()])
 
 
 def reduce_gradients(optimizer: torch.optim.Optimizer, groups: Groups = None, pin_layout: bool = True) -> None:
@@ -250,6 +315,13 @@ def reduce_gradients(optimizer: torch.optim.Optimizer, groups: Groups = None, pi
             return
         for grad in collectives.all_reduce("sum", [p.grad for p in params if p.grad is not None], axis):
             grad.div_(comm.size(axis))
+
+
+def all_reduce_bucketized_gradients(
+    gradients: Sequence[torch.Tensor], scale: float, groups: Groups, pin_layout: bool, bucket_cap_mb: int = 0
+) -> None:
+    """Sums gradients over the ranks of `groups`, times `scale`, in place."""
+    all_reduce(REDUCE_SUM, list(gradients), scale, groups)
 
 
 def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -295,6 +367,42 @@ def set_rng_state(seed: int | torch.Tensor, device: Any = None) -> None:
 def get_rng_state(device: Any = None) -> torch.Tensor:
     """Returns the state of the CPU's generator."""
     return torch.get_rng_state()
+
+
+@contextmanager
+def fork_rng(device: Any = None, enabled: bool = True) -> Iterator[None]:
+    """Restores the state of torch's generators at the end."""
+    here = local_device()
+    devices, kind = ([], "cuda") if here.type == "cpu" else ([here], here.type)
+    with torch.random.fork_rng(devices, enabled, device_type=kind):
+        yield
+
+
+class RateTracker:
+    """Number of items a second, which a script adds step by step."""
+
+    def __init__(self, smooth_factor: float | None = None) -> None:
+        self._start = self._last = time.monotonic()
+        self._smoothing = 0.4 if smooth_factor is None else smooth_factor
+        self._count = self._since = self._rate = 0.0
+
+    def add(self, count: float) -> None:
+        """Adds items that are done."""
+        self._count += count
+        self._since += count
+
+    def rate(self) -> float:
+        """Returns the rate since the last call, smoothed with earlier ones."""
+        now = time.monotonic()
+        if now > self._last and self._since:
+            latest = self._since / (now - self._last)
+            self._rate = self._rate * self._smoothing + latest * (1 - self._smoothing) if self._rate else latest
+            self._last, self._since = now, 0.0
+        return self._rate
+
+    def global_rate(self) -> float:
+        """Returns the rate since the start."""
+        return self._count / max(time.monotonic() - self._start, 1e-9)
 
 
 def _op(verb: str, reduce_type: str) -> str:

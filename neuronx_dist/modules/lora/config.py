@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ...unknown_keywords import names_the_nearest
+
 __all__ = ["LoraConfig"]
 
 # Options of PEFT's config that change an adapter in a way that is not possible here, and their values without effect.
@@ -131,3 +133,8 @@ class LoraConfig:
             "fan_in_fan_out": False,
             "inference_mode": True,
         }
+
+
+LoraConfig.__init__ = names_the_nearest(  # type: ignore[method-assign]
+    LoraConfig.__init__, "LoraConfig", {"r": "lora_rank, or pass PEFT's LoraConfig as it is"}
+)

@@ -77,16 +77,34 @@ def save_adapters(model: nn.Module, config: LoraConfig, folder: str | Path, tag:
     if comm.rank("world") == 0:
         place.mkdir(parents=True, exist_ok=True)
         save_file(tensors, place / _WEIGHTS, metadata={"format": "pt"})
-        (place / _CONFIG).write_text(json.dumps(_peft_config(config, tensors), indent=2) + "\n")
+        content = _peft_config(partial_model(model).original_module, config, tensors)
+        (place / _CONFIG).write_text(json.dumps(content, indent=2) + "\n")
     comm.barrier()
 
 
-def _peft_config(config: LoraConfig, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Returns PEFT's config; targets of fused projections are those of the file."""
+# End of the class name of a model of transformers -> task of PEFT, by which `AutoPeftModelForCausalLM` finds its class.
+_TASKS = {
+    "ForCausalLM": "CAUSAL_LM",
+    "LMHeadModel": "CAUSAL_LM",
+    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS",
+}
+
+
+def _peft_config(model: nn.Module, config: LoraConfig, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Returns PEFT's config, with the adapted model; targets of fused projections are those of the file."""
     layers = sorted({name[len(_PREFIX) :].rpartition(".lora_")[0] for name in tensors if ".lora_" in name})
     targets, content = config.target_modules, config.for_peft()
     is_exact = isinstance(targets, str) or any("." in target for target in targets or ())
     content["target_modules"] = layers if is_exact else sorted({layer.rpartition(".")[2] for layer in layers})
+    if hasattr(model, "name_or_path"):  # of transformers
+        cls = type(model)
+        content["base_model_name_or_path"] = model.name_or_path or None
+        content["task_type"] = next((task for end, task in _TASKS.items() if cls.__name__.endswith(end)), None)
+        if content["task_type"] is None:
+            content["auto_mapping"] = {"base_model_class": cls.__name__, "parent_library": cls.__module__}
     return content
 
 

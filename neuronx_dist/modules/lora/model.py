@@ -85,9 +85,16 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> LoraConfig:
     Returns the config with its targets.
 
     Raises:
-        ValueError: nothing in the model matches the targets, or a target is of a class without adapters.
+        ValueError: nothing in the model matches the targets, a target is of a class without adapters, or there are
+            adapters already.
     """
     config = LoraConfig.of(config)
+    if existing := next(iter(adapters_of(model)), ""):
+        raise ValueError(
+            f"adapters: this {type(model).__name__} has adapters, such as that of {existing}: load others into them by "
+            "load_lora(folder), or call merge_lora() and hf.save_pretrained(model, folder) and put new ones into the "
+            "model of that folder; one config names all layers that get adapters"
+        )
     if partial_model(model).original_module is not model:
         raise ValueError(
             f"adapters are put into the model before {type(model).__name__} is made: get_lora_model(module, config), "
@@ -117,8 +124,6 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> LoraConfig:
     count = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
     made: dict[int, LoraLayer] = {}
     for name, layer in found.items():
-        if isinstance(layer, LoraLayer):
-            continue
         if id(layer) not in made:  # a layer of two names stays one
             adapted = made[id(layer)] = _with_adapter(name, layer, config)
             adapted.name, adapted.is_tied = name, any(count[id(param)] > 1 for param in layer.parameters())

@@ -198,7 +198,14 @@ EXEMPT = {
     **dict.fromkeys(("send:comm.send", "recv_from"), "scripts' own messages between stages"),
     "_move_in_turns": "before the first step: ranks wait for each other",
     **dict.fromkeys(
-        ("all_to_all:comm.all_to_all", "broadcast_master_param", "mesh_reduce", "optimizer_step", "rendezvous"),
+        (
+            "all_to_all:comm.all_to_all",
+            "collective_broadcast",
+            "collective_permute",
+            "mesh_reduce",
+            "optimizer_step",
+            "rendezvous",
+        ),
         "scripts' own collectives, by torch_xla's arguments",
     ),
     **{
