@@ -196,11 +196,11 @@ def _play(
             _make_fake(model, device)
             meter.kind = BATCH
             rows = layout.micro_batch * layout.num_microbatches
-            batch = torch.zeros(3, rows, layout.seq_len // layout.cp, dtype=torch.long, device=device)
+            names = ["input_ids", "labels", *["position_ids"] * (layout.cp > 1)]
+            batch = torch.zeros(len(names), rows, layout.seq_len // layout.cp, dtype=torch.long, device=device)
             batch = batch[:, : layout.micro_batch * num_microbatches]
-            inputs = {"input_ids": batch[0], "labels": batch[1], "num_items_in_batch": torch.ones((), device=device)}
-            if layout.cp > 1:
-                inputs["position_ids"] = batch[2]
+            inputs = dict(zip(names, batch, strict=True))
+            inputs["num_items_in_batch"] = torch.ones((), device=device)
         with torch.enable_grad():
             model.program(inputs)  # recorded at the first step
         stack.enter_context(fake)
