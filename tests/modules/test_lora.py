@@ -1,27 +1,22 @@
-"""Adapters: training on every layout equals one process, where they equal the formula; merging, files, errors."""
+"""Adapters: training on every layout equals one process, where they equal the formula; errors."""
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
 import neuronx_dist as nxd
-from neuronx_dist import comm, hf
+from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.modules.lora import LoraConfig, LoraModel, get_lora_model
-from neuronx_dist.modules.lora.files import saved_config
 from neuronx_dist.modules.lora.layer import WholeLinear
 from neuronx_dist.modules.lora.model import adapters_of
 from neuronx_dist.modules.lora.tp_layer import LoraParallelLinear
@@ -88,7 +83,7 @@ def _draw_b(model: nn.Module) -> None:
                 param.copy_(spec.local_slice(whole, comm.rank(spec.axis) if spec.axis else 0))
 
 
-def _adapted(sequence_parallel: bool, kv: int = HIDDEN, kv_replicas: int = 1, dropout: float = 0.0) -> LoraModel:
+def adapted(sequence_parallel: bool, kv: int = HIDDEN, kv_replicas: int = 1, dropout: float = 0.0) -> LoraModel:
     torch.manual_seed(0)
     net = Net(sequence_parallel, kv, kv_replicas)
     model = get_lora_model(net, LoraConfig(**{**CONFIG.__dict__, "lora_dropout": dropout}))
@@ -102,7 +97,7 @@ Result = tuple[list[float], list[dict[str, torch.Tensor]], dict[str, torch.Tenso
 
 def _train(sequence_parallel: bool, kv: int = HIDDEN, kv_replicas: int = 1, zero1: bool = False) -> Result:
     """Returns losses, the reduced gradients of steps, and the weights at the end, whole."""
-    model = _adapted(sequence_parallel, kv, kv_replicas)
+    model = adapted(sequence_parallel, kv, kv_replicas)
     trained = [param for param in model.parameters() if param.requires_grad]
     options: dict[str, Any] = dict(lr=0.1, momentum=0.9)
     optimizer: Any = torch.optim.SGD(trained, **options)
@@ -174,7 +169,7 @@ def test_a_loop_without_a_reduction_over_tp_is_right() -> None:
     """Without sequence parallelism a script for NxD reduces gradients over the data alone."""
 
     def main() -> dict[str, torch.Tensor]:
-        model = _adapted(False)
+        model = adapted(False)
         model(DATA[0]).square().mean().backward()
         return {name: _whole(param.grad, param) for name, param in model.named_parameters() if param.requires_grad}
 
@@ -188,7 +183,7 @@ def test_one_process_equals_the_formula() -> None:
     """The weights W + s B A of the layers, in the model without adapters, give the outputs and the gradients of x."""
 
     def main() -> None:
-        model = _adapted(False)
+        model = adapted(False)
         plain = Net(False)
         weights = {
             name.replace(".base_layer", ""): p.detach() for name, p in model.named_parameters() if "lora" not in name
@@ -216,8 +211,8 @@ def test_one_process_equals_the_formula() -> None:
 def test_activations_need_no_collective_of_adapters(sequence_parallel: bool) -> None:
     """A layer with an adapter calls what the layer calls, and one sum of a small gradient, `[r, in]` or `[out, r]`."""
 
-    def calls(adapted: bool) -> list[tuple[str, int]]:
-        model = _adapted(sequence_parallel) if adapted else Net(sequence_parallel)
+    def calls(with_adapters: bool) -> list[tuple[str, int]]:
+        model = adapted(sequence_parallel) if with_adapters else Net(sequence_parallel)
         x = DATA[0].clone().requires_grad_()
         with comm.record() as record:
             model(x).sum().backward()
@@ -230,92 +225,6 @@ def test_activations_need_no_collective_of_adapters(sequence_parallel: bool) -> 
         layers = 1 if sequence_parallel else 5  # the head has no sequence parallelism
         assert sorted(with_adapters) == sorted([*without, *[("all_reduce", HIDDEN * 3)] * layers])
         assert len(without) > 4
-
-
-def test_merging_changes_no_output() -> None:
-    def main() -> None:
-        model = _adapted(True, HIDDEN // 2, 2)
-        before, weight = model(DATA[0]), model.gate_up.base_layer.weight.clone()
-        model.merge_lora()
-        model.merge_lora()
-        assert not torch.equal(weight, model.gate_up.base_layer.weight)
-        torch.testing.assert_close(model(DATA[0]), before, rtol=1e-12, atol=1e-12)
-        model.unmerge_lora()
-        torch.testing.assert_close(model.gate_up.base_layer.weight, weight, rtol=1e-14, atol=1e-14)
-        torch.testing.assert_close(model(DATA[0]), before, rtol=1e-12, atol=1e-12)
-
-    comm.threads.run(Mesh(4, tp=4), main)
-
-
-def test_a_state_that_is_saved_or_loaded_while_merged_means_the_same(tmp_path: Path) -> None:
-    def main() -> None:
-        model, other = _adapted(False).eval(), _adapted(False).eval()
-        before = model(DATA[0])
-        model.merge_lora()
-        assert model.is_lora_merged
-        state = {name: value.clone() for name, value in model.state_dict().items()}
-        nxd.save_checkpoint(tmp_path, "merged", model)
-        other.load_state_dict(state)
-        torch.testing.assert_close(other(DATA[0]), before, rtol=1e-12, atol=1e-12)
-        other = _adapted(False).eval()
-        nxd.load_checkpoint(tmp_path, "merged", other)
-        torch.testing.assert_close(other(DATA[0]), before, rtol=1e-12, atol=1e-12)
-        fresh = _adapted(False).eval()
-        model.load_state_dict(fresh.state_dict())  # while it is merged
-        assert not model.is_lora_merged
-        model.unmerge_lora()
-        torch.testing.assert_close(model(DATA[0]), fresh(DATA[0]), rtol=1e-12, atol=1e-12)
-        model.merge_lora()
-        with pytest.raises(ValueError, match=r"call unmerge_lora\(\) before saving"):
-            model.save_lora(tmp_path)
-        model.train()(DATA[0]).sum().backward()  # which unmerges
-        assert not model.is_lora_merged and model.head.lora_B.weight.grad is not None
-
-    comm.threads.run(Mesh(2, tp=2), main)
-
-
-def test_a_base_models_checkpoint_loads_into_a_model_with_adapters(tmp_path: Path) -> None:
-    def main() -> None:
-        torch.manual_seed(7)
-        base = Net(False)
-        expected = base(DATA[0]).detach()
-        state = {name: value.clone() for name, value in base.state_dict().items()}
-        nxd.save_checkpoint(tmp_path, "base", base)
-        for load in (
-            lambda model: model.load_state_dict(state, strict=False),
-            lambda model: nxd.load_checkpoint(tmp_path, "base", model, strict=False),
-        ):
-            model = get_lora_model(Net(False), CONFIG)
-            assert not torch.allclose(model(DATA[0]), expected)
-            load(model)
-            torch.testing.assert_close(model(DATA[0]), expected, rtol=1e-12, atol=1e-12)
-
-    comm.threads.run(Mesh(2, tp=2), main)
-
-
-def test_what_else_is_trained_is_saved_too(tmp_path: Path) -> None:
-    options: dict[str, Any] = dict(lora_rank=3, target_modules=["o_proj"], modules_to_save=["head"], bias="all")
-
-    def main() -> None:
-        model = get_lora_model(Net(False), LoraConfig(**options))
-        with torch.no_grad():
-            for param in model.parameters():
-                if param.requires_grad:
-                    param.add_(1.0)
-        model.save_lora(tmp_path)
-        torch.manual_seed(4)
-        other = get_lora_model(Net(False), LoraConfig(**options))
-        for name, param in model.named_parameters():
-            if not param.requires_grad:
-                with torch.no_grad():
-                    other.get_parameter(name).copy_(param)
-        other.load_lora(tmp_path)
-        torch.testing.assert_close(other(DATA[0]), model(DATA[0]), rtol=1e-12, atol=1e-12)
-        few = get_lora_model(Net(False), LoraConfig(**{**options, "modules_to_save": None}))
-        with pytest.raises(ValueError, match="tensors that the model has no place for, such as base_model.model.head"):
-            few.load_lora(tmp_path)
-
-    comm.threads.run(Mesh(2, tp=2), main)
 
 
 class Doubled(ColumnParallelLinear):
@@ -394,21 +303,6 @@ def test_an_optimizer_that_was_made_before_the_adapters_is_refused(zero1: bool) 
     comm.threads.run(Mesh(1), main)
 
 
-def test_tied_weights_are_not_merged_and_one_layer_of_two_names_stays_one() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
-            self.head.weight = self.embed.weight
-            self.first = self.second = nn.Linear(4, 4)
-
-    with comm.as_rank(Mesh(1), 0):
-        model: Any = get_lora_model(Tied(), LoraConfig(target_modules=["head", "first", "second"]))
-        assert model.module.first is model.module.second
-        with pytest.raises(ValueError, match="head cannot be merged, because its weight is tied"):
-            model.merge_lora()
-
-
 def test_initial_values_do_not_depend_on_the_degree() -> None:
     def main() -> dict[str, torch.Tensor]:
         torch.manual_seed(5)
@@ -426,51 +320,13 @@ def test_dropout_is_that_of_the_whole_input() -> None:
     """Ranks draw one mask where they have one input, so that the column layers' outputs are those of one process."""
 
     def main() -> torch.Tensor:
-        model = _adapted(False, dropout=0.5)
+        model = adapted(False, dropout=0.5)
         torch.manual_seed(9)
         return torch.cat([model.head(DATA[0]).detach()])
 
     alone = comm.threads.run(Mesh(1), main)[0]
     for out in comm.threads.run(Mesh(2, tp=2), main):
         torch.testing.assert_close(out, alone, rtol=1e-12, atol=1e-12)
-
-
-def test_files_are_pefts_and_load_in_any_layout(tmp_path: Path) -> None:
-    def save() -> torch.Tensor:
-        model = _adapted(False)
-        model.save_lora(tmp_path, "one")
-        return model(DATA[0]).detach()
-
-    def load() -> torch.Tensor:
-        torch.manual_seed(0)
-        config = LoraConfig(**{**CONFIG.__dict__, "load_lora_from_ckpt": True})
-        config.lora_save_dir, config.lora_load_tag = str(tmp_path), "one"
-        return LoraModel(Net(True), config)(DATA[0]).detach()
-
-    expected = comm.threads.run(Mesh(2, tp=2), save)[0]
-    for out in comm.threads.run(Mesh(4, tp=4), load):
-        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    file = tmp_path / "one/adapter_config.json"
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps({**config, "init_lora_weights": False}))  # as PEFT's adapters that were drawn
-    assert saved_config(tmp_path, "one").lora_rank == 3
-    assert config["r"] == 3 and config["peft_type"] == "LORA"
-    assert config["target_modules"] == ["down", "gate_up", "head", "k_proj", "o_proj", "q_proj", "v_proj"]
-    tensors = load_file(tmp_path / "one/adapter_model.safetensors")
-    assert tensors["base_model.model.q_proj.lora_B.weight"].shape == (HIDDEN, 3)
-    assert torch.equal(*(tensors[f"base_model.model.{x}_proj.lora_A.weight"] for x in "qv"))
-
-
-def test_files_name_the_model_that_pefts_auto_classes_load(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, head_dim=4
-    )
-    with comm.as_rank(Mesh(1), 0):
-        hf.save_pretrained(AutoModelForCausalLM.from_config(config), tmp_path)
-        model = hf.load_pretrained(hf.swap(AutoModelForCausalLM.from_config(config)), tmp_path)
-        get_lora_model(model, LoraConfig(lora_rank=2)).save_lora(tmp_path, "lm")
-    saved = json.loads((tmp_path / "lm/adapter_config.json").read_text())
-    assert saved["base_model_name_or_path"] == str(tmp_path) and saved["task_type"] == "CAUSAL_LM"
 
 
 @pytest.mark.parametrize("layer", ["linear", "embedding", "conv", "conv1d"])
@@ -554,16 +410,6 @@ def test_unknown_options_are_refused_with_the_nearest_name(name: str, near: str)
         LoraConfig(**options)
 
 
-def test_pefts_config_is_taken_or_refused() -> None:
-    peft = {"r": 4, "lora_alpha": 8, "target_modules": {"v", "q"}, "init_lora_weights": True, "use_rslora": True}
-    config = LoraConfig.of({**peft, "fan_in_fan_out": True})  # in PEFT's files of GPT-2
-    assert (config.lora_rank, config.target_modules, config.scaling) == (4, ["q", "v"], 4.0)
-    with pytest.raises(ValueError, match="use_dora=True of PEFT's LoraConfig is not possible"):
-        LoraConfig.of({**peft, "use_dora": True})
-    with pytest.raises(TypeError, match="adapters need a LoraConfig, or PEFT's LoraConfig, got int"):
-        LoraConfig.of(3)
-
-
 @pytest.mark.parametrize("sums", [True, False])
 def test_a_step_is_checked(sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not sums:
@@ -597,7 +443,7 @@ def compare(mesh: Mesh, sequence_parallel: bool) -> None:
     """Compares loss and gradients of a net with adapters with those of the formula."""
 
     def main() -> None:
-        model = _adapted(sequence_parallel)
+        model = adapted(sequence_parallel)
         weights = {name: _whole(param, param).clone() for name, param in model.named_parameters()}
         loss = model(DATA[0]).square().mean()
         loss.backward()
