@@ -81,8 +81,8 @@ class _Sharded(ShardedModule):
 
 
 def _new_sharded(base: type[nn.Module]) -> nn.Module:
-    made = _sharded_class(base)  # type: ignore[arg-type]
-    return made.__new__(made)
+    sharded_class = _sharded_class(base)  # type: ignore[arg-type]
+    return sharded_class.__new__(sharded_class)
 
 
 def _is_of_experts(module: Any) -> bool:

@@ -376,7 +376,7 @@ def regions_of(forward: Forward, size: int) -> tuple[list[Region], dict[str, Can
                     reasons[layer.name] = reason
     chosen: list[Region] = []
     for region in sorted(found, key=lambda region: -len(region.words)):
-        taken: set[Any] = {item for other in chosen for item in (*other.words, *other.types)}
-        if not taken.intersection((*region.words, *region.types)):
+        used: set[Any] = {item for other in chosen for item in (*other.words, *other.types)}
+        if not used.intersection((*region.words, *region.types)):
             chosen.append(region)
     return chosen, reasons

@@ -70,7 +70,7 @@ class _Call(NamedTuple):
         return pytree.tree_unflatten(flat, self.tree)
 
 
-class _Plan(NamedTuple):
+class _ShardCallPlan(NamedTuple):
     """Plan of a rank's call on its shards.
 
     Attributes:
@@ -141,7 +141,7 @@ def _looked_up(planned: Callable[[_Call, Rule], Any], call: _Call, rule: Rule) -
     return plan
 
 
-def _called(call: _Call, plan: _Plan, tensors: Sequence[torch.Tensor]) -> Any:
+def _called(call: _Call, plan: _ShardCallPlan, tensors: Sequence[torch.Tensor]) -> Any:
     locals_, _ = inside(_as_given, [tensors[number] for number in plan.order], plan.labels)
     local_tensors: list[Any] = [None] * len(tensors)
     for number, local in zip(plan.order, locals_):
@@ -167,12 +167,12 @@ def _called(call: _Call, plan: _Plan, tensors: Sequence[torch.Tensor]) -> Any:
     return pytree.tree_unflatten(results, tree)
 
 
-def _apply(call: _Call, tensors: Sequence[Any], plan: _Plan) -> Any:
+def _apply(call: _Call, tensors: Sequence[Any], plan: _ShardCallPlan) -> Any:
     args, kwargs = call.arguments(tensors, plan.counts)
     return call.func(*args, **kwargs)
 
 
-def _of_one_position(call: _Call, local_tensors: Sequence[Any], plan: _Plan) -> tuple[Any, bool]:
+def _of_one_position(call: _Call, local_tensors: Sequence[Any], plan: _ShardCallPlan) -> tuple[Any, bool]:
     """Calls the function for one position on a rank with an empty shard, to learn the dtypes of the results.
 
     The tensors have no values, or are ones if the function needs values.
@@ -213,7 +213,7 @@ def _as_given(*arguments: Any) -> Labels:
 # --- planning
 
 
-def _planned(call: _Call, rule: Rule) -> _Plan | None:
+def _planned(call: _Call, rule: Rule) -> _ShardCallPlan | None:
     """Returns the plan of a call; None if shards are not independent, or the rule cannot tell."""
     with no_typecheck():
         whole, affine, order, arguments = _labelled(call, rule)
@@ -261,13 +261,13 @@ def _moved(call: _Call, rule: Rule) -> list[ShardTensorSpec] | None:
             cuts.setdefault(m, set()).add(None)
     chosen: dict[int, Cut] = {}
     for m, (cut, *others) in cuts.items():
-        taken = [other.label for other in chosen.values()]
-        if cut is not None and cut.label in free and not others and cut.label not in taken:
+        used = [other.label for other in chosen.values()]
+        if cut is not None and cut.label in free and not others and cut.label not in used:
             chosen[m] = cut
     joining: list[int] = []
     for m in sorted(cuts.keys() - chosen.keys()):
-        taken = [cut.label for cut in chosen.values()]
-        left = [label for label in free if whole.sizes[label] > 1 and label not in taken]
+        used = [cut.label for cut in chosen.values()]
+        left = [label for label in free if whole.sizes[label] > 1 and label not in used]
         if not left:
             joining.append(m)
             continue
@@ -335,13 +335,13 @@ def _on_meta(shapes: Mapping[int, tuple[int, ...]], slot: TensorSlot) -> torch.T
 
 def _plan_of(
     call: _Call, rule: Rule, arguments: Arguments, order: tuple[int, ...], whole: Spec, cuts: dict[int, Cut]
-) -> _Plan | None:
+) -> _ShardCallPlan | None:
     """Returns the plan of this rank; None on all ranks if the shards of some rank have no local call."""
     mesh = call.specs[0].mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # a rank outside of the mesh
         return None
-    plan: _Plan | None = None
+    plan: _ShardCallPlan | None = None
     for chosen in itertools.product(*(dict.fromkeys(cut.sizes) for cut in cuts.values())):
         sizes = {cut.label: max(size, 1) for cut, size in zip(cuts.values(), chosen)}
         sizes = {label: size for label, size in sizes.items() if size != whole.sizes[label]}
@@ -361,7 +361,7 @@ def _plan_of(
             ]
             results = tuple(_result_spec(mesh, dims, whole, cuts) for dims in whole.outs)
             labels = _labels(order, call, whole, cuts)
-            plan = _Plan(order, labels, changed, padded if 0 in chosen else None, results, prod(means))
+            plan = _ShardCallPlan(order, labels, changed, padded if 0 in chosen else None, results, prod(means))
     return plan
 
 

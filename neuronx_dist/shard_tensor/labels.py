@@ -366,7 +366,7 @@ def _other_label(
     lengths: dict[Label, int] = {}
     for spec, names in blocked:
         lengths |= {label: size for label, size in zip(names, spec.shape) if label is not None and size > 1}
-    taken = {
+    used = {
         names[dim]
         for spec, names in zip(specs, labels.operands)
         if spec is not None
@@ -376,7 +376,7 @@ def _other_label(
     free = [
         label
         for label in lengths
-        if label not in labels.whole | used_labels | taken and all(label in names for _, names in blocked)
+        if label not in labels.whole | used_labels | used and all(label in names for _, names in blocked)
     ]
     left = [label for label in free if label in labels.out]
     if not left and out_shape.numel() < sum(spec.shape.numel() for spec, _ in blocked):

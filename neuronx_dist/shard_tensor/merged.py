@@ -172,10 +172,10 @@ def _moved(spec: ShardTensorSpec, groups: Groups, specs: Sequence[ShardTensorSpe
             return gradient_spec(other)
     placements: list[Placement] = list(spec.placements)
     sizes = list(spec.sizes)
-    taken = {m for other in specs if other.merged is None for m, _ in other.sharded}
+    used = {m for other in specs if other.merged is None for m, _ in other.sharded}
     for group in spec.groups:  # of mesh dims that shard one dim, one goes on: the last that no other operand needs
         if len(group) > 1:
-            stays = next((m for m in reversed(group) if m not in taken), group[-1])
+            stays = next((m for m in reversed(group) if m not in used), group[-1])
             for m in group:
                 placements[m], sizes[m] = (spec.placements[m] if m == stays else Replicate()), None
     for group in groups:

@@ -122,13 +122,13 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> LoraConfig:
     if unmatched and not isinstance(targets, str):
         warnings.warn(f"adapters: no layer of {type(model).__name__} matches {', '.join(unmatched)}", stacklevel=3)
     count = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
-    made: dict[int, LoraLayer] = {}
+    adapters: dict[int, LoraLayer] = {}
     for name, layer in found.items():
-        if id(layer) not in made:  # a layer of two names stays one
-            adapted = made[id(layer)] = _with_adapter(name, layer, config)
+        if id(layer) not in adapters:  # a layer of two names stays one
+            adapted = adapters[id(layer)] = _with_adapter(name, layer, config)
             adapted.name, adapted.is_tied = name, any(count[id(param)] > 1 for param in layer.parameters())
         owner, _, key = name.rpartition(".")
-        setattr(model.get_submodule(owner), key, made[id(layer)])
+        setattr(model.get_submodule(owner), key, adapters[id(layer)])
     _freeze(model, config)
     _watch_optimizers()
     return LoraConfig(**{**config.__dict__, "target_modules": targets})

@@ -123,5 +123,5 @@ def _noise(plan: AttentionPlan, dropout_p: float, q: torch.Tensor) -> torch.Tens
     if dropout_p == 1.0:  # torch draws nothing
         return q.new_zeros([stop - start for start, stop in plan.noise])
     blank = partial(torch.empty, dtype=torch.uint8, device=q.device)
-    kept = drawn_between(lambda shape: blank(shape).bernoulli_(1 - dropout_p), plan.weights, plan.noise)
-    return kept.to(q.dtype).div_(1 - dropout_p)
+    mask = drawn_between(lambda shape: blank(shape).bernoulli_(1 - dropout_p), plan.weights, plan.noise)
+    return mask.to(q.dtype).div_(1 - dropout_p)

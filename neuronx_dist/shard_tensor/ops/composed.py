@@ -230,9 +230,9 @@ def _tensordot(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> 
             raise ValueError("tensordot: out= is not supported; use out.copy_(torch.tensordot(..))")
         first = list(range(a.dim()))
         second = [first[left[right.index(d)]] if d in right else a.dim() + d for d in range(b.dim())]
-        kept = [d for d in first if d not in left] + [a.dim() + d for d in range(b.dim()) if d not in right]
+        free_dims = [d for d in first if d not in left] + [a.dim() + d for d in range(b.dim()) if d not in right]
         letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-        terms = ["".join(letters[name] for name in names) for names in (first, second, kept)]
+        terms = ["".join(letters[name] for name in names) for names in (first, second, free_dims)]
         return torch.einsum(f"{terms[0]},{terms[1]}->{terms[2]}", a, b)
 
     return call(*args, **kwargs)

@@ -33,20 +33,20 @@ def _plan(spec: ShardTensorSpec, offset: int, dim1: int, dim2: int) -> Any:
     along = [m for dim, m in spec.mesh_dim_of.items() if dim in (dim1, dim2)]
     if len(along) > 1:
         return None
-    kept = [d for d in range(len(spec.shape)) if d not in (dim1, dim2)]
+    other_dims = [d for d in range(len(spec.shape)) if d not in (dim1, dim2)]
     length = max(0, min(spec.shape[dim1] + min(offset, 0), spec.shape[dim2] - max(offset, 0)))
     placements, sizes = list(spec.placements), list(spec.sizes)
     local_offset = offset
     for m, dim in spec.sharded:
-        if dim in kept:
-            placements[m] = Shard(kept.index(dim))
+        if dim in other_dims:
+            placements[m] = Shard(other_dims.index(dim))
             continue
-        placements[m] = Shard(len(kept))
+        placements[m] = Shard(len(other_dims))
         first = max(-offset, 0) if dim == dim1 else max(offset, 0)  # position of the diagonal's first element
         ends = [min(max(bound - first, 0), length) for bound in bounds_of(spec.sizes[m] or ())]
         sizes[m] = tuple(high - low for low, high in zip(ends, ends[1:]))
         local_offset += spec.offsets[dim] if dim == dim1 else -spec.offsets[dim]
-    return local_offset, make_spec(spec.mesh, placements, (*(spec.shape[d] for d in kept), length), sizes)
+    return local_offset, make_spec(spec.mesh, placements, (*(spec.shape[d] for d in other_dims), length), sizes)
 
 
 @sharded(torch.diagonal, _T.diagonal, torch.linalg.diagonal)

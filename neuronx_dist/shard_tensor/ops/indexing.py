@@ -397,9 +397,9 @@ def masked_scatter(input: Any, mask: Any, source: Any) -> Any:
     """Returns the values of `source` in order where the mask is True: they are counted over all ranks."""
     shape = torch.broadcast_shapes(input.shape, mask.shape)
     mask = mask.expand(shape)
-    taken = mask.reshape(-1).to(torch.int64).cumsum(0) - 1
+    numbers = mask.reshape(-1).to(torch.int64).cumsum(0) - 1
     if source.numel():
-        values = source.reshape(-1)[taken.clamp_min(0)].reshape(shape)
+        values = source.reshape(-1)[numbers.clamp_min(0)].reshape(shape)
         return torch.where(mask, values, input)
     return torch.where(mask, torch.zeros_like(input), input)
 

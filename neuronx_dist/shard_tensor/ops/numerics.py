@@ -124,8 +124,8 @@ def cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any 
     mean = (x if w is None else x * w).sum(1, keepdim=True) / total
     x = x - mean
     product = x @ (x if w is None else x * w).mH
-    taken = correction * (w * aweights).sum() / total if aweights is not None and correction else correction
-    rest = total - taken
+    subtracted = correction * (w * aweights).sum() / total if aweights is not None and correction else correction
+    rest = total - subtracted
     return (product / (rest.clamp(min=0) if isinstance(rest, torch.Tensor) else max(rest, 0))).squeeze()
 
 
