@@ -122,6 +122,8 @@ def check(args: Namespace, config: Any, layout: Layout, time_limit: float | None
 
     ids = torch.zeros(layout.global_batch // layout.dp, layout.seq_len, dtype=torch.long)
     inputs = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.ones(())}
+    if args.cp > 1:
+        inputs["position_ids"] = torch.arange(layout.seq_len).expand_as(ids)
     return spmd.check(model_fn, inputs, layout.mesh(), step=train_step, time_limit=time_limit)
 
 

@@ -233,6 +233,8 @@ def _over_all_tokens(model: Any, args: Any, kwargs: Any, output: Any) -> None:
     mask = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments.get("attention_mask")
     sizes = model if hasattr(model, "num_experts") else model.config.get_text_config()
     logits = output.router_logits
+    if mask is not None and mask.ndim == 2:  # beside a cache it has columns of earlier tokens
+        mask = mask[:, -(logits[0].shape[:-1].numel() // len(mask)) :]
     output.aux_loss = load_balancing_loss_func(logits, sizes.num_experts, sizes.num_experts_per_tok, mask)
     if output.loss is not None:
         sizes = model if hasattr(model, "router_aux_loss_coef") else model.config.get_text_config()

@@ -31,6 +31,11 @@ def test_check_alone_starts_nothing_and_knows_any_number_of_processes(tmp_path):
     assert "programs on 16 ranks" in details[0] and not out.exists()
 
 
+def test_sequences_that_are_divided_are_checked():
+    code, text = run("--cp", "2", "--check")
+    assert code == 0 and text.startswith("check ok: 2 ranks, level G"), text
+
+
 def test_check_alone_refuses_what_cannot_be():
     code, text = run("--tp", "3", "--check")
     assert code == 2 and "cannot be split over tp 3" in text and "Traceback" not in text

@@ -304,19 +304,19 @@ def test_bad_input_is_refused() -> None:
     threads.run(Mesh(2, ep=2), rank)
 
 
-@pytest.mark.parametrize("num_beams", [1, 2])
-def test_ranks_generate_until_all_have_ended(num_beams: int) -> None:
+@pytest.mark.parametrize("num_beams, auxiliary", [(1, True), (2, False)])
+def test_ranks_generate_until_all_have_ended(num_beams: int, auxiliary: bool) -> None:
     """Sequences of one ep rank end after other steps than those of another; each is that of one process."""
-    whole = model_of("MixtralConfig").to(torch.float64).eval()
+    whole = model("MixtralConfig", auxiliary, "eager").to(torch.float64).eval()
     prompts, lengths = [torch.tensor([[5, 6, 7, 8]]), torch.tensor([[9, 10]])], [3, 9]
     options: Any = {"pad_token_id": 0, "eos_token_id": None, "do_sample": False, "num_beams": num_beams}
     expected = [whole.generate(prompts[n], max_new_tokens=lengths[n], **options) for n in range(2)]
 
     def rank() -> None:
         original, number = swap(copy.deepcopy(whole)), comm.rank("ep")
-        model = copy.deepcopy(original)
+        copied = copy.deepcopy(original)
         original.get_output_embeddings().weight.data.zero_()
-        found = model.generate(prompts[number], max_new_tokens=lengths[number], **options)
+        found = copied.generate(prompts[number], max_new_tokens=lengths[number], **options)
         assert torch.equal(found, expected[number])
 
     threads.run(Mesh(2, ep=2), rank, timeout=20.0)
