@@ -96,11 +96,10 @@ def _check_inputs(names: list[str], model: nn.Module, args: Any, kwargs: Any) ->
             f"{where} needs position_ids, which say where this rank's tokens stand: split the batch by "
             "nxd.get_batch_on_this_context_parallel_rank"
         )
-    mask = inputs.get("attention_mask")
-    if mask is not None and not (_has_values(mask) and bool((mask == 1).all())):
+    if inputs.get("attention_mask") is not None:
         raise ValueError(
-            f"{where} reads no attention_mask: leave it out; pad on the right, with labels of -100, or pack documents, "
-            "with position_ids that restart"
+            f"{where} reads no attention_mask: leave it out, as nxd.get_batch_on_this_context_parallel_rank does; pad "
+            "on the right, with labels of -100, or pack documents, with position_ids that restart"
         )
     ids, labels = inputs.get("input_ids"), inputs.get("labels")
     if ids is not None and labels is not None and _has_values(ids) and ids.shape == labels.shape:

@@ -9,7 +9,7 @@ import torch
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
-from neuronx_dist.attention.batch import split_of_positions
+from neuronx_dist.attention.batch import shift_labels, split_of_positions
 from neuronx_dist.mesh import Mesh
 
 IDS = torch.arange(1, 17).reshape(2, 8)
@@ -60,6 +60,59 @@ def test_positions_show_the_split_and_the_documents(balance: str | None) -> None
     runs = (((0, 2), (6, 8)), ((2, 4), (4, 6))) if balance else (((0, 4),), ((4, 8),))
     for split, documents in comm.threads.run(Mesh(2, cp=2), rank):
         assert split.positions == runs and documents == (((0, 3), (3, 8)), ((0, 8),))
+
+
+def _batch(**more: Any) -> dict[str, Any]:
+    return {"input_ids": IDS, "labels": LABELS, **more}
+
+
+def _of_this_rank() -> dict[str, Any]:
+    return _batch(input_ids=IDS + comm.rank("cp"))
+
+
+MASK = torch.tensor([[1] * 6 + [0] * 2, [1] * 8])
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (_of_this_rank, r"ranks 0 and 1 .* different input_ids in the first batch: .*get_data_parallel_rank"),
+        (lambda: _batch(attention_mask=MASK), r"attention_mask \[2, 8\] hides 2 tokens, .* pad on the right"),
+        (lambda: _batch(labels=torch.zeros(2)), r"labels \[2\] must have 2 dims, and in dim 1 the sequence of input_"),
+        (lambda: _batch(position_ids=IDS.expand(3, 2, 8)), r"position_ids \[3, 2, 8\] must have 2 dims"),
+        (lambda: _batch(labels=LABELS[:, :4]), r"labels \[2, 4\] .* of input_ids \[2, 8\]"),
+        (lambda: {"tokens": IDS}, "batch of tokens has no tensor input_ids or inputs_embeds or labels or position_ids"),
+    ],
+)
+def test_batches_that_are_not_of_the_same_sequences_are_refused_on_all_ranks(make: Any, words: str) -> None:
+    def rank() -> None:
+        with pytest.raises(ValueError, match=words):
+            nxd.get_batch_on_this_context_parallel_rank(make())
+
+    comm.threads.run(Mesh(2, cp=2), rank)
+
+
+def test_tensors_of_another_length_stay_and_a_mask_of_ones_is_left_out() -> None:
+    def rank() -> dict[str, Any]:
+        sizes, mask = torch.tensor([[640, 480]] * 2), torch.ones_like(IDS)
+        return nxd.get_batch_on_this_context_parallel_rank(_batch(image_sizes=sizes, attention_mask=mask))
+
+    part = comm.threads.run(Mesh(2, cp=2), rank)[0]
+    assert part["image_sizes"].tolist() == [[640, 480]] * 2 and "attention_mask" not in part
+
+
+def test_labels_have_a_sequence() -> None:
+    with pytest.raises(ValueError, match=r"labels \[2\] must be \[batch, sequence\]"):
+        shift_labels({"labels": torch.zeros(2)})
+
+
+def test_workers_of_a_data_loader_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuronx_dist.attention.batch.get_worker_info", lambda: "a worker")
+    with (
+        comm.as_rank(Mesh(2, cp=2), 0),
+        pytest.raises(ValueError, match=r"call it in the training loop, or use DataLoader\(num_workers=0\)"),
+    ):
+        nxd.get_batch_on_this_context_parallel_rank({"input_ids": IDS})
 
 
 def gathered_positions() -> None:
