@@ -27,6 +27,7 @@ from .context_parallel import Split, split_of
 from .positions import Runs, zigzag_order
 
 __all__ = [
+    "forget_split",
     "get_batch_on_this_context_parallel_rank",
     "shift_labels",
     "split_batch",
@@ -177,8 +178,13 @@ def _part(x: torch.Tensor, chunks: int, rank: Any, balance: str | None) -> torch
 
 
 # Splits by the positions from which they were derived: all layers of a forward share them. With the version of the
-# tensor, which a write in place changes.
+# tensor, which a write in place changes; tensors of inference mode have none.
 _known: Any = WeakTensorKeyDictionary()
+
+
+def forget_split(position_ids: torch.Tensor) -> None:
+    """Makes `split_of_positions` read the values anew: memory may be written without a trace, by numpy or `.data`."""
+    _known.pop(position_ids, None)
 
 
 def split_of_positions(position_ids: torch.Tensor, axis: AxisLike = "cp") -> tuple[Split, Documents]:
@@ -193,9 +199,10 @@ def split_of_positions(position_ids: torch.Tensor, axis: AxisLike = "cp") -> tup
         The split, and the documents of each row of the batch, or None: each row is one document.
 
     Raises:
-        ValueError: the parts of all ranks are neither a contiguous nor a zig-zag split.
+        ValueError: the parts of all ranks are neither a contiguous nor a zig-zag split, or could be both, with
+            different documents, and `get_batch_on_this_context_parallel_rank` was called for neither, or for both.
     """
-    found, version = _known.get(position_ids), version_of(position_ids)
+    found, version = _known.get(position_ids), -1 if position_ids.is_inference() else version_of(position_ids)
     if found is None or found[0] != version:
         _known[position_ids] = found = version, _gathered_split(position_ids, axis)
     result: tuple[Split, Documents] = found[1]
@@ -213,23 +220,41 @@ def _gathered_split(position_ids: torch.Tensor, axis: AxisLike) -> tuple[Split, 
     if gathered.is_meta or isinstance(gathered, FakeTensor):
         return split_of((length,) * size), None
     gathered = gathered.cpu()
-    orders: dict[str | None, torch.Tensor] = {None: gathered}
+    orders: dict[str | None, torch.Tensor] = {None: torch.arange(size * length)}  # the column of each token
     if length % 2 == 0:
-        orders["zigzag"] = torch.empty_like(gathered)
-        orders["zigzag"][:, zigzag_order(size * length, size)] = gathered
-    for balance, positions in orders.items():
+        orders["zigzag"] = zigzag_order(size * length, size).argsort()
+    readings: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
+    for balance, columns in orders.items():
+        positions = gathered[:, columns]
         starts = positions == 0
         if bool(starts[:, 0].all()) and bool((starts[:, 1:] | (positions.diff(dim=1) == 1)).all()):
-            bounds = [[*row.nonzero().flatten().tolist(), size * length] for row in starts]
-            documents = tuple(tuple(zip(row, row[1:])) for row in bounds)
-            several = any(len(row) > 1 for row in documents)
-            same = len({*documents}) == 1
-            return split_of((length,) * size, balance), (documents[:1] if same else documents) if several else None
+            before = torch.where(starts, -1, columns.roll(1))  # the column of the token before it in its document
+            readings[balance] = starts, before[:, columns.argsort()]
+    if len(readings) > 1 and not torch.equal(*(before for _, before in readings.values())):
+        readings = {balance: readings[balance] for balance in _only_balance(gathered, length, size)}
+    for balance, (starts, _) in readings.items():
+        bounds = [[*row.nonzero().flatten().tolist(), size * length] for row in starts]
+        documents = tuple(tuple(zip(row, row[1:])) for row in bounds)
+        several = any(len(row) > 1 for row in documents)
+        same = len({*documents}) == 1
+        return split_of((length,) * size, balance), (documents[:1] if same else documents) if several else None
     raise ValueError(
         f"position_ids of {size} context-parallel ranks, {_shown(gathered[0], length)} in row 0, are no split of a "
         'sequence: they must rise by one from 0, or from 0 at each packed document, in contiguous parts or in "zigzag" '
         "order: split the batch by get_batch_on_this_context_parallel_rank"
     )
+
+
+def _only_balance(gathered: torch.Tensor, length: int, size: int) -> set[str | None]:
+    balances: set[str | None] = comm.current().extras.get(_BALANCES, set())
+    if len(balances) != 1:
+        calls = f"called with balance={sorted(map(str, balances))}" if balances else "not called on this rank"
+        raise ValueError(
+            f"position_ids of {size} context-parallel ranks, {_shown(gathered[0], length)} in row 0, can be contiguous "
+            'parts or "zigzag" order, of different documents, and get_batch_on_this_context_parallel_rank, which says '
+            f"which, was {calls}: split all batches by it, with one balance"
+        )
+    return balances
 
 
 def _shown(positions: torch.Tensor, length: int) -> str:

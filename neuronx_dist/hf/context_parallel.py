@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from .. import comm
-from ..attention.batch import split_of_positions
+from ..attention.batch import forget_split, split_of_positions
 from ..attention.context_parallel import attend
 from .model_plan import ModelPlan, UnsupportedModelError
 
@@ -101,6 +101,7 @@ def _check_inputs(names: list[str], model: nn.Module, args: Any, kwargs: Any) ->
             f"{where} reads no attention_mask: leave it out, as nxd.get_batch_on_this_context_parallel_rank does; pad "
             "on the right, with labels of -100, or pack documents, with position_ids that restart"
         )
+    forget_split(inputs["position_ids"])
     ids, labels = inputs.get("input_ids"), inputs.get("labels")
     if ids is not None and labels is not None and _has_values(ids) and ids.shape == labels.shape:
         valid = labels != -100

@@ -9,7 +9,8 @@ import torch
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
-from neuronx_dist.attention.batch import shift_labels, split_of_positions
+from neuronx_dist.attention.batch import forget_split, shift_labels, split_of_positions
+from neuronx_dist.attention.context_parallel import split_of
 from neuronx_dist.mesh import Mesh
 
 IDS = torch.arange(1, 17).reshape(2, 8)
@@ -113,6 +114,69 @@ def test_workers_of_a_data_loader_are_refused(monkeypatch: pytest.MonkeyPatch) -
         pytest.raises(ValueError, match=r"call it in the training loop, or use DataLoader\(num_workers=0\)"),
     ):
         nxd.get_batch_on_this_context_parallel_rank({"input_ids": IDS})
+
+
+def _meaning(split: Any, documents: Any) -> list[tuple[int, ...]]:
+    """Returns, for each token in the order of ranks, the tokens of one row that it sees, by that order."""
+    places = [place for runs in split.positions for run in runs for place in range(*run)]
+    return [
+        tuple(
+            sorted(
+                places.index(other)
+                for start, stop in (documents[0] if documents else ((0, len(places)),))
+                if start <= place < stop
+                for other in range(start, place + 1)
+            )
+        )
+        for place in places
+    ]
+
+
+# Lengths of documents whose parts in zig-zag order can be read as contiguous parts of others.
+AMBIGUOUS = [(4, 4, 8), (4, 4, 4, 4), (8, 8), (1, 3, 4, 2, 6), (4, 8, 4), (1, 1, 2) * 4]
+
+
+@pytest.mark.parametrize("balance", [None, "zigzag"])
+def test_positions_of_both_splits_are_read_as_the_batch_was_split(balance: str | None) -> None:
+    def rank() -> None:
+        for lengths in AMBIGUOUS:
+            positions = torch.cat([torch.arange(length) for length in lengths])[None]
+            part = nxd.get_batch_on_this_context_parallel_rank({"position_ids": positions}, balance)
+            bounds = [sum(lengths[:index]) for index in range(len(lengths) + 1)]
+            wanted = _meaning(split_of((8, 8), balance), [list(zip(bounds, bounds[1:]))])
+            assert _meaning(*split_of_positions(part["position_ids"])) == wanted, lengths
+
+    comm.threads.run(Mesh(2, cp=2), rank)
+
+
+@pytest.mark.parametrize("balances, words", [((), "not called on this rank"), ((None, "zigzag"), "'None', 'zigzag'")])
+def test_positions_of_both_splits_are_refused_where_no_call_says_which(balances: Any, words: str) -> None:
+    """Documents of 4, 4 and 8 tokens in zig-zag order."""
+
+    def rank() -> None:
+        for balance in balances:
+            nxd.get_batch_on_this_context_parallel_rank({"input_ids": IDS}, balance)
+        start = torch.arange(4)
+        positions = torch.cat([start, start + 4] if comm.rank("cp") == 0 else [start, start])[None]
+        with pytest.raises(ValueError, match=f'can be contiguous parts or "zigzag" order.*{words}'):
+            split_of_positions(positions)
+
+    comm.threads.run(Mesh(2, cp=2), rank)
+
+
+def test_positions_of_inference_mode_and_of_memory_written_by_numpy() -> None:
+    def rank() -> None:
+        positions = torch.arange(4)[None] + 4 * comm.rank("cp")
+        with torch.inference_mode():
+            inference = positions.clone()
+            with comm.record() as calls:
+                assert split_of_positions(inference) == split_of_positions(inference) and len(calls) == 1
+        assert split_of_positions(positions)[1] is None
+        positions.numpy()[:] = range(4)  # two documents
+        forget_split(positions)
+        assert split_of_positions(positions)[1] == (((0, 4), (4, 8)),)
+
+    comm.threads.run(Mesh(2, cp=2), rank)
 
 
 def gathered_positions() -> None:

@@ -197,14 +197,15 @@ def test_inputs_that_are_no_split_are_refused(change: Any, words: str) -> None:
 
 
 def test_a_split_is_seen_by_its_positions() -> None:
-    """Both splits of one batch, one after the other, in one model: no setting says which."""
+    """Both splits of one batch, one after the other, in one model and one buffer that numpy fills: no setting says."""
 
     def rank() -> list[float]:
         local = swap(reference_model(llama_config(layers=1)))
-        found = []
+        found, positions = [], torch.zeros(4, LENGTH // 2, dtype=torch.long)
         for balance in (None, "zigzag"):
             part = nxd.get_batch_on_this_context_parallel_rank(batch_of(0, None), balance)
-            found.append(float(comm.all_reduce(local(**part).loss.detach(), "cp")))
+            positions.numpy()[:] = part["position_ids"].numpy()
+            found.append(float(comm.all_reduce(local(**{**part, "position_ids": positions}).loss.detach(), "cp")))
         return found
 
     for contiguous, zigzag in comm.threads.run(Mesh(2, cp=2), rank):
