@@ -29,6 +29,7 @@ from .positions import Runs, zigzag_order
 __all__ = [
     "forget_split",
     "get_batch_on_this_context_parallel_rank",
+    "labels_are_shifted",
     "shift_labels",
     "split_batch",
     "split_of_positions",
@@ -170,6 +171,25 @@ def _refuse_different_batches(batch: dict[str, Any], balance: str | None, axis: 
                     "num_replicas=get_data_parallel_size(), rank=get_data_parallel_rank()), seed equally, and use one "
                     "balance; in spmd.check(numeric=True) pass a function that makes the inputs"
                 )
+
+
+@spmd.no_typecheck()
+def labels_are_shifted(
+    input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor, axis: AxisLike = "cp"
+) -> bool | None:
+    """Returns whether labels of a part are those of the next tokens, the same on all ranks; None: it does not show.
+
+    All ranks call it. The host waits for the values.
+    """
+    if not (_has_values(labels) and _has_values(input_ids) and labels.shape == input_ids.shape):
+        return None
+    valid = labels != _IGNORED
+    equal = bool((input_ids[valid] == labels[valid]).all())
+    followed = (position_ids.diff(dim=1) == 1) & (input_ids.diff(dim=1) != 0)  # by another token of this rank's
+    said = _texts_of_ranks("labels", [equal, bool((followed & valid[:, :-1]).any())], axis)
+    if said is None or not all(of_rank[0] for _, of_rank in said):
+        return None if said is None else True
+    return False if any(of_rank[1] for _, of_rank in said) else None
 
 
 def _part(x: torch.Tensor, chunks: int, rank: Any, balance: str | None) -> torch.Tensor:

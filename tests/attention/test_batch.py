@@ -9,7 +9,7 @@ import torch
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
-from neuronx_dist.attention.batch import forget_split, shift_labels, split_of_positions
+from neuronx_dist.attention.batch import forget_split, labels_are_shifted, shift_labels, split_of_positions
 from neuronx_dist.attention.context_parallel import split_of
 from neuronx_dist.mesh import Mesh
 
@@ -177,6 +177,35 @@ def test_positions_of_inference_mode_and_of_memory_written_by_numpy() -> None:
         assert split_of_positions(positions)[1] == (((0, 4), (4, 8)),)
 
     comm.threads.run(Mesh(2, cp=2), rank)
+
+
+SAME = torch.tensor([[5] * 8, [6] * 8])  # each predicts itself
+TWO = torch.tensor([[5, 5, 5, 5, 5, 5, 7, 7]])  # in zig-zag order rank 0 has 5 5 7 7
+
+
+@pytest.mark.parametrize(
+    "rows, balance, ignored, shifted, wanted",
+    [
+        (IDS, None, [], True, True),
+        (IDS, None, [], False, False),
+        (IDS, None, list(range(8)), True, None),
+        (SAME, None, [], True, None),
+        (TWO, "zigzag", [6], True, None),
+        (torch.tensor([[5, 6, 7, 8, 9, 9, 9, 9]]), None, [], True, True),  # rank 1 alone cannot see it
+    ],
+)
+def test_labels_that_nobody_shifted_show_on_all_ranks(
+    rows: torch.Tensor, balance: str | None, ignored: list[int], shifted: bool, wanted: bool | None
+) -> None:
+    labels = rows.clone()
+    labels[:, ignored] = -100
+
+    def rank() -> bool | None:
+        part = nxd.get_batch_on_this_context_parallel_rank({"input_ids": rows, "labels": labels}, balance)
+        found = part["labels"] if shifted else part["input_ids"]
+        return labels_are_shifted(part["input_ids"], found, part["position_ids"])
+
+    assert comm.threads.run(Mesh(2, cp=2), rank) == [wanted] * 2
 
 
 def gathered_positions() -> None:

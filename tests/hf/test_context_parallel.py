@@ -172,6 +172,8 @@ def test_a_pipeline_of_packed_documents(sizes: dict[str, int]) -> None:
         items = nxd.global_num_items(part["labels"], 2, dtype=torch.float64)
         found = pipeline.run_train(**part, num_items_in_batch=items)
         assert error(found, loss.detach()) < 1e-10
+        with pytest.raises(ValueError, match="labels equal input_ids: they must be shifted"):
+            pipeline.eval().run_eval(**{**part, "labels": part["input_ids"]}, num_items_in_batch=items)
         for name, gradient in full_state_dict(pipeline, gradients=True).items():
             assert error(gradient, gradients[name]) < 1e-10, name
 
