@@ -4,17 +4,21 @@
     split, documents = split_of_positions(batch["position_ids"])                  # in a layer: how was it cut?
 
 The positions of a part say where it stands: the second function gathers them, one small message, and refuses positions
-that are no cut which it knows, on all ranks alike.
+that are no cut which it knows, on all ranks alike. All checks here have one result on all ranks: a rank that raised an
+error alone would leave the others waiting.
 """
 
 from __future__ import annotations
 
+import json
+import zlib
 from typing import Any
 
 import torch
+from torch.utils.data import get_worker_info
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .. import comm
+from .. import comm, spmd
 from ..comm.context import AxisLike
 from ..comm.rank_selection import in_one_program
 from ..torch_internals.fake_tensors import FakeTensor
@@ -22,17 +26,32 @@ from ..torch_internals.tensors import version_of
 from .context_parallel import Split, split_of
 from .positions import Runs, zigzag_order
 
-__all__ = ["get_batch_on_this_context_parallel_rank", "shift_labels", "split_of_positions"]
+__all__ = [
+    "forget_split",
+    "get_batch_on_this_context_parallel_rank",
+    "labels_are_shifted",
+    "shift_labels",
+    "split_batch",
+    "split_of_positions",
+]
 
 _IGNORED = -100
+_BALANCES, _COUNTS = "context_parallel_balances", "context_parallel_comparisons"  # in the extras of a context
+_SEQUENCES = ("input_ids", "inputs_embeds", "labels", "position_ids")  # the first one has the length
 Documents = tuple[Runs, ...] | None
 
 
 def shift_labels(batch: dict[str, Any]) -> dict[str, Any]:
-    """Returns the batch with `labels`, `[b, s]`, moved one place to the left: the last place is -100."""
+    """Returns the batch with `labels`, `[b, s]`, moved one place to the left: the last place is -100.
+
+    Raises:
+        ValueError: labels are not `[b, s]`.
+    """
     labels = batch.get("labels")
     if labels is None:
         return dict(batch)
+    if labels.dim() != 2:
+        raise ValueError(f"labels {list(labels.shape)} must be [batch, sequence], a label for each token")
     return {**batch, "labels": torch.cat((labels[:, 1:], labels.new_full((labels.shape[0], 1), _IGNORED)), dim=1)}
 
 
@@ -46,36 +65,131 @@ def get_batch_on_this_context_parallel_rank(
     one rank the batch is returned as it is, with labels that the model shifts.
 
     Args:
-        batch: tensors `[b, s, ..]`, and others, which stay. `position_ids`, which restart at packed documents, are
-            split; without them they count from 0.
+        batch: equal on all ranks of the axis, which is checked for the first one. Tensors `[b, s, ..]`, with the s of
+            `input_ids` (else `inputs_embeds`, `labels`, `position_ids`), are split, others stay. `position_ids`,
+            `[b, s]`, restart at packed documents; without them they count from 0. An `attention_mask` of ones is left
+            out: attention over cp reads none.
         balance: None: rank r gets the r-th of cp contiguous parts; "zigzag": chunks r and 2cp - 1 - r of 2cp, by which
             causal attention is as much work on every rank.
 
     Raises:
-        ValueError: cp, or 2cp, does not divide the sequence.
+        ValueError: cp, or 2cp, does not divide the sequence; a mask hides tokens; ranks have different batches; the
+            call is in a worker of a data loader; tensors that are not of one sequence.
     """
     size = comm.size(axis)
     if balance not in (None, "zigzag"):
         raise ValueError(f'balance={balance!r} is neither None (contiguous) nor "zigzag"')
     if size == 1:
         return batch
+    mask = batch.get("attention_mask")
+    if mask is not None and _has_values(mask) and not bool((mask == 1).all()):
+        raise ValueError(
+            f"attention_mask {list(mask.shape)} hides {int((mask != 1).sum())} tokens, but attention over "
+            f"{size} context-parallel ranks reads no mask: leave it out; pad on the right, with labels of -100, or "
+            "pack documents, with position_ids that restart"
+        )
+    return split_batch({name: value for name, value in batch.items() if name != "attention_mask"}, balance, axis)
+
+
+def split_batch(batch: dict[str, Any], balance: str | None, axis: AxisLike) -> dict[str, Any]:
+    """Returns this rank's part of a batch, masks included, as `get_batch_on_this_context_parallel_rank`."""
+    if get_worker_info() is not None:
+        raise ValueError(
+            "get_batch_on_this_context_parallel_rank in a worker of a data loader cannot compare the batch with those "
+            "of other ranks: call it in the training loop, or use DataLoader(num_workers=0)"
+        )
+    size, rank = comm.size(axis), comm.rank(axis)
     chunks = 2 * size if balance else size
-    rank = comm.rank(axis)
-    part, first = {}, None
-    for name, value in shift_labels(batch).items():
-        if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] > 1:
-            if value.shape[1] % chunks:
+    named = {name: batch[name] for name in _SEQUENCES if isinstance(batch.get(name), torch.Tensor)}
+    if not named:
+        raise ValueError(
+            f"batch of {', '.join(batch)} has no tensor {' or '.join(_SEQUENCES)}, whose dim 1 is split: name one so"
+        )
+    first = next(iter(named.values()))
+    for name, value in named.items():
+        dims = 3 if name == "inputs_embeds" else 2
+        if value.dim() != dims or value.shape[1] != first.shape[1]:
+            raise ValueError(
+                f"{name} {list(value.shape)} must have {dims} dims, and in dim 1 the sequence of {next(iter(named))} "
+                f"{list(first.shape)}, to be split over {size} context-parallel ranks"
+            )
+    length = first.shape[1]
+    if length % chunks:
+        raise ValueError(
+            f"{next(iter(named))} {list(first.shape)}: dim 1 does not divide by {chunks} for {size} context-parallel "
+            f"ranks: pad it to {-(-length // chunks) * chunks}, with labels of -100"
+        )
+    _refuse_different_batches(batch, balance, axis)
+    comm.current().extras.setdefault(_BALANCES, set()).add(balance)
+    whole = shift_labels(batch)
+    if whole.get("position_ids") is None:
+        whole["position_ids"] = torch.arange(length, device=first.device).expand(first.shape[:2])
+    return {
+        name: _part(x, chunks, rank, balance) if isinstance(x, torch.Tensor) and x.shape[1:2] == (length,) else x
+        for name, x in whole.items()
+    }
+
+
+def _has_values(x: torch.Tensor) -> bool:
+    return not (x.is_meta or isinstance(x, FakeTensor) or in_one_program(x))
+
+
+def _texts_of_ranks(topic: str, statement: Any, axis: AxisLike) -> list[tuple[int, Any]] | None:
+    """Returns what each rank of the axis states, without a collective; None: ranks are played one by one."""
+    context, ranks = comm.current(), comm.communicator(axis).ranks
+    board = context.backend.board
+    if board is None:
+        return None
+    subject = f"the {topic} of context-parallel ranks {ranks[0]}"
+    counts: dict[str, int] = context.extras.setdefault(_COUNTS, {})
+    number = counts[subject] = counts.get(subject, -1) + 1
+    texts = board.exchange(subject, number, json.dumps(statement), ranks, f"comparing {subject}")
+    return [(rank, json.loads(texts[rank])) for rank in ranks]
+
+
+@spmd.no_typecheck()  # each rank reads its own tensors
+def _refuse_different_batches(batch: dict[str, Any], balance: str | None, axis: AxisLike) -> None:
+    """Compares the first batch of this mesh over the ranks of the axis, which must all have the same."""
+    context = comm.current()
+    tensors = {name: x for name, x in batch.items() if isinstance(x, torch.Tensor) and _has_values(x)}
+    if context.extras.get(_BALANCES) or context.backend.board is None or len(tensors) == 0:
+        return
+    statement: dict[str, Any] = {"balance": [balance, 0]}
+    for name, x in tensors.items():  # float tensors, which ranks may round differently, by their shapes
+        values = "" if x.is_floating_point() else str(x.cpu().tolist())
+        statement[name] = [f"{list(x.shape)} {values[:30]}", zlib.crc32(values.encode())]
+    said = _texts_of_ranks("first batch", statement, axis) or [(0, statement)]
+    rank, mine = said[0]
+    for other, of_other in said[1:]:
+        for name in {**mine, **of_other}:
+            one, two = mine.get(name, ["none", 0]), of_other.get(name, ["none", 0])
+            if one != two:
                 raise ValueError(
-                    f"{name} {list(value.shape)}: dim 1 does not divide by {chunks} for {size} context-parallel ranks: "
-                    f"pad it to {-(-value.shape[1] // chunks) * chunks}, with labels of -100"
+                    f"ranks {rank} and {other} have parts of the same sequences, but different {name} in the first "
+                    f"batch: {one[0]}.. and {two[0]}... Divide the data by "
+                    "neuronx_dist.parallel_state.get_data_parallel_rank(), as in DistributedSampler(data, "
+                    "num_replicas=get_data_parallel_size(), rank=get_data_parallel_rank()), seed equally, and use one "
+                    "balance; in spmd.check(numeric=True) pass a function that makes the inputs"
                 )
-            first = value if first is None else first
-            value = _part(value, chunks, rank, balance)
-        part[name] = value
-    if "position_ids" not in part and first is not None:
-        positions = torch.arange(first.shape[1], device=first.device).expand(first.shape[:2])
-        part["position_ids"] = _part(positions, chunks, rank, balance)
-    return part
+
+
+@spmd.no_typecheck()
+def labels_are_shifted(
+    input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor, axis: AxisLike = "cp"
+) -> bool | None:
+    """Returns whether labels of a part are those of the next tokens, the same on all ranks; None: it does not show.
+
+    All ranks call it. The host waits for the values.
+    """
+    if not (_has_values(labels) and _has_values(input_ids) and labels.shape == input_ids.shape):
+        return None
+    valid = labels != _IGNORED
+    equal = bool((input_ids[valid] == labels[valid]).all())
+    followed = (position_ids.diff(dim=1) == 1) & (input_ids.diff(dim=1) != 0)  # by another token of this rank's
+    said = _texts_of_ranks("labels", [equal, bool((followed & valid[:, :-1]).any())], axis)
+    if said is None or not all(of_rank[0] for _, of_rank in said):
+        return None if said is None else True
+    return False if any(of_rank[1] for _, of_rank in said) else None
 
 
 def _part(x: torch.Tensor, chunks: int, rank: Any, balance: str | None) -> torch.Tensor:
@@ -84,8 +198,13 @@ def _part(x: torch.Tensor, chunks: int, rank: Any, balance: str | None) -> torch
 
 
 # Splits by the positions from which they were derived: all layers of a forward share them. With the version of the
-# tensor, which a write in place changes.
+# tensor, which a write in place changes; tensors of inference mode have none.
 _known: Any = WeakTensorKeyDictionary()
+
+
+def forget_split(position_ids: torch.Tensor) -> None:
+    """Makes `split_of_positions` read the values anew: memory may be written without a trace, by numpy or `.data`."""
+    _known.pop(position_ids, None)
 
 
 def split_of_positions(position_ids: torch.Tensor, axis: AxisLike = "cp") -> tuple[Split, Documents]:
@@ -100,9 +219,10 @@ def split_of_positions(position_ids: torch.Tensor, axis: AxisLike = "cp") -> tup
         The split, and the documents of each row of the batch, or None: each row is one document.
 
     Raises:
-        ValueError: the parts of all ranks are neither a contiguous nor a zig-zag split.
+        ValueError: the parts of all ranks are neither a contiguous nor a zig-zag split, or could be both, with
+            different documents, and `get_batch_on_this_context_parallel_rank` was called for neither, or for both.
     """
-    found, version = _known.get(position_ids), version_of(position_ids)
+    found, version = _known.get(position_ids), -1 if position_ids.is_inference() else version_of(position_ids)
     if found is None or found[0] != version:
         _known[position_ids] = found = version, _gathered_split(position_ids, axis)
     result: tuple[Split, Documents] = found[1]
@@ -120,23 +240,41 @@ def _gathered_split(position_ids: torch.Tensor, axis: AxisLike) -> tuple[Split, 
     if gathered.is_meta or isinstance(gathered, FakeTensor):
         return split_of((length,) * size), None
     gathered = gathered.cpu()
-    orders: dict[str | None, torch.Tensor] = {None: gathered}
+    orders: dict[str | None, torch.Tensor] = {None: torch.arange(size * length)}  # the column of each token
     if length % 2 == 0:
-        orders["zigzag"] = torch.empty_like(gathered)
-        orders["zigzag"][:, zigzag_order(size * length, size)] = gathered
-    for balance, positions in orders.items():
+        orders["zigzag"] = zigzag_order(size * length, size).argsort()
+    readings: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
+    for balance, columns in orders.items():
+        positions = gathered[:, columns]
         starts = positions == 0
         if bool(starts[:, 0].all()) and bool((starts[:, 1:] | (positions.diff(dim=1) == 1)).all()):
-            bounds = [[*row.nonzero().flatten().tolist(), size * length] for row in starts]
-            documents = tuple(tuple(zip(row, row[1:])) for row in bounds)
-            several = any(len(row) > 1 for row in documents)
-            same = len({*documents}) == 1
-            return split_of((length,) * size, balance), (documents[:1] if same else documents) if several else None
+            before = torch.where(starts, -1, columns.roll(1))  # the column of the token before it in its document
+            readings[balance] = starts, before[:, columns.argsort()]
+    if len(readings) > 1 and not torch.equal(*(before for _, before in readings.values())):
+        readings = {balance: readings[balance] for balance in _only_balance(gathered, length, size)}
+    for balance, (starts, _) in readings.items():
+        bounds = [[*row.nonzero().flatten().tolist(), size * length] for row in starts]
+        documents = tuple(tuple(zip(row, row[1:])) for row in bounds)
+        several = any(len(row) > 1 for row in documents)
+        same = len({*documents}) == 1
+        return split_of((length,) * size, balance), (documents[:1] if same else documents) if several else None
     raise ValueError(
         f"position_ids of {size} context-parallel ranks, {_shown(gathered[0], length)} in row 0, are no split of a "
         'sequence: they must rise by one from 0, or from 0 at each packed document, in contiguous parts or in "zigzag" '
         "order: split the batch by get_batch_on_this_context_parallel_rank"
     )
+
+
+def _only_balance(gathered: torch.Tensor, length: int, size: int) -> set[str | None]:
+    balances: set[str | None] = comm.current().extras.get(_BALANCES, set())
+    if len(balances) != 1:
+        calls = f"called with balance={sorted(map(str, balances))}" if balances else "not called on this rank"
+        raise ValueError(
+            f"position_ids of {size} context-parallel ranks, {_shown(gathered[0], length)} in row 0, can be contiguous "
+            'parts or "zigzag" order, of different documents, and get_batch_on_this_context_parallel_rank, which says '
+            f"which, was {calls}: split all batches by it, with one balance"
+        )
+    return balances
 
 
 def _shown(positions: torch.Tensor, length: int) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from .. import comm
-from ..attention.batch import split_of_positions
+from ..attention.batch import forget_split, labels_are_shifted, split_of_positions
 from ..attention.context_parallel import attend
 from .model_plan import ModelPlan, UnsupportedModelError
 
@@ -85,6 +86,7 @@ def apply_context_parallel(model: Any, method: str) -> None:
     model.set_attn_implementation(name)
     names = list(inspect.signature(model.forward).parameters)
     model.register_forward_pre_hook(partial(_check_inputs, names), with_kwargs=True)
+    model.check_batch = _check_labels  # called by a pipeline, which has the values
 
 
 def _check_inputs(names: list[str], model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -96,25 +98,34 @@ def _check_inputs(names: list[str], model: nn.Module, args: Any, kwargs: Any) ->
             f"{where} needs position_ids, which say where this rank's tokens stand: split the batch by "
             "nxd.get_batch_on_this_context_parallel_rank"
         )
-    mask = inputs.get("attention_mask")
-    if mask is not None and not (_has_values(mask) and bool((mask == 1).all())):
+    if inputs.get("attention_mask") is not None:
         raise ValueError(
-            f"{where} reads no attention_mask: leave it out; pad on the right, with labels of -100, or pack documents, "
-            "with position_ids that restart"
+            f"{where} reads no attention_mask: leave it out, as nxd.get_batch_on_this_context_parallel_rank does; pad "
+            "on the right, with labels of -100, or pack documents, with position_ids that restart"
         )
-    ids, labels = inputs.get("input_ids"), inputs.get("labels")
-    if ids is not None and labels is not None and _has_values(ids) and ids.shape == labels.shape:
-        valid = labels != -100
-        same = ids[valid] == labels[valid]
-        if bool(same.all()) and bool((ids[valid] != ids[valid][:1]).any()):
-            raise ValueError(
-                f"{where}: labels equal input_ids: they must be shifted before the split, as by "
-                "nxd.get_batch_on_this_context_parallel_rank"
-            )
+    forget_split(inputs["position_ids"])
+    _check_labels(model, inputs)
 
 
-def _has_values(x: torch.Tensor) -> bool:
-    return type(x) is torch.Tensor and x.device.type == "cpu"  # elsewhere the host would wait
+def _check_labels(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Refuses labels that nobody shifted, in the first batch of training and of evaluation that shows it.
+
+    Raises:
+        ValueError: the labels of all ranks equal their input_ids.
+    """
+    names = ("input_ids", "labels", "position_ids")
+    given = [inputs[name] for name in names if inputs.get(name) is not None]
+    checked: set[bool] = model.__dict__.setdefault("_labels_checked", set())
+    if model.training in checked or len(given) < len(names):
+        return
+    shifted = labels_are_shifted(*given)
+    if shifted is False:
+        raise ValueError(
+            f"{type(model).__name__} with cp={comm.size('cp')}: labels equal input_ids: they must be shifted before "
+            "the split, as by nxd.get_batch_on_this_context_parallel_rank"
+        )
+    if shifted:
+        checked.add(model.training)
 
 
 def _attention(

@@ -362,6 +362,10 @@ class NxDPPModel(CutModule):
             batch = Batch(inputs, self.input_names, schedule.num_microbatches)
             if self.device.type == "meta":
                 self.refuse_meta()
+            if comm.size("cp") > 1:  # a swapped model sees recorded microbatches only, without values
+                for module in self.original_module.modules():
+                    if (check_batch := module.__dict__.get("check_batch")) is not None:
+                        check_batch(module, inputs)
             program = self._program(batch, return_outputs)
             if self.comparison.is_possible():
                 if not self.comparison.has_been_at("first batch"):

@@ -172,6 +172,8 @@ def test_a_pipeline_of_packed_documents(sizes: dict[str, int]) -> None:
         items = nxd.global_num_items(part["labels"], 2, dtype=torch.float64)
         found = pipeline.run_train(**part, num_items_in_batch=items)
         assert error(found, loss.detach()) < 1e-10
+        with pytest.raises(ValueError, match="labels equal input_ids: they must be shifted"):
+            pipeline.eval().run_eval(**{**part, "labels": part["input_ids"]}, num_items_in_batch=items)
         for name, gradient in full_state_dict(pipeline, gradients=True).items():
             assert error(gradient, gradients[name]) < 1e-10, name
 
@@ -197,14 +199,15 @@ def test_inputs_that_are_no_split_are_refused(change: Any, words: str) -> None:
 
 
 def test_a_split_is_seen_by_its_positions() -> None:
-    """Both splits of one batch, one after the other, in one model: no setting says which."""
+    """Both splits of one batch, one after the other, in one model and one buffer that numpy fills: no setting says."""
 
     def rank() -> list[float]:
         local = swap(reference_model(llama_config(layers=1)))
-        found = []
+        found, positions = [], torch.zeros(4, LENGTH // 2, dtype=torch.long)
         for balance in (None, "zigzag"):
             part = nxd.get_batch_on_this_context_parallel_rank(batch_of(0, None), balance)
-            found.append(float(comm.all_reduce(local(**part).loss.detach(), "cp")))
+            positions.numpy()[:] = part["position_ids"].numpy()
+            found.append(float(comm.all_reduce(local(**{**part, "position_ids": positions}).loss.detach(), "cp")))
         return found
 
     for contiguous, zigzag in comm.threads.run(Mesh(2, cp=2), rank):

@@ -20,7 +20,9 @@ def get_batch_on_this_context_parallel_rank(batch: dict[str, Any]) -> dict[str, 
     Raises:
         ValueError: cp does not divide the sequence.
     """
-    part = attention_batch.get_batch_on_this_context_parallel_rank(batch)
-    if comm.size("cp") > 1 and "position_ids" not in batch:
+    if comm.size("cp") == 1:
+        return batch
+    part = attention_batch.split_batch(batch, None, "cp")
+    if "position_ids" not in batch:
         part.pop("position_ids", None)
     return part
