@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _IGNORED = -100
+_parts: Any = WeakTensorKeyDictionary()  # tensors of parts: one that is split again would lose tokens
 _BALANCES, _COUNTS = "context_parallel_balances", "context_parallel_comparisons"  # in the extras of a context
 _SEQUENCES = ("input_ids", "inputs_embeds", "labels", "position_ids")  # the first one has the length
 Documents = tuple[Runs, ...] | None
@@ -88,7 +89,24 @@ def get_batch_on_this_context_parallel_rank(
             f"{size} context-parallel ranks reads no mask: leave it out; pad on the right, with labels of -100, or "
             "pack documents, with position_ids that restart"
         )
+    if not comm.current().extras.get(_BALANCES):
+        _refuse_shifted_labels(batch)
     return split_batch({name: value for name, value in batch.items() if name != "attention_mask"}, balance, axis)
+
+
+def _refuse_shifted_labels(batch: dict[str, Any]) -> None:
+    """Refuses labels `[b, s]` of which each is the token after its place: the split shifts them."""
+    ids, labels = batch.get("input_ids"), batch.get("labels")
+    if ids is None or labels is None or ids.shape != labels.shape or ids.dim() != 2 or not _has_values(labels):
+        return
+    valid = labels != _IGNORED
+    ahead = valid[:, :-1]
+    is_next = ahead.any() & (labels[:, :-1] == ids[:, 1:])[ahead].all()
+    if bool(is_next & ~(labels == ids)[valid].all()):
+        raise ValueError(
+            "each label is the token after its place in input_ids: get_batch_on_this_context_parallel_rank shifts "
+            "labels itself, so pass those of transformers, equal to input_ids where a token is to be predicted"
+        )
 
 
 def split_batch(batch: dict[str, Any], balance: str | None, axis: AxisLike) -> dict[str, Any]:
@@ -100,6 +118,8 @@ def split_batch(batch: dict[str, Any], balance: str | None, axis: AxisLike) -> d
         )
     size, rank = comm.size(axis), comm.rank(axis)
     chunks = 2 * size if balance else size
+    if again := [name for name, x in batch.items() if isinstance(x, torch.Tensor) and x in _parts]:
+        raise ValueError(f"{', '.join(again)} of the batch are parts of sequences already: split each batch once")
     named = {name: batch[name] for name in _SEQUENCES if isinstance(batch.get(name), torch.Tensor)}
     if not named:
         raise ValueError(
@@ -124,10 +144,11 @@ def split_batch(batch: dict[str, Any], balance: str | None, axis: AxisLike) -> d
     whole = shift_labels(batch)
     if whole.get("position_ids") is None:
         whole["position_ids"] = torch.arange(length, device=first.device).expand(first.shape[:2])
-    return {
-        name: _part(x, chunks, rank, balance) if isinstance(x, torch.Tensor) and x.shape[1:2] == (length,) else x
-        for name, x in whole.items()
-    }
+    for name, x in whole.items():
+        if isinstance(x, torch.Tensor) and x.shape[1:2] == (length,):
+            whole[name] = part = _part(x, chunks, rank, balance)
+            _parts[part] = True
+    return whole
 
 
 def _has_values(x: torch.Tensor) -> bool:

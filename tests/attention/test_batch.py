@@ -102,6 +102,19 @@ def test_tensors_of_another_length_stay_and_a_mask_of_ones_is_left_out() -> None
     assert part["image_sizes"].tolist() == [[640, 480]] * 2 and "attention_mask" not in part
 
 
+def test_labels_shifted_before_and_parts_split_again_are_refused() -> None:
+    shifted = shift_labels({"labels": LABELS})["labels"]
+
+    def rank() -> None:
+        with pytest.raises(ValueError, match="each label is the token after its place .* pass those of transformers"):
+            nxd.get_batch_on_this_context_parallel_rank({"input_ids": IDS, "labels": shifted})
+        part = nxd.get_batch_on_this_context_parallel_rank({"input_ids": IDS, "labels": LABELS})
+        with pytest.raises(ValueError, match="input_ids, labels, position_ids of the batch are parts .* already"):
+            nxd.get_batch_on_this_context_parallel_rank(part)
+
+    comm.threads.run(Mesh(2, cp=2), rank)
+
+
 def test_labels_have_a_sequence() -> None:
     with pytest.raises(ValueError, match=r"labels \[2\] must be \[batch, sequence\]"):
         shift_labels({"labels": torch.zeros(2)})
