@@ -172,10 +172,21 @@ def attend(
     Raises:
         ValueError: as `ring_attention`, `ulysses_attention`.
     """
-    if q.dim() != 4 or q.shape[2] != k.shape[2] or q.shape[0] != k.shape[0] or q.shape[1] % max(k.shape[1], 1):
+    if (
+        not q.dim() == k.dim() == v.dim() == 4
+        or k.shape[:3] != v.shape[:3]
+        or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:])
+        or q.shape[1] % max(k.shape[1], 1)
+    ):
         raise ValueError(
-            f"attention over {axis}: q {list(q.shape)} and k {list(k.shape)} must be [batch, heads, tokens, features] "
-            "of this rank, with equal batch and tokens, and heads of q a multiple of those of k"
+            f"attention over {axis}: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} must be [batch, heads, "
+            "tokens, features] of this rank, with equal batch and tokens, k with the features of q and the heads of v, "
+            "and heads of q a multiple of those of k"
+        )
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(
+            f"attention over {axis}: sinks {list(sinks.shape)} must be [{q.shape[1]}], one score for each head of q "
+            f"{list(q.shape)}"
         )
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window={window} must be at least 1, with causal=True: leave it out to see all tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -160,6 +161,20 @@ def test_refusals_name_the_sizes(function: str, sizes: tuple[int, int], options:
         x = torch.zeros(1, 3, sizes[comm.rank("cp")], 2)
         with pytest.raises(ValueError, match=words):
             getattr(nxd, function)(x, x, x, **options)
+
+    comm.threads.run(Mesh(2, cp=2), rank)
+
+
+@pytest.mark.parametrize("function", [nxd.ring_attention, nxd.ulysses_attention])
+def test_shapes_that_do_not_go_together_are_refused(function: Any) -> None:
+    def rank() -> None:
+        x = torch.zeros(1, 2, 4, 4)
+        for k, v in ((x[..., :3], x), (x, x[:, :1]), (x, x[:, :, :2])):
+            words = re.escape(f"k {list(k.shape)} and v {list(v.shape)} must be [batch, heads, tokens, features]")
+            with pytest.raises(ValueError, match=words):
+                function(x, k, v)
+        with pytest.raises(ValueError, match=r"sinks \[1\] must be \[2\], one score for each head"):
+            function(x, x, x, sinks=torch.zeros(1))
 
     comm.threads.run(Mesh(2, cp=2), rank)
 
