@@ -14,6 +14,7 @@ Per rank, of `row` elements of a key and its value over batch and heads, and s t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -113,7 +114,8 @@ def ring_attention(
         window: a token sees the last `window` tokens, itself included; None: all. Needs `causal`.
         sinks: `[heads]`, a learned score for each head of a key without a value (gpt-oss); None: none.
         cu_seqlens: bounds of packed documents in the complete sequence, `[0, 120, 512]`, equal on all ranks, or such a
-            list for each row of the batch: a token sees its document only. None: one document.
+            list for each row of the batch: a token sees its document only. None: one document. The ranks are compared
+            at the first call; later different ones give wrong results, or ranks that wait forever.
         balance: how the sequence was split: None: contiguous parts, in the order of ranks; "zigzag", as by
             `get_batch_on_this_context_parallel_rank(batch, balance="zigzag")`.
         lengths: tokens of each rank; None: as many as this rank has.
@@ -274,7 +276,39 @@ def _split(
             f"lengths={list(rows)} must have the tokens of each of {size} ranks of {axis}, and this one, "
             f"{int(comm.rank(axis))}, has {q.shape[2]}"
         )
-    return split_of(rows, balance), None if cu_seqlens is None else _documents_of(cu_seqlens, sum(rows))
+    documents = None if cu_seqlens is None else _documents_of(cu_seqlens, sum(rows))
+    _compare_first(comm.communicator(axis), {"lengths": rows, "balance": balance, "cu_seqlens": documents})
+    return split_of(rows, balance), documents
+
+
+def _compare_first(group: comm.Communicator, described: dict[str, Any]) -> None:
+    """Compares how the ranks describe their sequence, at the first call over them, through the job's store.
+
+    Raises:
+        ValueError: they describe different ones, of which some ranks would wait for messages that others do not send.
+    """
+    context = comm.current()
+    if group.size == 1 or context.backend.board is None or torch.compiler.is_compiling():
+        return
+    compared: set[tuple[int, ...]] = context.extras.setdefault("described_sequences", set())
+    ranks = tuple(group.ranks)
+    if ranks in compared:
+        return
+    compared.add(ranks)
+    topic = f"the sequence of attention over ranks {list(ranks)}"
+    texts = context.backend.board.exchange(topic, 0, json.dumps(described), ranks, f"comparing {topic}")
+    first, *others = (json.loads(texts[rank]) for rank in ranks)
+    for rank, other in zip(ranks[1:], others):
+        if different := [name for name in described if first[name] != other[name]]:
+            raise ValueError(
+                f"attention over {group.axis}: rank {ranks[0]} has {_shown(first, different)}, and rank {rank} "
+                f"{_shown(other, different)}: pass equal ones on all ranks, of the complete sequence (later calls are "
+                "not compared)"
+            )
+
+
+def _shown(described: dict[str, Any], names: list[str]) -> str:
+    return ", ".join(f"{name} {json.dumps(described[name])[:80]}" for name in names)
 
 
 def _declared(axis: AxisLike, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

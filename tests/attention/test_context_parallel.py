@@ -179,6 +179,19 @@ def test_shapes_that_do_not_go_together_are_refused(function: Any) -> None:
     comm.threads.run(Mesh(2, cp=2), rank)
 
 
+def test_different_descriptions_of_a_sequence_are_refused() -> None:
+    """Ranks with other documents would go around the ring another number of times, and wait forever."""
+
+    def rank() -> None:
+        x, number = torch.zeros(1, 2, 2, 4), comm.rank("cp")
+        with pytest.raises(
+            ValueError, match=r"rank 0 has cu_seqlens .*\[0, 8\].*, and rank [1-3] cu_seqlens .*\[0, 2\]"
+        ):
+            nxd.ring_attention(x, x, x, cu_seqlens=[0, 2, 4, 6, 8] if number else [0, 8])
+
+    comm.threads.run(Mesh(4, cp=4), rank)
+
+
 class Layer(nn.Module):
     """An attention between two linear layers, on a part of the sequence."""
 
