@@ -192,6 +192,22 @@ def test_different_descriptions_of_a_sequence_are_refused() -> None:
     comm.threads.run(Mesh(4, cp=4), rank)
 
 
+def test_the_hops_of_many_documents_are_counted_once() -> None:
+    """A batch whose rows have more documents together than the cache of pieces holds: no layer searches them anew."""
+
+    def rank() -> tuple[int, int]:
+        x = torch.zeros(70, 1, 2, 2)
+        bounds = [[0, 1 + row % 3, 4] for row in range(70)]
+        nxd.ring_attention(x, x, x, cu_seqlens=bounds)
+        before = visible.cache_info()
+        nxd.ring_attention(x, x, x, cu_seqlens=bounds)
+        after = visible.cache_info()
+        return after.misses - before.misses, after.hits - before.hits
+
+    misses, hits = comm.threads.run(Mesh(2, cp=2), rank)[0]
+    assert misses + hits <= 70 * 2 * 2 * 2  # rows, blocks and ranks, of which both calls may fall into one count
+
+
 class Layer(nn.Module):
     """An attention between two linear layers, on a part of the sequence."""
 
