@@ -24,7 +24,7 @@ from .. import comm
 from ..attention.batch import split_of_positions
 from ..attention.context_parallel import attend
 from ..model_shape import padded_heads
-from .model_plan import ModelPlan, UnsupportedModelError
+from .model_plan import ModelPlan, UnsupportedModelError, attentions_of
 
 __all__ = ["METHODS", "apply_context_parallel", "check_context_parallel"]
 
@@ -70,6 +70,8 @@ def _reason(model: Any, plan: ModelPlan, config: Any) -> str:
     mixers = {*(getattr(config, "layer_types", None) or ())} - {*_ATTENTION}
     if mixers or getattr(model, "_is_stateful", False) or any(isinstance(m, nn.Conv1d) for m in model.modules()):
         return f"has layers that pass a state along the sequence{': ' * bool(mixers)}{', '.join(sorted(mixers))}"
+    if not _attentions(model):
+        return "has no attention that is known by the names of its projections"
     source = "".join(inspect.getsource(sys.modules[name]) for name in {of_model.__module__ for of_model in classes})
     if others := [word.strip("=(") for word in _OTHER_MASKS if word in source]:
         return f"has masks that are more than causal ({', '.join(others)})"
@@ -96,7 +98,12 @@ def _classes(model: Any) -> list[Any]:
     return list(dict.fromkeys(found[0] if found else cls for cls, found in zip(of_parts, named)))
 
 
-def apply_context_parallel(model: Any, plan: ModelPlan, method: str) -> None:
+def _attentions(model: Any) -> list[nn.Module]:
+    """Returns the model's attentions, also those that are not sharded over tp, which a plan does not name."""
+    return [model.get_submodule(name) for name in attentions_of(name for name, _ in model.named_modules())]
+
+
+def apply_context_parallel(model: Any, method: str) -> None:
     """Sets the model's attention, in a copy of its config, and the checks of inputs and attentions."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # type: ignore[import-untyped, unused-ignore]
 
@@ -111,7 +118,7 @@ def apply_context_parallel(model: Any, plan: ModelPlan, method: str) -> None:
     for called in (model,) if decoder is model else (model, decoder):
         names = list(inspect.signature(called.forward).parameters)
         called.register_forward_pre_hook(partial(_check_inputs, names), with_kwargs=True)
-    for attention in map(model.get_submodule, plan.attentions):
+    for attention in _attentions(model):
         attention.register_forward_hook(_check_ran)
 
 

@@ -141,7 +141,7 @@ def swap(
     if sequence_parallel:
         apply_sequence_parallel(model, model_plan)
     if comm.size("cp") > 1:
-        apply_context_parallel(model, model_plan, context_parallel)
+        apply_context_parallel(model, context_parallel)
     if model_plan.head and model_plan.local_logits:
         model.loss_function = partial(causal_lm_loss, inplace_logits=inplace_logits)
         model.register_forward_hook(partial(_full_logits_without_labels, vocabulary))

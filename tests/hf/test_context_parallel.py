@@ -280,15 +280,33 @@ def _replace_attention(model: Any) -> None:
     model.model.layers[0].self_attn.__class__ = _OfThisRank
 
 
-@pytest.mark.parametrize("change", [_replace_attention, lambda model: model.set_attn_implementation("sdpa")])
-def test_an_attention_that_sees_this_ranks_tokens_only_is_refused(change: Any) -> None:
+def _set_another(model: Any) -> None:
+    model.set_attn_implementation("sdpa")
+
+
+_OLMOE = next(one for one in OF_TRANSFORMERS if one.name == "OLMoE")  # its attention is not sharded over tp
+
+
+@pytest.mark.parametrize(
+    "make, change",
+    [
+        (lambda: reference_model(llama_config(layers=1)), _replace_attention),
+        (lambda: reference_model(llama_config(layers=1)), _set_another),
+        (lambda: _OLMOE.make(1), _set_another),
+    ],
+)
+def test_an_attention_that_sees_this_ranks_tokens_only_is_refused(make: Any, change: Any) -> None:
+    model = make()
+    batch = {key: x.clamp(max=model.config.vocab_size - 1) for key, x in batch_of(0, None).items()}
+
     def rank() -> None:
-        local = swap(reference_model(llama_config(layers=1)))
-        part = nxd.get_batch_on_this_context_parallel_rank(batch_of(0, None))
-        local(**part)
-        change(local)
-        with pytest.raises(UnsupportedModelError, match="with cp=2 saw the tokens of this rank only"):
+        local = swap(copy.deepcopy(model))
+        part = nxd.get_batch_on_this_context_parallel_rank(batch)
+        with AllInFloat64():
             local(**part)
+            change(local)
+            with pytest.raises(UnsupportedModelError, match="with cp=2 saw the tokens of this rank only"):
+                local(**part)
 
     comm.threads.run(Mesh(2, cp=2), rank)
 
