@@ -14,6 +14,7 @@ Per rank, of `row` elements of a key and its value over batch and heads, and s t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -113,7 +114,8 @@ def ring_attention(
         window: a token sees the last `window` tokens, itself included; None: all. Needs `causal`.
         sinks: `[heads]`, a learned score for each head of a key without a value (gpt-oss); None: none.
         cu_seqlens: bounds of packed documents in the complete sequence, `[0, 120, 512]`, equal on all ranks, or such a
-            list for each row of the batch: a token sees its document only. None: one document.
+            list for each row of the batch: a token sees its document only. None: one document. The ranks are compared
+            at the first call; later different ones give wrong results, or ranks that wait forever.
         balance: how the sequence was split: None: contiguous parts, in the order of ranks; "zigzag", as by
             `get_batch_on_this_context_parallel_rank(batch, balance="zigzag")`.
         lengths: tokens of each rank; None: as many as this rank has.
@@ -172,10 +174,21 @@ def attend(
     Raises:
         ValueError: as `ring_attention`, `ulysses_attention`.
     """
-    if q.dim() != 4 or q.shape[2] != k.shape[2] or q.shape[0] != k.shape[0] or q.shape[1] % max(k.shape[1], 1):
+    if (
+        not q.dim() == k.dim() == v.dim() == 4
+        or k.shape[:3] != v.shape[:3]
+        or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:])
+        or q.shape[1] % max(k.shape[1], 1)
+    ):
         raise ValueError(
-            f"attention over {axis}: q {list(q.shape)} and k {list(k.shape)} must be [batch, heads, tokens, features] "
-            "of this rank, with equal batch and tokens, and heads of q a multiple of those of k"
+            f"attention over {axis}: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} must be [batch, heads, "
+            "tokens, features] of this rank, with equal batch and tokens, k with the features of q and the heads of v, "
+            "and heads of q a multiple of those of k"
+        )
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(
+            f"attention over {axis}: sinks {list(sinks.shape)} must be [{q.shape[1]}], one score for each head of q "
+            f"{list(q.shape)}"
         )
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window={window} must be at least 1, with causal=True: leave it out to see all tokens")
@@ -263,7 +276,39 @@ def _split(
             f"lengths={list(rows)} must have the tokens of each of {size} ranks of {axis}, and this one, "
             f"{int(comm.rank(axis))}, has {q.shape[2]}"
         )
-    return split_of(rows, balance), None if cu_seqlens is None else _documents_of(cu_seqlens, sum(rows))
+    documents = None if cu_seqlens is None else _documents_of(cu_seqlens, sum(rows))
+    _compare_first(comm.communicator(axis), {"lengths": rows, "balance": balance, "cu_seqlens": documents})
+    return split_of(rows, balance), documents
+
+
+def _compare_first(group: comm.Communicator, described: dict[str, Any]) -> None:
+    """Compares how the ranks describe their sequence, at the first call over them, through the job's store.
+
+    Raises:
+        ValueError: they describe different ones, of which some ranks would wait for messages that others do not send.
+    """
+    context = comm.current()
+    if group.size == 1 or context.backend.board is None or torch.compiler.is_compiling():
+        return
+    compared: set[tuple[int, ...]] = context.extras.setdefault("described_sequences", set())
+    ranks = tuple(group.ranks)
+    if ranks in compared:
+        return
+    compared.add(ranks)
+    topic = f"the sequence of attention over ranks {list(ranks)}"
+    texts = context.backend.board.exchange(topic, 0, json.dumps(described), ranks, f"comparing {topic}")
+    first, *others = (json.loads(texts[rank]) for rank in ranks)
+    for rank, other in zip(ranks[1:], others):
+        if different := [name for name in described if first[name] != other[name]]:
+            raise ValueError(
+                f"attention over {group.axis}: rank {ranks[0]} has {_shown(first, different)}, and rank {rank} "
+                f"{_shown(other, different)}: pass equal ones on all ranks, of the complete sequence (later calls are "
+                "not compared)"
+            )
+
+
+def _shown(described: dict[str, Any], names: list[str]) -> str:
+    return ", ".join(f"{name} {json.dumps(described[name])[:80]}" for name in names)
 
 
 def _declared(axis: AxisLike, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

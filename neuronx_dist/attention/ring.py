@@ -11,6 +11,7 @@ log-sum-exps, one number a row, and the outputs, weighted by them, are summed. B
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -126,36 +127,16 @@ class _Options(NamedTuple):
         keys = self.keys
         if self.group is None or keys.merged:
             return 1
-        ranks = range(self.group.size)
         if keys.positions is None or keys.queries != keys.positions[self.rank] or not (keys.window or keys.documents):
-            return len(ranks)
-        return 1 + max(
-            (step for step in ranks for rank in ranks if self.visible(keys.positions[rank], rank - step)), default=0
-        )
-
-    def visible(self, queries: Runs, owner: int) -> list[BlockPiece]:
-        keys = self.keys
-        assert keys.positions is not None
-        documents = keys.documents or (None,)
-        return [
-            piece
-            for index, of_row in enumerate(documents)
-            for piece in visible(
-                queries,
-                keys.positions[owner],
-                causal=keys.causal,
-                window=keys.window,
-                documents=of_row,
-                batch=index if len(documents) > 1 else None,
-            )
-        ]
+            return self.group.size
+        return _steps(keys._replace(sizes=(), queries=None))
 
     def pieces(self, q: torch.Tensor, owner: int) -> list[BlockPiece]:
         """Returns the pieces of the attention of this rank's queries to the keys of one rank."""
         keys = self.keys
         if keys.queries is None or keys.positions is None:
             return [BlockPiece((0, q.shape[2]), (0, keys.sizes[owner]), False)]
-        return self.visible(keys.queries, owner)
+        return _visible(keys, keys.queries, owner)
 
     def blocks(
         self,
@@ -184,6 +165,32 @@ class _Options(NamedTuple):
             )
             if not block.empty:
                 yield piece, block
+
+
+def _visible(keys: Keys, queries: Runs, owner: int) -> list[BlockPiece]:
+    assert keys.positions is not None
+    documents = keys.documents or (None,)
+    return [
+        piece
+        for index, of_row in enumerate(documents)
+        for piece in visible(
+            queries,
+            keys.positions[owner],
+            causal=keys.causal,
+            window=keys.window,
+            documents=of_row,
+            batch=index if len(documents) > 1 else None,
+        )
+    ]
+
+
+@lru_cache(maxsize=64)
+def _steps(keys: Keys) -> int:
+    """Returns one more than the distance to the farthest block that a rank sees, for keys without sizes and queries."""
+    assert keys.positions is not None
+    ranks = range(len(keys.positions))
+    seen = (step for step in reversed(ranks) for rank in ranks if _visible(keys, keys.positions[rank], rank - step))
+    return 1 + next(seen, 0)
 
 
 def _of_batch(x: torch.Tensor, piece: BlockPiece) -> torch.Tensor:

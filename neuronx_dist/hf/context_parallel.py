@@ -11,6 +11,7 @@ tokens one by one. Gradients are those of this rank's tokens; `reduce_gradients`
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Mapping
@@ -23,7 +24,8 @@ from torch import nn
 from .. import comm
 from ..attention.batch import forget_split, labels_are_shifted, split_of_positions
 from ..attention.context_parallel import attend
-from .model_plan import ModelPlan, UnsupportedModelError
+from ..model_shape import padded_heads
+from .model_plan import ModelPlan, UnsupportedModelError, attentions_of
 
 __all__ = ["METHODS", "apply_context_parallel", "check_context_parallel"]
 
@@ -31,6 +33,8 @@ METHODS = ("ring", "ulysses")
 # Masks that are more than causal, a window and documents, by the words of transformers' code that makes them.
 _OTHER_MASKS = ("or_mask_function=", "and_mask_function=", "block_sequence_ids=", "create_chunked_causal_mask(")
 _ATTENTION = ("full_attention", "sliding_attention")
+_IMPLEMENTATION = "_attn_implementation"  # attribute of configs
+_RAN = "_ran_over_context_parallel_ranks"  # attribute of an attention module: its forward called `_attention`
 
 
 def check_context_parallel(model: Any, plan: ModelPlan, method: str) -> None:
@@ -48,9 +52,10 @@ def check_context_parallel(model: Any, plan: ModelPlan, method: str) -> None:
             f"swap: {type(model).__name__} {reason}: it cannot be trained with cp={comm.size('cp')}; use cp=1 (and tp "
             "with sequence_parallel=True for long sequences)"
         )
-    if method == "ulysses" and plan.heads % comm.size(("cp", "tp")):
+    heads = padded_heads(plan.heads, plan.kv_heads, comm.size("tp")).heads
+    if method == "ulysses" and heads % comm.size(("cp", "tp")):
         raise ValueError(
-            f"swap: {plan.heads} attention heads cannot be divided among tp={comm.size('tp')} x cp={comm.size('cp')} "
+            f"swap: {heads} attention heads cannot be divided among tp={comm.size('tp')} x cp={comm.size('cp')} "
             'ranks: use context_parallel="ring"'
         )
 
@@ -60,14 +65,21 @@ def _reason(model: Any, plan: ModelPlan, config: Any) -> str:
         return "is no model of transformers"
     if not (plan.head and plan.local_logits) or getattr(model.config, "is_encoder_decoder", False):
         return "is no causal language model"
-    if not type(model)._can_set_attn_implementation():
+    classes = _classes(model)
+    if not all(of_model._can_set_attn_implementation() for of_model in classes):
         return "computes attention in code of its own, not by transformers' attention interface"
     mixers = {*(getattr(config, "layer_types", None) or ())} - {*_ATTENTION}
     if mixers or getattr(model, "_is_stateful", False) or any(isinstance(m, nn.Conv1d) for m in model.modules()):
         return f"has layers that pass a state along the sequence{': ' * bool(mixers)}{', '.join(sorted(mixers))}"
-    source = inspect.getsource(sys.modules[type(model).__module__])
+    if not _attentions(model):
+        return "has no attention that is known by the names of its projections"
+    source = "".join(inspect.getsource(sys.modules[name]) for name in {of_model.__module__ for of_model in classes})
     if others := [word.strip("=(") for word in _OTHER_MASKS if word in source]:
         return f"has masks that are more than causal ({', '.join(others)})"
+    if (window := getattr(config, "sliding_window", None)) and "sliding_window=" not in source:
+        return f"has a window in its mask only, which is not passed to its attention (sliding_window={window})"
+    if "create_position_ids_from_input_ids" in source:
+        return "has positions that begin after pad_token_id (create_position_ids_from_input_ids), not with 0"
     if (cap := getattr(config, "attn_logit_softcapping", None)) is not None:
         return f"caps the scores of attention (attn_logit_softcapping={cap})"
     rope = getattr(config, "rope_parameters", None) or {}
@@ -77,20 +89,53 @@ def _reason(model: Any, plan: ModelPlan, config: Any) -> str:
     return ""
 
 
+def _classes(model: Any) -> list[Any]:
+    """Returns the classes of transformers whose code the model and its parts are, also where a user's classes inherit.
+
+    A class without such a parent, as code that came with a checkpoint, stands for itself.
+    """
+    of_parts = [type(module) for module in model.modules() if hasattr(module, "set_attn_implementation")]
+    named = [[one for one in cls.__mro__ if one.__module__.startswith("transformers.models.")] for cls in of_parts]
+    return list(dict.fromkeys(found[0] if found else cls for cls, found in zip(of_parts, named)))
+
+
+def _attentions(model: Any) -> list[nn.Module]:
+    """Returns the model's attentions, also those that are not sharded over tp, which a plan does not name."""
+    return [model.get_submodule(name) for name in attentions_of(name for name, _ in model.named_modules())]
+
+
 def apply_context_parallel(model: Any, method: str) -> None:
-    """Sets the model's attention, and the checks of its inputs."""
+    """Sets the model's attention, in a copy of its config, and the checks of inputs and attentions."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # type: ignore[import-untyped, unused-ignore]
 
     name = f"neuronx_dist_{method}"  # none of transformers' masks has this name: it makes none
     ALL_ATTENTION_FUNCTIONS.register(name, partial(_attention, method))
+    copies: dict[int, Any] = {}
+    for module in model.modules():  # another model that shares the config has masks, which this attention does not read
+        of_module = vars(module)
+        of_module.update({k: copy.deepcopy(x, copies) for k, x in of_module.items() if hasattr(x, _IMPLEMENTATION)})
     model.set_attn_implementation(name)
-    names = list(inspect.signature(model.forward).parameters)
-    model.register_forward_pre_hook(partial(_check_inputs, names), with_kwargs=True)
     model.check_batch = _check_labels  # called by a pipeline, which has the values
+    decoder = model.get_decoder()  # which value heads call, and which model.forward(..) goes through
+    for called in (model,) if decoder is model else (model, decoder):
+        names = list(inspect.signature(called.forward).parameters)
+        called.register_forward_pre_hook(partial(_check_inputs, names), with_kwargs=True)
+    for attention in _attentions(model):
+        attention.register_forward_hook(_check_ran)
+
+
+def _check_ran(attention: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook of an attention: refuses one that has not called the attention over context-parallel ranks."""
+    if not any(vars(module).pop(_RAN, False) for module in attention.modules()):
+        raise UnsupportedModelError(
+            f"{type(attention).__name__} with cp={comm.size('cp')} saw the tokens of this rank only: its forward did "
+            "not call the attention that swap has set. Let it call transformers' ALL_ATTENTION_FUNCTIONS, leave out "
+            "set_attn_implementation after swap, or use cp=1"
+        )
 
 
 def _check_inputs(names: list[str], model: nn.Module, args: Any, kwargs: Any) -> None:
-    """Forward pre-hook of the model: refuses inputs that were not split, and masks, which attention does not read."""
+    """Forward pre-hook of the model and its decoder: refuses inputs that were not split, and masks."""
     inputs = {**dict(zip(names, args)), **kwargs}
     where = f"{type(model).__name__} with cp={comm.size('cp')}"
     if inputs.get("position_ids") is None:
@@ -154,12 +199,14 @@ def _attention(
         "attention dropout": dropout or None,
         "softcap": softcap,
         "a position bias": position_bias,
-        "keys of a cache": None if key.shape[2] == query.shape[2] else key.shape[2],
+        "a cache": None if key.shape[2] == query.shape[2] else key.shape[2],
     }.items():
         if given is not None:
-            raise ValueError(f"{where}: {what} is not possible over context-parallel ranks: leave it out, or use cp=1")
+            instead = "pass use_cache=False" if what == "a cache" else "leave it out"
+            raise ValueError(f"{where}: {what} is not possible over context-parallel ranks: {instead}, or use cp=1")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     split, documents = split_of_positions(position_ids)
+    setattr(module, _RAN, True)
     out = attend(
         method, query, key, value, split, documents, causal=causal, scale=scaling, window=sliding_window, sinks=s_aux
     )

@@ -211,7 +211,8 @@ def _shard_of_rows(output: torch.Tensor) -> torch.Tensor:
 
 def count_all_tokens(model: nn.Module) -> None:
     """Makes the auxiliary loss of transformers' routers one over the tokens of all data ranks."""
-    function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    modules = [sys.modules.get(one.__module__) for one in type(model).__mro__]  # a user's subclass stands elsewhere
+    function = next((f for module in modules if (f := getattr(module, "load_balancing_loss_func", None))), None)
     known = ["gate_logits", "num_experts", "top_k", "attention_mask"]
     if function is not None and comm.size(DATA_AXES) > 1 and [*inspect.signature(function).parameters] == known:
         model.register_forward_hook(_over_all_tokens, with_kwargs=True)

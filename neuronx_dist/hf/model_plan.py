@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "Derived",
     "ModelPlan",
     "UnsupportedModelError",
+    "attentions_of",
     "is_layer",
     "islands_of",
     "leaf_of",
@@ -186,7 +188,7 @@ class ModelPlan:
     @property
     def attentions(self) -> tuple[str, ...]:
         """The regions that are attentions, of whose heads each rank has a part."""
-        queries = {parent_of(name) for name, style in self.styles.items() if leaf_of(name) in _OF_HEADS}
+        queries = attentions_of(self.styles)
         return tuple(region for region in self.regions if region in queries)
 
     def has_plain_attention(self, region: str) -> bool:
@@ -194,6 +196,11 @@ class ModelPlan:
         inside = {name: style for name, style in self.styles.items() if parent_of(name) == region}
         columns = {leaf_of(name) for name, style in inside.items() if style == "column"}
         return columns == set(ATTENTION[:3]) and list(inside.values()).count("row") == 1
+
+
+def attentions_of(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns the modules that are attentions, by the names of their projections among `names`."""
+    return tuple(dict.fromkeys(parent_of(name) for name in names if leaf_of(name) in _OF_HEADS))
 
 
 LOCAL_OUTPUT = ("column", "packed_column", "packed_column_3")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .. import comm
 from .loss_functions import parallel_cross_entropy
 
 __all__ = ["DistributedLogprob", "distributed_logprob", "from_parallel_logits_to_logprobs"]
@@ -31,5 +32,14 @@ def from_parallel_logits_to_logprobs(
     """Returns the log-probability of each next token: `[batch, seq, vocab/tp]`, `[batch, seq] -> [batch, seq - 1]`.
 
     `target` holds the input's ids; it is shifted here. Gradients flow wherever autograd is on, whatever `inference` is.
+
+    Raises:
+        ValueError: the mesh has cp > 1: the token after a rank's last one is on another rank.
     """
+    if (cp := comm.size("cp")) > 1:
+        raise ValueError(
+            f"from_parallel_logits_to_logprobs shifts target {list(target.shape)} within the part of one of cp={cp} "
+            'ranks: call distributed_logprob(logits, part["labels"]), with the part, whose labels are shifted, of '
+            "nxd.get_batch_on_this_context_parallel_rank"
+        )
     return distributed_logprob(vocab_parallel_logits[:, :-1], target[:, 1:], inference)

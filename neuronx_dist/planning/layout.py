@@ -114,7 +114,10 @@ class Layout:
             raise LayoutError(problems)
 
     def problems(self, config: Any = None) -> list[str]:
-        """Returns the problems of this layout for a model of this config; empty if it fits."""
+        """Returns the problems of this layout for a model of this config; empty if it fits.
+
+        It knows sizes only: docs/models.md lists the models that `hf.swap` refuses at cp > 1 for their attention.
+        """
         sizes = ["world_size", "tp", "pp", "cp", "ep", "virtual_pipeline_size"]
         sizes += ["num_microbatches", "global_batch", "seq_len"]
         problems = [

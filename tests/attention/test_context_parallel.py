@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -162,6 +163,49 @@ def test_refusals_name_the_sizes(function: str, sizes: tuple[int, int], options:
             getattr(nxd, function)(x, x, x, **options)
 
     comm.threads.run(Mesh(2, cp=2), rank)
+
+
+@pytest.mark.parametrize("function", [nxd.ring_attention, nxd.ulysses_attention])
+def test_shapes_that_do_not_go_together_are_refused(function: Any) -> None:
+    def rank() -> None:
+        x = torch.zeros(1, 2, 4, 4)
+        for k, v in ((x[..., :3], x), (x, x[:, :1]), (x, x[:, :, :2])):
+            words = re.escape(f"k {list(k.shape)} and v {list(v.shape)} must be [batch, heads, tokens, features]")
+            with pytest.raises(ValueError, match=words):
+                function(x, k, v)
+        with pytest.raises(ValueError, match=r"sinks \[1\] must be \[2\], one score for each head"):
+            function(x, x, x, sinks=torch.zeros(1))
+
+    comm.threads.run(Mesh(2, cp=2), rank)
+
+
+def test_different_descriptions_of_a_sequence_are_refused() -> None:
+    """Ranks with other documents would go around the ring another number of times, and wait forever."""
+
+    def rank() -> None:
+        x, number = torch.zeros(1, 2, 2, 4), comm.rank("cp")
+        with pytest.raises(
+            ValueError, match=r"rank 0 has cu_seqlens .*\[0, 8\].*, and rank [1-3] cu_seqlens .*\[0, 2\]"
+        ):
+            nxd.ring_attention(x, x, x, cu_seqlens=[0, 2, 4, 6, 8] if number else [0, 8])
+
+    comm.threads.run(Mesh(4, cp=4), rank)
+
+
+def test_the_hops_of_many_documents_are_counted_once() -> None:
+    """A batch whose rows have more documents together than the cache of pieces holds: no layer searches them anew."""
+
+    def rank() -> tuple[int, int]:
+        x = torch.zeros(70, 1, 2, 2)
+        bounds = [[0, 1 + row % 3, 4] for row in range(70)]
+        nxd.ring_attention(x, x, x, cu_seqlens=bounds)
+        before = visible.cache_info()
+        nxd.ring_attention(x, x, x, cu_seqlens=bounds)
+        after = visible.cache_info()
+        return after.misses - before.misses, after.hits - before.hits
+
+    misses, hits = comm.threads.run(Mesh(2, cp=2), rank)[0]
+    assert misses + hits <= 70 * 2 * 2 * 2  # rows, blocks and ranks, of which both calls may fall into one count
 
 
 class Layer(nn.Module):

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import copy
+import sys
 from math import prod
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+)
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
@@ -33,6 +48,7 @@ def _eager(model: Any) -> Any:
 
 MODELS: dict[str, Any] = {
     "llama": lambda: reference_model(llama_config()),
+    "three heads": lambda: reference_model(llama_config(heads=3, kv_heads=3)),
     "gpt2": lambda: reference_model(GPT2Config(**_GPT2, **_NO_DROPOUT), GPT2LMHeadModel),
     "mistral": lambda: reference_model(MistralConfig(**_TINY, head_dim=8, sliding_window=5), MistralForCausalLM),
     "gpt-oss": lambda: _eager(
@@ -120,6 +136,7 @@ DOCUMENTS = [[3, 11], [], [7], [1, 2, 8]]
         ("llama", dict(cp=2, tp=2), "zigzag", DOCUMENTS, dict(sequence_parallel=True)),
         ("llama", dict(cp=2), "zigzag", DOCUMENTS, dict(context_parallel="ulysses")),
         ("llama", dict(cp=4), "zigzag", None, dict(context_parallel="ulysses")),
+        ("three heads", dict(cp=2, tp=2), "zigzag", None, dict(context_parallel="ulysses", pad_heads=True)),
         pytest.param("llama", dict(cp=2, tp=2, dp=2), "zigzag", None, {}, marks=pytest.mark.slow),
         pytest.param("llama", dict(cp=4, tp=2), None, DOCUMENTS, {}, marks=pytest.mark.full),
         ("gpt2", dict(cp=4), "zigzag", None, {}),
@@ -194,6 +211,124 @@ def test_inputs_that_are_no_split_are_refused(change: Any, words: str) -> None:
         local = swap(reference_model(llama_config(layers=1)))
         with pytest.raises(ValueError, match=words):
             local(**change(nxd.get_batch_on_this_context_parallel_rank(batch_of(0, None))))
+
+    comm.threads.run(Mesh(2, cp=2), rank)
+
+
+def _of_a_user(name: str) -> Any:
+    model = next(one for one in OF_TRANSFORMERS if one.name == name).make(2)
+    model.__class__ = type("OfAUser", (type(model),), {})
+    return model
+
+
+_ROBERTA = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+_WINDOW = dict(_TINY, use_sliding_window=True, sliding_window=5, num_experts=4, moe_intermediate_size=8)
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: _of_a_user("GPT-J"), "OfAUser computes attention in code of its own"),
+        (lambda: _of_a_user("Gemma 3"), "OfAUser has masks that are more than causal"),
+        (
+            lambda: reference_model(Qwen2MoeConfig(**_WINDOW), Qwen2MoeForCausalLM),
+            r"has a window in its mask only, .* \(sliding_window=5\)",
+        ),
+        (
+            lambda: reference_model(RobertaConfig(**_ROBERTA, is_decoder=True), RobertaForCausalLM),
+            "has positions that begin after pad_token_id",
+        ),
+    ],
+)
+def test_models_whose_parts_need_more_than_their_tokens_are_refused(make: Any, words: str) -> None:
+    """Subclasses in a user's file, windows that only a mask has, positions that do not begin with 0."""
+    model = make()
+    with pytest.raises(UnsupportedModelError, match=words):
+        comm.threads.run(Mesh(2, cp=2), lambda: swap(copy.deepcopy(model)))
+
+
+def test_a_subclass_without_a_readable_source_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class of a notebook: its code is that of transformers' class, with a config that no other model shares."""
+    model = reference_model(llama_config(layers=1))
+    model.__class__ = type("OfANotebook", (LlamaForCausalLM,), {"__module__": "cell"})
+    monkeypatch.setitem(sys.modules, "cell", ModuleType("cell"))
+    whole = float(model(**batch_of(0, None)).loss.detach())
+
+    def rank() -> float:
+        local = copy.deepcopy(model)
+        other = LlamaForCausalLM(local.config)
+        swap(local)
+        assert other.config._attn_implementation == "sdpa"
+        part = nxd.get_batch_on_this_context_parallel_rank(batch_of(0, None))
+        return float(comm.all_reduce(local(**part).loss.detach(), "cp")) / 2
+
+    assert comm.threads.run(Mesh(2, cp=2), rank) == pytest.approx([whole] * 2, rel=1e-6)
+
+
+class _OfThisRank(LlamaAttention):
+    """An attention of the local tokens, not by transformers' interface."""
+
+    def forward(self, hidden_states: torch.Tensor, position_embeddings: Any = None, **options: Any) -> Any:
+        sizes = (*hidden_states.shape[:2], -1, self.head_dim)
+        q, k, v = (
+            layer(hidden_states).view(sizes).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+def _replace_attention(model: Any) -> None:
+    model.model.layers[0].self_attn.__class__ = _OfThisRank
+
+
+def _set_another(model: Any) -> None:
+    model.set_attn_implementation("sdpa")
+
+
+_OLMOE = next(one for one in OF_TRANSFORMERS if one.name == "OLMoE")  # its attention is not sharded over tp
+
+
+@pytest.mark.parametrize(
+    "make, change",
+    [
+        (lambda: reference_model(llama_config(layers=1)), _replace_attention),
+        (lambda: reference_model(llama_config(layers=1)), _set_another),
+        (lambda: _OLMOE.make(1), _set_another),
+    ],
+)
+def test_an_attention_that_sees_this_ranks_tokens_only_is_refused(make: Any, change: Any) -> None:
+    model = make()
+    batch = {key: x.clamp(max=model.config.vocab_size - 1) for key, x in batch_of(0, None).items()}
+
+    def rank() -> None:
+        local = swap(copy.deepcopy(model))
+        part = nxd.get_batch_on_this_context_parallel_rank(batch)
+        with AllInFloat64():
+            local(**part)
+            change(local)
+            with pytest.raises(UnsupportedModelError, match="with cp=2 saw the tokens of this rank only"):
+                local(**part)
+
+    comm.threads.run(Mesh(2, cp=2), rank)
+
+
+def test_calls_beside_the_models_forward_are_checked() -> None:
+    """Value heads call the inner model; a cache's keys are those of other tokens."""
+
+    def rank() -> None:
+        local = swap(reference_model(llama_config(layers=1)))
+        part = nxd.get_batch_on_this_context_parallel_rank(batch_of(0, None))
+        ids, positions = part["input_ids"], part["position_ids"]
+        with pytest.raises(ValueError, match="LlamaModel with cp=2 needs position_ids"):
+            local.model(ids)
+        with pytest.raises(ValueError, match="LlamaModel with cp=2 needs position_ids"):
+            local.forward(**_without("position_ids")(part))
+        with pytest.raises(ValueError, match="LlamaModel with cp=2 reads no attention_mask"):
+            local.model(ids, position_ids=positions, attention_mask=ids * 0)
+        cache = local.model(ids, position_ids=positions, use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="a cache is not possible .* pass use_cache=False, or use cp=1"):
+            local.model(ids, position_ids=positions, past_key_values=cache)
 
     comm.threads.run(Mesh(2, cp=2), rank)
 

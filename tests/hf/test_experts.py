@@ -280,9 +280,14 @@ def test_zero1_refuses_gradients_of_experts_that_are_averaged() -> None:
         threads.run(Mesh(2, ep=2), lambda: _zero1_step(lambda model: model, average_over_data=True))
 
 
-def test_an_auxiliary_loss_in_a_tuple_is_refused() -> None:
+@pytest.mark.parametrize("of_user", [False, True])
+def test_an_auxiliary_loss_in_a_tuple_is_refused(of_user: bool) -> None:
+    """A user's subclass stands in another module than the function of the loss, and is refused too."""
+
     def rank() -> None:
-        local = swap(model("MixtralConfig", True, "eager"))
+        local = model("MixtralConfig", True, "eager")
+        local.__class__ = type("OfAUser", (type(local),), {}) if of_user else type(local)
+        local = swap(local)
         ids, labels, _ = (part.chunk(2)[comm.rank("dp")] for part in batch(0))
         with pytest.raises(ValueError, match="leave return_dict at True"):
             local(input_ids=ids, labels=labels, return_dict=False)

@@ -49,6 +49,16 @@ def test_log_probabilities(tp: int) -> None:
     on_ranks(tp, rank)
 
 
+def test_log_probabilities_of_parts_of_sequences_are_refused() -> None:
+    """The next token of a part's last one is on another cp rank."""
+
+    def rank() -> None:
+        with pytest.raises(ValueError, match=r'of cp=2 ranks: call distributed_logprob\(logits, part\["labels"\]\)'):
+            from_parallel_logits_to_logprobs(draw(2, 5, 8), torch.zeros(2, 5, dtype=torch.long))
+
+    threads.run(Mesh(2, cp=2), rank)
+
+
 def test_plain_functions_below_mappings() -> None:
     x = draw(4, 6)
 
