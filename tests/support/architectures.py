@@ -401,9 +401,9 @@ computes all.
 
 ### Sequences over cp
 
-Where the mesh has cp > 1, each rank has a part of every sequence, and `hf.swap(model)` gives the model an attention that
-sees the parts of all ranks. All ranks of cp load the same rows: sample and seed by `comm.rank("dp")`, not by the world's
-rank. The loop has one more call:
+Where the mesh has cp > 1, each rank has a part of every sequence, and `hf.swap(model)` gives the model an attention
+that sees the parts of all ranks. All ranks of cp load the same rows: sample and seed by `comm.rank("dp")`, not by
+the world's rank. The loop has one more call:
 
 ```
 nxd.init_distributed()
@@ -419,30 +419,30 @@ for rows in loader:                                                    # input_i
     optimizer.zero_grad()
 ```
 
-A rank's loss is its share: the mean over dp and cp is that of one process. Pass labels as for transformers, not shifted,
-and split once. `generate` takes `use_cache=False` and complete prompts on all ranks. Dropout outside of attention draws
-equal masks for the parts of a sequence.
+A rank's loss is its share: the mean over dp and cp is that of one process. Pass labels as for transformers, not
+shifted, and split once. `generate` takes `use_cache=False` and complete prompts on all ranks. Dropout outside of
+attention draws equal masks for the parts of a sequence.
 
-The first one shifts labels before the split, so that the last token of a part predicts the first of the next one, and
-adds `position_ids`. In zig-zag order rank r has chunks r and 2cp - 1 - r of 2cp, and all ranks compute as much under a
-causal mask; without `balance` parts are contiguous, as NxD's. The model sees by `position_ids` how a sequence was split.
-Where packed documents can be read both ways, the balance of the calls counts; without a call, or after calls with both,
-they are refused, as positions that are no split, on all ranks.
+The first one shifts labels before the split, so that the last token of a part predicts the first of the next one,
+and adds `position_ids`. In zig-zag order rank r has chunks r and 2cp - 1 - r of 2cp, and all ranks compute as much
+under a causal mask; without `balance` parts are contiguous, as NxD's. The model sees by `position_ids` how a
+sequence was split. Where packed documents can be read both ways, the balance of the calls counts; without a call, or
+after calls with both, they are refused, as positions that are no split, on all ranks.
 
-All ranks of cp call it in the training loop, with the same batch (the first one is compared); a mask of ones is left out,
-and one that hides tokens is refused: pad on the right, with labels of -100. Only tensors with the length of `input_ids`
-in dim 1 are split.
+All ranks of cp call it in the training loop, with the same batch (the first one is compared); a mask of ones is left
+out, and one that hides tokens is refused: pad on the right, with labels of -100. Only tensors with the length of
+`input_ids` in dim 1 are split.
 
 * `hf.swap(model, context_parallel="ring")`, the default: keys and values go around. `"ulysses"`: each rank has some
   heads of the complete sequence; needs heads that tp x cp divides, key/value heads may be fewer.
-* Packed documents: `position_ids` restart at each. A token sees its document only, in parts, windows and sinks alike; a
-  document may be longer than a part. Labels of first tokens are to be -100.
-* Gradients: `reduce_gradients` and ZeRO-1 average over dp and cp. Without `num_items_in_batch` the loss is the mean over
-  the labels of all data ranks.
-* In layers of your own: `nxd.ring_attention(q, k, v)` and `nxd.ulysses_attention(q, k, v)` take this rank's part, `[b,
-  heads, s/cp, e]` with positions already applied, with `causal`, `window`, `sinks`, `cu_seqlens` of all ranks, `balance`
-  as in the split, and any axis; `lengths` where parts are not equally long. The loss is the sum of the cross entropy of
-  `part["labels"]`, divided by `nxd.global_num_items(part["labels"])`.
+* Packed documents: `position_ids` restart at each. A token sees its document only, in parts, windows and sinks
+  alike; a document may be longer than a part. Labels of first tokens are to be -100.
+* Gradients: `reduce_gradients` and ZeRO-1 average over dp and cp. Without `num_items_in_batch` the loss is the mean
+  over the labels of all data ranks.
+* In layers of your own: `nxd.ring_attention(q, k, v)` and `nxd.ulysses_attention(q, k, v)` take this rank's part,
+  `[b, heads, s/cp, e]` with positions already applied, with `causal`, `window`, `sinks`, `cu_seqlens` of all ranks,
+  `balance` as in the split, and any axis; `lengths` where parts are not equally long. The loss is the sum of the
+  cross entropy of `part["labels"]`, divided by `nxd.global_num_items(part["labels"])`.
 
 Per layer, of a rank's part of q, k, v and the output (`row`: of one key and its value, over batch and local heads):
 
@@ -451,24 +451,26 @@ Per layer, of a rank's part of q, k, v and the output (`row`: of one key and its
 | ring | cp - 1 exchanges of `row * s/cp` | 2 (cp - 1) exchanges of `row * s/cp` |
 | Ulysses | all_to_all of q, k, v; all_to_all of the output | the same |
 
-Blocks that no rank sees do not go around: under a window that is no longer than a contiguous part the ring has 1 exchange
-forward and 2 backward. Beside it, per forward one all_gather of `position_ids`, for whose values the host waits. Activations are 1/cp, also in the memory
-that is predicted (4096 tokens, the default model of the example: 256.4, 128.2 and 64.1 MiB at cp 1, 2, 4).
+Blocks that no rank sees do not go around: under a window that is no longer than a contiguous part the ring has 1
+exchange forward and 2 backward. Beside it, per forward one all_gather of `position_ids`, for whose values the host
+waits. Activations are 1/cp, also in the memory that is predicted (4096 tokens, the default model of the example:
+256.4, 128.2 and 64.1 MiB at cp 1, 2, 4).
 
-Causal attention of 2 x 4096 tokens, forward and backward, takes 0.95 of the ideal, half of one process, by a ring in zig-zag order, 0.67 in
-contiguous parts, 0.96 by Ulysses; keys gathered by hand under a mask 0.46 (2 CPU cores at load 5, `python benchmarks/context_parallel.py --quick`,
-2026-11-27).
+Causal attention of 2 x 4096 tokens, forward and backward, takes 0.95 of the ideal, half of one process, by a ring in
+zig-zag order, 0.67 in contiguous parts, 0.96 by Ulysses; keys gathered by hand under a mask 0.46 (2 CPU cores at
+load 5, `python benchmarks/context_parallel.py --quick`, 2026-11-27).
 
-* Tested (`tests/hf/test_context_parallel.py`: loss, all gradients, weights after three steps, to 1e-10 in float64; transformers' own loss is in
-  float32) at cp 2 and 4 with tp 2, dp 2, pp 2, sequence parallelism and recomputed layers; of the table above 28 models are exact at cp 2.
+* Tested (`tests/hf/test_context_parallel.py`: loss, all gradients, weights after three steps, to 1e-10 in float64;
+  transformers' own loss is in float32) at cp 2 and 4 with tp 2, dp 2, pp 2, sequence parallelism and recomputed
+  layers; of the table above 28 models are exact at cp 2.
 * Refused, with the reason: models that are no causal language models; attention in code of its own (BLOOM, Falcon,
-  GPT-J); states along the sequence (Mamba); scores that are capped (Gemma 2); masks that are more than causal, a window
-  and documents (Gemma 3, Llama 4), or windows that only the mask has (Qwen 2 MoE and Phi MoE with `sliding_window`);
-  positions that begin after `pad_token_id` (RoBERTa); rotary frequencies that depend on the length (`dynamic`,
-  `longrope`). A subclass of yours is judged by the class of transformers from which it inherits. In a call, of the model
-  or its decoder: attention masks with zeros, attention dropout, caches, labels that are not shifted, missing
-  `position_ids`; an attention whose forward did not call the one that swap has set. On XLA cp is refused, since positions
-  have no values there.
+  GPT-J); states along the sequence (Mamba); scores that are capped (Gemma 2); masks that are more than causal, a
+  window and documents (Gemma 3, Llama 4), or windows that only the mask has (Qwen 2 MoE and Phi MoE with
+  `sliding_window`); positions that begin after `pad_token_id` (RoBERTa); rotary frequencies that depend on the
+  length (`dynamic`, `longrope`). A subclass of yours is judged by the class of transformers from which it inherits.
+  In a call, of the model or its decoder: attention masks with zeros, attention dropout, caches, labels that are not
+  shifted, missing `position_ids`; an attention whose forward did not call the one that swap has set. On XLA cp is
+  refused, since positions have no values there.
 
 ### Words of a plan
 
