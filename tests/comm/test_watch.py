@@ -36,6 +36,25 @@ def test_the_watch_ends_before_python_does(monkeypatch: pytest.MonkeyPatch) -> N
     monitor.stop()
 
 
+def test_a_call_of_the_store_that_takes_long_is_awaited() -> None:
+    """On a busy machine: the thread in the call aborts the process if Python has ended before it returns."""
+    asked = threading.Event()
+
+    class SlowStore(CountingStore):
+        def check(self, keys: Any) -> bool:
+            asked.set()
+            time.sleep(1.5)
+            return False
+
+    store = SlowStore()  # a PrefixStore has no reference to the object in Python
+    monitor = FailureMonitor(store, 0, 1)
+    monitor.start()
+    watch = next(t for t in threading.enumerate() if t.name == "neuronx_dist-failure-monitor" and t.is_alive())
+    assert asked.wait(10.0)
+    monitor.stop()
+    assert not watch.is_alive()
+
+
 class CountingStore(dist.Store):
     """Counts what a rank asks the job's store."""
 

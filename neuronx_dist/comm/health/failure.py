@@ -125,8 +125,8 @@ class FailureMonitor:
 
     def _end_watch(self) -> None:
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=2 * _SHORTEST)
+        if self._thread is not None:  # longer than a call of the store takes on a busy machine, if the store lives
+            self._thread.join(timeout=10 * _SHORTEST)
 
     def _end(self) -> None:
         """Ends the watch when Python ends; without an exception, the others may wait for this rank."""
