@@ -42,12 +42,8 @@ unexport PYTHONDONTWRITEBYTECODE
 LOOPBACK := $(if $(filter Linux,$(shell uname -s)),GLOO_SOCKET_IFNAME=lo)
 # One pytest worker per core, each with its own processes; who is done takes over tests of the others. WORKERS=0 is one process,
 # as `$(PY) -m pytest tests/...` is, for debugging.
-# Tests of processes wait for them: where there are many, one worker more than cores uses the time.
-ifeq ($(origin WORKERS),undefined)
-WORKERS := logical
-test test-full test-faults: WORKERS = $(shell expr $$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) + 1)
-endif
-PYTEST = -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations 15
+WORKERS ?= logical
+PYTEST  := -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations 15
 # TABLE=1: a run that passes writes its row of the README's table, of the whole tier.
 row = $(if $(TABLE),$(if $(ARGS),$(error TABLE=1 writes the row of a whole tier: leave out ARGS=$(ARGS)))--write-table '$(1)')
 RUN := env $(LOOPBACK) $(PY) -m neuronx_dist run --standalone --local-addr 127.0.0.1
