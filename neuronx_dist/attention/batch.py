@@ -10,7 +10,6 @@ error alone would leave the others waiting.
 
 from __future__ import annotations
 
-import json
 import zlib
 from typing import Any
 
@@ -37,7 +36,7 @@ __all__ = [
 
 _IGNORED = -100
 _parts: Any = WeakTensorKeyDictionary()  # tensors of parts: one that is split again would lose tokens
-_BALANCES, _COUNTS = "context_parallel_balances", "context_parallel_comparisons"  # in the extras of a context
+_BALANCES = "context_parallel_balances"  # in the extras of a context
 _SEQUENCES = ("input_ids", "inputs_embeds", "labels", "position_ids")  # the first one has the length
 Documents = tuple[Runs, ...] | None
 
@@ -156,16 +155,12 @@ def _has_values(x: torch.Tensor) -> bool:
 
 
 def _texts_of_ranks(topic: str, statement: Any, axis: AxisLike) -> list[tuple[int, Any]] | None:
-    """Returns what each rank of the axis states, without a collective; None: ranks are played one by one."""
-    context, ranks = comm.current(), comm.communicator(axis).ranks
-    board = context.backend.board
+    """Returns the statement of each rank of the axis, without a collective; None: ranks are played one by one."""
+    board, ranks = comm.current().backend.board, comm.communicator(axis).ranks
     if board is None:
         return None
-    subject = f"the {topic} of context-parallel ranks {ranks[0]}"
-    counts: dict[str, int] = context.extras.setdefault(_COUNTS, {})
-    number = counts[subject] = counts.get(subject, -1) + 1
-    texts = board.exchange(subject, number, json.dumps(statement), ranks, f"comparing {subject}")
-    return [(rank, json.loads(texts[rank])) for rank in ranks]
+    values = board.exchange_values(f"the {topic} of context-parallel ranks {ranks[0]}", statement, ranks)
+    return [*values.items()]
 
 
 @spmd.no_typecheck()  # each rank reads its own tensors

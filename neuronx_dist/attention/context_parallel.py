@@ -296,8 +296,7 @@ def _compare_first(group: comm.Communicator, described: dict[str, Any]) -> None:
         return
     compared.add(ranks)
     topic = f"the sequence of attention over ranks {list(ranks)}"
-    texts = context.backend.board.exchange(topic, 0, json.dumps(described), ranks, f"comparing {topic}")
-    first, *others = (json.loads(texts[rank]) for rank in ranks)
+    first, *others = context.backend.board.exchange_values(topic, described, ranks).values()
     for rank, other in zip(ranks[1:], others):
         if different := [name for name in described if first[name] != other[name]]:
             raise ValueError(

@@ -7,7 +7,6 @@ through the job's store, without a collective (later ones are not), and shards o
 
 from __future__ import annotations
 
-import json
 import zlib
 from typing import Any
 
@@ -63,9 +62,8 @@ def compare_noted(communicator: comm.Communicator) -> None:
     for what in [what for what, statement in noted.items() if statement is not None]:
         statement, noted[what], ids_equal = noted[what], None, noted.get("input ids", "") is None
         first_rank, *others = ranks = communicator.ranks
-        subject, board = f"the first {what} of tensor-parallel ranks", context.backend.board
-        texts = board.exchange(f"{subject} {first_rank}", 0, json.dumps(statement), ranks, f"comparing {subject}")
-        statements = {rank: json.loads(text) for rank, text in texts.items()}
+        topic = f"the first {what} of tensor-parallel ranks {first_rank}"
+        statements = context.backend.board.exchange_values(topic, statement, ranks)
         weights.equal_shards.warn_if_equal(statements, context.rank)
         for rank in others:
             if not _equal(statements[first_rank], statements[rank]):

@@ -7,6 +7,7 @@ threads the thread that asks.
 
 from __future__ import annotations
 
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -74,6 +75,12 @@ class Board(ABC):
             self._forget(topic, self._numbers[topic])
         self._numbers[topic] = number
         return {rank: texts[rank] for rank in sorted(texts)}
+
+    def exchange_values(self, topic: str, value: Any, ranks: Sequence[int], what: str = "") -> dict[int, Any]:
+        """Publishes a value of JSON's types; returns those of `ranks` in the call of the same number for `topic`."""
+        number = self._numbers.get(topic, -1) + 1
+        texts = self.exchange(topic, number, json.dumps(value), ranks, what or f"comparing {topic}")
+        return {rank: json.loads(texts[rank]) for rank in ranks}
 
     @abstractmethod
     def _post(self, topic: str, number: int, text: str) -> None: ...

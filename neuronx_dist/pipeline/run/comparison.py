@@ -117,13 +117,12 @@ class PipelineComparison:
         topic = f"model {self._number()}, {moment}, time {count}"
         copies = [comm.current().mesh.group_of(axis, comm.current().rank)[0] for axis in ("tp", ("dp", "cp"))]
         what = f"comparing how the ranks of a pipeline cut their models ({moment})"
-        texts = board.exchange(topic, 0, json.dumps(pieces.statement), [*pipeline, *copies], what)
-        statements = {rank: json.loads(text) for rank, text in texts.items()}
+        statements = board.exchange_values(topic, pieces.statement, [*pipeline, *copies], what)
         of_pipeline = {rank: statements[rank] for rank in pipeline}
         name = _first_difference(of_pipeline)
         if name in pieces.tables:
-            texts = board.exchange(f"{topic}, {name}", 0, json.dumps(pieces.tables[name]), pipeline, what)
-            of_pipeline = {rank: {name: json.loads(text)} for rank, text in texts.items()}
+            tables = board.exchange_values(f"{topic}, {name}", pieces.tables[name], pipeline, what)
+            of_pipeline = {rank: {name: table} for rank, table in tables.items()}
         common = (_SIZE, _HOLDERS, _CUTS)
         of_all = {rank: {key: statement[key] for key in common} for rank, statement in statements.items()}
         mesh = comm.current().mesh
