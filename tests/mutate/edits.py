@@ -275,8 +275,9 @@ class _Walk:
             if keyword.arg is not None:
                 yield self._without("dropped argument", keyword, self.file.start(keyword), self.file.end(keyword))
         for argument in node.args:
-            if isinstance(argument, ast.Constant) and _name(node.func) in ("set", "frozenset"):
-                yield self.file.edit("dropped element", argument, repr(argument.value[1:]))  # of letters
+            value = argument.value if isinstance(argument, ast.Constant) else None
+            if isinstance(value, str) and _name(node.func) in ("set", "frozenset"):
+                yield self.file.edit("dropped element", argument, repr(value[1:]))  # of letters
             else:
                 yield from self._word("constant", argument)
 

@@ -34,6 +34,7 @@ def f(x: "int", y: int = 3, unused: int = 5, *, key="tp") -> "str":
         x.grad = None
         if name == "a":
             continue
+    event.set(True)
     with no_grad():
         g(x.clone(), y, dim=-1)
     return [z for z in x[1:] if z] if x else LIMITS[key]
@@ -45,7 +46,7 @@ EDITS = {
     "negated condition": {"if not (x < y and not y):", 'if not (name == "a"):', "else LIMITS[key]", "if not (z)"},
     "dropped condition": {"if x < y:", "if not y:", "if True:", "if False:"},
     "dropped sign or not": {"x < y and (y)", "dim=(1)"},
-    "constant": {"y: int = 4", "y: int = 2", '"tp": 5', '("a_", "b", "c")', "x[2:]", "x[0:]", "dim=-2"},
+    "constant": {"set(False)", "y: int = 4", "y: int = 2", '"tp": 5', '("a_", "b", "c")', "x[2:]", "x[0:]", "dim=-2"},
     "ignored argument": {"x += 3", "g(x.clone(), 3, dim=-1)", 'LIMITS["tp"]', "x < 3"},
     "dropped statement": {"        pass\n        x.grad", "+= y\n        pass", "no_grad():\n        pass"},
     "dropped raise": {"        pass\n    for"},
@@ -100,7 +101,7 @@ def test_probes_keep_lines_and_see_every_branch(tmp_path: Path) -> None:
     placed = sorted(int(ast.unparse(node.targets[0].slice)) for node in ast.walk(tree) if _is_probe(node))  # type: ignore[attr-defined]
     assert placed == [10 + number for number in numbers]
     # the function, `raise`, after it, the loop's body, `continue`, after the loop, the body of `with`, after it
-    assert [block.start[0] for block in probes.blocks(SOURCE)] == [10, 12, 13, 14, 17, 18, 19, 20]
+    assert [block.start[0] for block in probes.blocks(SOURCE)] == [10, 12, 13, 14, 17, 18, 20, 21]
 
 
 def _is_probe(node: ast.AST) -> bool:
