@@ -8,6 +8,7 @@ has the operand's labels, because its random stream must differ where the operan
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,20 +63,31 @@ rule(
 )(None)
 
 
-@rule(*tensor_factories, kind="factory", linear=ALL, aliases=True)
+def _data(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return kwargs["data"] if "data" in kwargs else next(iter((*args, *kwargs.values())))
+
+
+def _has_numbers(*args: Any, **kwargs: Any) -> bool:
+    """Returns whether there is a number beside the tensors of the list."""
+    data = _data(args, kwargs)
+    return isinstance(data, (list, tuple)) and not all(isinstance(item, Tensor) for item in data)
+
+
+@rule(*tensor_factories, kind="factory", linear=ALL, affine=_has_numbers, aliases=True)
 def tensor(*args: Any, **kwargs: Any) -> Spec:
     """Spec of `torch.tensor`: of numbers, equal on all ranks; of a tensor, its dims; of tensors in a list, stacked."""
     tensors = operands(args, kwargs)
-    data = args[0] if args else next(iter(kwargs.values()))
+    data = _data(args, kwargs)
     if not tensors:
         return Spec((), ((),), {})
     if isinstance(data, Tensor):
         return same(data.shape)
-    dims = ((0,),) if len(tensors) == len(data) else ((0,), (1,))
-    return Spec(tuple(((),) * x.dim() for x in tensors), (dims,), {0: len(data), 1: 1})
+    return Spec(tuple(((),) * x.dim() for x in tensors), (((0,),),), {0: len(data)})
 
 
-@rule(Tensor.new_tensor, kind="factory", linear=((1,),))
+@rule(
+    Tensor.new_tensor, kind="factory", linear=ALL, affine=lambda input, *args, **kwargs: _has_numbers(*args, **kwargs)
+)
 def new_tensor(input: Tensor, data: Any, **kwargs: Any) -> Spec:
     spec = tensor(data)
     return spec._replace(ins=(None, *spec.ins))

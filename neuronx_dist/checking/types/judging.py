@@ -5,7 +5,7 @@ Nothing here runs a call or caches a judgement: `SpmdTypeMode` does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...call_site import call_site
-from ...rules import Rule
+from ...rules import RULES, Rule
 from ...spmd.errors import Violation
 from ...spmd.tensor_type import EQUAL, Note, Origin, TensorType, tensors_in, type_of
 from ...spmd.types import DIFFERING, PARTIAL_NORM, I, P, R, V
@@ -48,6 +48,8 @@ def judge_call(
     Raises:
         SpmdTypeError: the types do not go together.
     """
+    if func is Tensor.new_tensor:  # of the first operand only the dtype is read
+        rule, func, args, tensors, notes = RULES[torch.tensor], torch.tensor, args[1:], tensors[1:], notes[1:]
     enabled = torch.is_grad_enabled()
     operand_types = [
         Operand(note.type, enabled and x.requires_grad, isinstance(x, nn.Parameter)) for x, note in zip(tensors, notes)
@@ -63,7 +65,12 @@ def judge_call(
         for value in rank_values(rule, args, kwargs)
         if rows is None or rows.atom not in mode.atoms(value.axes)
     ]
-    if rule.kind not in ("op", "scalar", "decompose"):
+    for x in _numbers_read(rule, func, args, kwargs):
+        note = mode.note(x, rule.name)
+        if note is not None:
+            _scalar(mode, JudgedCall(RULES[Tensor.item], Tensor.item, (x,), {}, [x], [Operand(note.type, False)], None))
+    stacked = rule.kind == "factory" and len(tensors) > 0
+    if rule.kind not in ("op", "scalar", "decompose") and not stacked:
         type_, assumed = made_type(mode, rule, args, kwargs, operand_types, numbers)
         born = {}
         if rule.kind == "random" and generator_in(args, kwargs) is not None:
@@ -116,6 +123,18 @@ def judge_call(
     judgement = assumed_masked(rule, notes, judgement)
     judgement = judgement._replace(assumed=(*judgement.assumed, *assumed))
     return _assuming(mode, with_numbers(mode, rule, args, kwargs, judgement))
+
+
+def _numbers_read(rule: Rule, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yields tensors whose numbers the call reads: sizes, bounds of slices and of draws, items of lists in a list."""
+    if rule.kind in ("zero", "uniform", "random", "copy_of_meta") and rule.spec is None:
+        sizes = [value for name, value in kwargs.items() if name != "out"]
+        yield from tensors_in([args[rule.name.startswith("new_") :], sizes])
+    if rule.kind == "factory" or func in (Tensor.__getitem__, Tensor.__setitem__):
+        for value in (*args, *kwargs.values()):
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, (list, tuple, slice)):
+                    yield from tensors_in((item.start, item.stop, item.step) if isinstance(item, slice) else item)
 
 
 def _is_all(index: Any) -> bool:

@@ -383,3 +383,42 @@ def test_one_loss_or_several_of_another_scale_are_named_as_such(mode):
 def test_dims_along_which_values_repeat_are_counted_anew(name, src, dst, stack, before, after):
     types = _renumbered({"dp": repeated(frozenset(before))}, src, dst, name, stack, 3)
     assert types == {"dp": repeated(frozenset(after))}
+
+
+READ = {
+    "torch.tensor([[x, 1.0]])": lambda x: torch.tensor([[x, 1.0]]),
+    "torch.as_tensor([[1.0, x]])": lambda x: torch.as_tensor([[1.0, x]]),
+    "x.new_tensor([[x]])": lambda x: x.new_tensor([[x]]),
+    "torch.ones((x,))": lambda x: torch.ones((x.long(),)),
+    "torch.rand(2, x)": lambda x: torch.rand(2, x.long()),
+    "torch.randint(0, x, (2,))": lambda x: torch.randint(0, 1 + x.long().abs(), (2,)),
+    "x.new_zeros(x)": lambda x: x.new_zeros(x.long()),
+    "of_all[:, [x, 0]]": lambda x: torch.ones(3, 4)[:, [x.long(), 0]],
+    "of_all[:, x:]": lambda x: torch.ones(3, 4)[:, x.long() :],
+    "of_all[:, x:] = 0": lambda x: torch.ones(3, 4).__setitem__((0, slice(x.long(), None)), 0.0),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_numbers_that_are_read_inside_of_an_argument_are_equal_on_all_ranks(mode, name):
+    """They were no operands, so that what differs by rank was called equal."""
+    READ[name](typed(()) * 0)
+    with pytest.raises(SpmdTypeError, match="a Python number made of it would differ between the ranks of tp"):
+        READ[name](typed((), tp=V) * 0)
+
+
+def test_tensors_of_a_list_and_of_full_give_their_type(mode):
+    equal, varying, partial = (typed((), tp=type_) for type_ in (R, V, P))
+    for make in (
+        lambda *xs: torch.tensor([*xs]),
+        lambda *xs: equal.new_tensor([*xs]),
+        lambda x: torch.full((2,), x),
+        lambda x: equal.new_full((2,), x),
+        lambda x: torch.full_like(torch.ones(2), x),
+    ):
+        assert [str(spmd.get_axis_local_type(make(x), "tp")) for x in (equal, varying, partial)] == [*"RVP"]
+    for constant in (2.0, equal, varying):
+        with pytest.raises(SpmdTypeError, match="adding a constant|plus, a varying value|added once for each"):
+            torch.tensor([constant, partial])
+    assert spmd.get_axis_local_type(torch.tensor([partial, partial]), "tp") is P
+    assert spmd.get_axis_local_type(torch.tensor([equal, varying, 2.0]), "tp") is V

@@ -85,15 +85,9 @@ def made_type(
     types: dict[str, SpmdType] = {axis: V for operand in numbers for axis, spmd_type in operand.type if spmd_type is V}
     if rule.name in ("ones_like", "full_like"):  # of a shard: their sum is a part of the count
         types.update({axis: spmd_type.base for axis, spmd_type in operands[0].type if isinstance(spmd_type, Shard)})
-    if rule.kind == "factory" and not rule.name.startswith("new_"):  # of `x.new_...` only the dtype is read
-        types.update(
-            {
-                axis: spmd_type
-                for operand in operands
-                for axis, spmd_type in operand.type
-                if spmd_type.letter in DIFFERING
-            }
-        )
+    if rule.name in ("full", "full_like", "new_full"):  # of the other operand only the shape or the dtype is read
+        value = operands[rule.name != "full" :]
+        types.update({axis: type_ for x in value for axis, type_ in x.type if type_.letter in DIFFERING})
     return TensorType.of(types, base.rest), ()
 
 
