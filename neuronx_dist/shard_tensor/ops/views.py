@@ -297,7 +297,7 @@ def unbind(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
 
 @sharded(_T.__iter__)
 def iterate(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    return iter(unbind(torch.unbind, types, args, kwargs))
+    return iter(unbind(func, types, args, kwargs))
 
 
 # --- joined tensors

@@ -401,7 +401,7 @@ READ = {
 
 @pytest.mark.parametrize("name", READ)
 def test_numbers_that_are_read_inside_of_an_argument_are_equal_on_all_ranks(mode, name):
-    """They were no operands, so that what differs by rank was called equal."""
+    """Numbers that are no operands: what differs by rank was called equal."""
     READ[name](typed(()) * 0)
     with pytest.raises(SpmdTypeError, match="a Python number made of it would differ between the ranks of tp"):
         READ[name](typed((), tp=V) * 0)

@@ -15,7 +15,7 @@ from neuronx_dist.parallelize.train.parallel_module import Container
 from neuronx_dist.parallelize.train.state_dicts import deduped_state_dict, load_deduped_state_dict
 from tests.parallelize.support.training import ADAMW, close, loss_of, parallel, whole
 
-__all__ = ["a_sender_without_values", "deduped", "from_rank_0"]
+__all__ = ["a_receiver_without_values", "a_sender_without_values", "deduped", "from_rank_0"]
 
 
 def a_sender_without_values() -> None:
@@ -34,6 +34,21 @@ def a_sender_without_values() -> None:
 
     for text in comm.threads.run(Mesh(2), program):
         assert "buffer 'table' of rank 1, which sends its weights, has no value: make the module with" in text
+
+
+def a_receiver_without_values() -> None:
+    """`broadcast_weights` of rank 0 to a rank with a buffer without a value, which has the value afterwards."""
+
+    def program() -> list[float]:
+        module = Container()
+        rank = comm.current().rank
+        module._buffers["table"] = torch.full((2,), float(rank))
+        if rank == 1:
+            module.__dict__["_uninitialised"]["table"] = "table"
+        broadcast_weights(module, 1)
+        return [*module._buffers["table"].tolist(), len(module.__dict__["_uninitialised"])]
+
+    assert comm.threads.run(Mesh(2), program) == [[0.0, 0.0, 0]] * 2
 
 
 def from_rank_0() -> None:

@@ -86,3 +86,4 @@ def test_buffers_without_a_value_are_not_sent(tmp_path):
 
     comm.threads.run(Mesh(2), program)
     sent_weights.a_sender_without_values()
+    sent_weights.a_receiver_without_values()
