@@ -44,8 +44,10 @@ def one_process(layout: Layout) -> dict[str, torch.Tensor]:
 
 
 def optimizer_of(layout: Layout, model: Any) -> NeuronZero1Optimizer:
-    wrapper = NeuronZero1Optimizer if layout.optimizer == "zero1" else MasterWeightsOptimizer
-    return wrapper(muon_groups(model, muon=MUON, adamw=ADAMW), MuonAdamW, max_norm=0.5)
+    groups = muon_groups(model, muon=MUON, adamw=ADAMW)
+    if layout.optimizer == "zero1":
+        return NeuronZero1Optimizer(groups, MuonAdamW, max_norm=0.5, overlap=layout.tp > 1)
+    return MasterWeightsOptimizer(groups, MuonAdamW, max_norm=0.5)
 
 
 LAYOUTS = {
