@@ -29,7 +29,7 @@ import neuronx_dist as nxd
 from neuronx_dist import comm, hf, spmd
 from neuronx_dist.checkpoint.errors import CheckpointMismatch
 from neuronx_dist.comm.launch import end_step
-from neuronx_dist.optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
+from neuronx_dist.optimizer import MasterWeightsOptimizer, MuonAdamW, NeuronZero1Optimizer, muon_groups
 from neuronx_dist.planning.layout import Layout
 from neuronx_dist.planning.memory import estimate_memory
 
@@ -99,10 +99,15 @@ def build(args: Namespace, config: Any, device: torch.device) -> Run:
 
 
 def make_optimizer(args: Namespace, model: Any, device: torch.device | None = None) -> Any:
-    """AdamW on this rank's parameters, in ZeRO-1 or with master weights of its own."""
-    params = [p for p in model.local_parameters() if p.requires_grad]
-    matrices, vectors = [p for p in params if p.dim() > 1], [p for p in params if p.dim() <= 1]
-    groups = [dict(params=matrices, weight_decay=args.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    """AdamW or Muon on this rank's parameters, in ZeRO-1 or with master weights of its own."""
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW
+    if args.optimizer == "muon":
+        optimizer_class = MuonAdamW
+        groups = muon_groups(model, muon=dict(weight_decay=args.weight_decay), adamw=dict(weight_decay=0.0))
+    else:
+        params = [p for p in model.local_parameters() if p.requires_grad]
+        matrices, vectors = [p for p in params if p.dim() > 1], [p for p in params if p.dim() <= 1]
+        groups = [dict(params=matrices, weight_decay=args.weight_decay), dict(params=vectors, weight_decay=0.0)]
     sharded = partial(NeuronZero1Optimizer, overlap=args.overlap) if args.zero1 else MasterWeightsOptimizer
     clip = args.grad_clip or math.inf
     options: dict[str, Any] = dict(lr=args.lr, betas=(0.9, 0.95))
@@ -110,7 +115,7 @@ def make_optimizer(args: Namespace, model: Any, device: torch.device | None = No
         options["capturable"] = True
     elif device is not None and not args.allow_nonfinite:  # the weights stay those of the last good step
         options["skip_nonfinite"] = True
-    return sharded([g for g in groups if g["params"]], torch.optim.AdamW, max_norm=clip, **options)
+    return sharded([g for g in groups if g["params"]], optimizer_class, max_norm=clip, **options)
 
 
 def check(args: Namespace, config: Any, layout: Layout, time_limit: float | None = None) -> Any:

@@ -17,6 +17,7 @@ from neuronx_dist import Mesh, comm
 from neuronx_dist.comm import launch
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+MUON_TOLERANCE = 1e-4  # its iterations round to bfloat16, where a last bit of a gradient may become one of bfloat16
 
 
 def losses(args: argparse.Namespace, config: Any, data: TextData, device: torch.device) -> list[float]:
@@ -55,7 +56,7 @@ def main(args: argparse.Namespace, config: Any, data: TextData, device: torch.de
     mine = comm.threads.run(Mesh(1), losses, alone, config, data, reference_device)[0] if rank == 0 else None
     expected: list[float] = comm.broadcast_object(mine)
     nxd.destroy_model_parallel()
-    tolerance, worst = TOLERANCE[args.dtype], 0.0
+    tolerance, worst = max(TOLERANCE[args.dtype], MUON_TOLERANCE if args.optimizer == "muon" else 0.0), 0.0
     say(
         f"losses of {args.steps} steps in {args.dtype}, and their largest relative difference from those of one process"
     )

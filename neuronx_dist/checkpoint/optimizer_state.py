@@ -173,8 +173,13 @@ def check_groups(state: State, optimizer: torch.optim.Optimizer, parameters: Map
     paths = [
         path for path in (*state.objects, *(tensor.paths[0] for tensor in state.tensors.values())) if path[:2] == _STATE
     ]
-    for scalar in _SCALARS & {path[-1] for path in paths}:
-        lacking = {path[2] for path in paths} - {path[2] for path in paths if path[-1] == scalar}
+    entries: dict[Any, set[Any]] = {}
+    for path in paths:
+        entries.setdefault(path[2], set()).add(path[-1])
+    for scalar in _SCALARS:
+        # Groups of different optimizers have different entries: Muon counts no steps.
+        complete = [names for names in entries.values() if scalar in names]
+        lacking = [name for name, names in entries.items() if scalar not in names and names | {scalar} in complete]
         if lacking:
             raise CheckpointCorrupted(f"the state of {min(map(str, lacking))} has no {scalar}, which others have")
     for path, value in state.objects.items():

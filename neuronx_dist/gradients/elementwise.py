@@ -7,6 +7,7 @@ __all__ = ["refuse_not_elementwise"]
 _NOT_ELEMENTWISE = {
     "LBFGS": "it takes inner products over all parameters",
     "Muon": "it orthogonalises whole matrices",
+    "MuonAdamW": "it orthogonalises whole matrices",
     "Adafactor": "it factors the second moment of whole matrices into rows and columns",
     "Shampoo": "it preconditions whole matrices",
     "SOAP": "it preconditions whole matrices",
@@ -32,6 +33,11 @@ def refuse_not_elementwise(optimizer_class: type, *, parts: bool = True, advice:
         reason = _NOT_ELEMENTWISE.get(ancestor.__name__)
         if reason is not None and (parts or ancestor.__name__ in _ACROSS_PARAMETERS):
             what = "shards of" if parts else "some of the"
+            if "Muon" in ancestor.__name__:
+                advice += (
+                    "; or torch.optim.Muon or MuonAdamW in NeuronZero1Optimizer or MasterWeightsOptimizer, which bring "
+                    "the rows of a matrix together"
+                )
             raise ValueError(
                 f"{optimizer_class.__name__} cannot work on {what} parameters: {reason}. "
                 f"Use an optimizer whose update is elementwise (SGD, Adam, AdamW, ...){advice}"

@@ -127,12 +127,13 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 "would differ: make the optimizer by build_optimizer(module, optimizer_class), which sums them"
             )
         parts = _shards(group["params"]) > 1
+        is_adamw = group.get("optimizer") == "adamw"  # of MuonAdamW
         process_group = getattr(optimizer, "process_group", None)  # of torch's ZeroRedundancyOptimizer
         if process_group is not None:
             _check_groups(type(optimizer).__name__, group["params"], process_group)
         if parts and _NOTES_STATE not in optimizer.__dict__:
             optimizer.__dict__[_NOTES_STATE] = optimizer.register_state_dict_post_hook(_note_state)
-        if (parts or comm.size("pp") > 1) and not isinstance(optimizer, torch.optim.SparseAdam):
+        if (parts or comm.size("pp") > 1) and not is_adamw and not isinstance(optimizer, torch.optim.SparseAdam):
             advice = " for a model with tensor-parallel shards" if parts else " for a pipeline"
             refuse_not_elementwise(type(optimizer), parts=parts, advice=advice)
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..gradients.elementwise import refuse_not_elementwise
 from ..nearest import nearest
+from .muon import MuonAdamW, is_muon_class
 
 __all__ = ["OptimizerFactory", "check_factory", "make_base_optimizer"]
 
@@ -83,11 +84,15 @@ def make_base_optimizer(
             f"optimizer_class {factory!r} returned {type(optimizer).__name__} with other parameters than those "
             "passed: it must use the parameter groups of its argument, which are shards, unchanged"
         )
+    if isinstance(optimizer, torch.optim.Muon):
+        optimizer = MuonAdamW.of_muon(optimizer)
     optimizer.averages_over_data = True  # type: ignore[attr-defined] # the wrapper does
     return optimizer
 
 
 def _refuse_shards(optimizer_class: type) -> None:
+    if is_muon_class(optimizer_class):
+        return
     refuse_not_elementwise(
         optimizer_class, advice=", or this optimizer after reduce_gradients(model), without the wrapper"
     )

@@ -11,7 +11,7 @@ gathered in the group alone. (ZeRO++, Wang et al., 2023, and FSDP's HYBRID_SHARD
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .. import comm
@@ -52,6 +52,10 @@ class Unsharded:
         alone = comm.communicator(())
         return Sharding(alone, alone, 1.0)
 
+    def place(self, rank: int) -> tuple[int, int]:
+        """The number of a rank's rows, and the number of its copy of them: each rank has all rows."""
+        return 0, comm.current().mesh.coordinate(DATA_AXES, rank)
+
 
 class DataSharding:
     """The sharding of each parameter. All ranks of the job make it together.
@@ -74,34 +78,46 @@ class DataSharding:
     def __init__(self, groups: Any = None, average: bool = True) -> None:
         self._average = average
         axes = [DATA_AXES, *([_EXPERT_AXES] if comm.size("ep") > 1 else [])]
+        self._number_of: dict[int, int] = {}  # of a rank's list
         if groups is None:
             self._groups = {axis: (comm.communicator(axis), comm.communicator(())) for axis in axes}
         else:
             lists = _checked(_lists(groups))
-            self._groups = {axis: _groups_along(axis, lists) for axis in axes}
+            self._number_of = {rank: number for number, ranks in enumerate(lists) for rank in ranks}
+            self._groups = {axis: _groups_along(axis, self._number_of) for axis in axes}
 
     def of(self, gradient: ParameterGradient) -> Sharding:
         """The sharding of the parameter that has this gradient."""
         scale = 1 / comm.size(DATA_AXES) if self._average else 1.0
         return Sharding(*self._groups[gradient.data_axis], scale)
 
+    def place(self, rank: int) -> tuple[int, int]:
+        """The number of a rank's rows, and the number of its copy of them, of parameters that are no experts."""
+        parts = _parts(comm.current().mesh.group_of(DATA_AXES, rank), self._number_of)
+        return next((part.index(rank), replica) for replica, part in enumerate(parts) if rank in part)
 
-def _groups_along(axis: tuple[str, ...], lists: Sequence[Sequence[int]]) -> tuple[comm.Communicator, comm.Communicator]:
+
+def _parts(data_ranks: Sequence[int], number_of: Mapping[int, int]) -> list[list[int]]:
+    """The sharding groups among data ranks, which those of one list form."""
+    parts: dict[int, list[int]] = {}
+    for rank in data_ranks:
+        parts.setdefault(number_of.get(rank, 0), []).append(rank)
+    return [*parts.values()]
+
+
+def _groups_along(axis: tuple[str, ...], number_of: Mapping[int, int]) -> tuple[comm.Communicator, comm.Communicator]:
     """This rank's sharding group among the ranks along `axis`, and its replicas."""
-    number_of = {rank: number for number, ranks in enumerate(lists) for rank in ranks}
     groups: list[list[int]] = []
     replicas: list[list[int]] = []
     for data_ranks in comm.current().mesh.groups(axis):
-        parts: dict[int, list[int]] = {}
-        for rank in data_ranks:
-            parts.setdefault(number_of[rank], []).append(rank)
-        if len({len(part) for part in parts.values()}) > 1:
+        parts = _parts(data_ranks, number_of)
+        if len({*map(len, parts)}) > 1:
             raise ValueError(
-                f"sharding_groups divide the ranks {data_ranks} along {','.join(axis)} into {[*parts.values()]}: the "
+                f"sharding_groups divide the ranks {data_ranks} along {','.join(axis)} into {parts}: the "
                 f"parts must have equal sizes"
             )
-        groups += parts.values()
-        replicas += map(list, zip(*parts.values()))
+        groups += parts
+        replicas += map(list, zip(*parts))
     return _communicator(groups, "sharding"), _communicator(replicas, "replicas")
 
 

@@ -1,4 +1,4 @@
-"""ZeRO-1: any elementwise torch optimizer, its state and fp32 master weights sharded over the data-parallel ranks.
+"""ZeRO-1: an elementwise torch optimizer or Muon, its state and fp32 masters sharded over the data-parallel ranks.
 
     gradients --reduce-scatter (mean)--> shards --clip--> base optimizer on shards --all-gather--> parameters
 
@@ -39,6 +39,8 @@ from ..weights.wrappers import note_saved_state
 from .base_optimizer import OptimizerFactory, check_factory, make_base_optimizer
 from .gathers import Gathers
 from .loss_scaler import LossScaler
+from .matrix_owners import MatrixOwners
+from .muon import MuonAdamW, refuse_vectors
 from .rank_state import check_loadable, rank_of_shards, state_path, turns
 from .shard_buckets import (
     cut_buckets,
@@ -74,8 +76,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
     Args:
         params: parameters or parameter groups of this rank (`local_parameters()` of a pipeline model).
-        optimizer_class: a torch optimizer whose update is elementwise: SGD, Adam, AdamW, ...; or a factory that returns
-            one for parameter groups: a `functools.partial` of a class, a function.
+        optimizer_class: a torch optimizer whose update is elementwise: SGD, Adam, AdamW, ...; `torch.optim.Muon` or
+            `MuonAdamW`; or a factory that returns one for parameter groups: a `functools.partial` of a class, a
+            function.
         optimizer_dtype: dtype of master weights and state. None: fp32, or the parameter's if that is wider.
         grad_clipping: False leaves gradients as they are, and `grad_norm` None.
         max_norm: norm to clip at; None means 1.0, `inf` only measures.
@@ -116,7 +119,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         RuntimeError: there is no mesh; the message says what to call.
         TypeError: an optimizer is given instead of its class, a module in place of parameters, or an option that
             neither class has.
-        ValueError: the optimizer's update is not elementwise, or the groups do not fit.
+        ValueError: the optimizer's update is not elementwise, and not Muon's; or the groups do not fit; or a parameter
+            of Muon is no matrix.
     """
 
     averages_over_data = True  # `step` takes the mean that `reduce_gradients(average_over_data=False)` leaves out
@@ -229,6 +233,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if self.base_optimizer is not None:
             self.base_optimizer.add_param_group(self._shard_group(self.param_groups[-1]))
+            self._find_matrices(self.param_groups[-1:], self.base_optimizer)
             _copy_options(self.base_optimizer.param_groups[-1:], self.param_groups[-1:])
 
     @torch.no_grad()
@@ -373,8 +378,13 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
     def _make_base(self) -> torch.optim.Optimizer:
         """Returns the base optimizer; builds it and the shards at the first call."""
         if self.base_optimizer is None:
+            factory: Any = getattr(self.optimizer_class, "func", self.optimizer_class)  # of a partial
+            if isinstance(factory, type) and issubclass(factory, torch.optim.Muon):
+                for group in self.param_groups:
+                    refuse_vectors(group)
             groups = [self._shard_group(group) for group in self.param_groups]
             self.base_optimizer = make_base_optimizer(self.optimizer_class, groups, self._options)
+            self._find_matrices(self.param_groups, self.base_optimizer)
             # The class's own defaults: schedulers want to find them in our groups, and some in `defaults`.
             self.defaults = {**self.base_optimizer.defaults, **self.defaults}
             _copy_options(self.base_optimizer.param_groups, self.param_groups)
@@ -394,6 +404,19 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self._group_sizes.append(len(shards))
         options = {name: value for name, value in group.items() if name != "param_names"}
         return {**options, "params": [shard.master for shard in shards]}
+
+    def _find_matrices(self, groups: Sequence[dict[str, Any]], base: torch.optim.Optimizer) -> None:
+        """Passes Muon the parameters whose rows its shards are."""
+        if not isinstance(base, MuonAdamW):
+            return
+        base.owners = base.owners or MatrixOwners(self._sharding.place)
+        shards = {id(shard.master): shard for shard in self.shards}
+        for group, base_group in zip(groups, base.param_groups[-len(groups) :]):
+            names = group.get("param_names", ["a parameter"] * len(group["params"]))
+            trained = [(param, name) for param, name in zip(group["params"], names) if param.requires_grad]
+            for (param, name), master in zip(trained, base_group["params"]):
+                if base_group["optimizer"] == "muon":
+                    base.owners.add(param, shards[id(master)], name)
 
     def _local_part(self, param: Any) -> Any:
         """This rank's part of a ShardTensor: a plain leaf that shares its memory and its gradient."""

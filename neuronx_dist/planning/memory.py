@@ -24,7 +24,7 @@ from .. import accelerator, comm, hf
 from ..comm.backends.c10d import C10dCommunicator
 from ..comm.base import Backend, Communicator, WorkLike
 from ..gradients.reduce import reduce_gradients
-from ..optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
+from ..optimizer import MasterWeightsOptimizer, MuonAdamW, NeuronZero1Optimizer, muon_groups
 from ..parallel_layers.activation_checkpoint import checkpoint_layers
 from ..pipeline.model import NxDPPModel
 from ..program.fake_mode import QuietFakeMode
@@ -125,7 +125,8 @@ def estimate_memory(
     Args:
         layout: has the batch and the dtype; `zero1` chooses between the two optimizers of `neuronx_dist.optimizer`.
         config: config of a Hugging Face causal LM.
-        optimizer_class, optimizer_options: the optimizer that `NeuronZero1Optimizer` or `MasterWeightsOptimizer` wraps.
+        optimizer_class, optimizer_options: the optimizer that `NeuronZero1Optimizer` or `MasterWeightsOptimizer` wraps;
+            `MuonAdamW` gets the groups of `muon_groups`.
         device: the device of the job. Kernels, and so the tensors that they save for backward, differ between devices.
         checkpoint_activations: layers are recomputed in backward (`checkpoint_layers`).
 
@@ -208,7 +209,7 @@ def _play(
         params = [param for param in model.local_parameters() if param.requires_grad]
         meter.kind = OPTIMIZER
         wrapper = NeuronZero1Optimizer if layout.zero1 else MasterWeightsOptimizer
-        optimizer = wrapper(params, optimizer_class, **options)
+        optimizer = wrapper(muon_groups(model) if optimizer_class is MuonAdamW else params, optimizer_class, **options)
         for param in params:  # a first step, in which the optimizer makes its state
             param.grad = torch.empty_like(param)
         optimizer.step()
@@ -287,6 +288,9 @@ class _MeasuringCommunicator(C10dCommunicator):
 
     def start_all_to_all(self, gathered: torch.Tensor, scattered: torch.Tensor) -> WorkLike:
         return _HoldingWork(gathered, scattered)
+
+    def start_exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> WorkLike:
+        return _HoldingWork(*received, *sent)
 
     def start_broadcast(self, buffer: torch.Tensor, src: int) -> WorkLike:
         return _HoldingWork(buffer)

@@ -260,7 +260,7 @@ def initialize_parallel_optimizer(
 
     Args:
         nxd_config: of `neuronx_distributed_config`.
-        optimizer_class: a torch optimizer; with ZeRO-1 one whose update is elementwise.
+        optimizer_class: a torch optimizer; with ZeRO-1 one whose update is elementwise, or Muon.
         parameters: parameters or groups of them, of this rank: `model.parameters()` of an `NxDModel`.
 
     Raises:

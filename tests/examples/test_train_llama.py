@@ -94,10 +94,10 @@ def test_processes_give_the_losses_of_one(trained, tmp_path):
     assert losses(out) == pytest.approx(losses(trained[0]), rel=1e-5)
 
 
-def test_a_saved_folder_is_trained_further_in_another_layout_and_in_bfloat16(trained, tmp_path):
+def test_a_saved_folder_is_trained_further_in_another_layout_in_bfloat16_with_muon(trained, tmp_path):
     out = tmp_path / "run"
-    flags = ["--model", str(trained[0] / "model"), "--zero1", "--dtype", "bfloat16", "--out", str(out)]
-    code, text = run(*SMALL, *flags, ranks=2)
+    flags = ["--model", str(trained[0] / "model"), "--zero1", "--dtype", "bfloat16", "--optimizer", "muon"]
+    code, text = run(*SMALL, *flags, "--out", str(out), ranks=2)
     assert code == 0, text
     assert losses(out)[0] < losses(trained[0])[-1] + 0.1  # it goes on from where the first run ended
 

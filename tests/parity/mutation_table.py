@@ -16,6 +16,7 @@ from tests.modules.test_lora import compare as adapters
 from tests.modules.test_lora import compare_row
 from tests.modules.test_moe import compare as experts
 from tests.modules.test_moe import counted_rows, moved_bias, shuffled
+from tests.optimizer.test_muon import compare as matrices_of_muon
 from tests.parallel_layers.test_conv import compare as convolution
 from tests.parallel_layers.test_nxd_names import (
     test_collectives_by_the_arguments_of_torch_xla as collectives_of_torch_xla,
@@ -231,6 +232,7 @@ CASES: dict[str, Callable[[], None]] = {
     "full_state_dict:comm.gather_objects#1": partial(steps_of_a_pipeline, Case(pp=2)),
     "start_reduce_scatter:comm.reduce_scatter#1": partial(one_step, Case(dp=2, optimizer="zero1")),
     "start_all_gather:comm.all_gather#1": partial(one_step, Case(dp=2, optimizer="zero1")),
+    "MatrixOwners._exchange:comm.exchange#1": partial(matrices_of_muon, Mesh(2), "defaults", "zero1"),
     "finish_reduce_scatter:comm.all_reduce#1": hybrid_step,
     "report_loss:comm.all_reduce#1": partial(steps_of_a_pipeline, Case(dp=2)),
     "report_loss:comm.broadcast#1": partial(steps_of_a_pipeline, Case(pp=2)),

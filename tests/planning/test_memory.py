@@ -15,6 +15,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.optimizer import MuonAdamW, muon_groups
 from neuronx_dist.pipeline.schedule import Schedule, WrittenSchedule
 from neuronx_dist.pipeline.schedule.selection import NAMES as SCHEDULES
 from neuronx_dist.planning.layout import Layout, LayoutError
@@ -114,6 +115,7 @@ class Case:
     layout: Layout
     sizes: dict[str, Any] = field(default_factory=dict)
     checkpoint_activations: bool = False
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
 
     def config(self) -> Any:
         from transformers import LlamaConfig
@@ -162,6 +164,7 @@ CASES = [
     Case("zb_h1-tp2-pp2-sp", layout(4, tp=2, pp=2, num_microbatches=5, global_batch=10, **SPLIT), WIDE),
     Case("zb_v-pp4-9-microbatches", layout(4, pp=4, num_microbatches=9, global_batch=9, schedule="zb_v"), DEEP),
     Case("zb_v-pp2-dp2-zero1-5-microbatches", layout(4, pp=2, num_microbatches=5, global_batch=20, **V), TIED),
+    Case("muon-tp2-zero1", layout(4, tp=2, zero1=True), optimizer=MuonAdamW),
     Case("one-process", layout(1)),
     Case("one-process-recomputing", layout(1), checkpoint_activations=True),
     Case("one-process-one-microbatch", layout(1, num_microbatches=1, global_batch=4)),
@@ -222,7 +225,8 @@ def train_and_measure(case: Case, ask_allocator: bool = False) -> Measured:
         nxd.checkpoint_layers(model)
     hf.materialize(model, seed=0)
     wrapper = nxd.NeuronZero1Optimizer if layout.zero1 else nxd.MasterWeightsOptimizer
-    optimizer = wrapper(model.local_parameters(), torch.optim.AdamW, lr=1e-3)
+    params = muon_groups(model) if case.optimizer is MuonAdamW else model.local_parameters()
+    optimizer = wrapper(params, case.optimizer, lr=1e-3)
     ids = torch.randint(0, module.config.vocab_size, (layout.micro_batch * layout.num_microbatches, layout.seq_len))
     batch = {"input_ids": ids, "labels": ids.clone(), "num_items_in_batch": torch.tensor(float(ids.numel()))}
 
@@ -278,7 +282,8 @@ def _allocated(step: Any) -> int:
 @pytest.mark.parametrize("case", MEASURED, ids=[case.name for case in MEASURED])
 def test_the_measured_peak_of_every_rank_is_the_predicted_one(case: Case) -> None:
     shape = case.layout
-    estimate = estimate_memory(shape, case.config(), checkpoint_activations=case.checkpoint_activations)
+    recomputed = case.checkpoint_activations
+    estimate = estimate_memory(shape, case.config(), checkpoint_activations=recomputed, optimizer_class=case.optimizer)
     measured = processes(shape.world_size).run(train_and_measure, case, mesh=dict(tp=shape.tp, pp=shape.pp))
     for rank, found in enumerate(measured):
         stage = estimate.stages[found.stage]

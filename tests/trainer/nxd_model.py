@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, trainer
+from neuronx_dist.optimizer import MuonAdamW, muon_groups
 from neuronx_dist.parallel_layers import parallel_cross_entropy
 from neuronx_dist.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
@@ -27,6 +28,7 @@ BATCH = [torch.randint(VOCAB, (ROWS, SEQ), generator=_GENERATOR) for _ in range(
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.5, momentum=0.9),
     "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "muon": partial(MuonAdamW, lr=0.01),
 }
 
 
@@ -106,7 +108,8 @@ def train(mesh: nxd.Mesh, options: Options) -> tuple[list[Any], list[float], dic
     torch.manual_seed(0)
     config = config_of(mesh, options)
     model = trainer.initialize_parallel_model(config, LanguageModel, False, options.sequence_parallel)
-    optimizer = trainer.initialize_parallel_optimizer(config, OPTIMIZERS[options.optimizer], model.parameters())
+    params = muon_groups(model) if options.optimizer == "muon" else model.parameters()
+    optimizer = trainer.initialize_parallel_optimizer(config, OPTIMIZERS[options.optimizer], params)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, STEPS)
     losses, norms = [], []
     rows = ROWS // mesh.size("dp")
@@ -130,7 +133,8 @@ def in_one_process(options: Options) -> tuple[list[float], list[float], dict[str
     if options.meta:
         for module in model.modules():
             initialise(module, torch.device("cpu"))
-    optimizer = OPTIMIZERS[options.optimizer](model.parameters())
+    params: Any = muon_groups(model) if options.optimizer == "muon" else model.parameters()
+    optimizer = OPTIMIZERS[options.optimizer](params)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, STEPS)
     losses, norms = [], []
     for ids in BATCH:

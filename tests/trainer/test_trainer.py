@@ -32,6 +32,8 @@ LAYOUTS = [
     (Mesh(4, pp=2), Options(optimizer="adamw", meta=True)),
     (Mesh(4, tp=2, pp=2), Options(sequence_parallel=True, zero1=True, meta=True)),
     (Mesh(2, tp=2), Options(meta=True)),
+    (Mesh(4, tp=2), Options(zero1=True, sequence_parallel=True, optimizer="muon")),
+    (Mesh(4, tp=2, pp=2), Options(zero1=True, meta=True, optimizer="muon")),
 ]
 
 

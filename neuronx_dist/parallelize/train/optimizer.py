@@ -25,6 +25,7 @@ from ... import comm
 from ...gradients.elementwise import refuse_not_elementwise
 from ...gradients.in_backward import paused
 from ...mesh import Mesh
+from ...optimizer.muon import is_muon_class
 from ...optimizer.zero1 import NeuronZero1Optimizer
 from ..config import ComputeConfig
 from .gradient_sync import GradientSync, ShardedSync
@@ -77,7 +78,8 @@ def build_optimizer(
         module: a `ParallelModule`, or a module with parallel submodules. Its other parameters are equal on all ranks of
             a unit, and their gradients are summed over the units too (`_non_parallel_module_reducer`).
         optimizer_fn: a torch optimizer class, or a function that makes an optimizer from a list of parameters, which it
-            may divide into groups. Under ZeRO, and where parameters are cut, its update must be elementwise.
+            may divide into groups. Under ZeRO, and where parameters are cut, its update must be elementwise; or Muon's,
+            under ZeRO.
         compute_config: decides how the state is sharded and gradients are reduced; None: the configuration of the
             parallel modules.
         kwargs: arguments of `optimizer_fn`.
@@ -322,7 +324,12 @@ def _check_update(optimizer_class: type, module: ParallelModule) -> None:
     parameters = [stored for stored in module.STORED.values() if stored.kind == "parameter"]
     is_cut = any(stored.spec(module.AXIS, module.SIZE).is_sharded for stored in parameters)
     if is_cut or module.RANKS > 1:
-        refuse_not_elementwise(optimizer_class, parts=is_cut)
+        advice = (
+            ", or ComputeConfig(use_zero=True), where Muon gets whole matrices"
+            if is_muon_class(optimizer_class)
+            else ""
+        )
+        refuse_not_elementwise(optimizer_class, parts=is_cut, advice=advice)
 
 
 def _check_mesh(config: ComputeConfig | None) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
+from neuronx_dist.optimizer import MuonAdamW
 from tests.checking.user_programs.support import normal, programs
 
 DP = {"dp": 2}
@@ -42,6 +43,29 @@ def mse_step(model, optimizer, batch):
 )
 def muon(bug):
     return dict(model_fn=lambda: parallel_mlp(False) if bug else mlp(False), step=mse_step)
+
+
+def muon_and_adamw(params):
+    params = list(params)
+    matrices, vectors = [p for p in params if p.dim() == 2], [p for p in params if p.dim() != 2]
+    return [dict(params=matrices, optimizer="muon"), dict(params=vectors, optimizer="adamw")]
+
+
+@programs(
+    mesh={"dp": 2, "tp": 2},
+    inputs=REGRESSION,
+    optimizer=lambda params: nxd.NeuronZero1Optimizer(muon_and_adamw(params), MuonAdamW, lr=0.01),
+    bugs={"by_itself": "each rank orthogonalises its shards, without the wrapper that brings them together"},
+)
+def muon_under_zero1(bug):
+    def step(model, optimizer, batch):
+        F.mse_loss(model(batch["x"]), batch["y"]).backward()
+        nxd.reduce_gradients(model, average_over_data=bool(bug))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plain = dict(optimizer=lambda params: MuonAdamW(muon_and_adamw(params), lr=0.01)) if bug else {}
+    return dict(model_fn=parallel_mlp, step=step, **plain)
 
 
 @programs(

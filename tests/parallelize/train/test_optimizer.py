@@ -11,7 +11,7 @@ from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.gradients.accumulation import no_sync
-from neuronx_dist.optimizer import NeuronZero1Optimizer
+from neuronx_dist.optimizer import MuonAdamW, NeuronZero1Optimizer, muon_groups
 from neuronx_dist.parallelize.config import ComputeConfig
 from neuronx_dist.parallelize.train.optimizer import ParallelOptimizer, build_optimizer, sync_grad_when
 from tests.parallelize.support.training import (
@@ -65,6 +65,33 @@ def test_training_equals_one_process(plan, units, zero, parent, factory):
     expected = one_process(module, factory(module.parameters()), STEPS, units, 0.5)
     weights = dict(module.named_parameters())
     for results, found in trained(config, lambda module: build_optimizer(module, factory), parent, 0.5):
+        close(results, expected)
+        close(found, {name: param.detach() for name, param in weights.items()})
+
+
+def muon(params):
+    params = list(params)
+    matrices, vectors = [p for p in params if p.dim() == 2], [p for p in params if p.dim() != 2]
+    return MuonAdamW([{"params": matrices, "optimizer": "muon"}, {"params": vectors, "optimizer": "adamw"}], lr=0.02)
+
+
+@pytest.mark.parametrize("plan, units, zero", [(1, 2, 1), (2, 2, 2), (4, 1, 1)])
+def test_muon_of_cut_matrices_under_zero_equals_one_process(plan, units, zero):
+    config = ComputeConfig(plan, plan * units, use_zero=True, zero_ngroups=zero)
+    module = original()
+    expected = one_process(module, muon(module.parameters()), STEPS, units, 0.5)
+    weights = dict(module.named_parameters())
+
+    def make(module):
+        with pytest.raises(ValueError, match="muon_groups cannot see .* pass is_muon=lambda name"):
+            muon_groups(module)
+        groups = muon_groups(module, is_muon=lambda name: True)
+        assert [len(group["params"]) for group in groups] == [
+            len(group["params"]) for group in muon(weights.values()).param_groups
+        ]
+        return build_optimizer(module, muon)
+
+    for results, found in trained(config, make, "", 0.5):
         close(results, expected)
         close(found, {name: param.detach() for name, param in weights.items()})
 

@@ -1,0 +1,275 @@
+"""Muon for matrices and AdamW for all other parameters, in one optimizer: on one rank, or sharded by ZeRO-1.
+
+    groups = muon_groups(model, adamw=dict(weight_decay=0.0))
+    optimizer = NeuronZero1Optimizer(groups, MuonAdamW, lr=3e-4)
+
+Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) replaces a matrix's momentum by the nearest
+orthogonal matrix, which Newton-Schulz iterations approximate: five times three products of matrices in bfloat16. The
+steps are those of `torch.optim.Muon` and `torch.optim.AdamW`, bit for bit. Under ZeRO-1 each rank updates the momentum
+of its rows, and `MatrixOwners` brings the rows of a matrix together for the iterations alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..nearest import nearest
+from ..spmd.watching import active
+from ..weights.partial_model import partial_model
+from ..weights.shard_spec import restamp, spec_of
+from .matrix_owners import MatrixOwners
+
+__all__ = ["MuonAdamW", "is_muon_class", "muon_groups", "refuse_vectors"]
+
+_KINDS = ("muon", "adamw")
+_MUON = dict(
+    lr=1e-3,
+    weight_decay=0.1,
+    momentum=0.95,
+    nesterov=True,
+    ns_coefficients=(3.4445, -4.7750, 2.0315),
+    eps=1e-7,
+    ns_steps=5,
+    adjust_lr_fn=None,
+)
+_ADJUST = (None, "original", "match_rms_adamw")
+_ADAMW = inspect.signature(torch.optim.AdamW).parameters.keys() - {"params"}
+_adamw_step = inspect.unwrap(torch.optim.AdamW.step)  # without its hooks: those of MuonAdamW run
+_muon_step = inspect.unwrap(torch.optim.Muon.step)
+
+
+def is_muon_class(optimizer_class: Any) -> bool:
+    """Returns whether a class makes the steps of `torch.optim.Muon`, or is `MuonAdamW`."""
+    step: Any = getattr(optimizer_class, "step", None)
+    return inspect.unwrap(step) in (_muon_step, inspect.unwrap(MuonAdamW.step))
+
+
+class MuonAdamW(torch.optim.AdamW):
+    """Muon and AdamW by parameter groups, `dict(params=..., optimizer="muon")` or `"adamw"`; see `muon_groups`.
+
+    A group may have any option of its optimizer. Plain on one rank it equals the two optimizers of torch; where
+    matrices are sharded, pass the class to `NeuronZero1Optimizer` or `MasterWeightsOptimizer`.
+
+    Args:
+        params: the groups.
+        lr: learning rate of both: with `adjust_lr_fn="match_rms_adamw"` one value fits both.
+        weight_decay: decoupled weight decay of both.
+        momentum, nesterov, ns_coefficients, ns_steps: of Muon, as in torch; a group's `eps` is that of its iterations.
+        adjust_lr_fn: "match_rms_adamw": `lr * 0.2 * sqrt(max(sizes))`, whose updates are as large as AdamW's;
+            "original": `lr * sqrt(max(1, rows / columns))`. The sizes are those of the whole matrix.
+        betas, eps: of AdamW.
+
+    Raises:
+        ValueError: a group has no `optimizer`, or a Muon group a parameter that is no matrix, or a value does not fit.
+    """
+
+    owners: MatrixOwners | None = None  # of shards
+    _kind: str | None = None  # of groups that do not say it
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = "match_rms_adamw",
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        self._of_muon = dict(
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_coefficients=ns_coefficients,
+            eps=_MUON["eps"],
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+        )
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+    @classmethod
+    def of_muon(cls, optimizer: torch.optim.Muon) -> MuonAdamW:
+        """Returns an optimizer with the groups of a `torch.optim.Muon`."""
+        result = cls([{**group, "optimizer": "muon"} for group in optimizer.param_groups])
+        result.defaults, result._kind = optimizer.defaults, "muon"
+        return result
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters of one of the two optimizers."""
+        kind = param_group.get("optimizer", self._kind)
+        if kind not in _KINDS:
+            raise ValueError(
+                f"MuonAdamW: a parameter group has optimizer={kind!r}: pass groups dict(params=..., optimizer='muon') "
+                "of matrices and dict(params=..., optimizer='adamw') of embeddings, heads and vectors, such as "
+                "muon_groups(model)"
+            )
+        group = {**(self._of_muon if kind == "muon" else {}), **param_group, "optimizer": kind}
+        if kind == "muon" and group["adjust_lr_fn"] not in _ADJUST:
+            raise ValueError(f"MuonAdamW: adjust_lr_fn is {group['adjust_lr_fn']!r}; pass one of {_ADJUST}")
+        super().add_param_group(group)
+        if kind == "muon":
+            refuse_vectors(self.param_groups[-1])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes one step; where matrices have owners, all ranks of the stage call it together."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.param_groups
+        by_kind = {kind: [group for group in groups if group["optimizer"] == kind] for kind in _KINDS}
+        self.param_groups = by_kind["adamw"]
+        try:
+            _adamw_step(self)
+        finally:
+            self.param_groups = groups
+        self._step_matrices([(x, group) for group in by_kind["muon"] for x in group["params"] if x.grad is not None])
+        return loss
+
+    def _step_matrices(self, matrices: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
+        params = [param for param, _ in matrices]
+        if self.owners is None or active() is not None:
+            # A type check sees an elementwise update of shards, which that of whole matrices is for the ranks.
+            function = _orthogonalised if self.owners is None else _unchanged
+            for param, group in matrices:
+                _apply(param, group, function(self._momentum(param, group), group), param.shape)
+        elif matrices:
+            updates = self.owners.compute(
+                params,
+                lambda number: self._momentum(*matrices[number]).bfloat16(),  # as the iterations: nothing is lost
+                lambda number, whole: _orthogonalised(whole, matrices[number][1]),
+            )
+            for (param, group), update, shape in zip(matrices, updates, self.owners.shapes(params)):
+                _apply(param, group, update, shape)
+
+    def _momentum(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        grad, state, momentum = param.grad, self.state[param], group["momentum"]
+        assert grad is not None
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(grad)
+        buffer: Tensor = state["momentum_buffer"].lerp_(grad, 1 - momentum)
+        return grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # Adam's looks for a step count of each parameter
+        self.__dict__.setdefault("_of_muon", dict(_MUON))
+
+
+def refuse_vectors(group: dict[str, Any]) -> None:
+    """Raises a ValueError, with its name, for a parameter of a group that is no matrix."""
+    names = group.get("param_names") or [f"parameter {number} of the group" for number in range(len(group["params"]))]
+    for name, param in zip(names, group["params"]):
+        if param.dim() != 2:
+            raise ValueError(
+                f"Muon got {name} of shape {tuple(param.shape)}, which is no matrix [out, in]: pass AdamW's "
+                "parameters in a group of their own, as NeuronZero1Optimizer(muon_groups(model), MuonAdamW, lr=...)"
+            )
+
+
+def muon_groups(
+    model: nn.Module,
+    *,
+    muon: dict[str, Any] | None = None,
+    adamw: dict[str, Any] | None = None,
+    is_muon: Callable[[str], bool] | None = None,
+) -> list[dict[str, Any]]:
+    """Returns parameter groups of `MuonAdamW`: Muon's matrices, and AdamW's all other parameters of this rank.
+
+    Matrices are the parameters `[out, in]` of the model that require gradients. Of AdamW are embeddings, weights tied
+    to them, heads (what `get_output_embeddings()` returns, or a matrix with as many rows as an embedding, whose name
+    has "head" or "output"), and everything that has not two dims, such as norms, biases and stacks of experts.
+
+    Args:
+        muon, adamw: options of the groups, such as `dict(lr=2e-2)`.
+        is_muon: returns, by name, whether a parameter with two dims is Muon's; None: as said.
+
+    Returns:
+        Two groups, with the names of the parameters; one may be empty, as on a stage without matrices.
+
+    Raises:
+        TypeError: an option is unknown.
+        ValueError: the model has a module of `parallelize`, whose parts do not say which are embeddings, and `is_muon`
+            is None.
+    """
+    options = {"muon": muon or {}, "adamw": adamw or {}}
+    for kind, known in (("muon", _MUON), ("adamw", _ADAMW)):
+        for option in options[kind]:
+            if option not in known:
+                raise TypeError(f"muon_groups: {kind} has no option {option!r}; nearest: {nearest(option, known)}")
+    partial = partial_model(model)
+    restamp(partial.original_module)
+    if is_muon is None and any(hasattr(module, "STORED") for module in partial.original_module.modules()):
+        raise ValueError(
+            "muon_groups cannot see which parameters of a module of parallelize are embeddings, whose modules it has "
+            "no more: pass is_muon=lambda name: 'embed' not in name and 'head' not in name, or as the names are"
+        )
+    embedded = {id(param) for param in _embedded(partial.original_module)}
+    groups: dict[str, list[tuple[str, nn.Parameter]]] = {kind: [] for kind in _KINDS}
+    for name, param in partial.local_named_parameters():
+        if param.requires_grad:
+            is_matrix = param.dim() == 2 and not spec_of(param).experts
+            chosen = is_matrix and (id(param) not in embedded if is_muon is None else is_muon(name))
+            groups["muon" if chosen else "adamw"].append((name, param))
+    return [{"params": groups[kind], "optimizer": kind, **options[kind]} for kind in _KINDS]
+
+
+def _embedded(model: nn.Module) -> Iterator[Tensor]:
+    """The weights of embeddings and heads."""
+    sizes: set[Any] = set()
+    for module in model.modules():
+        weight, rows = getattr(module, "weight", None), getattr(module, "num_embeddings", None)
+        if rows is not None and isinstance(weight, Tensor):
+            sizes.add(rows)
+            yield weight
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is not None:
+        yield from head.parameters()
+    for name, param in model.named_parameters():
+        is_head = any(word in name.lower() for word in ("head", "output"))
+        if is_head and param.dim() == 2 and spec_of(param).unpadded_shape[0] in sizes:
+            yield param
+
+
+def _orthogonalised(matrix: Tensor, group: dict[str, Any]) -> Tensor:
+    """Newton-Schulz iterations in bfloat16, as in `torch.optim.Muon`, so that both have the same bits."""
+    a, b, c = group["ns_coefficients"]
+    rows, columns = matrix.shape
+    x = matrix.to(torch.bfloat16, copy=True)
+    if rows > columns:
+        x = x.T
+    x.div_(x.norm().clamp(min=group["eps"]))
+    for _ in range(group["ns_steps"]):
+        gram = x @ x.T
+        gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, gram, x, beta=a)
+    return x.T if rows > columns else x
+
+
+def _unchanged(matrix: Tensor, group: dict[str, Any]) -> Tensor:
+    return matrix
+
+
+def _apply(param: Tensor, group: dict[str, Any], update: Tensor, shape: Sequence[int]) -> None:
+    """Makes the step of a shard, `[rows, columns]`; rows that `update` lacks are padding."""
+    lr = float(group["lr"])
+    param.mul_(1 - lr * group["weight_decay"])
+    rows = param if len(update) == len(param) else param[: len(update)]
+    rows.add_(update, alpha=-lr * _factor(group["adjust_lr_fn"], *shape))
+
+
+def _factor(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
+    """The factor of the learning rate for the sizes of the whole matrix."""
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
