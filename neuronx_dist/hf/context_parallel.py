@@ -208,6 +208,6 @@ def _attention(
     split, documents = split_of_positions(position_ids)
     setattr(module, _RAN, True)
     out = attend(
-        method, query, key, value, split, documents, causal=causal, scale=scaling, window=sliding_window, sinks=s_aux
+        comm.size("cp") if method == "ulysses" else 1, query, key, value, split, documents, causal=causal, scale=scaling, window=sliding_window, sinks=s_aux
     )
     return out.transpose(1, 2).contiguous(), None
