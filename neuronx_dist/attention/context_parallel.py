@@ -11,7 +11,7 @@ Per rank, of `row` elements of a key and its value over batch and heads, and s t
     | ring | cp - 1 messages of `row * s/cp` | 2 (cp - 1) messages of `row * s/cp` |
     | ring, blocks that a window or documents hide | fewer messages | twice as many |
     | ulysses | 1 all-to-all of q, k, v, 1 of the output | the same |
-    | both | 1 all-to-all of q, k, v, cp/u - 1 messages of `row * s/cp`, 1 all-to-all | the same, 2 (cp/u - 1) messages |
+    | both | 1 all-to-all of q, k, v, cp/u - 1 messages of `row * s/cp`, 1 all-to-all | the same, twice the messages |
 
 A degree u stands for all three in this file: 1 is the ring, cp is Ulysses.
 """
@@ -33,9 +33,9 @@ from ..spmd.tensor_type import TensorType
 from ..spmd.types import Shard, V
 from ..spmd.watching import active
 from .positions import Runs, joined, zigzag_runs
-from .ring import Keys, attention
+from .ring import Keys, attention, ring_steps
 
-__all__ = ["Split", "attend", "parts_of_axis", "ring_attention", "split_of", "ulysses_attention"]
+__all__ = ["Split", "attend", "parts_of_axis", "ring_attention", "split_of", "traffic", "ulysses_attention"]
 
 
 class Split(NamedTuple):
@@ -263,6 +263,37 @@ def _keys_of_groups(
     return Keys(sizes, False, positions[group], positions, causal, window, documents)
 
 
+def traffic(
+    degree: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    split: Split,
+    documents: tuple[Runs, ...] | None = None,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+) -> tuple[int, int]:
+    """Counts the elements that the first rank sends in `attend`, forward and backward, and its messages.
+
+    An all-to-all counts as one message. Equal on all ranks, whose parts may be of different lengths.
+    """
+    keys = _keys_of_groups(split, degree, 0, causal, window, documents)
+    hops = 3 * (ring_steps(keys) - 1)  # once in forward, twice in backward
+    row = k.shape[1] * _repeats(q.shape[1], k.shape[1], degree) * (k.shape[3] + v.shape[3])
+    heads = q.shape[1] * (q.shape[3] + v.shape[3])
+    exchanged = 2 * (heads + row) * (degree - 1) // degree
+    messages = 0 if degree == 1 else 4 if q.shape[3] == v.shape[3] else 8
+    return q.shape[0] * split.lengths[0] * (hops * row + exchanged), hops + messages
+
+
+def _repeats(heads: int, kv_heads: int, degree: int) -> int:
+    """Returns how often each key/value head is repeated, for the ranks to divide them."""
+    if kv_heads % degree == 0:
+        return 1
+    return degree // kv_heads if degree % kv_heads == 0 else heads // kv_heads
+
+
 def _by_heads(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -275,9 +306,8 @@ def _by_heads(
     scale: float,
 ) -> torch.Tensor:
     """Computes attention by the heads of each rank of `axis`, whose ranks have `rows` tokens; keys go around `ring`."""
-    size, heads, kv_heads = len(rows), q.shape[1], k.shape[1]
-    if kv_heads % size:
-        repeats = size // kv_heads if size % kv_heads == 0 else heads // kv_heads
+    size = len(rows)
+    if (repeats := _repeats(q.shape[1], k.shape[1], size)) > 1:
         k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
     longest, rank = max(rows), int(comm.rank(axis))
     by_rank = [x.unflatten(1, (size, -1)) for x in (q, k, v)]  # [b, size, heads/size, s/cp, e]

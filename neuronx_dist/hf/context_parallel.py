@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -23,16 +24,16 @@ from torch import nn
 
 from .. import comm
 from ..attention.batch import forget_split, labels_are_shifted, split_of_positions
-from ..attention.context_parallel import attend
+from ..attention.context_parallel import attend, parts_of_axis, traffic
 from ..model_shape import padded_heads
 from .model_plan import ModelPlan, UnsupportedModelError, attentions_of
 
-__all__ = ["METHODS", "apply_context_parallel", "check_context_parallel"]
+__all__ = ["apply_context_parallel", "check_context_parallel"]
 
-METHODS = ("ring", "ulysses")
 # Masks that are more than causal, a window and documents, by the words of transformers' code that makes them.
 _OTHER_MASKS = ("or_mask_function=", "and_mask_function=", "block_sequence_ids=", "create_chunked_causal_mask(")
 _ATTENTION = ("full_attention", "sliding_attention")
+_LOG = logging.getLogger(__name__)
 _IMPLEMENTATION = "_attn_implementation"  # attribute of configs
 _RAN = "_ran_over_context_parallel_ranks"  # attribute of an attention module: its forward called `_attention`
 
@@ -44,8 +45,7 @@ def check_context_parallel(model: Any, plan: ModelPlan, method: str) -> None:
         UnsupportedModelError: with the reason.
         ValueError: the method is unknown, or Ulysses has too few heads.
     """
-    if method not in METHODS:
-        raise ValueError(f"swap: context_parallel={method!r} is not one of {', '.join(METHODS)}")
+    degrees = _degrees(method)
     config = model.config.get_text_config() if hasattr(model, "config") else None
     if reason := _reason(model, plan, config):
         raise UnsupportedModelError(
@@ -53,11 +53,28 @@ def check_context_parallel(model: Any, plan: ModelPlan, method: str) -> None:
             "with sequence_parallel=True for long sequences)"
         )
     heads = padded_heads(plan.heads, plan.kv_heads, comm.size("tp")).heads
-    if method == "ulysses" and heads % comm.size(("cp", "tp")):
+    if all(heads % comm.size((f"cp%{degree}", "tp")) for degree in degrees):
+        of_cp = " or ".join(map(str, degrees))
         raise ValueError(
-            f"swap: {heads} attention heads cannot be divided among tp={comm.size('tp')} x cp={comm.size('cp')} "
-            'ranks: use context_parallel="ring"'
+            f"swap: {heads} attention heads cannot be divided among tp={comm.size('tp')} x {of_cp} ranks of "
+            f'cp={comm.size("cp")}, as context_parallel="{method}" does: use "ring", or "auto"'
         )
+
+
+def _degrees(method: str) -> list[int]:
+    """Returns how many ranks may divide the heads: 1 is the ring, cp is Ulysses.
+
+    Raises:
+        ValueError: there is no such method at this cp.
+    """
+    cp = comm.size("cp")
+    divisors = [n for n in range(1, cp + 1) if cp % n == 0]
+    both = divisors[1:-1]
+    methods = {"auto": divisors, "ring": [1], "ulysses": [cp], **({"ring+ulysses": both} if both else {})}
+    methods |= {f"ring+ulysses:{n}": [n] for n in both}
+    if method not in methods:
+        raise ValueError(f"swap: context_parallel={method!r} is not one of {', '.join(methods)} (cp={cp})")
+    return methods[method]
 
 
 def _reason(model: Any, plan: ModelPlan, config: Any) -> str:
@@ -109,6 +126,8 @@ def apply_context_parallel(model: Any, method: str) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # type: ignore[import-untyped, unused-ignore]
 
     name = f"neuronx_dist_{method}"  # none of transformers' masks has this name: it makes none
+    for degree in _degrees(method):
+        parts_of_axis(degree)  # while all ranks are here
     ALL_ATTENTION_FUNCTIONS.register(name, partial(_attention, method))
     copies: dict[int, Any] = {}
     for module in model.modules():  # another model that shares the config has masks, which this attention does not read
@@ -173,6 +192,30 @@ def _check_labels(model: nn.Module, inputs: Mapping[str, Any]) -> None:
         checked.add(model.training)
 
 
+def _cheapest(method: str, *call: Any, **sees: Any) -> int:
+    """Returns the degree of the method by which a rank sends least in a call of `attend`; logs each that is taken once.
+
+    Equal on all ranks, which have equal shapes, splits and documents.
+    """
+    degrees = _degrees(method)
+    if len(degrees) == 1:
+        return degrees[0]
+    query = call[0]
+    sent = {degree: traffic(degree, *call, **sees) for degree in degrees if query.shape[1] % degree == 0}
+    best = min(sent, key=sent.__getitem__)
+    taken: set[int] = comm.current().extras.setdefault("context_parallel_degrees", set())
+    if best not in taken:
+        taken.add(best)
+        by_degree = {1: "ring", comm.size("cp"): "ulysses"}
+        names = {degree: by_degree.get(degree, f"ring+ulysses:{degree}") for degree in sent}
+        costs = ", ".join(
+            f"{names[degree]} {elements * query.element_size() / 1e6:.3g} MB in {messages} messages"
+            for degree, (elements, messages) in sent.items()
+        )
+        _LOG.info("attention over cp=%d is %s; a rank sends per call: %s", comm.size("cp"), names[best], costs)
+    return best
+
+
 def _attention(
     method: str,
     module: nn.Module,
@@ -207,7 +250,7 @@ def _attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     split, documents = split_of_positions(position_ids)
     setattr(module, _RAN, True)
-    out = attend(
-        comm.size("cp") if method == "ulysses" else 1, query, key, value, split, documents, causal=causal, scale=scaling, window=sliding_window, sinks=s_aux
-    )
+    sees: dict[str, Any] = dict(causal=causal, window=sliding_window)
+    degree = _cheapest(method, query, key, value, split, documents, **sees)
+    out = attend(degree, query, key, value, split, documents, **sees, scale=scaling, sinks=s_aux)
     return out.transpose(1, 2).contiguous(), None

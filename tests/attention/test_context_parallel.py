@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
 from neuronx_dist.attention import zigzag_runs
-from neuronx_dist.attention.context_parallel import split_of
+from neuronx_dist.attention.context_parallel import split_of, traffic
 from neuronx_dist.attention.positions import visible
 from neuronx_dist.mesh import Mesh
 
@@ -85,9 +86,7 @@ CASES: dict[str, dict[str, Any]] = {
     + [(4, "ulysses_attention", 2)],
 )
 @pytest.mark.parametrize("name", CASES)
-def test_attention_of_parts_is_attention_of_the_sequence(
-    name: str, cp: int, function: str, degree: int | None
-) -> None:
+def test_attention_of_parts_is_attention_of_the_sequence(name: str, cp: int, function: str, degree: int | None) -> None:
     options = {**CASES[name], **({} if degree is None else {"degree": degree})}
     kv_heads, values = options.pop("kv_heads", 4), options.pop("values", FEATURES)
     has_sinks, balance = options.pop("sinks", False), options.get("balance")
@@ -295,5 +294,11 @@ def test_messages_and_bytes() -> None:
             [("all_to_all", "cp", 3 * row), ("all_to_all", "cp", row)],
             [("all_to_all", "cp", row), ("all_to_all", "cp", 3 * row)],
         ]
+        q = torch.empty(1, 4, 6, 2)  # of the bytes of an all-to-all, 1 / size stay
+        split = split_of((6,) * cp)
+        for degree, calls in ((1, ring), (2, both), (cp, ulysses)):
+            sizes = {"cp": cp, "cp%2": 2}
+            sent = [size - size // sizes[axis] if verb == "all_to_all" else size for verb, axis, size in chain(*calls)]
+            assert traffic(degree, q, q, q, split) == (sum(sent) // element, len(sent))
         there, hop, back = ("all_to_all", "cp%2", 3 * row), ("exchange", "cp/2", 2 * row), ("all_to_all", "cp%2", row)
         assert both == [[there, hop, back], [back, hop, hop, there]]

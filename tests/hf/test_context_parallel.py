@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 from math import prod
 from types import ModuleType
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from transformers import (
     GPT2Config,
@@ -28,7 +30,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
+from neuronx_dist.attention import zigzag_order
 from neuronx_dist.hf import UnsupportedModelError, full_state_dict, swap, transformer_layer_class
+from neuronx_dist.hf.context_parallel import _attention
 from neuronx_dist.mesh import Mesh
 from tests.hf.models import SIZES, VOCAB, error, llama_config, meta_model, reference_model
 from tests.hf.parity import AllInFloat64
@@ -137,6 +141,10 @@ DOCUMENTS = [[3, 11], [], [7], [1, 2, 8]]
         ("llama", dict(cp=2), "zigzag", DOCUMENTS, dict(context_parallel="ulysses")),
         ("llama", dict(cp=4), "zigzag", None, dict(context_parallel="ulysses")),
         ("three heads", dict(cp=2, tp=2), "zigzag", None, dict(context_parallel="ulysses", pad_heads=True)),
+        ("llama", dict(cp=4), "zigzag", DOCUMENTS, dict(context_parallel="ring+ulysses")),
+        ("llama", dict(cp=4, tp=2), None, None, dict(context_parallel="ring+ulysses:2", sequence_parallel=True)),
+        ("gpt-oss", dict(cp=4), "zigzag", None, dict(context_parallel="ring+ulysses")),
+        ("mistral", dict(cp=4), None, DOCUMENTS, dict(context_parallel="auto")),
         pytest.param("llama", dict(cp=2, tp=2, dp=2), "zigzag", None, {}, marks=pytest.mark.slow),
         pytest.param("llama", dict(cp=4, tp=2), None, DOCUMENTS, {}, marks=pytest.mark.full),
         ("gpt2", dict(cp=4), "zigzag", None, {}),
@@ -152,6 +160,45 @@ def test_three_steps_are_those_of_one_process(
     degrees = {"tp": 1, "cp": 1, "dp": 1, **sizes}
     mesh = Mesh(degrees["tp"] * degrees["cp"] * degrees["dp"], tp=degrees["tp"], cp=degrees["cp"])
     compare(name, mesh, balance, documents, **options)
+
+
+def test_auto_takes_the_method_by_which_a_rank_sends_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few key/value heads: ring; as many as query heads: Ulysses, where cp divides them; a short window: ring."""
+    lines: list[str] = []
+    monkeypatch.setattr(logging.Logger, "info", lambda self, text, *values: lines.append(text % values))
+
+    def taken(cp: int, heads: int, kv_heads: int, window: int | None, balance: str | None) -> str:
+        def rank() -> None:
+            q, k = (torch.zeros(1, n, 8, 2) for n in (heads, kv_heads))
+            places = torch.arange(8 * cp) if balance is None else zigzag_order(8 * cp, cp)
+            positions = places.chunk(cp)[comm.rank("cp")][None]
+            nxd.get_batch_on_this_context_parallel_rank({"input_ids": torch.zeros(1, 8 * cp)}, balance)
+            _attention("auto", nn.Identity(), q, k, k, None, sliding_window=window, position_ids=positions)
+
+        lines.clear()
+        comm.threads.run(Mesh(cp, cp=cp), rank)
+        assert len({*lines}) == 1 and len(lines) == cp
+        return lines[0].split(";")[0].rpartition(" ")[2]
+
+    assert taken(2, 8, 2, None, None) == "ring"
+    assert taken(2, 8, 8, None, "zigzag") == "ulysses"
+    assert taken(4, 8, 8, 4, None) == "ring"
+    assert taken(4, 8, 8, 4, "zigzag") == "ulysses"
+    assert taken(4, 6, 6, None, None) == "ring+ulysses:2"
+
+
+@pytest.mark.parametrize(
+    "method, cp, words",
+    [
+        ("rings", 4, r"is not one of auto, ring, ulysses, ring\+ulysses, ring\+ulysses:2 \(cp=4\)"),
+        ("ring+ulysses", 2, r"is not one of auto, ring, ulysses \(cp=2\)"),
+        ("ulysses", 2, r"3 attention heads cannot be divided among tp=1 x 2 ranks of cp=2"),
+    ],
+)
+def test_methods_that_do_not_fit_are_refused(method: str, cp: int, words: str) -> None:
+    model = MODELS["three heads"]()
+    with pytest.raises(ValueError, match=words):
+        comm.threads.run(Mesh(cp, cp=cp), lambda: swap(copy.deepcopy(model), context_parallel=method))
 
 
 def _without(name: str) -> Any:
