@@ -333,8 +333,12 @@ def _added(
 
 
 def _nothing(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output and log-sum-exp of rows that have seen no key."""
-    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
+    """Returns the output and log-sum-exp of rows that have seen no key.
+
+    In memory heads follow rows, as in the output of torch's kernels: models join them without a copy.
+    """
+    batch, heads, rows, _ = q.shape
+    out = q.new_zeros((batch, rows, heads, v.shape[3]), dtype=dtype).transpose(1, 2)
     return out, q.new_full(q.shape[:3], -float("inf"), dtype=dtype)
 
 

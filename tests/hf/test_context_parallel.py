@@ -31,7 +31,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
 from neuronx_dist.attention import zigzag_order
-from neuronx_dist.hf import UnsupportedModelError, full_state_dict, swap, transformer_layer_class
+from neuronx_dist.hf import UnsupportedModelError, full_state_dict, materialize, swap, transformer_layer_class
 from neuronx_dist.hf.context_parallel import _attention
 from neuronx_dist.mesh import Mesh
 from tests.hf.models import SIZES, VOCAB, error, llama_config, meta_model, reference_model
@@ -185,6 +185,33 @@ def test_auto_takes_the_method_by_which_a_rank_sends_least(monkeypatch: pytest.M
     assert taken(4, 8, 8, 4, None) == "ring"
     assert taken(4, 8, 8, 4, "zigzag") == "ulysses"
     assert taken(4, 6, 6, None, None) == "ring+ulysses:2"
+
+
+@pytest.mark.parametrize("method, bound", [("ring", 1.02), ("ulysses", 1.08)])
+def test_activations_take_one_part_in_cp_of_the_memory(method: str, bound: float) -> None:
+    """Bytes that are saved for backward; Ulysses saves the output of attention in both orders, by heads and by rows."""
+    model = meta_model(llama_config(layers=1, kv_heads=4), dtype=torch.float32)
+    batch = {name: x[:2].repeat(1, 16) for name, x in batch_of(0, None).items()}
+
+    def rank() -> int:
+        local = swap(copy.deepcopy(model), context_parallel=method)
+        materialize(local, seed=0)
+        weights = {param.untyped_storage()._cdata for param in local.parameters()}
+        saved = {}
+
+        def save(x: torch.Tensor) -> torch.Tensor:
+            saved[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+            return x
+
+        part = nxd.get_batch_on_this_context_parallel_rank(batch, "zigzag")
+        items = nxd.global_num_items(part["labels"])
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
+            local(**part, num_items_in_batch=items)
+        return sum(size for address, size in saved.items() if address not in weights)
+
+    alone, *parts = (comm.threads.run(Mesh(cp, cp=cp), rank) for cp in (1, 2, 4))
+    for of_ranks in parts:
+        assert all(1 <= size * len(of_ranks) / alone[0] < bound for size in of_ranks), (alone, of_ranks)
 
 
 @pytest.mark.parametrize(
