@@ -29,6 +29,7 @@ __all__ = [
     "forget_split",
     "get_batch_on_this_context_parallel_rank",
     "labels_are_shifted",
+    "padding_was_left_out",
     "shift_labels",
     "split_batch",
     "split_of_positions",
@@ -36,7 +37,7 @@ __all__ = [
 
 _IGNORED = -100
 _parts: Any = WeakTensorKeyDictionary()  # tensors of parts: one that is split again would lose tokens
-_BALANCES = "context_parallel_balances"  # in the extras of a context
+_BALANCES, _PADDED = "context_parallel_balances", "context_parallel_padding"  # in the extras of a context
 _SEQUENCES = ("input_ids", "inputs_embeds", "labels", "position_ids")  # the first one has the length
 Documents = tuple[Runs, ...] | None
 
@@ -67,30 +68,57 @@ def get_batch_on_this_context_parallel_rank(
     Args:
         batch: equal on all ranks of the axis, which is checked for the first one. Tensors `[b, s, ..]`, with the s of
             `input_ids` (else `inputs_embeds`, `labels`, `position_ids`), are split, others stay. `position_ids`,
-            `[b, s]`, restart at packed documents; without them they count from 0. An `attention_mask` of ones is left
-            out: attention over cp reads none.
+            `[b, s]`, restart at packed documents; without them they count from 0. An `attention_mask` of ones, or of
+            padding on the right, is left out: causal attention shows padding to nobody, whose labels are to be -100.
         balance: None: rank r gets the r-th of cp contiguous parts; "zigzag": chunks r and 2cp - 1 - r of 2cp, by which
             causal attention is as much work on every rank.
 
     Raises:
-        ValueError: cp, or 2cp, does not divide the sequence; a mask hides tokens; ranks have different batches; the
-            call is in a worker of a data loader; tensors that are not of one sequence.
+        ValueError: cp, or 2cp, does not divide the sequence; a mask hides tokens before others, or with labels; ranks
+            have different batches; the call is in a worker of a data loader; tensors that are not of one sequence.
     """
     size = comm.size(axis)
     if balance not in (None, "zigzag"):
         raise ValueError(f'balance={balance!r} is neither None (contiguous) nor "zigzag"')
     if size == 1:
         return batch
-    mask = batch.get("attention_mask")
-    if mask is not None and _has_values(mask) and not bool((mask == 1).all()):
-        raise ValueError(
-            f"attention_mask {list(mask.shape)} hides {int((mask != 1).sum())} tokens, but attention over "
-            f"{size} context-parallel ranks reads no mask: leave it out; pad on the right, with labels of -100, or "
-            "pack documents, with position_ids that restart"
-        )
     if not comm.current().extras.get(_BALANCES):
         _refuse_shifted_labels(batch)
-    return split_batch({name: value for name, value in batch.items() if name != "attention_mask"}, balance, axis)
+    return split_batch(_without_mask(batch, size), balance, axis)
+
+
+def _without_mask(batch: dict[str, Any], size: int) -> dict[str, Any]:
+    """Returns the batch without its mask; positions of padding count on."""
+    mask = batch.get("attention_mask")
+    batch = {name: value for name, value in batch.items() if name != "attention_mask"}
+    if mask is None or not _has_values(mask) or bool((mask == 1).all()):
+        return batch
+    hidden = mask == 0
+    padded = mask.dim() == 2 and bool((hidden | (mask == 1)).all() and (hidden[:, 1:] >= hidden[:, :-1]).all())
+    if not padded:
+        raise ValueError(
+            f"attention_mask {list(mask.shape)} hides {int((mask != 1).sum())} tokens, some before others that it "
+            f"shows, but attention over {size} context-parallel ranks reads no mask: pad on the right "
+            '(tokenizer.padding_side = "right"), with labels of -100, or pack documents, with position_ids that restart'
+        )
+    labels, positions = batch.get("labels"), batch.get("position_ids")
+    if labels is not None and labels.shape == mask.shape and bool((labels[hidden] != _IGNORED).any()):
+        raise ValueError(
+            f"attention_mask {list(mask.shape)} hides {int(hidden.sum())} tokens, of which "
+            f"{int((labels[hidden] != _IGNORED).sum())} have labels: over {size} context-parallel ranks padding has no "
+            "part in the loss: set labels[attention_mask == 0] = -100"
+        )
+    if positions is not None and positions.shape == mask.shape:
+        last = (mask.sum(1, keepdim=True) - 1).clamp(min=0)
+        after = positions.gather(1, last) + torch.arange(mask.shape[1], device=mask.device) - last
+        batch["position_ids"] = torch.where(hidden, after, positions)
+    comm.current().extras[_PADDED] = True
+    return batch
+
+
+def padding_was_left_out() -> bool:
+    """Returns whether a batch of this mesh had padding, whose mask the model does not get."""
+    return bool(comm.current().extras.get(_PADDED))
 
 
 def _refuse_shifted_labels(batch: dict[str, Any]) -> None:

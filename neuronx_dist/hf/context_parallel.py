@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from .. import comm
-from ..attention.batch import forget_split, labels_are_shifted, split_of_positions
+from ..attention.batch import forget_split, labels_are_shifted, padding_was_left_out, split_of_positions
 from ..attention.context_parallel import attend, parts_of_axis, traffic
 from ..model_shape import padded_heads
 from .model_plan import ModelPlan, UnsupportedModelError, attentions_of
@@ -35,6 +35,7 @@ _OTHER_MASKS = ("or_mask_function=", "and_mask_function=", "block_sequence_ids="
 _ATTENTION = ("full_attention", "sliding_attention")
 _LOG = logging.getLogger(__name__)
 _IMPLEMENTATION = "_attn_implementation"  # attribute of configs
+_ROUTER_LOGITS = "output_router_logits"  # argument of models of experts, and attribute of their configs
 _RAN = "_ran_over_context_parallel_ranks"  # attribute of an attention module: its forward called `_attention`
 
 
@@ -166,6 +167,11 @@ def _check_inputs(names: list[str], model: nn.Module, args: Any, kwargs: Any) ->
         raise ValueError(
             f"{where} reads no attention_mask: leave it out, as nxd.get_batch_on_this_context_parallel_rank does; pad "
             "on the right, with labels of -100, or pack documents, with position_ids that restart"
+        )
+    if padding_was_left_out() and inputs.get(_ROUTER_LOGITS, getattr(model.config, _ROUTER_LOGITS, False)):
+        raise ValueError(
+            f"{where}: the auxiliary loss of its routers would count padding, since attention_mask was left out of "
+            "batches: pass output_router_logits=False, or pack documents, with position_ids that restart"
         )
     forget_split(inputs["position_ids"])
     _check_labels(model, inputs)

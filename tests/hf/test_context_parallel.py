@@ -238,6 +238,38 @@ def _unsplit(part: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {**part, "position_ids": positions}
 
 
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_padding_on_the_right_counts_nowhere(method: str) -> None:
+    """Loss and gradients of rows of different lengths, with the mask and the positions of transformers' collators."""
+    model = MODELS["llama"]()
+    batch = batch_of(0, None)
+    mask = (torch.arange(LENGTH) < torch.tensor([[5], [LENGTH], [11], [8]])).long()
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    batch |= {"attention_mask": mask, "position_ids": positions, "labels": batch["labels"].masked_fill(mask == 0, -100)}
+    with AllInFloat64():
+        loss = model(**batch).loss
+        loss.backward()
+
+    def rank() -> None:
+        local = swap(copy.deepcopy(model), context_parallel=method)
+        local.zero_grad()
+        part = nxd.get_batch_on_this_context_parallel_rank(batch, "zigzag")
+        items = nxd.global_num_items(part["labels"], dtype=torch.float64)
+        with AllInFloat64():
+            share = local(**part, num_items_in_batch=items).loss
+            share.backward()
+        nxd.reduce_gradients(local)
+        assert error(comm.all_reduce(share.detach(), "cp") / 2, loss.detach()) < 1e-10
+        gradients = full_state_dict(local, gradients=True)
+        for name, param in model.named_parameters():
+            assert error(gradients[name], param.grad) < 1e-10, name
+        with pytest.raises(ValueError, match="the auxiliary loss of its routers would count padding"):
+            local.config.output_router_logits = True
+            local(**part)
+
+    comm.threads.run(Mesh(2, cp=2), rank)
+
+
 @pytest.mark.parametrize("sizes", [dict(pp=2, cp=2), dict(pp=2, cp=2, tp=2)])
 def test_a_pipeline_of_packed_documents(sizes: dict[str, int]) -> None:
     """Two stages, two microbatches, layers that are recomputed in backward; with tp sequence parallelism."""
