@@ -455,7 +455,9 @@ def test_a_split_is_seen_by_its_positions() -> None:
         assert contiguous == pytest.approx(zigzag, rel=1e-10)
 
 
-@pytest.mark.parametrize("method, balance", [("ring", "zigzag"), ("ulysses", None), ("ring", "none")])
+@pytest.mark.parametrize(
+    "method, balance", [("ring", "zigzag"), ("ulysses", None), ("ring+ulysses", "zigzag"), ("auto", "none")]
+)
 def test_a_check_accepts_a_split_and_refuses_that_ranks_have_the_same_tokens(method: str, balance: str | None) -> None:
     def step(model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> None:
         part, items = batch, torch.ones(())
@@ -470,7 +472,8 @@ def test_a_check_accepts_a_split_and_refuses_that_ranks_have_the_same_tokens(met
 
     ids = torch.zeros(2, 8, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids, "position_ids": ids}
-    report = spmd.check(make, batch, Mesh(4, cp=2, tp=2), step=step)
+    mesh = Mesh(4, cp=4) if method == "ring+ulysses" else Mesh(4, cp=2, tp=2)
+    report = spmd.check(make, batch, mesh, step=step)
     assert report.ok if balance != "none" else "is the same on all ranks of cp" in str(report), str(report)
 
 
