@@ -28,6 +28,7 @@ from .positions import Runs, zigzag_order
 __all__ = [
     "forget_split",
     "get_batch_on_this_context_parallel_rank",
+    "is_part_for",
     "labels_are_shifted",
     "padding_was_left_out",
     "shift_labels",
@@ -57,7 +58,7 @@ def shift_labels(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def get_batch_on_this_context_parallel_rank(
-    batch: dict[str, Any], balance: str | None = None, *, axis: AxisLike = "cp"
+    batch: dict[str, Any], balance: str | None = None, *, causal: bool = True, axis: AxisLike = "cp"
 ) -> dict[str, Any]:
     """Returns this rank's part of the sequences, `[b, s]` -> `[b, s/cp]`, with labels shifted and `position_ids`.
 
@@ -72,6 +73,8 @@ def get_batch_on_this_context_parallel_rank(
             padding on the right, is left out: causal attention shows padding to nobody, whose labels are to be -100.
         balance: None: rank r gets the r-th of cp contiguous parts; "zigzag": chunks r and 2cp - 1 - r of 2cp, by which
             causal attention is as much work on every rank.
+        causal: False for masked language models, whose labels are those of their places: they are not shifted, and
+            padding on the right becomes a document of its own, which no other token sees.
 
     Raises:
         ValueError: cp, or 2cp, does not divide the sequence; a mask hides tokens before others, or with labels; ranks
@@ -82,13 +85,13 @@ def get_batch_on_this_context_parallel_rank(
         raise ValueError(f'balance={balance!r} is neither None (contiguous) nor "zigzag"')
     if size == 1:
         return batch
-    if not comm.current().extras.get(_BALANCES):
+    if causal and not comm.current().extras.get(_BALANCES):
         _refuse_shifted_labels(batch)
-    return split_batch(_without_mask(batch, size), balance, axis)
+    return split_batch(_without_mask(batch, size, causal), balance, axis, causal)
 
 
-def _without_mask(batch: dict[str, Any], size: int) -> dict[str, Any]:
-    """Returns the batch without its mask; positions of padding count on."""
+def _without_mask(batch: dict[str, Any], size: int, causal: bool) -> dict[str, Any]:
+    """Returns the batch without its mask; positions of padding count on, or begin with 0 if it is to be hidden."""
     mask = batch.get("attention_mask")
     batch = {name: value for name, value in batch.items() if name != "attention_mask"}
     if mask is None or not _has_values(mask) or bool((mask == 1).all()):
@@ -108,12 +111,21 @@ def _without_mask(batch: dict[str, Any], size: int) -> dict[str, Any]:
             f"{int((labels[hidden] != _IGNORED).sum())} have labels: over {size} context-parallel ranks padding has no "
             "part in the loss: set labels[attention_mask == 0] = -100"
         )
-    if positions is not None and positions.shape == mask.shape:
-        last = (mask.sum(1, keepdim=True) - 1).clamp(min=0)
-        after = positions.gather(1, last) + torch.arange(mask.shape[1], device=mask.device) - last
+    places = torch.arange(mask.shape[1], device=mask.device)
+    positions = places.expand(mask.shape) if positions is None else positions
+    if positions.shape == mask.shape:
+        shown = mask.sum(1, keepdim=True)
+        last = (shown - 1).clamp(min=0)
+        after = places - last + positions.gather(1, last) if causal else places - shown
         batch["position_ids"] = torch.where(hidden, after, positions)
     comm.current().extras[_PADDED] = True
     return batch
+
+
+def is_part_for(causal: bool, x: torch.Tensor) -> bool | None:
+    """Returns whether a part of a batch was split for models that are causal, or not; None: it is no such part."""
+    of_part: bool | None = _parts.get(x)
+    return None if of_part is None else of_part == causal
 
 
 def padding_was_left_out() -> bool:
@@ -136,7 +148,7 @@ def _refuse_shifted_labels(batch: dict[str, Any]) -> None:
         )
 
 
-def split_batch(batch: dict[str, Any], balance: str | None, axis: AxisLike) -> dict[str, Any]:
+def split_batch(batch: dict[str, Any], balance: str | None, axis: AxisLike, causal: bool = True) -> dict[str, Any]:
     """Returns this rank's part of a batch, masks included, as `get_batch_on_this_context_parallel_rank`."""
     if get_worker_info() is not None:
         raise ValueError(
@@ -168,13 +180,13 @@ def split_batch(batch: dict[str, Any], balance: str | None, axis: AxisLike) -> d
         )
     _refuse_different_batches(batch, balance, axis)
     comm.current().extras.setdefault(_BALANCES, set()).add(balance)
-    whole = shift_labels(batch)
+    whole = shift_labels(batch) if causal else dict(batch)
     if whole.get("position_ids") is None:
         whole["position_ids"] = torch.arange(length, device=first.device).expand(first.shape[:2])
     for name, x in whole.items():
         if isinstance(x, torch.Tensor) and x.shape[1:2] == (length,):
             whole[name] = part = _part(x, chunks, rank, balance)
-            _parts[part] = True
+            _parts[part] = causal
     return whole
 
 
@@ -238,7 +250,7 @@ def labels_are_shifted(
 
 def _part(x: torch.Tensor, chunks: int, rank: Any, balance: str | None) -> torch.Tensor:
     pieces = x.chunk(chunks, dim=1)
-    return torch.cat((pieces[rank], pieces[chunks - 1 - rank]), 1) if balance else pieces[rank]
+    return torch.cat((pieces[rank], pieces[chunks - 1 - rank]), 1) if balance else pieces[rank].contiguous()
 
 
 # Splits by the positions from which they were derived: all layers of a forward share them. With the version of the

@@ -23,8 +23,9 @@ import torch
 from torch import nn
 
 from .. import comm
-from ..attention.batch import forget_split, labels_are_shifted, padding_was_left_out, split_of_positions
+from ..attention.batch import forget_split, is_part_for, labels_are_shifted, padding_was_left_out, split_of_positions
 from ..attention.context_parallel import attend, parts_of_axis, traffic
+from ..gradients.reduce import global_num_items
 from ..model_shape import padded_heads
 from .model_plan import ModelPlan, UnsupportedModelError, attentions_of
 
@@ -81,8 +82,10 @@ def _degrees(method: str) -> list[int]:
 def _reason(model: Any, plan: ModelPlan, config: Any) -> str:
     if config is None or not hasattr(model, "set_attn_implementation"):
         return "is no model of transformers"
-    if not (plan.head and plan.local_logits) or getattr(model.config, "is_encoder_decoder", False):
-        return "is no causal language model"
+    if not (plan.head and (plan.local_logits or _is_masked(model))) or getattr(
+        model.config, "is_encoder_decoder", False
+    ):
+        return "is neither a causal nor a masked language model"
     classes = _classes(model)
     if not all(of_model._can_set_attn_implementation() for of_model in classes):
         return "computes attention in code of its own, not by transformers' attention interface"
@@ -105,6 +108,11 @@ def _reason(model: Any, plan: ModelPlan, config: Any) -> str:
     if dynamic := {"dynamic", "longrope"} & types:
         return f"has rotary frequencies that depend on the length of the sequence (rope_type {', '.join(dynamic)})"
     return ""
+
+
+def _is_masked(model: Any) -> bool:
+    """Returns whether a model predicts masked tokens from those before and after them, as BERT."""
+    return any(one.__name__.endswith("ForMaskedLM") for one in type(model).__mro__)
 
 
 def _classes(model: Any) -> list[Any]:
@@ -135,6 +143,8 @@ def apply_context_parallel(model: Any, method: str) -> None:
         of_module = vars(module)
         of_module.update({k: copy.deepcopy(x, copies) for k, x in of_module.items() if hasattr(x, _IMPLEMENTATION)})
     model.set_attn_implementation(name)
+    if _is_masked(model):
+        model.register_forward_hook(partial(_over_all_labels, inspect.signature(model.forward)), with_kwargs=True)
     model.check_batch = _check_labels  # called by a pipeline, which has the values
     decoder = model.get_decoder()  # which value heads call, and which model.forward(..) goes through
     for called in (model,) if decoder is model else (model, decoder):
@@ -185,6 +195,14 @@ def _check_labels(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     """
     names = ("input_ids", "labels", "position_ids")
     given = [inputs[name] for name in names if inputs.get(name) is not None]
+    labels, causal = inputs.get("labels"), not _is_masked(model)
+    if labels is not None and is_part_for(causal, labels) is False:
+        raise ValueError(
+            f"{type(model).__name__} with cp={comm.size('cp')}: its labels are {'not ' * causal}to be shifted: split "
+            f"by nxd.get_batch_on_this_context_parallel_rank(batch, causal={causal})"
+        )
+    if not causal:
+        return
     checked: set[bool] = model.__dict__.setdefault("_labels_checked", set())
     if model.training in checked or len(given) < len(names):
         return
@@ -196,6 +214,27 @@ def _check_labels(model: nn.Module, inputs: Mapping[str, Any]) -> None:
         )
     if shifted:
         checked.add(model.training)
+
+
+def _over_all_labels(signature: inspect.Signature, model: Any, args: Any, kwargs: Any, output: Any) -> None:
+    """Forward hook of a masked language model: its loss is this rank's share of the mean over the labels of all ranks.
+
+    Raises:
+        ValueError: the output is a tuple, whose loss cannot be replaced.
+    """
+    inputs = signature.bind_partial(*args, **kwargs).arguments
+    labels = inputs.get("labels")
+    if labels is None:
+        return
+    if isinstance(output, tuple):
+        raise ValueError(
+            f"{type(model).__name__} with cp={comm.size('cp')} and return_dict=False: its loss would be the mean over "
+            "the labels of one rank: leave return_dict at True"
+        )
+    logits = output.logits.to(torch.promote_types(output.logits.dtype, torch.float32)).flatten(0, 1)
+    total = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+    items = inputs.get("kwargs", {}).get("num_items_in_batch")
+    output.loss = total / (global_num_items(labels, shift=False, dtype=logits.dtype) if items is None else items)
 
 
 def _cheapest(method: str, *call: Any, **sees: Any) -> int:

@@ -435,6 +435,9 @@ ones, or of padding on the right, is left out: causal attention shows such paddi
 be -100. Masks that hide other tokens are refused, and auxiliary losses of routers, which would count padding. Only
 tensors with the length of `input_ids` in dim 1 are split.
 
+For masked language models (BERT, ALBERT) pass `causal=False`: labels are not shifted, and padding becomes a document
+of its own. Their loss is the mean over the labels of all ranks.
+
 * `hf.swap(model, context_parallel="ring")`: keys and values go around. `"ulysses"`: each rank has some heads of the
   complete sequence; needs heads that tp x cp divides, key/value heads may be fewer. `"ring+ulysses:2"`: 2 adjacent
   ranks divide their heads, and keys go around the cp/2 pairs (arXiv:2405.07719); `"ring+ulysses"`: any divisor.
@@ -471,15 +474,15 @@ load 5, `python benchmarks/context_parallel.py --quick`, 2026-11-27).
 
 * Tested (`tests/hf/test_context_parallel.py`: loss, all gradients, weights after three steps, to 1e-10 in float64;
   transformers' own loss is in float32) at cp 2 and 4 with tp 2, dp 2, pp 2, sequence parallelism and recomputed
-  layers, and on imitated devices ([docs/devices.md](devices.md)); of the table above 28 models are exact at cp 2.
-* Refused, with the reason: models that are no causal language models; attention in code of its own (BLOOM, Falcon,
-  GPT-J); states along the sequence (Mamba); scores that are capped (Gemma 2); masks that are more than causal, a
-  window and documents (Gemma 3, Llama 4), or windows that only the mask has (Qwen 2 MoE and Phi MoE with
+  layers, and on imitated devices ([docs/devices.md](devices.md)); of the table above 30 models are exact at cp 2.
+* Refused, with the reason: models that are neither causal nor masked language models; attention in code of its own
+  (BLOOM, Falcon, GPT-J); states along the sequence (Mamba); scores that are capped (Gemma 2); masks that are more than
+  causal, a window and documents (Gemma 3, Llama 4), or windows that only the mask has (Qwen 2 MoE and Phi MoE with
   `sliding_window`); positions that begin after `pad_token_id` (RoBERTa); rotary frequencies that depend on the
   length (`dynamic`, `longrope`). A subclass of yours is judged by the class of transformers from which it inherits.
   In a call, of the model or its decoder: an `attention_mask`, attention dropout, caches, labels that are not shifted,
-  missing `position_ids`; an attention whose forward did not call the one that swap has set. On XLA cp is
-  refused, since positions have no values there.
+  missing `position_ids`, which some attentions do not get (DistilBERT); an attention whose forward did not call the
+  one that swap has set. On XLA cp is refused, since positions have no values there.
 
 ### Words of a plan
 
