@@ -39,6 +39,7 @@ __all__ = [
 _IGNORED = -100
 _parts: Any = WeakTensorKeyDictionary()  # tensors of parts: one that is split again would lose tokens
 _BALANCES, _PADDED = "context_parallel_balances", "context_parallel_padding"  # in the extras of a context
+_MODES = "context_parallel_modes"  # there too: whether batches were split for causal models
 _SEQUENCES = ("input_ids", "inputs_embeds", "labels", "position_ids")  # the first one has the length
 Documents = tuple[Runs, ...] | None
 
@@ -123,9 +124,13 @@ def _without_mask(batch: dict[str, Any], size: int, causal: bool) -> dict[str, A
 
 
 def is_part_for(causal: bool, x: torch.Tensor) -> bool | None:
-    """Returns whether a part of a batch was split for models that are causal, or not; None: it is no such part."""
-    of_part: bool | None = _parts.get(x)
-    return None if of_part is None else of_part == causal
+    """Returns whether a tensor was split for models that are causal, or not; None: no batch of this mesh was split.
+
+    A tensor that was copied since, to a device, counts as one of any batch of this mesh.
+    """
+    modes: set[bool] = comm.current().extras.get(_MODES, set())
+    known: bool | None = _parts.get(x)
+    return causal in (modes if known is None else {known}) if modes else None
 
 
 def padding_was_left_out() -> bool:
@@ -180,6 +185,7 @@ def split_batch(batch: dict[str, Any], balance: str | None, axis: AxisLike, caus
         )
     _refuse_different_batches(batch, balance, axis)
     comm.current().extras.setdefault(_BALANCES, set()).add(balance)
+    comm.current().extras.setdefault(_MODES, set()).add(causal)
     whole = shift_labels(batch) if causal else dict(batch)
     if whole.get("position_ids") is None:
         whole["position_ids"] = torch.arange(length, device=first.device).expand(first.shape[:2])

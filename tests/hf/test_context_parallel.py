@@ -279,7 +279,13 @@ def test_padding_on_the_right_counts_nowhere(name: str, method: str) -> None:
             local.config.output_router_logits = True
             local(**part)
 
+    def wrongly_split() -> None:
+        wrong = nxd.get_batch_on_this_context_parallel_rank(batch, causal=not causal)
+        with pytest.raises(ValueError, match="its labels are .*to be shifted"):
+            swap(copy.deepcopy(model))(**{key: x.clone() for key, x in wrong.items()})  # as on another device
+
     comm.threads.run(Mesh(4, cp=2, tp=2) if method == "auto" else Mesh(2, cp=2), rank)
+    comm.threads.run(Mesh(2, cp=2), wrongly_split)
 
 
 @pytest.mark.parametrize("sizes", [dict(pp=2, cp=2), dict(pp=2, cp=2, tp=2)])
