@@ -148,8 +148,11 @@ def apply_context_parallel(model: Any, method: str) -> None:
     model.check_batch = _check_labels  # called by a pipeline, which has the values
     decoder = model.get_decoder()  # which value heads call, and which model.forward(..) goes through
     for called in (model,) if decoder is model else (model, decoder):
-        names = list(inspect.signature(called.forward).parameters)
-        called.register_forward_pre_hook(partial(_check_inputs, names), with_kwargs=True)
+        check = partial(_check_inputs, list(inspect.signature(called.forward).parameters))
+        if called is model:
+            called.register_forward_pre_hook(check, with_kwargs=True)
+        else:  # users call its forward, too, which has no hooks
+            called.forward = partial(_checked_forward, check, called, called.forward)
     for attention in _attentions(model):
         attention.register_forward_hook(_check_ran)
 
@@ -162,6 +165,11 @@ def _check_ran(attention: nn.Module, args: Any, output: Any) -> None:
             "not call the attention that swap has set. Let it call transformers' ALL_ATTENTION_FUNCTIONS, leave out "
             "set_attn_implementation after swap, or use cp=1"
         )
+
+
+def _checked_forward(check: Any, decoder: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    check(decoder, args, kwargs)
+    return forward(*args, **kwargs)
 
 
 def _check_inputs(names: list[str], model: nn.Module, args: Any, kwargs: Any) -> None:

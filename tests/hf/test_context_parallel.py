@@ -443,8 +443,9 @@ def test_calls_beside_the_models_forward_are_checked() -> None:
         local = swap(reference_model(llama_config(layers=1)))
         part = nxd.get_batch_on_this_context_parallel_rank(batch_of(0, None))
         ids, positions = part["input_ids"], part["position_ids"]
-        with pytest.raises(ValueError, match="LlamaModel with cp=2 needs position_ids"):
-            local.model(ids)
+        for call in (local.model, local.model.forward, copy.deepcopy(local).model.forward):
+            with pytest.raises(ValueError, match="LlamaModel with cp=2 needs position_ids"):
+                call(ids)
         with pytest.raises(ValueError, match="LlamaModel with cp=2 needs position_ids"):
             local.forward(**_without("position_ids")(part))
         with pytest.raises(ValueError, match="LlamaModel with cp=2 reads no attention_mask"):
