@@ -28,7 +28,9 @@ from .positions import Runs, zigzag_order
 __all__ = [
     "forget_split",
     "get_batch_on_this_context_parallel_rank",
+    "is_part_for",
     "labels_are_shifted",
+    "padding_was_left_out",
     "shift_labels",
     "split_batch",
     "split_of_positions",
@@ -36,7 +38,8 @@ __all__ = [
 
 _IGNORED = -100
 _parts: Any = WeakTensorKeyDictionary()  # tensors of parts: one that is split again would lose tokens
-_BALANCES = "context_parallel_balances"  # in the extras of a context
+_BALANCES, _PADDED = "context_parallel_balances", "context_parallel_padding"  # in the extras of a context
+_MODES = "context_parallel_modes"  # there too: whether batches were split for causal models
 _SEQUENCES = ("input_ids", "inputs_embeds", "labels", "position_ids")  # the first one has the length
 Documents = tuple[Runs, ...] | None
 
@@ -56,7 +59,7 @@ def shift_labels(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def get_batch_on_this_context_parallel_rank(
-    batch: dict[str, Any], balance: str | None = None, *, axis: AxisLike = "cp"
+    batch: dict[str, Any], balance: str | None = None, *, causal: bool = True, axis: AxisLike = "cp"
 ) -> dict[str, Any]:
     """Returns this rank's part of the sequences, `[b, s]` -> `[b, s/cp]`, with labels shifted and `position_ids`.
 
@@ -67,30 +70,72 @@ def get_batch_on_this_context_parallel_rank(
     Args:
         batch: equal on all ranks of the axis, which is checked for the first one. Tensors `[b, s, ..]`, with the s of
             `input_ids` (else `inputs_embeds`, `labels`, `position_ids`), are split, others stay. `position_ids`,
-            `[b, s]`, restart at packed documents; without them they count from 0. An `attention_mask` of ones is left
-            out: attention over cp reads none.
+            `[b, s]`, restart at packed documents; without them they count from 0. An `attention_mask` of ones, or of
+            padding on the right, is left out: causal attention shows padding to nobody, whose labels are to be -100.
         balance: None: rank r gets the r-th of cp contiguous parts; "zigzag": chunks r and 2cp - 1 - r of 2cp, by which
             causal attention is as much work on every rank.
+        causal: False for masked language models, whose labels are those of their places: they are not shifted, and
+            padding on the right becomes a document of its own, which no other token sees.
 
     Raises:
-        ValueError: cp, or 2cp, does not divide the sequence; a mask hides tokens; ranks have different batches; the
-            call is in a worker of a data loader; tensors that are not of one sequence.
+        ValueError: cp, or 2cp, does not divide the sequence; a mask hides tokens before others, or with labels; ranks
+            have different batches; the call is in a worker of a data loader; tensors that are not of one sequence.
     """
     size = comm.size(axis)
     if balance not in (None, "zigzag"):
         raise ValueError(f'balance={balance!r} is neither None (contiguous) nor "zigzag"')
     if size == 1:
         return batch
-    mask = batch.get("attention_mask")
-    if mask is not None and _has_values(mask) and not bool((mask == 1).all()):
-        raise ValueError(
-            f"attention_mask {list(mask.shape)} hides {int((mask != 1).sum())} tokens, but attention over "
-            f"{size} context-parallel ranks reads no mask: leave it out; pad on the right, with labels of -100, or "
-            "pack documents, with position_ids that restart"
-        )
-    if not comm.current().extras.get(_BALANCES):
+    if causal and not comm.current().extras.get(_BALANCES):
         _refuse_shifted_labels(batch)
-    return split_batch({name: value for name, value in batch.items() if name != "attention_mask"}, balance, axis)
+    return split_batch(_without_mask(batch, size, causal), balance, axis, causal)
+
+
+def _without_mask(batch: dict[str, Any], size: int, causal: bool) -> dict[str, Any]:
+    """Returns the batch without its mask; positions of padding count on, or begin with 0 if it is to be hidden."""
+    mask = batch.get("attention_mask")
+    batch = {name: value for name, value in batch.items() if name != "attention_mask"}
+    if mask is None or not _has_values(mask) or bool((mask == 1).all()):
+        return batch
+    hidden = mask == 0
+    padded = mask.dim() == 2 and bool((hidden | (mask == 1)).all() and (hidden[:, 1:] >= hidden[:, :-1]).all())
+    if not padded:
+        raise ValueError(
+            f"attention_mask {list(mask.shape)} hides {int((mask != 1).sum())} tokens, some before others that it "
+            f"shows, but attention over {size} context-parallel ranks reads no mask: pad on the right "
+            '(tokenizer.padding_side = "right"), with labels of -100, or pack documents, with position_ids that restart'
+        )
+    labels, positions = batch.get("labels"), batch.get("position_ids")
+    if labels is not None and labels.shape == mask.shape and bool((labels[hidden] != _IGNORED).any()):
+        raise ValueError(
+            f"attention_mask {list(mask.shape)} hides {int(hidden.sum())} tokens, of which "
+            f"{int((labels[hidden] != _IGNORED).sum())} have labels: over {size} context-parallel ranks padding has no "
+            "part in the loss: set labels[attention_mask == 0] = -100"
+        )
+    places = torch.arange(mask.shape[1], device=mask.device)
+    positions = places.expand(mask.shape) if positions is None else positions
+    if positions.shape == mask.shape:
+        shown = mask.sum(1, keepdim=True)
+        last = (shown - 1).clamp(min=0)
+        after = places - last + positions.gather(1, last) if causal else places - shown
+        batch["position_ids"] = torch.where(hidden, after, positions)
+    comm.current().extras[_PADDED] = True
+    return batch
+
+
+def is_part_for(causal: bool, x: torch.Tensor) -> bool | None:
+    """Returns whether a tensor was split for models that are causal, or not; None: no batch of this mesh was split.
+
+    A tensor that was copied since, to a device, counts as one of any batch of this mesh.
+    """
+    modes: set[bool] = comm.current().extras.get(_MODES, set())
+    known: bool | None = _parts.get(x)
+    return causal in (modes if known is None else {known}) if modes else None
+
+
+def padding_was_left_out() -> bool:
+    """Returns whether a batch of this mesh had padding, whose mask the model does not get."""
+    return bool(comm.current().extras.get(_PADDED))
 
 
 def _refuse_shifted_labels(batch: dict[str, Any]) -> None:
@@ -108,7 +153,7 @@ def _refuse_shifted_labels(batch: dict[str, Any]) -> None:
         )
 
 
-def split_batch(batch: dict[str, Any], balance: str | None, axis: AxisLike) -> dict[str, Any]:
+def split_batch(batch: dict[str, Any], balance: str | None, axis: AxisLike, causal: bool = True) -> dict[str, Any]:
     """Returns this rank's part of a batch, masks included, as `get_batch_on_this_context_parallel_rank`."""
     if get_worker_info() is not None:
         raise ValueError(
@@ -140,13 +185,14 @@ def split_batch(batch: dict[str, Any], balance: str | None, axis: AxisLike) -> d
         )
     _refuse_different_batches(batch, balance, axis)
     comm.current().extras.setdefault(_BALANCES, set()).add(balance)
-    whole = shift_labels(batch)
+    comm.current().extras.setdefault(_MODES, set()).add(causal)
+    whole = shift_labels(batch) if causal else dict(batch)
     if whole.get("position_ids") is None:
         whole["position_ids"] = torch.arange(length, device=first.device).expand(first.shape[:2])
     for name, x in whole.items():
         if isinstance(x, torch.Tensor) and x.shape[1:2] == (length,):
             whole[name] = part = _part(x, chunks, rank, balance)
-            _parts[part] = True
+            _parts[part] = causal
     return whole
 
 
@@ -210,7 +256,7 @@ def labels_are_shifted(
 
 def _part(x: torch.Tensor, chunks: int, rank: Any, balance: str | None) -> torch.Tensor:
     pieces = x.chunk(chunks, dim=1)
-    return torch.cat((pieces[rank], pieces[chunks - 1 - rank]), 1) if balance else pieces[rank]
+    return torch.cat((pieces[rank], pieces[chunks - 1 - rank]), 1) if balance else pieces[rank].contiguous()
 
 
 # Splits by the positions from which they were derived: all layers of a forward share them. With the version of the

@@ -2,6 +2,7 @@
 
     ring        keys and values go around, forward once and backward twice; any number of heads (arXiv:2310.01889)
     ulysses     each rank gets heads/cp of the complete sequence by an all-to-all, and back (arXiv:2309.14509)
+    both        u adjacent ranks divide their heads, and keys go around the cp/u groups (arXiv:2405.07719)
 
 Per rank, of `row` elements of a key and its value over batch and heads, and s tokens in all:
 
@@ -10,6 +11,9 @@ Per rank, of `row` elements of a key and its value over batch and heads, and s t
     | ring | cp - 1 messages of `row * s/cp` | 2 (cp - 1) messages of `row * s/cp` |
     | ring, blocks that a window or documents hide | fewer messages | twice as many |
     | ulysses | 1 all-to-all of q, k, v, 1 of the output | the same |
+    | both | 1 all-to-all of q, k, v, cp/u - 1 messages of `row * s/cp`, 1 all-to-all | the same, twice the messages |
+
+A degree u stands for all three in this file: 1 is the ring, cp is Ulysses.
 """
 
 from __future__ import annotations
@@ -23,14 +27,15 @@ import torch
 
 from .. import comm, spmd
 from ..comm.context import AxisLike
+from ..mesh import part_of
 from ..spmd.local_code import axes_along
 from ..spmd.tensor_type import TensorType
 from ..spmd.types import Shard, V
 from ..spmd.watching import active
-from .positions import Runs, zigzag_runs
-from .ring import Keys, attention
+from .positions import Runs, joined, zigzag_runs
+from .ring import Keys, attention, ring_steps
 
-__all__ = ["Split", "attend", "ring_attention", "split_of", "ulysses_attention"]
+__all__ = ["Split", "attend", "parts_of_axis", "ring_attention", "split_of", "traffic", "ulysses_attention"]
 
 
 class Split(NamedTuple):
@@ -126,7 +131,7 @@ def ring_attention(
     """
     split, documents = _split(q, cu_seqlens, balance, lengths, axis)
     options: dict[str, Any] = dict(causal=causal, scale=scale, window=window, sinks=sinks, axis=axis)
-    return attend("ring", q, k, v, split, documents, **options)
+    return attend(1, q, k, v, split, documents, **options)
 
 
 def ulysses_attention(
@@ -141,22 +146,54 @@ def ulysses_attention(
     cu_seqlens: Any = None,
     balance: str | None = None,
     lengths: Sequence[int] | None = None,
+    degree: int | None = None,
     axis: AxisLike = "cp",
 ) -> torch.Tensor:
     """Computes `ring_attention` by heads: each rank attends with heads/cp of them to the complete sequence.
 
     Key/value heads that the ranks do not divide are repeated before they are sent.
 
+    Args:
+        degree: adjacent ranks that divide the heads among them, a divisor of the axis: keys of their heads go around
+            the groups of so many ranks, as in `ring_attention`. None: all ranks of the axis, without a ring.
+
     Raises:
-        ValueError: the ranks do not divide the heads of q; or as `ring_attention`.
+        ValueError: the degree does not divide the heads of q, or the ranks; or as `ring_attention`.
     """
     split, documents = _split(q, cu_seqlens, balance, lengths, axis)
     options: dict[str, Any] = dict(causal=causal, scale=scale, window=window, sinks=sinks, axis=axis)
-    return attend("ulysses", q, k, v, split, documents, **options)
+    return attend(comm.size(axis) if degree is None else degree, q, k, v, split, documents, **options)
+
+
+def parts_of_axis(degree: int, axis: AxisLike = "cp") -> tuple[AxisLike | None, AxisLike | None]:
+    """Returns the axes over which heads are divided, and keys go around; None: one rank.
+
+    Creates the communicators, for which all ranks of the job call it the first time.
+
+    Raises:
+        ValueError: the degree does not divide the ranks, or divides those of an axis that has no named parts.
+    """
+    size = comm.size(axis)
+    if degree < 1 or size % degree:
+        raise ValueError(
+            f"attention over {axis}: ulysses degree {degree} does not divide {size} ranks: choose one of "
+            f"{[n for n in range(1, size + 1) if size % n == 0]}"
+        )
+    if degree in (1, size):
+        return (axis, None) if degree > 1 else (None, axis if size > 1 else None)
+    if not isinstance(axis, str) or part_of(axis)[1]:
+        raise ValueError(
+            f"attention over {axis!r}: ulysses degree {degree} of {size} ranks needs an axis of the mesh by its name, "
+            'as "cp", whose parts have names too: pass such an axis, or degree=None'
+        )
+    parts = f"{axis}%{degree}", f"{axis}/{degree}"
+    for part in parts:
+        comm.communicator(part)
+    return parts
 
 
 def attend(
-    method: str,
+    degree: int,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -169,7 +206,10 @@ def attend(
     sinks: torch.Tensor | None = None,
     axis: AxisLike = "cp",
 ) -> torch.Tensor:
-    """Computes "ring" or "ulysses" attention of a sequence that is split in a known way, with known documents.
+    """Computes attention of a sequence that is split in a known way, with known documents.
+
+    Args:
+        degree: adjacent ranks that divide the heads; 1: ring attention; all of the axis: Ulysses.
 
     Raises:
         ValueError: as `ring_attention`, `ulysses_attention`.
@@ -194,24 +234,64 @@ def attend(
         raise ValueError(f"window={window} must be at least 1, with causal=True: leave it out to see all tokens")
     if documents is not None and len(documents) not in (1, q.shape[0]):
         raise ValueError(f"cu_seqlens has {len(documents)} lists for a batch of {q.shape[0]}: pass one, or one a row")
-    rank, scale = int(comm.rank(axis)), q.shape[3] ** -0.5 if scale is None else scale
-    keys = Keys(split.lengths)
-    if causal or documents is not None:
-        keys = Keys(split.lengths, False, split.positions[rank], split.positions, causal, window, documents)
-    function = _ring if method == "ring" or comm.size(axis) == 1 else _by_heads
-    return _declared(axis, partial(function, keys=keys, sinks=sinks, scale=scale, axis=axis))(q, k, v)
+    of_heads, of_keys = parts_of_axis(degree, axis)
+    if q.shape[1] % degree:
+        raise ValueError(
+            f"ulysses_attention: {q.shape[1]} heads of q {list(q.shape)} cannot be divided among {degree} ranks of "
+            f"{axis}: use ring_attention, or choose the ranks from "
+            f"{[n for n in range(1, q.shape[1] + 1) if q.shape[1] % n == 0]}"
+        )
+    first = int(comm.rank(axis)) // degree * degree
+    rows = split.lengths[first : first + degree]
+    keys = _keys_of_groups(split, degree, first // degree, causal, window, documents)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    function = partial(attention, keys=keys, axis=of_keys, sinks=sinks, scale=scale)
+    if of_heads is not None:
+        function = partial(_by_heads, keys=keys, axis=of_heads, rows=rows, ring=of_keys, sinks=sinks, scale=scale)
+    return _declared(axis, function)(q, k, v)
 
 
-def _ring(
+def _keys_of_groups(
+    split: Split, degree: int, group: int, causal: bool, window: int | None, documents: tuple[Runs, ...] | None
+) -> Keys:
+    """Returns the keys of groups of `degree` ranks, as the ranks of one group see them."""
+    starts = range(0, len(split.positions), degree)
+    sizes = tuple(sum(split.lengths[start : start + degree]) for start in starts)
+    if not causal and documents is None:
+        return Keys(sizes)
+    positions = tuple(joined(split.positions[start : start + degree]) for start in starts)
+    return Keys(sizes, False, positions[group], positions, causal, window, documents)
+
+
+def traffic(
+    degree: int,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    keys: Keys,
-    sinks: torch.Tensor | None,
-    scale: float,
-    axis: AxisLike,
-) -> torch.Tensor:
-    return attention(q, k, v, keys, axis if comm.size(axis) > 1 else None, sinks=sinks, scale=scale)
+    split: Split,
+    documents: tuple[Runs, ...] | None = None,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+) -> tuple[int, int]:
+    """Counts the elements that the first rank sends in `attend`, forward and backward, and its messages.
+
+    An all-to-all counts as one message. Equal on all ranks, whose parts may be of different lengths.
+    """
+    keys = _keys_of_groups(split, degree, 0, causal, window, documents)
+    hops = 3 * (ring_steps(keys) - 1)  # once in forward, twice in backward
+    row = k.shape[1] * _repeats(q.shape[1], k.shape[1], degree) * (k.shape[3] + v.shape[3])
+    heads = q.shape[1] * (q.shape[3] + v.shape[3])
+    exchanged = 2 * (heads + row) * (degree - 1) // degree
+    messages = 0 if degree == 1 else 4 if q.shape[3] == v.shape[3] else 8
+    return q.shape[0] * split.lengths[0] * (hops * row + exchanged), hops + messages
+
+
+def _repeats(heads: int, kv_heads: int, degree: int) -> int:
+    """Returns how often each key/value head is repeated, for the ranks to divide them."""
+    if kv_heads % degree == 0:
+        return 1
+    return degree // kv_heads if degree % kv_heads == 0 else heads // kv_heads
 
 
 def _by_heads(
@@ -219,35 +299,28 @@ def _by_heads(
     k: torch.Tensor,
     v: torch.Tensor,
     keys: Keys,
+    axis: AxisLike,
+    rows: tuple[int, ...],
+    ring: AxisLike | None,
     sinks: torch.Tensor | None,
     scale: float,
-    axis: AxisLike,
 ) -> torch.Tensor:
-    size, heads, kv_heads = comm.size(axis), q.shape[1], k.shape[1]
-    if heads % size:
-        raise ValueError(
-            f"ulysses_attention: {heads} heads of q {list(q.shape)} cannot be divided among {size} ranks of {axis}: "
-            f"use ring_attention, or choose the ranks from {[n for n in range(1, heads + 1) if heads % n == 0]}"
-        )
-    if kv_heads % size:
-        repeats = size // kv_heads if size % kv_heads == 0 else heads // kv_heads
+    """Computes attention by the heads of each rank of `axis`, whose ranks have `rows` tokens; keys go around `ring`."""
+    size = len(rows)
+    if (repeats := _repeats(q.shape[1], k.shape[1], size)) > 1:
         k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
-    rows, longest, rank = keys.sizes, max(keys.sizes), int(comm.rank(axis))
-    by_rank = [x.unflatten(1, (size, -1)) for x in (q, k, v)]  # [b, cp, heads/cp, s/cp, e]
+    longest, rank = max(rows), int(comm.rank(axis))
+    by_rank = [x.unflatten(1, (size, -1)) for x in (q, k, v)]  # [b, size, heads/size, s/cp, e]
     parts = [x.shape[2] for x in by_rank]
     if q.shape[3] == v.shape[3]:  # one message
         by_rank = [torch.cat(by_rank, 2)]
-    everywhere = tuple(run for runs in keys.positions or () for run in runs)
-    local = keys._replace(sizes=(sum(rows),))
-    if keys.positions is not None:
-        local = local._replace(queries=everywhere, positions=(everywhere,))
     of_heads = None if sinks is None else sinks.chunk(size)[rank]
 
     messages = [_padded(x.flatten(1, 2), longest) for x in by_rank]
     moved = [spmd.all_to_all(x, axis, src=spmd.S(2), dst=spmd.S(1)) for x in messages]
     complete = [_complete(x, rows) for x in moved]
     q_, k_, v_ = complete if len(complete) > 1 else complete[0].split(parts, 1)
-    out = attention(q_, k_, v_, local, None, sinks=of_heads, scale=scale)
+    out = attention(q_, k_, v_, keys, ring, sinks=of_heads, scale=scale)
     if len({*rows}) > 1:
         out = torch.cat([_padded(part, longest) for part in out.split(rows, 2)], 2)
     return spmd.all_to_all(out, axis, src=spmd.S(1), dst=spmd.S(2)).narrow(2, 0, q.shape[2])

@@ -7,12 +7,13 @@ under a causal mask.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["BlockPiece", "Runs", "cut", "visible", "zigzag_order", "zigzag_runs"]
+__all__ = ["BlockPiece", "Runs", "cut", "joined", "visible", "zigzag_order", "zigzag_runs"]
 
 _TILE = 128  # rows of queries, at least, that are computed at once under a window
 
@@ -59,6 +60,17 @@ def cut(runs: Runs, start: int, stop: int) -> Runs:
         if low < high:
             result.append((first + low, first + high))
         before += last - first
+    return tuple(result)
+
+
+def joined(parts: Sequence[Runs]) -> Runs:
+    """Returns the positions of the rows of several parts, one after the other: neighbours become one run."""
+    result: list[tuple[int, int]] = []
+    for start, stop in (run for runs in parts for run in runs):
+        if result and result[-1][1] == start:
+            result[-1] = result[-1][0], stop
+        else:
+            result.append((start, stop))
     return tuple(result)
 
 

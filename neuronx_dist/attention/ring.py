@@ -23,7 +23,7 @@ from . import blocks
 from .blocks import Block
 from .positions import BlockPiece, Runs, visible
 
-__all__ = ["Keys", "attention", "ring_elements"]
+__all__ = ["Keys", "attention", "ring_elements", "ring_steps"]
 
 
 class Keys(NamedTuple):
@@ -127,9 +127,9 @@ class _Options(NamedTuple):
         keys = self.keys
         if self.group is None or keys.merged:
             return 1
-        if keys.positions is None or keys.queries != keys.positions[self.rank] or not (keys.window or keys.documents):
+        if keys.positions is not None and keys.queries != keys.positions[self.rank]:
             return self.group.size
-        return _steps(keys._replace(sizes=(), queries=None))
+        return ring_steps(keys)
 
     def pieces(self, q: torch.Tensor, owner: int) -> list[BlockPiece]:
         """Returns the pieces of the attention of this rank's queries to the keys of one rank."""
@@ -165,6 +165,13 @@ class _Options(NamedTuple):
             )
             if not block.empty:
                 yield piece, block
+
+
+def ring_steps(keys: Keys) -> int:
+    """Counts the blocks that each rank gets, its block included, of queries and keys that are split in one way."""
+    if keys.positions is None or not (keys.window or keys.documents):
+        return len(keys.sizes)
+    return _steps(keys._replace(sizes=(), queries=None))
 
 
 def _visible(keys: Keys, queries: Runs, owner: int) -> list[BlockPiece]:
@@ -326,8 +333,12 @@ def _added(
 
 
 def _nothing(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output and log-sum-exp of rows that have seen no key."""
-    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
+    """Returns the output and log-sum-exp of rows that have seen no key.
+
+    In memory heads follow rows, as in the output of torch's kernels: models join them without a copy.
+    """
+    batch, heads, rows, _ = q.shape
+    out = q.new_zeros((batch, rows, heads, v.shape[3]), dtype=dtype).transpose(1, 2)
     return out, q.new_full(q.shape[:3], -float("inf"), dtype=dtype)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -22,18 +23,20 @@ import torch
 from torch import nn
 
 from .. import comm
-from ..attention.batch import forget_split, labels_are_shifted, split_of_positions
-from ..attention.context_parallel import attend
+from ..attention.batch import forget_split, is_part_for, labels_are_shifted, padding_was_left_out, split_of_positions
+from ..attention.context_parallel import attend, parts_of_axis, traffic
+from ..gradients.reduce import global_num_items
 from ..model_shape import padded_heads
 from .model_plan import ModelPlan, UnsupportedModelError, attentions_of
 
-__all__ = ["METHODS", "apply_context_parallel", "check_context_parallel"]
+__all__ = ["apply_context_parallel", "check_context_parallel"]
 
-METHODS = ("ring", "ulysses")
 # Masks that are more than causal, a window and documents, by the words of transformers' code that makes them.
 _OTHER_MASKS = ("or_mask_function=", "and_mask_function=", "block_sequence_ids=", "create_chunked_causal_mask(")
 _ATTENTION = ("full_attention", "sliding_attention")
+_LOG = logging.getLogger(__name__)
 _IMPLEMENTATION = "_attn_implementation"  # attribute of configs
+_ROUTER_LOGITS = "output_router_logits"  # argument of models of experts, and attribute of their configs
 _RAN = "_ran_over_context_parallel_ranks"  # attribute of an attention module: its forward called `_attention`
 
 
@@ -44,8 +47,7 @@ def check_context_parallel(model: Any, plan: ModelPlan, method: str) -> None:
         UnsupportedModelError: with the reason.
         ValueError: the method is unknown, or Ulysses has too few heads.
     """
-    if method not in METHODS:
-        raise ValueError(f"swap: context_parallel={method!r} is not one of {', '.join(METHODS)}")
+    degrees = _degrees(method)
     config = model.config.get_text_config() if hasattr(model, "config") else None
     if reason := _reason(model, plan, config):
         raise UnsupportedModelError(
@@ -53,18 +55,37 @@ def check_context_parallel(model: Any, plan: ModelPlan, method: str) -> None:
             "with sequence_parallel=True for long sequences)"
         )
     heads = padded_heads(plan.heads, plan.kv_heads, comm.size("tp")).heads
-    if method == "ulysses" and heads % comm.size(("cp", "tp")):
+    if all(heads % comm.size((f"cp%{degree}", "tp")) for degree in degrees):
+        of_cp = " or ".join(map(str, degrees))
         raise ValueError(
-            f"swap: {heads} attention heads cannot be divided among tp={comm.size('tp')} x cp={comm.size('cp')} "
-            'ranks: use context_parallel="ring"'
+            f"swap: {heads} attention heads cannot be divided among tp={comm.size('tp')} x {of_cp} ranks of "
+            f'cp={comm.size("cp")}, as context_parallel="{method}" does: use "ring", or "auto"'
         )
+
+
+def _degrees(method: str) -> list[int]:
+    """Returns how many ranks may divide the heads: 1 is the ring, cp is Ulysses.
+
+    Raises:
+        ValueError: there is no such method at this cp.
+    """
+    cp = comm.size("cp")
+    divisors = [n for n in range(1, cp + 1) if cp % n == 0]
+    both = divisors[1:-1]
+    methods = {"auto": divisors, "ring": [1], "ulysses": [cp], **({"ring+ulysses": both} if both else {})}
+    methods |= {f"ring+ulysses:{n}": [n] for n in both}
+    if method not in methods:
+        raise ValueError(f"swap: context_parallel={method!r} is not one of {', '.join(methods)} (cp={cp})")
+    return methods[method]
 
 
 def _reason(model: Any, plan: ModelPlan, config: Any) -> str:
     if config is None or not hasattr(model, "set_attn_implementation"):
         return "is no model of transformers"
-    if not (plan.head and plan.local_logits) or getattr(model.config, "is_encoder_decoder", False):
-        return "is no causal language model"
+    if not (plan.head and (plan.local_logits or _is_masked(model))) or getattr(
+        model.config, "is_encoder_decoder", False
+    ):
+        return "is neither a causal nor a masked language model"
     classes = _classes(model)
     if not all(of_model._can_set_attn_implementation() for of_model in classes):
         return "computes attention in code of its own, not by transformers' attention interface"
@@ -89,6 +110,11 @@ def _reason(model: Any, plan: ModelPlan, config: Any) -> str:
     return ""
 
 
+def _is_masked(model: Any) -> bool:
+    """Returns whether a model predicts masked tokens from those before and after them, as BERT."""
+    return any(one.__name__.endswith("ForMaskedLM") for one in type(model).__mro__)
+
+
 def _classes(model: Any) -> list[Any]:
     """Returns the classes of transformers whose code the model and its parts are, also where a user's classes inherit.
 
@@ -109,17 +135,24 @@ def apply_context_parallel(model: Any, method: str) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # type: ignore[import-untyped, unused-ignore]
 
     name = f"neuronx_dist_{method}"  # none of transformers' masks has this name: it makes none
+    for degree in _degrees(method):
+        parts_of_axis(degree)  # while all ranks are here
     ALL_ATTENTION_FUNCTIONS.register(name, partial(_attention, method))
     copies: dict[int, Any] = {}
     for module in model.modules():  # another model that shares the config has masks, which this attention does not read
         of_module = vars(module)
         of_module.update({k: copy.deepcopy(x, copies) for k, x in of_module.items() if hasattr(x, _IMPLEMENTATION)})
     model.set_attn_implementation(name)
+    if _is_masked(model):
+        model.register_forward_hook(partial(_over_all_labels, inspect.signature(model.forward)), with_kwargs=True)
     model.check_batch = _check_labels  # called by a pipeline, which has the values
     decoder = model.get_decoder()  # which value heads call, and which model.forward(..) goes through
     for called in (model,) if decoder is model else (model, decoder):
-        names = list(inspect.signature(called.forward).parameters)
-        called.register_forward_pre_hook(partial(_check_inputs, names), with_kwargs=True)
+        check = partial(_check_inputs, list(inspect.signature(called.forward).parameters))
+        if called is model:
+            called.register_forward_pre_hook(check, with_kwargs=True)
+        else:  # users call its forward, too, which has no hooks
+            called.forward = partial(_checked_forward, check, called, called.forward)
     for attention in _attentions(model):
         attention.register_forward_hook(_check_ran)
 
@@ -132,6 +165,11 @@ def _check_ran(attention: nn.Module, args: Any, output: Any) -> None:
             "not call the attention that swap has set. Let it call transformers' ALL_ATTENTION_FUNCTIONS, leave out "
             "set_attn_implementation after swap, or use cp=1"
         )
+
+
+def _checked_forward(check: Any, decoder: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    check(decoder, args, kwargs)
+    return forward(*args, **kwargs)
 
 
 def _check_inputs(names: list[str], model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -148,6 +186,11 @@ def _check_inputs(names: list[str], model: nn.Module, args: Any, kwargs: Any) ->
             f"{where} reads no attention_mask: leave it out, as nxd.get_batch_on_this_context_parallel_rank does; pad "
             "on the right, with labels of -100, or pack documents, with position_ids that restart"
         )
+    if padding_was_left_out() and inputs.get(_ROUTER_LOGITS, getattr(model.config, _ROUTER_LOGITS, False)):
+        raise ValueError(
+            f"{where}: the auxiliary loss of its routers would count padding, since attention_mask was left out of "
+            "batches: pass output_router_logits=False, or pack documents, with position_ids that restart"
+        )
     forget_split(inputs["position_ids"])
     _check_labels(model, inputs)
 
@@ -160,6 +203,14 @@ def _check_labels(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     """
     names = ("input_ids", "labels", "position_ids")
     given = [inputs[name] for name in names if inputs.get(name) is not None]
+    labels, causal = inputs.get("labels"), not _is_masked(model)
+    if labels is not None and is_part_for(causal, labels) is False:
+        raise ValueError(
+            f"{type(model).__name__} with cp={comm.size('cp')}: its labels are {'not ' * causal}to be shifted: split "
+            f"by nxd.get_batch_on_this_context_parallel_rank(batch, causal={causal})"
+        )
+    if not causal:
+        return
     checked: set[bool] = model.__dict__.setdefault("_labels_checked", set())
     if model.training in checked or len(given) < len(names):
         return
@@ -171,6 +222,51 @@ def _check_labels(model: nn.Module, inputs: Mapping[str, Any]) -> None:
         )
     if shifted:
         checked.add(model.training)
+
+
+def _over_all_labels(signature: inspect.Signature, model: Any, args: Any, kwargs: Any, output: Any) -> None:
+    """Forward hook of a masked language model: its loss is this rank's share of the mean over the labels of all ranks.
+
+    Raises:
+        ValueError: the output is a tuple, whose loss cannot be replaced.
+    """
+    inputs = signature.bind_partial(*args, **kwargs).arguments
+    labels = inputs.get("labels")
+    if labels is None:
+        return
+    if isinstance(output, tuple):
+        raise ValueError(
+            f"{type(model).__name__} with cp={comm.size('cp')} and return_dict=False: its loss would be the mean over "
+            "the labels of one rank: leave return_dict at True"
+        )
+    logits = output.logits.to(torch.promote_types(output.logits.dtype, torch.float32)).flatten(0, 1)
+    total = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+    items = inputs.get("kwargs", {}).get("num_items_in_batch")
+    output.loss = total / (global_num_items(labels, shift=False, dtype=logits.dtype) if items is None else items)
+
+
+def _cheapest(method: str, *call: Any, **sees: Any) -> int:
+    """Returns the degree of the method by which a rank sends least in a call of `attend`; logs each that is taken once.
+
+    Equal on all ranks, which have equal shapes, splits and documents.
+    """
+    degrees = _degrees(method)
+    if len(degrees) == 1:
+        return degrees[0]
+    query = call[0]
+    sent = {degree: traffic(degree, *call, **sees) for degree in degrees if query.shape[1] % degree == 0}
+    best = min(sent, key=sent.__getitem__)
+    taken: set[int] = comm.current().extras.setdefault("context_parallel_degrees", set())
+    if best not in taken:
+        taken.add(best)
+        by_degree = {1: "ring", comm.size("cp"): "ulysses"}
+        names = {degree: by_degree.get(degree, f"ring+ulysses:{degree}") for degree in sent}
+        costs = ", ".join(
+            f"{names[degree]} {elements * query.element_size() / 1e6:.3g} MB in {messages} messages"
+            for degree, (elements, messages) in sent.items()
+        )
+        _LOG.info("attention over cp=%d is %s; a rank sends per call: %s", comm.size("cp"), names[best], costs)
+    return best
 
 
 def _attention(
@@ -207,7 +303,7 @@ def _attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     split, documents = split_of_positions(position_ids)
     setattr(module, _RAN, True)
-    out = attend(
-        method, query, key, value, split, documents, causal=causal, scale=scaling, window=sliding_window, sinks=s_aux
-    )
+    sees: dict[str, Any] = dict(causal=causal, window=sliding_window)
+    degree = _cheapest(method, query, key, value, split, documents, **sees)
+    out = attend(degree, query, key, value, split, documents, **sees, scale=scaling, sinks=s_aux)
     return out.transpose(1, 2).contiguous(), None

@@ -59,7 +59,7 @@ def swap(
     pad_vocab: bool = False,
     inplace_logits: bool = False,
     ep: int | None = None,
-    context_parallel: str = "ring",
+    context_parallel: str = "auto",
 ) -> Any:
     """Replaces the linear layers, embedding and head of a Hugging Face model by parallel ones. Returns the model.
 
@@ -93,8 +93,10 @@ def swap(
             with a loss, in training, have no meaning then. For training that uses the loss alone, as `run_train` does.
         ep: ranks over which whole experts are distributed: that of the mesh, which None means, or 1: every rank has
             all experts. Over tp each expert is sharded as the plan says.
-        context_parallel: on a mesh with cp > 1, attention over the parts of the sequences: "ring", or "ulysses", which
-            needs heads that tp x cp divides (`hf/context_parallel.py` has the loop). Without cp it has no effect.
+        context_parallel: on a mesh with cp > 1, attention over the parts of the sequences: "ring"; "ulysses", which
+            needs heads that tp x cp divides; "ring+ulysses:2", in which 2 adjacent ranks divide the heads, or
+            "ring+ulysses"; "auto": of these, that by which a rank sends fewest bytes, in each call
+            (`hf/context_parallel.py` has the loop). Without cp it has no effect.
 
     Raises:
         UnsupportedModelError: the plan does not cover the model, or would train it wrongly; the layers are named.

@@ -78,7 +78,9 @@ MASK = torch.tensor([[1] * 6 + [0] * 2, [1] * 8])
     "make, words",
     [
         (_of_this_rank, r"ranks 0 and 1 .* different input_ids in the first batch: .*get_data_parallel_rank"),
-        (lambda: _batch(attention_mask=MASK), r"attention_mask \[2, 8\] hides 2 tokens, .* pad on the right"),
+        (lambda: _batch(attention_mask=MASK.flip(1)), r"attention_mask \[2, 8\] hides 2 tokens, .* pad on the right"),
+        (lambda: _batch(attention_mask=MASK[:, None]), r"attention_mask \[2, 1, 8\] hides 2 tokens, .* pad on the"),
+        (lambda: _batch(attention_mask=MASK), r"hides 2 tokens, of which 2 have labels: .* set labels\[attention_mask"),
         (lambda: _batch(labels=torch.zeros(2)), r"labels \[2\] must have 2 dims, and in dim 1 the sequence of input_"),
         (lambda: _batch(position_ids=IDS.expand(3, 2, 8)), r"position_ids \[3, 2, 8\] must have 2 dims"),
         (lambda: _batch(labels=LABELS[:, :4]), r"labels \[2, 4\] .* of input_ids \[2, 8\]"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import nn
 import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
 from neuronx_dist.attention import zigzag_runs
-from neuronx_dist.attention.context_parallel import split_of
+from neuronx_dist.attention.context_parallel import split_of, traffic
 from neuronx_dist.attention.positions import visible
 from neuronx_dist.mesh import Mesh
 
@@ -78,11 +80,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("function", ["ring_attention", "ulysses_attention"])
-@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize(
+    "cp, function, degree",
+    [(cp, function, None) for cp in (1, 2, 4) for function in ("ring_attention", "ulysses_attention")]
+    + [(4, "ulysses_attention", 2)],
+)
 @pytest.mark.parametrize("name", CASES)
-def test_attention_of_parts_is_attention_of_the_sequence(name: str, cp: int, function: str) -> None:
-    options = dict(CASES[name])
+def test_attention_of_parts_is_attention_of_the_sequence(name: str, cp: int, function: str, degree: int | None) -> None:
+    options = {**CASES[name], **({} if degree is None else {"degree": degree})}
     kv_heads, values = options.pop("kv_heads", 4), options.pop("values", FEATURES)
     has_sinks, balance = options.pop("sinks", False), options.get("balance")
     length = 16
@@ -119,7 +124,7 @@ def test_attention_of_parts_is_attention_of_the_sequence(name: str, cp: int, fun
 
 
 def by_heads() -> None:
-    test_attention_of_parts_is_attention_of_the_sequence("grouped heads", 2, "ulysses_attention")
+    test_attention_of_parts_is_attention_of_the_sequence("grouped heads", 4, "ulysses_attention", 2)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 200])
@@ -149,6 +154,7 @@ def test_visible_pieces_are_the_mask(window: int | None) -> None:
     "function, sizes, options, words",
     [
         ("ulysses_attention", (5, 5), {}, "3 heads of q .* cannot be divided among 2 ranks of cp: use ring_attention"),
+        ("ulysses_attention", (5, 5), dict(degree=3), r"degree 3 does not divide 2 ranks: choose one of \[1, 2\]"),
         ("ring_attention", (5, 5), dict(window=4, causal=False), "window=4 must be at least 1, with causal=True"),
         ("ring_attention", (5, 5), dict(lengths=[4, 6]), r"lengths=\[4, 6\] must have the tokens of each of 2 ranks"),
         ("ring_attention", (5, 5), dict(cu_seqlens=[0, 4]), r"cu_seqlens \[0, 4\] must rise from 0 to 10"),
@@ -177,6 +183,15 @@ def test_shapes_that_do_not_go_together_are_refused(function: Any) -> None:
             function(x, x, x, sinks=torch.zeros(1))
 
     comm.threads.run(Mesh(2, cp=2), rank)
+
+
+def test_a_degree_needs_an_axis_with_named_parts() -> None:
+    def rank() -> None:
+        x = torch.zeros(1, 2, 2, 4)
+        with pytest.raises(ValueError, match=r"over \('dp', 'cp'\): .* degree 2 of 4 ranks needs an axis of the mesh"):
+            nxd.ulysses_attention(x, x, x, degree=2, axis=("dp", "cp"))
+
+    comm.threads.run(Mesh(4, cp=2), rank)
 
 
 def test_different_descriptions_of_a_sequence_are_refused() -> None:
@@ -220,11 +235,12 @@ class Layer(nn.Module):
         return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2)).square().mean()
 
 
-@pytest.mark.parametrize("attend", ["ring_attention", "ulysses_attention"])
-def test_a_check_accepts_the_right_form(attend: str) -> None:
-    function = getattr(nxd, attend)
+@pytest.mark.parametrize(
+    "attend, cp", [(nxd.ring_attention, 2), (nxd.ulysses_attention, 2), (partial(nxd.ulysses_attention, degree=2), 4)]
+)
+def test_a_check_accepts_the_right_form(attend: Any, cp: int) -> None:
     inputs, types = {"x": torch.zeros(2, 8, 8)}, {"cp": spmd.S(1)}
-    assert spmd.check(lambda: Layer(function), inputs, Mesh(2, cp=2), in_types=types, raise_errors=True).ok
+    assert spmd.check(lambda: Layer(attend), inputs, Mesh(cp, cp=cp), in_types=types, raise_errors=True).ok
 
 
 def test_a_check_refuses_attention_of_the_local_part() -> None:
@@ -236,18 +252,23 @@ def test_a_check_refuses_attention_of_the_local_part() -> None:
 
 
 def test_messages_and_bytes() -> None:
-    """Ring: cp - 1 messages of keys and values, twice as many in backward; Ulysses: two all-to-alls, and back."""
+    """Ring: cp - 1 messages of keys and values, twice as many in backward; Ulysses: two all-to-alls, and back.
+
+    Both: all-to-alls over adjacent ranks, and a ring over the groups.
+    """
     cp, element = 4, 8
 
     def rank() -> list[Any]:
         counts = []
-        for function in (nxd.ring_attention, nxd.ulysses_attention):
+        for function in (nxd.ring_attention, nxd.ulysses_attention, partial(nxd.ulysses_attention, degree=2)):
             q, k, v = (torch.randn(1, 4, 6, 2, dtype=torch.float64, requires_grad=True) for _ in range(3))
             with comm.record() as forward:
                 out = function(q, k, v)
             with comm.record() as backward:
                 out.sum().backward()
-            counts.append([[(call.verb, prod(call.shape) * element) for call in log] for log in (forward, backward)])
+            counts.append(
+                [[(call.verb, call.axis, prod(call.shape) * element) for call in log] for log in (forward, backward)]
+            )
         return counts
 
     def near() -> list[int]:
@@ -267,9 +288,17 @@ def test_messages_and_bytes() -> None:
     # Two key/value heads are repeated to one a rank, not to one a query head.
     assert comm.threads.run(Mesh(cp, cp=cp), few) == [[(8 + 4 + 4) * 6 * 2, 8 * 6 * 2]] * cp
     row = 4 * 6 * 2 * element  # bytes of this rank's q, as of k and v
-    for ring, ulysses in comm.threads.run(Mesh(cp, cp=cp), rank):
-        assert ring == [[("exchange", 2 * row)] * (cp - 1), [("exchange", 2 * row)] * 2 * (cp - 1)]
+    for ring, ulysses, both in comm.threads.run(Mesh(cp, cp=cp), rank):
+        assert ring == [[("exchange", "cp", 2 * row)] * (cp - 1), [("exchange", "cp", 2 * row)] * 2 * (cp - 1)]
         assert ulysses == [
-            [("all_to_all", 3 * row), ("all_to_all", row)],
-            [("all_to_all", row), ("all_to_all", 3 * row)],
+            [("all_to_all", "cp", 3 * row), ("all_to_all", "cp", row)],
+            [("all_to_all", "cp", row), ("all_to_all", "cp", 3 * row)],
         ]
+        q = torch.empty(1, 4, 6, 2)  # of the bytes of an all-to-all, 1 / size stay
+        split = split_of((6,) * cp)
+        for degree, calls in ((1, ring), (2, both), (cp, ulysses)):
+            sizes = {"cp": cp, "cp%2": 2}
+            sent = [size - size // sizes[axis] if verb == "all_to_all" else size for verb, axis, size in chain(*calls)]
+            assert traffic(degree, q, q, q, split) == (sum(sent) // element, len(sent))
+        there, hop, back = ("all_to_all", "cp%2", 3 * row), ("exchange", "cp/2", 2 * row), ("all_to_all", "cp%2", row)
+        assert both == [[there, hop, back], [back, hop, hop, there]]

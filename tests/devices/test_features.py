@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 
@@ -10,9 +11,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.nn import functional as F
 
+import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.attention import Keys, attention
+from neuronx_dist.hf import swap
 from tests.checkpoint.test_resume import Layout, relative, resume, train_and_save
+from tests.hf.models import VOCAB, llama_config, reference_model
+from tests.hf.parity import AllInFloat64
 from tests.modules import test_moe
 from tests.parallelize.support.models import model
 from tests.parallelize.support.parity import trained
@@ -91,9 +96,33 @@ def ring_attention() -> None:
         torch.testing.assert_close(x.grad, y.grad.split(sizes, 2)[rank], rtol=1e-10, atol=1e-10)
 
 
+def swapped_llama(method: str) -> None:
+    """Loss and gradients of a swapped Llama over all ranks of cp, in zig-zag order, against one process."""
+    model = reference_model(llama_config(layers=1))
+    ids = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(1))
+    with AllInFloat64():
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    local = swap(copy.deepcopy(model), context_parallel=method)
+    local.zero_grad()
+    part = nxd.get_batch_on_this_context_parallel_rank({"input_ids": ids, "labels": ids}, "zigzag")
+    items = nxd.global_num_items(part["labels"], dtype=torch.float64)
+    with AllInFloat64():
+        share = local(**part, num_items_in_batch=items).loss
+        share.backward()
+    nxd.reduce_gradients(local)
+    mean = comm.all_reduce(share.detach(), "cp") / comm.size("cp")
+    torch.testing.assert_close(mean, loss.detach(), rtol=1e-10, atol=0)
+    for (name, param), of_rank in zip(model.named_parameters(), local.parameters()):
+        torch.testing.assert_close(of_rank.grad, param.grad, rtol=1e-10, atol=1e-10, msg=name)
+
+
 @pytest.mark.parametrize("backend", ["neuron", "neuron_single", "tpu_dist"])
 def test_context_parallel_attention(backend: str) -> None:
     processes(2).run(ring_attention, mesh={"cp": 2}, backend=backend)
+    processes(2).run(swapped_llama, "ring", mesh={"cp": 2}, backend=backend)
+    processes(2).run(swapped_llama, "ulysses", mesh={"cp": 2}, backend=backend)
+    processes(4).run(swapped_llama, "ring+ulysses", mesh={"cp": 4}, backend=backend)
 
 
 @pytest.mark.parametrize("backend, tp", [("neuron", 2), ("neuron_single", 1), ("tpu_dist", 1)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 from math import prod
 from types import ModuleType
@@ -10,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from transformers import (
+    BertConfig,
+    BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
@@ -28,7 +32,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
-from neuronx_dist.hf import UnsupportedModelError, full_state_dict, swap, transformer_layer_class
+from neuronx_dist.attention import zigzag_order
+from neuronx_dist.hf import UnsupportedModelError, full_state_dict, materialize, swap, transformer_layer_class
+from neuronx_dist.hf.context_parallel import _attention
 from neuronx_dist.mesh import Mesh
 from tests.hf.models import SIZES, VOCAB, error, llama_config, meta_model, reference_model
 from tests.hf.parity import AllInFloat64
@@ -37,6 +43,8 @@ from tests.support.more_architectures import OF_TRANSFORMERS
 STEPS, RATE, LENGTH = 3, 0.2, 16
 _TINY = dict(SIZES, num_hidden_layers=2, max_position_embeddings=32, initializer_range=0.2, use_cache=False)
 _GPT2 = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=32, initializer_range=0.2, use_cache=False)
+_BERT = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+_NO_DROPOUT_OF_BERT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.2)
 _NO_DROPOUT = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 _OSS = dict(_TINY, head_dim=8, sliding_window=5, num_local_experts=4, num_experts_per_tok=2)
 
@@ -49,6 +57,7 @@ def _eager(model: Any) -> Any:
 MODELS: dict[str, Any] = {
     "llama": lambda: reference_model(llama_config()),
     "three heads": lambda: reference_model(llama_config(heads=3, kv_heads=3)),
+    "bert": lambda: reference_model(BertConfig(**_BERT, **_NO_DROPOUT_OF_BERT), BertForMaskedLM),
     "gpt2": lambda: reference_model(GPT2Config(**_GPT2, **_NO_DROPOUT), GPT2LMHeadModel),
     "mistral": lambda: reference_model(MistralConfig(**_TINY, head_dim=8, sliding_window=5), MistralForCausalLM),
     "gpt-oss": lambda: _eager(
@@ -137,6 +146,10 @@ DOCUMENTS = [[3, 11], [], [7], [1, 2, 8]]
         ("llama", dict(cp=2), "zigzag", DOCUMENTS, dict(context_parallel="ulysses")),
         ("llama", dict(cp=4), "zigzag", None, dict(context_parallel="ulysses")),
         ("three heads", dict(cp=2, tp=2), "zigzag", None, dict(context_parallel="ulysses", pad_heads=True)),
+        ("llama", dict(cp=4), "zigzag", DOCUMENTS, dict(context_parallel="ring+ulysses")),
+        ("llama", dict(cp=4, tp=2), None, None, dict(context_parallel="ring+ulysses:2", sequence_parallel=True)),
+        ("gpt-oss", dict(cp=4), "zigzag", None, dict(context_parallel="ring+ulysses")),
+        ("mistral", dict(cp=4), None, DOCUMENTS, dict(context_parallel="auto")),
         pytest.param("llama", dict(cp=2, tp=2, dp=2), "zigzag", None, {}, marks=pytest.mark.slow),
         pytest.param("llama", dict(cp=4, tp=2), None, DOCUMENTS, {}, marks=pytest.mark.full),
         ("gpt2", dict(cp=4), "zigzag", None, {}),
@@ -154,6 +167,72 @@ def test_three_steps_are_those_of_one_process(
     compare(name, mesh, balance, documents, **options)
 
 
+def test_auto_takes_the_method_by_which_a_rank_sends_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few key/value heads: ring; as many as query heads: Ulysses, where cp divides them; a short window: ring."""
+    lines: list[str] = []
+    monkeypatch.setattr(logging.Logger, "info", lambda self, text, *values: lines.append(text % values))
+
+    def taken(cp: int, heads: int, kv_heads: int, window: int | None, balance: str | None) -> str:
+        def rank() -> None:
+            q, k = (torch.zeros(1, n, 8, 2) for n in (heads, kv_heads))
+            places = torch.arange(8 * cp) if balance is None else zigzag_order(8 * cp, cp)
+            positions = places.chunk(cp)[comm.rank("cp")][None]
+            nxd.get_batch_on_this_context_parallel_rank({"input_ids": torch.zeros(1, 8 * cp)}, balance)
+            _attention("auto", nn.Identity(), q, k, k, None, sliding_window=window, position_ids=positions)
+
+        lines.clear()
+        comm.threads.run(Mesh(cp, cp=cp), rank)
+        assert len({*lines}) == 1 and len(lines) == cp
+        return lines[0].split(";")[0].rpartition(" ")[2]
+
+    assert taken(2, 8, 2, None, None) == "ring"
+    assert taken(2, 8, 8, None, "zigzag") == "ulysses"
+    assert taken(4, 8, 8, 4, None) == "ring"
+    assert taken(4, 8, 8, 4, "zigzag") == "ulysses"
+    assert taken(4, 6, 6, None, None) == "ring+ulysses:2"
+
+
+@pytest.mark.parametrize("method, bound", [("ring", 1.02), ("ulysses", 1.08)])
+def test_activations_take_one_part_in_cp_of_the_memory(method: str, bound: float) -> None:
+    """Bytes that are saved for backward; Ulysses saves the output of attention in both orders, by heads and by rows."""
+    model = meta_model(llama_config(layers=1, kv_heads=4), dtype=torch.float32)
+    batch = {name: x[:2].repeat(1, 16) for name, x in batch_of(0, None).items()}
+
+    def rank() -> int:
+        local = swap(copy.deepcopy(model), context_parallel=method)
+        materialize(local, seed=0)
+        weights = {param.untyped_storage()._cdata for param in local.parameters()}
+        saved = {}
+
+        def save(x: torch.Tensor) -> torch.Tensor:
+            saved[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+            return x
+
+        part = nxd.get_batch_on_this_context_parallel_rank(batch, "zigzag")
+        items = nxd.global_num_items(part["labels"])
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
+            local(**part, num_items_in_batch=items)
+        return sum(size for address, size in saved.items() if address not in weights)
+
+    alone, *parts = (comm.threads.run(Mesh(cp, cp=cp), rank) for cp in (1, 2, 4))
+    for of_ranks in parts:
+        assert all(1 <= size * len(of_ranks) / alone[0] < bound for size in of_ranks), (alone, of_ranks)
+
+
+@pytest.mark.parametrize(
+    "method, cp, words",
+    [
+        ("rings", 4, r"is not one of auto, ring, ulysses, ring\+ulysses, ring\+ulysses:2 \(cp=4\)"),
+        ("ring+ulysses", 2, r"is not one of auto, ring, ulysses \(cp=2\)"),
+        ("ulysses", 2, r"3 attention heads cannot be divided among tp=1 x 2 ranks of cp=2"),
+    ],
+)
+def test_methods_that_do_not_fit_are_refused(method: str, cp: int, words: str) -> None:
+    model = MODELS["three heads"]()
+    with pytest.raises(ValueError, match=words):
+        comm.threads.run(Mesh(cp, cp=cp), lambda: swap(copy.deepcopy(model), context_parallel=method))
+
+
 def _without(name: str) -> Any:
     return lambda part: {key: x for key, x in part.items() if key != name}
 
@@ -162,6 +241,51 @@ def _unsplit(part: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns every other token."""
     positions = torch.arange(comm.rank("cp"), LENGTH, 2).expand(4, -1)
     return {**part, "position_ids": positions}
+
+
+@pytest.mark.parametrize("name, method", [("llama", "ring"), ("llama", "ulysses"), ("bert", "ring"), ("bert", "auto")])
+def test_padding_on_the_right_counts_nowhere(name: str, method: str) -> None:
+    """Loss and gradients of rows of different lengths, with the mask and the positions of transformers' collators.
+
+    BERT sees all tokens but padding, and ranks have unequal numbers of labels.
+    """
+    model, causal = MODELS[name](), name != "bert"
+    batch = batch_of(0, None)
+    mask = (torch.arange(LENGTH) < torch.tensor([[5], [LENGTH], [11], [8]])).long()
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    batch |= {"attention_mask": mask, "position_ids": positions, "labels": batch["labels"].masked_fill(mask == 0, -100)}
+    with AllInFloat64():
+        loss = model(**batch).loss
+        loss.backward()
+
+    def rank() -> None:
+        local = swap(copy.deepcopy(model), context_parallel=method)
+        local.zero_grad()
+        part = nxd.get_batch_on_this_context_parallel_rank(batch, "zigzag" if causal else None, causal=causal)
+        items = nxd.global_num_items(part["labels"], dtype=torch.float64)
+        with AllInFloat64():
+            share = local(**part, num_items_in_batch=items).loss
+            share.backward()
+        nxd.reduce_gradients(local)
+        assert error(comm.all_reduce(share.detach(), "cp") / 2, loss.detach()) < 1e-10
+        gradients = full_state_dict(local, gradients=True)
+        for key, param in model.named_parameters():
+            difference = float((gradients[key] - param.grad).norm())
+            assert min(error(gradients[key], param.grad), difference / 1e-3) < 1e-10, key  # a key's bias: 0
+        wrong = nxd.get_batch_on_this_context_parallel_rank(batch, "zigzag" if causal else None, causal=not causal)
+        with pytest.raises(ValueError, match=f"its labels are .*to be shifted: split .*causal={causal}"):
+            local(**wrong)
+        with pytest.raises(ValueError, match="the auxiliary loss of its routers would count padding"):
+            local.config.output_router_logits = True
+            local(**part)
+
+    def wrongly_split() -> None:
+        wrong = nxd.get_batch_on_this_context_parallel_rank(batch, causal=not causal)
+        with pytest.raises(ValueError, match="its labels are .*to be shifted"):
+            swap(copy.deepcopy(model))(**{key: x.clone() for key, x in wrong.items()})  # as on another device
+
+    comm.threads.run(Mesh(4, cp=2, tp=2) if method == "auto" else Mesh(2, cp=2), rank)
+    comm.threads.run(Mesh(2, cp=2), wrongly_split)
 
 
 @pytest.mark.parametrize("sizes", [dict(pp=2, cp=2), dict(pp=2, cp=2, tp=2)])
@@ -221,7 +345,6 @@ def _of_a_user(name: str) -> Any:
     return model
 
 
-_ROBERTA = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
 _WINDOW = dict(_TINY, use_sliding_window=True, sliding_window=5, num_experts=4, moe_intermediate_size=8)
 
 
@@ -235,7 +358,7 @@ _WINDOW = dict(_TINY, use_sliding_window=True, sliding_window=5, num_experts=4, 
             r"has a window in its mask only, .* \(sliding_window=5\)",
         ),
         (
-            lambda: reference_model(RobertaConfig(**_ROBERTA, is_decoder=True), RobertaForCausalLM),
+            lambda: reference_model(RobertaConfig(**_BERT, is_decoder=True), RobertaForCausalLM),
             "has positions that begin after pad_token_id",
         ),
     ],
@@ -320,8 +443,9 @@ def test_calls_beside_the_models_forward_are_checked() -> None:
         local = swap(reference_model(llama_config(layers=1)))
         part = nxd.get_batch_on_this_context_parallel_rank(batch_of(0, None))
         ids, positions = part["input_ids"], part["position_ids"]
-        with pytest.raises(ValueError, match="LlamaModel with cp=2 needs position_ids"):
-            local.model(ids)
+        for call in (local.model, local.model.forward, copy.deepcopy(local).model.forward):
+            with pytest.raises(ValueError, match="LlamaModel with cp=2 needs position_ids"):
+                call(ids)
         with pytest.raises(ValueError, match="LlamaModel with cp=2 needs position_ids"):
             local.forward(**_without("position_ids")(part))
         with pytest.raises(ValueError, match="LlamaModel with cp=2 reads no attention_mask"):
@@ -349,7 +473,9 @@ def test_a_split_is_seen_by_its_positions() -> None:
         assert contiguous == pytest.approx(zigzag, rel=1e-10)
 
 
-@pytest.mark.parametrize("method, balance", [("ring", "zigzag"), ("ulysses", None), ("ring", "none")])
+@pytest.mark.parametrize(
+    "method, balance", [("ring", "zigzag"), ("ulysses", None), ("ring+ulysses", "zigzag"), ("auto", "none")]
+)
 def test_a_check_accepts_a_split_and_refuses_that_ranks_have_the_same_tokens(method: str, balance: str | None) -> None:
     def step(model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> None:
         part, items = batch, torch.ones(())
@@ -364,7 +490,8 @@ def test_a_check_accepts_a_split_and_refuses_that_ranks_have_the_same_tokens(met
 
     ids = torch.zeros(2, 8, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids, "position_ids": ids}
-    report = spmd.check(make, batch, Mesh(4, cp=2, tp=2), step=step)
+    mesh = Mesh(4, cp=4) if method == "ring+ulysses" else Mesh(4, cp=2, tp=2)
+    report = spmd.check(make, batch, mesh, step=step)
     assert report.ok if balance != "none" else "is the same on all ranks of cp" in str(report), str(report)
 
 
@@ -373,9 +500,10 @@ _REFUSED = {
     "Gemma 3": "masks that are more than causal",
     "Mamba": "layers that pass a state along the sequence: linear_attention",
     **dict.fromkeys(("BLOOM", "GPT-J", "Falcon", "Falcon (ALiBi)"), "attention in code of its own"),
-    **dict.fromkeys(("BERT (masked language model)", "T5", "ViT", "ALBERT", "RoBERTa"), "no causal language model"),
-    **dict.fromkeys(("BERT (classification)", "Llama (classification)", "DistilBERT", "BART"), "no causal language"),
-    "Whisper": "no causal language model",
+    "RoBERTa": "positions that begin after pad_token_id",
+    **dict.fromkeys(("T5", "ViT"), "neither a causal nor a masked"),
+    **dict.fromkeys(("BERT (classification)", "Llama (classification)", "BART"), "neither a causal nor a masked"),
+    "Whisper": "neither a causal nor a masked",
 }
 
 
@@ -389,6 +517,7 @@ def test_an_architecture_is_exact_or_refused(architecture: Any) -> None:
             comm.threads.run(Mesh(2, cp=2), lambda: swap(copy.deepcopy(model)))
         return
     inputs = {key: torch.cat([x, x[:, :2]], 1) for key, x in architecture.inputs().items()}  # 8 tokens
+    causal = not type(model).__name__.endswith("ForMaskedLM")
     with AllInFloat64():
         loss = model(**inputs).loss
         loss.backward()
@@ -397,8 +526,12 @@ def test_an_architecture_is_exact_or_refused(architecture: Any) -> None:
     def rank() -> None:
         local = swap(copy.deepcopy(model))
         local.zero_grad()
-        part = nxd.get_batch_on_this_context_parallel_rank(inputs, "zigzag")
+        part = nxd.get_batch_on_this_context_parallel_rank(inputs, "zigzag", causal=causal)
         with AllInFloat64():
+            if architecture.name == "DistilBERT":
+                with pytest.raises(ValueError, match="the model passes no position_ids to its attention: use cp=1"):
+                    local(**part)
+                return
             share = local(**part).loss
             share.backward()
         nxd.reduce_gradients(local)

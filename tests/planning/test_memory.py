@@ -165,6 +165,9 @@ CASES = [
     Case("zb_v-pp4-9-microbatches", layout(4, pp=4, num_microbatches=9, global_batch=9, schedule="zb_v"), DEEP),
     Case("zb_v-pp2-dp2-zero1-5-microbatches", layout(4, pp=2, num_microbatches=5, global_batch=20, **V), TIED),
     Case("muon-tp2-zero1", layout(4, tp=2, zero1=True), optimizer=MuonAdamW),
+    Case("cp2-tp2", layout(4, tp=2, cp=2, global_batch=8)),
+    Case("cp4", layout(4, cp=4, global_batch=8), WIDE),
+    Case("cp2-zero1-recomputing", layout(2, cp=2, zero1=True, global_batch=8), checkpoint_activations=True),
     Case("one-process", layout(1)),
     Case("one-process-recomputing", layout(1), checkpoint_activations=True),
     Case("one-process-one-microbatch", layout(1, num_microbatches=1, global_batch=4)),
@@ -174,7 +177,7 @@ CASES = [
 SAMPLE = (
     "tp2-sp-dp2-zero1-bf16",
     "zb_v-pp2-dp2-zero1-5-microbatches",
-    "one-process-recomputing",
+    "cp2-zero1-recomputing",
 )
 MEASURED = [case for case in CASES if FULL or case.name in SAMPLE]
 
@@ -229,6 +232,8 @@ def train_and_measure(case: Case, ask_allocator: bool = False) -> Measured:
     optimizer = wrapper(params, case.optimizer, lr=1e-3)
     ids = torch.randint(0, module.config.vocab_size, (layout.micro_batch * layout.num_microbatches, layout.seq_len))
     batch = {"input_ids": ids, "labels": ids.clone(), "num_items_in_batch": torch.tensor(float(ids.numel()))}
+    batch = {name: x.clone() for name, x in nxd.get_batch_on_this_context_parallel_rank(batch, "zigzag").items()}
+    del ids
 
     def step(memory: Any = None) -> None:
         model.run_train(**batch)
@@ -284,7 +289,8 @@ def test_the_measured_peak_of_every_rank_is_the_predicted_one(case: Case) -> Non
     shape = case.layout
     recomputed = case.checkpoint_activations
     estimate = estimate_memory(shape, case.config(), checkpoint_activations=recomputed, optimizer_class=case.optimizer)
-    measured = processes(shape.world_size).run(train_and_measure, case, mesh=dict(tp=shape.tp, pp=shape.pp))
+    sizes = dict(tp=shape.tp, pp=shape.pp, cp=shape.cp)
+    measured = processes(shape.world_size).run(train_and_measure, case, mesh=sizes)
     for rank, found in enumerate(measured):
         stage = estimate.stages[found.stage]
         message = f"rank {rank}: {found}\n{estimate}"

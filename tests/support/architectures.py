@@ -421,7 +421,8 @@ for rows in loader:                                                    # input_i
 
 A rank's loss is its share: the mean over dp and cp is that of one process. Pass labels as for transformers, not
 shifted, and split once. `generate` takes `use_cache=False` and complete prompts on all ranks. Dropout outside of
-attention draws equal masks for the parts of a sequence.
+attention draws equal masks for the parts of a sequence where all ranks are seeded equally, as they are for the initial
+weights; `model_parallel_manual_seed(seed + 1000 * comm.rank("cp"))` after that gives each part masks of its own.
 
 The first one shifts labels before the split, so that the last token of a part predicts the first of the next one,
 and adds `position_ids`. In zig-zag order rank r has chunks r and 2cp - 1 - r of 2cp, and all ranks compute as much
@@ -429,20 +430,30 @@ under a causal mask; without `balance` parts are contiguous, as NxD's. The model
 sequence was split. Where packed documents can be read both ways, the balance of the calls counts; without a call, or
 after calls with both, they are refused, as positions that are no split, on all ranks.
 
-All ranks of cp call it in the training loop, with the same batch (the first one is compared); a mask of ones is left
-out, and one that hides tokens is refused: pad on the right, with labels of -100. Only tensors with the length of
-`input_ids` in dim 1 are split.
+All ranks of cp call it in the training loop, with the same batch (the first one is compared). An `attention_mask` of
+ones, or of padding on the right, is left out: causal attention shows such padding to no other token. Its labels are to
+be -100. Masks that hide other tokens are refused, and auxiliary losses of routers, which would count padding. Only
+tensors with the length of `input_ids` in dim 1 are split.
 
-* `hf.swap(model, context_parallel="ring")`, the default: keys and values go around. `"ulysses"`: each rank has some
-  heads of the complete sequence; needs heads that tp x cp divides, key/value heads may be fewer.
+For masked language models (BERT, ALBERT) pass `causal=False`: labels are not shifted, and padding becomes a document
+of its own. Their loss is the mean over the labels of all ranks.
+
+* `hf.swap(model, context_parallel="ring")`: keys and values go around. `"ulysses"`: each rank has some heads of the
+  complete sequence; needs heads that tp x cp divides, key/value heads may be fewer. `"ring+ulysses:2"`: 2 adjacent
+  ranks divide their heads, and keys go around the cp/2 pairs (arXiv:2405.07719); `"ring+ulysses"`: any divisor.
+  `"auto"`, the default: in each call the one of them by which a rank sends fewest bytes, from the heads, key/value
+  heads, window, split and documents of the call. Each that is taken is logged once, at level INFO; for Llama 3 8B,
+  4096 tokens per rank in bf16: `attention over cp=4 is ulysses; a rank sends per call: ring 151 MB in 9 messages,
+  ring+ulysses:2 134 MB in 7 messages, ulysses 126 MB in 4 messages`.
 * Packed documents: `position_ids` restart at each. A token sees its document only, in parts, windows and sinks
   alike; a document may be longer than a part. Labels of first tokens are to be -100.
 * Gradients: `reduce_gradients` and ZeRO-1 average over dp and cp. Without `num_items_in_batch` the loss is the mean
   over the labels of all data ranks.
-* In layers of your own: `nxd.ring_attention(q, k, v)` and `nxd.ulysses_attention(q, k, v)` take this rank's part,
-  `[b, heads, s/cp, e]` with positions already applied, with `causal`, `window`, `sinks`, `cu_seqlens` of all ranks,
-  `balance` as in the split, and any axis; `lengths` where parts are not equally long. The loss is the sum of the
-  cross entropy of `part["labels"]`, divided by `nxd.global_num_items(part["labels"])`.
+* In layers of your own: `nxd.ring_attention(q, k, v)` and `nxd.ulysses_attention(q, k, v)`, with `degree=2` both
+  together, take this rank's part, `[b, heads, s/cp, e]` with positions already applied, with `causal`, `window`,
+  `sinks`, `cu_seqlens` of all ranks, `balance` as in the split, and any axis; `lengths` where parts are not equally
+  long. The loss is the sum of the cross entropy of `part["labels"]`, divided by
+  `nxd.global_num_items(part["labels"])`.
 
 Per layer, of a rank's part of q, k, v and the output (`row`: of one key and its value, over batch and local heads):
 
@@ -450,11 +461,12 @@ Per layer, of a rank's part of q, k, v and the output (`row`: of one key and its
 | --- | --- | --- |
 | ring | cp - 1 exchanges of `row * s/cp` | 2 (cp - 1) exchanges of `row * s/cp` |
 | Ulysses | all_to_all of q, k, v; all_to_all of the output | the same |
+| both, u ranks by heads | the same over u, and cp/u - 1 exchanges of `row * s/cp` | the same, 2 (cp/u - 1) exchanges |
 
 Blocks that no rank sees do not go around: under a window that is no longer than a contiguous part the ring has 1
 exchange forward and 2 backward. Beside it, per forward one all_gather of `position_ids`, for whose values the host
-waits. Activations are 1/cp, also in the memory that is predicted (4096 tokens, the default model of the example:
-256.4, 128.2 and 64.1 MiB at cp 1, 2, 4).
+waits. Activations are 1/cp: bytes saved for backward 1.01 of it by a ring, 1.07 by Ulysses, which saves the output of
+attention in two orders (a swapped Llama, cp 2 and 4). The predicted memory is that of real processes within 2 %.
 
 Causal attention of 2 x 4096 tokens, forward and backward, takes 0.95 of the ideal, half of one process, by a ring in
 zig-zag order, 0.67 in contiguous parts, 0.96 by Ulysses; keys gathered by hand under a mask 0.46 (2 CPU cores at
@@ -462,15 +474,15 @@ load 5, `python benchmarks/context_parallel.py --quick`, 2026-11-27).
 
 * Tested (`tests/hf/test_context_parallel.py`: loss, all gradients, weights after three steps, to 1e-10 in float64;
   transformers' own loss is in float32) at cp 2 and 4 with tp 2, dp 2, pp 2, sequence parallelism and recomputed
-  layers; of the table above 28 models are exact at cp 2.
-* Refused, with the reason: models that are no causal language models; attention in code of its own (BLOOM, Falcon,
-  GPT-J); states along the sequence (Mamba); scores that are capped (Gemma 2); masks that are more than causal, a
-  window and documents (Gemma 3, Llama 4), or windows that only the mask has (Qwen 2 MoE and Phi MoE with
+  layers, and on imitated devices ([docs/devices.md](devices.md)); of the table above 30 models are exact at cp 2.
+* Refused, with the reason: models that are neither causal nor masked language models; attention in code of its own
+  (BLOOM, Falcon, GPT-J); states along the sequence (Mamba); scores that are capped (Gemma 2); masks that are more than
+  causal, a window and documents (Gemma 3, Llama 4), or windows that only the mask has (Qwen 2 MoE and Phi MoE with
   `sliding_window`); positions that begin after `pad_token_id` (RoBERTa); rotary frequencies that depend on the
   length (`dynamic`, `longrope`). A subclass of yours is judged by the class of transformers from which it inherits.
-  In a call, of the model or its decoder: attention masks with zeros, attention dropout, caches, labels that are not
-  shifted, missing `position_ids`; an attention whose forward did not call the one that swap has set. On XLA cp is
-  refused, since positions have no values there.
+  In a call, of the model or its decoder: an `attention_mask`, attention dropout, caches, labels that are not shifted,
+  missing `position_ids`, which some attentions do not get (DistilBERT); an attention whose forward did not call the
+  one that swap has set. On XLA cp is refused, since positions have no values there.
 
 ### Words of a plan
 
