@@ -236,7 +236,7 @@ def _loss_of(chunk: _Chunk, options: LossOptions) -> tuple[torch.Tensor, ...]:
     if options.entropy:
         sums = [predicted, *_entropy_sums(logits, highest)]
     else:
-        sums = [predicted, *_sums_by_pieces(logits, highest, options.smoothing, False)]
+        sums = [predicted, *_sums_by_pieces(logits, highest, options.smoothing)]
     stacked = torch.stack([spmd.trust(summand, communicator, P) for summand in sums])
     stacked = comm.all_reduce(stacked, communicator, out=stacked)
     log = highest + stacked[-1].log()
