@@ -2,8 +2,9 @@
 
 `hand` is lean, straight on torch.distributed, and overwrites its logits: they become exp(z - max), one all-reduce sums
 what the loss needs, backward multiplies by gradient / sum once. `ours` has `inplace_logits=True`, `ours, new` leaves
-the logits as they are. `megatron` is the algorithm of Megatron-LM (arXiv:1909.08053): in place too, three all-reduces,
-normalised in forward. `loss_parallel` is torch's, on DTensors. `hand` runs a second time as `again`, to show the noise.
+the logits as they are; `leaf` is the same of logits that are a leaf of autograd, and `hand, leaf` is `hand` with
+exp(z - max) in new memory. `megatron` is the algorithm of Megatron-LM (arXiv:1909.08053): in place too, three
+all-reduces, normalised in forward. `loss_parallel` is torch's, on DTensors. `again` is `hand` again, for the noise.
 
 All run in one job, turn by turn, on logits that are made anew, outside of what is timed; a round gives each variant's
 wall time (of the slowest rank) and CPU time (of all), and what is reported is the median over the rounds of a round's
@@ -35,7 +36,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import neuronx_dist as nxd
 from neuronx_dist.planning.meter import measure_peak
 
-VARIANTS = ("hand", "ours", "ours, new", "megatron", "loss_parallel", "again")
+VARIANTS = ("hand", "ours", "ours, new", "hand, leaf", "leaf", "megatron", "loss_parallel", "again")
 GOAL = 1.0  # of `ours`, in time and memory
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -52,11 +53,11 @@ class Hand(torch.autograd.Function):
     """The logits' memory holds exp(z - max), and then the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, new: bool = False) -> torch.Tensor:
         z = logits if logits.dtype == torch.float32 else logits.float()
         highest = z.amax(-1)
         dist.all_reduce(highest, dist.ReduceOp.MAX)
-        z.sub_(highest.unsqueeze(-1))
+        z = torch.sub(z, highest.unsqueeze(-1), out=None if new else z.detach())
         local, elsewhere = own_labels(labels, z.shape[-1])
         predicted = z.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill_(elsewhere, 0.0)
         sums = torch.stack([predicted, z.exp_().sum(-1)])
@@ -70,7 +71,7 @@ class Hand(torch.autograd.Function):
         z, local, elsewhere, total = ctx.saved_tensors
         z.mul_((grad / total).unsqueeze(-1))
         z.scatter_add_(-1, local.unsqueeze(-1), (-grad).masked_fill_(elsewhere, 0.0).unsqueeze(-1))
-        return z.to(ctx.dtype), None
+        return z.to(ctx.dtype), None, None
 
 
 class Megatron(torch.autograd.Function):
@@ -109,6 +110,10 @@ def gradient_of(loss: Callable[..., torch.Tensor], logits: torch.Tensor, *args: 
     return torch.autograd.grad(loss(logits, labels), edge, grad)[0]
 
 
+def _leaf(logits: torch.Tensor) -> torch.Tensor:
+    return logits.detach().requires_grad_()
+
+
 def of_torch(mesh: Any, logits: torch.Tensor, labels: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     with loss_parallel():
         whole = DTensor.from_local(logits, mesh, [Shard(1)], run_check=False)
@@ -124,6 +129,8 @@ def variants(tp: int) -> dict[str, Loss]:
         "hand": partial(gradient_of, Hand.apply),
         "ours": partial(gradient_of, partial(nxd.parallel_cross_entropy, inplace_logits=True)),
         "ours, new": partial(gradient_of, nxd.parallel_cross_entropy),
+        "hand, leaf": lambda logits, *args: gradient_of(lambda *x: Hand.apply(*x, True), _leaf(logits), *args),
+        "leaf": lambda logits, *args: gradient_of(nxd.parallel_cross_entropy, _leaf(logits), *args),
         "megatron": partial(gradient_of, Megatron.apply),
         "loss_parallel": partial(of_torch, mesh),
         "again": partial(gradient_of, Hand.apply),

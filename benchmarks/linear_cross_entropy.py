@@ -2,7 +2,8 @@
 
 `ours` is `parallel_linear_cross_entropy`, `ours, none` the same by token, whose backward computes the logits again.
 `two` is the linear function and `parallel_cross_entropy`, `two, in place` with `inplace_logits=True`. At tp 1
-`torch` is `F.linear_cross_entropy` without options, which holds all logits, and `torch, chunks` with default options.
+`torch` is `F.linear_cross_entropy` (torch 2.15) without options, which holds all logits, and `torch, chunks` with
+default options. `log p, entropy` is `parallel_linear_logprobs`, whose loss has the same value.
 
 All run in one job, turn by turn. A round gives each variant's wall time (of the slowest rank) and CPU time (of all);
 reported is the median over the rounds of a round's ratio to `two`. Memory is the most that is alive at one time beside
@@ -43,8 +44,9 @@ def variants(tp: int) -> dict[str, Callable[..., torch.Tensor]]:
         ).mean(),
         "ours": fused,
         "ours, none": lambda x, w, labels: fused(x, w, labels, reduction="none").mean(),
+        "log p, entropy": lambda x, w, labels: -nxd.parallel_linear_logprobs(x, w, labels)[0].mean(),
     }
-    if tp == 1:
+    if tp == 1 and hasattr(F, "linear_cross_entropy"):
         options = torch.nn.LinearCrossEntropyOptions()
         results["torch"] = lambda x, w, labels: F.linear_cross_entropy(x, w, labels)
         results["torch, chunks"] = lambda x, w, labels: F.linear_cross_entropy(x, w, labels, options=options)

@@ -61,8 +61,8 @@ def assemble(args: Namespace, config: Any) -> Any:
     nxd.model_parallel_manual_seed(args.seed)
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype))
-    padding = dict(pad_heads=args.pad_heads, pad_vocab=args.pad_vocab)
-    hf.swap(module, sequence_parallel=args.sequence_parallel, inplace_logits=True, **padding)
+    options = dict(pad_heads=args.pad_heads, pad_vocab=args.pad_vocab, fused_loss=args.fused_loss)
+    hf.swap(module, sequence_parallel=args.sequence_parallel, inplace_logits=True, **options)
     model = nxd.NxDPPModel(
         module,
         transformer_layer_cls=hf.transformer_layer_class(module),
@@ -247,8 +247,10 @@ def main() -> None:
         if data.vocab_size > config.vocab_size:
             raise ValueError(f"the text has tokens up to {data.vocab_size}, the model knows {config.vocab_size}")
         device = nxd.init_distributed(args.device)  # before any backward: torch counts devices at the first
-        recomputed = args.checkpoint_activations
-        memory = estimate_memory(layout, config, checkpoint_activations=recomputed) if rank == 0 else ""  # for `say`
+        memory: Any = ""  # for `say`
+        if rank == 0:
+            options = dict(checkpoint_activations=args.checkpoint_activations, fused_loss=args.fused_loss)
+            memory = estimate_memory(layout, config, **options)
     except ValueError as error:
         job.leave(str(error), job.WRONG_USE)
     if args.verify:

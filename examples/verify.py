@@ -48,7 +48,7 @@ def main(args: argparse.Namespace, config: Any, data: TextData, device: torch.de
     world, rank = launch.world()
     say = print if rank == 0 else lambda *_, **__: None
     single = dict(tp=1, pp=1, cp=1, ep=1, schedule=None, virtual_pipeline_size=1)
-    single |= dict(sequence_parallel=False, zero1=False, pad_heads=False, pad_vocab=False)
+    single |= dict(sequence_parallel=False, zero1=False, pad_heads=False, pad_vocab=False, fused_loss=False)
     alone = argparse.Namespace(**{**vars(args), **single})
     # On XLA devices the one process computes on the CPU, which is a reference for them too.
     reference_device = device if device.type in ("cpu", "cuda") else torch.device("cpu")

@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from .. import comm
 from ..gradients.reduce import global_num_items, number_of_valid
+from ..parallel_layers.linear_cross_entropy import parallel_linear_cross_entropy
 from ..parallel_layers.loss_functions import parallel_cross_entropy
+from ..program.recorder import is_recording
 from ..sharded_functions.vocabulary import check_ids, hide_padding
+from .deferred_logits import DeferredLogits
 
 __all__ = ["causal_lm_loss"]
 
@@ -52,18 +56,46 @@ def causal_lm_loss(
         is_shifted = comm.size("cp") > 1
         shift_labels = labels if is_shifted else nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     shift_labels = shift_labels.to(logits.device)
-    hide_padding(logits, vocab_size)
-    if type(shift_labels) is torch.Tensor and shift_labels.device.type == "cpu":  # padding is no label
-        check_ids(shift_labels, vocab_size, ignore_index, "causal_lm_loss: label")
-    losses = parallel_cross_entropy(logits, shift_labels, ignore_index=ignore_index, inplace_logits=inplace_logits)
+    total = sum_of_losses(logits, shift_labels, vocab_size, ignore_index, inplace_logits)
     count: Any = num_items_in_batch
     if count is None:
         if comm.size("cp") > 1:  # the last part has no label of the last token
-            count = global_num_items(shift_labels, 1, ignore_index, shift=False, dtype=losses.dtype)
+            count = global_num_items(shift_labels, 1, ignore_index, shift=False, dtype=total.dtype)
         else:
             count = number_of_valid(shift_labels, ignore_index)
     # Without labels 0 / inf: unlike 1, inf is the same whatever share of all labels is counted here.
     if isinstance(count, torch.Tensor):
-        count = count.to(losses)
-        return losses.sum() / torch.where(count == 0, math.inf, count)
-    return losses.sum() / (count or math.inf)
+        count = count.to(total)
+        return total / torch.where(count == 0, math.inf, count)
+    return total / (count or math.inf)
+
+
+def sum_of_losses(
+    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, ignore_index: int, inplace_logits: bool
+) -> torch.Tensor:
+    """Returns the sum of the tokens' losses, `[.., vocab/tp]`, `[..] -> []`; of deferred logits from the head's input.
+
+    A pipeline records it as one call, which the last stage makes with the logits that its head returns.
+    """
+    if is_recording(layers=True) and has_torch_function_variadic(logits, labels):
+        arguments = (logits, labels, vocab_size, ignore_index, inplace_logits)
+        total: torch.Tensor = handle_torch_function(sum_of_losses, (logits, labels), *arguments)
+        return total
+    if isinstance(logits, DeferredLogits):
+        if call := logits.take_call(vocab_size):
+            return parallel_linear_cross_entropy(
+                call.x,
+                call.weight,
+                labels,
+                bias=call.bias,
+                reduction="sum",
+                ignore_index=ignore_index,
+                vocab_size=vocab_size,
+                sequence_dimension=call.sequence_dim,
+                reduce_dtype=call.reduce_dtype,
+            )
+        logits = logits.computed()
+    hide_padding(logits, vocab_size)
+    if type(labels) is torch.Tensor and labels.device.type == "cpu":  # padding is no label
+        check_ids(labels, vocab_size, ignore_index, "causal_lm_loss: label")
+    return parallel_cross_entropy(logits, labels, ignore_index=ignore_index, inplace_logits=inplace_logits).sum()

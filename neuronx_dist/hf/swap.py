@@ -29,6 +29,7 @@ from ..unknown_keywords import names_the_nearest
 from ..weights.partial_model import unwrapped
 from ..weights.wrappers import wrapper_of
 from .context_parallel import apply_context_parallel, check_context_parallel
+from .deferred_logits import computed, defer_logits
 from .derived import IndivisibleError, derive
 from .dropout import check_dropout, draw_apart
 from .experts import count_all_tokens, declare_rows, distribute_experts, generate_together
@@ -58,6 +59,7 @@ def swap(
     pad_heads: bool = False,
     pad_vocab: bool = False,
     inplace_logits: bool = False,
+    fused_loss: bool | None = None,
     ep: int | None = None,
     context_parallel: str = "auto",
 ) -> Any:
@@ -65,8 +67,8 @@ def swap(
 
     Works on a model on the meta device, which then gets its values from `materialize` or `load_pretrained`, and on a
     real one, whose weights are sliced. Called with labels, a swapped causal LM gives the loss and this rank's logits
-    `[batch, seq, vocab/tp]`; without, the full logits. Other models (encoders, sequence to sequence, classification)
-    give what they gave before, on every rank.
+    `[batch, seq, vocab/tp]`, which training does not compute unless they are read; without, the full logits. Other
+    models (encoders, sequence to sequence, classification) give what they gave before, on every rank.
 
     Args:
         model: any model of transformers for which there is a plan, or any module with `plan="derived"`; the embedding
@@ -91,6 +93,12 @@ def swap(
             have the real size, and so has what is saved.
         inplace_logits: the loss writes over the logits, which saves memory of their size and time: those that come
             with a loss, in training, have no meaning then. For training that uses the loss alone, as `run_train` does.
+        fused_loss: in training the loss of a call with labels is computed from the head's input, and no rank holds the
+            logits of all tokens (`parallel_linear_cross_entropy`). `output.logits` of such a call are computed when
+            their values are read, at the latest before the next optimizer step; under sequence parallelism all ranks
+            of tp read them, or none. None: wherever nothing reads the logits before the loss, as a model that scales or
+            caps them does, or an adapter on the head. True: a model that reads them is refused, here or by the first
+            loss. False, in compiled code, on XLA and in evaluation: the loss of the logits.
         ep: ranks over which whole experts are distributed: that of the mesh, which None means, or 1: every rank has
             all experts. Over tp each expert is sharded as the plan says.
         context_parallel: on a mesh with cp > 1, attention over the parts of the sequences: "ring"; "ulysses", which
@@ -124,6 +132,8 @@ def swap(
         check_sequence_parallel(model, model_plan)
     if comm.size("cp") > 1:
         check_context_parallel(model, model_plan, context_parallel)
+    if fused_loss:
+        _check_fused_loss(model, model_plan)
 
     scales = _plain_layers(model, model_plan)
     apply(model, layers)
@@ -145,6 +155,8 @@ def swap(
     if comm.size("cp") > 1:
         apply_context_parallel(model, context_parallel)
     if model_plan.head and model_plan.local_logits:
+        if fused_loss is not False:
+            defer_logits(model.get_submodule(model_plan.head), type(model).__name__ if fused_loss else "")
         model.loss_function = partial(causal_lm_loss, inplace_logits=inplace_logits)
         model.register_forward_hook(partial(_full_logits_without_labels, vocabulary))
     elif model_plan.head and vocabulary % tp:
@@ -201,6 +213,19 @@ def _apply_in_place(model: Any, plan: ModelPlan) -> None:
             if style in IN_PLACE:
                 config = model.config.get_text_config() if hasattr(model, "config") else None
                 IN_PLACE[style](model.get_submodule(name), config)
+
+
+def _check_fused_loss(model: nn.Module, plan: ModelPlan) -> None:
+    """Refuses a model that the fused loss does not fit.
+
+    Raises:
+        UnsupportedModelError: with the reason.
+    """
+    if not (plan.head and plan.local_logits):
+        what = "the loss of a causal LM, and this model has another" if plan.head else "a sharded output layer"
+        raise UnsupportedModelError(
+            f"swap: {type(model).__name__}: fused_loss=True needs {what}: leave fused_loss at None"
+        )
 
 
 def _without_padding(vocabulary: int, head: nn.Module, args: Any, logits: torch.Tensor) -> torch.Tensor:
@@ -410,4 +435,5 @@ def _full_logits_without_labels(vocabulary: int, model: nn.Module, args: Any, ou
 
 def _gather_vocabulary(logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """`[..., padded/tp]` -> `[..., vocabulary]`, equal on all ranks; backward takes this rank's columns."""
+    logits = computed(logits)
     return spmd.all_gather(logits, "tp", src=spmd.S(logits.ndim - 1), dst=spmd.I)[..., :vocabulary]

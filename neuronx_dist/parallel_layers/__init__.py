@@ -44,7 +44,7 @@ PARALLEL_FUNCTIONS = [
 _LAZY = {
     **dict.fromkeys(("LayerNorm", "RMSNorm"), "parallel_layers.layer_norm"),
     "fuse_columns": "parallel_layers.fused_columns",
-    "parallel_linear_cross_entropy": "parallel_layers.linear_cross_entropy",
+    **{f"parallel_linear_{name}": "parallel_layers.linear_cross_entropy" for name in ("cross_entropy", "logprobs")},
     **dict.fromkeys(("load", "save"), "parallel_layers.checkpointing"),
     "clip_grad_norm": "gradients.norm",
     **dict.fromkeys(("get_xla_rng_tracker", "model_parallel_xla_manual_seed"), "parallel_layers.random"),

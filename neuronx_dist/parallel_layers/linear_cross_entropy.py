@@ -18,7 +18,7 @@ from ..sharded_functions.vocabulary import check_ids, padded_vocabulary
 from ..weights.shard_spec import spec_of
 from .first_batch import compare_noted, note_first
 
-__all__ = ["note_adapter", "parallel_linear_cross_entropy"]
+__all__ = ["note_adapter", "parallel_linear_cross_entropy", "parallel_linear_logprobs"]
 
 REDUCTIONS = ("none", "sum", "mean")
 
@@ -68,21 +68,14 @@ def parallel_linear_cross_entropy(
             layer of the weight has an adapter that is not merged.
         IndexError: a label is outside of the vocabulary (checked on CPU, where it costs no synchronisation).
     """
-    communicator = comm.communicator(tensor_model_parallel_group or "tp")
-    _refuse_adapter(weight)
-    spec = spec_of(weight)
-    if vocab_size is None and spec.axis is not None and spec.dim == 0:
-        vocab_size = spec.unpadded
-    vocabulary = vocab_size or weight.shape[0] * communicator.size
-    _check_arguments(input, weight, labels, reduction, label_smoothing, chunk_size)
-    _check_sizes(input, weight, labels, communicator, vocab_size, sequence_dimension)
-    note_first(labels, communicator, "labels")
-    compare_noted(communicator)
-    if type(labels) is torch.Tensor and labels.device.type == "cpu":
-        check_ids(labels, vocabulary, ignore_index, "parallel_linear_cross_entropy: label")
+    name = "parallel_linear_cross_entropy"
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{name}: reduction={reduction!r} is none of {', '.join(REDUCTIONS)}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{name}: label_smoothing must be in [0, 1], got {label_smoothing}")
     options = LossOptions(
-        communicator,
-        vocabulary,
+        comm.communicator(tensor_model_parallel_group or "tp"),
+        vocab_size or 0,
         sequence_dimension,
         reduce_dtype,
         label_smoothing,
@@ -91,11 +84,79 @@ def parallel_linear_cross_entropy(
         chunk_size,
         by_token=reduction == "none",
     )
-    losses = linear_cross_entropy_of_shard(input, weight, bias, labels, options)
+    options = _checked(name, input, weight, labels, options)
+    losses: torch.Tensor = linear_cross_entropy_of_shard(input, weight, bias, labels, options)
     if reduction != "mean":
         return losses
     count = number_of_valid(labels, ignore_index).to(losses)
     return losses / torch.where(count == 0, math.inf, count)
+
+
+def parallel_linear_logprobs(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    sequence_dimension: int | None = None,
+    chunk_size: int | None = None,
+    tensor_model_parallel_group: AxisLike | None = None,
+    reduce_dtype: torch.dtype | None = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of labels, and entropies, of the logits `input · weightᵀ + bias`, which are never whole.
+
+    `[.., in]`, `[vocab/tp, in]`, labels `[..]` `-> [..]`, `[..]`, in fp32 or better, both with gradients: what policy
+    losses of reinforcement learning read. Equal to `log_softmax(logits / temperature)` at the labels, and to
+    `-Σ p log p`, of whole logits. Labels are not shifted: pass `hidden[:, :-1]` and `ids[:, 1:]`. Backward computes the
+    logits a second time.
+
+    Args:
+        labels: ids in the whole vocabulary; one equal to `ignore_index` has log-probability 0. The entropy is that of
+            every token, whatever its label.
+        temperature: divisor of the logits.
+
+    The other arguments, and errors, are those of `parallel_linear_cross_entropy`.
+    """
+    name = "parallel_linear_logprobs"
+    if not temperature > 0.0:
+        raise ValueError(f"{name}: temperature must be above 0, got {temperature}")
+    if temperature != 1.0:
+        input, bias = input / temperature, None if bias is None else bias / temperature
+    options = LossOptions(
+        comm.communicator(tensor_model_parallel_group or "tp"),
+        vocab_size or 0,
+        sequence_dimension,
+        reduce_dtype,
+        ignore_index=ignore_index,
+        chunk_size=chunk_size,
+        by_token=True,
+        entropy=True,
+    )
+    options = _checked(name, input, weight, labels, options)
+    losses, entropy = linear_cross_entropy_of_shard(input, weight, bias, labels, options)
+    return -losses, entropy
+
+
+def _checked(
+    name: str, input: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, options: LossOptions
+) -> LossOptions:
+    """Returns the options with the size of the vocabulary (0: that of the weight's layer), if the arguments fit."""
+    communicator, vocab_size = options.communicator, options.vocabulary or None
+    _refuse_adapter(name, weight)
+    spec = spec_of(weight)
+    if vocab_size is None and spec.axis is not None and spec.dim == 0:
+        vocab_size = spec.unpadded
+    vocabulary = vocab_size or weight.shape[0] * communicator.size
+    _check_arguments(name, input, weight, labels, options.chunk_size)
+    _check_sizes(name, input, weight, labels, communicator, vocab_size, options.sequence_dim)
+    note_first(labels, communicator, "labels")
+    compare_noted(communicator)
+    if type(labels) is torch.Tensor and labels.device.type == "cpu":
+        check_ids(labels, vocabulary, options.ignore_index, f"{name}: label")
+    return options._replace(vocabulary=vocabulary)
 
 
 _adapters: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the id of a weight: its layer, with an adapter
@@ -108,33 +169,23 @@ def note_adapter(adapter: Any) -> None:
         _adapters[id(weight)] = adapter
 
 
-def _refuse_adapter(weight: torch.Tensor) -> None:
+def _refuse_adapter(name: str, weight: torch.Tensor) -> None:
     adapter = _adapters.get(id(weight))
     if adapter is not None and adapter.base_layer.weight is weight and not adapter.merged:
         raise ValueError(
-            "parallel_linear_cross_entropy: the weight's layer has an adapter, which is no part of the weight: merge "
+            f"{name}: the weight's layer has an adapter, which is no part of the weight: merge "
             "it, leave the output layer out of its target_modules, or call the layer and parallel_cross_entropy"
         )
 
 
 def _check_arguments(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    reduction: str,
-    label_smoothing: float,
-    chunk_size: int | None,
+    name: str, input: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_size: int | None
 ) -> None:
-    name = "parallel_linear_cross_entropy"
     if labels.is_floating_point():
         raise TypeError(
             f"{name}: labels are {labels.dtype} of shape {tuple(labels.shape)}: pass ids, as integers: labels.long(). "
             "Probabilities of classes are not supported. (The order of the arguments is input, weight, labels)"
         )
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"{name}: reduction={reduction!r} is none of {', '.join(REDUCTIONS)}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"{name}: label_smoothing must be in [0, 1], got {label_smoothing}")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"{name}: chunk_size must be a number of tokens, got {chunk_size}")
     if labels.dtype not in (torch.int64, torch.int32):
@@ -147,6 +198,7 @@ def _check_arguments(
 
 
 def _check_sizes(
+    name: str,
     input: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
@@ -154,7 +206,7 @@ def _check_sizes(
     vocab_size: int | None,
     sequence_dim: int | None,
 ) -> None:
-    name, size = "parallel_linear_cross_entropy", communicator.size
+    size = communicator.size
     expected = list(input.shape[:-1])
     if sequence_dim is not None:
         if not -input.dim() <= sequence_dim < input.dim() - 1 or sequence_dim == -1:

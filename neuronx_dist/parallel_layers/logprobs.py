@@ -1,13 +1,18 @@
-"""Log-probabilities of tokens, of logits that are sharded over the vocabulary: NxD's names for preference losses."""
+"""Log-probabilities of tokens, and entropies, of logits that are sharded over the vocabulary.
+
+`parallel_linear_logprobs` computes both without logits of all tokens.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from .. import comm
+from ..comm.context import AxisLike
+from ..sharded_functions.softmax import entropy_of_shard
 from .loss_functions import parallel_cross_entropy
 
-__all__ = ["DistributedLogprob", "distributed_logprob", "from_parallel_logits_to_logprobs"]
+__all__ = ["DistributedLogprob", "distributed_logprob", "from_parallel_logits_to_logprobs", "parallel_entropy"]
 
 
 def distributed_logprob(
@@ -43,3 +48,13 @@ def from_parallel_logits_to_logprobs(
             "nxd.get_batch_on_this_context_parallel_rank"
         )
     return distributed_logprob(vocab_parallel_logits[:, :-1], target[:, 1:], inference)
+
+
+def parallel_entropy(
+    parallel_logits: torch.Tensor, *, tensor_model_parallel_group: AxisLike | None = None
+) -> torch.Tensor:
+    """Returns the entropy of each token's distribution, in fp32 or better: `[.., vocab/tp] -> [..]`.
+
+    Columns of -inf, such as those of a padded vocabulary, do not count.
+    """
+    return entropy_of_shard(parallel_logits, tensor_model_parallel_group or "tp")

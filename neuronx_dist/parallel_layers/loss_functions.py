@@ -64,30 +64,14 @@ def parallel_cross_entropy(
         RuntimeError: in backward, with `inplace_logits=True`: a second backward, or other uses of the logits.
         IndexError: a label is outside the vocabulary (checked on CPU, where it costs no synchronisation).
     """
-    if has_torch_function_variadic(parallel_logits, labels):
-        options: dict[str, Any] = {
-            "vocab_size": vocab_size,
-            "inplace_logits": inplace_logits or None,
-            "tensor_model_parallel_group": tensor_model_parallel_group,
-        }
-        return handle_torch_function(
-            parallel_cross_entropy,
-            (parallel_logits, labels),
-            parallel_logits,
-            labels,
-            label_smoothing,
-            ignore_index=ignore_index,
-            **{name: value for name, value in options.items() if value is not None},
-        )
-    return _cross_entropy(
-        parallel_logits,
-        labels,
-        label_smoothing,
-        ignore_index=ignore_index,
-        vocab_size=vocab_size,
-        inplace_logits=inplace_logits,
-        tensor_model_parallel_group=tensor_model_parallel_group,
-    )
+    options: dict[str, Any] = dict(vocab_size=vocab_size, inplace_logits=inplace_logits)
+    options["tensor_model_parallel_group"] = tensor_model_parallel_group
+    operands = (parallel_logits, labels)
+    if has_torch_function_variadic(*operands):
+        options = {name: value for name, value in options.items() if value is not None and value is not False}
+        arguments = (*operands, label_smoothing)
+        return handle_torch_function(parallel_cross_entropy, operands, *arguments, ignore_index=ignore_index, **options)
+    return _cross_entropy(*operands, label_smoothing, ignore_index=ignore_index, **options)
 
 
 def _cross_entropy(

@@ -119,6 +119,7 @@ def estimate_memory(
     optimizer_options: dict[str, Any] | None = None,
     device: str | torch.device = "cpu",
     checkpoint_activations: bool = False,
+    fused_loss: bool = False,
 ) -> MemoryEstimate:
     """Predicts each rank's memory in a training step after the first, by playing it on fake tensors.
 
@@ -129,6 +130,7 @@ def estimate_memory(
             `MuonAdamW` gets the groups of `muon_groups`.
         device: the device of the job. Kernels, and so the tensors that they save for backward, differ between devices.
         checkpoint_activations: layers are recomputed in backward (`checkpoint_layers`).
+        fused_loss: that of `hf.swap`: no rank holds the logits of all tokens.
 
     Raises:
         LayoutError: the layout does not fit the model.
@@ -146,7 +148,15 @@ def estimate_memory(
     for stage in range(layout.pp):
         rank = layout.mesh().groups("pp")[0][stage]
         stage_memory, num_parameters = _play(
-            layout, copy.deepcopy(config), stage, rank, device, optimizer_class, options, checkpoint_activations
+            layout,
+            copy.deepcopy(config),
+            stage,
+            rank,
+            device,
+            optimizer_class,
+            options,
+            checkpoint_activations,
+            fused_loss,
         )
         stages.append(stage_memory)
     return MemoryEstimate(num_parameters, tuple(stages))
@@ -161,6 +171,7 @@ def _play(
     optimizer_class: type[torch.optim.Optimizer],
     options: dict[str, Any],
     checkpoint_activations: bool,
+    fused_loss: bool,
 ) -> tuple[StageMemory, int]:
     """Plays a step of one rank; returns its memory, and the number of parameters of the full model."""
     from transformers import AutoModelForCausalLM
@@ -177,6 +188,7 @@ def _play(
             pad_heads=layout.pad_heads,
             pad_vocab=layout.pad_vocab,
             inplace_logits=True,
+            fused_loss=fused_loss,
         )
         num_microbatches = layout.training_schedule.microbatches_until_repeat(stage)
         model = NxDPPModel(

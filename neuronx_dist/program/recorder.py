@@ -44,7 +44,7 @@ from .isolation import ShapesOfStage, restored, without_cache, without_memos
 from .python_state import RandomState
 from .recording import Info, Recording, TracingError, is_leaf, register_dataclasses
 
-__all__ = ["record"]
+__all__ = ["is_recording", "record"]
 
 
 def record(
@@ -94,6 +94,12 @@ def record(
         recording = recorder.run(inputs)
         recording.left, recording.reads_requires_grad = state.changes(), recorder.reads_requires_grad
         return recording
+
+
+def is_recording(*, layers: bool = False) -> bool:
+    """Returns whether this thread records a forward; `layers`: one that records a layer as one call, for a pipeline."""
+    recorder: _Recorder | None = getattr(_local, "recorder", None)
+    return recorder is not None and (recorder.leaves or not layers)
 
 
 # --- the recorder -----------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ _late = lazy_names(__name__, {"fused_cross_entropy": "sharded_functions"})
 class _ParallelCrossEntropy(torch.autograd.Function):
     """Keeps the logits, and no softmax: forward and backward read them in pieces that stay in cache.
 
+    For a leaf, which stays in memory anyway, forward writes exp(z - m) into the gradient's memory: no second exp.
     Compiled kernels read large ones on a GPU. In place, backward writes the gradient over the logits. Where they are
     precise enough (and no view, which torch does not allow; and there is no smoothing, which asks for the logits again)
     forward writes exp(z - m) over them before that; then they are a second result, so that autograd sees the change.
@@ -60,7 +61,10 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         kernels = None if by_operators else _late("fused_cross_entropy")
         total = None if kernels is None else kernels.exp_sums(logits, highest)
         stored = inplace and logits.dtype == dtype and not smoothing and not is_view(logits) and total is None
-        totals = [total] if total is not None else _sums_by_pieces(logits, highest, smoothing, stored)
+        is_kept = ctx.needs_input_grad[0] and logits.is_leaf and logits.dtype == dtype and total is None
+        is_kept = is_kept and not (smoothing or _seen_whole(logits))
+        powers = logits if stored else torch.empty_like(logits) if is_kept else None  # memory for exp(z - m)
+        totals = [total] if total is not None else _sums_by_pieces(logits, highest, smoothing, powers)
         sums = [predicted, *totals]
         stacked = torch.stack([spmd.trust(summand, communicator, P) for summand in sums])
         stacked = comm.all_reduce(stacked, communicator, out=stacked)
@@ -68,7 +72,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
 
         ctx.save_for_backward(logits, highest, stacked, local, elsewhere, ignored)
         ctx.communicator, ctx.smoothing = communicator, smoothing
-        ctx.inplace, ctx.stored, ctx.written = inplace, stored, False
+        ctx.inplace, ctx.stored, ctx.written, ctx.powers = inplace, stored, False, None if stored else powers
         ctx.kernels = None if total is None else kernels
         if stored:
             ctx.mark_dirty(logits)
@@ -97,8 +101,9 @@ class _ParallelCrossEntropy(torch.autograd.Function):
             at_label = at_label.masked_fill(elsewhere, 0.0).unsqueeze(-1)
             operands = (highest.unsqueeze(-1), weight, local, at_label, *per_column)
             ctx.written = ctx.inplace
-            if ctx.stored:
-                result = logits.detach().scatter_add_(-1, local, at_label).mul_(weight)
+            powers, ctx.powers = logits.detach() if ctx.stored else ctx.powers, None  # a second backward has none
+            if powers is not None:
+                result = powers.scatter_add_(-1, local, at_label).mul_(weight)
             elif ctx.kernels is None and not ctx.inplace and logits.numel() <= _piece_size(logits):
                 result = _gradient(None, logits, *operands).to(logits.dtype)
             else:
@@ -149,13 +154,16 @@ def _pieces(size: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, .
             yield from _pieces(size, *slices)
 
 
-def _sums_by_pieces(logits: torch.Tensor, highest: torch.Tensor, smoothing: float, store: bool) -> list[torch.Tensor]:
-    """`_sums`, with memory for one piece of the logits; `store`: exp(z - m) is written over them."""
-    if logits.numel() <= (size := _piece_size(logits)) and not store:
+def _sums_by_pieces(
+    logits: torch.Tensor, highest: torch.Tensor, smoothing: float, powers: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """`_sums`, with memory for one piece of the logits; `powers`: receives exp(z - m), may be the logits."""
+    if logits.numel() <= (size := _piece_size(logits)) and powers is None:
         return _sums(logits, highest, smoothing)
     result = [torch.empty_like(highest) for _ in range(3 if smoothing else 1)]
-    for piece, top, *out in _pieces(size, logits.detach(), highest, *result):
-        for sums, values in zip(out, _sums(piece, top, smoothing, piece if store else None)):
+    stores = [] if powers is None else [powers.detach()]
+    for piece, top, *out in _pieces(size, logits.detach(), highest, *result, *stores):
+        for sums, values in zip(out, _sums(piece, top, smoothing, out.pop() if stores else None)):
             sums.copy_(values)
     return result
 

@@ -7,7 +7,9 @@
 
 The sum of the losses has one gradient, a number. So forward computes dX and dW from the logits that it has, up to this
 factor, and backward multiplies: three matrix products, as without chunks. Of the losses of single tokens backward
-computes the logits a second time: four products.
+computes the logits a second time: four products. So it does with the entropies of the tokens' distributions:
+
+    H = lse - Σ p z = log Σ exp(z - m) - Σ exp(z - m) (z - m) / Σ exp(z - m)       dH/dz = -p (log p + H)
 
 Source: Liger kernels (arXiv:2410.10989) and Cut Cross Entropy (arXiv:2411.09009); here over the ranks of a vocabulary.
 """
@@ -37,7 +39,7 @@ from .cross_entropy import (
     _sums_by_pieces,
     cross_entropy_of_shard,
 )
-from .softmax import log_sum_exp, wide
+from .softmax import entropy_of_shard, log_sum_exp, wide
 from .vocabulary import hide_padding, local_positions
 
 __all__ = ["LossOptions", "linear_cross_entropy_of_shard"]
@@ -58,6 +60,7 @@ class LossOptions(NamedTuple):
         z_loss: factor of the squared log-sum-exp.
         chunk_size: tokens whose logits exist at a time; None: chosen by `_chunk_size`.
         by_token: the result is each token's loss, not their sum.
+        entropy: each token's entropy is a second result; only `by_token`.
         with_gradients: forward computes gradients; set by `linear_cross_entropy_of_shard`, because an autograd function
             does not see whether gradients are recorded.
     """
@@ -71,14 +74,16 @@ class LossOptions(NamedTuple):
     z_loss: float = 0.0
     chunk_size: int | None = None
     by_token: bool = False
+    entropy: bool = False
     with_gradients: bool = False
 
 
 def linear_cross_entropy_of_shard(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, options: LossOptions
-) -> torch.Tensor:
+) -> Any:
     """Returns the cross entropy of `x · weightᵀ + bias`: `[.., in]`, `[classes/n, in]`, `[..]` `-> []`, or `[..]`: I.
 
+    With the option `entropy` a pair: the cross entropy, and the entropy of `softmax(x · weightᵀ + bias)`, `[..]` each.
     Compilers, programs that all ranks share, transforms of `torch.func` and tensors that hold a local one get the
     linear function and the loss of its logits.
     """
@@ -89,11 +94,12 @@ def linear_cross_entropy_of_shard(
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):  # which knows no meta device
         dtype = torch.get_autocast_dtype(x.device.type)
         operands = (x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), *operands[3:])
-    loss: torch.Tensor = _LinearCrossEntropy.apply(*operands)
-    return loss
+    return _LinearCrossEntropy.apply(*operands)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    splits_backward = True  # for pipeline/run/halves.py: the second half has the sum that the first half left
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -102,45 +108,46 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         target: torch.Tensor,
         options: LossOptions,
-    ) -> torch.Tensor:
+    ) -> Any:
         need = ctx.needs_input_grad[:3]
         gradients = _Gradients(weight, bias, need) if options.with_gradients and any(need) else None
-        full, losses, logs = _gathered(x, options), [], []
+        full, columns = _gathered(x, options), []
         for chunk in _chunks(full, weight, bias, target, options):
-            loss, log = _loss_of(chunk, options)
+            columns.append(_loss_of(chunk, options))
             if gradients is not None:
-                gradients.add(chunk, log, None, options)
-            losses.append(loss)
-            logs.append(log)
+                gradients.add(chunk, columns[-1][1], None, options)
             del chunk  # before the logits of the next one are computed
+        loss, log, *entropy = (_joined(column) for column in zip(*columns))
         ctx.options, ctx.gradients = options, gradients
-        ctx.save_for_backward(x, weight, bias, target, _joined(logs))
-        loss = _joined(losses)
+        ctx.save_for_backward(x, weight, bias, target, log, *entropy)
+        if options.entropy:
+            return loss.view(target.shape), entropy[0].view(target.shape)
         return loss.view(target.shape) if options.by_token else loss.sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, weight, bias, target, log = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor, grad_entropy: torch.Tensor | None = None) -> Any:
+        x, weight, bias, target, *columns = ctx.saved_tensors
         options, need = ctx.options, ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # create_graph=True
             # Other tensors with the history of these, so that no path from one operand to another is followed.
             aliases: list[Any] = [None if t is None else t.view_as(t) for t in (x, weight, bias)]
             loss = _by_operators(aliases[0], aliases[1], aliases[2], target, options)
             wanted = [alias for alias, is_needed in zip(aliases, need) if is_needed]
-            found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=True))
+            grads = (grad, grad_entropy) if options.entropy else grad
+            found = iter(torch.autograd.grad(loss, wanted, grads, create_graph=True))
             return *(next(found) if is_needed else None for is_needed in need), None, None
-        gradients = ctx.gradients
-        if active() is None:  # a checker runs backward more than once
-            ctx.gradients = None
-        if gradients is None:  # of tokens, or a second backward
-            gradients, full = _Gradients(weight, bias, need), _gathered(x, options)
-            size = _chunk_size(full, weight, options)
-            logs, factors = iter(_split(log, size)), iter(_split(grad.expand(target.shape).flatten(), size))
-            for chunk in _chunks(full, weight, bias, target, options):
-                gradients.add(chunk, next(logs), next(factors), options)
-                del chunk
-            return *gradients.results(None, x, options), None, None
-        return *gradients.results(grad, x, options), None, None
+        if ctx.gradients is not None and ctx.gradients.has(need):
+            return *ctx.gradients.take(need, grad, x, options), None, None
+        gradients, full = _Gradients(weight, bias, need), _gathered(x, options)  # of tokens, or a second backward
+        columns.insert(1, grad.expand(target.shape).flatten())
+        if grad_entropy is not None:
+            columns.append(grad_entropy.flatten())
+        rows = zip(*(_split(column, _chunk_size(full, weight, options)) for column in columns))
+        for chunk in _chunks(full, weight, bias, target, options):
+            log, factor, *entropy = next(rows)
+            gradients.add(chunk, log, factor, options, *entropy)
+            del chunk
+        return *gradients.take(need, None, x, options), None, None
 
 
 def _by_operators(
@@ -149,7 +156,7 @@ def _by_operators(
     bias: torch.Tensor | None,
     target: torch.Tensor,
     options: LossOptions,
-) -> torch.Tensor:
+) -> Any:
     """Composes the loss of operators, which hold all logits: for `torch.func`, compilers and second derivatives."""
     communicator, dtype, dim = options.communicator, options.reduce_dtype, options.sequence_dim
     if dim is None:
@@ -160,6 +167,8 @@ def _by_operators(
     if options.vocabulary % communicator.size:
         logits = hide_padding(logits.clone(), options.vocabulary, communicator)
     losses = cross_entropy_of_shard(logits, target, communicator, options.smoothing, options.ignore_index)
+    if options.entropy:
+        return losses, entropy_of_shard(logits, communicator)
     if options.z_loss:
         log = log_sum_exp(wide(logits), -1, [communicator]).squeeze(-1)
         losses = losses + options.z_loss * log.square().masked_fill(target == options.ignore_index, 0.0)
@@ -216,22 +225,52 @@ def _chunks(
         del logits
 
 
-def _loss_of(chunk: _Chunk, options: LossOptions) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the losses and the log-sum-exps of a chunk, `[c]`."""
+def _loss_of(chunk: _Chunk, options: LossOptions) -> tuple[torch.Tensor, ...]:
+    """Returns the losses and the log-sum-exps of a chunk, `[c]`, and with that option the entropies."""
     logits, communicator = chunk.logits, options.communicator
     dtype = torch.promote_types(logits.dtype, torch.float32)
     highest = comm.all_reduce(logits.amax(-1), communicator, op="max").to(dtype)
     if active() is not None:
         spmd.assert_type(highest, {communicator: R})
     predicted = logits.gather(-1, chunk.local).squeeze(-1).to(dtype).sub_(highest).masked_fill_(chunk.elsewhere, 0.0)
-    sums = [predicted, *_sums_by_pieces(logits, highest, options.smoothing, False)]
+    if options.entropy:
+        sums = [predicted, *_entropy_sums(logits, highest)]
+    else:
+        sums = [predicted, *_sums_by_pieces(logits, highest, options.smoothing)]
     stacked = torch.stack([spmd.trust(summand, communicator, P) for summand in sums])
     stacked = comm.all_reduce(stacked, communicator, out=stacked)
     log = highest + stacked[-1].log()
     loss = _loss(stacked, options.smoothing)
     if options.z_loss:
         loss = loss + options.z_loss * log.square()
-    return loss.masked_fill(chunk.ignored, 0.0), log
+    loss = loss.masked_fill(chunk.ignored, 0.0)
+    return (loss, log, stacked[-1].log() - stacked[1] / stacked[-1]) if options.entropy else (loss, log)
+
+
+def _entropy_sums(logits: torch.Tensor, highest: torch.Tensor) -> list[torch.Tensor]:
+    """Returns this rank's Σ exp(z - m) (z - m) and Σ exp(z - m), `[c]`."""
+    sums = []
+    for piece, top in _pieces(_piece_size(logits), logits, highest):
+        shifted = (piece - top.unsqueeze(-1)).clamp_(min=torch.finfo(top.dtype).min)  # -inf: 0 exp(-inf), not NaN
+        powers = shifted.exp()
+        sums.append((shifted.mul_(powers).sum(-1), powers.sum(-1)))
+    return [_joined(column) for column in zip(*sums)]
+
+
+def _write_entropy_gradient(
+    dz: torch.Tensor,
+    logits: torch.Tensor,
+    log: torch.Tensor,
+    weight: torch.Tensor,
+    local: torch.Tensor,
+    at_target: torch.Tensor,
+    entropy: torch.Tensor,
+    grad_entropy: torch.Tensor,
+) -> None:
+    """Writes the gradients of losses with a weight and of entropies: p (weight - grad (log p + H)) - weight onehot."""
+    log_p = (logits - log).clamp_(min=torch.finfo(log.dtype).min)
+    factor = weight - grad_entropy * (log_p + entropy)
+    dz.copy_(log_p.exp_().mul_(factor).scatter_add_(-1, local, at_target * weight))
 
 
 class _Gradients:
@@ -243,8 +282,17 @@ class _Gradients:
         self.of_weight: torch.Tensor | None = None
         self.of_bias: torch.Tensor | None = None
 
-    def add(self, chunk: _Chunk, log: torch.Tensor, factor: torch.Tensor | None, options: LossOptions) -> None:
+    def add(
+        self,
+        chunk: _Chunk,
+        log: torch.Tensor,
+        factor: torch.Tensor | None,
+        options: LossOptions,
+        *entropy: torch.Tensor,
+    ) -> None:
         """Adds the gradients of a chunk's losses, times `factor` `[c]`, and overwrites its logits.
+
+        `entropy`: the tokens' entropies and their gradients, `[c]` each.
 
         dz = a exp(z - lse) - (1 - s) onehot - s / K,  with a = 1 + 2 z_loss lse
         """
@@ -255,7 +303,12 @@ class _Gradients:
         per_column = [(share / options.vocabulary / slope).unsqueeze(-1)] if share else []
         operands = (log.unsqueeze(-1), weight.unsqueeze(-1), chunk.local, at_target.unsqueeze(-1), *per_column)
         logits = chunk.logits
-        if _seen_whole(logits):
+        if entropy:
+            dz = torch.empty_like(logits) if _seen_whole(logits) else logits.detach()
+            more = (column.unsqueeze(-1) for column in entropy)
+            for pieces in _pieces(_piece_size(logits), dz, logits.detach(), *operands, *more):
+                _write_entropy_gradient(*pieces)
+        elif _seen_whole(logits):
             dz = _gradient(None, logits, *operands).to(logits.dtype)
         else:
             dz = logits.detach()
@@ -276,12 +329,19 @@ class _Gradients:
             summed = dz.sum(0, dtype=torch.promote_types(dz.dtype, torch.float32))
             self.of_bias = summed if self.of_bias is None else self.of_bias.add_(summed)
 
-    def results(self, factor: torch.Tensor | None, x: torch.Tensor, options: LossOptions) -> list[torch.Tensor | None]:
-        """Returns the gradients times `factor`; that of the input is reduced over the ranks."""
+    def has(self, need: Sequence[bool]) -> bool:
+        """Returns whether all needed sums are there: a pipeline's backward in halves takes some, and later others."""
+        present = (self.of_tokens, self.of_weight is not None, self.of_bias is not None)
+        return all(is_there for is_there, is_needed in zip(present, need) if is_needed)
+
+    def take(
+        self, need: Sequence[bool], factor: torch.Tensor | None, x: torch.Tensor, options: LossOptions
+    ) -> list[torch.Tensor | None]:
+        """Returns the gradients times `factor`, and drops them; that of the input is reduced over the ranks."""
         reducing: Any = None
-        if self.need[0]:
+        if need[0]:
             grad_x = _joined(self.of_tokens)
-            if active() is None:
+            if active() is None:  # a checker runs backward more than once
                 self.of_tokens.clear()
             shape = list(x.shape)
             if options.sequence_dim is not None:
@@ -294,9 +354,16 @@ class _Gradients:
                 reducing = comm.all_reduce(grad_x, communicator, reduce_dtype=dtype, out=grad_x, async_op=True)
             else:
                 reducing = comm.reduce_scatter(grad_x, communicator, dim=dim, reduce_dtype=dtype, async_op=True)
-        found = []
-        for total, parameter in ((self.of_weight, self.weight), (self.of_bias, self.bias)):
-            found.append(None if total is None or parameter is None else _times(total, factor).to(parameter.dtype))
+        found: list[torch.Tensor | None] = []
+        of_parameters = ((self.of_weight, self.weight), (self.of_bias, self.bias))
+        for is_needed, (total, parameter) in zip(need[1:], of_parameters):
+            if total is None or parameter is None or not is_needed:
+                found.append(None)
+            else:
+                found.append(_times(total, factor).to(parameter.dtype))
+        if active() is None:
+            self.of_weight = None if need[1] else self.of_weight
+            self.of_bias = None if need[2] else self.of_bias
         return [None if reducing is None else reducing.wait(), *found]
 
 

@@ -1,4 +1,4 @@
-"""Softmax, log-softmax and log-sum-exp over a dim of which each rank has a shard, of any size.
+"""Softmax, log-softmax, log-sum-exp and entropy over a dim of which each rank has a shard, of any size.
 
     m_r = max x_r;  s_r = Σ exp(x_r - m_r)                    on rank r
     m = max m_r;    s = Σ_r s_r exp(m_r - m)                  from (m_r, s_r) of all ranks: one all-gather
@@ -23,7 +23,7 @@ from ..spmd import I, P, R, S, V
 from ..spmd.local_code import on_own_shard
 from ..spmd.watching import active
 
-__all__ = ["log_softmax", "log_sum_exp", "may_be_one_node", "softmax", "wide"]
+__all__ = ["entropy_of_shard", "log_softmax", "log_sum_exp", "may_be_one_node", "softmax", "wide"]
 
 Dims = int | tuple[int, ...]
 
@@ -117,6 +117,16 @@ def softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, 
 def log_softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, axis: AxisLike) -> torch.Tensor:
     """Returns this rank's shard of the log-softmax over a dim of which `input` is a shard: S(dim)."""
     return _computed(input, dim, dtype, axis, True)
+
+
+def entropy_of_shard(logits: torch.Tensor, axis: AxisLike) -> torch.Tensor:
+    """Returns the entropy of the softmax of each row, `[.., classes/n] -> [..]`, in fp32 or better: I."""
+    log_p = log_softmax(wide(logits), -1, axis=axis)
+
+    def summands() -> torch.Tensor:
+        return -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)  # p log p is 0 where p is 0
+
+    return spmd.all_reduce(on_own_shard(summands, {axis: P})(), axis, src=P, dst=I)
 
 
 def log_sum_exp(x: torch.Tensor, dims: Dims, axes: Sequence[AxisLike]) -> torch.Tensor:

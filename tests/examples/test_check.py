@@ -24,6 +24,7 @@ def run(*flags: str, ranks: int = 1) -> tuple[int, str]:
 def test_check_alone_starts_nothing_and_knows_any_number_of_processes(tmp_path):
     out = tmp_path / "run"
     flags = ["--tp", "2", "--pp", "2", "--sequence-parallel", "--zero1", "--check", "16", "--global-batch", "32"]
+    flags += ["--fused-loss"]
     code, text = run(*flags, "--out", str(out))
     assert code == 0, text
     first, *details = text.splitlines()

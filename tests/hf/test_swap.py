@@ -134,7 +134,7 @@ def test_logits_that_come_with_a_loss_are_kept_unless_they_are_given_up(inplace_
         expected = reference(input_ids=ids).logits
 
     def rank() -> bool:
-        model = swapped(config, reference.state_dict(), inplace_logits=inplace_logits)
+        model = swapped(config, reference.state_dict(), inplace_logits=inplace_logits, fused_loss=False)
         output = model(input_ids=ids, labels=labels)
         output.loss.backward()
         return error(output.logits.detach(), expected) < TOLERANCE

@@ -12,6 +12,7 @@ from neuronx_dist.sharded_functions.softmax import log_softmax
 from tests.sharded_functions.shards import assert_like_whole, randn, shard
 
 __all__ = [
+    "entropy_of_shards",
     "linear_cross_entropy",
     "moments_of_shards",
     "rms_of_shards",
@@ -50,6 +51,25 @@ def moments_of_shards() -> None:
 def rms_of_shards() -> None:
     ours = lambda x: norms.rms_norm(x, 1, axis="tp", count=8)  # noqa: E731
     assert_like_whole(ours, lambda x: F.rms_norm(x, (8,)), randn(3, 8), 1, (4, 4))
+
+
+def entropy_of_shards() -> None:
+    """The last class is padding, of which -inf and its gradient are no NaN."""
+    whole = randn(3, 8)
+    whole[:, -1] = -torch.inf
+    whole.requires_grad_()
+    expected = torch.distributions.Categorical(logits=whole[:, :-1]).entropy()
+    expected.sum().backward()
+
+    def rank_main() -> None:
+        rank = comm.rank("tp")
+        local = whole.detach().chunk(2, -1)[rank].clone().requires_grad_()
+        found = nxd.parallel_entropy(local)
+        found.sum().backward()
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(local.grad, whole.grad.chunk(2, -1)[rank], rtol=1e-10, atol=1e-10)
+
+    comm.threads.run(Mesh(2, tp=2), rank_main, timeout=20.0)
 
 
 def linear_cross_entropy(sequence: bool = False, transform: bool = False) -> None:

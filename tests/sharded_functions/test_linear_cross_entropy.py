@@ -103,6 +103,54 @@ def test_loss_and_gradients_are_those_of_one_process(
     compare(results, reference(vocab, reduction, smoothing, z_loss, g), vocab, sequence)
 
 
+@pytest.mark.each_pair
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("vocab", [16, 13])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("chunk_size, temperature", [(None, 1.0), (5, 0.7)])
+def test_log_probabilities_and_entropy_are_those_of_whole_logits(
+    tp: int, vocab: int, sequence: bool, chunk_size: int | None, temperature: float
+) -> None:
+    """A policy loss has a weight for each token; an ignored label has log-probability 0, and its token an entropy."""
+    policy, regular = draw(BATCH, SEQ, seed=7), draw(BATCH, SEQ, seed=8)
+
+    def results(log_p: torch.Tensor, entropy: torch.Tensor, leaves: Any) -> list[torch.Tensor]:
+        loss = (log_p.exp() * policy - 0.1 * regular * entropy).sum()
+        return [torch.cat([log_p, entropy]).detach(), *torch.autograd.grad(loss, leaves)]
+
+    def rank_main() -> list[list[torch.Tensor]]:
+        *leaves, labels = local_operands(vocab, sequence)
+        options = dict(sequence_dimension=1 if sequence else None, vocab_size=vocab, chunk_size=chunk_size)
+        x, weight, bias = leaves
+        both = nxd.parallel_linear_logprobs(x, weight, labels, bias=bias, temperature=temperature, **options)
+        return results(*both, leaves)
+
+    *leaves, labels = operands(vocab)
+    x, weight, bias = (leaf.requires_grad_() for leaf in leaves)
+    all_log_p = (F.linear(x, weight, bias) / temperature).log_softmax(-1)
+    log_p = all_log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1).masked_fill(labels < 0, 0.0)
+    expected = results(log_p, -(all_log_p.exp() * all_log_p).sum(-1), (x, weight, bias))
+    compare(threads.run(tp_mesh(tp), rank_main), expected, vocab, sequence)
+
+
+def test_log_probabilities_differentiated_twice() -> None:
+    x, weight, _, labels = operands(13)
+    x.requires_grad_()
+    with comm.as_rank(tp_mesh(1), 0):
+
+        def curvature(both: Any) -> torch.Tensor:
+            log_p, entropy = both
+            (first,) = torch.autograd.grad((log_p + entropy.square()).sum(), x, create_graph=True)
+            return torch.autograd.grad(first.square().sum(), x)[0]
+
+        found = curvature(nxd.parallel_linear_logprobs(x, weight, labels))
+        logits = F.linear(x, weight)
+        whole = -nxd.parallel_cross_entropy(logits, labels), nxd.parallel_entropy(logits)
+        close(found, curvature(whole), "second derivative", 1e-12)
+        with pytest.raises(ValueError, match="temperature must be above 0, got 0"):
+            nxd.parallel_linear_logprobs(x, weight, labels, temperature=0)
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("sequence", [False, True])
 def test_on_processes(sequence: bool) -> None:

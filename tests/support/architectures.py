@@ -378,6 +378,35 @@ is swapped in this way too, with its adapters: `hf.swap(get_peft_model(model, co
 Words that do not go together are refused where names and styles show it; a plan of one's own is proven by
 `spmd.check(lambda: hf.swap(model, plan=plan), inputs, {{"tp": 2}})`.
 
+### The loss and its logits
+
+In training, the loss of a call with labels is computed from the head's input and weight, some 512 tokens at a time, and
+no rank holds the logits of all tokens (`nxd.parallel_linear_cross_entropy`); in pipelines too, on the last stage.
+
+* `output.logits` of such a call has the shape and dtype of this rank's logits, and computes them when a function of
+  torch reads their values: after backward too, before the next optimizer step (later it raises an error). Under
+  sequence parallelism that gathers the head's input: all ranks of tp read them, or none.
+* The loss is that of the logits, as with `fused_loss=False`, where something reads them first: models that scale or cap
+  them (Cohere, Gemma 2, Granite), an adapter on the head, a hook, a loss of the user's; and in evaluation,
+  in compiled code, on XLA, and where accelerate offloads the head. `fused_loss=True` raises an error, with the
+  function's name, where the model reads its logits before the loss.
+* Trainer, accelerate (its conversion to fp32 too) and `DistributedDataParallel` leave them uncomputed; `fully_shard`
+  computes them, as it hooks every output. An `autograd.Function` takes `output.logits + 0`.
+* Between forward and backward a rank holds the gradient of the head's weight in fp32, for every microbatch in flight on
+  the last stage: 1 with 1F1B, all with GPipe, where `fused_loss=False` may take less memory.
+
+For policy losses `nxd.parallel_linear_logprobs(hidden, weight, labels)` gives log-probabilities and entropies, with
+gradients, without logits of all tokens. Of a swapped model:
+
+```
+hidden = model.model(ids).last_hidden_state                            # [b, s, h]; under sequence parallelism s/tp
+labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)       # the next tokens
+log_p, entropy = nxd.parallel_linear_logprobs(hidden, model.lm_head.weight, labels, temperature=0.7)    # [b, s] each
+```
+
+With sequence parallelism pass `sequence_dimension=1`. Of logits there are `nxd.parallel_entropy` and NxD's
+`from_parallel_logits_to_logprobs`.
+
 ### Experts over ep
 
 Where the mesh has ep > 1 (a part of dp), `hf.swap(model)` keeps whole experts on each ep rank, and sends tokens to

@@ -239,7 +239,8 @@ def build(case: Case) -> Any:
     options = case.options
     with torch.device("meta"):
         module = LlamaForCausalLM(config(options)).to(options.dtype)
-    hf.swap(module, sequence_parallel=case.sequence_parallel, pad_heads=case.heads in ("padded", "replicated"))
+    padded, fused = case.heads in ("padded", "replicated"), None if case.optimizer != "master" else False
+    hf.swap(module, sequence_parallel=case.sequence_parallel, pad_heads=padded, fused_loss=fused)
     without_float32_inside(module, options.dtype)
     return nxd.NxDPPModel(
         module,

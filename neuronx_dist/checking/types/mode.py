@@ -167,6 +167,9 @@ class SpmdTypeMode(Session):
                 if getattr(class_, "holds_local", False):  # a tensor made of local tensors: its handlers are followed
                     with self:
                         return class_.as_laid_out(class_.__torch_function__(func, types, args, kwargs or {}))
+                if getattr(class_, "is_deferred", False):  # a tensor whose values the function computes
+                    with self:
+                        return class_.__torch_function__(func, types, args, kwargs or {})
         handler = HANDLERS.get(func, _JUDGED)
         if handler is None:
             return func(*args, **kwargs) if kwargs else func(*args)

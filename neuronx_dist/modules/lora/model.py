@@ -178,6 +178,8 @@ def _is_target(name: str, targets: list[str] | str) -> bool:
 def _with_adapter(name: str, layer: nn.Module, config: LoraConfig) -> LoraLayer:
     for cls, adapter in _ADAPTERS:
         if isinstance(layer, cls):
+            if getattr(vars(layer).get("forward"), "is_optional", False):  # it defers the logits of a head
+                del vars(layer)["forward"]
             if type(layer).forward is not cls.forward or "forward" in vars(layer):
                 raise ValueError(
                     f"adapters: {name} is a {type(layer).__name__} with another forward than {cls.__name__}'s, which "

@@ -101,8 +101,9 @@ PROGRAM_OF = {
 EXEMPT = {
     "causal_lm_loss:count or math.inf#1": "a number that the caller made",
     "_cross_entropy:communicator.size#1": "the bound of ids, which are compared with it",
-    "parallel_linear_cross_entropy:communicator.size#1": "the bound of ids, which are compared with it",
-    "_Gradients.results:options.communicator.size#1": "the size of a dim",
+    "_checked:communicator.size#1": "the bound of ids, which are compared with it",
+    "_forward:comm.size('tp')#1": "the size of a dim",
+    "_Gradients.take:options.communicator.size#1": "the size of a dim",
     "MeanInBackward._bucket:comm.size(DATA_AXES)#1": "where nothing is checked: tests compare the values",
     "finish_reduce_scatter:first.scale#1": "where nothing is checked: tests compare the values",
     "NeuronZero1Optimizer._clip_grad_norm:scaler.scale#1": "the scale of the loss",

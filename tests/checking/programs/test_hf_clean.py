@@ -13,7 +13,7 @@ import transformers
 import neuronx_dist as nxd
 from neuronx_dist import hf, spmd
 from neuronx_dist.gradients import buckets
-from neuronx_dist.parallel_layers import embedding, loss_functions
+from neuronx_dist.parallel_layers import embedding, linear_cross_entropy, loss_functions
 from tests.support.paths import declared_in, file_name
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_rank_of_a_kind_is_confirmed")]
@@ -55,7 +55,7 @@ CASES = [
     or number == index % len(RUNS)
     or (FULL and (name == "qwen3" or number in ((1, 4) if index % 2 else (2, 3))))
 ]
-HOLES = tuple(file_name(module) for module in (embedding, loss_functions, buckets))
+HOLES = tuple(file_name(module) for module in (embedding, linear_cross_entropy, loss_functions, buckets))
 
 
 def model_fn(
