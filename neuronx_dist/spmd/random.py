@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
+import torch
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -19,7 +21,7 @@ from ..comm.generators import State, as_they_were, autocast, device_has_own_prog
 from ..comm.generators import seed as set_seed
 from ..comm.ranks.rank_numbers import concrete
 
-__all__ = ["RNGStreams", "TENSOR_PARALLEL", "checkpoint", "manual_seed", "streams"]
+__all__ = ["RNGStreams", "TENSOR_PARALLEL", "checkpoint", "checkpoint_on_host", "manual_seed", "streams"]
 
 TENSOR_PARALLEL = "model-parallel-rng"
 
@@ -139,3 +141,36 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     cast = autocast()
     # Without tensors among the arguments torch does not look for `torch.xla`, which does not exist.
     return torch_checkpoint(lambda: function(*args, **kwargs), use_reentrant=False, context_fn=contexts)
+
+
+def checkpoint_on_host(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs a function as `checkpoint` does, and moves the activations among its arguments to the host until backward.
+
+    These are tensors that require a gradient and have a history: weights, masks and rotary embeddings, which others
+    hold too, stay. In compiled code all stay.
+    """
+    if is_compiling() or not torch.is_grad_enabled():
+        return checkpoint(function, *args, **kwargs)
+    names, count = list(kwargs), len(args)
+
+    def call(*values: Any) -> Any:  # a checkpoint saves positional arguments alone
+        return function(*values[:count], **dict(zip(names, values[count:])))
+
+    values = (*args, *kwargs.values())
+    moved = {x.data_ptr() for x in values if isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf}
+    with torch.autograd.graph.saved_tensors_hooks(partial(_to_host, moved), _from_host):
+        return checkpoint(call, *values)
+
+
+def _to_host(moved: set[int], x: torch.Tensor) -> Any:
+    if x.data_ptr() not in moved:
+        return x
+    on_host = torch.empty_like(x, device="cpu", pin_memory=x.device.type == "cuda")
+    return x.device, on_host.copy_(x, non_blocking=True)
+
+
+def _from_host(saved: Any) -> torch.Tensor:
+    if isinstance(saved, torch.Tensor):
+        return saved
+    device, on_host = saved
+    return on_host.to(device, non_blocking=True)

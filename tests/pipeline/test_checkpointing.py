@@ -210,7 +210,7 @@ def test_a_compiled_layer_recomputes_too() -> None:
 def test_a_layer_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="this Model has no layer 'Blok'; nearest .* are Block"):
         nxd.checkpoint_layers(make(), "Blok")
-    with pytest.raises(ValueError, match="expected a class, its name, or the name of a layer, got 3"):
+    with pytest.raises(ValueError, match="the name of a layer, or a predicate on modules, got 3"):
         nxd.checkpoint_layers(make(), [3])
     with pytest.raises(ValueError, match="the transformer layers of this Model are unknown"):
         nxd.checkpoint_layers(make())
