@@ -41,6 +41,8 @@ __all__ = [
     "checkpoint_layers",
     "checkpoint_wrapper",
     "keep_random_streams",
+    "modules_of",
+    "transformer_layers",
 ]
 
 WORDS = ("full", "attention", "norms")
@@ -86,23 +88,28 @@ def checkpoint_layers(
     chosen: set[str] = set()
     actions: list[Callable[[], Any]] = []  # after all of `layers` are known to match
     for item in _items(model, layers, functions):
-        if item == "attention":
-            matching = {name: layer for name, layer in named.items() if _attends(layer)}
-            actions += [partial(_recompute_attention, layer, run) for layer in matching.values()]
-        else:
-            matching = {name: layer for name, layer in named.items() if _matches(name, layer, item)}
-            actions += [partial(_wrap, layer, run) for layer in matching.values()]
+        matching = modules_of(module, item)
         if not matching:
             raise ValueError(_no_match(type(module).__name__, named, item))
+        change: Callable[..., Any] = _recompute_attention if item == "attention" else _wrap
+        actions += [partial(change, layer, run) for layer in matching.values()]
         chosen |= set(matching)
     if functions:
         called = functions if callable(functions) else set(functions).__contains__
-        inside = [name for name, layer in named.items() if _is_layer(model, layer)]
-        actions += [partial(_run_inside, layer, called, run) for layer in (module, *map(named.get, inside))]
+        inside = transformer_layers(model)
+        actions += [partial(_run_inside, named[name], called, run) for name in ("", *inside)]
         chosen |= set(inside)
     for action in actions:
         action()
     return [name for name in named if name in chosen]
+
+
+def modules_of(module: nn.Module, item: Any) -> dict[str, nn.Module]:
+    """Returns by name the modules that a word, class, name or predicate stands for; "attention": `module` too."""
+    named = dict(module.named_modules())
+    if item == "attention":
+        return {name: layer for name, layer in named.items() if _attends(layer)}
+    return {name: layer for name, layer in named.items() if _matches(name, layer, item)}
 
 
 def _items(model: nn.Module, layers: Any, functions: Any) -> Iterator[Any]:
@@ -192,12 +199,14 @@ def _named_layers(model: nn.Module) -> list[Any]:
     )
 
 
-def _is_layer(model: nn.Module, module: nn.Module) -> bool:
-    """Returns whether a module is one of the model's transformer layers, if it names them."""
+def transformer_layers(model: nn.Module) -> list[str]:
+    """Names of a model's transformer layers; none if the model does not name their class."""
     try:
-        return any(_matches("layer", module, item) for item in _named_layers(model))
+        items = _named_layers(model)
     except ValueError:
-        return False
+        return []
+    named = partial_model(model).original_module.named_modules()
+    return [name for name, module in named if any(_matches(name, module, item) for item in items)]
 
 
 def _matches(name: str, module: nn.Module, item: Any) -> bool:

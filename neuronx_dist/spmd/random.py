@@ -20,6 +20,7 @@ from ..comm import context
 from ..comm.generators import State, as_they_were, autocast, device_has_own_program, get_state, set_state
 from ..comm.generators import seed as set_seed
 from ..comm.ranks.rank_numbers import concrete
+from ..torch_internals.tensors import storage_key
 
 __all__ = ["RNGStreams", "TENSOR_PARALLEL", "checkpoint", "checkpoint_on_host", "manual_seed", "streams"]
 
@@ -107,7 +108,11 @@ def manual_seed(seed: int) -> None:
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs a function with activation checkpointing whose recomputation redraws the same numbers from every stream."""
     # Compiled code saves its random numbers. Without a mesh there is one stream.
-    if is_compiling() or not context.is_initialized():
+    if is_compiling():
+        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+    if len({*map(id, args)}) < len(args):  # attention of x to x itself: as saved arguments they would be three tensors
+        function, args, kwargs = _distinct(function, args, kwargs)
+    if not context.is_initialized():
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
     all_streams = streams()
     has_own_program, rank = device_has_own_program(), context.current()
@@ -151,19 +156,34 @@ def checkpoint_on_host(function: Callable[..., Any], *args: Any, **kwargs: Any) 
     """
     if is_compiling() or not torch.is_grad_enabled():
         return checkpoint(function, *args, **kwargs)
-    names, count = list(kwargs), len(args)
-
-    def call(*values: Any) -> Any:  # a checkpoint saves positional arguments alone
-        return function(*values[:count], **dict(zip(names, values[count:])))
-
-    values = (*args, *kwargs.values())
-    moved = {x.data_ptr() for x in values if isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf}
+    function, args, _ = _distinct(function, args, kwargs)
+    tensors = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf]
+    moved = {storage_key(x.untyped_storage()) for x in tensors}
     with torch.autograd.graph.saved_tensors_hooks(partial(_to_host, moved), _from_host):
-        return checkpoint(call, *values)
+        return checkpoint(function, *args)
+
+
+def _distinct(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Returns a function of the distinct values among the arguments, these, and no keywords.
+
+    A checkpoint saves positional arguments alone, each by itself.
+    """
+    values = (*args, *kwargs.values())
+    distinct = {id(x): x for x in values}
+    positions = {key: position for position, key in enumerate(distinct)}
+    order = [positions[id(x)] for x in values]
+
+    def call(*distinct: Any) -> Any:
+        again = [distinct[position] for position in order]
+        return function(*again[: len(args)], **dict(zip(kwargs, again[len(args) :])))
+
+    return call, tuple(distinct.values()), {}
 
 
 def _to_host(moved: set[int], x: torch.Tensor) -> Any:
-    if x.data_ptr() not in moved:
+    if storage_key(x.untyped_storage()) not in moved:
         return x
     on_host = torch.empty_like(x, device="cpu", pin_memory=x.device.type == "cuda")
     return x.device, on_host.copy_(x, non_blocking=True)

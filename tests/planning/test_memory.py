@@ -18,7 +18,7 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline.schedule import Schedule, WrittenSchedule
 from neuronx_dist.pipeline.schedule.selection import NAMES as SCHEDULES
 from neuronx_dist.planning.layout import Layout, LayoutError
-from neuronx_dist.planning.memory import estimate_memory
+from neuronx_dist.planning.memory import estimate_memory, optimizer_bytes
 from neuronx_dist.planning.meter import measure_peak
 from tests.support.pool import processes
 
@@ -113,7 +113,7 @@ class Case:
     name: str
     layout: Layout
     sizes: dict[str, Any] = field(default_factory=dict)
-    checkpoint_activations: bool = False
+    recomputation: dict[str, Any] | None = None
 
     def config(self) -> Any:
         from transformers import LlamaConfig
@@ -163,7 +163,10 @@ CASES = [
     Case("zb_v-pp4-9-microbatches", layout(4, pp=4, num_microbatches=9, global_batch=9, schedule="zb_v"), DEEP),
     Case("zb_v-pp2-dp2-zero1-5-microbatches", layout(4, pp=2, num_microbatches=5, global_batch=20, **V), TIED),
     Case("one-process", layout(1)),
-    Case("one-process-recomputing", layout(1), checkpoint_activations=True),
+    Case("one-process-recomputing", layout(1), recomputation={"what": "full"}),
+    Case("one-process-norms-attention", layout(1), recomputation={"what": ["norms", "attention"]}),
+    Case("tp2-pp2-offload", layout(4, tp=2, pp=2), recomputation={"what": "full", "offload": True}),
+    Case("tp2-pp2-budget", layout(4, tp=2, pp=2, seq_len=256), recomputation={"memory": "25 MB"}),
     Case("one-process-one-microbatch", layout(1, num_microbatches=1, global_batch=4)),
     Case("wide-one-process-bf16", layout(1, dtype="bfloat16", seq_len=40, global_batch=4), WIDE),
 ]
@@ -172,6 +175,8 @@ SAMPLE = (
     "tp2-sp-dp2-zero1-bf16",
     "zb_v-pp2-dp2-zero1-5-microbatches",
     "one-process-recomputing",
+    "one-process-norms-attention",
+    "tp2-pp2-budget",
 )
 MEASURED = [case for case in CASES if FULL or case.name in SAMPLE]
 
@@ -218,8 +223,11 @@ def train_and_measure(case: Case, ask_allocator: bool = False) -> Measured:
         broadcast_and_average_loss=True,
         use_zero1_optimizer=layout.zero1,
     )
-    if case.checkpoint_activations:
-        nxd.checkpoint_layers(model)
+    if case.recomputation is not None:
+        shape = layout.micro_batch * layout.num_microbatches, layout.seq_len
+        ids = torch.empty(shape, dtype=torch.long, device="meta")
+        inputs = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.empty((), device="meta")}
+        nxd.recompute(model, inputs=inputs, optimizer_bytes=optimizer_bytes(layout), **case.recomputation)
     hf.materialize(model, seed=0)
     wrapper = nxd.NeuronZero1Optimizer if layout.zero1 else nxd.MasterWeightsOptimizer
     optimizer = wrapper(model.local_parameters(), torch.optim.AdamW, lr=1e-3)
@@ -278,7 +286,7 @@ def _allocated(step: Any) -> int:
 @pytest.mark.parametrize("case", MEASURED, ids=[case.name for case in MEASURED])
 def test_the_measured_peak_of_every_rank_is_the_predicted_one(case: Case) -> None:
     shape = case.layout
-    estimate = estimate_memory(shape, case.config(), checkpoint_activations=case.checkpoint_activations)
+    estimate = estimate_memory(shape, case.config(), recomputation=case.recomputation)
     measured = processes(shape.world_size).run(train_and_measure, case, mesh=dict(tp=shape.tp, pp=shape.pp))
     for rank, found in enumerate(measured):
         stage = estimate.stages[found.stage]
