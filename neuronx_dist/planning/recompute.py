@@ -259,7 +259,7 @@ class _Play:
             if in_pipeline:
                 model.run(model.training_schedule, inputs)
             else:
-                _backward(model(**inputs))
+                torch.autograd.backward(_losses(model(**inputs)))
             local = units if not in_pipeline else {name: unit for name, unit in units.items() if model.is_local(name)}
             return _Played(meter.phases["compute"].peak, model.peak_in_flight if in_pipeline else 1, local)
 
@@ -336,11 +336,10 @@ def _shorten(model: NxDPPModel, inputs: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _backward(output: Any) -> None:
-    """Runs backward of a module's loss or, without one, of the sum of its results."""
+def _losses(output: Any) -> list[torch.Tensor]:
+    """Returns a module's loss or, without one, the sums of its results, of which backward is played."""
     loss = getattr(output, "loss", None)
-    tensors = [loss] if loss is not None else [x for x in tensors_in(output) if x.requires_grad]
-    torch.autograd.backward([x.sum() for x in tensors])
+    return [loss] if loss is not None else [x.sum() for x in tensors_in(output) if x.requires_grad]
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
