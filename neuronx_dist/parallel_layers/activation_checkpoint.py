@@ -28,11 +28,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..nearest import nearest
-from ..spmd.random import checkpoint, checkpoint_on_host
+from ..spmd.random import checkpoint
+from ..torch_internals.tensors import storage_key
 from ..weights.partial_model import partial_model
 
 __all__ = [
@@ -254,6 +256,7 @@ def _recompute_attention(module: nn.Module, run: Callable[..., Any]) -> None:
 
         AttentionInterface.get_interface = update_wrapper(get, get_interface)
     vars(module).setdefault(_ATTENTION, run)
+    vars(module).setdefault("forward", module.forward)  # a pipeline's recording before it does not serve any more
 
 
 def _attend(function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -290,6 +293,58 @@ class _Calls(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         _local.is_inside = True
         try:
-            return self._run(func, *args, **(kwargs or {}))
+            call, values, _ = _distinct(func, args, kwargs or {})  # attention of x to itself needs one x
+            return self._run(call, *values)
         finally:
             _local.is_inside = False
+
+
+# --- inputs on the host -----------------------------------------------------------------------------------------------
+
+
+def checkpoint_on_host(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs a function as `checkpoint` does, and moves the activations among its arguments to the host until backward.
+
+    These are tensors that require a gradient and have a history: weights, masks and rotary embeddings, which others
+    hold too, stay. In compiled code all stay.
+    """
+    if is_compiling() or not torch.is_grad_enabled():
+        return checkpoint(function, *args, **kwargs)
+    function, args, _ = _distinct(function, args, kwargs)
+    tensors = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf]
+    moved = {storage_key(x.untyped_storage()) for x in tensors}
+    with torch.autograd.graph.saved_tensors_hooks(partial(_to_host, moved), _from_host):
+        return checkpoint(function, *args)
+
+
+def _distinct(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Returns a function of the distinct values among the arguments, these, and no keywords.
+
+    A checkpoint saves positional arguments alone, each by itself.
+    """
+    values = (*args, *kwargs.values())
+    distinct = {id(x): x for x in values}
+    positions = {key: position for position, key in enumerate(distinct)}
+    order = [positions[id(x)] for x in values]
+
+    def call(*distinct: Any) -> Any:
+        again = [distinct[position] for position in order]
+        return function(*again[: len(args)], **dict(zip(kwargs, again[len(args) :])))
+
+    return call, tuple(distinct.values()), {}
+
+
+def _to_host(moved: set[int], x: torch.Tensor) -> Any:
+    if storage_key(x.untyped_storage()) not in moved:
+        return x
+    on_host = torch.empty_like(x, device="cpu", pin_memory=x.device.type == "cuda")
+    return x.device, on_host.copy_(x, non_blocking=True)
+
+
+def _from_host(saved: Any) -> torch.Tensor:
+    if isinstance(saved, torch.Tensor):
+        return saved
+    device, on_host = saved
+    return on_host.to(device, non_blocking=True)

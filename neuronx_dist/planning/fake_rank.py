@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ MESSAGES = "messages"  # the kind of memory of tensors that stages send
 
 
 @contextmanager
-def playing(mesh: Mesh, rank: int, wires: WireBackend, states: Mapping[str, Any] | None = None) -> Iterator[None]:
+def playing(mesh: Mesh, rank: int, wires: WireBackend, states: dict[str, Any] | None = None) -> Iterator[None]:
     """Makes this thread the rank of a mesh, with random streams of these states."""
     with comm.as_rank(mesh, rank, wires):
         random.streams().set_states(states or {})

@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What is recomputed; `str()` is a table if there was a budget.
+    """Recomputed parts of a model; `str()` is a table if there was a budget.
 
     Attributes:
         modules: names of the modules that are recomputed, or whose attention is.
@@ -108,8 +108,8 @@ def recompute(
     """Makes parts of a model recompute their activations in backward; in place.
 
     Loss and gradients stay equal to the bit: random numbers are drawn again. It may be called before or after `swap`,
-    and before or after a pipeline model is made. A budget needs the model as it is trained: swapped, and in its
-    pipeline.
+    and before or after a pipeline model is made; a budget needs the model as it is trained, with both. Predicted is
+    the forward as recorded: transformers leaves out causal masks outside of pipelines, so that the peak is less there.
 
     Args:
         model: a module, or a pipeline model; of any device, meta too.
@@ -319,7 +319,7 @@ def _device_of(model: nn.Module) -> torch.device:
     if devices:
         return devices.pop()
     device = torch.device(comm.current().backend.device) if comm.is_initialized() else torch.device("cpu")
-    return device if device.type not in ("meta", "xla") else torch.device("cpu")
+    return device if device.type == "cuda" else torch.device("cpu")
 
 
 def _shorten(model: NxDPPModel, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
-import torch
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -20,9 +18,8 @@ from ..comm import context
 from ..comm.generators import State, as_they_were, autocast, device_has_own_program, get_state, set_state
 from ..comm.generators import seed as set_seed
 from ..comm.ranks.rank_numbers import concrete
-from ..torch_internals.tensors import storage_key
 
-__all__ = ["RNGStreams", "TENSOR_PARALLEL", "checkpoint", "checkpoint_on_host", "manual_seed", "streams"]
+__all__ = ["RNGStreams", "TENSOR_PARALLEL", "checkpoint", "manual_seed", "streams"]
 
 TENSOR_PARALLEL = "model-parallel-rng"
 
@@ -108,11 +105,7 @@ def manual_seed(seed: int) -> None:
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs a function with activation checkpointing whose recomputation redraws the same numbers from every stream."""
     # Compiled code saves its random numbers. Without a mesh there is one stream.
-    if is_compiling():
-        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
-    if len({*map(id, args)}) < len(args):  # attention of x to x itself: as saved arguments they would be three tensors
-        function, args, kwargs = _distinct(function, args, kwargs)
-    if not context.is_initialized():
+    if is_compiling() or not context.is_initialized():
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
     all_streams = streams()
     has_own_program, rank = device_has_own_program(), context.current()
@@ -146,51 +139,3 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     cast = autocast()
     # Without tensors among the arguments torch does not look for `torch.xla`, which does not exist.
     return torch_checkpoint(lambda: function(*args, **kwargs), use_reentrant=False, context_fn=contexts)
-
-
-def checkpoint_on_host(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs a function as `checkpoint` does, and moves the activations among its arguments to the host until backward.
-
-    These are tensors that require a gradient and have a history: weights, masks and rotary embeddings, which others
-    hold too, stay. In compiled code all stay.
-    """
-    if is_compiling() or not torch.is_grad_enabled():
-        return checkpoint(function, *args, **kwargs)
-    function, args, _ = _distinct(function, args, kwargs)
-    tensors = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf]
-    moved = {storage_key(x.untyped_storage()) for x in tensors}
-    with torch.autograd.graph.saved_tensors_hooks(partial(_to_host, moved), _from_host):
-        return checkpoint(function, *args)
-
-
-def _distinct(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Returns a function of the distinct values among the arguments, these, and no keywords.
-
-    A checkpoint saves positional arguments alone, each by itself.
-    """
-    values = (*args, *kwargs.values())
-    distinct = {id(x): x for x in values}
-    positions = {key: position for position, key in enumerate(distinct)}
-    order = [positions[id(x)] for x in values]
-
-    def call(*distinct: Any) -> Any:
-        again = [distinct[position] for position in order]
-        return function(*again[: len(args)], **dict(zip(kwargs, again[len(args) :])))
-
-    return call, tuple(distinct.values()), {}
-
-
-def _to_host(moved: set[int], x: torch.Tensor) -> Any:
-    if storage_key(x.untyped_storage()) not in moved:
-        return x
-    on_host = torch.empty_like(x, device="cpu", pin_memory=x.device.type == "cuda")
-    return x.device, on_host.copy_(x, non_blocking=True)
-
-
-def _from_host(saved: Any) -> torch.Tensor:
-    if isinstance(saved, torch.Tensor):
-        return saved
-    device, on_host = saved
-    return on_host.to(device, non_blocking=True)
