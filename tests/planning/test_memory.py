@@ -175,7 +175,6 @@ SAMPLE = (
     "tp2-sp-dp2-zero1-bf16",
     "zb_v-pp2-dp2-zero1-5-microbatches",
     "one-process-recomputing",
-    "one-process-norms-attention",
     "tp2-pp2-budget",
 )
 MEASURED = [case for case in CASES if FULL or case.name in SAMPLE]
