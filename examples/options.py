@@ -13,6 +13,7 @@ from typing import Any
 
 from neuronx_dist.pipeline.schedule.selection import NAMES as SCHEDULES
 from neuronx_dist.planning.layout import Layout
+from neuronx_dist.planning.recompute import parse_bytes
 
 
 def arguments(description: str | None, argv: list[str] | None = None) -> argparse.Namespace:
@@ -44,7 +45,15 @@ def arguments(description: str | None, argv: list[str] | None = None) -> argpars
     switch("--pad-heads", "add zero heads where tp does not divide the heads")
     switch("--pad-vocab", "add zero rows where tp does not divide the vocabulary")
     switch("--fused-loss", "compute the loss from the last hidden states: no rank holds the logits of all tokens")
-    switch("--checkpoint-activations", "recompute layers in backward: less memory, a third more computation")
+    flag(
+        "--recompute",
+        "none",
+        "activations that backward computes again: of full layers (a third more computation), of attention functions, "
+        "of norms, or auto: the fastest of these that fit --memory",
+        choices=["none", "full", "attention", "norms", "auto"],
+    )
+    flag("--memory", None, "of a rank, for --recompute auto: 24 GB or 24 GiB")
+    switch("--offload", "with --recompute: inputs of recomputed parts lie in the host's memory until backward")
     flag("--microbatches", 4, "microbatches of a step, on each data-parallel rank")
     flag("--global-batch", 16, "sequences of a step, over all ranks")
     flag("--seq-len", 128, "tokens of a sequence")
@@ -118,6 +127,12 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError("--resume needs --out, the folder of the run that goes on")
     if args.overlap and not args.zero1:
         raise ValueError("--overlap needs --zero1, whose collectives it overlaps with backward and forward")
+    if (args.recompute == "auto") != (args.memory is not None):
+        raise ValueError("--recompute auto and --memory need each other, as in --recompute auto --memory '24 GB'")
+    if args.memory is not None:
+        parse_bytes(args.memory)
+    if args.offload and args.recompute == "none":
+        raise ValueError("--offload needs --recompute, whose inputs it moves to the host")
     if args.lr <= 0:
         raise ValueError(f"--lr must be above 0, not {args.lr:g}")
     if args.min_lr > args.lr:
@@ -156,3 +171,11 @@ def layout_of(args: argparse.Namespace, world_size: int) -> Layout:
         schedule=args.schedule,
         virtual_pipeline_size=args.virtual_pipeline_size,
     )
+
+
+def recomputation_of(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Arguments of `nxd.recompute`; None: nothing is recomputed."""
+    if args.recompute == "none":
+        return None
+    parts = {"memory": args.memory} if args.recompute == "auto" else {"what": args.recompute}
+    return {**parts, "offload": args.offload}

@@ -21,7 +21,7 @@ import job
 import run_folder
 import torch
 from checkpoints import Checkpoints, Run
-from options import arguments, check_flags, layout_of, record_of
+from options import arguments, check_flags, layout_of, recomputation_of, record_of
 from reporting import Report
 from text_data import TextData, data_parallel_rows
 
@@ -31,7 +31,7 @@ from neuronx_dist.checkpoint.errors import CheckpointMismatch
 from neuronx_dist.comm.launch import end_step
 from neuronx_dist.optimizer import MasterWeightsOptimizer, MuonAdamW, NeuronZero1Optimizer, muon_groups
 from neuronx_dist.planning.layout import Layout
-from neuronx_dist.planning.memory import estimate_memory
+from neuronx_dist.planning.memory import estimate_memory, optimizer_bytes
 
 INPUTS = ["input_ids", "labels", "num_items_in_batch"]
 
@@ -75,9 +75,25 @@ def assemble(args: Namespace, config: Any) -> Any:
         broadcast_and_average_loss=True,
         use_zero1_optimizer=args.zero1,
     )
-    if args.checkpoint_activations:
-        nxd.checkpoint_layers(model)
+    recomputation = recomputation_of(args)
+    if recomputation is not None:
+        layout = layout_of(args, comm.size("world"))
+        bytes_of_state = optimizer_bytes(layout)
+        inputs = example_batch(args, layout)
+        inputs = {name: x[:, : layout.seq_len // args.cp] if x.ndim else x for name, x in inputs.items()}
+        found = nxd.recompute(model, inputs=inputs, optimizer_bytes=bytes_of_state, **recomputation)
+        if args.recompute == "auto":
+            job.say(str(found))
     return model
+
+
+def example_batch(args: Namespace, layout: Layout) -> dict[str, torch.Tensor]:
+    """A batch of this rank by its shapes; its sequences are complete: `train_step` splits them over cp."""
+    ids = torch.zeros(layout.global_batch // layout.dp, layout.seq_len, dtype=torch.long)
+    inputs = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.ones(())}
+    if args.cp > 1:
+        inputs["position_ids"] = torch.arange(layout.seq_len).expand_as(ids)
+    return inputs
 
 
 def build(args: Namespace, config: Any, device: torch.device) -> Run:
@@ -125,11 +141,7 @@ def check(args: Namespace, config: Any, layout: Layout, time_limit: float | None
         model = assemble(args, copy.deepcopy(config))
         return model, make_optimizer(args, model)
 
-    ids = torch.zeros(layout.global_batch // layout.dp, layout.seq_len, dtype=torch.long)
-    inputs = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.ones(())}
-    if args.cp > 1:
-        inputs["position_ids"] = torch.arange(layout.seq_len).expand_as(ids)
-    return spmd.check(model_fn, inputs, layout.mesh(), step=train_step, time_limit=time_limit)
+    return spmd.check(model_fn, example_batch(args, layout), layout.mesh(), step=train_step, time_limit=time_limit)
 
 
 def check_before_launch(args: Namespace, config: Any, layout: Layout) -> str | None:
@@ -247,10 +259,10 @@ def main() -> None:
         if data.vocab_size > config.vocab_size:
             raise ValueError(f"the text has tokens up to {data.vocab_size}, the model knows {config.vocab_size}")
         device = nxd.init_distributed(args.device)  # before any backward: torch counts devices at the first
+        recomputation = recomputation_of(args)
         memory: Any = ""  # for `say`
         if rank == 0:
-            options = dict(checkpoint_activations=args.checkpoint_activations, fused_loss=args.fused_loss)
-            memory = estimate_memory(layout, config, **options)
+            memory = estimate_memory(layout, config, recomputation=recomputation, fused_loss=args.fused_loss)
     except ValueError as error:
         job.leave(str(error), job.WRONG_USE)
     if args.verify:

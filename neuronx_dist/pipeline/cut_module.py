@@ -134,7 +134,8 @@ class CutModule(StageModule):
         before = takewhile(lambda leaf: not isinstance(leaf, tuple(self._layer_classes)), leaves)
         return any(next(leaf.parameters(), None) is not None and not isinstance(leaf, _EMBEDDINGS) for leaf in before)
 
-    def _open_channels(self) -> None:
+    def open_channels(self) -> None:
+        """Makes the communicators of the messages between stages, of the current rank and backend."""
         if self.num_stages > 1:
             pipelines = comm.current().mesh.groups("pp")
             ways = ["pp_forward", "pp_backward"]
@@ -160,7 +161,7 @@ class CutModule(StageModule):
         self._compare(moment, placement)
         warn_of_stages_without_parameters(placement.without_parameters(self.num_stages), pieces.cuts)
         if not self.partitioned:
-            self._open_channels()
+            self.open_channels()
         if placement == self.placement:
             return
         self.place(placement)

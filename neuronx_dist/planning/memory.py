@@ -12,7 +12,7 @@ does not count.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,21 +20,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import accelerator, comm, hf
-from ..comm.backends.c10d import C10dCommunicator
-from ..comm.base import Backend, Communicator, WorkLike
+from .. import accelerator, hf
 from ..gradients.reduce import reduce_gradients
 from ..optimizer import MasterWeightsOptimizer, MuonAdamW, NeuronZero1Optimizer, muon_groups
-from ..parallel_layers.activation_checkpoint import checkpoint_layers
 from ..pipeline.model import NxDPPModel
 from ..program.fake_mode import QuietFakeMode
+from .fake_rank import MESSAGES, WireBackend, fakes_of, playing
 from .layout import Layout, format_bytes, format_count
 from .meter import MemoryMeter, MemoryPhase, measure_peak
+from .recompute import recompute
 
-__all__ = ["MemoryEstimate", "StageMemory", "estimate_memory", "measure_peak"]
+__all__ = ["MemoryEstimate", "StageMemory", "estimate_memory", "measure_peak", "optimizer_bytes"]
 
 PARAMETERS, GRADIENTS, OPTIMIZER, BATCH = "parameters", "gradients", "optimizer", "batch"
-ACTIVATIONS, LOGITS, MESSAGES, BUFFERS = "activations", "logits", "messages", "buffers"
+ACTIVATIONS, LOGITS, BUFFERS = "activations", "logits", "buffers"
 
 
 @dataclass(frozen=True)
@@ -118,8 +117,8 @@ def estimate_memory(
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
     optimizer_options: dict[str, Any] | None = None,
     device: str | torch.device = "cpu",
-    checkpoint_activations: bool = False,
     fused_loss: bool = False,
+    recomputation: Mapping[str, Any] | None = None,
 ) -> MemoryEstimate:
     """Predicts each rank's memory in a training step after the first, by playing it on fake tensors.
 
@@ -129,8 +128,9 @@ def estimate_memory(
         optimizer_class, optimizer_options: the optimizer that `NeuronZero1Optimizer` or `MasterWeightsOptimizer` wraps;
             `MuonAdamW` gets the groups of `muon_groups`.
         device: the device of the job. Kernels, and so the tensors that they save for backward, differ between devices.
-        checkpoint_activations: layers are recomputed in backward (`checkpoint_layers`).
         fused_loss: that of `hf.swap`: no rank holds the logits of all tokens.
+        recomputation: arguments of `neuronx_dist.recompute`, such as {"what": "attention"} or {"memory": "24 GB"};
+            None: nothing is recomputed.
 
     Raises:
         LayoutError: the layout does not fit the model.
@@ -155,7 +155,7 @@ def estimate_memory(
             device,
             optimizer_class,
             options,
-            checkpoint_activations,
+            recomputation,
             fused_loss,
         )
         stages.append(stage_memory)
@@ -170,15 +170,15 @@ def _play(
     device: torch.device,
     optimizer_class: type[torch.optim.Optimizer],
     options: dict[str, Any],
-    checkpoint_activations: bool,
+    recomputation: Mapping[str, Any] | None,
     fused_loss: bool,
 ) -> tuple[StageMemory, int]:
     """Plays a step of one rank; returns its memory, and the number of parameters of the full model."""
     from transformers import AutoModelForCausalLM
 
-    meter = MemoryMeter()
+    meter = MemoryMeter(device.type)
     with ExitStack() as stack:
-        stack.enter_context(comm.as_rank(layout.mesh(), rank, WireBackend(meter, device.type == "cpu")))
+        stack.enter_context(playing(layout.mesh(), rank, WireBackend(meter, device)))
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, layout.dtype))
         num_parameters = sum(param.numel() for param in module.parameters())
@@ -201,19 +201,16 @@ def _play(
             auto_partition=True,
             use_zero1_optimizer=layout.zero1,
         )
-        if checkpoint_activations:
-            checkpoint_layers(model)
+        if recomputation is not None:
+            state = optimizer_bytes(layout, optimizer_class, options)
+            inputs = _batch(layout, num_microbatches, torch.device("meta"))
+            recompute(model, **{"inputs": inputs, "optimizer_bytes": state, **recomputation})
         fake = QuietFakeMode()  # it has grouped products (of experts) in float32, too
         with fake, meter:
             meter.kind = PARAMETERS
             _make_fake(model, device)
             meter.kind = BATCH
-            rows = layout.micro_batch * layout.num_microbatches
-            names = ["input_ids", "labels", *["position_ids"] * (layout.cp > 1)]
-            batch = torch.zeros(len(names), rows, layout.seq_len // layout.cp, dtype=torch.long, device=device)
-            batch = batch[:, : layout.micro_batch * num_microbatches]
-            inputs = dict(zip(names, batch, strict=True))
-            inputs["num_items_in_batch"] = torch.ones((), device=device)
+            inputs = _batch(layout, num_microbatches, device)
         with torch.enable_grad():
             model.program(inputs)  # recorded at the first step
         stack.enter_context(fake)
@@ -242,20 +239,36 @@ def _play(
     return StageMemory(num_local, model.peak_in_flight, **meter.phases), num_parameters
 
 
+def _batch(layout: Layout, num_microbatches: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Returns the first microbatches of a batch of token ids, in the memory of the complete batch of the rank."""
+    names = ["input_ids", "labels", *["position_ids"] * (layout.cp > 1)]
+    rows = layout.micro_batch * layout.num_microbatches
+    batch = torch.zeros(len(names), rows, layout.seq_len // layout.cp, dtype=torch.long, device=device)
+    inputs = dict(zip(names, batch[:, : layout.micro_batch * num_microbatches], strict=True))
+    return {**inputs, "num_items_in_batch": torch.ones((), device=device)}
+
+
+def optimizer_bytes(
+    layout: Layout,
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    options: Mapping[str, Any] | None = None,
+) -> float:
+    """Bytes of optimizer state, masters included, per trainable element of a rank's parameters."""
+    param = nn.Parameter(torch.zeros(1024))
+    param.grad = torch.zeros_like(param)
+    optimizer = optimizer_class([param], **(options or {}))
+    optimizer.step()
+    states = [x for x in optimizer.state[param].values() if isinstance(x, torch.Tensor) and x.ndim]
+    per_element = sum(x.nbytes for x in states) / param.numel() + 4 * (layout.dtype != "float32")
+    return per_element / (layout.dp * layout.cp if layout.zero1 else 1)
+
+
 def _make_fake(model: Any, device: torch.device) -> None:
     """Puts fake tensors on `device` in the place of this stage's parameters and buffers, which are on meta."""
-    fakes: dict[int, torch.Tensor] = {}
-    tables = [table for m in model.original_module.modules() for table in (m._parameters, m._buffers)]
-    local = {id(x) for x in (*model.local_parameters(), *model.local_buffers())}
-    originals = [(table, name, x) for table in tables for name, x in table.items() if x is not None and id(x) in local]
-    for table, name, x in originals:
-        if id(x) not in fakes:
-            fake = torch.empty_like(x, device=device, requires_grad=False)
-            if isinstance(x, nn.Parameter):
-                fake = nn.Parameter(fake, requires_grad=x.requires_grad)
-            fake.__dict__.update(x.__dict__)
-            fakes[id(x)] = fake
-        table[name] = fakes[id(x)]
+    fakes = fakes_of(model, device)
+    for module in model.original_module.modules():
+        for table in (module._parameters, module._buffers):
+            table.update({name: fakes.get(id(x), x) for name, x in table.items()})
 
 
 def _label_logits(module: Any, meter: MemoryMeter) -> None:
@@ -269,67 +282,3 @@ def _label_logits(module: Any, meter: MemoryMeter) -> None:
         args[0].register_hook(done)
 
     module.get_output_embeddings().register_forward_pre_hook(calculates)
-
-
-class _HoldingWork:
-    """Finished work that holds its buffers until it is awaited, as the work of a real group does."""
-
-    def __init__(self, *buffers: torch.Tensor) -> None:
-        self.buffers = buffers
-
-    def wait(self) -> None:
-        return None
-
-
-class _MeasuringCommunicator(C10dCommunicator):
-    """A communicator without a group, which sends nothing and allocates the buffers of the real communicator."""
-
-    def __init__(self, label: str, ranks: Sequence[int], global_rank: int, meter: MemoryMeter, is_gloo: bool) -> None:
-        Communicator.__init__(self, label, ranks, global_rank)
-        self._gloo = is_gloo
-        self._meter = meter
-
-    def start_all_reduce(self, buffer: torch.Tensor, op: str) -> WorkLike:
-        return _HoldingWork(buffer)
-
-    def start_all_gather(self, gathered: torch.Tensor, x: torch.Tensor) -> WorkLike:
-        return super().start_all_gather(gathered, x) if self._gloo else _HoldingWork(gathered, x)
-
-    def start_reduce_scatter(self, out: torch.Tensor, scattered: torch.Tensor, op: str) -> WorkLike:
-        return super().start_reduce_scatter(out, scattered, op) if self._gloo else _HoldingWork(out, scattered)
-
-    def start_all_to_all(self, gathered: torch.Tensor, scattered: torch.Tensor) -> WorkLike:
-        return _HoldingWork(gathered, scattered)
-
-    def start_exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> WorkLike:
-        return _HoldingWork(*received, *sent)
-
-    def start_broadcast(self, buffer: torch.Tensor, src: int) -> WorkLike:
-        return _HoldingWork(buffer)
-
-    def start_send(self, x: torch.Tensor, dst: int, tag: int) -> WorkLike:
-        return self._message(x)
-
-    def start_recv(self, out: torch.Tensor, src: int, tag: int) -> WorkLike:
-        return self._message(out)
-
-    def _message(self, buffer: torch.Tensor) -> WorkLike:
-        if self.axis.startswith("pp"):
-            self._meter.label([buffer], MESSAGES)
-        return _HoldingWork(buffer)
-
-
-class WireBackend(Backend):
-    """Communicators without a group, which allocate the buffers of gloo or NCCL, and label messages in `meter`."""
-
-    name = "wire"
-
-    def __init__(self, meter: MemoryMeter, is_gloo: bool) -> None:
-        self._meter = meter
-        self._is_gloo = is_gloo
-
-    def communicator(
-        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, separate: bool = False
-    ) -> Communicator:
-        ranks = next(group for group in groups if global_rank in group)
-        return _MeasuringCommunicator(label, ranks, global_rank, self._meter, self._is_gloo)

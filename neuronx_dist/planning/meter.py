@@ -55,14 +55,18 @@ class MemoryMeter(TorchDispatchMode):
     another thread frees counts until this thread's next operator. Tensors on meta do not count; fake tensors count like
     real ones. Memory that an operator allocates only internally (the workspace of a matrix product) is not seen.
 
+    Args:
+        device_type: count the tensors of this type of device alone; None: of all.
+
     Attributes:
         kind: the kind under which new memory counts.
         current: bytes alive.
         phases: the phases by name; see `phase`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str | None = None) -> None:
         super().__init__()
+        self._device_type = device_type
         self.kind = "other"
         self.current = 0
         self.phases: dict[str, MemoryPhase] = {}
@@ -111,7 +115,9 @@ class MemoryMeter(TorchDispatchMode):
 
     def _note(self, tensor: torch.Tensor, kind: str) -> _Live | None:
         """Returns the entry of a tensor's memory, which is made if missing; None for memory that does not count."""
-        if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+        if tensor.device.type == "meta" or self._device_type not in (None, tensor.device.type):
+            return None
+        if tensor.layout is not torch.strided:
             return None
         self._drain()  # first, since the address of freed memory may be used again
         storage = tensor.untyped_storage()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from ..torch_internals.operators import TorchDispatchMode, attention_operators, schema_of
 from ..torch_internals.tensors import pytree, storage_key
 
-__all__ = ["Effects", "has_tensors", "storage_of", "tensors_in"]
+__all__ = ["Effects", "flops_of", "has_tensors", "storage_of", "tensors_in"]
 
 
 # These write the running mean and variance (arguments 3 and 4), which their schemas do not declare.
@@ -46,11 +46,16 @@ class Effects(TorchDispatchMode):
         if func in _BATCH_NORMS and args[5]:  # training
             self.writes |= {storage_of(x) for x in tensors_in(args[3:5])}
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in attention_operators:
-            self.flops += _attention_flops(*args[:3])
-        elif (count := flop_registry.get(func.overloadpacket)) is not None:
-            self.flops += count(*args, **(kwargs or {}), out_val=result)
+        self.flops += flops_of(func, args, kwargs or {}, result)
         return result
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Floating-point operations of an operator's call: a matrix product, convolution or attention; else 0."""
+    if func.overloadpacket in attention_operators:
+        return _attention_flops(*args[:3])
+    count = flop_registry.get(func.overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
 
 @functools.cache

@@ -70,7 +70,8 @@ def neuronx_distributed_config(
         pipeline_config: arguments of `NxDPPModel`, which is made if `pipeline_parallel_size` is more than 1.
         optimizer_config: `zero_one_enabled` (False), `grad_clipping` (True), `max_grad_norm` (1.0), also under ZeRO-1.
         activation_checkpoint_config: None: nothing is recomputed. "full": the transformer layers, as
-            `pipeline_config` or a Hugging Face model names them. A class of modules, its name, or several of them.
+            `pipeline_config` or a Hugging Face model names them. "attention", "norms", a class of modules, its name, a
+            predicate, or several of them: as `neuronx_dist.recompute` takes them.
         pad_model: zero heads are added to a Hugging Face model whose heads tp does not divide (`pad_model`).
         sequence_parallel: whether layers were built with sequence parallelism. (Their gradients are summed over tp in
             any case, since parameters are marked.)

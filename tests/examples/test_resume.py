@@ -72,7 +72,7 @@ def results(root: Path) -> dict[str, tuple[int, str]]:
         },
         "resumed": {"flags": flags("resumed", f"{every_2} --resume")},
         "tp": {"flags": flags("tp", f"{every_2} --resume --tp 2"), "ranks": 2},
-        "dp": {"flags": flags("dp", "--resume step_2 --zero1 --checkpoint-activations"), "ranks": 2},
+        "dp": {"flags": flags("dp", "--resume step_2 --zero1 --recompute auto --memory 1GB"), "ranks": 2},
         "overlap": {"flags": flags("overlap", f"{every_2} --async-save --resume --zero1 --overlap"), "ranks": 2},
         "lr": {"flags": flags("lr", "--resume --steps 4 --lr 1e-4 --min-lr 1e-4 --seed 3 --eval-every 0")},
         "interrupted": {
@@ -84,7 +84,7 @@ def results(root: Path) -> dict[str, tuple[int, str]]:
         "stranger": {"flags": flags(None, "--steps 1"), "environment": {**launch, "TORCHELASTIC_RUN_ID": "another"}},
         "restarted": {"flags": flags(None, every_2), "environment": restart},
         "check": {"flags": flags("check", "--tp 2 --check")},
-        "check_recomputing": {"flags": flags("check", "--tp 2 --check --checkpoint-activations")},
+        "check_recomputing": {"flags": flags("check", "--tp 2 --check --recompute full")},
         "wider": {"flags": flags("ended", "--resume", model="wider")},
         "other_norm": {"flags": flags("ended", "--resume", model="other_norm")},
         "no_tag": {"flags": flags("ended", "--resume step_5")},
@@ -196,7 +196,7 @@ def test_what_cannot_be_resumed(results: dict[str, tuple[int, str]], root: Path)
         assert code == 2 and words in last_line(results[name]) and "Traceback" not in text, (name, text)
 
 
-def test_checkpoint_activations_recomputes_the_layers(results: dict[str, tuple[int, str]]) -> None:
+def test_recompute_full_recomputes_the_layers(results: dict[str, tuple[int, str]]) -> None:
     """With tensor parallelism it repeats collectives of the forward."""
     counts = [int(results[name][1].split(" collectives, ")[0].split()[-1]) for name in ("check", "check_recomputing")]
     assert counts[1] > counts[0], results["check_recomputing"][1]

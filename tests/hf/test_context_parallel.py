@@ -308,7 +308,7 @@ def test_a_pipeline_of_packed_documents(sizes: dict[str, int]) -> None:
             auto_partition=True,
             broadcast_and_average_loss=True,
         )
-        nxd.checkpoint_layers(pipeline)
+        nxd.recompute(pipeline)
         part = nxd.get_batch_on_this_context_parallel_rank(batch_of(0, DOCUMENTS), "zigzag")
         items = nxd.global_num_items(part["labels"], 2, dtype=torch.float64)
         found = pipeline.run_train(**part, num_items_in_batch=items)

@@ -86,7 +86,7 @@ def test_layers_by_class_and_name(layers: Any, expected: list[str]) -> None:
         ("Model", "this Model has no layer 'Model'; nearest classes and names are Model"),  # it is no layer
         (nn.Conv1d, "this Model has no layer 'Conv1d'; nearest"),
         ([Layer, "nothing"], "this Model has no layer 'nothing'"),
-        (3, "expected a class, its name, or the name of a layer, got 3"),
+        (3, "'norms', a class, its name, the name of a layer, or a predicate on modules, got 3"),
         (None, "checkpoint_layers: the transformer layers of this Model are unknown; pass their class"),
     ],
 )

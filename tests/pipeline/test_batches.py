@@ -325,7 +325,7 @@ def test_a_container_that_is_checkpointed_later_is_recorded_anew() -> None:
         shapes = recordings(pipeline)
         pipeline.run_train(**batch())
         pipeline.zero_grad()
-        nxd.checkpoint_layers(pipeline, Pair)
+        nxd.recompute(pipeline, Pair)
         calls = []
         for layer in pipeline.local_modules():
             if isinstance(layer, Block):

@@ -78,16 +78,16 @@ ALL, NONE = {f"layers.{i}.up": 4 for i in range(4)}, {f"layers.{i}.up": 2 for i 
 @pytest.mark.parametrize("layers", [Block, "Block", None, ["layers.0", "layers.1", "layers.2", "layers.3"]])
 def test_layers_of_a_pipeline_are_recomputed_once_for_each_microbatch(layers: Any, pp: int) -> None:
     def prepare(pipeline: NxDPPModel) -> None:
-        assert nxd.checkpoint_layers(pipeline, layers) == [f"layers.{i}" for i in range(4)]
+        assert nxd.recompute(pipeline, layers).modules == tuple(f"layers.{i}" for i in range(4))
 
     assert trained(make(), Mesh(pp, pp=pp), prepare) == ALL
 
 
 def test_one_layer_alone_and_twice_is_once() -> None:
     def prepare(pipeline: NxDPPModel) -> None:
-        nxd.checkpoint_layers(pipeline, "layers.2")
+        nxd.recompute(pipeline, "layers.2")
         once = pipeline.layers[2].forward
-        nxd.checkpoint_layers(pipeline, "layers.2")
+        nxd.recompute(pipeline, "layers.2")
         assert pipeline.layers[2].forward is once
 
     assert trained(make(), PP2, prepare) == {**NONE, "layers.2.up": 4}
@@ -99,7 +99,7 @@ def test_nothing_is_recomputed_without_it() -> None:
 
 def test_before_the_pipeline_is_made() -> None:
     model = make()
-    nxd.checkpoint_layers(model, Block)
+    nxd.recompute(model, Block)
     assert trained(model, PP2, lambda pipeline: None) == ALL
 
 
@@ -166,14 +166,14 @@ def test_every_schedule_recomputes_once(model_class: type[Model], options: dict[
     """Halves of a backward share what was recomputed."""
     model = make(model_class)
     if model_class is Model:
-        nxd.checkpoint_layers(model, Block)
+        nxd.recompute(model, Block)
     assert trained(model, PP2, lambda pipeline: None, **options) == ALL
 
 
 def test_what_is_saved_for_backward_is_less() -> None:
     def saved(pipeline: NxDPPModel, checkpointed: bool) -> int:
         if checkpointed:
-            nxd.checkpoint_layers(pipeline)
+            nxd.recompute(pipeline)
         sizes: dict[int, int] = {}
 
         def pack(x: torch.Tensor) -> torch.Tensor:
@@ -198,7 +198,7 @@ def test_a_compiled_layer_recomputes_too() -> None:
     results = []
     for compiled in (False, True):
         model = make()
-        nxd.checkpoint_layers(model, Block)
+        nxd.recompute(model, Block)
         if compiled:
             for layer in model.layers:
                 layer.compile(backend="aot_eager")
@@ -209,11 +209,11 @@ def test_a_compiled_layer_recomputes_too() -> None:
 
 def test_a_layer_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="this Model has no layer 'Blok'; nearest .* are Block"):
-        nxd.checkpoint_layers(make(), "Blok")
-    with pytest.raises(ValueError, match="expected a class, its name, or the name of a layer, got 3"):
-        nxd.checkpoint_layers(make(), [3])
+        nxd.recompute(make(), "Blok")
+    with pytest.raises(ValueError, match="the name of a layer, or a predicate on modules, got 3"):
+        nxd.recompute(make(), [3])
     with pytest.raises(ValueError, match="the transformer layers of this Model are unknown"):
-        nxd.checkpoint_layers(make())
+        nxd.recompute(make())
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_recomputation_replays_the_random_streams(how: str, mesh: Mesh) -> None:
         model = make(DroppingModel)
         model.around = checkpointed and how == "around"
         if checkpointed and how == "layers":
-            nxd.checkpoint_layers(model, Dropping)
+            nxd.recompute(model, Dropping)
 
         def use(pipeline: NxDPPModel) -> Any:
             random.model_parallel_manual_seed(3)
@@ -324,8 +324,8 @@ def hf_reentrant(model: Any) -> None:
         ("before", hf_own, True),
         ("after", hf_own, False),
         ("before", hf_reentrant, False),
-        ("after", nxd.checkpoint_layers, True),
-        ("before", nxd.checkpoint_layers, False),
+        ("after", nxd.recompute, True),
+        ("before", nxd.recompute, False),
     ],
 )
 def test_a_swapped_model_with_checkpointing_is_bit_equal(when: str, enable: Any, sequence_parallel: bool) -> None:
@@ -345,7 +345,7 @@ def test_autocast_and_bf16_recompute_the_same(dtype: torch.dtype) -> None:
     model = reference_model(llama_config(), LlamaForCausalLM, dtype)
     options = {"autocast": dtype is torch.float32}
     plain = llama_step(PP2, model, lambda model: None, "after", **options)
-    recomputing = llama_step(PP2, model, nxd.checkpoint_layers, "after", **options)
+    recomputing = llama_step(PP2, model, nxd.recompute, "after", **options)
     for (_, grads, _), (_, expected, _) in zip(recomputing, plain):
         assert all(torch.equal(grad, expected[name]) for name, grad in grads.items())
 
@@ -362,7 +362,7 @@ def dropping_llama_gradients(enable: str) -> Any:
     if enable == "hf":
         hf_own(pipeline)
     elif enable == "layers":
-        nxd.checkpoint_layers(pipeline)
+        nxd.recompute(pipeline)
     ids, labels = llama_batch(batch_size=4)
     pipeline.run_train(input_ids=ids, labels=labels)
     return {name: p.grad for name, p in pipeline.local_named_parameters()}

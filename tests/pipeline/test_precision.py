@@ -44,7 +44,7 @@ def test_it_is_bit_equal(dtype: torch.dtype, autocast: bool, options: dict[str, 
             broadcast_and_average_loss=True, **options,
         )  # fmt: skip
         if checkpointed:
-            nxd.checkpoint_layers(pipeline)
+            nxd.recompute(pipeline)
         with surroundings(autocast):
             loss = pipeline.run_train(**batch())
         return loss, {name: param.grad for name, param in pipeline.local_named_parameters()}

@@ -19,7 +19,7 @@ from neuronx_dist.optimizer import MuonAdamW, muon_groups
 from neuronx_dist.pipeline.schedule import Schedule, WrittenSchedule
 from neuronx_dist.pipeline.schedule.selection import NAMES as SCHEDULES
 from neuronx_dist.planning.layout import Layout, LayoutError
-from neuronx_dist.planning.memory import estimate_memory
+from neuronx_dist.planning.memory import estimate_memory, optimizer_bytes
 from neuronx_dist.planning.meter import measure_peak
 from tests.support.pool import processes
 
@@ -114,7 +114,7 @@ class Case:
     name: str
     layout: Layout
     sizes: dict[str, Any] = field(default_factory=dict)
-    checkpoint_activations: bool = False
+    recomputation: dict[str, Any] | None = None
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
 
     def config(self) -> Any:
@@ -167,9 +167,12 @@ CASES = [
     Case("muon-tp2-zero1", layout(4, tp=2, zero1=True), optimizer=MuonAdamW),
     Case("cp2-tp2", layout(4, tp=2, cp=2, global_batch=8)),
     Case("cp4", layout(4, cp=4, global_batch=8), WIDE),
-    Case("cp2-zero1-recomputing", layout(2, cp=2, zero1=True, global_batch=8), checkpoint_activations=True),
+    Case("cp2-zero1-recomputing", layout(2, cp=2, zero1=True, global_batch=8), recomputation={"what": "full"}),
     Case("one-process", layout(1)),
-    Case("one-process-recomputing", layout(1), checkpoint_activations=True),
+    Case("one-process-recomputing", layout(1), recomputation={"what": "full"}),
+    Case("one-process-norms-attention", layout(1), recomputation={"what": ["norms", "attention"]}),
+    Case("tp2-pp2-offload", layout(4, tp=2, pp=2), recomputation={"what": "full", "offload": True}),
+    Case("tp2-pp2-budget", layout(4, tp=2, pp=2, seq_len=256), recomputation={"memory": "25 MB"}),
     Case("one-process-one-microbatch", layout(1, num_microbatches=1, global_batch=4)),
     Case("wide-one-process-bf16", layout(1, dtype="bfloat16", seq_len=40, global_batch=4), WIDE),
 ]
@@ -178,6 +181,7 @@ SAMPLE = (
     "tp2-sp-dp2-zero1-bf16",
     "zb_v-pp2-dp2-zero1-5-microbatches",
     "cp2-zero1-recomputing",
+    "tp2-pp2-budget",
 )
 MEASURED = [case for case in CASES if FULL or case.name in SAMPLE]
 
@@ -224,8 +228,11 @@ def train_and_measure(case: Case, ask_allocator: bool = False) -> Measured:
         broadcast_and_average_loss=True,
         use_zero1_optimizer=layout.zero1,
     )
-    if case.checkpoint_activations:
-        nxd.checkpoint_layers(model)
+    if case.recomputation is not None:
+        shape = layout.micro_batch * layout.num_microbatches, layout.seq_len
+        ids = torch.empty(shape, dtype=torch.long, device="meta")
+        inputs = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.empty((), device="meta")}
+        nxd.recompute(model, inputs=inputs, optimizer_bytes=optimizer_bytes(layout), **case.recomputation)
     hf.materialize(model, seed=0)
     wrapper = nxd.NeuronZero1Optimizer if layout.zero1 else nxd.MasterWeightsOptimizer
     params = muon_groups(model) if case.optimizer is MuonAdamW else model.local_parameters()
@@ -287,8 +294,8 @@ def _allocated(step: Any) -> int:
 @pytest.mark.parametrize("case", MEASURED, ids=[case.name for case in MEASURED])
 def test_the_measured_peak_of_every_rank_is_the_predicted_one(case: Case) -> None:
     shape = case.layout
-    recomputed = case.checkpoint_activations
-    estimate = estimate_memory(shape, case.config(), checkpoint_activations=recomputed, optimizer_class=case.optimizer)
+    recomputed = case.recomputation
+    estimate = estimate_memory(shape, case.config(), recomputation=recomputed, optimizer_class=case.optimizer)
     sizes = dict(tp=shape.tp, pp=shape.pp, cp=shape.cp)
     measured = processes(shape.world_size).run(train_and_measure, case, mesh=sizes)
     for rank, found in enumerate(measured):

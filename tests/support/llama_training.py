@@ -317,7 +317,7 @@ def train(case: Case, names: tuple[str, ...] = (), steps: int = 0) -> dict[str, 
         hf.load_pretrained(model, state, device=case.device)
         model.train()
         if case.checkpointed:
-            nxd.checkpoint_layers(model)
+            nxd.recompute(model)
         params = [param for param in model.local_parameters() if param.requires_grad]
         optimizer = make_optimizer(case, name, params)
         report = reports[name] = Report([], [], {}, {})

@@ -93,7 +93,7 @@ class Programs:
 def program_key(batch: Batch, tree: ModuleTree, device: torch.device, return_outputs: bool) -> tuple[Any, ...]:
     """A key that is equal where one program serves: for batches of one shape, while modes and parameters stay.
 
-    (`checkpoint_layers` wraps the `forward` of a module; Hugging Face's modules have `gradient_checkpointing`.)
+    (`recompute` wraps the `forward` of a module; Hugging Face's modules have `gradient_checkpointing`.)
     """
     return (
         batch.key(),

@@ -33,7 +33,7 @@ def pipeline() -> Any:
 
 def recomputing() -> Any:
     model = build_model("")
-    nxd.checkpoint_layers(model)
+    nxd.recompute(model)
     return model
 
 

@@ -48,7 +48,7 @@ class AroundInHalves(Around):
 
 def enable(how: str, model: Any) -> None:
     if how == "layers":
-        nxd.checkpoint_layers(model)
+        nxd.recompute(model)
     elif how:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
