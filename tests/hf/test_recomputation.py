@@ -249,7 +249,7 @@ def test_the_least_time_is_that_of_all_combinations() -> None:
         (dict(memory="1 GB", functions=[F.silu]), "leave out memory or functions"),
         (dict(what="atention"), "has no layer 'atention'; nearest"),
     ],
-    ids=str,
+    ids=range(6),
 )
 def test_refusals(arguments: dict[str, Any], message: str) -> None:
     inputs = {} if message.startswith("a memory") else {"inputs": whole_batch()}
