@@ -44,7 +44,7 @@ def arguments(description: str | None, argv: list[str] | None = None) -> argpars
     switch("--overlap", "with --zero1: reduce gradients in backward, await updated weights in the next forward")
     switch("--pad-heads", "add zero heads where tp does not divide the heads")
     switch("--pad-vocab", "add zero rows where tp does not divide the vocabulary")
-    switch("--fused-loss", "compute the loss from the last hidden states: no rank holds the logits of all tokens")
+    switch("--fused-loss", "compute the loss from the last hidden states, without the logits of all tokens in memory")
     flag(
         "--recompute",
         "none",

@@ -262,7 +262,9 @@ def main() -> None:
         recomputation = recomputation_of(args)
         memory: Any = ""  # for `say`
         if rank == 0:
-            memory = estimate_memory(layout, config, recomputation=recomputation, fused_loss=args.fused_loss)
+            optimizer_class = MuonAdamW if args.optimizer == "muon" else torch.optim.AdamW
+            options = dict(recomputation=recomputation, fused_loss=args.fused_loss, optimizer_class=optimizer_class)
+            memory = estimate_memory(layout, config, **options)
     except ValueError as error:
         job.leave(str(error), job.WRONG_USE)
     if args.verify:

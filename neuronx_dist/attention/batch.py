@@ -95,7 +95,7 @@ def _without_mask(batch: dict[str, Any], size: int, causal: bool) -> dict[str, A
     """Returns the batch without its mask; positions of padding count on, or begin with 0 if it is to be hidden."""
     mask = batch.get("attention_mask")
     batch = {name: value for name, value in batch.items() if name != "attention_mask"}
-    if mask is None or not _has_values(mask) or bool((mask == 1).all()):
+    if mask is None or not _has_values(mask) or (mask.dim() < 4 and bool((mask == 1).all())):
         return batch
     hidden = mask == 0
     padded = mask.dim() == 2 and bool((hidden | (mask == 1)).all() and (hidden[:, 1:] >= hidden[:, :-1]).all())
@@ -115,7 +115,7 @@ def _without_mask(batch: dict[str, Any], size: int, causal: bool) -> dict[str, A
     places = torch.arange(mask.shape[1], device=mask.device)
     positions = places.expand(mask.shape) if positions is None else positions
     if positions.shape == mask.shape:
-        shown = mask.sum(1, keepdim=True)
+        shown = (~hidden).sum(1, keepdim=True)
         last = (shown - 1).clamp(min=0)
         after = places - last + positions.gather(1, last) if causal else places - shown
         batch["position_ids"] = torch.where(hidden, after, positions)

@@ -203,11 +203,11 @@ def _check_labels(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     """
     names = ("input_ids", "labels", "position_ids")
     given = [inputs[name] for name in names if inputs.get(name) is not None]
-    labels, causal = inputs.get("labels"), not _is_masked(model)
-    if labels is not None and is_part_for(causal, labels) is False:
+    causal = not _is_masked(model)
+    if any(is_part_for(causal, x) is False for x in given):
         raise ValueError(
-            f"{type(model).__name__} with cp={comm.size('cp')}: its labels are {'not ' * causal}to be shifted: split "
-            f"by nxd.get_batch_on_this_context_parallel_rank(batch, causal={causal})"
+            f"{type(model).__name__} with cp={comm.size('cp')}: its labels are {'' if causal else 'not '}to be "
+            f"shifted: split by nxd.get_batch_on_this_context_parallel_rank(batch, causal={causal})"
         )
     if not causal:
         return

@@ -86,6 +86,10 @@ def make_base_optimizer(
         )
     if isinstance(optimizer, torch.optim.Muon):
         optimizer = MuonAdamW.of_muon(optimizer)
+    if not isinstance(optimizer, MuonAdamW) and any(group.get("optimizer") == "muon" for group in groups):
+        raise ValueError(
+            f"{type(optimizer).__name__} would train the matrices of muon_groups too: pass MuonAdamW as the optimizer"
+        )
     optimizer.averages_over_data = True  # type: ignore[attr-defined] # the wrapper does
     return optimizer
 

@@ -187,21 +187,28 @@ def muon_groups(
     """Returns parameter groups of `MuonAdamW`: Muon's matrices, and AdamW's all other parameters of this rank.
 
     Matrices are the parameters `[out, in]` of the model that require gradients. Of AdamW are embeddings, weights tied
-    to them, heads (what `get_output_embeddings()` returns, or a matrix with as many rows as an embedding, whose name
-    has "head" or "output"), and everything that has not two dims, such as norms, biases and stacks of experts.
+    to them, heads (what `get_output_embeddings()` returns, or a matrix with as many rows as an embedding, in a layer
+    whose name ends in "head" or begins with "output"), and everything that has not two dims, such as norms, biases and
+    stacks of experts.
 
     Args:
         muon, adamw: options of the groups, such as `dict(lr=2e-2)`.
         is_muon: returns, by name, whether a parameter with two dims is Muon's; None: as said.
 
     Returns:
-        Two groups, with the names of the parameters; one may be empty, as on a stage without matrices.
+        Two groups, with the names of the parameters; one may be empty, as on a stage without matrices: torch takes no
+        names then.
 
     Raises:
-        TypeError: an option is unknown.
+        TypeError: an option is unknown, or `model` is no module, or `is_muon` no function.
         ValueError: the model has a module of `parallelize`, whose parts do not say which are embeddings, and `is_muon`
             is None.
     """
+    if not isinstance(model, nn.Module) or not (is_muon is None or callable(is_muon)):
+        raise TypeError(
+            f"muon_groups takes a model, and is_muon=function of a name: got {type(model).__name__}, "
+            f"is_muon={is_muon!r}"
+        )
     options = {"muon": muon or {}, "adamw": adamw or {}}
     for kind, known in (("muon", _MUON), ("adamw", _ADAMW)):
         for option in options[kind]:
@@ -221,7 +228,9 @@ def muon_groups(
             is_matrix = param.dim() == 2 and not spec_of(param).experts
             chosen = is_matrix and (id(param) not in embedded if is_muon is None else is_muon(name))
             groups["muon" if chosen else "adamw"].append((name, param))
-    return [{"params": groups[kind], "optimizer": kind, **options[kind]} for kind in _KINDS]
+    with_names = all(groups.values())
+    params = {kind: named if with_names else [param for _, param in named] for kind, named in groups.items()}
+    return [{"params": params[kind], "optimizer": kind, **options[kind]} for kind in _KINDS]
 
 
 def _embedded(model: nn.Module) -> Iterator[Tensor]:
@@ -236,7 +245,8 @@ def _embedded(model: nn.Module) -> Iterator[Tensor]:
     if head is not None:
         yield from head.parameters()
     for name, param in model.named_parameters():
-        is_head = any(word in name.lower() for word in ("head", "output"))
+        layer = name.lower().split(".")[-2:][0]  # "lm_head" of "lm_head.weight"
+        is_head = layer.endswith("head") or layer.startswith("output")
         if is_head and param.dim() == 2 and spec_of(param).unpadded_shape[0] in sizes:
             yield param
 

@@ -117,6 +117,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
     Raises:
         RuntimeError: there is no mesh; the message says what to call.
+        ValueError: `max_norm` is not above 0.
         TypeError: an optimizer is given instead of its class, a module in place of parameters, or an option that
             neither class has.
         ValueError: the optimizer's update is not elementwise, and not Muon's; or the groups do not fit; or a parameter
@@ -155,6 +156,11 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self.optimizer_dtype = optimizer_dtype
         self.grad_clipping = grad_clipping
         self.max_norm = 1.0 if max_norm is None else max_norm
+        if grad_clipping and not self.max_norm > 0:
+            raise ValueError(
+                f"max_norm={max_norm} would make all gradients 0: pass grad_clipping=False, which does not clip, or "
+                "math.inf, which measures the norm alone"
+            )
         self.save_master_weights = save_master_weights
         self.skip_nonfinite = skip_nonfinite or loss_scaler is not None
         self.loss_scaler = loss_scaler

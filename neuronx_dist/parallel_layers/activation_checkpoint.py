@@ -125,7 +125,7 @@ def _items(model: nn.Module, layers: Any, functions: Any) -> Iterator[Any]:
             yield item
         else:
             raise ValueError(
-                f"checkpoint_layers: expected {', '.join(map(repr, WORDS))}, a class, its name, the name of a layer, "
+                f"recompute: expected {', '.join(map(repr, WORDS))}, a class, its name, the name of a layer, "
                 f"or a predicate on modules, got {item!r}"
             )
 
@@ -133,13 +133,13 @@ def _items(model: nn.Module, layers: Any, functions: Any) -> Iterator[Any]:
 def _no_match(model: str, named: dict[str, nn.Module], item: Any) -> str:
     if item == "attention":
         return (
-            f"checkpoint_layers: no module of this {model} calls an attention function in its forward "
+            f"recompute: no module of this {model} calls an attention function in its forward "
             "(transformers' attention interface, F.scaled_dot_product_attention): pass the class of its attention"
         )
-    known = sorted({type(layer).__name__ for layer in named.values()} | set(named) - {""})
+    known = sorted({type(layer).__name__ for layer in named.values()} | set(named) - {""} | set(WORDS))
     text = item if isinstance(item, str) else getattr(item, "__name__", repr(item))
     what = "norms" if item == "norms" else f"layer {text!r}"
-    return f"checkpoint_layers: this {model} has no {what}; nearest classes and names are {nearest(text, known)}"
+    return f"recompute: this {model} has no {what}; nearest words, classes and names are {nearest(text, known)}"
 
 
 def checkpoint_wrapper(module: nn.Module) -> nn.Module:
@@ -196,8 +196,7 @@ def _named_layers(model: nn.Module) -> list[Any]:
             listed = list(layers) if isinstance(layers, (list, tuple, set)) else [layers]
             return [item for item in listed if not isinstance(item, str) or item in present] or listed
     raise ValueError(
-        f"checkpoint_layers: the transformer layers of this {type(model).__name__} are unknown; pass their class as "
-        "`layers`"
+        f"recompute: the transformer layers of this {type(model).__name__} are unknown; pass their class as `layers`"
     )
 
 

@@ -253,10 +253,11 @@ def optimizer_bytes(
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
     options: Mapping[str, Any] | None = None,
 ) -> float:
-    """Bytes of optimizer state, masters included, per trainable element of a rank's parameters."""
+    """Bytes of optimizer state, masters included, per trainable element on a rank; the most of `MuonAdamW`'s."""
     param = nn.Parameter(torch.zeros(1024))
     param.grad = torch.zeros_like(param)
-    optimizer = optimizer_class([param], **(options or {}))
+    kind = {"optimizer": "adamw"} if optimizer_class is MuonAdamW else {}
+    optimizer = optimizer_class([{"params": [param], **kind}], **(options or {}))
     optimizer.step()
     states = [x for x in optimizer.state[param].values() if isinstance(x, torch.Tensor) and x.ndim]
     per_element = sum(x.nbytes for x in states) / param.numel() + 4 * (layout.dtype != "float32")

@@ -80,14 +80,14 @@ def test_layers_by_class_and_name(layers: Any, expected: list[str]) -> None:
     [
         (
             "Laier",
-            "checkpoint_layers: this Model has no layer 'Laier'; nearest classes and names are Layer, Linear",
+            "recompute: this Model has no layer 'Laier'; nearest words, classes and names are Layer, Linear",
         ),
         ("", "this Model has no layer ''; nearest"),
-        ("Model", "this Model has no layer 'Model'; nearest classes and names are Model"),  # it is no layer
+        ("Model", "this Model has no layer 'Model'; nearest words, classes and names are Model"),  # it is no layer
         (nn.Conv1d, "this Model has no layer 'Conv1d'; nearest"),
         ([Layer, "nothing"], "this Model has no layer 'nothing'"),
         (3, "'norms', a class, its name, the name of a layer, or a predicate on modules, got 3"),
-        (None, "checkpoint_layers: the transformer layers of this Model are unknown; pass their class"),
+        (None, "recompute: the transformer layers of this Model are unknown; pass their class"),
     ],
 )
 def test_layers_that_there_are_not(layers: Any, message: str) -> None:

@@ -383,6 +383,10 @@ Words that do not go together are refused where names and styles show it; a plan
 In training, the loss of a call with labels is computed from the head's input and weight, some 512 tokens at a time, and
 no rank holds the logits of all tokens (`nxd.parallel_linear_cross_entropy`); in pipelines too, on the last stage.
 
+* With labels, `output.logits` are this rank's columns, `[b, s, vocab/tp]`, in training and evaluation: their `argmax`
+  and torch's `F.cross_entropy` of them are wrong at tp > 1. `nxd.parallel_cross_entropy` and `nxd.parallel_entropy`
+  take them; `parallel_layers.mappings.gather_from_tensor_model_parallel_region(output.logits)` makes them whole.
+  Without labels logits are whole.
 * `output.logits` of such a call has the shape and dtype of this rank's logits, and computes them when a function of
   torch reads their values: after backward too, before the next optimizer step (later it raises an error). Under
   sequence parallelism that gathers the head's input: all ranks of tp read them, or none.
@@ -453,16 +457,17 @@ shifted, and split once. `generate` takes `use_cache=False` and complete prompts
 attention draws equal masks for the parts of a sequence where all ranks are seeded equally, as they are for the initial
 weights; `model_parallel_manual_seed(seed + 1000 * comm.rank("cp"))` after that gives each part masks of its own.
 
-The first one shifts labels before the split, so that the last token of a part predicts the first of the next one,
-and adds `position_ids`. In zig-zag order rank r has chunks r and 2cp - 1 - r of 2cp, and all ranks compute as much
-under a causal mask; without `balance` parts are contiguous, as NxD's. The model sees by `position_ids` how a
-sequence was split. Where packed documents can be read both ways, the balance of the calls counts; without a call, or
-after calls with both, they are refused, as positions that are no split, on all ranks.
+`get_batch_on_this_context_parallel_rank` shifts labels before the split, so that the last token of a part predicts the
+first of the next one, and adds `position_ids`. In zig-zag order rank r has chunks r and 2cp - 1 - r of 2cp, and all
+ranks compute as much under a causal mask; without `balance` parts are contiguous, as NxD's. The model sees by
+`position_ids` how a sequence was split. Where packed documents can be read both ways, the balance of the calls counts;
+without a call, or after calls with both, they are refused, as positions that are no split, on all ranks.
 
-All ranks of cp call it in the training loop, with the same batch (the first one is compared). An `attention_mask` of
-ones, or of padding on the right, is left out: causal attention shows such padding to no other token. Its labels are to
-be -100. Masks that hide other tokens are refused, and auxiliary losses of routers, which would count padding. Only
-tensors with the length of `input_ids` in dim 1 are split.
+All ranks of cp call this function in the training loop, with the same batch (the first batch is compared). It leaves
+out an `attention_mask` of ones, or of padding on the right: causal attention shows such padding to no other token. Its
+labels are to be -100. Masks that hide other tokens are refused, and auxiliary losses of routers, which would count
+padding. Only tensors with the length of `input_ids` in dim 1 are split. That a batch was split for the right kind of
+model (`causal`) is known of its tensors, not of their copies where one job splits batches of both kinds.
 
 For masked language models (BERT, ALBERT) pass `causal=False`: labels are not shifted, and padding becomes a document
 of its own. Their loss is the mean over the labels of all ranks.
@@ -507,11 +512,11 @@ load 5, `python benchmarks/context_parallel.py --quick`, 2026-11-27).
 * Refused, with the reason: models that are neither causal nor masked language models; attention in code of its own
   (BLOOM, Falcon, GPT-J); states along the sequence (Mamba); scores that are capped (Gemma 2); masks that are more than
   causal, a window and documents (Gemma 3, Llama 4), or windows that only the mask has (Qwen 2 MoE and Phi MoE with
-  `sliding_window`); positions that begin after `pad_token_id` (RoBERTa); rotary frequencies that depend on the
-  length (`dynamic`, `longrope`). A subclass of yours is judged by the class of transformers from which it inherits.
-  In a call, of the model or its decoder: an `attention_mask`, attention dropout, caches, labels that are not shifted,
-  missing `position_ids`, which some attentions do not get (DistilBERT); an attention whose forward did not call the
-  one that swap has set. On XLA cp is refused, since positions have no values there.
+  `sliding_window`); positions that begin after `pad_token_id` (RoBERTa); rotary frequencies that depend on the length
+  (`dynamic`, `longrope`). A subclass of yours is judged by the class of transformers from which it inherits. In a call,
+  of the model or its decoder: an `attention_mask` (the split leaves out that of padding), attention dropout, caches,
+  labels that are not shifted, missing `position_ids`, which some attentions do not get (DistilBERT); an attention whose
+  forward did not call the one that swap has set. On XLA cp is refused, since positions have no values there.
 
 ### Words of a plan
 
