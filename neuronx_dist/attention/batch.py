@@ -95,7 +95,12 @@ def _without_mask(batch: dict[str, Any], size: int, causal: bool) -> dict[str, A
     """Returns the batch without its mask; positions of padding count on, or begin with 0 if it is to be hidden."""
     mask = batch.get("attention_mask")
     batch = {name: value for name, value in batch.items() if name != "attention_mask"}
-    if mask is None or not _has_values(mask) or (mask.dim() < 4 and bool((mask == 1).all())):
+    if mask is not None and mask.dim() == 4:
+        raise ValueError(
+            f"attention_mask {list(mask.shape)} is one of pairs of tokens, but attention over {size} context-parallel "
+            "ranks reads no mask: pass [batch, sequence], padded on the right, or position_ids of packed documents"
+        )
+    if mask is None or not _has_values(mask) or bool((mask == 1).all()):
         return batch
     hidden = mask == 0
     padded = mask.dim() == 2 and bool((hidden | (mask == 1)).all() and (hidden[:, 1:] >= hidden[:, :-1]).all())

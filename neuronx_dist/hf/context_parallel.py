@@ -204,7 +204,8 @@ def _check_labels(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     names = ("input_ids", "labels", "position_ids")
     given = [inputs[name] for name in names if inputs.get(name) is not None]
     causal = not _is_masked(model)
-    if any(is_part_for(causal, x) is False for x in given):
+    has_head = any(one.__name__.endswith(("ForMaskedLM", "ForCausalLM", "LMHeadModel")) for one in type(model).__mro__)
+    if has_head and any(is_part_for(causal, x) is False for x in given):  # a body alone may be of either kind
         raise ValueError(
             f"{type(model).__name__} with cp={comm.size('cp')}: its labels are {'' if causal else 'not '}to be "
             f"shifted: split by nxd.get_batch_on_this_context_parallel_rank(batch, causal={causal})"

@@ -79,6 +79,7 @@ MASK = torch.tensor([[1] * 6 + [0] * 2, [1] * 8])
     [
         (_of_this_rank, r"ranks 0 and 1 .* different input_ids in the first batch: .*get_data_parallel_rank"),
         (lambda: _batch(attention_mask=MASK.flip(1)), r"attention_mask \[2, 8\] hides 2 tokens, .* pad on the right"),
+        (lambda: _batch(attention_mask=torch.ones(2, 1, 8, 8)), r"attention_mask \[2, 1, 8, 8\] is one of pairs"),
         (lambda: _batch(attention_mask=MASK[:, None]), r"attention_mask \[2, 1, 8\] hides 2 tokens, .* pad on the"),
         (lambda: _batch(attention_mask=MASK), r"hides 2 tokens, of which 2 have labels: .* set labels\[attention_mask"),
         (lambda: _batch(labels=torch.zeros(2)), r"labels \[2\] must have 2 dims, and in dim 1 the sequence of input_"),
@@ -100,6 +101,14 @@ def test_tensors_of_another_length_stay_and_a_mask_of_ones_is_left_out() -> None
         sizes, mask = torch.tensor([[640, 480]] * 2), torch.ones_like(IDS)
         return nxd.get_batch_on_this_context_parallel_rank(_batch(image_sizes=sizes, attention_mask=mask))
 
+    def padded(dtype: torch.dtype) -> torch.Tensor:
+        labels = LABELS.masked_fill(MASK == 0, -100)
+        return nxd.get_batch_on_this_context_parallel_rank(_batch(attention_mask=MASK.to(dtype), labels=labels))[
+            "position_ids"
+        ]
+
+    for places in comm.threads.run(Mesh(2, cp=2), lambda: [*map(padded, (torch.long, torch.bool, torch.float32))]):
+        assert torch.equal(places[0], places[1]) and torch.equal(places[0], places[2])
     part = comm.threads.run(Mesh(2, cp=2), rank)[0]
     assert part["image_sizes"].tolist() == [[640, 480]] * 2 and "attention_mask" not in part
 

@@ -281,8 +281,11 @@ def test_padding_on_the_right_counts_nowhere(name: str, method: str) -> None:
 
     def wrongly_split() -> None:
         wrong = nxd.get_batch_on_this_context_parallel_rank(batch, causal=not causal)
+        local = swap(copy.deepcopy(model))
         with pytest.raises(ValueError, match="its labels are .*to be shifted"):
-            swap(copy.deepcopy(model))(**{key: x.clone() for key, x in wrong.items()})  # as on another device
+            local(**{key: x.clone() for key, x in wrong.items()})  # as on another device
+        with pytest.raises(ValueError, match="its labels are .*to be shifted"):
+            local(**{key: x for key, x in wrong.items() if key != "labels"})
 
     comm.threads.run(Mesh(4, cp=2, tp=2) if method == "auto" else Mesh(2, cp=2), rank)
     comm.threads.run(Mesh(2, cp=2), wrongly_split)

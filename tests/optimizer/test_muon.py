@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from neuronx_dist import comm
+from neuronx_dist.gradients.guards import watch_optimizers
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import MasterWeightsOptimizer, MuonAdamW, NeuronZero1Optimizer, matrix_owners, muon_groups
 from neuronx_dist.optimizer.matrix_owners import balanced
@@ -282,6 +283,18 @@ def test_groups_of_a_model() -> None:
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.2]
         return [(group["optimizer"], group["param_names"], group["lr"]) for group in optimizer.param_groups]
 
+    class Bert(nn.Module):  # as many positions as hidden units
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions, self.output = nn.Embedding(8, 8), nn.ModuleDict({"dense": nn.Linear(8, 8, bias=False)})
+            self.cls_head = nn.Linear(8, 8, bias=False)
+
+    assert [name for name, _ in muon_groups(Bert())[0]["params"]] == ["output.dense.weight"]
+    for only in (nn.Linear(4, 4, bias=False), nn.LayerNorm(4)):  # a group is empty
+        optimizer = MuonAdamW(muon_groups(only))
+        assert sum(len(group["params"]) for group in optimizer.param_groups) == len([*only.parameters()])
+    with pytest.raises(TypeError, match="muon_groups takes a model, .* got generator"):
+        muon_groups(Bert().parameters())  # type: ignore[arg-type]
     muon = ("muon", ["up.weight", "down.weight"], 2e-2)
     adamw = ("adamw", ["embed.weight", "up.bias", "norm.weight", "norm.bias", "lm_head.weight"], 3e-4)
     assert comm.threads.run(Mesh(2, tp=2), rank_main) == [[muon, adamw]] * 2
@@ -302,6 +315,10 @@ def test_what_is_no_matrix_is_refused_by_name() -> None:
         experts.expert_model_parallel = True
         with pytest.raises(ValueError, match=r"Muon got w of shape \(4, 4\), whose rows are experts"):
             NeuronZero1Optimizer([("w", experts)], torch.optim.Muon)
+        with pytest.raises(ValueError, match="AdamW would train the matrices of muon_groups too: pass MuonAdamW"):
+            NeuronZero1Optimizer([{"params": [matrix], "optimizer": "muon"}], torch.optim.AdamW)
+        with pytest.raises(ValueError, match="max_norm=0 would make all gradients 0: pass grad_clipping=False"):
+            NeuronZero1Optimizer([matrix], torch.optim.AdamW, max_norm=0)
         other = type("Muon", (torch.optim.SGD,), {})
         with pytest.raises(ValueError, match="Muon cannot work on shards of parameters"):
             NeuronZero1Optimizer([matrix], other, lr=0.1)
@@ -318,6 +335,7 @@ def test_a_program_of_all_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("optimizer_class", [torch.optim.Muon, MuonAdamW])
 def test_without_a_wrapper_shards_are_refused(optimizer_class: Any) -> None:
     def rank_main() -> None:
+        watch_optimizers()  # as initialize_model_parallel does
         layer = ColumnParallelLinear(4, 8, bias=False)
         optimizer = optimizer_class([{"params": [layer.weight], "optimizer": "muon"}])
         layer.weight.grad = torch.ones_like(layer.weight)
