@@ -174,6 +174,9 @@ def test_log_probabilities_differentiated_twice() -> None:
         close(found, curvature(whole), "second derivative", 1e-12)
         with pytest.raises(ValueError, match="temperature must be above 0, got 0"):
             nxd.parallel_linear_logprobs(x, weight, labels, temperature=0)
+        learnable: Any = nn.Parameter(torch.ones(()))
+        with pytest.raises(TypeError, match=r"parallel_linear_logprobs: temperature is a tensor \[\]"):
+            nxd.parallel_linear_logprobs(x, weight, labels, temperature=learnable)
 
 
 @pytest.mark.process
