@@ -238,7 +238,8 @@ class DeferredLogits(torch.Tensor):
         if func in _WIDER:
             return args[0]._cast(_WIDER[func])
 
-        asked = args[:1] if func in _OF_GRADIENTS else args[1] if func is torch.autograd.grad else ()
+        is_of_fsdp = len(args) > 1 and str(getattr(args[1], "__module__", "")).startswith("torch.")  # hooks each output
+        asked = args[:1] if func in _OF_GRADIENTS and not is_of_fsdp else args[1] if func is torch.autograd.grad else ()
         for x in asked:
             if isinstance(x, DeferredLogits) and x._call.had_loss and x.requires_grad:
                 raise RuntimeError(

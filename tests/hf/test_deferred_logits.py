@@ -264,6 +264,9 @@ def test_gradients_of_logits_that_would_be_lost_are_refused() -> None:
         for ask in asks:
             with pytest.raises(RuntimeError, match=r"logits \[2, 8, 96\] after their loss.*fused_loss=False"):
                 ask(model(input_ids=ids, labels=labels))
+        hook: Any = lambda grad: grad  # noqa: E731
+        hook.__module__ = "torch.distributed.fsdp"  # which needs a gradient of one output, and hooks all
+        model(input_ids=ids, labels=labels).logits.register_hook(hook)
         embedded = model.model.embed_tokens(ids)
         _, logits = checkpoint(
             lambda x: model(inputs_embeds=x, labels=labels, return_dict=False)[:2], embedded, use_reentrant=True
