@@ -248,6 +248,9 @@ def modules_case() -> None:
         assert shared == [(optimizer, torch.tensor(0.0))]
     finally:
         torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]
+    assert not modules.has_backward_hooks(layer)
+    layer.register_full_backward_pre_hook(lambda module, grad: None)
+    assert modules.has_backward_hooks(layer)
 
 
 def weight_norms_case() -> None:

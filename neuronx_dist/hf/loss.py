@@ -83,17 +83,18 @@ def sum_of_losses(
         return total
     if isinstance(logits, DeferredLogits):
         if call := logits.take_call(vocab_size):
-            return parallel_linear_cross_entropy(
-                call.x,
-                call.weight,
-                labels,
-                bias=call.bias,
-                reduction="sum",
-                ignore_index=ignore_index,
-                vocab_size=vocab_size,
-                sequence_dimension=call.sequence_dim,
-                reduce_dtype=call.reduce_dtype,
-            )
+            with call.autocasting():
+                return parallel_linear_cross_entropy(
+                    call.x,
+                    call.weight,
+                    labels,
+                    bias=call.bias,
+                    reduction="sum",
+                    ignore_index=ignore_index,
+                    vocab_size=vocab_size,
+                    sequence_dimension=call.sequence_dim,
+                    reduce_dtype=call.reduce_dtype,
+                )
         logits = logits.computed()
     hide_padding(logits, vocab_size)
     if type(labels) is torch.Tensor and labels.device.type == "cpu":  # padding is no label

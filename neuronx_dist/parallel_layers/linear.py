@@ -199,6 +199,7 @@ class ColumnParallelLinear(_ParallelLinear):
     """
 
     column_parameters = ("weight", "bias")
+    deferring: Any = None  # of hf/deferred_logits.py: returns the output of a model's head, or None
 
     @accepts("ColumnParallelLinear")
     def __init__(
@@ -265,6 +266,8 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, input: torch.Tensor) -> Output:
         """`[.., in] -> [.., out/tp]`, or `[.., out]` with gather_output; `(output, bias)` with skip_bias_add."""
+        if self.deferring is not None and (deferred := self.deferring(self, input)) is not None:
+            return deferred
         try:
             if self._siblings is not None:
                 out = self._siblings.output_of(self, input)

@@ -116,11 +116,16 @@ def parallel_linear_logprobs(
     Args:
         labels: ids in the whole vocabulary; one equal to `ignore_index` has log-probability 0. The entropy is that of
             every token, whatever its label.
-        temperature: divisor of the logits.
+        temperature: divisor of the logits, a number.
 
     The other arguments, and errors, are those of `parallel_linear_cross_entropy`.
     """
     name = "parallel_linear_logprobs"
+    if isinstance(temperature, torch.Tensor):
+        raise TypeError(
+            f"{name}: temperature is a tensor {list(temperature.shape)}, which may learn, and must be a number: divide "
+            "the input and the bias by the tensor"
+        )
     if not temperature > 0.0:
         raise ValueError(f"{name}: temperature must be above 0, got {temperature}")
     if temperature != 1.0:

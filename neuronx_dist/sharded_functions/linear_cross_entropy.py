@@ -39,7 +39,7 @@ from .cross_entropy import (
     _sums_by_pieces,
     cross_entropy_of_shard,
 )
-from .softmax import entropy_of_shard, log_sum_exp, wide
+from .softmax import LOWEST, entropy_of_shard, log_sum_exp, wide
 from .vocabulary import hide_padding, local_positions
 
 __all__ = ["LossOptions", "linear_cross_entropy_of_shard"]
@@ -268,7 +268,7 @@ def _write_entropy_gradient(
     grad_entropy: torch.Tensor,
 ) -> None:
     """Writes the gradients of losses with a weight and of entropies: p (weight - grad (log p + H)) - weight onehot."""
-    log_p = (logits - log).clamp_(min=torch.finfo(log.dtype).min)
+    log_p = (logits - log).clamp_(min=LOWEST)
     factor = weight - grad_entropy * (log_p + entropy)
     dz.copy_(log_p.exp_().mul_(factor).scatter_add_(-1, local, at_target * weight))
 

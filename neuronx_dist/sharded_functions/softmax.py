@@ -23,9 +23,10 @@ from ..spmd import I, P, R, S, V
 from ..spmd.local_code import on_own_shard
 from ..spmd.watching import active
 
-__all__ = ["entropy_of_shard", "log_softmax", "log_sum_exp", "may_be_one_node", "softmax", "wide"]
+__all__ = ["LOWEST", "entropy_of_shard", "log_softmax", "log_sum_exp", "may_be_one_node", "softmax", "wide"]
 
 Dims = int | tuple[int, ...]
+LOWEST = -1000.0  # a log-probability whose exponential is 0: with -inf, or the lowest number, its gradient is 0 * inf
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
@@ -102,6 +103,8 @@ class _OneNode(torch.autograd.Function):
 
 
 def _computed(input: torch.Tensor, dim: int, dtype: torch.dtype | None, axis: AxisLike, log: bool) -> torch.Tensor:
+    if getattr(type(input), "is_deferred", False):  # hf.swap's logits, which an autograd function takes for values
+        input = input.view(input.shape)
     x = input if dtype is None else input.to(dtype)
     y = wide(x)
     if may_be_one_node(y):
@@ -124,7 +127,7 @@ def entropy_of_shard(logits: torch.Tensor, axis: AxisLike) -> torch.Tensor:
     log_p = log_softmax(wide(logits), -1, axis=axis)
 
     def summands() -> torch.Tensor:
-        return -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)  # p log p is 0 where p is 0
+        return -(log_p.exp() * log_p.clamp(min=LOWEST)).sum(-1)  # p log p is 0 where p is 0
 
     return spmd.all_reduce(on_own_shard(summands, {axis: P})(), axis, src=P, dst=I)
 

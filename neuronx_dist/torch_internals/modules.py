@@ -101,3 +101,8 @@ def _checked(clip: Callable[..., Any], check: Callable[[Sequence[torch.Tensor]],
 def has_forward_hooks(module: nn.Module) -> bool:
     """Returns whether hooks run before or after a module's forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Returns whether a module's output passes through the autograd function of its full backward hooks."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate.utils.operations import convert_to_fp32
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf
@@ -161,21 +162,153 @@ class _Sum(torch.autograd.Function):
         return grad.expand(ctx.shape)
 
 
-@pytest.mark.parametrize("update", ["SGD", "ZeRO-1"])
-def test_logits_of_weights_that_have_changed_are_refused(update: str) -> None:
+UPDATES: dict[str, Any] = {
+    "SGD, foreach": lambda params: torch.optim.SGD(params, foreach=True),
+    "AdamW, fused": lambda params: torch.optim.AdamW(params, fused=True),
+    "ZeRO-1": lambda params: NeuronZero1Optimizer(params, torch.optim.SGD),
+    "ZeRO-1, fused": lambda params: NeuronZero1Optimizer(params, torch.optim.AdamW, fused=True),
+}
+
+
+def _written_past_autograd(param: torch.Tensor) -> None:
+    param.data.add_(param.grad)
+
+
+@pytest.mark.parametrize("update", [*UPDATES, "param.data", "input"])
+def test_logits_of_operands_that_have_changed_are_refused(update: str) -> None:
+    """Fused optimizers and writes to `param.data` leave the tensors' versions alone. A second loss is refused too."""
     whole, (ids, labels) = llama(), batch(seq=8)
 
     def rank() -> None:
         model = hf.swap(copy.deepcopy(whole))
-        output = model(input_ids=ids, labels=labels)
+        output = model(input_ids=ids, labels=labels, output_hidden_states=True)
         output.loss.backward()
-        sgd = torch.optim.SGD
-        optimizer: Any = sgd(model.parameters()) if update == "SGD" else NeuronZero1Optimizer(model.parameters(), sgd)
-        optimizer.step()
-        with pytest.raises(RuntimeError, match=r"the logits \[2, 8, 96\] .* the head's weight has changed"):
-            output.logits.argmax(-1)
+        if update == "input":
+            output.hidden_states[-1].detach().mul_(2)
+        elif update in UPDATES:
+            UPDATES[update](model.parameters()).step()
+        else:
+            _written_past_autograd(model.lm_head.weight)
+        words = "input" if update == "input" else "weight"
+        for read in (lambda: output.logits.argmax(-1), lambda: hf.causal_lm_loss(output.logits, labels, 96)):
+            with pytest.raises(RuntimeError, match=rf"the logits \[2, 8, 96\] .* the head's {words} has changed"):
+                read()
 
     on_one(rank)
+
+
+def test_logits_of_other_weights_than_the_heads() -> None:
+    """Weights of functional_call, of a parametrization, of inference mode, and of a copy of the head."""
+    whole, (ids, labels) = llama(), batch(seq=8)
+
+    def rank() -> None:
+        model = hf.swap(copy.deepcopy(whole))
+        wanted = model(input_ids=ids).logits.detach()
+        doubled = {"lm_head.weight": 2 * model.lm_head.weight.detach()}
+        output = torch.func.functional_call(model, doubled, (), dict(input_ids=ids, labels=labels))
+        torch.testing.assert_close(output.logits.detach(), 2 * wanted)
+        nn.utils.parametrizations.weight_norm(model.lm_head)
+        output = model(input_ids=ids, labels=labels)
+        with torch.no_grad():
+            model.lm_head.parametrizations.weight.original0.mul_(2)
+        torch.testing.assert_close(output.logits.detach(), wanted)
+        with torch.inference_mode():
+            model = hf.swap(copy.deepcopy(whole))
+        with torch.no_grad():
+            output = model(input_ids=ids, labels=labels)
+        torch.testing.assert_close(output.logits, wanted)
+        head = copy.copy(hf.swap(copy.deepcopy(whole)).lm_head)
+        head._parameters = {"weight": nn.Parameter(torch.zeros_like(head.weight)), "bias": None}
+        assert not head(torch.ones(1, 2, head.weight.shape[1], dtype=torch.float64)).any()
+
+    on_one(rank)
+
+
+def test_logits_are_read_in_the_modes_of_their_call() -> None:
+    whole, (ids, labels) = llama(), batch(seq=8)
+
+    def gradients(**options: Any) -> list[torch.Tensor]:
+        model = hf.swap(copy.deepcopy(whole), **options)
+        output = model(input_ids=ids, labels=labels)
+        with torch.inference_mode():
+            output.logits.argmax(-1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert (output.logits + 0).dtype == torch.float64
+        (output.loss + output.logits.logsumexp(-1).square().mean()).backward()
+        return [param.grad for param in model.parameters()]
+
+    def rank() -> None:
+        for found, wanted in zip(gradients(), gradients(fused_loss=False), strict=True):
+            assert error(found, wanted) < TOLERANCE
+        model = hf.swap(copy.deepcopy(whole).float())
+        model.model.norm = nn.Linear(32, 32)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = model(input_ids=ids, labels=labels)
+        assert torch.equal(hf.causal_lm_loss(output.logits, labels, 96), output.loss)  # outside of the autocast
+
+    on_one(rank)
+
+
+def test_gradients_of_logits_that_would_be_lost_are_refused() -> None:
+    whole, (ids, labels) = llama(), batch(seq=8)
+
+    def rank() -> None:
+        model = hf.swap(copy.deepcopy(whole))
+        asks: list[Any] = [
+            lambda output: output.logits.retain_grad(),
+            lambda output: output.logits.register_hook(lambda grad: grad),
+            lambda output: output.logits.requires_grad_(),
+            lambda output: output.logits.grad,
+            lambda output: torch.autograd.grad(output.loss, output.logits, allow_unused=True),
+        ]
+        for ask in asks:
+            with pytest.raises(RuntimeError, match=r"logits \[2, 8, 96\] after their loss.*fused_loss=False"):
+                ask(model(input_ids=ids, labels=labels))
+        hook: Any = lambda grad: grad  # noqa: E731
+        hook.__module__ = "torch.distributed.fsdp"  # which needs a gradient of one output, and hooks all
+        model(input_ids=ids, labels=labels).logits.register_hook(hook)
+        embedded = model.model.embed_tokens(ids)
+        _, logits = checkpoint(
+            lambda x: model(inputs_embeds=x, labels=labels, return_dict=False)[:2], embedded, use_reentrant=True
+        )
+        with torch.no_grad():
+            logits.argmax(-1)
+        with pytest.raises(RuntimeError, match=r"\[2, 8, 96\] would be lost: a reentrant checkpoint"):
+            logits.logsumexp(-1)
+
+    on_one(rank)
+
+
+def test_logits_of_another_dtype_do_not_see_later_writes(fused: list[int]) -> None:
+    whole, (ids, labels) = llama().bfloat16(), batch(seq=8)
+
+    def rank() -> None:
+        output = hf.swap(whole)(input_ids=ids, labels=labels)
+        logits = output.logits.float()
+        output.logits.detach().zero_()
+        assert logits.detach().all() and logits.dtype == torch.float32 and not output.logits.float().any()
+
+    on_one(rank)
+
+
+def test_functions_of_this_package_and_backward_hooks_take_logits(fused: list[int]) -> None:
+    whole, (ids, labels) = llama(), batch(seq=8)
+
+    def gradients(hooked: bool, **options: Any) -> list[torch.Tensor]:
+        model = hf.swap(copy.deepcopy(whole), **options)
+        if hooked:
+            model.lm_head.register_full_backward_hook(lambda module, inputs, outputs: None)
+        output = model(input_ids=ids, labels=labels)
+        (output.loss + nxd.parallel_entropy(output.logits).sum()).backward()
+        return [param.grad for param in model.parameters()]
+
+    def rank() -> None:
+        for hooked in (False, True):
+            for found, wanted in zip(gradients(hooked), gradients(hooked, fused_loss=False), strict=True):
+                assert error(found, wanted) < TOLERANCE
+
+    on_one(rank)
+    assert len(fused) == 1
 
 
 def test_accelerates_conversion_to_fp32_computes_nothing(fused: list[int]) -> None:

@@ -133,6 +133,31 @@ def test_log_probabilities_and_entropy_are_those_of_whole_logits(
     compare(threads.run(tp_mesh(tp), rank_main), expected, vocab, sequence)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("factor", [2.0, 65536.0])
+def test_columns_of_minus_infinity_have_no_gradient_of_the_entropy(tp: int, factor: float) -> None:
+    """A padded vocabulary, and one whose bias is -inf; a loss scale is such a factor."""
+    x, weight, bias, labels = operands(97, torch.float32)
+    bias[3] = -torch.inf
+    present = torch.arange(97) != 3
+    x.requires_grad_()
+    p = F.linear(x, weight[present], bias[present]).softmax(-1)
+    (wanted,) = torch.autograd.grad(-factor * (p * p.log()).sum(), x)
+
+    def rank() -> None:
+        part = slice(comm.rank("tp") * (98 // tp), (comm.rank("tp") + 1) * (98 // tp)) if tp > 1 else slice(0, 97)
+        pad = (0, 98 - 97) if tp > 1 else (0, 0)
+        local = F.pad(weight, (0, 0, *pad))[part], F.pad(bias, pad, value=-torch.inf)[part]
+        leaf = x.detach().clone().requires_grad_()
+        _, fused = nxd.parallel_linear_logprobs(leaf, local[0], labels, bias=local[1], vocab_size=97)
+        of_logits = nxd.parallel_entropy(spmd.convert(leaf, "tp", src=spmd.I, dst=spmd.R) @ local[0].T + local[1])
+        for entropy in (fused, of_logits):
+            (grad,) = torch.autograd.grad(factor * entropy.sum(), leaf)
+            torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-5 * factor)
+
+    threads.run(tp_mesh(tp), rank)
+
+
 def test_log_probabilities_differentiated_twice() -> None:
     x, weight, _, labels = operands(13)
     x.requires_grad_()
@@ -149,6 +174,9 @@ def test_log_probabilities_differentiated_twice() -> None:
         close(found, curvature(whole), "second derivative", 1e-12)
         with pytest.raises(ValueError, match="temperature must be above 0, got 0"):
             nxd.parallel_linear_logprobs(x, weight, labels, temperature=0)
+        learnable: Any = nn.Parameter(torch.ones(()))
+        with pytest.raises(TypeError, match=r"parallel_linear_logprobs: temperature is a tensor \[\]"):
+            nxd.parallel_linear_logprobs(x, weight, labels, temperature=learnable)
 
 
 @pytest.mark.process

@@ -389,7 +389,8 @@ no rank holds the logits of all tokens (`nxd.parallel_linear_cross_entropy`); in
   Without labels logits are whole.
 * `output.logits` of such a call has the shape and dtype of this rank's logits, and computes them when a function of
   torch reads their values: after backward too, before the next optimizer step (later it raises an error). Under
-  sequence parallelism that gathers the head's input: all ranks of tp read them, or none.
+  sequence parallelism that gathers the head's input: all ranks of tp read them, or none. The loss gives them no
+  gradient: `output.logits.retain_grad()`, `register_hook` and `torch.autograd.grad(loss, logits)` raise an error.
 * The loss is that of the logits, as with `fused_loss=False`, where something reads them first: models that scale or cap
   them (Cohere, Gemma 2, Granite), an adapter on the head, a hook, a loss of the user's; and in evaluation,
   in compiled code, on XLA, and where accelerate offloads the head. `fused_loss=True` raises an error, with the
@@ -408,8 +409,10 @@ labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)       # the nex
 log_p, entropy = nxd.parallel_linear_logprobs(hidden, model.lm_head.weight, labels, temperature=0.7)    # [b, s] each
 ```
 
-With sequence parallelism pass `sequence_dimension=1`. Of logits there are `nxd.parallel_entropy` and NxD's
-`from_parallel_logits_to_logprobs`.
+With sequence parallelism pass `sequence_dimension=1`, and of a head with a bias `bias=model.lm_head.bias` (Phi, GPT-J).
+Models that scale or cap their logits (Cohere, Gemma 2, Granite) do so after the head: divide `hidden` by Granite's
+`logits_scaling`, multiply it by Cohere's `logit_scale`; capped logits are no linear function. Of logits there are
+`nxd.parallel_entropy` and NxD's `from_parallel_logits_to_logprobs`.
 
 ### Experts over ep
 

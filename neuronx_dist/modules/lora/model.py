@@ -178,8 +178,6 @@ def _is_target(name: str, targets: list[str] | str) -> bool:
 def _with_adapter(name: str, layer: nn.Module, config: LoraConfig) -> LoraLayer:
     for cls, adapter in _ADAPTERS:
         if isinstance(layer, cls):
-            if getattr(vars(layer).get("forward"), "is_optional", False):  # it defers the logits of a head
-                del vars(layer)["forward"]
             if type(layer).forward is not cls.forward or "forward" in vars(layer):
                 raise ValueError(
                     f"adapters: {name} is a {type(layer).__name__} with another forward than {cls.__name__}'s, which "
@@ -188,6 +186,7 @@ def _with_adapter(name: str, layer: nn.Module, config: LoraConfig) -> LoraLayer:
                 )
             if isinstance(layer, ColumnParallelLinear):
                 layer.separate()
+                layer.deferring = None
             adapted: LoraLayer = adapter(layer, config)
             move_hooks(layer, adapted)
             return adapted
