@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..nearest import nearest
 from ..spmd.random import checkpoint
+from ..torch_internals.autograd import in_checkpoint
 from ..torch_internals.tensors import storage_key
 from ..weights.partial_model import partial_model
 
@@ -289,6 +290,8 @@ class _Calls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if getattr(_local, "is_inside", False) or not torch.is_grad_enabled() or not self._called(func):
+            return func(*args, **(kwargs or {}))
+        if not is_compiling() and in_checkpoint():  # there it is recomputed already, without this mode
             return func(*args, **(kwargs or {}))
         _local.is_inside = True
         try:

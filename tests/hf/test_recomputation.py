@@ -259,6 +259,13 @@ def test_refusals(arguments: dict[str, Any], message: str) -> None:
         nxd.recompute(nn.Linear(2, 2), "attention")
 
 
+def test_a_budget_with_offloaded_inputs() -> None:
+    model = llama()
+    plain = nxd.recompute(model, memory="1 GB", inputs=whole_batch(), offload=True)
+    found = nxd.recompute(model, memory=plain.peak - 1, inputs=whole_batch(), offload=True)
+    assert found.modules and found.peak < plain.peak and "extra time" in str(found)
+
+
 def test_bytes_by_their_units() -> None:
     assert [parse_bytes(text) for text in ("24 GB", "1.5GiB", "3 kb", 7)] == [24 * 10**9, 3 * 2**29, 3000, 7]
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+import neuronx_dist as nxd
 from neuronx_dist.parallel_layers.activation_checkpoint import (
     apply_activation_checkpointing,
     checkpoint_layers,
@@ -161,3 +163,23 @@ def test_hugging_faces_checkpointing_replays_every_stream() -> None:
     assert model.layers[1]._gradient_checkpointing_func is checkpoint
     assert model.layers[2]._gradient_checkpointing_func is mine
     assert model.layers[0]._gradient_checkpointing_func is torchs
+
+
+def gradients(model: nn.Module, **what: Any) -> list[torch.Tensor]:
+    model.load_state_dict({key: torch.full_like(x, 0.3) for key, x in model.state_dict().items()})
+    if what:
+        nxd.recompute(model, **what)
+    torch.manual_seed(0)
+    return list(torch.autograd.grad(model(torch.ones(3, 2)).square().sum(), list(model.parameters())))
+
+
+@pytest.mark.parametrize("functions", [[torch.tanh], [F.linear], lambda function: True], ids=["tanh", "linear", "all"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_functions_inside_of_recomputed_layers(functions: Any, offload: bool) -> None:
+    expected = gradients(Model())
+    model = Model()
+    for what in (dict(what=Layer, functions=functions), dict(what=Layer), dict(functions=functions)):
+        assert all(map(torch.equal, gradients(model, **what, offload=offload), expected))
+    model = Model()
+    nxd.recompute(model, functions=functions)
+    assert all(map(torch.equal, gradients(model, what=Layer), expected))
