@@ -222,9 +222,35 @@ def _matches(name: str, module: nn.Module, item: Any) -> bool:
 
 def _wrap(module: nn.Module, run: Callable[..., Any]) -> nn.Module:
     forward = module.__dict__.get("forward")
-    if not (isinstance(forward, partial) and forward.func in (checkpoint, checkpoint_on_host)):
-        module.forward = update_wrapper(partial(run, module.forward), module.forward)
+    if not (isinstance(forward, partial) and forward.func is _recompute):
+        module.forward = update_wrapper(partial(_recompute, module, run, module.forward), module.forward)
     return module
+
+
+def _recompute(
+    module: nn.Module, run: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Runs the forward of a module under a checkpoint, without a cache of transformers', which backward would extend.
+
+    Raises:
+        ValueError: the cache is not empty.
+    """
+    if torch.is_grad_enabled():
+        args = tuple(_no_cache(module, x) for x in args)
+        kwargs = {name: _no_cache(module, x) for name, x in kwargs.items()}
+    return run(forward, *args, **kwargs)
+
+
+def _no_cache(module: nn.Module, x: Any) -> Any:
+    if not hasattr(x, "get_seq_length"):
+        return x
+    layer = next((index for part in module.modules() if (index := getattr(part, "layer_idx", None)) is not None), 0)
+    if length := int(x.get_seq_length(layer)):
+        raise ValueError(
+            f"recompute: {type(module).__name__} receives a {type(x).__name__} of {length} tokens, to which backward "
+            "would append again: leave out past_key_values in training, or call the model under torch.no_grad()"
+        )
+    return None
 
 
 # --- functions --------------------------------------------------------------------------------------------------------

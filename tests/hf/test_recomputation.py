@@ -259,6 +259,33 @@ def test_refusals(arguments: dict[str, Any], message: str) -> None:
         nxd.recompute(nn.Linear(2, 2), "attention")
 
 
+@pytest.mark.parametrize("swap", [False, True])
+def test_recomputed_layers_have_no_cache(swap: bool) -> None:
+    def run(*words: str) -> tuple[list[torch.Tensor], Any]:
+        model = llama(dropout=0.0).train()
+        model.config.use_cache = True  # transformers' default
+        model = nxd.hf.swap(model) if swap else model
+        for word in words:
+            nxd.recompute(model, word)
+        out = model(**whole_batch(16))
+        out.loss.backward()
+        if words:
+            assert out.past_key_values.get_seq_length() == 0
+        return [param.grad for param in model.parameters()], model
+
+    def main() -> None:
+        expected, _ = run()
+        for word in ("full", "LlamaAttention"):
+            grads, model = run(word)
+            assert all(map(torch.equal, grads, expected))
+        with torch.no_grad():
+            cache = model(**whole_batch(16)).past_key_values
+        with pytest.raises(ValueError, match="LlamaAttention receives a DynamicCache of 16 tokens"):
+            model(**whole_batch(16), past_key_values=cache)
+
+    comm.threads.run(Mesh(1), main) if swap else main()
+
+
 def test_a_budget_with_offloaded_inputs() -> None:
     model = llama()
     plain = nxd.recompute(model, memory="1 GB", inputs=whole_batch(), offload=True)
