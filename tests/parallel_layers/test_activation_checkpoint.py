@@ -183,3 +183,47 @@ def test_functions_inside_of_recomputed_layers(functions: Any, offload: bool) ->
     model = Model()
     nxd.recompute(model, functions=functions)
     assert all(map(torch.equal, gradients(model, what=Layer), expected))
+
+
+class Biased(Layer):
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return torch.tanh(self.linear(x + bias))
+
+
+class Changing(nn.Module):
+    """Adds 1, in place, to a bias after each layer; or its layers write to their inputs."""
+
+    def __init__(self, activation: str) -> None:
+        super().__init__()
+        layer = Biased if activation == "bias" else partial(nn.Linear, 2, 2)
+        self.layers, self.activation = nn.ModuleList([layer(), layer()]), activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = torch.zeros(2)
+        for layer in self.layers:
+            if self.activation == "bias":
+                x = layer(x, bias=bias)
+                bias += 1
+            else:
+                x = torch.sigmoid_(layer(x)) if self.activation == "sigmoid_" else F.relu(layer(x), inplace=True)
+        return x
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_changes_in_place(offload: bool) -> None:
+    for activation in ("sigmoid_", "relu"):  # left as they are
+        actual = gradients(Changing(activation), functions=lambda function: True, offload=offload)
+        assert all(map(torch.equal, actual, gradients(Changing(activation))))
+    with pytest.raises(RuntimeError, match="argument .bias. of Biased was changed in place after the call"):
+        gradients(Changing("bias"), what=Biased, offload=offload)
+    for function in (torch.sigmoid_, torch.Tensor.add_, torch.Tensor.__iadd__):
+        with pytest.raises(ValueError, match=f"recompute: {function.__name__} changes its argument in place"):
+            nxd.recompute(Model(), functions=[torch.tanh, function])
+
+    class Adds(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.add_(torch.tanh(self.linear(x.detach()))).clone()
+
+    model = nn.Sequential(nn.Linear(2, 2), Adds(), Adds())
+    with pytest.raises(RuntimeError, match="argument 0 of Adds was changed in place by the call"):
+        gradients(model, what=Adds, offload=offload)
