@@ -311,25 +311,37 @@ def _recompute_attention(module: nn.Module, run: Callable[..., Any]) -> None:
     if not _calls(module, _INTERFACE):
         _run_inside(module, _FUNCTIONS.__contains__, run)
         return
-    from transformers.modeling_utils import AttentionInterface  # type: ignore[import-untyped, unused-ignore]
-
-    get_interface = AttentionInterface.get_interface
-    if not hasattr(get_interface, "__wrapped__"):
-
-        def get(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return partial(_attend, get_interface(self, *args, **kwargs))
-
-        AttentionInterface.get_interface = update_wrapper(get, get_interface)
-    vars(module).setdefault(_ATTENTION, run)
+    vars(module).setdefault(_ATTENTION, _Mark(run))
     vars(module).setdefault("forward", module.forward)  # a pipeline's recording before it does not serve any more
+
+
+class _Mark:
+    """Checkpoint in which a module's attention runs; in each process that has one the interface asks for it."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        from transformers.modeling_utils import AttentionInterface  # type: ignore[import-untyped, unused-ignore]
+
+        self.run, get_interface = run, AttentionInterface.get_interface
+        if not hasattr(get_interface, _ATTENTION):
+
+            def get(self: Any, *args: Any, **kwargs: Any) -> Any:
+                return partial(_attend, get_interface(self, *args, **kwargs))
+
+            AttentionInterface.get_interface = update_wrapper(get, get_interface)
+            setattr(get, _ATTENTION, True)
+
+    def __reduce__(self) -> Any:
+        return _Mark, (self.run,)  # after pickling: in another process
 
 
 def _attend(function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Runs a function of transformers' attention interface, under a checkpoint if the module has the mark."""
-    run = vars(module).get(_ATTENTION)
-    if run is None:
+    mark = vars(module).get(_ATTENTION)
+    if mark is None:
         return function(module, *args, **kwargs)
-    return run(_unchanged(function, f"the attention of {type(module).__name__}", run), module, *args, **kwargs)
+    return mark.run(
+        _unchanged(function, f"the attention of {type(module).__name__}", mark.run), module, *args, **kwargs
+    )
 
 
 def _run_inside(module: nn.Module, called: Callable[[Any], bool], run: Callable[..., Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
 import re
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers.modeling_utils import AttentionInterface
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
@@ -284,6 +287,20 @@ def test_recomputed_layers_have_no_cache(swap: bool) -> None:
             model(**whole_batch(16), past_key_values=cache)
 
     comm.threads.run(Mesh(1), main) if swap else main()
+
+
+def test_attention_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mark installs itself as it is loaded."""
+    monkeypatch.setattr(AttentionInterface, "get_interface", inspect.unwrap(AttentionInterface.get_interface))
+    before = AttentionInterface.get_interface
+    model = llama()
+    nxd.recompute(model, "attention")
+    stored = pickle.dumps(model)
+    assert AttentionInterface.get_interface is not before
+    AttentionInterface.get_interface = before
+    again = pickle.loads(stored)
+    assert AttentionInterface.get_interface is not before
+    again(**whole_batch(16)).loss.backward()
 
 
 def test_a_budget_with_offloaded_inputs() -> None:
