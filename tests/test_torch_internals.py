@@ -10,6 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -306,6 +307,7 @@ def autograd_case() -> None:
     assert seen == [(True, True)] and not autograd.in_backward()
     assert callable(getattr(autograd.HookMixin, autograd.REGISTER_HOOK))
     assert callable(getattr(torch.utils.checkpoint, autograd.CHECKPOINT_HOOK))
+    assert callable(getattr(torch.utils.checkpoint, autograd.RECOMPUTATION_HOOK))
 
 
 def checkpoint_case() -> None:
@@ -314,15 +316,23 @@ def checkpoint_case() -> None:
     def inside(x: torch.Tensor) -> torch.Tensor:
         pack, unpack = autograd.top_saved_tensors_hooks(False)
         assert autograd.is_checkpoint_hook(pack) and not autograd.is_checkpoint_hook(leaf)
+        assert autograd.in_checkpoint() and not autograd.is_checkpoint_hook(partial(leaf))
         contexts.append(autograd.checkpoint_context(pack))
         autograd.pop_saved_tensors_hooks()
         assert autograd.top_saved_tensors_hooks(False) is None
         autograd.push_saved_tensors_hooks(pack, unpack)
         return x.exp()
 
+    def again(x: torch.Tensor) -> torch.Tensor:
+        inside_of.append(autograd.in_checkpoint())
+        return x.exp()
+
     contexts: list[Any] = []
     torch.utils.checkpoint.checkpoint(inside, leaf(), use_reentrant=False)
     assert len(contexts) == 1 and hasattr(contexts[0], "__enter__")
+    inside_of: list[bool] = []
+    torch.utils.checkpoint.checkpoint(again, leaf(), use_reentrant=False).sum().backward()
+    assert inside_of == [True, True] and not autograd.in_checkpoint()
 
 
 def operators_case() -> None:

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..nearest import nearest
 from ..spmd.random import checkpoint
+from ..torch_internals.autograd import in_checkpoint
 from ..torch_internals.tensors import storage_key
 from ..weights.partial_model import partial_model
 
@@ -49,6 +50,7 @@ __all__ = [
 
 WORDS = ("full", "attention", "norms")
 _NORM = re.compile(r"(Layer|RMS|Group|L2)_?Norm")  # in names of classes
+_IN_PLACE = re.compile(r".*[^_]_|__(i(add|sub|mul|truediv|floordiv|mod|and|or|xor|lshift|rshift|pow)|set(item)?)__")
 _ATTENTION = "_recomputed_attention"  # attribute of a module of transformers: the checkpoint that its attention runs in
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name by which modules of transformers read the attention interface
 _FUNCTIONS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
@@ -98,6 +100,11 @@ def checkpoint_layers(
         chosen |= set(matching)
     if functions:
         called = functions if callable(functions) else set(functions).__contains__
+        if in_place := [function for function in (() if callable(functions) else functions) if _writes(function)]:
+            raise ValueError(
+                f"recompute: {in_place[0].__name__} changes its argument in place, which cannot be recomputed: "
+                "leave it out of functions"
+            )
         inside = transformer_layers(model)
         actions += [partial(_run_inside, named[name], called, run) for name in ("", *inside)]
         chosen |= set(inside)
@@ -221,9 +228,68 @@ def _matches(name: str, module: nn.Module, item: Any) -> bool:
 
 def _wrap(module: nn.Module, run: Callable[..., Any]) -> nn.Module:
     forward = module.__dict__.get("forward")
-    if not (isinstance(forward, partial) and forward.func in (checkpoint, checkpoint_on_host)):
-        module.forward = update_wrapper(partial(run, module.forward), module.forward)
+    if not (isinstance(forward, partial) and forward.func is _recompute):
+        module.forward = update_wrapper(partial(_recompute, module, run, module.forward), module.forward)
     return module
+
+
+def _recompute(
+    module: nn.Module, run: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Runs the forward of a module under a checkpoint, without a cache of transformers', which backward would extend.
+
+    Raises:
+        ValueError: the cache is not empty.
+        RuntimeError: an argument changes in place.
+    """
+    if torch.is_grad_enabled():
+        args = tuple(_no_cache(module, x) for x in args)
+        kwargs = {name: _no_cache(module, x) for name, x in kwargs.items()}
+    return run(_unchanged(forward, type(module).__name__, run), *args, **kwargs)
+
+
+def _unchanged(function: Callable[..., Any], name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function for a checkpoint: it raises if a tensor among its arguments changes in place until backward.
+
+    Those on the host (`checkpoint_on_host`) are copies, which only the call itself can change.
+    """
+    if is_compiling() or not torch.is_grad_enabled():
+        return function
+    before: dict[Any, tuple[int, bool]] = {}  # version, and whether it is the same tensor in backward
+
+    def check(arguments: dict[Any, Any], when: str) -> None:
+        for key, (version, stays) in before.items():
+            if arguments[key]._version != version and (stays or when == "by the call"):
+                raise RuntimeError(
+                    f"recompute: argument {key!r} of {name} was changed in place {when}, so that backward would "
+                    f"recompute another result: pass a copy to {name}, or do not recompute it"
+                )
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        if before:
+            check(arguments, "after the call")
+            return function(*args, **kwargs)
+        for key, x in arguments.items():
+            if isinstance(x, torch.Tensor) and not x.is_inference():
+                before[key] = x._version, run is not checkpoint_on_host or not _moves(x)
+        result = function(*args, **kwargs)
+        check(arguments, "by the call")
+        return result
+
+    return call
+
+
+def _no_cache(module: nn.Module, x: Any) -> Any:
+    if not hasattr(x, "get_seq_length"):
+        return x
+    layer = next((index for part in module.modules() if (index := getattr(part, "layer_idx", None)) is not None), 0)
+    if length := int(x.get_seq_length(layer)):
+        raise ValueError(
+            f"recompute: {type(module).__name__} receives a {type(x).__name__} of {length} tokens, to which backward "
+            "would append again: leave out past_key_values in training, or call the model under torch.no_grad()"
+        )
+    return None
 
 
 # --- functions --------------------------------------------------------------------------------------------------------
@@ -245,23 +311,37 @@ def _recompute_attention(module: nn.Module, run: Callable[..., Any]) -> None:
     if not _calls(module, _INTERFACE):
         _run_inside(module, _FUNCTIONS.__contains__, run)
         return
-    from transformers.modeling_utils import AttentionInterface  # type: ignore[import-untyped, unused-ignore]
-
-    get_interface = AttentionInterface.get_interface
-    if not hasattr(get_interface, "__wrapped__"):
-
-        def get(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return partial(_attend, get_interface(self, *args, **kwargs))
-
-        AttentionInterface.get_interface = update_wrapper(get, get_interface)
-    vars(module).setdefault(_ATTENTION, run)
+    vars(module).setdefault(_ATTENTION, _Mark(run))
     vars(module).setdefault("forward", module.forward)  # a pipeline's recording before it does not serve any more
+
+
+class _Mark:
+    """Checkpoint in which a module's attention runs; in each process that has one the interface asks for it."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        from transformers.modeling_utils import AttentionInterface  # type: ignore[import-untyped, unused-ignore]
+
+        self.run, get_interface = run, AttentionInterface.get_interface
+        if not hasattr(get_interface, _ATTENTION):
+
+            def get(self: Any, *args: Any, **kwargs: Any) -> Any:
+                return partial(_attend, get_interface(self, *args, **kwargs))
+
+            AttentionInterface.get_interface = update_wrapper(get, get_interface)
+            setattr(get, _ATTENTION, True)
+
+    def __reduce__(self) -> Any:
+        return _Mark, (self.run,)  # after pickling: in another process
 
 
 def _attend(function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Runs a function of transformers' attention interface, under a checkpoint if the module has the mark."""
-    run = vars(module).get(_ATTENTION)
-    return function(module, *args, **kwargs) if run is None else run(function, module, *args, **kwargs)
+    mark = vars(module).get(_ATTENTION)
+    if mark is None:
+        return function(module, *args, **kwargs)
+    return mark.run(
+        _unchanged(function, f"the attention of {type(module).__name__}", mark.run), module, *args, **kwargs
+    )
 
 
 def _run_inside(module: nn.Module, called: Callable[[Any], bool], run: Callable[..., Any]) -> None:
@@ -278,6 +358,11 @@ def _with_calls(
         return forward(*args, **kwargs)
 
 
+def _writes(function: Any) -> bool:
+    """Returns whether a function changes its first argument, by its name."""
+    return _IN_PLACE.fullmatch(getattr(function, "__name__", "")) is not None
+
+
 class _Calls(TorchFunctionMode):
     """Runs the functions for which `called` is true under checkpoints: of nested modes the innermost does."""
 
@@ -290,9 +375,13 @@ class _Calls(TorchFunctionMode):
     ) -> Any:
         if getattr(_local, "is_inside", False) or not torch.is_grad_enabled() or not self._called(func):
             return func(*args, **(kwargs or {}))
+        is_recomputed = not is_compiling() and in_checkpoint()  # without this mode
+        if is_recomputed or _writes(func) or (kwargs and (kwargs.get("inplace") or "out" in kwargs)):
+            return func(*args, **(kwargs or {}))
         _local.is_inside = True
         try:
-            call, values, _ = _distinct(func, args, kwargs or {})  # attention of x to itself needs one x
+            once = _unchanged(func, func.__name__, self._run)
+            call, values, _ = _distinct(once, args, kwargs or {})  # attention of x to itself needs one x
             return self._run(call, *values)
         finally:
             _local.is_inside = False
@@ -310,7 +399,7 @@ def checkpoint_on_host(function: Callable[..., Any], *args: Any, **kwargs: Any) 
     if is_compiling() or not torch.is_grad_enabled():
         return checkpoint(function, *args, **kwargs)
     function, args, _ = _distinct(function, args, kwargs)
-    tensors = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf]
+    tensors = [x for x in args if isinstance(x, torch.Tensor) and _moves(x)]
     moved = {storage_key(x.untyped_storage()) for x in tensors}
     with torch.autograd.graph.saved_tensors_hooks(partial(_to_host, moved), _from_host):
         return checkpoint(function, *args)
@@ -333,6 +422,10 @@ def _distinct(
         return function(*again[: len(args)], **dict(zip(kwargs, again[len(args) :])))
 
     return call, tuple(distinct.values()), {}
+
+
+def _moves(x: torch.Tensor) -> bool:
+    return x.requires_grad and not x.is_leaf
 
 
 def _to_host(moved: set[int], x: torch.Tensor) -> Any:

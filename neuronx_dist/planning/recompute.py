@@ -107,9 +107,11 @@ def recompute(
 ) -> Recomputation:
     """Makes parts of a model recompute their activations in backward; in place.
 
-    Loss and gradients stay equal to the bit: random numbers are drawn again. It may be called before or after `swap`,
-    and before or after a pipeline model is made; a budget needs the model as it is trained, with both. Predicted is
-    the forward as recorded: transformers leaves out causal masks outside of pipelines, so that the peak is less there.
+    Loss and gradients stay equal to the bit: random numbers are drawn again. What a forward changes besides, backward
+    changes again: running statistics of batch norm, vectors of spectral norm. A tensor argument that changes in place
+    is an error; a cache of transformers is left out in training. It may be called before or after `swap`, and before
+    or after a pipeline model is made; a budget needs the model as it is trained, with both. Predicted is the forward
+    as recorded: transformers leaves out causal masks outside of pipelines, so that the peak is less there.
 
     Args:
         model: a module, or a pipeline model; of any device, meta too.

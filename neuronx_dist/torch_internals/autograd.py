@@ -26,6 +26,9 @@ REGISTER_HOOK = "_register_hook"
 # each half of a backward, and `parallelize` cannot compare a program that has one with the original.
 CHECKPOINT_HOOK = "_checkpoint_hook"
 
+# Name of the hook in a recomputation. Without it functions are checkpointed in forward and not in recomputation.
+RECOMPUTATION_HOOK = "_recomputation_hook"
+
 # The stack of hooks on saved tensors in this thread. Without it a recording does not know a call's checkpoints.
 top_saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 pop_saved_tensors_hooks: Callable[[], Any] = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -83,7 +86,13 @@ def saved_value(node: Any, name: str) -> Any:
 
 def is_checkpoint_hook(pack: Callable[..., Any]) -> bool:
     """Returns whether a hook that packs saved tensors is that of a checkpoint without reentrance."""
-    return pack.__qualname__.startswith(f"{CHECKPOINT_HOOK}.")
+    return getattr(pack, "__qualname__", "").startswith(f"{CHECKPOINT_HOOK}.")
+
+
+def in_checkpoint() -> bool:
+    """Returns whether what runs now is inside of a checkpoint without reentrance, in forward or in recomputation."""
+    top = top_saved_tensors_hooks(False)
+    return top is not None and getattr(top[0], "__qualname__", "").startswith((CHECKPOINT_HOOK, RECOMPUTATION_HOOK))
 
 
 def checkpoint_context(pack: Callable[..., Any]) -> Any:

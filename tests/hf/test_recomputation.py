@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
 import re
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers.modeling_utils import AttentionInterface
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
@@ -257,6 +260,54 @@ def test_refusals(arguments: dict[str, Any], message: str) -> None:
         nxd.recompute(llama(), **inputs, **arguments)
     with pytest.raises(ValueError, match="no module of this Linear calls an attention function in its forward"):
         nxd.recompute(nn.Linear(2, 2), "attention")
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_recomputed_layers_have_no_cache(swap: bool) -> None:
+    def run(*words: str) -> tuple[list[torch.Tensor], Any]:
+        model = llama(dropout=0.0).train()
+        model.config.use_cache = True  # transformers' default
+        model = nxd.hf.swap(model) if swap else model
+        for word in words:
+            nxd.recompute(model, word)
+        out = model(**whole_batch(16))
+        out.loss.backward()
+        if words:
+            assert out.past_key_values.get_seq_length() == 0
+        return [param.grad for param in model.parameters()], model
+
+    def main() -> None:
+        expected, _ = run()
+        for word in ("full", "LlamaAttention"):
+            grads, model = run(word)
+            assert all(map(torch.equal, grads, expected))
+        with torch.no_grad():
+            cache = model(**whole_batch(16)).past_key_values
+        with pytest.raises(ValueError, match="LlamaAttention receives a DynamicCache of 16 tokens"):
+            model(**whole_batch(16), past_key_values=cache)
+
+    comm.threads.run(Mesh(1), main) if swap else main()
+
+
+def test_attention_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mark installs itself as it is loaded."""
+    monkeypatch.setattr(AttentionInterface, "get_interface", inspect.unwrap(AttentionInterface.get_interface))
+    before = AttentionInterface.get_interface
+    model = llama()
+    nxd.recompute(model, "attention")
+    stored = pickle.dumps(model)
+    assert AttentionInterface.get_interface is not before
+    AttentionInterface.get_interface = before
+    again = pickle.loads(stored)
+    assert AttentionInterface.get_interface is not before
+    again(**whole_batch(16)).loss.backward()
+
+
+def test_a_budget_with_offloaded_inputs() -> None:
+    model = llama()
+    plain = nxd.recompute(model, memory="1 GB", inputs=whole_batch(), offload=True)
+    found = nxd.recompute(model, memory=plain.peak - 1, inputs=whole_batch(), offload=True)
+    assert found.modules and found.peak < plain.peak and "extra time" in str(found)
 
 
 def test_bytes_by_their_units() -> None:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+import neuronx_dist as nxd
 from neuronx_dist.parallel_layers.activation_checkpoint import (
     apply_activation_checkpointing,
     checkpoint_layers,
@@ -133,7 +135,7 @@ def test_a_wrapped_layer_is_recomputed_and_stays_what_it_is() -> None:
     replaced = Layer()
     replaced.forward = lambda x: x  # type: ignore[method-assign]  # by somebody else
     checkpoint_wrapper(replaced)
-    assert isinstance(replaced.forward, partial) and replaced.forward.func is checkpoint
+    assert isinstance(replaced.forward, partial) and checkpoint in replaced.forward.args
 
 
 def test_modules_that_a_function_chooses() -> None:
@@ -161,3 +163,67 @@ def test_hugging_faces_checkpointing_replays_every_stream() -> None:
     assert model.layers[1]._gradient_checkpointing_func is checkpoint
     assert model.layers[2]._gradient_checkpointing_func is mine
     assert model.layers[0]._gradient_checkpointing_func is torchs
+
+
+def gradients(model: nn.Module, **what: Any) -> list[torch.Tensor]:
+    model.load_state_dict({key: torch.full_like(x, 0.3) for key, x in model.state_dict().items()})
+    if what:
+        nxd.recompute(model, **what)
+    torch.manual_seed(0)
+    return list(torch.autograd.grad(model(torch.ones(3, 2)).square().sum(), list(model.parameters())))
+
+
+@pytest.mark.parametrize("functions", [[torch.tanh], [F.linear], lambda function: True], ids=["tanh", "linear", "all"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_functions_inside_of_recomputed_layers(functions: Any, offload: bool) -> None:
+    expected = gradients(Model())
+    model = Model()
+    for what in (dict(what=Layer, functions=functions), dict(what=Layer), dict(functions=functions)):
+        assert all(map(torch.equal, gradients(model, **what, offload=offload), expected))
+    model = Model()
+    nxd.recompute(model, functions=functions)
+    assert all(map(torch.equal, gradients(model, what=Layer), expected))
+
+
+class Biased(Layer):
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return torch.tanh(self.linear(x + bias))
+
+
+class Changing(nn.Module):
+    """Adds 1, in place, to a bias after each layer; or its layers write to their inputs."""
+
+    def __init__(self, activation: str) -> None:
+        super().__init__()
+        layer = Biased if activation == "bias" else partial(nn.Linear, 2, 2)
+        self.layers, self.activation = nn.ModuleList([layer(), layer()]), activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = torch.zeros(2)
+        for layer in self.layers:
+            if self.activation == "bias":
+                x = layer(x, bias=bias)
+                bias += 1
+            else:
+                x = torch.sigmoid_(layer(x)) if self.activation == "sigmoid_" else F.relu(layer(x), inplace=True)
+        return x
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_changes_in_place(offload: bool) -> None:
+    for activation in ("sigmoid_", "relu"):  # left as they are
+        actual = gradients(Changing(activation), functions=lambda function: True, offload=offload)
+        assert all(map(torch.equal, actual, gradients(Changing(activation))))
+    with pytest.raises(RuntimeError, match="argument .bias. of Biased was changed in place after the call"):
+        gradients(Changing("bias"), what=Biased, offload=offload)
+    for function in (torch.sigmoid_, torch.Tensor.add_, torch.Tensor.__iadd__):
+        with pytest.raises(ValueError, match=f"recompute: {function.__name__} changes its argument in place"):
+            nxd.recompute(Model(), functions=[torch.tanh, function])
+
+    class Adds(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.add_(torch.tanh(self.linear(x.detach()))).clone()
+
+    model = nn.Sequential(nn.Linear(2, 2), Adds(), Adds())
+    with pytest.raises(RuntimeError, match="argument 0 of Adds was changed in place by the call"):
+        gradients(model, what=Adds, offload=offload)
