@@ -34,10 +34,7 @@ def refuse_not_elementwise(optimizer_class: type, *, parts: bool = True, advice:
         if reason is not None and (parts or ancestor.__name__ in _ACROSS_PARAMETERS):
             what = "shards of" if parts else "some of the"
             if "Muon" in ancestor.__name__:
-                advice += (
-                    "; or torch.optim.Muon or MuonAdamW in NeuronZero1Optimizer or MasterWeightsOptimizer, which bring "
-                    "the rows of a matrix together"
-                )
+                advice += "; or Muon in NeuronZero1Optimizer or MasterWeightsOptimizer, which gather a matrix's rows"
             raise ValueError(
                 f"{optimizer_class.__name__} cannot work on {what} parameters: {reason}. "
                 f"Use an optimizer whose update is elementwise (SGD, Adam, AdamW, ...){advice}"

@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from ..nearest import nearest
 from ..spmd.random import checkpoint
 from ..torch_internals.autograd import in_checkpoint
-from ..torch_internals.tensors import storage_key
+from ..torch_internals.tensors import storage_key, version_of
 from ..weights.partial_model import partial_model
 
 __all__ = [
@@ -259,7 +259,7 @@ def _unchanged(function: Callable[..., Any], name: str, run: Callable[..., Any])
 
     def check(arguments: dict[Any, Any], when: str) -> None:
         for key, (version, stays) in before.items():
-            if arguments[key]._version != version and (stays or when == "by the call"):
+            if version_of(arguments[key]) != version and (stays or when == "by the call"):
                 raise RuntimeError(
                     f"recompute: argument {key!r} of {name} was changed in place {when}, so that backward would "
                     f"recompute another result: pass a copy to {name}, or do not recompute it"
@@ -272,7 +272,7 @@ def _unchanged(function: Callable[..., Any], name: str, run: Callable[..., Any])
             return function(*args, **kwargs)
         for key, x in arguments.items():
             if isinstance(x, torch.Tensor) and not x.is_inference():
-                before[key] = x._version, run is not checkpoint_on_host or not _moves(x)
+                before[key] = version_of(x), run is not checkpoint_on_host or not _moves(x)
         result = function(*args, **kwargs)
         check(arguments, "by the call")
         return result
