@@ -25,9 +25,7 @@ REGISTER_HOOK = "_register_hook"
 # Name in `torch.utils.checkpoint` of the hook around what a checkpoint saves. Without it a checkpoint is recomputed in
 # each half of a backward, and `parallelize` cannot compare a program that has one with the original.
 CHECKPOINT_HOOK = "_checkpoint_hook"
-
-# Name of the hook in a recomputation. Without it functions are checkpointed in forward and not in recomputation.
-RECOMPUTATION_HOOK = "_recomputation_hook"
+RECOMPUTATION_HOOK = "_recomputation_hook"  # without it functions are checkpointed in forward alone
 
 # The stack of hooks on saved tensors in this thread. Without it a recording does not know a call's checkpoints.
 top_saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
