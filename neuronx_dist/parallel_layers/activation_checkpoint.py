@@ -99,6 +99,13 @@ def checkpoint_layers(
         actions += [partial(change, layer, run) for layer in matching.values()]
         chosen |= set(matching)
     if functions:
+        if others := [
+            x for x in ((functions,) if callable(functions) else functions) if isinstance(x, type) or not callable(x)
+        ]:
+            raise ValueError(
+                f"recompute: functions has {others[0]!r}: pass functions of torch, such as [F.silu], or a predicate on "
+                "functions; classes of modules go into the first argument"
+            )
         called = functions if callable(functions) else set(functions).__contains__
         if in_place := [function for function in (() if callable(functions) else functions) if _writes(function)]:
             raise ValueError(
@@ -203,7 +210,8 @@ def _named_layers(model: nn.Module) -> list[Any]:
             listed = list(layers) if isinstance(layers, (list, tuple, set)) else [layers]
             return [item for item in listed if not isinstance(item, str) or item in present] or listed
     raise ValueError(
-        f"recompute: the transformer layers of this {type(model).__name__} are unknown; pass their class as `layers`"
+        f"recompute: the transformer layers of this {type(model).__name__} are unknown; pass their class (of a wrapped "
+        "model, the module inside)"
     )
 
 

@@ -13,6 +13,7 @@ with that set is played, on the schedule of the pipeline, and if it is above the
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -100,7 +101,7 @@ def recompute(
     *,
     functions: Collection[Callable[..., Any]] | Callable[[Any], bool] = (),
     offload: bool = False,
-    memory: str | int | None = None,
+    memory: str | float | None = None,
     inputs: Mapping[str, Any] | None = None,
     optimizer_bytes: float = 8,
     costs: Costs | None = None,
@@ -136,6 +137,10 @@ def recompute(
         return Recomputation(tuple(checkpoint_layers(model, what, functions=functions, offload=offload)))
     if inputs is None:
         raise ValueError("recompute: a memory budget needs inputs, a batch as the model takes it")
+    if not isinstance(inputs, Mapping):
+        raise TypeError(
+            f"recompute: inputs is a {type(inputs).__name__}; pass arguments by name, as dict(input_ids=...)"
+        )
     if functions:
         raise ValueError("recompute: functions are recomputed without a budget; leave out memory or functions")
     budget = parse_bytes(memory)
@@ -146,21 +151,21 @@ def recompute(
     return plan.recomputation
 
 
-def parse_bytes(text: str | int) -> int:
-    """Bytes of "24 GB" (powers of 1000) or "24 GiB" (of 1024).
+def parse_bytes(text: str | float) -> int:
+    """Bytes of "24 GB" (powers of 1000) or "24 GiB" (of 1024), or of a number.
 
     Raises:
         ValueError: it is no such number, or not more than 0.
     """
-    if isinstance(text, int):
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
         count = float(text)
     else:
-        found = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(i?)B\s*", text, re.IGNORECASE)
+        found = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(i?)B\s*", str(text), re.IGNORECASE)
         if not found or found[1].count(".") > 1 or found[1] == ".":
             raise ValueError(f'memory={text!r} is no number of bytes: write "24 GB" or "24 GiB"')
         count = float(found[1]) * (1024 if found[3] else 1000) ** _UNITS[found[2].upper()]
-    if count <= 0:
-        raise ValueError(f"memory={text!r} must be more than 0")
+    if not 0 < count < math.inf:
+        raise ValueError(f"memory={text!r} must be more than 0, and finite")
     return int(count)
 
 

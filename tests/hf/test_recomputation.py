@@ -248,16 +248,22 @@ def test_the_least_time_is_that_of_all_combinations() -> None:
         (dict(memory="24 GB"), "a memory budget needs inputs"),
         (dict(memory="24"), r'memory=.24. is no number of bytes: write "24 GB" or "24 GiB"'),
         (dict(memory="0 GB"), "must be more than 0"),
+        (dict(memory=float("inf")), "must be more than 0, and finite"),
+        (dict(memory=True), "memory=True is no number of bytes"),
+        (dict(functions=[nn.ReLU]), "functions has .*ReLU.*: pass functions of torch"),
+        (dict(functions=["relu"]), "functions has 'relu': pass functions of torch"),
         (dict(memory="1 GB", what="mlp"), "what='mlp' is not one of 'full', 'attention', 'norms'"),
         (dict(memory="1 GB", functions=[F.silu]), "leave out memory or functions"),
         (dict(what="atention"), "has no layer 'atention'; nearest"),
     ],
-    ids=range(6),
+    ids=range(10),
 )
 def test_refusals(arguments: dict[str, Any], message: str) -> None:
     inputs = {} if message.startswith("a memory") else {"inputs": whole_batch()}
     with pytest.raises(ValueError, match=message):
         nxd.recompute(llama(), **inputs, **arguments)
+    with pytest.raises(TypeError, match="inputs is a Tensor; pass arguments by name"):
+        nxd.recompute(llama(), memory="1 GB", inputs=torch.ones(2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no module of this Linear calls an attention function in its forward"):
         nxd.recompute(nn.Linear(2, 2), "attention")
 
@@ -311,7 +317,13 @@ def test_a_budget_with_offloaded_inputs() -> None:
 
 
 def test_bytes_by_their_units() -> None:
-    assert [parse_bytes(text) for text in ("24 GB", "1.5GiB", "3 kb", 7)] == [24 * 10**9, 3 * 2**29, 3000, 7]
+    assert [parse_bytes(text) for text in ("24 GB", "1.5GiB", "3 kb", 7, 2e9)] == [
+        24 * 10**9,
+        3 * 2**29,
+        3000,
+        7,
+        2 * 10**9,
+    ]
 
 
 def gradients(wrap: Callable[[Any], Any], **what: Any) -> list[torch.Tensor]:
