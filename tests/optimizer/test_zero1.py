@@ -13,7 +13,7 @@ from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
 from neuronx_dist.parallel_layers import grads
-from neuronx_dist.planning.memory import WireBackend
+from neuronx_dist.planning.fake_rank import WireBackend
 from neuronx_dist.planning.meter import MemoryMeter
 from tests.optimizer.zero1_training import OPTIMIZERS, STEPS, train, train_whole, weights_of
 from tests.support.synthetic import LAYOUTS, MESHES, Model, assemble, draw, relative_error, weight
@@ -342,7 +342,8 @@ def test_memory_of_a_step_is_one_bucket_above_what_is_kept(dp: int, dtype: torch
     """
     columns = 64 if wire != "gloo, large" else 2**16 * dp // (60 * dtype.itemsize)
     meter, count = MemoryMeter(), 24
-    backend = WireBackend(meter, is_gloo=wire != "nccl")
+    backend = WireBackend(meter, torch.device("cpu"))
+    backend.is_gloo = wire != "nccl"
     with comm.as_rank(Mesh(dp), 0, backend), meter:
         params = [nn.Parameter(torch.ones(rows, columns, dtype=dtype)) for _ in range(count)]
         bucket = 4 * rows * columns * dtype.itemsize
