@@ -85,7 +85,10 @@ def signatures() -> Iterator[str]:
             recorded.add(id(value))
             yield label + parameters_of(value)
             for key, method in public_methods(value).items() if isinstance(value, type) else ():
-                if (function := getattr(method, "__func__", method)) not in recorded:
+                function = inspect.unwrap(
+                    getattr(method, "__func__", method)
+                )  # torch wraps `step` at the first instance
+                if function not in recorded:
                     recorded.add(function)
                     yield f"{label}.{key}{parameters_of(method)}"
 
