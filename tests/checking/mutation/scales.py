@@ -102,7 +102,7 @@ EXEMPT = {
     "causal_lm_loss:count or math.inf#1": "a number that the caller made",
     "_cross_entropy:communicator.size#1": "the bound of ids, which are compared with it",
     "_checked:communicator.size#1": "the bound of ids, which are compared with it",
-    "_forward:comm.size('tp')#1": "the size of a dim",
+    "_deferred:comm.size('tp')#1": "the size of a dim",
     "_Gradients.take:options.communicator.size#1": "the size of a dim",
     "MeanInBackward._bucket:comm.size(DATA_AXES)#1": "where nothing is checked: tests compare the values",
     "finish_reduce_scatter:first.scale#1": "where nothing is checked: tests compare the values",
