@@ -214,11 +214,12 @@ def use_installed(wheel, environment):
         "nxd.initialize_model_parallel(tensor_model_parallel_size=2)\n"
         "layer = nxd.RowParallelLinear(4, 2, input_is_parallel=True)\n"
         "layer(torch.ones(1, 2)).sum().backward()\n"
-        "print(nxd.__file__, flush=True)\n"
+        "open(f'rank_{nxd.comm.rank(\"tp\")}.txt', 'w').write(nxd.__file__)\n"
     )
-    ranks = ("-m", "neuronx_dist", "run", "--standalone", "--nproc-per-node", "2", str(script))
-    output = run(str(environment / "bin" / "python"), *ranks, cwd=environment)
-    assert output.split().count(str(packages / "neuronx_dist" / "__init__.py")) == 2, output
+    ranks = "-m neuronx_dist run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 train.py".split()
+    run(str(environment / "bin" / "python"), *ranks, cwd=environment, GLOO_SOCKET_IFNAME="lo")
+    used = [(environment / f"rank_{rank}.txt").read_text() for rank in (0, 1)]
+    assert used == [str(packages / "neuronx_dist" / "__init__.py")] * 2
 
 
 def test_every_folder_of_the_package_is_a_package():
