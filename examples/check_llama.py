@@ -18,6 +18,7 @@ import torch
 
 import neuronx_dist as nxd
 from neuronx_dist import hf, spmd
+from neuronx_dist.checking.report import Report
 from neuronx_dist.pipeline.schedule.selection import NAMES as SCHEDULES
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -59,6 +60,32 @@ def build(
     return model, nxd.NeuronZero1Optimizer(params, torch.optim.AdamW, lr=1e-4)
 
 
+def check(
+    size: str,
+    tp: int = 8,
+    pp: int = 1,
+    dp: int = 1,
+    seq_len: int = 4096,
+    rows: int = 2,
+    sequence_parallel: bool = False,
+    schedule: str | None = None,
+    virtual_pipeline_size: int = 1,
+) -> Report:
+    """Checks one training step of all ranks, with `rows` sequences of `seq_len` tokens in a microbatch."""
+
+    def inputs() -> dict[str, torch.Tensor]:
+        ids = torch.zeros(rows * MICROBATCHES, seq_len, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids, "num_items_in_batch": nxd.global_num_items(ids, MICROBATCHES)}
+
+    options = dict(
+        size=size,
+        sequence_parallel=sequence_parallel,
+        schedule=schedule,
+        virtual_pipeline_size=virtual_pipeline_size,
+    )
+    return spmd.check(build, inputs, {"pp": pp, "dp": dp, "tp": tp}, options=options)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="8b", help="of the model (8b)")
@@ -74,21 +101,17 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     args = parser.parse_args()
 
-    def inputs() -> dict[str, torch.Tensor]:
-        ids = torch.zeros(args.rows * MICROBATCHES, args.seq_len, dtype=torch.long)
-        return {"input_ids": ids, "labels": ids, "num_items_in_batch": nxd.global_num_items(ids, MICROBATCHES)}
-
     started, started_cpu = time.perf_counter(), time.process_time()
-    report = spmd.check(
-        build,
-        inputs,
-        {"pp": args.pp, "dp": args.dp, "tp": args.tp},
-        options=dict(
-            size=args.size,
-            sequence_parallel=args.sequence_parallel,
-            schedule=args.schedule,
-            virtual_pipeline_size=args.virtual_pipeline_size,
-        ),
+    report = check(
+        args.size,
+        args.tp,
+        args.pp,
+        args.dp,
+        args.seq_len,
+        args.rows,
+        args.sequence_parallel,
+        args.schedule,
+        args.virtual_pipeline_size,
     )
     seconds = time.perf_counter() - started
     if args.json:

@@ -1,4 +1,4 @@
-"""Contents of the wheel, costs of its import, and dependencies between its parts, in one direction only."""
+"""Contents and use of the wheel, costs of its import, and dependencies between its parts, in one direction only."""
 
 import ast
 import os
@@ -6,6 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -167,25 +169,21 @@ def test_only_comm_calls_collectives_and_names_backends():
 # --- what is shipped ---
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(tmp_path):
+@pytest.mark.process
+def test_the_wheel_of_the_sdist_holds_the_package_and_works_when_installed(tmp_path):
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(PACKAGE, tmp_path / "neuronx_dist", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_nothing.py").touch()
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        ".",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "-w",
-        "out",
-        cwd=tmp_path,
-    )
+    backend = "from setuptools import build_meta; build_meta.build_sdist('out')"
+    run(sys.executable, "-c", backend, cwd=tmp_path)
+    (archive,) = (tmp_path / "out").glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(tmp_path, filter="data")
+    source = tmp_path / archive.name.removesuffix(".tar.gz")
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "-w", str(tmp_path / "out"))
+    run(sys.executable, "-m", "pip", "wheel", ".", *options, cwd=source)
     (wheel,) = (tmp_path / "out").glob("*.whl")
     assert wheel.name.startswith("neuronx_dist-0.1.0-py3-none-any")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
@@ -200,6 +198,28 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path):
         assert line in metadata
     unconditional = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra" not in line]
     assert unconditional == ["Requires-Dist: torch>=2.9", "Requires-Dist: fsspec", "Requires-Dist: xxhash>=3.0"]
+    use_installed(wheel, tmp_path / "environment")
+
+
+def use_installed(wheel, environment):
+    """Installs a wheel into an environment with torch and nothing of this checkout, and starts two ranks there."""
+    run(sys.executable, "-m", "venv", "--without-pip", str(environment))
+    (packages,) = environment.glob("lib/python*/site-packages")
+    run(sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(packages), str(wheel))
+    (packages / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    script = environment / "train.py"
+    script.write_text(
+        "import torch, neuronx_dist as nxd\n"
+        "nxd.init_distributed('cpu')\n"
+        "nxd.initialize_model_parallel(tensor_model_parallel_size=2)\n"
+        "layer = nxd.RowParallelLinear(4, 2, input_is_parallel=True)\n"
+        "layer(torch.ones(1, 2)).sum().backward()\n"
+        "open(f'rank_{nxd.comm.rank(\"tp\")}.txt', 'w').write(nxd.__file__)\n"
+    )
+    ranks = "-m neuronx_dist run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 train.py".split()
+    run(str(environment / "bin" / "python"), *ranks, cwd=environment, GLOO_SOCKET_IFNAME="lo")
+    used = [(environment / f"rank_{rank}.txt").read_text() for rank in (0, 1)]
+    assert used == [str(packages / "neuronx_dist" / "__init__.py")] * 2
 
 
 def test_every_folder_of_the_package_is_a_package():

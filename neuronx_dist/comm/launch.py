@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..mesh import Axis, Mesh
-from . import backends, context, local_store
+from . import backends, context, launchers, local_store
 from .rank_selection import XLA
 
 __all__ = ["connect", "disconnect", "end_step", "init_distributed", "world"]
@@ -26,7 +26,7 @@ backend_names = ["gloo", "nccl"]  # that the message for a missing process group
 
 
 def init_distributed(device: str = "auto", timeout: float | None = None) -> torch.device:
-    """Joins the job that torchrun started, or makes a world of one, and returns this rank's device.
+    """Joins the job that torchrun, srun or mpirun started, or makes a world of one, and returns this rank's device.
 
     Args:
         device: "auto": this machine's accelerator (`torch.accelerator`), or the CPU where there is none; or a device
@@ -37,8 +37,10 @@ def init_distributed(device: str = "auto", timeout: float | None = None) -> torc
 
     Raises:
         ValueError: this machine has no such device, torch.distributed has no backend for it, LOCAL_RANK is beyond the
-            number of devices, or another process uses the device, which takes one process.
+            number of devices, another process uses the device, which takes one process, or mpirun started ranks on
+            several hosts without MASTER_ADDR.
     """
+    launchers.export_place()
     device_type = backends.local_device.device_type(device)
     if device_type == XLA:
         if importlib.util.find_spec("torch_xla") is None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-__all__ = ["METHOD", "Place", "device_with", "environment_of", "place_of"]
+__all__ = ["METHOD", "Place", "device_with", "environment_of", "export_place", "place_of"]
 
 METHOD = "PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD"  # names the launcher; without it the first that is found
 _PORT = "12355"  # where MASTER_PORT is not set
@@ -68,6 +68,45 @@ def place_of(method: str | None = None, *, address: str | None = None, port: str
         return Place("env", rank, world_size, local_rank)
     host = address or os.environ.get(names.address) or os.environ.get("MASTER_ADDR", "localhost")
     return Place(chosen.lower(), rank, world_size, local_rank, host, str(port or os.environ.get("MASTER_PORT", _PORT)))
+
+
+def export_place() -> None:
+    """Sets torchrun's variables in a process that SLURM's srun or Open MPI's mpirun started as one of several ranks.
+
+    Without it each of the processes would train by itself. A batch script of SLURM, which has the variables of a rank
+    and is none, and a process with RANK are left as they are.
+
+    Raises:
+        ValueError: mpirun started ranks on several hosts, and MASTER_ADDR does not say where rank 0 is.
+    """
+    variables = os.environ
+    if "RANK" in variables or METHOD in variables:  # torchrun, or DistributedManager
+        return
+    if "SLURM_STEP_ID" in variables and "SLURM_PROCID" in variables:
+        names = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+        size = next((variables[name] for name in names if name in variables), "1")
+        is_one_host = variables.get("SLURM_STEP_NUM_NODES", variables.get("SLURM_NNODES")) == "1"
+        host = "127.0.0.1" if is_one_host else variables.get("SLURM_LAUNCH_NODE_IPADDR", "")
+        # another port for each job, so that two jobs on a host do not meet
+        port = 20000 + (int(variables.get("SLURM_JOB_ID", "0")) + int(variables["SLURM_STEP_ID"])) % 10000
+        rank, local_rank = variables["SLURM_PROCID"], variables.get("SLURM_LOCALID", "0")
+    elif "OMPI_COMM_WORLD_RANK" in variables:
+        rank, size = variables["OMPI_COMM_WORLD_RANK"], variables.get("OMPI_COMM_WORLD_SIZE", "1")
+        local_rank = variables.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")
+        host = "127.0.0.1" if variables.get("OMPI_COMM_WORLD_LOCAL_SIZE") == size else ""
+        port = 29500
+    else:
+        return
+    if int(size) == 1:
+        return
+    address = variables.get("MASTER_ADDR", host)
+    if not address:
+        raise ValueError(
+            f"rank {rank} of {size} was started on one of several hosts, and MASTER_ADDR is not set: set it to the "
+            "address of rank 0's host, for example with mpirun -x MASTER_ADDR=10.0.0.1"
+        )
+    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "MASTER_ADDR": address}
+    variables.update({**place, "MASTER_PORT": variables.get("MASTER_PORT", str(port))})
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from neuronx_dist import comm
-from neuronx_dist.comm.launchers import METHOD, Place, environment_of, place_of
+from neuronx_dist.comm.launchers import METHOD, Place, environment_of, export_place, place_of
 from neuronx_dist.shard_tensor import DistributedManager
 from tests.support.pool import processes
 
@@ -130,3 +130,43 @@ def test_a_job_of_two_ranks_is_joined_and_left(how, word, variables):
         assert ranks == [0, 1]
         assert place == (rank, 2, rank, True, f"rank {rank} of 2, started by {word}, on cpu")
         assert last == (1, False, "rank 0 of 1, started by None, on cpu")
+
+
+SRUN = {
+    "SLURM_JOB_ID": "41",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+}
+MPIRUN = {**OPENMPI, f"{OMPI}_LOCAL_SIZE": "6"}
+
+
+@pytest.mark.parametrize(
+    "variables, expected",
+    [
+        ({**SRUN, "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7"}, ["5", "8", "1", "10.0.0.7", "20043"]),
+        ({**SRUN, "SLURM_STEP_NUM_NODES": "1"}, ["5", "8", "1", "127.0.0.1", "20043"]),
+        ({**SRUN, "MASTER_ADDR": "hosta", "MASTER_PORT": "7"}, ["5", "8", "1", "hosta", "7"]),
+        (MPIRUN, ["2", "6", "0", "127.0.0.1", "29500"]),
+        ({**OPENMPI, f"{OMPI}_LOCAL_SIZE": "3", "MASTER_ADDR": "h"}, ["2", "6", "0", "h", "29500"]),
+        ({name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}, None),  # a batch script
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, None),
+        ({**SRUN, METHOD: "SLURM"}, None),  # of DistributedManager
+        ({}, None),
+    ],
+)
+def test_torchrun_s_variables_of_a_started_rank(monkeypatch, variables, expected):
+    monkeypatch.setattr(os, "environ", dict(variables))
+    export_place()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if expected is None:
+        assert os.environ == variables
+    else:
+        assert [os.environ[name] for name in names] == expected
+
+
+def test_ranks_of_several_hosts_need_an_address(monkeypatch):
+    monkeypatch.setattr(os, "environ", {**OPENMPI, f"{OMPI}_LOCAL_SIZE": "3"})
+    with pytest.raises(ValueError, match="rank 2 of 6 .* MASTER_ADDR is not set"):
+        export_place()
