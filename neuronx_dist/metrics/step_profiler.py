@@ -128,14 +128,14 @@ def _timeline(path: Path) -> Path:
 
 
 def _merge(path: Path, timeline: Path, rank: int) -> None:
-    """Adds the timeline to a profile, on the profile's clock: the last runs of a task are the same in both."""
+    """Adds the timeline to a profile, on the profile's clock: the last runs of a task end at one time in both."""
     content = json.loads(path.read_text())
     events = json.loads(timeline.read_text()) if timeline.exists() else []
-    ours = _last_begins(event for event in events if event.get("cat") in _TASKS and event["pid"] == rank)
-    theirs = _last_begins(event for event in content["traceEvents"] if event.get("name") in ours)
-    if not theirs:
+    recorded = _last_ends(event for event in events if event.get("cat") in _TASKS and event["pid"] == rank)
+    profiled = _last_ends(event for event in content["traceEvents"] if event.get("name") in recorded)
+    if not profiled:
         return
-    shift = median(begin - ours[name] for name, begin in theirs.items())
+    shift = median(end - recorded[name] for name, end in profiled.items())
     for event in events:
         event["pid"] = f"pipeline rank {event['pid']}"
         if "ts" in event:
@@ -144,5 +144,5 @@ def _merge(path: Path, timeline: Path, rank: int) -> None:
     path.write_text(json.dumps(content))
 
 
-def _last_begins(events: Iterator[Mapping[str, Any]]) -> dict[str, float]:
-    return {event["name"]: event["ts"] for event in sorted(events, key=lambda event: event["ts"])}
+def _last_ends(events: Iterator[Mapping[str, Any]]) -> dict[str, float]:
+    return {event["name"]: event["ts"] + event["dur"] for event in sorted(events, key=lambda event: event["ts"])}

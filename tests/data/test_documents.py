@@ -97,8 +97,8 @@ def test_a_model_computes_of_packed_documents_what_it_computes_of_each(mesh: nxd
             assert distance(gradients[name], param.grad) < 1e-10, name
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def words_tokenizer() -> Any:
+    """A tokenizer of a few words, with a chat template."""
     words = "<unk> <end> user assistant : hi there how are you fine".split()
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -107,7 +107,9 @@ def tokenizer() -> Any:
     return made
 
 
-def test_answers_alone_have_labels(tokenizer: Any) -> None:
+def test_answers_alone_have_labels() -> None:
+    tokenizer = words_tokenizer()
+
     def learned(example: dict[str, list[int]]) -> str:
         assert len(example["input_ids"]) == len(example["labels"])
         assert all(label in (-100, token) for token, label in zip(example["input_ids"], example["labels"]))
