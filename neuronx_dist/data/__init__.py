@@ -10,12 +10,8 @@ Files (arrow, parquet, jsonl) are read by `datasets`, batches loaded by `torch.u
 `StatefulDataLoader`, whose state contains the position: `docs/data.md` shows them together.
 """
 
-from ..lazy_names import lazy_names
+from .packing import pack
+from .sampling import DataParallelBatchSampler, DataParallelStream
+from .supervised import encode_chat, encode_completion
 
-_FILES = {
-    "sampling": ("DataParallelBatchSampler", "DataParallelStream"),
-    "packing": ("pack",),
-    "supervised": ("encode_chat", "encode_completion"),
-}
-
-__getattr__ = lazy_names(__name__, {name: f"data.{file}" for file, names in _FILES.items() for name in names})
+__all__ = ["DataParallelBatchSampler", "DataParallelStream", "encode_chat", "encode_completion", "pack"]

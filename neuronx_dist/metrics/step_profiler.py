@@ -57,7 +57,7 @@ def profile_steps(path: str | os.PathLike[str], steps: int, *, skip: int = 1, pi
     path.parent.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     names = _Names(comm.rank("world") if comm.is_initialized() else None)
-    run = _Run(path, pipeline, names)
+    run = _ProfiledSteps(path, pipeline, names)
     plan = schedule(skip_first=skip, wait=0, warmup=1, active=steps, repeat=1)
     with profile(activities=activities, schedule=plan, on_trace_ready=run.write) as profiler:
         run.profiler, run.left = profiler, skip + 1
@@ -85,7 +85,7 @@ class _Names:
             (started.popleft() if event == "wait" else started.pop()).__exit__(None, None, None)
 
 
-class _Run:
+class _ProfiledSteps:
     """The profiled steps: what is switched on before them, and written after them."""
 
     profiler: Any

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import pytest
 import torch
-from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import neuronx_dist as nxd
@@ -138,13 +138,10 @@ def test_refusals() -> None:
             stream.state_dict()
 
 
-@pytest.mark.process
-def test_a_stream_in_several_workers_is_refused() -> None:
-    with (
-        comm.as_rank(nxd.Mesh(1), 0),
-        pytest.raises(ValueError, match="in 2 workers of a loader would be"),
-    ):
-        next(iter(DataLoader(DataParallelStream(range(8), 4), num_workers=2)))
+def test_a_stream_in_several_workers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuronx_dist.data.sampling.get_worker_info", lambda: SimpleNamespace(num_workers=2))
+    with comm.as_rank(nxd.Mesh(1), 0), pytest.raises(ValueError, match="in 2 workers of a loader would be"):
+        next(iter(DataParallelStream(range(8), 4)))
 
 
 def test_rows_are_shuffled_by_seed_and_epoch() -> None:
