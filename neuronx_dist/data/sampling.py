@@ -79,12 +79,12 @@ class DataParallelBatchSampler(Sampler[list[int]]):
         self._position, self._start = self._start, 0
         order = self._order()
         while self._position < self.length:
-            batch = order[self._position : self._position + self.global_batch_size]
+            batch = order[self._position : self._position + self.global_batch_size].tolist()
             missing = self.global_batch_size - len(batch)
             if missing and self.last != "repeat":
                 break
             while len(batch) < self.global_batch_size:
-                batch += order[: self.global_batch_size - len(batch)]
+                batch += order[: self.global_batch_size - len(batch)].tolist()
             self._position += self.global_batch_size - missing
             yield batch[self._part]
         self.epoch += 1
@@ -116,12 +116,10 @@ class DataParallelBatchSampler(Sampler[list[int]]):
         self.epoch = state["epoch"]
         self._position = self._start = state["samples"]
 
-    def _order(self) -> list[int]:
+    def _order(self) -> torch.Tensor:
         if not self.shuffle:
-            return list(range(self.length))
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order: list[int] = torch.randperm(self.length, generator=generator).tolist()
-        return order
+            return torch.arange(self.length)
+        return torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + self.epoch))
 
 
 class DataParallelStream(IterableDataset[Any]):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 import neuronx_dist as nxd
 from neuronx_dist import hf
@@ -95,6 +95,22 @@ def test_a_model_computes_of_packed_documents_what_it_computes_of_each(mesh: nxd
         assert gradients.keys() >= {name for name, _ in single.named_parameters()}
         for name, param in single.named_parameters():
             assert distance(gradients[name], param.grad) < 1e-10, name
+
+
+def test_packed_rows_go_into_transformers_trainer(tmp_path: Path) -> None:
+    """Its collator takes them as they are, and the loss is that of separate documents."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny_llama(num_hidden_layers=1, vocab_size=32, use_cache=False))
+    rows = datasets.Dataset.from_dict(pack({"input_ids": DOCUMENTS}, 8))
+    batch = rows.with_format("torch")[:]
+    with torch.no_grad():
+        expected = float(model(**batch).loss)
+        joined = float(model(input_ids=batch["input_ids"], labels=batch["labels"]).loss)
+    options: Any = dict(max_steps=1, logging_steps=1, report_to="none", disable_tqdm=True, use_cpu=True)
+    arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=len(rows), **options)
+    trainer = Trainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-4) != pytest.approx(joined, rel=1e-4)
 
 
 def words_tokenizer() -> Any:

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig, Trainer, TrainingArguments
 
 import neuronx_dist as nxd
-from neuronx_dist import comm, hf, metrics
+from neuronx_dist import accelerator, comm, hf, metrics
 from neuronx_dist.comm.backends import threads
 from tests.support.llama import tiny_llama
 from tests.support.pipeline_models import Block, Model, batch
@@ -108,6 +108,15 @@ def test_figures_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     meter.mark()
     assert meter.step(8000)["seconds"] == 4.0
     assert "mfu" not in metrics.StepMeter(devices=1).figures(1, 1)
+
+
+def test_an_accelerators_memory_and_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = {"get_device_name": lambda: "NVIDIA H200", "max_memory_allocated": lambda: 7 << 30}
+    monkeypatch.setattr(accelerator, "module_of", lambda kind: SimpleNamespace(**(functions if kind == "cuda" else {})))
+    monkeypatch.setattr(accelerator, "current_type", lambda: "cuda")
+    row = metrics.StepMeter(flops=metrics.TrainingFlops(0, 989, 0, 0, 0), devices=1).figures(1e12, 12.0)
+    assert row["mfu"] == 0.5 and row["peak_memory"] == 7 << 30
+    assert metrics.peak_memory(torch.device("xpu")) is None
 
 
 # --- writers ---
