@@ -97,8 +97,9 @@ def test_a_model_computes_of_packed_documents_what_it_computes_of_each(mesh: nxd
             assert distance(gradients[name], param.grad) < 1e-10, name
 
 
+@pytest.mark.slow
 def test_packed_rows_go_into_transformers_trainer(tmp_path: Path) -> None:
-    """Its collator takes them as they are, and the loss is that of separate documents."""
+    """The collator of Trainer takes them as they are; the loss is that of separate documents."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(tiny_llama(num_hidden_layers=1, vocab_size=32, use_cache=False))
     rows = datasets.Dataset.from_dict(pack({"input_ids": DOCUMENTS}, 8))
@@ -106,7 +107,9 @@ def test_packed_rows_go_into_transformers_trainer(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = float(model(**batch).loss)
         joined = float(model(input_ids=batch["input_ids"], labels=batch["labels"]).loss)
-    options: Any = dict(max_steps=1, logging_steps=1, report_to="none", disable_tqdm=True, use_cpu=True)
+    options: Any = dict(
+        max_steps=1, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True
+    )
     arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=len(rows), **options)
     trainer = Trainer(model, arguments, train_dataset=rows)
     trainer.train()

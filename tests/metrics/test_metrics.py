@@ -239,7 +239,12 @@ def test_trainers_logs(tmp_path: Path) -> None:
             return {"loss": (self.line(x) - labels).square().mean()}
 
     options: Any = dict(
-        per_device_train_batch_size=4, logging_steps=2, report_to="none", disable_tqdm=True, use_cpu=True
+        per_device_train_batch_size=4,
+        logging_steps=2,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
     )
     seen: list[Any] = []
     trainer = Trainer(Line(), TrainingArguments(str(tmp_path), num_train_epochs=1, **options), train_dataset=Rows())
