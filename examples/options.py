@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import platform
 import shlex
 import sys
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+from neuronx_dist.metrics import PEAKS, peak_flops
 from neuronx_dist.pipeline.schedule.selection import NAMES as SCHEDULES
 from neuronx_dist.planning.layout import Layout
 from neuronx_dist.planning.recompute import parse_bytes
+
+_OF_ONE_RUN = ("out", "resume", "config", "check", "verify", "profile")
 
 
 def arguments(description: str | None, argv: list[str] | None = None) -> argparse.Namespace:
@@ -101,14 +106,50 @@ def arguments(description: str | None, argv: list[str] | None = None) -> argpars
         help="check the program of all ranks in this process, and do nothing else; without torchrun for so many "
         "processes (tp x pp)",
     )
+    switch("--tensorboard", "write the metrics to --out/tensorboard too, for TensorBoard")
+    peak_help = "FLOPs per second of a device, or its name (H100, trn2), for the MFU; default: that of this machine's"
+    parser.add_argument("--peak", type=_number_or_name, help=peak_help)
+    flag("--profile", 0, "steps that torch.profiler records on every rank, from the third on: --out/profile.rank0.json")
+    parser.add_argument(
+        "--config", metavar="FILE", help="flags of an earlier run, by its run.json; those of the command line go first"
+    )
     flag("--check-limit", 30.0, "seconds that the same check may take before every launch; then it is left")
     switch("--no-check", "do not check before the launch")
     args = parser.parse_args(argv)
+    if args.config is not None:
+        try:
+            parser.set_defaults(**_flags_of(args.config, args))
+        except (OSError, ValueError) as error:
+            parser.error(f"--config {args.config}: {error}")
+        args = parser.parse_args(argv)
     if args.min_lr is None:
         args.min_lr = args.lr / 10
     if args.eval_every is None:
         args.eval_every = max(1, args.steps // 5)
     return args
+
+
+def _number_or_name(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _flags_of(path: str, known: argparse.Namespace) -> dict[str, Any]:
+    """Flags of a run.json, without those that name its folder or what else was done.
+
+    Raises:
+        ValueError: the file has no flags, or some that do not exist.
+    """
+    record = json.loads(Path(path).read_text())
+    flags = record.get("flags") if isinstance(record, dict) else None
+    if not isinstance(flags, dict):
+        raise ValueError("no run.json: it has no object `flags`")
+    unknown = [f"--{name.replace('_', '-')}" for name in flags if name not in vars(known)]
+    if unknown:
+        raise ValueError(f"this version has no {', '.join(unknown)}")
+    return {name: value for name, value in flags.items() if name not in _OF_ONE_RUN}
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -118,11 +159,15 @@ def check_flags(args: argparse.Namespace) -> None:
         ValueError: a number is too small, or a flag needs another one; the message names the flag.
     """
     least = {"steps": 1, "seq_len": 2, "warmup": 0, "grad_clip": 0, "log_every": 1, "data_limit": 0, "check_limit": 0}
-    least |= {"save_every": 0, "keep": 0, "eval_every": 0, "min_lr": 0, "experts": 0}
+    least |= {"save_every": 0, "keep": 0, "eval_every": 0, "min_lr": 0, "experts": 0, "profile": 0}
     for name, value in least.items():
         if getattr(args, name) < value:
             why = ": each token is predicted from those before it" if name == "seq_len" else ""
             raise ValueError(f"--{name.replace('_', '-')} must be at least {value}, not {getattr(args, name)}{why}")
+    if isinstance(args.peak, str) and peak_flops(args.peak) is None:
+        raise ValueError(f"--peak {args.peak} is neither a number nor one of {', '.join(PEAKS)}")
+    if args.profile and args.profile + 2 > args.steps:
+        raise ValueError(f"--profile {args.profile} begins at step 3, and needs --steps {args.profile + 2} or more")
     if args.resume is not None and args.out is None:
         raise ValueError("--resume needs --out, the folder of the run that goes on")
     if args.overlap and not args.zero1:

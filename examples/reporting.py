@@ -1,27 +1,28 @@
-"""Output of a run: a progress bar or plain lines, metrics.jsonl, and a loss curve."""
+"""Output of a run: a progress bar or plain lines, metrics.jsonl and other writers, and a loss curve."""
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
+
+from neuronx_dist.metrics import JsonLines, StepMeter
 
 
 class Report:
     """Progress of a run of `steps` steps. A context manager for every rank; only an `active` one shows or writes.
 
     Into the folder `out` (made if missing; None: nothing is written) go `metrics.jsonl`, one object a step with step,
-    loss, grad_norm, lr, tokens_per_s and, where there was an evaluation, held_out_loss, null where a value is NaN or
-    infinite; at the end, `loss.png`; and
-    before the first step `run.json`, which is `record`. A run that goes on after step `done` keeps the objects up to
-    that step, and its record is added to those under `resumed`.
+    loss, grad_norm, lr, what `meter` measures and, where there was an evaluation, held_out_loss; at the end,
+    `loss.png`; and before the first step `run.json`, which is `record`. A run that goes on after step `done` keeps the
+    objects up to that step, and its record is added to those under `resumed`.
     On a terminal there is a progress bar, elsewhere a line every `log_every` steps.
+    `writers` get `(step, values)` of each step, on every rank.
     """
 
     def __init__(
@@ -36,49 +37,48 @@ class Report:
         title: str = "",
         terminal: bool | None = None,
         done: int = 0,
+        meter: StepMeter | None = None,
+        writers: Sequence[Any] = (),
     ) -> None:
         self.steps, self.tokens_per_step, self.log_every = steps, tokens_per_step, max(1, log_every)
         self.title, self.active = title, active
         self.rows: list[dict[str, Any]] = []
         self.done = self._first = done
         self.out = Path(out) if out is not None and active else None
-        self._metrics: IO[bytes] | None = None
-        self._size, self._failed = 0, False  # of metrics.jsonl, as far as it is whole; whether a write has failed
+        self._meter = meter or StepMeter(devices=1)
+        self._writers = [*writers]
         if self.out:
             self.out.mkdir(parents=True, exist_ok=True)
             if record is not None:
                 _record(self.out / "run.json", record, done)
-            self.rows = _rows(self.out / "metrics.jsonl", upto=done)
-            _replace(self.out / "metrics.jsonl", "".join(map(_line, self.rows)))
-            self._metrics = open(self.out / "metrics.jsonl", "r+b", buffering=0)
-            self._size = (self.out / "metrics.jsonl").stat().st_size
+            lines = JsonLines(self.out / "metrics.jsonl", after=done, warn=self.say)
+            self.rows = lines.rows
+            self._writers.append(lines)
         self._written = len(self.rows)
         show_bar = active and (sys.stdout.isatty() if terminal is None else terminal)
         self._bar = _bar(steps) if show_bar else None
-        self._start = self._mark = time.perf_counter()
+        self._start = time.perf_counter()
 
     def __enter__(self) -> Report:
         if self._bar:
             self._bar.start()
             self._bar.update(self._bar.task_ids[0], completed=self.done)
-        self._start = self._mark = time.perf_counter()
+        self._start = time.perf_counter()
+        self.mark()
         return self
 
     def step(self, step: int, *, loss: float, grad_norm: float, lr: float) -> None:
         """After a step, counted from 1. The time since the last call of `step` or `held_out` is the step's."""
-        now = time.perf_counter()
-        speed = self.tokens_per_step / max(now - self._mark, 1e-9)
-        row = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_s": round(speed, 1)}
+        row = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, **self._meter.step(self.tokens_per_step)}
         self.rows.append(row)
         self.done = step
         self._write(upto=len(self.rows) - 1)  # this step's object waits: an evaluation may follow
         if self._bar:
             self._bar.update(self._bar.task_ids[0], completed=step, text=self._text(row))
         elif self.active and (step % self.log_every == 0 or step in (self._first + 1, self.steps)):
-            left = (now - self._start) / (step - self._first) * (self.steps - step)
+            left = (time.perf_counter() - self._start) / (step - self._first) * (self.steps - step)
             count = f"{step:>{len(str(self.steps))}}/{self.steps}"
             print(f"step {count}  {self._text(row)}  {_clock(left)} left", flush=True)
-        self._mark = time.perf_counter()
 
     def held_out(self, loss: float) -> None:
         """The held-out loss after the last step; the time that the evaluation took counts for no step."""
@@ -105,7 +105,7 @@ class Report:
 
     def mark(self) -> None:
         """The time since the last step counts for none."""
-        self._mark = time.perf_counter()
+        self._meter.mark()
 
     def mean_loss(self, last: int = 20) -> float:
         """Mean loss of the last steps."""
@@ -118,9 +118,9 @@ class Report:
         if self._bar:
             self._bar.stop()
         self.flush()
-        if self._metrics:
-            self._metrics.close()
-            self._metrics = None
+        for writer in self._writers:
+            if hasattr(writer, "close"):
+                writer.close()
         if self.out and self.rows:
             try:
                 loss_curve(self.rows, self.out / "loss.png", self.title)
@@ -133,35 +133,30 @@ class Report:
     def _text(self, row: dict[str, Any]) -> str:
         recent = [r["tokens_per_s"] for r in self.rows[-10:]]
         speed = len(recent) / sum(1 / max(s, 1e-9) for s in recent)
-        return f"loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  {speed:,.0f} tokens/s"
+        text = f"loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  {speed:,.0f} tokens/s"
+        return text + (f"  MFU {row['mfu'] * speed / row['tokens_per_s']:.1%}" if "mfu" in row else "")
 
     def _write(self, upto: int) -> None:
-        if self._metrics is None:
-            return
-        text = "".join(map(_line, self.rows[self._written : upto])).encode()
-        start = self._size
-        try:
-            self._metrics.truncate(start)  # what an attempt has left that failed in the middle of a line
-            self._metrics.seek(start)
-            self._metrics.write(text)
-            self._written, self._size = upto, start + len(text)
-        except OSError as error:  # the next attempt writes these rows too
-            if not self._failed:
-                self.say(f"warning: training goes on, metrics.jsonl waits: {error}")
-            self._failed = True
+        for row in self.rows[self._written : upto]:
+            for writer in self._writers:
+                writer(row["step"], row)
+        self._written = max(upto, self._written)
 
 
 def loss_curve(rows: Sequence[dict[str, Any]], path: Path, title: str = "") -> None:
-    """Training loss of each step, its mean over 20 steps, and held-out losses, as PNG. Needs matplotlib."""
+    """Training loss of each step, its mean over 21 steps around it, and held-out losses, as PNG. Needs matplotlib.
+
+    Near the ends the mean is over fewer steps, as many before as after.
+    """
     from matplotlib.figure import Figure  # no pyplot: no global state and no screen
 
     steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
-    means = [sum(losses[max(0, i - 19) : i + 1]) / min(i + 1, 20) for i in range(len(losses))]
+    means = centred_means(losses)
     held_out = [(row["step"], row["held_out_loss"]) for row in rows if "held_out_loss" in row]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="training")
-    axes.plot(steps, means, color="tab:blue", linewidth=2, label="training, mean of 20 steps")
+    axes.plot(steps, means, color="tab:blue", linewidth=2, label="training, mean of 21 steps around")
     if held_out:
         axes.plot(*zip(*held_out), "o-", color="tab:orange", label="held out")
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
@@ -170,23 +165,11 @@ def loss_curve(rows: Sequence[dict[str, Any]], path: Path, title: str = "") -> N
     figure.savefig(path, dpi=120)
 
 
-def _rows(path: Path, upto: int) -> list[dict[str, Any]]:
-    """The objects of a metrics.jsonl up to a step. What a killed run has left of a line is none."""
-    rows = []
-    for line in path.read_text().splitlines() if upto and path.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        if row["step"] <= upto:
-            rows.append({name: math.nan if value is None else value for name, value in row.items()})
-    return rows
-
-
-def _line(row: dict[str, Any]) -> str:
-    """A line of metrics.jsonl, in strict JSON, which has no NaN."""
-    finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-    return json.dumps(finite, allow_nan=False) + "\n"
+def centred_means(values: Sequence[float], reach: int = 10) -> list[float]:
+    """Returns the mean of each value and of up to `reach` values on both sides, equally many: it does not lag."""
+    last = len(values) - 1
+    windows = [(i, min(reach, i, last - i)) for i in range(len(values))]
+    return [sum(values[i - near : i + near + 1]) / (2 * near + 1) for i, near in windows]
 
 
 def _record(path: Path, record: dict[str, Any], done: int) -> None:

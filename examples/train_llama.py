@@ -13,6 +13,7 @@ import copy
 import math
 import os
 from argparse import Namespace
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,11 +27,11 @@ from reporting import Report
 from text_data import TextData, data_parallel_rows
 
 import neuronx_dist as nxd
-from neuronx_dist import comm, hf, spmd
+from neuronx_dist import comm, hf, metrics, spmd
 from neuronx_dist.checkpoint.errors import CheckpointMismatch
 from neuronx_dist.comm.launch import end_step
 from neuronx_dist.optimizer import MasterWeightsOptimizer, MuonAdamW, NeuronZero1Optimizer, muon_groups
-from neuronx_dist.planning.layout import Layout
+from neuronx_dist.planning.layout import Layout, format_bytes
 from neuronx_dist.planning.memory import estimate_memory, optimizer_bytes
 
 INPUTS = ["input_ids", "labels", "num_items_in_batch"]
@@ -181,6 +182,7 @@ def train(
     device: torch.device,
     report: Report,
     checkpoints: Checkpoints | None = None,
+    profiler: Any = None,
 ) -> None:
     """The training loop, of this rank, from where the report is."""
     model, optimizer, schedule = run
@@ -195,6 +197,8 @@ def train(
         lr = optimizer.param_groups[0]["lr"]
         loss, norm = float(train_step(model, optimizer, rows(data.batch(step)))), float(optimizer.grad_norm)
         schedule.step()
+        if profiler is not None:
+            profiler.step()
         report.step(step, loss=loss, grad_norm=norm, lr=lr)
         if not (args.allow_nonfinite or (math.isfinite(loss) and math.isfinite(norm))):
             report.interrupted()
@@ -260,7 +264,7 @@ def main() -> None:
             raise ValueError(f"the text has tokens up to {data.vocab_size}, the model knows {config.vocab_size}")
         device = nxd.init_distributed(args.device)  # before any backward: torch counts devices at the first
         recomputation = recomputation_of(args)
-        memory: Any = ""  # for `say`
+        memory = None
         if rank == 0:
             optimizer_class = MuonAdamW if args.optimizer == "muon" else torch.optim.AdamW
             options = dict(recomputation=recomputation, fused_loss=args.fused_loss, optimizer_class=optimizer_class)
@@ -274,7 +278,7 @@ def main() -> None:
         job.leave(code=verify.main(args, config, data, device))
     nxd.initialize_model_parallel(args.tp, args.pp, context_parallel_size=args.cp, expert_model_parallel_size=args.ep)
     try:
-        run_in(args, config, layout, data, tokenizer, device, str(memory))
+        run_in(args, config, layout, data, tokenizer, device, memory)
     except comm.RemoteRankError as error:
         job.leave_without(error.rank, str(error))
     comm.barrier()
@@ -282,7 +286,7 @@ def main() -> None:
 
 
 def run_in(
-    args: Namespace, config: Any, layout: Layout, data: TextData, tokenizer: Any, device: torch.device, memory: str
+    args: Namespace, config: Any, layout: Layout, data: TextData, tokenizer: Any, device: torch.device, memory: Any
 ) -> None:
     """The run, of this rank, in the folder that is its own."""
     rank = job.RANK
@@ -294,7 +298,7 @@ def run_in(
         refusal = comm.broadcast_object(check_before_launch(args, config, layout) if rank == 0 else None)
         if refusal:
             leave_together(refusal, job.WRONG_USE)
-    job.say(f"{layout.picture(config)}\n\n{memory}\n\nbuilding the model; the first step records it ...")
+    job.say(f"{layout.picture(config)}\n\n{memory or ''}\n\nbuilding the model; the first step records it ...")
     checkpoints = Checkpoints(args, config, data.checksum, job.say)
     run = build(args, config, device)
     try:
@@ -306,12 +310,17 @@ def run_in(
         named = args.resume not in (None, "", "auto")
         leave_together(str(error), job.WRONG_USE if named or isinstance(error, CheckpointMismatch) else 1)
     title = f"tp {layout.tp} × pp {layout.pp} × dp {layout.dp}" + f" × cp {layout.cp}" * (layout.cp > 1)
-    shown = dict(out=args.out, log_every=args.log_every, active=rank == 0, title=title, done=done)
-    record = record_of(args, layout, launches)
-    with Report(args.steps, args.global_batch * args.seq_len, record=record, **shown) as report:
+    meter = make_meter(args, config, device, memory)
+    shown = dict(out=args.out, log_every=args.log_every, active=rank == 0, title=title, done=done, meter=meter)
+    shown |= dict(record=record_of(args, layout, launches), writers=writers_of(args, done))
+    profile: Any = nullcontext()
+    if args.profile:
+        trace = Path(args.out) / f"profile.rank{rank}.json"
+        profile = metrics.profile_steps(trace, args.profile, pipeline=run.model)
+    with Report(args.steps, args.global_batch * args.seq_len, **shown) as report, profile as profiler:
         checkpoints.say = report.say
         job.end_after_step(lambda: f"{report.interrupted()}, not saved; earlier checkpoints stay")
-        train(args, run, data, device, report, checkpoints)
+        train(args, run, data, device, report, checkpoints, profiler)
     checkpoints.finish()
     folder = Path(args.out) / "model"
     try:
@@ -321,11 +330,41 @@ def run_in(
     comm.barrier()
     job.on_interrupt(lambda: f"after the last step; the weights are in {folder}: --model {folder} trains them further")
     job.say(f"mean loss of the last {min(20, args.steps)} steps {report.mean_loss(20):.4f}")
+    say_memory(device, memory)
     job.say(f"metrics.jsonl, loss.png, run.json and model/ are in {args.out}")
     if not math.isfinite(report.mean_loss(1)):
         job.say("the last loss is not finite: the model writes no text")
     elif rank == 0:
         print("\nthe model goes on:\n" + data.continuation(folder, "def "))
+
+
+def make_meter(args: Namespace, config: Any, device: torch.device, memory: Any) -> metrics.StepMeter:
+    """The meter of this rank; rank 0 says by which numbers it counts FLOPs."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        flops = metrics.training_flops(AutoModelForCausalLM.from_config(config), args.seq_len)
+    predicted = None if memory is None else memory.stages[comm.rank("pp")].peak
+    meter = metrics.StepMeter(flops=flops, peak=args.peak, device=device, predicted_memory=predicted)
+    peak = "not known (--peak)" if meter.peak is None else f"{meter.peak / 1e12:g} TFLOPs per second"
+    job.say(f"{flops}; peak of a device {peak}")
+    return meter
+
+
+def writers_of(args: Namespace, done: int) -> list[Any]:
+    """Writers of this rank, beside the report's: lines of other ranks than 0, TensorBoard of rank 0."""
+    if job.RANK:
+        return [metrics.JsonLines(Path(args.out) / f"metrics.rank{job.RANK}.jsonl", after=done)]
+    return [metrics.TensorBoard(Path(args.out) / "tensorboard", after=done)] if args.tensorboard else []
+
+
+def say_memory(device: torch.device, memory: Any) -> None:
+    """Says the measured peak memory of a rank beside the predicted one; all ranks call it."""
+    peaks = [peak for peak in comm.gather_objects(metrics.peak_memory(device)) if peak is not None]
+    if peaks and memory is not None:
+        of_process = " (of the process, with its imports)" if device.type == "cpu" else ""
+        measured = f"{format_bytes(max(peaks))} measured{of_process}"
+        job.say(f"peak memory of a rank: {measured}, {format_bytes(memory.peak)} predicted for tensors")
 
 
 def leave_together(message: str, code: int = 1) -> NoReturn:

@@ -45,7 +45,7 @@ _LAZY = {
     "recompute": "planning.recompute",
     "reduce_gradients": "gradients.reduce",
     **dict.fromkeys(("ring_attention", "ulysses_attention"), "attention.context_parallel"),
-    **dict.fromkeys(("hf", "pipeline", "trainer"), ""),
+    **dict.fromkeys(("data", "hf", "metrics", "pipeline", "trainer"), ""),
     **{f"{verb}_checkpoint": "checkpoint.api" for verb in ("save", "load", "has", "finalize")},
 }
 

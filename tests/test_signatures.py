@@ -22,8 +22,8 @@ import pytest
 import neuronx_dist
 
 FILE = Path(__file__).parent / "signatures.txt"
-PUBLIC = """checking comm comm.launch distributed hf mesh optimizer parallel_layers parallelize pipeline planning.layout
-    planning.memory planning.plan shard_tensor shard_tensor.experimental shard_tensor.parallel spmd
+PUBLIC = """checking comm comm.launch data distributed hf mesh metrics optimizer parallel_layers parallelize pipeline
+    planning.layout planning.memory planning.plan shard_tensor shard_tensor.experimental shard_tensor.parallel spmd
     weights.shard_spec modules.qkv_linear modules.rms_norm""".split()
 PUBLIC += [
     f"parallel_layers.{name}"

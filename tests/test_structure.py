@@ -35,7 +35,7 @@ TOWER = [
     ["comm/doctor"],
     ["weights"],
     ["spmd"],
-    ["attention", "program", "sharded_functions"],
+    ["attention", "data", "metrics", "program", "sharded_functions"],
     ["gradients"],
     ["parallel_layers"],
     ["modules"],
@@ -224,6 +224,7 @@ def test_lazy_names_are_the_only_doors_up():
         "neuronx_dist.compat.nxd_names",  # modules in the place of NxD's
         "neuronx_dist.compat.stand_ins",  # modules in the place of torch_xla's
         "neuronx_dist.lazy_names",
+        "neuronx_dist.metrics.writers",  # tensorboard, or tensorboardX
         "neuronx_dist.shard_tensor.physicsnemo",  # PhysicsNeMo, where it is installed
         "neuronx_dist.xla_replay.__main__",  # the user's own module
     ]

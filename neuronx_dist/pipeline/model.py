@@ -80,7 +80,8 @@ class NxDPPModel(CutModule):
             for each module of this stage that has any, on the CPU. `param_init_fn(module, device)`, as in NxD's
             release, is called for modules that contain such modules too, before these. What it does not set is NaN.
         trace_file_path: a file in which each pass is recorded, as a trace of Chrome and Perfetto (ui.perfetto.dev):
-            tasks, waits, messages and collectives of all ranks of a host; see `Trace`. None: no trace.
+            tasks, waits, messages and collectives of all ranks of a host; see `Trace`. None: no trace. The attribute
+            may be set between steps.
         use_zero1_optimizer: the optimizer averages gradients over data-parallel ranks, so that `run_train` does not.
         auto_partition: True or "layers": cut evenly between transformer layers, as NxD; see `create_partitions`.
             "balanced": by FLOPs, which `trace(kwargs={...})` after this makes known, and parameters, the embedding's
@@ -392,6 +393,9 @@ class NxDPPModel(CutModule):
 
     def _opened_trace(self) -> Trace | None:
         """The trace, opened by the first pass; None without `trace_file_path`, and in a check, which plays ranks."""
+        if self.trace_file_path is None and self._trace is not None:
+            self._trace.end()
+            self._trace = None
         if self._trace is None and self.trace_file_path is not None and active() is None:
             self._trace = Trace(self.trace_file_path, self.device).closed_with(self)
         return self._trace

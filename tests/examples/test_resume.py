@@ -21,9 +21,10 @@ pytestmark = pytest.mark.process
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """Returns the metrics that a run has written of its steps, but for the time."""
+    """Returns the metrics that a run has written of its steps, but for time and memory."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name != "tokens_per_s"} for row in rows]
+    computed = ("step", "loss", "grad_norm", "lr", "held_out_loss")
+    return [{name: row[name] for name in computed if name in row} for row in rows]
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:

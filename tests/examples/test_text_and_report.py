@@ -11,7 +11,8 @@ from transformers import LlamaConfig
 
 import neuronx_dist as nxd
 from examples.checkpoints import _FLAGS, Checkpoints
-from examples.reporting import Report, loss_curve
+from examples.options import arguments, check_flags
+from examples.reporting import Report, centred_means, loss_curve
 from examples.text_data import ByteTokenizer, TextData, data_parallel_rows
 
 
@@ -225,7 +226,7 @@ def test_other_ranks_say_and_write_nothing(tmp_path, capsys):
 
 
 def test_evaluation_time_counts_for_no_step(monkeypatch):
-    clock = iter([0.0, 0.0, 1.0, 1.0, 100.0, 101.0, 101.0])
+    clock = iter([0.0, 0.0, 0.0, 0.0, 1.0, 100.0, 101.0])
     monkeypatch.setattr("examples.reporting.time.perf_counter", lambda: next(clock))
     report = Report(2, 500, terminal=False, active=False)
     with report:
@@ -246,6 +247,39 @@ def test_a_terminal_gets_a_bar(monkeypatch):
     assert "held-out loss 4.0000 after step 2" in text
 
 
+def test_the_mean_of_the_loss_curve_does_not_lag():
+    """A straight line is its mean, at the ends too; a mean over the steps before would be shifted."""
+    line = [3.0 - 0.5 * i for i in range(40)]
+    assert centred_means(line) == pytest.approx(line)
+    peak = centred_means([0.0] * 20 + [21.0] + [0.0] * 20)
+    assert peak == [1.0 if 10 <= i <= 30 else 0.0 for i in range(41)]
+
+
+def test_flags_of_a_run_may_be_given_back(tmp_path, capsys):
+    record = tmp_path / "run.json"
+    flags = vars(
+        arguments("", ["--steps", "7", "--tp", "2", "--zero1", "--out", "x", "--peak", "1e12", "--resume", "t"])
+    )
+    record.write_text(json.dumps({"flags": flags}))
+    again = arguments("", ["--config", str(record), "--tp", "4"])
+    assert (again.steps, again.tp, again.zero1, again.out, again.resume, again.peak) == (7, 4, True, None, None, 1e12)
+    for text, words in (
+        ('{"flags": {"tq": 2}}', "this version has no --tq"),
+        ("[]", "no run.json"),
+        ("{", "Expecting"),
+    ):
+        record.write_text(text)
+        with pytest.raises(SystemExit):
+            arguments("", ["--config", str(record)])
+        assert words in capsys.readouterr().err
+    for wrong, words in (
+        (["--peak", "abacus"], "neither a number nor one of A100"),
+        (["--profile", "9"], "--steps 11"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            check_flags(arguments("", ["--steps", "10", *wrong]))
+
+
 def test_a_loss_curve_of_one_step(tmp_path):
     loss_curve([{"step": 1, "loss": 5.5}], tmp_path / "one.png", "tp 2")
     assert (tmp_path / "one.png").stat().st_size > 1000
@@ -256,22 +290,23 @@ def test_metrics_that_could_not_be_written_are_written_later(tmp_path, capsys):
     with Report(4, 128, out=tmp_path, terminal=False) as report:
         report.step(1, loss=1.0, grad_norm=1.0, lr=1.0)
         report.flush()
-        write = report._metrics.write
+        (lines,) = report._writers
+        write = lines._file.write
 
         class Full(io.FileIO):
             def write(self, data):
                 write(bytes(data)[:10])
                 raise OSError(28, "No space left on device")
 
-        whole, report._metrics = report._metrics, Full(tmp_path / "metrics.jsonl", "r+")
+        whole, lines._file = lines._file, Full(tmp_path / "metrics.jsonl", "r+")
         for step in (2, 3):
             report.step(step, loss=float(step), grad_norm=1.0, lr=1.0)
             report.flush()
-        report._metrics.close()
-        report._metrics = whole
+        lines._file.close()
+        lines._file = whole
         report.step(4, loss=4.0, grad_norm=1.0, lr=1.0)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in text.splitlines()] == [1, 2, 3, 4]
     assert (
         capsys.readouterr().out.count("warning: training goes on, metrics.jsonl waits: [Errno 28] No space left") == 1
     )

@@ -87,11 +87,23 @@ def test_a_run_records_what_it_was_made_with(trained):
 
 
 def test_processes_give_the_losses_of_one(trained, tmp_path):
+    """With the flags of the run's record, and all that measures switched on."""
     out = tmp_path / "run"
-    flags = ["--tp", "2", "--pp", "2", "--sequence-parallel", "--out", str(out)]
-    code, text = run(*SMALL, *flags, ranks=4)
+    flags = ["--config", str(trained[0] / "run.json"), "--tp", "2", "--pp", "2", "--sequence-parallel"]
+    code, text = run(*flags, "--tensorboard", "--peak", "1e12", "--profile", "1", "--out", str(out), ranks=4)
     assert code == 0, text
     assert losses(out) == pytest.approx(losses(trained[0]), rel=1e-5)
+    assert "FLOPs per token: 6 · 1,672,896 of 1,722,048 parameters + 12 · 4 layers" in text
+    assert re.search(
+        r"peak memory of a rank: .* MiB measured \(of the process, with its imports\), .* MiB predicted", text
+    )
+    rows = [json.loads(line) for line in (out / "metrics.rank3.jsonl").read_text().splitlines()]
+    assert len(rows) == 4 and all(row["mfu"] > 0 and row["peak_memory"] > 0 for row in rows)
+    assert any((out / "tensorboard").iterdir())
+    events = json.loads((out / "profile.rank3.json").read_text())["traceEvents"]
+    names = {event.get("name") for event in events if event.get("cat") == "user_annotation"}
+    assert {"F0", "B0", "all_reduce world", "recv pp_forward", "reduce_scatter tp"} <= names
+    assert {f"pipeline rank {rank}" for rank in range(4)} <= {event.get("pid") for event in events}
 
 
 def test_a_saved_folder_is_trained_further_in_another_layout_in_bfloat16_with_muon(trained, tmp_path):

@@ -109,6 +109,7 @@ EXEMPT = {
     "open_together:comm.gather_objects#1": _CLOCKS,
     "open_together:comm.gather_objects#2": _CLOCKS,
     "DistributedManager.cleanup:comm.barrier#1": _END,
+    "_ProfiledSteps.write:comm.barrier#1": _ORDER,
     "_move_in_turns:comm.barrier#1": _ORDER,
     "save_adapters:comm.barrier#1": _ORDER,
     "save_adapters:comm.gather_objects#1": _FILES,

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.profiler import record_function
 
 from ... import accelerator, comm
 from ...comm import recording
@@ -116,8 +117,8 @@ class Trace:
         self._file.append(self._names())
 
     def closed_with(self, owner: object) -> Trace:
-        """Closes the trace when `owner` is collected, or the process ends; returns the trace."""
-        weakref.finalize(owner, self.close)
+        """Closes the trace when `owner` is collected, the process ends, or `end()` is called; returns the trace."""
+        self.end = weakref.finalize(owner, self.close)
         return self
 
     def close(self) -> None:
@@ -291,7 +292,8 @@ class _WatchedTransport:
         self._received, self._sent = [], []
         args = self._args(task)
         try:
-            compute(task)
+            with record_function(str(task)):  # a range of torch.profiler, if that is on
+                compute(task)
         except BaseException as error:
             args["error"] = _said(error)
             raise

@@ -179,6 +179,7 @@ PROGRAM_OF: dict[str, str] = {
 
 # Sites that are no part of a training step, or not of the program.
 EXEMPT = {
+    "_ProfiledSteps": "reads files",
     "save_pretrained": "writes weights",
     "MatrixOwners": "a type check sees an elementwise step; tests/parity/test_mutation.py sees values",
     "_written_together": "writes weights",
