@@ -79,7 +79,7 @@ def with_muon(params: Any) -> torch.optim.Optimizer:
 
 
 def test_a_state_without_momentum_of_muon_is_refused(tmp_path: Path) -> None:
-    """Its group has the options of both groups here, and torch would load any entries."""
+    """One group of AdamW has the options of both groups of MuonAdamW, and torch would load any entries."""
 
     def rank() -> None:
         nxd.save_checkpoint(tmp_path, "a", *trained(AdamW))
