@@ -40,7 +40,7 @@ def report_of(device: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.process
 def test_training_equals_training_on_the_cpu(tmp_path: Path) -> None:
-    """TP, ZeRO-1, recomputed dropout, a checkpoint, a ShardTensor, `parallelize`, a pipeline (1F1B), Muon, a fused loss.
+    """TP, ZeRO-1, recomputed dropout, a checkpoint, a ShardTensor, `parallelize`, a pipeline (1F1B), Muon, fused loss.
 
     Autograd has a thread for this device, as for a GPU: ranks that are threads must not wait for each other in it.
     """
