@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.compiler import is_compiling
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..nearest import nearest
@@ -75,7 +75,7 @@ def checkpoint_layers(
             model. "attention": the attention function of each attention, without its projections. "norms": the layers
             that normalise. A class of modules, its name, the name of one module ("layers.3"), a predicate on modules,
             or a list of these. None: "full", or nothing if there are `functions`.
-        functions: torch functions whose calls run under a checkpoint, one by one, or a predicate on functions.
+        functions: torch functions whose calls run under a checkpoint, one by one: a list, one, or a predicate.
         offload: saved inputs that require a gradient lie in the host's memory, pinned if the device has a stream to
             copy on, until backward.
 
@@ -99,19 +99,19 @@ def checkpoint_layers(
         actions += [partial(change, layer, run) for layer in matching.values()]
         chosen |= set(matching)
     if functions:
-        if others := [
-            x for x in ((functions,) if callable(functions) else functions) if isinstance(x, type) or not callable(x)
-        ]:
+        is_listed = not callable(functions) or resolve_name(functions) is not None  # one function of torch, as F.relu
+        listed: list[Any] = [functions] if callable(functions) else list(functions)
+        if others := [x for x in listed if isinstance(x, type) or not callable(x)]:
             raise ValueError(
                 f"recompute: functions has {others[0]!r}: pass functions of torch, such as [F.silu], or a predicate on "
                 "functions; classes of modules go into the first argument"
             )
-        called = functions if callable(functions) else set(functions).__contains__
-        if in_place := [function for function in (() if callable(functions) else functions) if _writes(function)]:
+        if in_place := [function for function in listed if is_listed and _writes(function)]:
             raise ValueError(
                 f"recompute: {in_place[0].__name__} changes its argument in place, which cannot be recomputed: "
                 "leave it out of functions"
             )
+        called: Callable[[Any], Any] = set(listed).__contains__ if is_listed else listed[0]
         inside = transformer_layers(model)
         actions += [partial(_run_inside, named[name], called, run) for name in ("", *inside)]
         chosen |= set(inside)
