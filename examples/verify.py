@@ -53,7 +53,7 @@ def main(args: argparse.Namespace, config: Any, data: TextData, device: torch.de
     args.steps = min(args.steps, 20)
     world, rank = launch.world()
     say = print if rank == 0 else lambda *_, **__: None
-    single = dict(tp=1, pp=1, cp=1, ep=1, schedule=None, virtual_pipeline_size=1)
+    single: dict[str, Any] = dict(tp=1, pp=1, cp=1, ep=1, schedule=None, virtual_pipeline_size=1)
     single |= dict(sequence_parallel=False, zero1=False, pad_heads=False, pad_vocab=False, fused_loss=False)
     single |= dict(recompute="none", memory=None, offload=False)
     alone = argparse.Namespace(**{**vars(args), **single})

@@ -12,7 +12,6 @@ with that set is played, on the schedule of the pipeline, and if it is above the
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -28,15 +27,14 @@ from .. import comm
 from ..parallel_layers.activation_checkpoint import WORDS, checkpoint_layers, modules_of, transformer_layers
 from ..pipeline.model import NxDPPModel
 from ..program.effects import flops_of, tensors_in
-from ..program.fake_mode import QuietFakeMode
 from ..spmd.random import streams
 from ..torch_internals.autograd import is_checkpoint_hook, top_saved_tensors_hooks
 from ..torch_internals.operators import TorchDispatchMode
-from ..torch_internals.tensors import pytree, storage_key
+from ..torch_internals.tensors import storage_key
 from ..weights.partial_model import partial_model
 from ..weights.wrappers import wrapper_of
 from .costs import CPU, H100, Costs
-from .fake_rank import WireBackend, fakes_of, playing
+from .fake_rank import WireBackend, on_fakes, playing, run_step
 from .layout import format_bytes
 from .meter import MemoryMeter
 
@@ -139,7 +137,7 @@ def recompute(
             of `what` recomputed; the message has the smallest possible one.
     """
     if wrapper_of(type(model)) == "DistributedDataParallel":
-        model = model.module
+        model = model.get_submodule("module")
     if memory is None:
         return Recomputation(tuple(checkpoint_layers(model, what, functions=functions, offload=offload)))
     if inputs is None:
@@ -248,45 +246,21 @@ class _Play:
                 rank = comm.current()
                 wires = WireBackend(meter, self._device, clock.communicates)
                 stack.enter_context(playing(rank.mesh, rank.rank, wires, streams().get_states()))
-            fake = QuietFakeMode()
-            with fake, meter:
-                meter.kind = "parameters"
-                model: Any = copy.deepcopy(self.model, fakes_of(self.model, self._device))
-                meter.kind = "batch"
-                inputs = self._fake_inputs()
-            model.train()
-            in_pipeline = isinstance(model, NxDPPModel)
-            if in_pipeline:
-                inputs = _shorten(model, inputs)
-            for unit, words in options:
-                _apply(model, unit, words, self.offload)
-            if in_pipeline:
-                model.open_channels()
-                with torch.enable_grad():
-                    model.program(inputs)  # recorded at the first step
-            stack.enter_context(fake)
-            stack.enter_context(meter)
+
+            def prepare(model: nn.Module) -> None:
+                for unit, words in options:
+                    _apply(model, unit, words, self.offload)
+
+            model, inputs = stack.enter_context(on_fakes(self.model, self._inputs, meter, self._device, prepare))
             stack.enter_context(clock)
-            stack.enter_context(torch.enable_grad())
             meter.kind = "activations"
             units = self._watch(model, clock) if watched else {}
             meter.reset("compute")
-            if in_pipeline:
-                model.run(model.training_schedule, inputs)
-            else:
-                torch.autograd.backward(_losses(model(**inputs)))
-            local = units if not in_pipeline else {name: unit for name, unit in units.items() if model.is_local(name)}
-            return _Played(meter.phases["compute"].peak, model.peak_in_flight if in_pipeline else 1, local)
-
-    def _fake_inputs(self) -> dict[str, Any]:
-        """Returns the batch on the device, inside of the fake mode."""
-
-        def fake(x: Any) -> Any:
-            is_tensor = isinstance(x, torch.Tensor)
-            return torch.empty(x.shape, dtype=x.dtype, device=self._device) if is_tensor else x
-
-        result: dict[str, Any] = pytree.tree_map(fake, dict(self._inputs))
-        return result
+            run_step(model, inputs)
+            if not isinstance(model, NxDPPModel):
+                return _Played(meter.phases["compute"].peak, 1, units)
+            local = {name: unit for name, unit in units.items() if model.is_local(name)}
+            return _Played(meter.phases["compute"].peak, model.peak_in_flight, local)
 
     def _watch(self, model: nn.Module, clock: _Clock) -> dict[str, _Unit]:
         """Measures each unit's first forward: its bytes are those of storages that no unit before it has saved."""
@@ -335,26 +309,6 @@ def _device_of(model: nn.Module) -> torch.device:
         return devices.pop()
     device = torch.device(comm.current().backend.device) if comm.is_initialized() else torch.device("cpu")
     return device if device.type == "cuda" else torch.device("cpu")
-
-
-def _shorten(model: NxDPPModel, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Makes the model take as few microbatches as have the peak of all; returns these microbatches of the inputs."""
-    num_microbatches = model.num_microbatches
-    model.num_microbatches = model.training_schedule.microbatches_until_repeat(model.stage)
-    model.trace_file_path = None
-
-    def first(x: Any) -> Any:
-        is_cut = isinstance(x, torch.Tensor) and x.ndim > 0 and x.shape[0] > 1
-        return x[: x.shape[0] // num_microbatches * model.num_microbatches] if is_cut else x
-
-    result: dict[str, Any] = pytree.tree_map(first, inputs)
-    return result
-
-
-def _losses(output: Any) -> list[torch.Tensor]:
-    """Returns a module's loss or, without one, the sums of its results, of which backward is played."""
-    loss = getattr(output, "loss", None)
-    return [loss] if loss is not None else [x.sum() for x in tensors_in(output) if x.requires_grad]
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
