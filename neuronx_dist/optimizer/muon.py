@@ -160,6 +160,7 @@ class MuonAdamW(torch.optim.AdamW):
         groups = [
             {**here, **saved, "optimizer": here["optimizer"]} for here, saved in zip(self.param_groups, saved_groups)
         ]
+        groups += saved_groups[len(groups) :]  # torch refuses another number
         super().load_state_dict({**state_dict, "param_groups": groups})
 
     def _step_matrices(self, matrices: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:

@@ -285,6 +285,10 @@ def test_states_of_other_optimizers() -> None:
         ValueError, match="state is of AdamW, with parameter groups of adamw, .* is MuonAdamW, with .* muon"
     ):
         MuonAdamW([muon_group]).load_state_dict(torch.optim.AdamW([matrix]).state_dict())
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        MuonAdamW([adamw_group]).load_state_dict(
+            MuonAdamW([adamw_group, {**muon_group, "optimizer": "adamw"}]).state_dict()
+        )
     with comm.as_rank(Mesh(1), 0):
         plain = NeuronZero1Optimizer([matrix, vector], torch.optim.AdamW)
         groups = NeuronZero1Optimizer([muon_group, adamw_group], MuonAdamW)
