@@ -70,7 +70,7 @@ class MuonAdamW(torch.optim.AdamW):
 
     Raises:
         ValueError: a group has no `optimizer`, or a Muon group a parameter that is no matrix, or a value does not fit.
-        TypeError: a group has an option that neither optimizer has, and that is named like one of its options.
+        TypeError: a group has an option that neither optimizer has, and that is spelled almost like one of theirs.
     """
 
     owners: MatrixOwners | None = None  # of shards
@@ -121,7 +121,8 @@ class MuonAdamW(torch.optim.AdamW):
         for option in param_group.keys() - _OPTIONS:
             if similar := difflib.get_close_matches(option, _OPTIONS, cutoff=0.85):
                 raise TypeError(
-                    f"MuonAdamW: a parameter group has the unknown option {option!r}; nearest: {similar[0]}"
+                    f"MuonAdamW: a parameter group has the unknown option {option}={param_group[option]!r}; nearest: "
+                    f"{similar[0]}"
                 )
         if kind == "muon":
             _check_values(group)

@@ -264,7 +264,7 @@ def test_one_process_needs_no_wrapper() -> None:
 
 
 def test_states_of_other_optimizers() -> None:
-    """Those of torch's Muon and AdamW load where the groups are theirs; all others are refused by name."""
+    """States of torch's Muon and AdamW load where the groups are theirs; all others are refused by name."""
     matrix, vector = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
     muon_group, adamw_group = {"params": [matrix], "optimizer": "muon"}, {"params": [vector], "optimizer": "adamw"}
     for group, theirs in ((muon_group, torch.optim.Muon([matrix])), (adamw_group, torch.optim.AdamW([vector]))):
@@ -355,7 +355,7 @@ def test_groups_of_a_model() -> None:
             muon_groups(Net(), muon=dict(momentun=0.9))
         of_names = muon_groups(Net(), is_muon=lambda name: name.startswith("embed"))
         assert [name for name, _ in of_names[0]["params"]] == ["embed.weight"]
-        optimizer = NeuronZero1Optimizer(groups, MuonAdamW, weight_decay=0.2)
+        optimizer = NeuronZero1Optimizer(groups, MuonAdamW, weight_decay=0.2, momentum=0.9)
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.2]
         return [(group["optimizer"], group["param_names"], group["lr"]) for group in optimizer.param_groups]
 
@@ -398,7 +398,7 @@ def test_what_is_no_matrix_is_refused_by_name() -> None:
         }.items():
             with pytest.raises(ValueError, match=f"a Muon group has {message}"):
                 NeuronZero1Optimizer([{"params": [matrix], "optimizer": "muon", option: value}], MuonAdamW)
-        with pytest.raises(TypeError, match="unknown option 'momentun'; nearest: momentum"):
+        with pytest.raises(TypeError, match="unknown option momentun=0.9; nearest: momentum"):
             NeuronZero1Optimizer([{"params": [matrix], "optimizer": "muon", "momentun": 0.9}], MuonAdamW)
         experts = nn.Parameter(torch.ones(4, 4))
         experts.expert_model_parallel = True
