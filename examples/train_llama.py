@@ -13,6 +13,7 @@ import copy
 import math
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -55,8 +56,8 @@ def load_config(args: Namespace) -> tuple[Any, Any]:
     return AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
 
 
-def assemble(args: Namespace, config: Any) -> Any:
-    """This rank's model, on the meta device: no values yet."""
+def assemble(args: Namespace, config: Any, say: Callable[[str], Any] | None = None) -> Any:
+    """This rank's model, on the meta device: no values yet; `say` gets the table of --recompute auto."""
     from transformers import AutoModelForCausalLM
 
     nxd.model_parallel_manual_seed(args.seed)
@@ -83,8 +84,8 @@ def assemble(args: Namespace, config: Any) -> Any:
         inputs = example_batch(args, layout)
         inputs = {name: x[:, : layout.seq_len // args.cp] if x.ndim else x for name, x in inputs.items()}
         found = nxd.recompute(model, inputs=inputs, optimizer_bytes=bytes_of_state, **recomputation)
-        if args.recompute == "auto":
-            job.say(str(found))
+        if args.recompute == "auto" and say is not None:
+            say(str(found))
     return model
 
 
@@ -97,9 +98,9 @@ def example_batch(args: Namespace, layout: Layout) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def build(args: Namespace, config: Any, device: torch.device) -> Run:
+def build(args: Namespace, config: Any, device: torch.device, say: Callable[[str], Any] | None = None) -> Run:
     """Model, optimizer and learning-rate schedule of this rank: nothing but its own shards is ever allocated."""
-    model = assemble(args, config)
+    model = assemble(args, config, say)
     if args.model is not None and hf.has_weights(args.model):
         hf.load_pretrained(model, args.model, device=device)
     else:
@@ -300,7 +301,7 @@ def run_in(
             leave_together(refusal, job.WRONG_USE)
     job.say(f"{layout.picture(config)}\n\n{memory or ''}\n\nbuilding the model; the first step records it ...")
     checkpoints = Checkpoints(args, config, data.checksum, job.say)
-    run = build(args, config, device)
+    run = build(args, config, device, job.say)
     try:
         run_folder.make(args)
         done = checkpoints.resume(run)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..optimizer import LossScaler, NeuronZero1Optimizer
+from ..optimizer.muon import refuse_other_optimizer
 from ..parallel_layers.utils import load_optimizer_state_dict
 from ..spmd.local_holders import local_tensor
 from ..torch_internals.tensors import pytree
@@ -287,6 +288,11 @@ def _restored_groups(
                 "groups"
             )
         source = sources[0] if sources else index
+        if sources:
+            try:
+                refuse_other_optimizer([saved[source]], [group])
+            except ValueError as error:
+                raise CheckpointMismatch(f"the checkpoint is of another optimizer class: {error}") from None
         options = {**group, **(saved[source] if source < len(saved) else {})}
         lacking = sorted(base.defaults.keys() - (saved[source] if source < len(saved) else group).keys())
         unknown = sorted(options.keys() - group.keys() - _OF_SCHEDULERS)

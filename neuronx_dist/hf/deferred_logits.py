@@ -144,8 +144,9 @@ def _refuse_gradient(grad: torch.Tensor | None) -> None:
     if grad is None:  # of a function that passed the logits on
         return
     raise RuntimeError(
-        f"a gradient {list(grad.shape)} of logits that were not computed would be lost: an autograd.Function got "
-        "output.logits of a model in training. Pass it output.logits + 0, or swap the model with fused_loss=False"
+        f"a gradient {list(grad.shape)} of logits that were not computed would be lost: an autograd.Function, or the "
+        "full backward hook of a module around the model, got output.logits of a model in training. Pass it (return "
+        "from that module) output.logits + 0, or swap the model with fused_loss=False"
     )
 
 
@@ -253,8 +254,10 @@ class DeferredLogits(torch.Tensor):
                     f"fused_loss=True: {x._required} reads its logits {list(x.shape)} before the loss, by "
                     f"{getattr(func, '__qualname__', func)}, so that they are computed: swap it with fused_loss=None"
                 )
-            return x.computed()
+            # torch's collectives have no gradient, and gloo's all-gather fails at times for a tensor that needs one.
+            return x.computed().detach() if is_collective else x.computed()
 
+        is_collective = str(getattr(func, "__module__", "")).startswith("torch.distributed.")
         args, kwargs = pytree.tree_map_only(DeferredLogits, values, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .. import comm
 from ..comm.rank_selection import in_one_program
+from ..gradients.buckets import is_anywhere, presence
 from ..gradients.gradient import DATA_AXES
 from ..weights.shard_spec import ShardSpec, spec_of
 from .shards import ParameterShard
@@ -101,6 +102,18 @@ class MatrixOwners:
                 f"{what} on XLA, where all ranks run one program and none can compute alone: use AdamW there"
             )
         self._matrices.append(_Matrix(shard, spec))
+
+    def fill_gradients(self, masters: Sequence[Tensor]) -> None:
+        """Sets zeros where a matrix has a gradient on other ranks of tp and none here, as its rows have in one process.
+
+        All ranks of tp call it together. Those of dp and cp agree already.
+        """
+        tp = comm.communicator("tp")
+        if tp.size > 1 and masters:
+            counts = comm.all_reduce(presence([x.grad is not None for x in masters], masters[0], tp), tp)
+            for master, count in zip(masters, counts):
+                if master.grad is None and is_anywhere(count):  # waits for the device, where one is missing
+                    master.grad = torch.zeros_like(master)
 
     def shapes(self, masters: Sequence[Tensor]) -> list[tuple[int, ...]]:
         """The shapes of the whole matrices, without padding."""

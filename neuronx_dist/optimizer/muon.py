@@ -11,9 +11,10 @@ of its rows, and `MatrixOwners` brings the rows of a matrix together for the ite
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ..weights.partial_model import partial_model
 from ..weights.shard_spec import restamp, spec_of
 from .matrix_owners import MatrixOwners
 
-__all__ = ["MuonAdamW", "is_muon_class", "muon_groups", "refuse_vectors"]
+__all__ = ["MuonAdamW", "is_muon_class", "muon_groups", "refuse_other_optimizer", "refuse_vectors"]
 
 _KINDS = ("muon", "adamw")
 _MUON = dict(
@@ -40,6 +41,8 @@ _MUON = dict(
 )
 _ADJUST = (None, "original", "match_rms_adamw")
 _ADAMW = inspect.signature(torch.optim.AdamW).parameters.keys() - {"params"}
+_OPTIONS = {*_MUON, *_ADAMW, "optimizer", "params", "param_names", "initial_lr", "min_lr", "max_lr", "max_momentum"}
+_HEADS = {"head", "lm_head", "score", "classifier", "qa_outputs"}  # names of layers, as transformers has them
 _adamw_step = inspect.unwrap(torch.optim.AdamW.step)  # without its hooks: those of MuonAdamW run
 _muon_step = inspect.unwrap(torch.optim.Muon.step)
 
@@ -67,6 +70,7 @@ class MuonAdamW(torch.optim.AdamW):
 
     Raises:
         ValueError: a group has no `optimizer`, or a Muon group a parameter that is no matrix, or a value does not fit.
+        TypeError: a group has an option that neither optimizer has, and that is spelled almost like one of theirs.
     """
 
     owners: MatrixOwners | None = None  # of shards
@@ -114,8 +118,14 @@ class MuonAdamW(torch.optim.AdamW):
                 "muon_groups(model)"
             )
         group = {**(self._of_muon if kind == "muon" else {}), **param_group, "optimizer": kind}
-        if kind == "muon" and group["adjust_lr_fn"] not in _ADJUST:
-            raise ValueError(f"MuonAdamW: adjust_lr_fn is {group['adjust_lr_fn']!r}; pass one of {_ADJUST}")
+        for option in param_group.keys() - _OPTIONS:
+            if similar := difflib.get_close_matches(option, _OPTIONS, cutoff=0.85):
+                raise TypeError(
+                    f"MuonAdamW: a parameter group has the unknown option {option}={param_group[option]!r}; nearest: "
+                    f"{similar[0]}"
+                )
+        if kind == "muon":
+            _check_values(group)
         super().add_param_group(group)
         if kind == "muon":
             refuse_vectors(self.param_groups[-1])
@@ -134,8 +144,25 @@ class MuonAdamW(torch.optim.AdamW):
             _adamw_step(self)
         finally:
             self.param_groups = groups
-        self._step_matrices([(x, group) for group in by_kind["muon"] for x in group["params"] if x.grad is not None])
+        matrices = [(x, group) for group in by_kind["muon"] for x in group["params"]]
+        if self.owners is not None and active() is None:
+            self.owners.fill_gradients([x for x, _ in matrices])
+        self._step_matrices([(x, group) for x, group in matrices if x.grad is not None])
         return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state of `MuonAdamW`, or one of `torch.optim.Muon` or `AdamW` whose groups are this optimizer's.
+
+        Raises:
+            ValueError: the groups are those of another optimizer.
+        """
+        saved_groups = state_dict["param_groups"]
+        refuse_other_optimizer(saved_groups, self.param_groups)
+        groups = [
+            {**here, **saved, "optimizer": here["optimizer"]} for here, saved in zip(self.param_groups, saved_groups)
+        ]
+        groups += saved_groups[len(groups) :]  # torch refuses another number
+        super().load_state_dict({**state_dict, "param_groups": groups})
 
     def _step_matrices(self, matrices: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
         params = [param for param, _ in matrices]
@@ -166,6 +193,44 @@ class MuonAdamW(torch.optim.AdamW):
         self.__dict__.setdefault("_of_muon", dict(_MUON))
 
 
+def refuse_other_optimizer(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises a ValueError if saved groups are of Muon where an optimizer's groups are not, or the other way.
+
+    Their states have other entries, of which torch loads any: Muon would begin without its momentum, silently.
+    """
+    there, here = [*map(_kind_of, saved)], [*map(_kind_of, groups)]
+    if there != here and "muon" in (*there, *here):
+        raise ValueError(
+            f"the state is of {_name_of(saved)}, with parameter groups of {', '.join(there)}, and the optimizer is "
+            f"{_name_of(groups)}, with groups of {', '.join(here)}: load the state into an optimizer with the saved "
+            "groups, or load the model alone, so that the optimizer begins anew"
+        )
+
+
+def _kind_of(group: Mapping[str, Any]) -> str:
+    kind = group.get("optimizer") or ("muon" if "ns_steps" in group else "adamw" if "betas" in group else "others")
+    return str(kind)
+
+
+def _name_of(groups: Sequence[Mapping[str, Any]]) -> str:
+    if any("optimizer" in group for group in groups):
+        return "MuonAdamW"
+    return {"muon": "Muon", "adamw": "AdamW"}.get(_kind_of(groups[0]) if groups else "", "another optimizer")
+
+
+def _check_values(group: Mapping[str, Any]) -> None:
+    """Raises a ValueError for an option of a Muon group that its steps cannot follow."""
+    steps, what = group["ns_steps"], "MuonAdamW: a Muon group has"
+    if group["adjust_lr_fn"] not in _ADJUST:
+        raise ValueError(f"MuonAdamW: adjust_lr_fn is {group['adjust_lr_fn']!r}; pass one of {_ADJUST}")
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"{what} ns_steps={steps!r}: pass a number of iterations, at least 1 (5 in torch)")
+    if not 0.0 <= group["momentum"] < 1.0:
+        raise ValueError(f"{what} momentum={group['momentum']!r}: pass a number in [0, 1)")
+    if group.get("maximize"):
+        raise ValueError(f"{what} maximize=True, which Muon has not: negate the loss")
+
+
 def refuse_vectors(group: dict[str, Any]) -> None:
     """Raises a ValueError, with its name, for a parameter of a group that is no matrix."""
     names = group.get("param_names") or [f"parameter {number} of the group" for number in range(len(group["params"]))]
@@ -187,9 +252,10 @@ def muon_groups(
     """Returns parameter groups of `MuonAdamW`: Muon's matrices, and AdamW's all other parameters of this rank.
 
     Matrices are the parameters `[out, in]` of the model that require gradients. Of AdamW are embeddings, weights tied
-    to them, heads (what `get_output_embeddings()` returns, or a matrix with as many rows as an embedding, in a layer
-    whose name ends in "head" or begins with "output"), and everything that has not two dims, such as norms, biases and
-    stacks of experts.
+    to them, heads, and everything that has not two dims, such as norms, biases and stacks of experts. Heads are what
+    `get_output_embeddings()` returns, all layers of a Hugging Face model outside of its `base_model`, such as `score`,
+    layers named "head", "lm_head", "score", "classifier" or "qa_outputs" (and what is inside), and matrices with as
+    many rows as an embedding in a layer whose name ends in "head" or begins with "output".
 
     Args:
         muon, adamw: options of the groups, such as `dict(lr=2e-2)`.
@@ -244,10 +310,13 @@ def _embedded(model: nn.Module) -> Iterator[Tensor]:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is not None:
         yield from head.parameters()
+    base = getattr(model, "base_model", model) if hasattr(model, "base_model_prefix") else model
+    backbone = {id(param) for param in base.parameters()}
     for name, param in model.named_parameters():
-        layer = name.lower().split(".")[-2:][0]  # "lm_head" of "lm_head.weight"
-        is_head = layer.endswith("head") or layer.startswith("output")
-        if is_head and param.dim() == 2 and spec_of(param).unpadded_shape[0] in sizes:
+        layers = name.lower().split(".")[:-1]  # "lm_head" of "lm_head.weight"
+        is_named = bool(layers) and (layers[-1].endswith("head") or layers[-1].startswith("output"))
+        is_head = id(param) not in backbone or not _HEADS.isdisjoint(layers)
+        if is_head or (is_named and param.dim() == 2 and spec_of(param).unpadded_shape[0] in sizes):
             yield param
 
 

@@ -40,7 +40,7 @@ from .base_optimizer import OptimizerFactory, check_factory, make_base_optimizer
 from .gathers import Gathers
 from .loss_scaler import LossScaler
 from .matrix_owners import MatrixOwners
-from .muon import MuonAdamW, refuse_vectors
+from .muon import MuonAdamW, refuse_other_optimizer, refuse_vectors
 from .rank_state import check_loadable, rank_of_shards, state_path, turns
 from .shard_buckets import (
     cut_buckets,
@@ -498,11 +498,13 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         Load the model's weights first: without `sharded_master_weights` the masters are made of them.
 
         Raises:
-            ValueError: it is of other parameters, of another sharding degree, or of another rank.
+            ValueError: it is of other parameters, of another sharding degree, of another rank, or of an optimizer with
+                Muon where this has none, or the other way.
         """
         base = self._make_base()
         self.wait()
         check_loadable(type(self).__name__, state_dict, self.shards)
+        refuse_other_optimizer(state_dict["param_groups"], self.param_groups)
         groups = {name: state_dict[name] for name in ("state", "param_groups")}
         load_optimizer_state_dict(self, groups, super().load_state_dict)
         load_optimizer_state_dict(base, {**base.state_dict(), "state": state_dict["base_state"]})

@@ -10,7 +10,7 @@ parallel_state.py    `initialize_model_parallel`, and the getters; model_groups.
 rank_orders.py       NxD's choice of a rank order; comm.py: collectives by torch_xla's arguments
 replace.py           a model's layers replaced by a list of `LayerPlan`; pad.py: padded heads, repeated ones;
                      pad_groups.py: those of grouped-query attention
-activation_checkpoint.py   layers that are recomputed in backward
+activation_checkpoint.py   layers that are recomputed in backward; checkpointed_calls.py: functions, inputs on the host
 checkpointing.py     NxD's files of one layout; random.py: seeds; utils.py: small functions
 signatures.py        the positional orders of NxD's release and guide; attributes.py: attributes that scripts read;
                      layers.py, layers_utils.py, grads.py: NxD's import paths

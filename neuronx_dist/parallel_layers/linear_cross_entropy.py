@@ -150,6 +150,8 @@ def _checked(
 ) -> LossOptions:
     """Returns the options with the size of the vocabulary (0: that of the weight's layer), if the arguments fit."""
     communicator, vocab_size = options.communicator, options.vocabulary or None
+    if isinstance(weight, nn.Module):
+        raise TypeError(f"{name}: weight is a {type(weight).__name__}, a module: pass its weight, as lm_head.weight")
     _refuse_adapter(name, weight)
     spec = spec_of(weight)
     if vocab_size is None and spec.axis is not None and spec.dim == 0:
@@ -218,9 +220,14 @@ def _check_sizes(
             raise ValueError(f"{name}: sequence_dimension={sequence_dim} is no dim of tokens of {list(input.shape)}")
         expected[sequence_dim % input.dim()] *= size
     if list(labels.shape) != expected:
+        wholes = [[n * (1 + (size - 1) * (i == dim)) for i, n in enumerate(expected)] for dim in range(len(expected))]
+        advice = ""
+        if sequence_dim is None and list(labels.shape) in wholes:
+            dim = wholes.index(list(labels.shape))
+            advice = f". If input is a shard of {size} (sequence parallelism), pass sequence_dimension={dim}"
         raise ValueError(
             f"{name}: labels of shape {tuple(labels.shape)} do not match input of shape {tuple(input.shape)}; expected "
-            f"{tuple(expected)}, the labels of the whole sequence"
+            f"{tuple(expected)}, the labels of the whole sequence{advice}"
         )
     if vocab_size is not None and weight.shape[0] * size != padded_vocabulary(vocab_size, size):
         raise ValueError(

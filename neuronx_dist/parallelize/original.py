@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .. import accelerator
+from ..parallel_layers.activation_checkpoint import WORDS, modules_of, transformer_layers
 from ..program.program import Call, Program, Value
 from ..program.record import check_arguments
 from ..torch_internals.tensors import pytree
@@ -164,7 +165,11 @@ def unsynchronised_norm(program: Program) -> Call | None:
 
 
 def with_module_paths(config: ComputeConfig, module: nn.Module) -> ComputeConfig:
-    """Returns the configuration with paths in `recompute_modules` in the place of ends of paths and class names."""
+    """Returns the configuration with paths in `recompute_modules` in place of ends of paths, class names and words.
+
+    Raises:
+        ValueError: the word "attention", which names functions and no modules.
+    """
     names = config.pas_config.get("recompute_modules")
     if not names:
         return config
@@ -176,6 +181,13 @@ def with_module_paths(config: ComputeConfig, module: nn.Module) -> ComputeConfig
             for path, cls in modules.items()
             if any(f".{text}".endswith(f".{name}") for text in (path, f"{cls.__module__}.{cls.__qualname__}"))
         ]
+        if name in WORDS and not ended:
+            if name == "attention":
+                raise ValueError(
+                    "recompute_modules: 'attention' names functions inside of modules: call "
+                    "neuronx_dist.recompute(module, 'attention') before parallelize, whose spans every policy takes"
+                )
+            ended = transformer_layers(module) if name == "full" else [*modules_of(module, name)]
         paths += [name] if name in modules or not ended else ended
     return replace(config, pas_config={**config.pas_config, "recompute_modules": ",".join(dict.fromkeys(paths))})
 

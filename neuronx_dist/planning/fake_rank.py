@@ -1,11 +1,15 @@
-"""One rank of a job on fake tensors, which have shapes and no values: communicators that send nothing, and its weights.
+"""One rank of a job on fake tensors, which have shapes and no values: communicators that send nothing, and its model.
 
-`WireBackend` makes communicators that allocate the buffers of gloo or NCCL. `fakes_of` is a memo for `copy.deepcopy`.
+    with playing(mesh, rank, WireBackend(meter, device)), on_fakes(model, inputs, meter, device) as (model, inputs):
+        run_step(model, inputs)
+
+The memory that a step needs (`memory.py`) and what recomputation saves (`recompute.py`) are measured so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,13 +20,18 @@ from .. import comm
 from ..comm.backends.c10d import C10dCommunicator
 from ..comm.base import Backend, Communicator, WorkLike
 from ..mesh import Mesh
+from ..pipeline.model import NxDPPModel
+from ..program.effects import tensors_in
+from ..program.fake_mode import QuietFakeMode
 from ..spmd import random
+from ..torch_internals.tensors import pytree
 from ..weights.partial_model import join, partial_model
 from .meter import MemoryMeter
 
-__all__ = ["MESSAGES", "WireBackend", "fakes_of", "playing"]
+__all__ = ["BATCH", "MESSAGES", "PARAMETERS", "WireBackend", "on_fakes", "playing", "run_step"]
 
-MESSAGES = "messages"  # the kind of memory of tensors that stages send
+PARAMETERS, BATCH = "parameters", "batch"  # kinds of memory
+MESSAGES = "messages"  # of tensors that stages send
 
 
 @contextmanager
@@ -35,7 +44,73 @@ def playing(mesh: Mesh, rank: int, wires: WireBackend, states: dict[str, Any] | 
         yield
 
 
-def fakes_of(model: nn.Module, device: torch.device) -> dict[int, Any]:
+@contextmanager
+def on_fakes(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    meter: MemoryMeter,
+    device: torch.device,
+    prepare: Callable[[nn.Module], Any] = lambda model: None,
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Makes a copy of a model and of a batch on fake tensors that `meter` counts, as all tensors inside.
+
+    The copy is in training. A pipeline is recorded, and takes as few microbatches as have the peak of all.
+
+    Args:
+        model, inputs: of any device; shapes and dtypes count.
+        prepare: called with the copy before the recording.
+    """
+    fake = QuietFakeMode()  # it has grouped products (of experts) in float32, too
+    with fake, meter:
+        meter.kind = PARAMETERS
+        played: Any = copy.deepcopy(model, _fakes_of(model, device))
+        meter.kind = BATCH
+        batch: dict[str, Any] = pytree.tree_map(
+            lambda x: torch.empty(x.shape, dtype=x.dtype, device=device) if isinstance(x, torch.Tensor) else x,
+            dict(inputs),
+        )
+    played.train()
+    in_pipeline = isinstance(played, NxDPPModel)
+    if in_pipeline:
+        batch = _shorten(played, batch)
+    prepare(played)
+    with torch.enable_grad():
+        if in_pipeline:
+            played.open_channels()
+            played.program(batch)  # recorded at the first step
+        with fake, meter:
+            yield played, batch
+
+
+def run_step(model: Any, inputs: Mapping[str, Any]) -> None:
+    """Runs forward and backward: of a pipeline its schedule."""
+    if isinstance(model, NxDPPModel):
+        model.run(model.training_schedule, inputs)
+    else:
+        torch.autograd.backward(_losses(model(**inputs)))
+
+
+def _shorten(model: NxDPPModel, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Makes the model take as few microbatches as have the peak of all; returns these microbatches of the inputs."""
+    num_microbatches = model.num_microbatches
+    model.num_microbatches = model.training_schedule.microbatches_until_repeat(model.stage)
+    model.trace_file_path = None
+
+    def first(x: Any) -> Any:
+        is_cut = isinstance(x, torch.Tensor) and x.ndim > 0 and x.shape[0] > 1
+        return x[: x.shape[0] // num_microbatches * model.num_microbatches] if is_cut else x
+
+    result: dict[str, Any] = pytree.tree_map(first, inputs)
+    return result
+
+
+def _losses(output: Any) -> list[torch.Tensor]:
+    """Returns a module's loss or, without one, the sums of its results, of which backward is played."""
+    loss = getattr(output, "loss", None)
+    return [loss] if loss is not None else [x.sum() for x in tensors_in(output) if x.requires_grad]
+
+
+def _fakes_of(model: nn.Module, device: torch.device) -> dict[int, Any]:
     """Returns fake tensors on `device` by the `id` of this rank's parameters and buffers: a memo for `copy.deepcopy`.
 
     Those of other ranks stand for themselves. To be called inside of the fake mode.

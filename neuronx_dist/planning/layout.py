@@ -353,13 +353,14 @@ class Layout:
         return [*lines, f"a step: {batch} of {self.seq_len} tokens = {self.global_batch * self.seq_len:,} tokens"]
 
 
-def format_bytes(count: float) -> str:
-    """Formats bytes: 1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+def format_bytes(count: float, *, is_decimal: bool = False) -> str:
+    """Formats bytes: 1536 -> '1.5 KiB', or with `is_decimal` '1.5 KB'."""
+    base, infix = (1000, "") if is_decimal else (1024, "i")
+    for unit in ("", "K", "M", "G"):
+        if abs(count) < base:
+            return f"{count:.1f} {unit}{infix}B" if unit else f"{count:.0f} B"
+        count /= base
+    return f"{count:.1f} T{infix}B"
 
 
 def format_count(count: float) -> str:

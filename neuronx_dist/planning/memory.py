@@ -24,15 +24,14 @@ from .. import accelerator, hf
 from ..gradients.reduce import reduce_gradients
 from ..optimizer import MasterWeightsOptimizer, MuonAdamW, NeuronZero1Optimizer, muon_groups
 from ..pipeline.model import NxDPPModel
-from ..program.fake_mode import QuietFakeMode
-from .fake_rank import MESSAGES, WireBackend, fakes_of, playing
+from .fake_rank import MESSAGES, PARAMETERS, WireBackend, on_fakes, playing, run_step
 from .layout import Layout, format_bytes, format_count
 from .meter import MemoryMeter, MemoryPhase, measure_peak
 from .recompute import recompute
 
 __all__ = ["MemoryEstimate", "StageMemory", "estimate_memory", "measure_peak", "optimizer_bytes"]
 
-PARAMETERS, GRADIENTS, OPTIMIZER, BATCH = "parameters", "gradients", "optimizer", "batch"
+GRADIENTS, OPTIMIZER = "gradients", "optimizer"
 ACTIVATIONS, LOGITS, BUFFERS = "activations", "logits", "buffers"
 
 
@@ -190,31 +189,21 @@ def _play(
             inplace_logits=True,
             fused_loss=fused_loss,
         )
-        num_microbatches = layout.training_schedule.microbatches_until_repeat(stage)
         model = NxDPPModel(
             module,
             transformer_layer_cls=hf.transformer_layer_class(module),
-            num_microbatches=num_microbatches,
+            num_microbatches=layout.num_microbatches,
             virtual_pipeline_size=layout.virtual_pipeline_size,
             schedule=layout.schedule,
             output_loss_value_spec={"loss": True, "logits": False},
             auto_partition=True,
             use_zero1_optimizer=layout.zero1,
         )
+        inputs = _batch(layout)
         if recomputation is not None:
             state = optimizer_bytes(layout, optimizer_class, options)
-            inputs = _batch(layout, num_microbatches, torch.device("meta"))
             recompute(model, **{"inputs": inputs, "optimizer_bytes": state, **recomputation})
-        fake = QuietFakeMode()  # it has grouped products (of experts) in float32, too
-        with fake, meter:
-            meter.kind = PARAMETERS
-            _make_fake(model, device)
-            meter.kind = BATCH
-            inputs = _batch(layout, num_microbatches, device)
-        with torch.enable_grad():
-            model.program(inputs)  # recorded at the first step
-        stack.enter_context(fake)
-        stack.enter_context(meter)
+        model, inputs = stack.enter_context(on_fakes(model, inputs, meter, device))
         params = [param for param in model.local_parameters() if param.requires_grad]
         meter.kind = OPTIMIZER
         wrapper = NeuronZero1Optimizer if layout.zero1 else MasterWeightsOptimizer
@@ -225,11 +214,11 @@ def _play(
         optimizer.zero_grad()
         for param in params:
             param.register_post_accumulate_grad_hook(lambda param: meter.label([param.grad], GRADIENTS))
-        _label_logits(module, meter)
+        _label_logits(model.original_module, meter)
 
         meter.kind = ACTIVATIONS
         meter.reset("compute")
-        model.run(model.training_schedule, inputs)
+        run_step(model, inputs)
         meter.kind = BUFFERS
         meter.phase("reduction")
         reduce_gradients(model, average_over_data=not layout.zero1)
@@ -239,13 +228,12 @@ def _play(
     return StageMemory(num_local, model.peak_in_flight, **meter.phases), num_parameters
 
 
-def _batch(layout: Layout, num_microbatches: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns the first microbatches of a batch of token ids, in the memory of the complete batch of the rank."""
+def _batch(layout: Layout) -> dict[str, torch.Tensor]:
+    """Returns a rank's batch of token ids, on meta."""
     names = ["input_ids", "labels", *["position_ids"] * (layout.cp > 1)]
-    rows = layout.micro_batch * layout.num_microbatches
-    batch = torch.zeros(len(names), rows, layout.seq_len // layout.cp, dtype=torch.long, device=device)
-    inputs = dict(zip(names, batch[:, : layout.micro_batch * num_microbatches], strict=True))
-    return {**inputs, "num_items_in_batch": torch.ones((), device=device)}
+    rows, columns = layout.micro_batch * layout.num_microbatches, layout.seq_len // layout.cp
+    inputs = {name: torch.zeros(rows, columns, dtype=torch.long, device="meta") for name in names}
+    return {**inputs, "num_items_in_batch": torch.ones((), device="meta")}
 
 
 def optimizer_bytes(
@@ -262,14 +250,6 @@ def optimizer_bytes(
     states = [x for x in optimizer.state[param].values() if isinstance(x, torch.Tensor) and x.ndim]
     per_element = sum(x.nbytes for x in states) / param.numel() + 4 * (layout.dtype != "float32")
     return per_element / (layout.dp * layout.cp if layout.zero1 else 1)
-
-
-def _make_fake(model: Any, device: torch.device) -> None:
-    """Puts fake tensors on `device` in the place of this stage's parameters and buffers, which are on meta."""
-    fakes = fakes_of(model, device)
-    for module in model.original_module.modules():
-        for table in (module._parameters, module._buffers):
-            table.update({name: fakes.get(id(x), x) for name, x in table.items()})
 
 
 def _label_logits(module: Any, meter: MemoryMeter) -> None:

@@ -12,12 +12,12 @@ with that set is played, on the schedule of the pipeline, and if it is above the
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,14 +27,14 @@ from .. import comm
 from ..parallel_layers.activation_checkpoint import WORDS, checkpoint_layers, modules_of, transformer_layers
 from ..pipeline.model import NxDPPModel
 from ..program.effects import flops_of, tensors_in
-from ..program.fake_mode import QuietFakeMode
 from ..spmd.random import streams
 from ..torch_internals.autograd import is_checkpoint_hook, top_saved_tensors_hooks
 from ..torch_internals.operators import TorchDispatchMode
-from ..torch_internals.tensors import pytree, storage_key
+from ..torch_internals.tensors import storage_key
 from ..weights.partial_model import partial_model
+from ..weights.wrappers import wrapper_of
 from .costs import CPU, H100, Costs
-from .fake_rank import WireBackend, fakes_of, playing
+from .fake_rank import WireBackend, on_fakes, playing, run_step
 from .layout import format_bytes
 from .meter import MemoryMeter
 
@@ -64,6 +64,7 @@ class Recomputation:
         peak, peak_before: bytes of parameters, gradients, optimizer state, batch and activations at the peak of a
             step, and without recomputation.
         budget: the bytes allowed.
+        is_decimal: the table has decimal units (GB), as the budget.
         seconds: time of one microbatch's forward in the layers, by which extra time is shown in percent of the step.
     """
 
@@ -75,15 +76,17 @@ class Recomputation:
     peak: int = 0
     peak_before: int = 0
     budget: int = 0
+    is_decimal: bool = False
     seconds: float = 0.0
 
     def __str__(self) -> str:
         if not self.budget:
             return f"recomputed: {', '.join(self.modules) or 'nothing'}"
+        shown = partial(format_bytes, is_decimal=self.is_decimal)
         rows = [["recomputed", "layers", "bytes freed", "extra time"]]
         for part in self.parts:
             extra = part.seconds / (3 * self.seconds) if self.seconds else 0.0
-            rows.append([part.what, str(part.layers), format_bytes(part.freed * self.in_flight), f"{extra:.1%}"])
+            rows.append([part.what, str(part.layers), shown(part.freed * self.in_flight), f"{extra:.1%}"])
         if not self.parts:
             rows.append(["nothing", "", "", ""])
         widths = [max(map(len, column)) for column in zip(*rows)]
@@ -91,8 +94,8 @@ class Recomputation:
             "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
             for row in rows
         ]
-        peaks = f"peak {format_bytes(self.peak)} of {format_bytes(self.budget)}"
-        return "\n".join([*lines, f"{peaks}, {format_bytes(self.peak_before)} without; {self.in_flight} in flight"])
+        peaks = f"peak {shown(self.peak)} of {shown(self.budget)}"
+        return "\n".join([*lines, f"{peaks}, {shown(self.peak_before)} without; {self.in_flight} in flight"])
 
 
 def recompute(
@@ -115,12 +118,12 @@ def recompute(
     as recorded: transformers leaves out causal masks outside of pipelines, so that the peak is less there.
 
     Args:
-        model: a module, or a pipeline model; of any device, meta too.
+        model: a module, a pipeline model, or a DistributedDataParallel around one; of any device, meta too.
         what: "full": the transformer layers, as a pipeline model (`transformer_layer_cls`) or a Hugging Face model
             names them. "attention": the attention functions, without projections. "norms": the layers that normalise.
             A class of modules, its name, the name of one module ("layers.3"), a predicate on modules, or a list of
             these. None: "full", or with a budget all three words.
-        functions: torch functions whose calls run under a checkpoint, one by one, or a predicate on functions.
+        functions: torch functions whose calls run under a checkpoint, one by one: a list, one, or a predicate.
         offload: saved inputs of checkpoints lie in the host's memory until backward.
         memory: bytes that this rank may use at the peak of forward and backward, as a number or "24 GB" (or "GiB"):
             the fastest of the parts in `what` that fit are recomputed. Parameters, gradients, optimizer state, the
@@ -133,6 +136,8 @@ def recompute(
         ValueError: nothing matches; the message names the nearest. Or the budget is too small for the model with all
             of `what` recomputed; the message has the smallest possible one.
     """
+    if wrapper_of(type(model)) == "DistributedDataParallel":
+        model = model.get_submodule("module")
     if memory is None:
         return Recomputation(tuple(checkpoint_layers(model, what, functions=functions, offload=offload)))
     if inputs is None:
@@ -145,7 +150,8 @@ def recompute(
         raise ValueError("recompute: functions are recomputed without a budget; leave out memory or functions")
     budget = parse_bytes(memory)
     play = _Play(model, inputs, costs, offload)
-    plan = _cheapest(play, _words(what, model), budget, optimizer_bytes)
+    is_decimal = isinstance(memory, str) and "i" not in memory.lower()
+    plan = _cheapest(play, _words(what, model), budget, optimizer_bytes, is_decimal)
     for unit, words in plan.options:
         _apply(model, unit, words, offload)
     return plan.recomputation
@@ -240,45 +246,21 @@ class _Play:
                 rank = comm.current()
                 wires = WireBackend(meter, self._device, clock.communicates)
                 stack.enter_context(playing(rank.mesh, rank.rank, wires, streams().get_states()))
-            fake = QuietFakeMode()
-            with fake, meter:
-                meter.kind = "parameters"
-                model: Any = copy.deepcopy(self.model, fakes_of(self.model, self._device))
-                meter.kind = "batch"
-                inputs = self._fake_inputs()
-            model.train()
-            in_pipeline = isinstance(model, NxDPPModel)
-            if in_pipeline:
-                inputs = _shorten(model, inputs)
-            for unit, words in options:
-                _apply(model, unit, words, self.offload)
-            if in_pipeline:
-                model.open_channels()
-                with torch.enable_grad():
-                    model.program(inputs)  # recorded at the first step
-            stack.enter_context(fake)
-            stack.enter_context(meter)
+
+            def prepare(model: nn.Module) -> None:
+                for unit, words in options:
+                    _apply(model, unit, words, self.offload)
+
+            model, inputs = stack.enter_context(on_fakes(self.model, self._inputs, meter, self._device, prepare))
             stack.enter_context(clock)
-            stack.enter_context(torch.enable_grad())
             meter.kind = "activations"
             units = self._watch(model, clock) if watched else {}
             meter.reset("compute")
-            if in_pipeline:
-                model.run(model.training_schedule, inputs)
-            else:
-                torch.autograd.backward(_losses(model(**inputs)))
-            local = units if not in_pipeline else {name: unit for name, unit in units.items() if model.is_local(name)}
-            return _Played(meter.phases["compute"].peak, model.peak_in_flight if in_pipeline else 1, local)
-
-    def _fake_inputs(self) -> dict[str, Any]:
-        """Returns the batch on the device, inside of the fake mode."""
-
-        def fake(x: Any) -> Any:
-            is_tensor = isinstance(x, torch.Tensor)
-            return torch.empty(x.shape, dtype=x.dtype, device=self._device) if is_tensor else x
-
-        result: dict[str, Any] = pytree.tree_map(fake, dict(self._inputs))
-        return result
+            run_step(model, inputs)
+            if not isinstance(model, NxDPPModel):
+                return _Played(meter.phases["compute"].peak, 1, units)
+            local = {name: unit for name, unit in units.items() if model.is_local(name)}
+            return _Played(meter.phases["compute"].peak, model.peak_in_flight, local)
 
     def _watch(self, model: nn.Module, clock: _Clock) -> dict[str, _Unit]:
         """Measures each unit's first forward: its bytes are those of storages that no unit before it has saved."""
@@ -329,26 +311,6 @@ def _device_of(model: nn.Module) -> torch.device:
     return device if device.type == "cuda" else torch.device("cpu")
 
 
-def _shorten(model: NxDPPModel, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Makes the model take as few microbatches as have the peak of all; returns these microbatches of the inputs."""
-    num_microbatches = model.num_microbatches
-    model.num_microbatches = model.training_schedule.microbatches_until_repeat(model.stage)
-    model.trace_file_path = None
-
-    def first(x: Any) -> Any:
-        is_cut = isinstance(x, torch.Tensor) and x.ndim > 0 and x.shape[0] > 1
-        return x[: x.shape[0] // num_microbatches * model.num_microbatches] if is_cut else x
-
-    result: dict[str, Any] = pytree.tree_map(first, inputs)
-    return result
-
-
-def _losses(output: Any) -> list[torch.Tensor]:
-    """Returns a module's loss or, without one, the sums of its results, of which backward is played."""
-    loss = getattr(output, "loss", None)
-    return [loss] if loss is not None else [x.sum() for x in tensors_in(output) if x.requires_grad]
-
-
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 _Option = tuple[str, tuple[str, ...]]  # a unit, and its recomputed words
@@ -383,7 +345,7 @@ def _apply(model: nn.Module, unit: str, words: Sequence[str], offload: bool) -> 
             checkpoint_layers(module, word, offload=offload)
 
 
-def _cheapest(play: _Play, words: Sequence[str], budget: int, optimizer_bytes: float) -> _Plan:
+def _cheapest(play: _Play, words: Sequence[str], budget: int, optimizer_bytes: float, is_decimal: bool) -> _Plan:
     """Returns the options of least time whose played peak is within the budget.
 
     Raises:
@@ -399,10 +361,15 @@ def _cheapest(play: _Play, words: Sequence[str], budget: int, optimizer_bytes: f
     freed, options, peaks = 0, list[_Option](), [peak]
     while peak > budget:
         if freed == most:
-            least = min(peaks)
+            least, options = _another_last(play, tables, options)
+            peak = least + state
+            if peak <= budget:
+                freed = _freed(tables, options)
+                break
+            least, shown = min(*peaks, peak), partial(format_bytes, is_decimal=is_decimal)
             raise ValueError(
-                f"recompute: memory={format_bytes(budget)} is too small: with {_listed(measured)} recomputed this rank "
-                f"needs {format_bytes(least)} ({least} bytes), {format_bytes(state)} of them for the optimizer; take "
+                f"recompute: memory={shown(budget)} is too small: with {_listed(measured)} recomputed this rank "
+                f"needs {shown(least)} ({least} bytes), {shown(state)} of them for the optimizer; take "
                 "more tp, pp or cp ranks, smaller microbatches or ZeRO-1"
             )
         missing = -(-(peak - budget) // plain.in_flight)
@@ -431,9 +398,23 @@ def _cheapest(play: _Play, words: Sequence[str], budget: int, optimizer_bytes: f
             peak=peak,
             peak_before=plain.peak + state,
             budget=budget,
+            is_decimal=is_decimal,
             seconds=sum(unit.seconds for unit in of_units.values()),
         ),
     )
+
+
+def _another_last(
+    play: _Play, tables: Mapping[str, list[tuple[int, float, Any]]], options: list[_Option]
+) -> tuple[int, list[_Option]]:
+    """Returns the least peak of all choices for the last unit, and the options with this choice.
+
+    Its backward is the first, while what all units save is there: recomputing less of it may need less.
+    """
+    last = next(reversed([*tables]), "")
+    before = [option for option in options if option[0] != last]
+    choices = [options, *([*before, *([(last, words)] if words else [])] for _, _, words in tables.get(last, ()))]
+    return min(((play.step(choice).peak, choice) for choice in choices), key=lambda pair: pair[0])
 
 
 def _freed(tables: Mapping[str, list[tuple[int, float, Any]]], options: Sequence[_Option]) -> int:

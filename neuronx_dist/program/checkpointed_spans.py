@@ -51,9 +51,11 @@ class Checkpoints:
                     _refuse_context(pack, where)
                 numbers.append(self._number(pack))
             elif self._strict:
+                name = getattr(getattr(pack, "func", pack), "__qualname__", repr(pack))  # of a partial too
                 raise TracingError(
-                    f"{where}: forward runs inside torch.autograd.graph.saved_tensors_hooks ({pack.__qualname__}, such "
-                    "as save_on_cpu), which the program would not run. Enter the hooks around the call of the module."
+                    f"{where}: forward runs inside torch.autograd.graph.saved_tensors_hooks ({name}, as of save_on_cpu "
+                    "and recompute(offload=True)), which the program would not run. Enter the hooks around the call of "
+                    "the module, and leave out offload."
                 )
         return (*numbers, *(number for number, _ in waiting))
 

@@ -15,7 +15,7 @@ import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.checkpoint.errors import CheckpointError, CheckpointMismatch
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.optimizer import LossScaler
+from neuronx_dist.optimizer import LossScaler, MuonAdamW
 
 AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
 
@@ -66,6 +66,27 @@ def test_an_optimizer_of_another_class_is_refused_before_anything_changes(
         assert "of another optimizer class" in str(error.value)
         assert all(map(torch.equal, before, model.parameters()))
         step(model, optimizer)
+
+    on_ranks(rank)
+
+
+def with_muon(params: Any) -> torch.optim.Optimizer:
+    by_dims: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for param in params:
+        by_dims[param.dim() == 2].append(param)
+    groups = [{"params": by_dims[True], "optimizer": "muon"}, {"params": by_dims[False], "optimizer": "adamw"}]
+    return nxd.NeuronZero1Optimizer(groups, MuonAdamW, lr=0.1)
+
+
+def test_a_state_without_momentum_of_muon_is_refused(tmp_path: Path) -> None:
+    """One group of AdamW has the options of both groups of MuonAdamW, and torch would load any entries."""
+
+    def rank() -> None:
+        nxd.save_checkpoint(tmp_path, "a", *trained(AdamW))
+        model, optimizer = trained(with_muon, steps=0)
+        message = "was not loaded|of another optimizer class: the state is of AdamW, .* the optimizer is MuonAdamW"
+        with pytest.raises(CheckpointMismatch, match=message):
+            nxd.load_checkpoint(tmp_path, "a", model, optimizer)
 
     on_ranks(rank)
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import neuronx_dist as nxd
 from neuronx_dist import accelerator, comm, spmd
+from neuronx_dist.optimizer import MuonAdamW, muon_groups
 from neuronx_dist.parallel_layers.random import get_rng_state, model_parallel_manual_seed
 from neuronx_dist.parallelize import ComputeConfig, build_optimizer, parallelize
 from neuronx_dist.shard_tensor.construct import ones
@@ -75,6 +76,48 @@ def divided(device: torch.device, folder: str) -> list[float]:
         loss = parallel(x=x)
         loss.backward()
         optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+class _Tokens(nn.Module):
+    """An embedding, two blocks and the fused loss of a head, over both processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dtype = torch.float64
+        self.embed = nxd.ParallelEmbedding(12, 8, dtype=dtype)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nxd.ColumnParallelLinear(8, 16, gather_output=False, dtype=dtype),
+                nn.Tanh(),
+                nxd.RowParallelLinear(16, 8, input_is_parallel=True, dtype=dtype),
+            )
+            for _ in range(2)
+        )
+        self.lm_head = nxd.ColumnParallelLinear(8, 12, bias=False, gather_output=False, dtype=dtype)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return nxd.parallel_linear_cross_entropy(x, self.lm_head.weight, labels, chunk_size=5)
+
+
+def muon(device: torch.device) -> list[float]:
+    """Losses of three steps of Muon, with the fused loss, blocks recomputed and their inputs on the host."""
+    torch.manual_seed(13)
+    model = nxd.move_model_to_device(_Tokens(), device)
+    nxd.recompute(model, "Sequential", offload=True)
+    optimizer = nxd.NeuronZero1Optimizer(muon_groups(model), MuonAdamW, lr=0.05)
+    ids = torch.arange(24).view(2, 12).remainder(12)
+    losses = []
+    for _ in range(3):
+        loss = model(ids.to(device), ids.roll(1, 1).to(device))
+        loss.backward()
+        nxd.reduce_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.item())
     return losses
 
@@ -145,7 +188,7 @@ def main(name: str, folder: str) -> None:
     rows = [placed[[0, 3]], placed[torch.tensor([1, 2])]]  # positions on the CPU, as torch takes them
     assert all(x.full_tensor().cpu().equal(torch.ones(2, 6)) for x in rows)
     figures += [float(placed.sum().full_tensor()), float(len(get_rng_state()))]
-    divided_losses = divided(device, folder)
+    divided_losses, muon_losses = divided(device, folder), muon(device)
     nxd.destroy_model_parallel()
     norms, threads = pipeline(device), on_threads(device)
     if torch.distributed.get_rank() == 0:
@@ -154,6 +197,7 @@ def main(name: str, folder: str) -> None:
             "norms": norms,
             "threads": threads,
             "divided": divided_losses,
+            "muon": muon_losses,
             "device": str(device),
         }
         print(json.dumps({**report, "local": str(placed.to_local().device), "calls": outside_torch.CALLS}))

@@ -14,11 +14,14 @@ from torch.nn import functional as F
 import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.attention import Keys, attention
-from neuronx_dist.hf import swap
+from neuronx_dist.hf import full_state_dict, swap
+from tests.checkpoint.llama_layouts import Layout as LlamaLayout
+from tests.checkpoint.llama_layouts import make, steps
 from tests.checkpoint.test_resume import Layout, relative, resume, train_and_save
 from tests.hf.models import VOCAB, llama_config, reference_model
 from tests.hf.parity import AllInFloat64
 from tests.modules import test_moe
+from tests.optimizer import test_muon_llama
 from tests.parallelize.support.models import model
 from tests.parallelize.support.parity import trained
 from tests.parallelize.test_processes import SGD, train_on_rank
@@ -26,6 +29,7 @@ from tests.shard_tensor import test_awaited, test_processes
 from tests.shard_tensor.moves.test_exchange import halo_on_processes
 from tests.shard_tensor.test_checkpoint import lay, whole
 from tests.support.pool import processes
+from tests.support.synthetic import relative_error
 
 pytestmark = pytest.mark.slow
 
@@ -131,3 +135,24 @@ def test_experts(backend: str, tp: int) -> None:
     results = test_moe.in_one_process(2, shared=True)
     ranks = processes(2 * tp)
     ranks.run(partial(test_moe.compare_on_rank, *results, shared=True), mesh={"tp": tp, "ep": 2}, backend=backend)
+
+
+def llama_by_muon(layout: LlamaLayout) -> dict[str, torch.Tensor]:
+    """Weights after steps of Muon and AdamW, with the fused loss, layers recomputed and their inputs on the host."""
+    llama, _ = make(layout)
+    nxd.recompute(llama, "full", offload=True)
+    steps(layout, llama, test_muon_llama.optimizer_of(layout, llama), 0, test_muon_llama.LAST)
+    return full_state_dict(llama)
+
+
+@pytest.mark.parametrize(
+    "backend, degrees", [("neuron", dict(tp=2)), ("neuron_single", dict(dp=2)), ("tpu_dist", dict(tp=2))]
+)
+def test_fused_loss_muon_and_recomputation(backend: str, degrees: dict[str, int]) -> None:
+    """Uneven exchanges of rows go to owners of matrices by padded all-to-alls."""
+    layout = LlamaLayout(**degrees)
+    expected = test_muon_llama.one_process(layout)
+    mesh = dict(tp=layout.tp)
+    for weights in processes(2).run(llama_by_muon, layout, mesh=mesh, backend=backend):
+        for name, value in expected.items():
+            assert relative_error(weights[name], value) < 1e-10, name

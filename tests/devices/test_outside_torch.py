@@ -40,7 +40,7 @@ def report_of(device: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.process
 def test_training_equals_training_on_the_cpu(tmp_path: Path) -> None:
-    """Tensor parallelism, ZeRO-1, recomputed dropout, a checkpoint, a ShardTensor, `parallelize`, a pipeline (1F1B).
+    """TP, ZeRO-1, recomputed dropout, a checkpoint, a ShardTensor, `parallelize`, a pipeline (1F1B), Muon, fused loss.
 
     Autograd has a thread for this device, as for a GPU: ranks that are threads must not wait for each other in it.
     """
@@ -55,6 +55,7 @@ def test_training_equals_training_on_the_cpu(tmp_path: Path) -> None:
     assert len(cpu["norms"]) == 2 and imitated["norms"] == pytest.approx(cpu["norms"], rel=1e-5)
     assert imitated["threads"] == cpu["threads"] == [12.0, 24.0]  # 2 ranks x 2x, three elements each
     assert len(cpu["divided"]) == 2 and imitated["divided"] == pytest.approx(cpu["divided"], rel=1e-12)
+    assert cpu["muon"][-1] < 0.8 * cpu["muon"][0] and imitated["muon"] == pytest.approx(cpu["muon"], rel=1e-6)
     # The background thread copies on a stream of its own, after the computation of what it copies.
     calls = imitated["calls"]
     assert calls[calls.index("Event") :][:4] == ["Event", "Event.record", "Stream.wait_event", "stream"]

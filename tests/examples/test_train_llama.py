@@ -118,7 +118,7 @@ def test_verify_prints_a_table_and_agrees(tmp_path):
     code, text = run(*SMALL, "--verify", "--fused-loss", ranks=2)
     assert code == 0, text
     assert "one process" in text and "tp 2 × pp 1 × dp 1 + sequence parallel" in text
-    assert "tp 1 × pp 1 × dp 1 × cp 2 + ZeRO-1" in text
+    assert "tp 1 × pp 1 × dp 1 × cp 2 + ZeRO-1 + fused loss + recompute full" in text
     assert "all layouts agree to 1e-05" in text
     assert not (Path.cwd() / "runs").exists() or "runs" not in text
 

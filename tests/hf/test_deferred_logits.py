@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate.utils.operations import convert_to_fp32
 from torch import nn
+from torch.overrides import handle_torch_function
 from torch.utils.checkpoint import checkpoint
 
 import neuronx_dist as nxd
@@ -275,6 +276,34 @@ def test_gradients_of_logits_that_would_be_lost_are_refused() -> None:
             logits.argmax(-1)
         with pytest.raises(RuntimeError, match=r"\[2, 8, 96\] would be lost: a reentrant checkpoint"):
             logits.logsumexp(-1)
+
+    on_one(rank)
+
+
+def test_collectives_of_torch_and_backward_hooks_around_the_model() -> None:
+    whole, (ids, labels) = llama(), batch(seq=8)
+
+    def collective(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if type(x) is not torch.Tensor:
+            return handle_torch_function(collective, (x,), out, x)
+        assert not x.requires_grad  # with which gloo's all-gather into one tensor fails
+        return out.copy_(x)
+
+    collective.__module__ = "torch.distributed.distributed_c10d"
+
+    def rank() -> None:
+        model = hf.swap(copy.deepcopy(whole))
+        logits = model(input_ids=ids, labels=labels).logits
+        assert torch.equal(collective(torch.empty(2, 8, 96, dtype=torch.float64), logits), logits.detach())
+
+        class Around(nn.Module):
+            def forward(self, embedded: torch.Tensor) -> torch.Tensor:
+                return model(inputs_embeds=embedded, labels=labels).logits
+
+        around = Around()
+        around.register_full_backward_hook(lambda module, inputs, outputs: None)
+        with pytest.raises(RuntimeError, match=r"full backward hook of a module around the model.*output.logits \+ 0"):
+            around(model.model.embed_tokens(ids)).sum().backward()
 
     on_one(rank)
 

@@ -316,6 +316,21 @@ def test_a_budget_with_offloaded_inputs() -> None:
     assert found.modules and found.peak < plain.peak and "extra time" in str(found)
 
 
+def test_the_smallest_budget_is_the_least_peak_and_has_the_unit_of_the_budget() -> None:
+    """The last layer needs more when it is recomputed as a whole than its attention alone: its backward comes first."""
+
+    def main() -> None:
+        model = nxd.hf.swap(llama(dropout=0.0)).train()
+        with pytest.raises(ValueError, match=r"memory=1.0 KB is too small: .* needs 2.7 MB \(\d+ bytes\)") as error:
+            nxd.recompute(model, memory="1 KB", inputs=batch_of_rank())
+        least = int(re.search(r"\((\d+) bytes\)", str(error.value))[1])  # type: ignore[index]
+        found = nxd.recompute(model, memory=f"{least} B", inputs=batch_of_rank())
+        assert found.peak == least and [part.what for part in found.parts] == ["full", "attention"]
+        assert "peak 2.7 MB of 2.7 MB" in str(found)
+
+    comm.threads.run(Mesh(1), main)
+
+
 def test_bytes_by_their_units() -> None:
     assert [parse_bytes(text) for text in ("24 GB", "1.5GiB", "3 kb", 7, 2e9)] == [
         24 * 10**9,
@@ -350,6 +365,9 @@ def ddp_step() -> None:
 
     for what in (dict(what=["attention", "norms"]), dict(what="full", offload=True), dict(functions=[F.silu])):
         assert all(map(torch.equal, gradients(wrap, **what), gradients(wrap)))
+    found = nxd.recompute(wrap(llama()), memory="1 GB", inputs=whole_batch())
+    assert found.peak == nxd.recompute(llama(), memory="1 GB", inputs=whole_batch()).peak
+    assert nxd.recompute(wrap(llama())).modules == ("model.layers.0", "model.layers.1")
 
 
 @pytest.mark.process

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -262,6 +263,81 @@ def test_one_process_needs_no_wrapper() -> None:
         assert torch.equal(param, other)
 
 
+def test_states_of_other_optimizers() -> None:
+    """States of torch's Muon and AdamW load where the groups are theirs; all others are refused by name."""
+    matrix, vector = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
+    muon_group, adamw_group = {"params": [matrix], "optimizer": "muon"}, {"params": [vector], "optimizer": "adamw"}
+    for group, theirs in ((muon_group, torch.optim.Muon([matrix])), (adamw_group, torch.optim.AdamW([vector]))):
+        mine = MuonAdamW([group])
+        for param in (matrix, vector):
+            param.grad = torch.arange(1.0, 1.0 + param.numel()).view_as(param)
+        theirs.step()
+        mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        before = [matrix.detach().clone(), vector.detach().clone()]
+        theirs.step()
+        expected = [matrix.detach().clone(), vector.detach().clone()]
+        for param, value in zip((matrix, vector), before):
+            param.data.copy_(value)
+        mine.step()
+        assert torch.equal(matrix, expected[0]) and torch.equal(vector, expected[1])
+        assert mine.state_dict()["param_groups"][0]["optimizer"] == group["optimizer"]
+    with pytest.raises(
+        ValueError, match="state is of AdamW, with parameter groups of adamw, .* is MuonAdamW, with .* muon"
+    ):
+        MuonAdamW([muon_group]).load_state_dict(torch.optim.AdamW([matrix]).state_dict())
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        MuonAdamW([adamw_group]).load_state_dict(
+            MuonAdamW([adamw_group, {**muon_group, "optimizer": "adamw"}]).state_dict()
+        )
+    with comm.as_rank(Mesh(1), 0):
+        plain = NeuronZero1Optimizer([matrix, vector], torch.optim.AdamW)
+        groups = NeuronZero1Optimizer([muon_group, adamw_group], MuonAdamW)
+        with pytest.raises(ValueError, match="state is of AdamW, .* is MuonAdamW, with groups of muon, adamw: load"):
+            groups.load_state_dict(plain.state_dict())
+        with pytest.raises(ValueError, match="state is of MuonAdamW, with parameter groups of muon, .* is AdamW"):
+            plain.load_state_dict(groups.state_dict())
+
+
+def test_a_gradient_that_one_tp_rank_lacks_counts_as_zeros() -> None:
+    """So do rows of it in one process; a matrix without any gradient stays."""
+    counts = [[1.0, 0.0] * 2, [0.0] * 2]  # of ranks that have a gradient, as each rank without one reads them
+
+    def is_anywhere(count: torch.Tensor) -> bool:
+        expected = counts[comm.rank("tp")].pop(0)
+        assert float(count) == expected
+        return expected > 0
+
+    def rank_main() -> list[torch.Tensor]:
+        params = []
+        for name in ("part", "unused", "all"):
+            model = nn.Module()
+            model.register_parameter(name, nn.Parameter(torch.ones(2, 3, dtype=torch.float64)))
+            set_spec(model, name, ShardSpec("tp", 0, 1, 2, (4, 3)))
+            params.append(getattr(model, name))
+        optimizer = NeuronZero1Optimizer(params, torch.optim.Muon, lr=0.1, grad_clipping=False)
+        for _ in range(2):
+            optimizer.zero_grad()
+            params[0].grad = torch.eye(2, 3, dtype=torch.float64) if comm.rank("tp") else None
+            params[2].grad = torch.full_like(params[2], comm.rank("tp"))
+            with comm.record() as calls:
+                optimizer.step()
+        assert [(call.verb, call.axis, call.bytes) for call in calls][:1] == [("all_reduce", "tp", 24)]
+        return [param.detach() for param in params]
+
+    wholes = [nn.Parameter(torch.ones(4, 3, dtype=torch.float64)) for _ in range(3)]
+    reference = torch.optim.Muon(wholes, lr=0.1)
+    for _ in range(2):
+        wholes[0].grad = torch.cat([torch.zeros(2, 3), torch.eye(2, 3)]).double()
+        wholes[2].grad = torch.tensor([[0.0], [0.0], [1.0], [1.0]]).double().expand(4, 3)
+        reference.step()
+    with mock.patch.object(matrix_owners, "is_anywhere", is_anywhere):
+        results = comm.threads.run(Mesh(2, tp=2), rank_main, timeout=20.0)
+    assert counts == [[], []]
+    for rank, result in enumerate(results):
+        for value, whole in zip(result, wholes):
+            assert relative_error(value, whole.detach()[2 * rank : 2 * rank + 2]) < 1e-10
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +355,7 @@ def test_groups_of_a_model() -> None:
             muon_groups(Net(), muon=dict(momentun=0.9))
         of_names = muon_groups(Net(), is_muon=lambda name: name.startswith("embed"))
         assert [name for name, _ in of_names[0]["params"]] == ["embed.weight"]
-        optimizer = NeuronZero1Optimizer(groups, MuonAdamW, weight_decay=0.2)
+        optimizer = NeuronZero1Optimizer(groups, MuonAdamW, weight_decay=0.2, momentum=0.9)
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.2]
         return [(group["optimizer"], group["param_names"], group["lr"]) for group in optimizer.param_groups]
 
@@ -290,6 +366,10 @@ def test_groups_of_a_model() -> None:
             self.cls_head = nn.Linear(8, 8, bias=False)
 
     assert [name for name, _ in muon_groups(Bert())[0]["params"]] == ["output.dense.weight"]
+    for head in ("score", "classifier"):  # with fewer rows than an embedding has
+        body = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4, bias=False))
+        model = nn.ModuleDict({"body": body, head: nn.Sequential(nn.Linear(4, 2, bias=False))})
+        assert [name for name, _ in muon_groups(model)[0]["params"]] == ["body.1.weight"]
     for only in (nn.Linear(4, 4, bias=False), nn.LayerNorm(4)):  # a group is empty
         optimizer = MuonAdamW(muon_groups(only))
         assert sum(len(group["params"]) for group in optimizer.param_groups) == len([*only.parameters()])
@@ -311,6 +391,15 @@ def test_what_is_no_matrix_is_refused_by_name() -> None:
             NeuronZero1Optimizer([matrix], MuonAdamW, lr=0.1)
         with pytest.raises(ValueError, match="adjust_lr_fn is 'none'; pass one of"):
             NeuronZero1Optimizer([{"params": [matrix], "optimizer": "muon", "adjust_lr_fn": "none"}], MuonAdamW)
+        for option, (value, message) in {
+            "ns_steps": (0, "ns_steps=0: pass a number of iterations"),
+            "momentum": (-0.5, r"momentum=-0.5: pass a number in \[0, 1\)"),
+            "maximize": (True, "maximize=True, which Muon has not: negate the loss"),
+        }.items():
+            with pytest.raises(ValueError, match=f"a Muon group has {message}"):
+                NeuronZero1Optimizer([{"params": [matrix], "optimizer": "muon", option: value}], MuonAdamW)
+        with pytest.raises(TypeError, match="unknown option momentun=0.9; nearest: momentum"):
+            NeuronZero1Optimizer([{"params": [matrix], "optimizer": "muon", "momentun": 0.9}], MuonAdamW)
         experts = nn.Parameter(torch.ones(4, 4))
         experts.expert_model_parallel = True
         with pytest.raises(ValueError, match=r"Muon got w of shape \(4, 4\), whose rows are experts"):

@@ -217,6 +217,27 @@ def test_gradient_checkpointing_of_hugging_face(name: str, size: int, reentrant:
     assert ranks[0][1][0] == pytest.approx(float(expected[0]), rel=1e-12)
 
 
+@pytest.mark.parametrize("what", ["attention", "norms"])
+def test_parts_that_recompute_names_are_spans(what: str, tmp_path: Path) -> None:
+    """Losses and gradients of a rank are those of the module in one process, and less is saved."""
+    module, arguments = hf_model("llama")
+    module.train()
+    module.config._attn_implementation = "eager"
+    saved = []
+    for words in ([], [what]):
+        nxd.recompute(module, words)
+        _, values = _steps(module, **arguments)
+
+        def rank() -> Step:
+            parallel = parallelize(module, arguments, "tp", ComputeConfig(1), gen_savedir=tmp_path / str(words))  # noqa: B023
+            return _steps(parallel, **arguments)
+
+        ((of_rank, has),) = threads.run(ComputeConfig(1).mesh(), rank)
+        saved.append(of_rank)
+        _assert_same_bits(has, values)
+    assert saved[1] < saved[0]
+
+
 class InOne(GptSample):
     """All blocks are in one checkpoint, without an effect in evaluation."""
 

@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.comm import threads
 from neuronx_dist.parallelize import ComputeConfig, IRGraph, parallelize
 from neuronx_dist.parallelize.policy.operations import IRFwOperation
+from neuronx_dist.program.recording import TracingError
 from neuronx_dist.spmd.random import manual_seed
 from tests.parallelize.support.models import WIDTH
 from tests.parallelize.support.pipelines import accumulated, assert_same, config, pipelined
@@ -159,16 +161,36 @@ class Block(nn.Sequential):
 
 
 @pytest.mark.parametrize(
-    "names, spans", [("Block", 2), ("test_recompute.Block", 2), ("0.1", 1), ("0.0, 0.1", 2), ("Tanh,0.0", 2)]
+    "names, spans",
+    [
+        ("Block", 2),
+        ("test_recompute.Block", 2),
+        ("0.1", 1),
+        ("0.0, 0.1", 2),
+        ("Tanh,0.0", 2),
+        ("norms", 1),
+        ("full", 2),
+    ],
 )
 def test_modules_are_recomputed_by_the_end_of_their_path_or_by_their_class(
     names: str, spans: int, tmp_path: Path
 ) -> None:
-    module = nn.Sequential(nn.Sequential(Block(), Block()), nn.Linear(WIDTH, WIDTH))
+    module = nn.Sequential(nn.Sequential(Block(), Block()), nn.LayerNorm(WIDTH))
+    module._no_split_modules = ["Block"]  # type: ignore[assignment] # as a Hugging Face model has it
     config = ComputeConfig(1, 1, pas_config={"recompute_modules": names})
     arguments = {"input": torch.ones(4, WIDTH)}
     parallelize(module, arguments, "autodist", config, gen_savedir=tmp_path, load_module=False)
     assert next(tmp_path.rglob("gencode0.py")).read_text().count(" = checkpoint(") == spans
+
+
+def test_attention_and_offload_are_refused_by_name(tmp_path: Path) -> None:
+    module, arguments = nn.Sequential(Block(), Block()), {"input": torch.ones(4, WIDTH)}
+    config = ComputeConfig(1, 1, pas_config={"recompute_modules": "attention"})
+    with pytest.raises(ValueError, match=r"call neuronx_dist.recompute\(module, 'attention'\) before parallelize"):
+        parallelize(module, arguments, "autodist", config, gen_savedir=tmp_path, load_module=False)
+    nxd.recompute(module, Block, offload=True)
+    with pytest.raises(TracingError, match=r"saved_tensors_hooks \(_to_host, .*leave out offload"):
+        parallelize(module, arguments, "dp", ComputeConfig(1, 1), gen_savedir=tmp_path, load_module=False)
 
 
 def test_adjacent_spans_of_two_calls_stay_two(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tests.modules.test_lora import compare_row
 from tests.modules.test_moe import compare as experts
 from tests.modules.test_moe import counted_rows, moved_bias, shuffled
 from tests.optimizer.test_muon import compare as matrices_of_muon
+from tests.optimizer.test_muon import test_a_gradient_that_one_tp_rank_lacks_counts_as_zeros as missing_gradients
 from tests.parallel_layers.test_conv import compare as convolution
 from tests.parallel_layers.test_nxd_names import (
     test_collectives_by_the_arguments_of_torch_xla as collectives_of_torch_xla,
@@ -235,6 +236,7 @@ CASES: dict[str, Callable[[], None]] = {
     "start_reduce_scatter:comm.reduce_scatter#1": partial(one_step, Case(dp=2, optimizer="zero1")),
     "start_all_gather:comm.all_gather#1": partial(one_step, Case(dp=2, optimizer="zero1")),
     "MatrixOwners._exchange:comm.exchange#1": partial(matrices_of_muon, Mesh(2), "defaults", "zero1"),
+    "MatrixOwners.fill_gradients:comm.all_reduce#1": missing_gradients,
     "finish_reduce_scatter:comm.all_reduce#1": hybrid_step,
     "report_loss:comm.all_reduce#1": partial(steps_of_a_pipeline, Case(dp=2)),
     "report_loss:comm.broadcast#1": partial(steps_of_a_pipeline, Case(pp=2)),

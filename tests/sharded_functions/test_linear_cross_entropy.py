@@ -413,6 +413,7 @@ def test_the_checker_refuses_an_input_whose_gradient_is_summed_twice() -> None:
 
 
 BAD = {
+    "weight is a Linear, a module: pass its weight": dict(weight=nn.Linear(16, 8)),
     "labels of shape (2, 3) do not match": dict(labels=torch.zeros(2, 3, dtype=torch.long)),
     "labels are torch.uint8": dict(labels=torch.zeros(2, 12, dtype=torch.uint8)),
     "labels are torch.float32": dict(labels=torch.zeros(2, 12)),
@@ -433,3 +434,9 @@ def test_bad_input(words: str) -> None:
     with comm.as_rank(tp_mesh(1), 0), pytest.raises((ValueError, TypeError, IndexError)) as error:
         nxd.parallel_linear_cross_entropy(**arguments)
     assert str(error.value).startswith("parallel_linear_cross_entropy: ") and words in str(error.value)
+
+
+def test_a_shard_of_the_sequence_needs_its_dim() -> None:
+    x, weight, _, labels = operands(16, torch.float32)
+    with comm.as_rank(tp_mesh(2), 0), pytest.raises(ValueError, match=r"parallelism\), pass sequence_dimension=1"):
+        nxd.parallel_linear_cross_entropy(x[:, : x.shape[1] // 2], weight[:8], labels)
