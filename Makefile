@@ -25,6 +25,7 @@ ARGS  ?=
 
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.set-up
+STAMP_DOCS := $(VENV)/.set-up-docs
 PY_XLA    := $(VENV_XLA)/bin/python
 STAMP_XLA := $(VENV_XLA)/.set-up
 PY_VERSION    := $(VENV_VERSION)/bin/python
@@ -49,7 +50,7 @@ row = $(if $(TABLE),$(if $(ARGS),$(error TABLE=1 writes the row of a whole tier:
 RUN := env $(LOOPBACK) $(PY) -m neuronx_dist run --standalone --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-xla setup-version train ci-train test test-fast test-full test-devices test-faults test-cuda test-xla test-versions mutate models lint types bench clean
+.PHONY: help docs docs-links pictures setup setup-xla setup-version train ci-train test test-fast test-full test-devices test-faults test-cuda test-xla test-versions mutate models lint types bench clean
 
 help:  ## list what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -155,6 +156,21 @@ test-cuda: $(STAMP)  ## run the tests that need one CUDA device (DEVICE=cpu: the
 
 models: $(STAMP)  ## write docs/models.md, the table of models, which a test compares
 	PYTHONPATH=. $(PY) -m tests.support.architectures
+
+$(STAMP_DOCS): requirements-docs.txt $(STAMP)
+	@$(PIP) --quiet -r requirements-docs.txt
+	@touch $@
+
+docs: $(STAMP_DOCS)  ## build the documentation site in build/site, and look at its width where there is Chromium
+	$(PY) -m sphinx -E -W --keep-going -q -b html $(if $(REPOSITORY),-D repository=$(REPOSITORY)) docs build/site
+	$(PY) -m tests.support.site_width build/site
+	@echo 'docs: build/site/index.html'
+
+docs-links: $(STAMP_DOCS)  ## ask the servers of external links (not a part of CI)
+	$(PY) -m sphinx -q -b linkcheck docs build/links
+
+pictures: $(STAMP)  ## draw docs/images, which a test compares
+	PYTHONPATH=. $(PY) -m tests.support.site_pictures
 
 mutate: $(STAMP)  ## edit the package at random, and show the edits that no test notices (N=50 SEED= FILES=)
 	$(PY) -m tests.mutate --xla $(PY_XLA) $(if $(N),-n $(N)) $(if $(SEED),--seed $(SEED)) $(if $(FILES),--files $(FILES)) $(ARGS)

@@ -12,6 +12,7 @@ from .parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
 from .parallel_layers.loss_functions import parallel_cross_entropy
 from .parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
 
+#: The version of this package.
 __version__ = "0.1.0"
 
 # Name -> its module. Loaded when first asked for, so that importing the package stays quick.

@@ -24,9 +24,12 @@ from .topology import LINEAR, UNITS, fitting_node, place_in_units, place_of, ran
 
 __all__ = ["Axis", "DENSE_AXES", "EXPERT_AXES", "Groups", "Mesh", "part_of"]
 
+#: The name of an axis, or a tuple of names: merged axes, outermost first.
 Axis = str | tuple[str, ...]
 
+#: Axes of the mesh, outermost first: ranks that differ in tp alone are neighbours.
 DENSE_AXES = ("pp", "dp", "cp", "tp")
+#: Axes of the expert view of the same ranks: ep is a part of dp, edp the rest of it.
 EXPERT_AXES = ("pp", "edp", "ep", "tp")
 
 

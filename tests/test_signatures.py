@@ -20,16 +20,9 @@ from typing import Any
 import pytest
 
 import neuronx_dist
+from tests.support.public_names import PUBLIC, WITH_PACKAGES, public_names
 
 FILE = Path(__file__).parent / "signatures.txt"
-PUBLIC = """checking comm comm.launch data distributed hf mesh metrics optimizer parallel_layers parallelize pipeline
-    planning.layout planning.memory planning.plan shard_tensor shard_tensor.experimental shard_tensor.parallel spmd
-    weights.shard_spec modules.qkv_linear modules.rms_norm""".split()
-PUBLIC += [
-    f"parallel_layers.{name}"
-    for name in """checkpointing comm grads layers logprobs mappings model_groups parallel_state random rank_orders
-    utils""".split()
-]
 LAZY = [f"neuronx_dist.{name}" for name in ("checking", "comm", "comm.backends", "parallel_layers", "pipeline", "spmd")]
 
 
@@ -66,12 +59,6 @@ def public_methods(cls: type) -> dict[str, Any]:
     return {name: getattr(cls, name) for name in names}
 
 
-def public_names(module: Any) -> list[str]:
-    """`__all__`, or the functions and classes that a module without it defines."""
-    defined = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-    return getattr(module, "__all__", None) or [name for name in defined if name[0] != "_"]
-
-
 def signatures() -> Iterator[str]:
     """A line for each name; an object of several names has its parameters and methods under the first."""
     recorded: set[Any] = set()
@@ -98,6 +85,19 @@ def test_public_names_and_parameters_are_those_that_were_reviewed():
     if os.environ.get("NXD_UPDATE_SIGNATURES"):
         FILE.write_text("\n".join(current) + "\n")
     assert current == FILE.read_text().splitlines()
+
+
+# Rooms with an `__all__` whose names users get from other modules, or by other packages' names.
+INTERNAL = {"attention", "checking.types", "pipeline.schedule", "rules", "shard_tensor.ops", "xla_replay"}
+
+
+def test_a_room_with_names_is_public_or_internal():
+    """A new room with an `__all__` gets a line in `tests/support/public_names.py`: the site has its names then."""
+    package = Path(neuronx_dist.__file__).parent
+    pages = [path for path in package.rglob("__init__.py") if "\n__all__ = " in path.read_text()]
+    rooms = {".".join(path.relative_to(package).parts[:-1]) for path in pages} - {""}
+    unlisted = {room for room in rooms - {*PUBLIC, *WITH_PACKAGES} - INTERNAL if not room.startswith("compat")}
+    assert unlisted == set()
 
 
 def test_every_lazy_name_resolves():

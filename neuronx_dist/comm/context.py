@@ -125,6 +125,7 @@ def default() -> Context | None:
 
 
 def is_initialized() -> bool:
+    """Whether this thread has a mesh: of `initialize_model_parallel`, or of `as_rank`."""
     return bool(getattr(_local, "stack", None)) or default() is not None
 
 

@@ -17,7 +17,7 @@ from ..weights.shard_spec import spec_of
 
 __all__ = ["PEAKS", "TrainingFlops", "peak_flops", "training_flops"]
 
-# Dense FLOPs per second in bfloat16 of one rank's device, from data sheets, by a part of the device's name.
+#: Dense FLOPs per second in bfloat16 of one rank's device, from data sheets, by a part of the device's name.
 PEAKS = {
     "A100": 312e12,
     "H100": 989e12,  # SXM; others by their longer names

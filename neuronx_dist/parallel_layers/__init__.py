@@ -31,7 +31,9 @@ from .mappings import (
 )
 from .parallel_state import initialize_model_parallel
 
+#: Classes of layers with sharded weights (names of NxD).
 PARALLEL_MODULES = [ColumnParallelLinear, RowParallelLinear, ParallelEmbedding]
+#: Functions of sharded tensors (names of NxD).
 PARALLEL_FUNCTIONS = [
     parallel_cross_entropy,
     copy_to_tensor_model_parallel_region,

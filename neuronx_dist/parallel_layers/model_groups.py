@@ -1,4 +1,4 @@
-"""Groups of ranks that a model asks for, beside those of the mesh: `parallel_state` has these names."""
+"""Groups of ranks: those of the mesh as lists, and others that a model asks for. `parallel_state` has these names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ __all__ = [
     "create_pg_with_ranks",
     "destroy_kv_group",
     "destroy_token_shuffle_group",
+    "get_context_model_parallel_replica_groups",
     "get_context_model_parallel_src_tgt_pairs",
+    "get_data_parallel_replica_groups",
+    "get_expert_data_parallel_replica_groups",
+    "get_expert_model_parallel_replica_groups",
     "get_expert_parallel_rank_from_global_rank",
     "get_experts_for_expert_parallel_rank",
     "get_kv_shared_group",
@@ -19,16 +23,56 @@ __all__ = [
     "get_kv_shared_replica_groups",
     "get_next_rank_group",
     "get_next_rank_replica_groups",
+    "get_pipeline_model_parallel_next_rank",
+    "get_pipeline_model_parallel_prev_rank",
+    "get_pipeline_model_parallel_replica_groups",
     "get_pipeline_model_parallel_sr_group",
     "get_prev_rank_group",
     "get_prev_rank_replica_groups",
+    "get_tensor_model_parallel_replica_groups",
     "get_token_shuffle_group",
     "get_token_shuffle_group_size",
     "get_token_shuffle_replica_groups",
+    "get_zero1_sharding_groups",
     "initialize_kv_group",
     "initialize_token_shuffle_group",
     "share_kv_heads",
 ]
+
+
+def get_tensor_model_parallel_replica_groups() -> list[list[int]]:
+    """All tensor-parallel groups, as lists of ranks."""
+    return [*comm.current().mesh.groups("tp")]
+
+
+def get_pipeline_model_parallel_replica_groups() -> list[list[int]]:
+    """All pipeline groups, as lists of ranks."""
+    return [*comm.current().mesh.groups("pp")]
+
+
+def get_data_parallel_replica_groups() -> list[list[int]]:
+    """All data-parallel groups, as lists of ranks."""
+    return [*comm.current().mesh.groups("dp")]
+
+
+def get_context_model_parallel_replica_groups() -> list[list[int]]:
+    """All context-parallel groups, as lists of ranks."""
+    return [*comm.current().mesh.groups("cp")]
+
+
+def get_expert_model_parallel_replica_groups() -> list[list[int]]:
+    """All expert-parallel groups, as lists of ranks."""
+    return [*comm.current().mesh.groups("ep")]
+
+
+def get_expert_data_parallel_replica_groups() -> list[list[int]]:
+    """All expert-data-parallel groups, as lists of ranks."""
+    return [*comm.current().mesh.groups("edp")]
+
+
+def get_zero1_sharding_groups() -> list[list[int]]:
+    """Groups over which ZeRO-1 shards: dp and cp merged."""
+    return [*comm.current().mesh.groups(("dp", "cp"))]
 
 
 def initialize_token_shuffle_group(token_shuffle_group_size: int = 1) -> None:
@@ -42,14 +86,17 @@ def initialize_token_shuffle_group(token_shuffle_group_size: int = 1) -> None:
 
 
 def get_token_shuffle_group(as_list: bool = False) -> Any:
+    """The group of ranks among which tokens are shuffled; with `as_list=True` all of them, as lists of ranks."""
     return _subgroup("token_shuffle", "initialize_token_shuffle_group", as_list)
 
 
 def get_token_shuffle_replica_groups() -> list[list[int]]:
+    """All groups of ranks among which tokens are shuffled, as lists of ranks."""
     return [*get_token_shuffle_group(as_list=True)]
 
 
 def get_token_shuffle_group_size() -> int:
+    """Number of ranks of a group among which tokens are shuffled."""
     return len(get_token_shuffle_group(as_list=True)[0])
 
 
@@ -85,14 +132,17 @@ def share_kv_heads(kv_shared_group_size: int) -> None:
 
 
 def get_kv_shared_group(as_list: bool = False) -> Any:
+    """The group of ranks that share a key/value head; with `as_list=True` all of them, as lists of ranks."""
     return _subgroup("kv_shared", "initialize_kv_group", as_list)
 
 
 def get_kv_shared_replica_groups() -> list[list[int]]:
+    """All groups of ranks that share a key/value head, as lists of ranks."""
     return [*get_kv_shared_group(as_list=True)]
 
 
 def get_kv_shared_group_size() -> int:
+    """Number of ranks of a group that share a key/value head."""
     return len(get_kv_shared_group(as_list=True)[0])
 
 
@@ -137,6 +187,22 @@ def create_pg_with_ranks(ranks: list[int]) -> Any:
 # Neighbouring stages, rings, experts.
 
 
+def get_pipeline_model_parallel_next_rank() -> int:
+    """Global rank of the next stage; after the last comes the first."""
+    return _neighbour(1)
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """Global rank of the stage before; before the first comes the last."""
+    return _neighbour(-1)
+
+
+def _neighbour(step: int) -> int:
+    mesh, rank = comm.current().mesh, parallel_state.get_rank()
+    group = mesh.group_of("pp", rank)
+    return group[(group.index(rank) + step) % len(group)]
+
+
 def get_pipeline_model_parallel_sr_group(parity: int | None = None) -> list[list[int]]:
     """`[rank, rank of the next stage]` of every stage of every pipeline; with a parity, of the even (0) or odd ones."""
     stages = range(comm.current().mesh.pp) if parity is None else range(parity, comm.current().mesh.pp, 2)
@@ -170,10 +236,12 @@ def _pair_of_stages(first: int, as_list: bool) -> Any:
 
 
 def get_next_rank_replica_groups() -> list[list[int]]:
+    """Pairs of ranks of a stage and the next one, for all stages."""
     return [*get_next_rank_group(as_list=True)]
 
 
 def get_prev_rank_replica_groups() -> list[list[int]]:
+    """Pairs of ranks of a stage and the one before, for all stages."""
     return [*get_prev_rank_group(as_list=True)]
 
 

@@ -21,9 +21,13 @@ from ..topology import LINEAR
 _LAZY = {
     "utils": "move_model_to_device",  # which the API guide lists here
     "model_groups": "create_pg_with_ranks destroy_kv_group destroy_token_shuffle_group "
+    "get_context_model_parallel_replica_groups get_data_parallel_replica_groups get_zero1_sharding_groups "
+    "get_expert_data_parallel_replica_groups get_expert_model_parallel_replica_groups "
+    "get_pipeline_model_parallel_replica_groups get_tensor_model_parallel_replica_groups "
     "get_context_model_parallel_src_tgt_pairs get_expert_parallel_rank_from_global_rank "
     "get_experts_for_expert_parallel_rank get_kv_shared_group get_kv_shared_group_size "
     "get_kv_shared_replica_groups get_next_rank_group get_next_rank_replica_groups "
+    "get_pipeline_model_parallel_next_rank get_pipeline_model_parallel_prev_rank "
     "get_pipeline_model_parallel_sr_group get_prev_rank_group get_prev_rank_replica_groups "
     "get_token_shuffle_group get_token_shuffle_group_size get_token_shuffle_replica_groups "
     "initialize_kv_group initialize_token_shuffle_group",
@@ -38,6 +42,7 @@ __getattr__ = lazy_names(
     __name__, {x: f"parallel_layers.{file}" for file, names in _LAZY.items() for x in names.split()}
 )
 
+#: The groups of all axes, as lists of ranks: what `initialize_model_parallel(mesh_only=True)` returns.
 ParallelGroups = namedtuple("ParallelGroups", "tp_groups dp_groups pp_groups ep_model_groups ep_data_groups cp_groups")
 
 
@@ -116,6 +121,7 @@ def destroy_model_parallel() -> None:
 
 
 def model_parallel_is_initialized() -> bool:
+    """Whether `initialize_model_parallel` was called, and `destroy_model_parallel` was not since."""
     return context.is_initialized()
 
 
@@ -145,110 +151,100 @@ def process_group(communicator: comm.Communicator) -> Any:
 
 
 def get_tensor_model_parallel_group(as_list: bool = False) -> Any:
+    """The tensor-parallel group of this rank; with `as_list=True` all of them, as lists of ranks."""
     return _group("tp", as_list)
 
 
 def get_pipeline_model_parallel_group(as_list: bool = False) -> Any:
+    """The pipeline group of this rank; with `as_list=True` all of them, as lists of ranks."""
     return _group("pp", as_list)
 
 
 def get_data_parallel_group(as_list: bool = False) -> Any:
+    """The data-parallel group of this rank; with `as_list=True` all of them, as lists of ranks."""
     return _group("dp", as_list)
 
 
 def get_context_model_parallel_group(as_list: bool = False) -> Any:
+    """The context-parallel group of this rank; with `as_list=True` all of them, as lists of ranks."""
     return _group("cp", as_list)
 
 
 def get_expert_model_parallel_group(as_list: bool = False) -> Any:
+    """The expert-parallel group of this rank; with `as_list=True` all of them, as lists of ranks."""
     return _group("ep", as_list)
 
 
 def get_expert_data_parallel_group(as_list: bool = False) -> Any:
+    """The expert-data-parallel group of this rank; with `as_list=True` all of them, as lists of ranks."""
     return _group("edp", as_list)
 
 
 def get_world_group(as_list: bool = False) -> Any:
+    """The group of all ranks; with `as_list=True` a list with the list of ranks."""
     return _group("world", as_list)
-
-
-def get_tensor_model_parallel_replica_groups() -> list[list[int]]:
-    return [*get_mesh().groups("tp")]
-
-
-def get_pipeline_model_parallel_replica_groups() -> list[list[int]]:
-    return [*get_mesh().groups("pp")]
-
-
-def get_data_parallel_replica_groups() -> list[list[int]]:
-    return [*get_mesh().groups("dp")]
-
-
-def get_context_model_parallel_replica_groups() -> list[list[int]]:
-    return [*get_mesh().groups("cp")]
-
-
-def get_expert_model_parallel_replica_groups() -> list[list[int]]:
-    return [*get_mesh().groups("ep")]
-
-
-def get_expert_data_parallel_replica_groups() -> list[list[int]]:
-    return [*get_mesh().groups("edp")]
-
-
-def get_zero1_sharding_groups() -> list[list[int]]:
-    """Groups over which ZeRO-1 shards: dp and cp merged."""
-    return [*get_mesh().groups(("dp", "cp"))]
 
 
 # Sizes and ranks.
 
 
 def get_tensor_model_parallel_size() -> int:
+    """Number of ranks along tp."""
     return comm.size("tp")
 
 
 def get_pipeline_model_parallel_size() -> int:
+    """Number of ranks along pp."""
     return comm.size("pp")
 
 
 def get_data_parallel_size() -> int:
+    """Number of ranks along dp."""
     return comm.size("dp")
 
 
 def get_context_model_parallel_size() -> int:
+    """Number of ranks along cp."""
     return comm.size("cp")
 
 
 def get_expert_model_parallel_size() -> int:
+    """Number of ranks along ep."""
     return comm.size("ep")
 
 
 def get_expert_data_parallel_size() -> int:
+    """Number of ranks along edp."""
     return comm.size("edp")
 
 
 def get_tensor_model_parallel_rank() -> int:
+    """Index of this rank along tp."""
     return comm.rank("tp")
 
 
 def get_pipeline_model_parallel_rank() -> int:
+    """Index of this rank along pp."""
     return comm.rank("pp")
 
 
 def get_data_parallel_rank() -> int:
+    """Index of this rank along dp."""
     return comm.rank("dp")
 
 
 def get_context_model_parallel_rank() -> int:
+    """Index of this rank along cp."""
     return comm.rank("cp")
 
 
 def get_expert_model_parallel_rank() -> int:
+    """Index of this rank along ep."""
     return comm.rank("ep")
 
 
 def get_expert_data_parallel_rank() -> int:
+    """Index of this rank along edp."""
     return comm.rank("edp")
 
 
@@ -262,29 +258,16 @@ def get_data_parallel_src_rank() -> int:
     return get_mesh().group_of("dp", get_rank())[0]
 
 
-def _neighbour(axis: Axis, step: int) -> int:
-    group = get_mesh().group_of(axis, get_rank())
-    return group[(group.index(get_rank()) + step) % len(group)]
-
-
-def get_pipeline_model_parallel_next_rank() -> int:
-    """Global rank of the next stage; after the last comes the first."""
-    return _neighbour("pp", 1)
-
-
-def get_pipeline_model_parallel_prev_rank() -> int:
-    """Global rank of the stage before; before the first comes the last."""
-    return _neighbour("pp", -1)
-
-
 # Messages and small things.
 
 
 def is_global_rank_zero() -> bool:
+    """Whether this is rank 0 of the job, which prints and writes."""
     return get_rank() == 0
 
 
 def get_rank_info_str() -> str:
+    """This rank with its coordinates: `rank_0_pp0_tp0_dp0_cp0`."""
     at = get_mesh().coordinates(get_rank())
     return f"rank_{get_rank()}_pp{at['pp']}_tp{at['tp']}_dp{at['dp']}_cp{at['cp']}"
 

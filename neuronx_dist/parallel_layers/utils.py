@@ -54,6 +54,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
+    """Raises a ValueError if `denominator` does not divide `numerator`."""
     if numerator % denominator:
         raise ValueError(f"{numerator} is not divisible by {denominator}")
 
@@ -72,6 +73,7 @@ def get_padding_length(numerator: int, denominator: int) -> int:
 def split_tensor_along_dim(
     tensor: torch.Tensor, dim: int, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[torch.Tensor, ...]:
+    """Splits a tensor into `num_partitions` equal parts of a dim: views, or copies with `contiguous_split_chunks`."""
     size = divide(tensor.shape[dim], num_partitions)
     pieces = torch.split(tensor, size, dim=dim)
     return tuple(piece.contiguous() for piece in pieces) if contiguous_split_chunks else pieces
@@ -80,12 +82,14 @@ def split_tensor_along_dim(
 def split_tensor_along_last_dim(
     tensor: torch.Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[torch.Tensor, ...]:
+    """Splits a tensor into equal parts of its last dim, as `split_tensor_along_dim`."""
     return split_tensor_along_dim(tensor, tensor.dim() - 1, num_partitions, contiguous_split_chunks)
 
 
 def split_tensor_along_second_dim(
     tensor: torch.Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[torch.Tensor, ...]:
+    """Splits a tensor into equal parts of dim 1, as `split_tensor_along_dim`."""
     return split_tensor_along_dim(tensor, 1, num_partitions, contiguous_split_chunks)
 
 
@@ -122,6 +126,7 @@ def set_tensor_model_parallel_attributes(
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tensor) -> None:
+    """Sets NxD's attributes of a parameter to those of one that is not sharded, where they are missing."""
     for name, value in _DEFAULTS.items():
         if not hasattr(tensor, name):
             setattr(tensor, name, value)

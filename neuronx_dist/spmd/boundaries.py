@@ -34,7 +34,8 @@ class _Every(frozenset[str]):
 
 
 EVERY_AXIS = _Every()
-Infer = _Infer()  # in place of `in_types`: inputs have the types that they have
+#: In place of `in_types`: inputs have the types that they have.
+Infer = _Infer()
 
 
 def _is_leaf(types: Any) -> bool:

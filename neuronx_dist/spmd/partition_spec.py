@@ -35,9 +35,13 @@ __all__ = [
 
 # Names of spmd_types for annotations.
 PerMeshAxisLocalSpmdType = LocalType
+#: The type of a tensor on one axis.
 PerMeshAxisSpmdType = LocalType | Shard
+#: Types on several axes.
 PerMeshAxisSpmdTypes = dict[Any, LocalType | Shard]
+#: Types on several axes, of one rank's view.
 LocalSpmdType = dict[Any, LocalType]
+#: Axes over which a dim is sharded: None, a name, or several.
 DimSharding = None | str | Sequence[str]
 
 _Tensors = TypeVar("_Tensors", torch.Tensor, list[torch.Tensor], tuple[torch.Tensor, ...])

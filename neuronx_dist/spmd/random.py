@@ -21,6 +21,7 @@ from ..comm.ranks.rank_numbers import concrete
 
 __all__ = ["RNGStreams", "TENSOR_PARALLEL", "checkpoint", "manual_seed", "streams"]
 
+#: The name of the random stream that differs between the ranks of tp.
 TENSOR_PARALLEL = "model-parallel-rng"
 
 

@@ -52,6 +52,7 @@ class _TypeChecking:
         return f"TYPE_CHECKING({is_type_checking()})"
 
 
+#: True while a type check is active in this thread.
 TYPE_CHECKING = _TypeChecking()
 
 

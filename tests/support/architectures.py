@@ -439,21 +439,8 @@ computes all.
 
 Where the mesh has cp > 1, each rank has a part of every sequence, and `hf.swap(model)` gives the model an attention
 that sees the parts of all ranks. All ranks of cp load the same rows: sample and seed by `comm.rank("dp")`, not by
-the world's rank. The loop has one more call:
-
-```
-nxd.init_distributed()
-nxd.initialize_model_parallel(context_parallel_size=2)
-model = hf.swap(AutoModelForCausalLM.from_pretrained(folder))
-optimizer = nxd.NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, lr=1e-4)
-for rows in loader:                                                    # input_ids and labels [b, s], of this dp rank
-    part = nxd.get_batch_on_this_context_parallel_rank(rows, balance="zigzag")     # [b, s/cp], and position_ids
-    loss = model(**part, num_items_in_batch=nxd.global_num_items(part["labels"])).loss
-    loss.backward()                                                    # or run_train(**part, num_items_in_batch=..)
-    nxd.reduce_gradients(model, average_over_data=False)               # a torch optimizer: without the argument
-    optimizer.step()
-    optimizer.zero_grad()
-```
+the world's rank. [long-context.md](long-context.md) has the loop, which splits each batch. A pipeline takes the same
+part: `run_train(**part, num_items_in_batch=..)`.
 
 A rank's loss is its share: the mean over dp and cp is that of one process. Pass labels as for transformers, not
 shifted, and split once. `generate` takes `use_cache=False` and complete prompts on all ranks. Dropout outside of

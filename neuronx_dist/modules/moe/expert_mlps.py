@@ -16,6 +16,7 @@ from .experts import Experts
 
 __all__ = ["ACT2FN", "ExpertMLPs", "activation_of"]
 
+#: Activations by their names in Hugging Face's configs.
 ACT2FN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_new": lambda x: F.gelu(x, approximate="tanh"),

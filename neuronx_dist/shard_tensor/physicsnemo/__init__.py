@@ -52,7 +52,7 @@ _SHARD_TENSOR = {
 }
 _SPEC = {"ShardTensorSpec": spec.ShardTensorSpec, **_of(patches, "compute_sharding_shapes_from_chunking_global_shape")}
 
-# Module of PhysicsNeMo -> its names.
+#: Module of PhysicsNeMo -> its names.
 NAMES: dict[str, dict[str, Any]] = {
     "physicsnemo.distributed": {
         **_MANAGER,
