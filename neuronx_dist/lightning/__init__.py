@@ -1,4 +1,4 @@
-"""Parallel models, ZeRO-1 and sharded checkpoints under Lightning's `Trainer`: a strategy for any module, NxD's classes.
+"""Parallel models, ZeRO-1 and checkpoints of any layout under Lightning's `Trainer`: for any module, and NxD's classes.
 
     Trainer(strategy=NxDStrategy(tp=2, pp=2), precision="bf16-true").fit(module, loader)    # docs/lightning.md
 

@@ -58,7 +58,7 @@ def move_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def inner_schedulers(scheduler: Any) -> Sequence[Any]:
-    """Returns the learning-rate schedulers inside of one; without it they go on setting an optimizer that was replaced."""
+    """Returns the learning-rate schedulers inside of one; without them they set an optimizer that was replaced."""
     return getattr(scheduler, "_schedulers", ())
 
 

@@ -138,8 +138,8 @@ def test_mistakes_are_refused_by_name(lightning: Any, tmp_path: Path) -> None:
         lightning.NeuronXLAPrecisionPlugin().clip_gradients(None, 1.0)
     with pytest.raises(ValueError, match="hooks_interval must be at least 1 step, got 0"):
         lightning.NeuronHooksCallback(SimpleNamespace(hooks=True, target_layers="a", hooks_interval=0))
-    with pytest.raises(ValueError, match="reduce_op is 'sum', 'mean' or 'avg', got 'max'"):
-        lightning.NeuronXLAStrategy().reduce(1.0, reduce_op="max")
+    with pytest.raises(ValueError, match="reduce_op is 'sum', 'mean', 'max' or 'min', got 'prod'"):
+        lightning.NeuronXLAStrategy().reduce(1.0, reduce_op="prod")
 
 
 def test_automatic_optimization_needs_an_optimizer_that_reduces(lightning: Any) -> None:
