@@ -63,6 +63,8 @@ class NxDStrategy(MeshStrategy):
         ValueError: an option for `swap` without it. At set-up, from `Trainer`: see the message.
     """
 
+    optimizers: list[Any]
+
     def __init__(
         self,
         tp: int = 1,
@@ -291,7 +293,7 @@ class NxDStrategy(MeshStrategy):
                     f"NxDStrategy: Trainer(precision={plugin.precision!r}) ({type(plugin).__name__}) is not supported: "
                     "use '32-true', 'bf16-true' (ZeRO-1 has fp32 masters), 'bf16-mixed' or '64-true'"
                 )
-            plugin.clip_gradients = self.clip_gradients  # type: ignore[method-assign] # of this object alone
+            plugin.clip_gradients = self.clip_gradients  # of this object alone
         self._precision_plugin = plugin
 
     # --- checkpoints ---

@@ -32,8 +32,10 @@ from ..weights.partial_model import is_partial
 
 __all__ = ["Accelerator"]
 
-_OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
-_OTHERS += ("torch_tp_plugin",)
+_OTHERS = (
+    *("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin"),
+    *("parallelism_config", "torch_tp_plugin"),
+)
 
 
 class Accelerator(accelerate.Accelerator):
@@ -73,14 +75,15 @@ class Accelerator(accelerate.Accelerator):
             )
         if comm.size("pp") > 1:
             raise ValueError(
-                f"neuronx_dist.hf.Accelerator at pp={comm.size('pp')}: backward(loss) has no place in a pipeline, whose "
-                "run_train computes the gradients: use a loop of your own, or NxDStrategy of neuronx_dist.lightning"
+                f"neuronx_dist.hf.Accelerator at pp={comm.size('pp')}: backward(loss) has no place in a pipeline, "
+                "whose run_train computes the gradients: use a loop of your own, or NxDStrategy of neuronx_dist.lightning"
             )
         super().__init__(cpu=cpu, **options)
         if self.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
             raise ValueError(
-                f"neuronx_dist.hf.Accelerator was launched with accelerate's configuration for {self.distributed_type}: "
-                "launch it by torchrun, or with a configuration without FSDP, DeepSpeed and Megatron-LM"
+                "neuronx_dist.hf.Accelerator was launched with accelerate's configuration for "
+                f"{self.distributed_type}: launch it by torchrun, or with a configuration without FSDP, "
+                "DeepSpeed and Megatron-LM"
             )
         if self.scaler is not None:
             raise ValueError('neuronx_dist.hf.Accelerator(mixed_precision="fp16"): use "bf16", which needs no scale')
@@ -151,7 +154,7 @@ class Accelerator(accelerate.Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """Returns tensors of all data-parallel ranks, concatenated along dim 0."""
-        return recursively_apply(_gathered, tensor, error_on_other_type=True)
+        return recursively_apply(_of_all_replicas, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Returns the results of all data-parallel ranks, without the rows that fill the last batch."""
@@ -169,10 +172,10 @@ class Accelerator(accelerate.Accelerator):
         """Returns the sum or the mean of tensors over the data-parallel ranks, times `scale`."""
         factor = scale / comm.size("dp") if reduction == "mean" else scale
 
-        def reduced(x: torch.Tensor) -> torch.Tensor:
+        def summed(x: torch.Tensor) -> torch.Tensor:
             return comm.all_reduce(x, "dp") * factor
 
-        return tensor if reduction == "none" else recursively_apply(reduced, tensor, error_on_other_type=True)
+        return tensor if reduction == "none" else recursively_apply(summed, tensor, error_on_other_type=True)
 
     # --- files ---
 
@@ -240,8 +243,8 @@ class Accelerator(accelerate.Accelerator):
     def _model_and_optimizer(self, call: str) -> tuple[nn.Module, torch.optim.Optimizer | None]:
         if len(self._models) != 1 or len(self._optimizers) > 1:
             raise ValueError(
-                f"neuronx_dist.hf.Accelerator.{call}: {len(self._models)} models and {len(self._optimizers)} optimizers "
-                "are prepared, and a checkpoint has one of each: call neuronx_dist.save_checkpoint for each"
+                f"neuronx_dist.hf.Accelerator.{call}: {len(self._models)} models and {len(self._optimizers)} "
+                "optimizers are prepared, and a checkpoint has one of each: call neuronx_dist.save_checkpoint for each"
             )
         optimizer = self._optimizers[0].optimizer if self._optimizers else None
         return self.unwrap_model(self._models[0]), optimizer
@@ -254,6 +257,8 @@ class Accelerator(accelerate.Accelerator):
 class _Scheduler(AcceleratedScheduler):
     """Steps once for each data-parallel rank, where accelerate's steps once for each process."""
 
+    split_batches: bool
+
     def step(self, *args: Any, **kwargs: Any) -> None:
         steps = 1 if self.split_batches or not self.gradient_state.sync_gradients else comm.size("dp")
         once, self.split_batches = self.split_batches, True
@@ -265,5 +270,5 @@ class _Scheduler(AcceleratedScheduler):
             self.split_batches = once
 
 
-def _gathered(x: torch.Tensor) -> torch.Tensor:
+def _of_all_replicas(x: torch.Tensor) -> torch.Tensor:
     return comm.all_gather(x[None] if x.ndim == 0 else x.contiguous(), "dp")

@@ -16,7 +16,7 @@ from neuronx_dist.comm.backends.shapes import ShapesBackend
 from neuronx_dist.parallel_layers.checkpointing import load
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
 from tests.lightning import training
-from tests.lightning.exchanges import strategy_collectives
+from tests.lightning.exchanges import accelerator_collectives, strategy_collectives
 from tests.support.pool import processes
 from tests.support.synthetic import relative_error
 from tests.trainer.nxd_model import BATCH, ROWS, STEPS, Options, config_of
@@ -98,6 +98,10 @@ def check_hooks(folder: Path, tp: int) -> None:
 
 def test_what_the_strategy_exchanges() -> None:
     strategy_collectives()
+
+
+def test_what_the_accelerator_exchanges() -> None:
+    accelerator_collectives()
 
 
 @pytest.fixture
