@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -266,6 +267,8 @@ class NxDStrategy(MeshStrategy):
         """
         if not clip_val or clip_val <= 0:
             return
+        if isinstance(optimizer, LightningOptimizer):  # of manual optimization
+            optimizer = optimizer.optimizer
         if gradient_clip_algorithm == "norm" and self.zero1:
             optimizer.grad_clipping, optimizer.max_norm = True, float(clip_val)  # of the step that follows
             return

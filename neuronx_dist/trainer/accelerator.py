@@ -76,7 +76,7 @@ class Accelerator(accelerate.Accelerator):
         if comm.size("pp") > 1:
             raise ValueError(
                 f"neuronx_dist.hf.Accelerator at pp={comm.size('pp')}: backward(loss) has no place in a pipeline, "
-                "whose run_train computes the gradients: use a loop of your own, or NxDStrategy of neuronx_dist.lightning"
+                "whose run_train computes the gradients: use a loop of your own, or neuronx_dist.lightning.NxDStrategy"
             )
         super().__init__(cpu=cpu, **options)
         if self.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,46 @@ class Llama(LightningModule):  # type: ignore[misc]
         return [optimizer], [{"scheduler": scheduler_of(optimizer), "interval": "step"}]
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Whole(Llama):
+    """Has the Hugging Face model from the beginning, which `swap=True` makes parallel."""
+
+    def __init__(self, optimizer: Any = torch.optim.AdamW, lr: float = 0.01) -> None:
+        super().__init__(optimizer, lr)
+        with default_dtype(torch.float64):  # as in `configure_model`
+            self.model = reference_model(llama_config())
+
+    def predict_step(self, batch: dict[str, Any], _: int) -> Any:
+        return self.model(input_ids=batch["input_ids"]).logits.argmax(-1)
+
+
+class Manual(Llama):
+    """Steps by itself, and clips."""
+
+    def __init__(self, optimizer: Any = torch.optim.SGD, lr: float = 0.5) -> None:
+        super().__init__(optimizer, lr)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Any], _: int) -> None:
+        optimizer, loss = self.optimizers(), self.loss(batch)
+        if loss.requires_grad:  # that of a pipeline has done its backward
+            self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.lr_schedulers().step()
+        self.log("loss", loss, sync_dist=True)
+
+
 class Recorder(Callback):  # type: ignore[misc]
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -109,7 +151,7 @@ def fit(
     *,
     resumed: str | None = None,
     clip: Any = 0.5,
-    module: Any = None,
+    module_class: Any = None,
     **trainer_options: Any,
 ) -> dict[str, Any]:
     """Trains with the strategy of `options`, or without one; returns what was logged, and whole weights.
@@ -142,7 +184,8 @@ def fit(
     sampler: Any = DistributedSampler(data, 1, 0) if options is None else None  # else Lightning makes it
     loader = DataLoader(data, batch_size=4 // dp, sampler=sampler)
     held_out = DataLoader(rows(1), batch_size=4 // dp)
-    module = module or Llama(optimizer, 0.5 if optimizer is torch.optim.SGD else 0.01)
+    module_class = module_class or (Whole if options and options.get("swap") else Llama)
+    module = module_class(optimizer, 0.5 if optimizer is torch.optim.SGD else 0.01)
     trainer.fit(module, loader, held_out, ckpt_path=resumed)
     (tested,) = trainer.test(module, held_out, verbose=False)
     part = getattr(module.model, "local_named_parameters", module.model.named_parameters)()
@@ -155,3 +198,16 @@ def fit(
         "best": Path(saving.best_model_path).name,
         "last": saving.last_model_path,
     }
+
+
+def in_bf16(folder: str) -> tuple[list[float], list[Any], list[torch.Tensor]]:
+    """Returns losses, dtypes of weights, masters and states, and predictions in float64, at tp 2 on swapped models."""
+    module = Whole()
+    result = fit(folder, {"tp": 2, "swap": True}, module_class=lambda *_: module, precision="bf16-true", max_steps=2)
+    optimizer = module.trainer.optimizers[0]
+    dtypes = [next(module.model.parameters()).dtype, optimizer.shards[0].master.dtype]
+    dtypes += [optimizer.base_optimizer.state[optimizer.shards[0].master]["exp_avg"].dtype]
+    trainer = Trainer(
+        strategy=NxDStrategy(tp=2, swap=True), precision="64-true", logger=False, enable_progress_bar=False
+    )
+    return result["losses"], dtypes, trainer.predict(Whole(), DataLoader(rows(1), batch_size=8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], Any]] = {
     "pp 2, AdamW": (2, dict(pp=2), torch.optim.AdamW),
     "cp 2, SGD, ZeRO-1": (2, dict(cp=2), torch.optim.SGD),
     "tp 2, dp 2, SGD, ZeRO-1": (4, dict(tp=2), torch.optim.SGD),
-    "pp 2, dp 2, SGD": (4, dict(pp=2, zero1=False), torch.optim.SGD),
+    "pp 2, dp 2, SGD, swap": (4, dict(pp=2, zero1=False, swap=True, microbatches=2), torch.optim.SGD),
 }
 
 
@@ -31,7 +32,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], Any]] = {
 def test_training_is_that_of_one_process(name: str, tmp_path: Path) -> None:
     ranks, options, optimizer = LAYOUTS[name]
     alone = any_module.fit(str(tmp_path / "alone"), None, optimizer)
-    mesh = {axis: size for axis, size in options.items() if axis != "zero1"}
+    mesh = {axis: size for axis, size in options.items() if axis in ("tp", "pp", "cp")}
     results = processes(ranks).run(any_module.fit, str(tmp_path / "ranks"), options, optimizer, mesh=mesh)
     before = dict(reference_model(llama_config()).named_parameters())
     assert min(relative_error(alone["weights"][key], before[key]) for key in before) > 1e-3
@@ -46,3 +47,52 @@ def test_training_is_that_of_one_process(name: str, tmp_path: Path) -> None:
         whole |= result["weights"]
     assert whole.keys() == alone["weights"].keys()
     assert max(relative_error(whole[key], alone["weights"][key]) for key in whole) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_checkpoint_resumes_in_another_layout(tmp_path: Path) -> None:
+    """Saved at pp 2, loaded at tp 2 with ZeRO-1 over dp 2, and the reverse; it goes on as Lightning by itself does."""
+    begun = any_module.fit(str(tmp_path / "alone"), max_steps=2)
+    alone = any_module.fit(str(tmp_path / "alone"), resumed=begun["last"])
+    for index, (sizes, later) in enumerate([({"pp": 2}, {"tp": 2}), ({"tp": 2}, {"pp": 2})]):
+        folder = str(tmp_path / str(index))
+        ranks = 2 if "pp" in sizes else 4
+        first = processes(ranks).run(partial(any_module.fit, max_steps=2), folder, sizes, mesh=sizes)
+        assert Path(first[0]["last"]).is_dir()
+        resume = partial(any_module.fit, resumed=first[0]["last"])
+        whole: dict[str, Any] = {}
+        for result in processes(6 - ranks).run(resume, folder, later, mesh=later):
+            assert result["losses"] == pytest.approx(alone["losses"], rel=1e-10)
+            assert result["rates"] == pytest.approx(alone["rates"], rel=1e-12)
+            assert result["tested"] == pytest.approx(alone["tested"], rel=1e-10)
+            whole |= result["weights"]
+        assert whole.keys() == alone["weights"].keys()
+        assert max(relative_error(whole[key], alone["weights"][key]) for key in whole) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("options", [{"zero1": False}, {"pp": 2}], ids=str)
+def test_manual_optimization_is_that_of_one_process(options: dict[str, Any], tmp_path: Path) -> None:
+    fit = partial(any_module.fit, module_class=any_module.Manual, clip=None, accumulate_grad_batches=1, max_steps=3)
+    alone = fit(str(tmp_path / "alone"), None, torch.optim.SGD)
+    results = processes(2).run(
+        fit, str(tmp_path / "ranks"), options, torch.optim.SGD, mesh={"pp": options.get("pp", 1)}
+    )
+    whole = results[0]["weights"] | results[1]["weights"]
+    for result in results:
+        assert result["losses"] == pytest.approx(alone["losses"], rel=1e-10)
+    assert max(relative_error(whole[key], alone["weights"][key]) for key in alone["weights"]) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_bf16_weights_have_fp32_masters_and_predictions_are_those_of_one_process(tmp_path: Path) -> None:
+    ids = torch.stack([row["input_ids"] for row in any_module.rows(1)])
+    expected = any_module.Whole().model(input_ids=ids).logits.argmax(-1)
+    exact = any_module.fit(str(tmp_path / "alone"), max_steps=2)
+    for losses, dtypes, predicted in processes(2).run(any_module.in_bf16, str(tmp_path), mesh={"tp": 2}):
+        assert losses == pytest.approx(exact["losses"], rel=0.02)
+        assert dtypes == [torch.bfloat16, torch.float32, torch.float32]
+        assert torch.equal(torch.cat(predicted), expected)
