@@ -25,7 +25,7 @@ from .. import comm
 from ..checkpoint.api import load_checkpoint, save_checkpoint
 from ..gradients.accumulation import no_sync
 from ..gradients.norm import clip_grad_norm
-from ..gradients.reduce import reduce_gradients
+from ..gradients.reduce import reduce_gradients, refuse_accumulation
 from ..hf import full_state_dict
 from ..parallel_layers import parallel_state
 from ..weights.partial_model import is_partial
@@ -131,8 +131,10 @@ class Accelerator(accelerate.Accelerator):
         """Computes gradients of `loss / gradient_accumulation_steps`, and reduces them at the end of a step.
 
         Raises:
-            RuntimeError: a second backward of a step that `accumulate` or `no_sync` does not surround.
+            RuntimeError: gradients of the step before are still there, and reducing them again would scale them.
         """
+        for model in self._models:
+            refuse_accumulation(model)
         super().backward(loss, **kwargs)
         if self.sync_gradients:
             for model in self._models:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+import neuronx_dist as nxd
 from tests.hf.models import llama_config, reference_model
+from tests.strangers.toy import message_of
 from tests.support.pool import processes
 from tests.support.synthetic import relative_error
 
@@ -96,3 +99,79 @@ def test_bf16_weights_have_fp32_masters_and_predictions_are_those_of_one_process
         assert losses == pytest.approx(exact["losses"], rel=0.02)
         assert dtypes == [torch.bfloat16, torch.float32, torch.float32]
         assert torch.equal(torch.cat(predicted), expected)
+
+
+def refusals() -> dict[str, str]:
+    """Messages by what is wrong, on one rank of pp 2."""
+    module = any_module.Llama
+    plain = torch.nn.Linear(2, 2)
+    fit = partial(any_module.fit, "", {"pp": 2}, clip=None, accumulate_grad_batches=1)
+
+    class NoPipeline(module):  # type: ignore[misc, valid-type]
+        def configure_model(self) -> None:
+            self.model = plain
+
+    class Outside(module):  # type: ignore[misc, valid-type]
+        def configure_model(self) -> None:
+            super().configure_model()
+            self.head = torch.nn.Linear(2, 2)
+
+    class Several(any_module.Manual):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+    class Ours(module):  # type: ignore[misc, valid-type]
+        def configure_optimizers(self) -> Any:
+            return nxd.NeuronZero1Optimizer(self.model.local_parameters(), torch.optim.SGD, lr=0.1)
+
+    class WithState(module):  # type: ignore[misc, valid-type]
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adagrad(self.model.local_parameters())
+
+    cases: dict[str, Any] = {
+        "no pipeline": NoPipeline,
+        "outside": Outside,
+        "several optimizers": Several,
+        "ours": Ours,
+        "state": WithState,
+    }
+    found = {name: message_of(partial(fit, module_class=case)) for name, case in cases.items()}
+    found["by value"] = message_of(partial(fit, clip=0.5, gradient_clip_algorithm="value"))
+    found["batch norm"] = message_of(partial(fit, sync_batchnorm=True))
+    found["nothing to swap"] = message_of(partial(any_module.fit, "", {"pp": 2, "swap": True}, module_class=NoPipeline))
+    return found
+
+
+@pytest.mark.process
+def test_what_would_train_wrongly_is_refused_by_name(tmp_path: Path) -> None:
+    expected = {
+        "no pipeline": "NoPipeline has 0 NxDPPModels: build one in configure_model",
+        "outside": "head.weight of Outside is a parameter outside of its NxDPPModel",
+        "several optimizers": "returned 2 optimizers, and a checkpoint has one: return one",
+        "ours": "returned a NeuronZero1Optimizer: return the torch optimizer",
+        "state": "Adagrad has state of its parameters before the first step.*zero1=False",
+        "by value": r"gradient_clip_algorithm='value'\): under ZeRO-1.*zero1=False",
+        "batch norm": r"Trainer\(sync_batchnorm=True\) is not supported",
+        "nothing to swap": "NoPipeline has no child that is a model of transformers",
+    }
+    for found in processes(2).run(refusals, mesh={"pp": 2}):
+        for name, message in expected.items():
+            assert re.search(message, found[name]), (name, found[name])
+
+
+def test_mistakes_in_the_script_are_refused_by_name(tmp_path: Path) -> None:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.plugins import Precision, TorchCheckpointIO
+
+    strategy = any_module.NxDStrategy
+    with pytest.raises(ValueError, match="microbatches=4.* is for swap=True: pass it to the layers"):
+        strategy(pp=2, microbatches=4)
+    with pytest.raises(TypeError, match="TorchCheckpointIO is not supported"):
+        Trainer(strategy=strategy(), plugins=[TorchCheckpointIO()], logger=False)
+    with pytest.raises(TypeError, match=r"precision='int8'.*use '32-true', 'bf16-true' \(ZeRO-1 has fp32 masters\)"):
+        strategy().precision_plugin = type("Int8", (Precision,), {"precision": "int8"})()
+    with pytest.raises(TypeError, match="has no storage_options"):
+        strategy().save_checkpoint({}, tmp_path, storage_options=1)
+    (tmp_path / "a.ckpt").write_bytes(b"")
+    with pytest.raises(ValueError, match="a.ckpt is a file of Lightning's, with the weights of one process"):
+        strategy().load_checkpoint(tmp_path / "a.ckpt")

@@ -14,6 +14,7 @@ import neuronx_dist as nxd
 from neuronx_dist import comm
 from tests.hf.models import VOCAB, llama_config, reference_loss, reference_model
 from tests.strangers.test_wrappers import launched, without_torch_xla
+from tests.strangers.toy import Net, batch, message_of
 from tests.support.pool import processes
 from tests.support.synthetic import relative_error
 
@@ -69,9 +70,9 @@ def train(folder: str, sizes: dict[str, int] | None = None, resumed: bool = Fals
     if resumed:
         accelerator.load_state(folder)
         batches = accelerator.skip_first_batches(loader, BATCHES // 2)
-    for index, batch in enumerate(batches, BATCHES // 2 if resumed else 0):
+    for index, part in enumerate(batches, BATCHES // 2 if resumed else 0):
         with accelerator.accumulate(model):
-            loss = losses_of(model, batch, sizes is not None)
+            loss = losses_of(model, part, sizes is not None)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
@@ -84,8 +85,8 @@ def train(folder: str, sizes: dict[str, int] | None = None, resumed: bool = Fals
         if index == BATCHES // 2 - 1 and sizes is not None and not resumed:
             accelerator.save_state(folder)
     model.eval()
-    seen = [accelerator.gather_for_metrics(batch["input_ids"]) for batch in held_out]
-    words = [accelerator.gather_for_metrics([str(row) for row in batch["labels"]]) for batch in held_out]
+    seen = [accelerator.gather_for_metrics(part["input_ids"]) for part in held_out]
+    words = [accelerator.gather_for_metrics([str(row) for row in part["labels"]]) for part in held_out]
     return {
         "losses": losses,
         "norms": norms,
@@ -141,3 +142,34 @@ def check(result: dict[str, Any], expected: dict[str, Any]) -> None:
     assert result["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
         assert relative_error(result["weights"][name], weight) < 1e-10, name
+
+
+def test_other_kinds_of_parallelism_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"Accelerator\(fsdp_plugin=\) is another kind of parallelism: .* pass tp"):
+        nxd.hf.Accelerator(fsdp_plugin=object())
+
+
+def refusals() -> list[str]:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with launched():
+        accelerator = nxd.hf.Accelerator(cpu=True)
+        pipeline = nxd.NxDPPModel(torch.nn.Sequential(torch.nn.Linear(2, 2)), input_names=["input"])
+        model = accelerator.prepare(Net(sequence_parallel=True))
+
+        def twice() -> None:
+            for _ in range(2):
+                accelerator.backward(model(**batch(0)))
+
+        calls = [lambda: accelerator.prepare(pipeline), accelerator.save_state, twice]
+        return [message_of(call) for call in calls]
+
+
+@pytest.mark.process
+def test_what_would_train_wrongly_is_refused_by_name() -> None:
+    for messages in processes(2).run(refusals, mesh={"tp": 2}):
+        pipeline, no_folder, twice = messages
+        assert "a NxDPPModel trains by its run_train, not by backward(loss)" in pipeline
+        assert "save_state: pass a folder" in no_folder
+        assert "gradients of the previous step are still present" in twice and "with no_sync(model)" in twice
