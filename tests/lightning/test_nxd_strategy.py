@@ -24,7 +24,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], Any]] = {
     "tp 2, SGD": (2, dict(tp=2, zero1=False), torch.optim.SGD),
     "pp 2, AdamW": (2, dict(pp=2), torch.optim.AdamW),
     "cp 2, SGD, ZeRO-1": (2, dict(cp=2), torch.optim.SGD),
-    "tp 2, dp 2, SGD, ZeRO-1": (4, dict(tp=2), torch.optim.SGD),
+    "tp 2, dp 2, SGD, ZeRO-1, swap": (4, dict(tp=2, swap=True, sequence_parallel=True), torch.optim.SGD),
     "pp 2, dp 2, SGD, swap": (4, dict(pp=2, zero1=False, swap=True, microbatches=2), torch.optim.SGD),
 }
 

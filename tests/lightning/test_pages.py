@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 from tests.support.pool import processes
 
 pytest.importorskip("lightning")
-STEPS = "max_steps=2, logger=False, enable_progress_bar=False, val_check_interval=2, enable_model_summary=False, num_sanity_val_steps=0"
+STEPS = "max_steps=2, logger=False, enable_progress_bar=False, enable_model_summary=False, val_check_interval=2"
 
 
 def run_blocks(page: str, numbers: list[int], folder: str) -> dict[str, float]:
