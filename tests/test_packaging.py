@@ -257,6 +257,7 @@ UNDECLARED = {
     "jaxlib": "replays of XLA programs: docs/xla.md",
     "ml_dtypes": "comes with jax",
     "numpy": "comes with jax, gguf and matplotlib",
+    "torchmetrics": "comes with lightning",
 }
 
 
