@@ -19,6 +19,7 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler, get_sampler
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, recursively_apply
+from accelerate.utils import reduce as reduce_over_job
 from torch import nn
 
 from .. import comm
@@ -57,6 +58,8 @@ class Accelerator(accelerate.Accelerator):
     Raises:
         ValueError: plugins of other kinds of parallelism, fp16, or loaders that one rank reads for all.
     """
+
+    flag_tensor: torch.Tensor | None
 
     def __init__(
         self, *, tp: int | None = None, cp: int | None = None, ep: int | None = None, cpu: bool = False, **options: Any
@@ -178,6 +181,25 @@ class Accelerator(accelerate.Accelerator):
             return comm.all_reduce(x, "dp") * factor
 
         return tensor if reduction == "none" else recursively_apply(summed, tensor, error_on_other_type=True)
+
+    def check_trigger(self) -> bool:
+        """Returns whether any rank of the job has called `set_trigger`, and resets it; all ranks call it."""
+        flag = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
+        is_set = bool(reduce_over_job(flag, "sum") > 0)
+        if is_set or self.flag_tensor is None:
+            self.flag_tensor = torch.tensor(0, device=self.device)
+        return is_set
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Any:
+        """Refuses: accelerate's gives each rank of a replica another part.
+
+        Raises:
+            NotImplementedError: always; the message has the way.
+        """
+        raise NotImplementedError(
+            "neuronx_dist.hf.Accelerator.split_between_processes: take inputs[accelerator.process_index :: "
+            "accelerator.num_processes], the part of this data-parallel rank"
+        )
 
     # --- files ---
 

@@ -162,14 +162,23 @@ def refusals() -> list[str]:
             for _ in range(2):
                 accelerator.backward(model(**batch(0)))
 
-        calls = [lambda: accelerator.prepare(pipeline), accelerator.save_state, twice]
+        if comm.rank("world") == 1:
+            accelerator.set_trigger()
+        assert accelerator.check_trigger() and not accelerator.check_trigger()
+        calls = [
+            lambda: accelerator.prepare(pipeline),
+            accelerator.save_state,
+            twice,
+            lambda: accelerator.split_between_processes([1]),
+        ]
         return [message_of(call) for call in calls]
 
 
 @pytest.mark.process
 def test_what_would_train_wrongly_is_refused_by_name() -> None:
     for messages in processes(2).run(refusals, mesh={"tp": 2}):
-        pipeline, no_folder, twice = messages
+        pipeline, no_folder, twice, split = messages
+        assert "inputs[accelerator.process_index :: accelerator.num_processes]" in split
         assert "a NxDPPModel trains by its run_train, not by backward(loss)" in pipeline
         assert "save_state: pass a folder" in no_folder
         assert "gradients of the previous step are still present" in twice and "with no_sync(model)" in twice
