@@ -190,7 +190,7 @@ class NxDStrategy(MeshStrategy):
                 )
             for group in optimizer.param_groups:
                 group["params"] = [param for param in group["params"] if not param.is_meta]  # of this stage
-            if self.zero1:
+            if self.zero1 and optimizer.param_groups:  # Lightning's, where a module has no optimizer, has none
                 schedulers = [config.scheduler for config in self.lr_scheduler_configs]
                 self.optimizers = [use_zero1(optimizer, schedulers)]
         self._has_stepped = True
