@@ -25,6 +25,7 @@ from torch import nn
 from .. import comm
 from ..checkpoint.api import load_checkpoint, save_checkpoint
 from ..gradients.accumulation import no_sync
+from ..gradients.gradient import DATA_AXES
 from ..gradients.norm import clip_grad_norm
 from ..gradients.reduce import reduce_gradients, refuse_accumulation
 from ..hf import full_state_dict
@@ -43,7 +44,7 @@ class Accelerator(accelerate.Accelerator):
     """An `accelerate.Accelerator` over a mesh: `prepare` leaves shards alone, and gives a replica's ranks equal data.
 
     `backward` reduces gradients over the mesh, where `accumulate` ends a step; `clip_grad_norm_` takes the whole
-    model's norm; `gather`, `gather_for_metrics` and `reduce` go over the data-parallel ranks; `save_state` writes a
+    model's norm; `gather` and `gather_for_metrics` go over dp, `reduce` over dp and cp; `save_state` writes a
     checkpoint that loads into any layout. A `NeuronZero1Optimizer` is prepared as any other, with
     `grad_clipping=False` where `clip_grad_norm_` clips.
 
@@ -174,11 +175,11 @@ class Accelerator(accelerate.Accelerator):
         return data[:rest] if rest > 0 else data
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Returns the sum or the mean of tensors over the data-parallel ranks, times `scale`."""
-        factor = scale / comm.size("dp") if reduction == "mean" else scale
+        """Returns the sum or the mean of tensors over dp and cp, as losses are reduced, times `scale`."""
+        factor = scale / comm.size(DATA_AXES) if reduction == "mean" else scale
 
         def summed(x: torch.Tensor) -> torch.Tensor:
-            return comm.all_reduce(x, "dp") * factor
+            return comm.all_reduce(x, DATA_AXES) * factor
 
         return tensor if reduction == "none" else recursively_apply(summed, tensor, error_on_other_type=True)
 
