@@ -70,6 +70,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(TOWER) for room in rooms}
 
 # The only names by which a room reaches a higher one, and only when a user asks for them.
 DOORS_UP = {
+    "hf": {"Accelerator"},
     "spmd": {"SpmdTypeMode", "check", "checker", "typecheck"},
 }
 # Imported inside functions: the package works without them.

@@ -228,6 +228,10 @@ def modules_case() -> None:
         for handle in handles:
             handle.remove()
     assert called == [new] * 4
+    schedulers, optimizer = torch.optim.lr_scheduler, torch.optim.SGD([leaf()], lr=1.0)
+    parts = [schedulers.ConstantLR(optimizer), schedulers.ExponentialLR(optimizer, 0.5)]
+    for outer in (schedulers.ChainedScheduler(parts), schedulers.SequentialLR(optimizer, parts, [1])):
+        assert [*modules.inner_schedulers(outer)] == parts and not modules.inner_schedulers(parts[0])
     checked: list[Any] = []
     before, clip = nn.utils.clip_grad.__dict__.copy(), nn.utils.clip_grad_norm_
     modules.before_clipping(checked.append)

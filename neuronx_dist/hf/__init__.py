@@ -22,6 +22,7 @@ sources.py      where weights are read from; gguf_file.py: GGUF files; conversio
                 mismatch.py: differences of the two
 """
 
+from ..lazy_names import lazy_names
 from ..weights.materialize import materialize
 from ..weights.shard_spec import gather_full
 from .loss import causal_lm_loss
@@ -31,6 +32,7 @@ from .swap import swap
 from .weights import full_state_dict, load_pretrained, save_pretrained
 
 __all__ = [
+    "Accelerator",
     "UnsupportedModelError",
     "causal_lm_loss",
     "full_state_dict",
@@ -42,3 +44,5 @@ __all__ = [
     "swap",
     "transformer_layer_class",
 ]
+
+__getattr__ = lazy_names(__name__, {"Accelerator": "trainer.accelerator"})

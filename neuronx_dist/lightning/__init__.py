@@ -1,4 +1,8 @@
-"""NxD's classes for Lightning: parallel models, ZeRO-1 and sharded checkpoints under its `Trainer`.
+"""Parallel models, ZeRO-1 and checkpoints of any layout under Lightning's `Trainer`: for any module, and NxD's classes.
+
+    Trainer(strategy=NxDStrategy(tp=2, pp=2), precision="bf16-true").fit(module, loader)    # docs/lightning.md
+
+NxD's, for its scripts:
 
     config = neuronx_dist.neuronx_distributed_config(tensor_parallel_size=2, ...)
     module = NeuronLTModule(config, torch.optim.AdamW, scheduler, model_fn=build, opt_kwargs={"lr": 1e-3})
@@ -6,7 +10,9 @@
 
 Started by torchrun or `neuronx-dist run`, one process for each rank. Needs the package lightning.
 
-strategy.py     `NeuronXLAStrategy`: joins the job, makes the mesh, saves each rank's part
+nxd_strategy.py `NxDStrategy`: any `LightningModule`; zero1.py: ZeRO-1 of the optimizer that a module returns
+mesh_strategy.py    the part of both strategies that joins the job and makes the mesh
+strategy.py     `NeuronXLAStrategy`: saves each rank's part
 module.py       `NeuronLTModule`: model, optimizer and training step by a configuration of the trainer
 accelerator.py  the device of this rank; precision_plugin.py: the step of an optimizer
 checkpoint_io.py  a folder with a file for each rank
@@ -20,6 +26,7 @@ try:
     from .logger import NeuronTensorBoardLogger
     from .module import NeuronLTModule
     from .neuron_hooks_callback import NeuronHooksCallback
+    from .nxd_strategy import NxDStrategy
     from .precision_plugin import NeuronXLAPrecisionPlugin
     from .progress_bar import NeuronTQDMProgressBar
     from .strategy import NeuronXLAStrategy
@@ -40,4 +47,5 @@ __all__ = [
     "NeuronXLAAccelerator",
     "NeuronXLAPrecisionPlugin",
     "NeuronXLAStrategy",
+    "NxDStrategy",
 ]

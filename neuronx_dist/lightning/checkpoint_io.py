@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 
 from ..parallel_layers.checkpointing import load, save
 
-__all__ = ["NeuronCheckpointIO"]
+__all__ = ["NeuronCheckpointIO", "plain_hyperparameters"]
 
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")  # entries of `save_hyperparameters`
 
@@ -56,9 +57,7 @@ class NeuronCheckpointIO(TorchCheckpointIO):
             raise TypeError(
                 "NeuronCheckpointIO has no storage_options: Trainer.save_checkpoint takes a folder that all ranks reach"
             )
-        for key in _HYPERPARAMETERS:
-            if key in checkpoint:
-                checkpoint = {**checkpoint, key: _loadable(checkpoint[key])}
+        checkpoint = plain_hyperparameters(checkpoint)
         save(checkpoint=checkpoint, output_dir=path, save_xser=self.save_load_xser, master_dp_only=master_dp_only)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], master_dp_only: bool = True) -> dict[str, Any]:
@@ -86,6 +85,11 @@ class NeuronCheckpointIO(TorchCheckpointIO):
         return content
 
 
+def plain_hyperparameters(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a checkpoint without the hyperparameters that are no data, as classes; a warning names them."""
+    return {key: _loadable(value) if key in _HYPERPARAMETERS else value for key, value in checkpoint.items()}
+
+
 def _loadable(hyperparameters: Any) -> dict[str, Any]:
     """Returns the hyperparameters that a file can be read with without running code in it."""
     result = {}
@@ -97,9 +101,9 @@ def _loadable(hyperparameters: Any) -> dict[str, Any]:
             torch.load(file, weights_only=True)
         except Exception as error:  # pickle's are of several classes
             warnings.warn(
-                f"NeuronCheckpointIO leaves out the hyperparameter {name!r}, a {type(value).__name__} that is no data "
+                f"a checkpoint leaves out the hyperparameter {name!r}, a {type(value).__name__} that is no data "
                 f"({type(error).__name__}): pass save_hyperparameters(ignore=[{name!r}]), or save its name",
-                stacklevel=2,
+                stacklevel=3,
             )
         else:
             result[name] = value

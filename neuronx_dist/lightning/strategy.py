@@ -1,23 +1,16 @@
-"""Lightning's strategy: which processes train together, on which device, and how their state is saved."""
+"""NxD's strategy for Lightning: for models and optimizers that `initialize_parallel_model` and `_optimizer` made."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from .. import comm
-from ..comm.backends import local_device
-from ..parallel_layers import parallel_state
-from .accelerator import NeuronXLAAccelerator
 from .checkpoint_io import NeuronCheckpointIO
 from .logger import NeuronTensorBoardLogger
+from .mesh_strategy import MeshStrategy
 from .precision_plugin import NeuronXLAPrecisionPlugin
 
 __all__ = ["NeuronXLAStrategy"]
@@ -25,12 +18,10 @@ __all__ = ["NeuronXLAStrategy"]
 _SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "context_parallel_size")
 
 
-class NeuronXLAStrategy(ParallelStrategy):
-    """Trains over a mesh of tensor, pipeline, context, expert and data parallelism.
+class NeuronXLAStrategy(MeshStrategy):
+    """Trains an `NeuronLTModule`, whose model and optimizer are those of NxD's trainer.
 
-    It joins the job that torchrun or `neuronx-dist run` started, on any device, unless the script has. Lightning
-    divides samplers over the data-parallel ranks, and shuffles for training, but for those that are a
-    `DistributedSampler`. Optimizers are those of `initialize_parallel_optimizer`, whose step reduces the gradients of
+    Optimizers are those of `initialize_parallel_optimizer`, whose step reduces the gradients of
     all ranks.
 
     Args:
@@ -46,6 +37,7 @@ class NeuronXLAStrategy(ParallelStrategy):
         NotImplementedError: another kind of checkpoint_io.
     """
 
+    reduced_axes = "world"  # stages without the loss add zeros
     data_parallel_rank: int
     data_parallel_size: int
     tensor_parallel_rank: int
@@ -68,67 +60,27 @@ class NeuronXLAStrategy(ParallelStrategy):
                 f"NeuronXLAStrategy(checkpoint_io={type(checkpoint_io).__name__}): only a NeuronCheckpointIO writes "
                 "each rank's part"
             )
-        super().__init__(
-            accelerator=NeuronXLAAccelerator(),
-            checkpoint_io=checkpoint_io or NeuronCheckpointIO(save_load_xser=save_load_xser),
-        )
         sizes = (tensor_parallel_size, pipeline_parallel_size, expert_parallel_size, context_parallel_size)
         if nxd_config is not None:
             sizes = tuple(nxd_config[name] for name in _SIZES)
+        tp, pp, ep, cp = sizes
+        super().__init__(
+            tp,
+            pp,
+            cp,
+            ep,
+            lnc_size=(nxd_config or {}).get("lnc_size", 1),
+            checkpoint_io=checkpoint_io or NeuronCheckpointIO(save_load_xser=save_load_xser),
+        )
         for name, size in zip(_SIZES, sizes):
             setattr(self, name, size)
         self.nxd_config = nxd_config
         self.debug = debug
 
-    # --- which processes ---
-
-    @property
-    def is_distributed(self) -> bool:
-        return True
-
-    @property
-    def root_device(self) -> torch.device:
-        if comm.is_initialized():
-            return comm.current().backend.device
-        return torch.device(local_device.device_type("auto"))
-
-    @property
-    def global_rank(self) -> int:
-        return comm.current().rank if comm.is_initialized() else int(os.environ.get("RANK", 0))
-
-    @property
-    def world_size(self) -> int:
-        return comm.size("world") if comm.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": comm.size("dp"), "rank": comm.rank("dp")}
-
-    def setup_environment(self) -> None:
-        self.setup_distributed()
-        super().setup_environment()
-
     def setup_distributed(self) -> None:
-        """Joins the job and makes the mesh, as far as the script has not.
-
-        Raises:
-            RuntimeError: there is a mesh, of other sizes.
-        """
-        if not torch.distributed.is_initialized():
-            comm.launch.init_distributed()
-        sizes = {name.replace("_parallel", "_model_parallel"): getattr(self, name) for name in _SIZES[:3]}
-        parallel_state.initialize_model_parallel(
-            **sizes,
-            context_parallel_size=getattr(self, _SIZES[3]),
-            lnc_size=(self.nxd_config or {}).get("lnc_size", 1),
-        )
-        rank_zero_only.rank = self.global_rank
+        super().setup_distributed()
         self.data_parallel_rank, self.data_parallel_size = comm.rank("dp"), comm.size("dp")
         self.tensor_parallel_rank, self.pipeline_parallel_rank = comm.rank("tp"), comm.rank("pp")
-        if self.lightning_module is not None:
-            for logger in self.lightning_module.trainer.loggers:
-                _ = logger.version  # counted from folders: on all ranks, before one of them makes the next
-        self.barrier("setup_distributed")
 
     def model_to_device(self) -> None:
         """Does nothing: `initialize_parallel_model` has moved the model."""
@@ -140,13 +92,6 @@ class NeuronXLAStrategy(ParallelStrategy):
         for logger in trainer.loggers:
             if isinstance(logger, NeuronTensorBoardLogger):
                 logger.start_validation(trainer.global_step)
-
-    def teardown(self) -> None:
-        """Leaves the model on its device, and the job running."""
-        assert self.cluster_environment is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.checkpoint_io.teardown()
 
     # --- precision ---
 
@@ -164,30 +109,6 @@ class NeuronXLAStrategy(ParallelStrategy):
                 "Trainer(precision=), and build the model in its dtype"
             )
         self._precision_plugin = plugin
-
-    # --- what ranks tell one another ---
-
-    def barrier(self, name: str | None = None) -> None:
-        if comm.is_initialized():
-            comm.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Returns rank `src`'s object; before the mesh is made, this rank's."""
-        return comm.broadcast_object(obj, src=src) if comm.is_initialized() else obj
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
-        """Returns the sum or the mean of a number or tensor over all ranks, whatever the group.
-
-        Raises:
-            ValueError: another operation.
-        """
-        operation = "sum" if reduce_op in (None, ReduceOp.SUM) else str(reduce_op).lower()
-        if operation not in ("sum", "mean", "avg"):
-            raise ValueError(f"NeuronXLAStrategy.reduce: reduce_op is 'sum', 'mean' or 'avg', got {reduce_op!r}")
-        if not isinstance(tensor, torch.Tensor):
-            tensor = torch.tensor(tensor)
-        total = comm.all_reduce(tensor.to(self.root_device), "world")
-        return total if operation == "sum" else total / self.world_size
 
     # --- checkpoints ---
 

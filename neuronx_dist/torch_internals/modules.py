@@ -57,6 +57,11 @@ def move_hooks(old: nn.Module, new: nn.Module) -> None:
         setattr(old, name, type(hooks)())
 
 
+def inner_schedulers(scheduler: Any) -> Sequence[Any]:
+    """Returns the learning-rate schedulers inside of one; without them they set an optimizer that was replaced."""
+    return getattr(scheduler, "_schedulers", ())
+
+
 def before_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
     """Makes `torch.nn.utils.clip_grad_norm_` call `check(parameters)` before it scales gradients.
 

@@ -2,6 +2,7 @@
 
 trainer.py     `neuronx_distributed_config`, `initialize_parallel_model`, `initialize_parallel_optimizer`
 model.py       `NxDModel`; optimizer.py: `NxDOptimizer`
+accelerator.py `hf.Accelerator`: accelerate's, for a loop around a parallel model; needs that package
 checkpoint.py  NxD's import path of `save_checkpoint` and `load_checkpoint`
 """
 

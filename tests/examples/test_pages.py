@@ -141,7 +141,13 @@ def test_short_blocks_run_each_by_itself(page: str, count: int):
 
 
 ELSEWHERE = {"parallelize.md", "shard-tensor.md", "type-system.md", "checked-code.md"}
-ELSEWHERE |= {"data.md", "launchers.md", "metrics.md"}  # pages that have tests with their rooms
+ELSEWHERE |= {
+    "accelerate.md",
+    "data.md",
+    "launchers.md",
+    "lightning.md",
+    "metrics.md",
+}  # pages that have tests with their rooms
 # Blocks that need devices, processes or another package: read, not run.
 NOT_RUN = {"devices.md", "other-libraries.md", "timeline.md", "from-nxd.md", "xla.md"}
 

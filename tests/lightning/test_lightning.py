@@ -16,7 +16,7 @@ from neuronx_dist.comm.backends.shapes import ShapesBackend
 from neuronx_dist.parallel_layers.checkpointing import load
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
 from tests.lightning import training
-from tests.lightning.exchanges import strategy_collectives
+from tests.lightning.exchanges import accelerator_collectives, strategy_collectives
 from tests.support.pool import processes
 from tests.support.synthetic import relative_error
 from tests.trainer.nxd_model import BATCH, ROWS, STEPS, Options, config_of
@@ -100,6 +100,10 @@ def test_what_the_strategy_exchanges() -> None:
     strategy_collectives()
 
 
+def test_what_the_accelerator_exchanges() -> None:
+    accelerator_collectives()
+
+
 @pytest.fixture
 def lightning() -> Any:
     return pytest.importorskip("neuronx_dist.lightning")
@@ -138,8 +142,8 @@ def test_mistakes_are_refused_by_name(lightning: Any, tmp_path: Path) -> None:
         lightning.NeuronXLAPrecisionPlugin().clip_gradients(None, 1.0)
     with pytest.raises(ValueError, match="hooks_interval must be at least 1 step, got 0"):
         lightning.NeuronHooksCallback(SimpleNamespace(hooks=True, target_layers="a", hooks_interval=0))
-    with pytest.raises(ValueError, match="reduce_op is 'sum', 'mean' or 'avg', got 'max'"):
-        lightning.NeuronXLAStrategy().reduce(1.0, reduce_op="max")
+    with pytest.raises(ValueError, match="reduce_op is 'sum', 'mean', 'max' or 'min', got 'prod'"):
+        lightning.NeuronXLAStrategy().reduce(1.0, reduce_op="prod")
 
 
 def test_automatic_optimization_needs_an_optimizer_that_reduces(lightning: Any) -> None:

@@ -11,7 +11,7 @@ from tests.attention.test_context_parallel import by_heads
 from tests.checkpoint import exchanges
 from tests.compat.test_stand_ins import compare_collectives as collectives_of_scripts
 from tests.hf.parity import compare as swapped
-from tests.lightning.exchanges import strategy_collectives
+from tests.lightning.exchanges import accelerator_collectives, strategy_collectives
 from tests.modules.test_lora import compare as adapters
 from tests.modules.test_lora import compare_row
 from tests.modules.test_moe import compare as experts
@@ -180,7 +180,12 @@ CASES: dict[str, Callable[[], None]] = {
     "collective_permute:comm.permute#1": collectives_of_scripts,
     "mesh_reduce:comm.gather_objects#1": collectives_of_scripts,
     "rendezvous:comm.gather_objects#1": collectives_of_scripts,
-    "NeuronXLAStrategy.reduce:comm.all_reduce#1": strategy_collectives,
+    **{
+        f"MeshStrategy.{name}:comm.all_reduce#1": strategy_collectives for name in ("reduce", "reduce_boolean_decision")
+    },
+    "Accelerator.gather_for_metrics:comm.gather_objects#1": accelerator_collectives,
+    "Accelerator.reduce.summed:comm.all_reduce#1": accelerator_collectives,
+    "_of_all_replicas:comm.all_gather#1": accelerator_collectives,
     "send:comm.send#1": exchange_by_hand,
     "recv_from:comm.recv#1": exchange_by_hand,
     "OutputChannelParallelConv2d.forward:spmd.convert#1": partial(convolution, "output", 2),

@@ -114,8 +114,8 @@ EXEMPT = {
     "save_adapters:comm.barrier#1": _ORDER,
     "save_adapters:comm.gather_objects#1": _FILES,
     "load_adapters:comm.gather_objects#1": _FILES,
-    "NeuronXLAStrategy.barrier:comm.barrier#1": _ORDER,
-    "NeuronXLAStrategy.broadcast:comm.broadcast_object#1": _LIGHTNING,
+    "MeshStrategy.barrier:comm.barrier#1": _ORDER,
+    "MeshStrategy.broadcast:comm.broadcast_object#1": _LIGHTNING,
     "NeuronZero1Optimizer.load_sharded_state_dict:comm.barrier#1": _ORDER,
     "NeuronZero1Optimizer.save_sharded_state_dict:comm.barrier#1": _ORDER,
 }
