@@ -20,8 +20,11 @@ loss.py         the causal language-model loss on vocabulary-parallel logits; de
 weights.py      `load_pretrained`, `save_pretrained`, `full_state_dict`; writing.py: safetensors files
 sources.py      where weights are read from; gguf_file.py: GGUF files; conversion.py: names of checkpoint and model;
                 mismatch.py: differences of the two
+training_arguments.py   `TrainingArguments` of transformers with tp, pp, cp, ep
+trainer.py      transformers' `Trainer` on these; trainer_checkpoints.py: what it saves. Both are imported when used
 """
 
+from ..lazy_names import lazy_names
 from ..weights.materialize import materialize
 from ..weights.shard_spec import gather_full
 from .loss import causal_lm_loss
@@ -30,7 +33,18 @@ from .sources import has_weights
 from .swap import swap
 from .weights import full_state_dict, load_pretrained, save_pretrained
 
+__getattr__ = lazy_names(
+    __name__,
+    {
+        **dict.fromkeys(("ParallelTrainerMixin", "Trainer"), "hf.trainer"),
+        "TrainingArguments": "hf.training_arguments",
+    },
+)
+
 __all__ = [
+    "ParallelTrainerMixin",
+    "Trainer",
+    "TrainingArguments",
     "UnsupportedModelError",
     "causal_lm_loss",
     "full_state_dict",

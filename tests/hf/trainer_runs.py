@@ -1,0 +1,104 @@
+"""A small run of Trainer, ours on several ranks or transformers' own in one process, and what it leaves."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import transformers
+from torch.nn import functional as F
+from transformers import LlamaForCausalLM
+
+import neuronx_dist as nxd
+from neuronx_dist import comm
+from tests.support.llama import tiny_llama
+from tests.support.pool import processes
+
+__all__ = ["Rows", "ranks", "tiny_model", "train"]
+
+LENGTH = 12
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Random ids; row n has n % 5 labels fewer than the next."""
+
+    def __init__(self, count: int, vocabulary: int = 96) -> None:
+        self.ids = torch.randint(0, vocabulary, (count, LENGTH), generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        labels = self.ids[row].clone()
+        labels[: 1 + row % 5 * 2] = -100
+        return {"input_ids": self.ids[row], "labels": labels}
+
+
+def tiny_model(dtype: torch.dtype = torch.float64) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(tiny_llama()).to(dtype)
+
+
+def loss_in_float64(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+    """The loss of transformers, without its conversion of the logits to float32."""
+    targets = F.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
+    total = F.cross_entropy(logits.reshape(-1, vocab_size), targets, ignore_index=-100, reduction="sum")
+    return total / (num_items_in_batch if num_items_in_batch is not None else (targets != -100).sum())
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    guesses, labels = prediction.predictions.argmax(-1)[:, :-1], prediction.label_ids[:, 1:]
+    return {"accuracy": float((guesses == labels)[labels != -100].mean()), "rows": len(labels)}
+
+
+def train(folder: Path, ours: bool, *, resume: Any = None, dtype: Any = torch.float64, **options: Any) -> Any:
+    """Trains, and returns the log, the weights and the predictions of 7 rows."""
+    settings: dict[str, Any] = dict(
+        per_device_train_batch_size=4, per_device_eval_batch_size=4, learning_rate=1e-2, max_steps=4, logging_steps=1
+    )
+    settings |= dict(lr_scheduler_type="cosine", warmup_steps=2, use_cpu=True, report_to=[], save_strategy="no")
+    settings |= dict(disable_tqdm=True, optim="adamw_torch", weight_decay=0.1) | options
+    callbacks = settings.pop("callbacks", None)
+    package: Any = nxd.hf if ours else transformers
+    model = tiny_model(dtype)
+    if not ours and dtype == torch.float64:
+        model.loss_function = loss_in_float64
+    arguments = package.TrainingArguments(str(folder), **settings)
+    arguments.set_logging(strategy="steps", steps=1, level="error", report_to=[])
+    trainer = package.Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=Rows(32),
+        eval_dataset=Rows(7),
+        compute_metrics=accuracy,
+        callbacks=callbacks,
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    result = trainer.train(resume_from_checkpoint=resume)
+    predicted = trainer.predict(Rows(7))
+    weights = nxd.hf.full_state_dict(trainer.pipeline or trainer.model) if ours else trainer.model.state_dict()
+    logs = [{key: log[key] for key in ("loss", "grad_norm", "learning_rate")} for log in trainer.state.log_history if "loss" in log]
+    return {
+        "logs": logs,
+        "train_loss": result.training_loss,
+        "flos": result.metrics["total_flos"],
+        "weights": {name: value.clone() for name, value in weights.items()},
+        "predictions": torch.as_tensor(predicted.predictions),
+        "metrics": {key: value for key, value in predicted.metrics.items() if key in ("test_loss", "test_accuracy", "test_rows")},
+    }
+
+
+def _rank(folder: Path, options: dict[str, Any]) -> Any:
+    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    with patch.dict(os.environ, {name: str(value) for name, value in zip(names, (size, rank, rank, size))}):
+        result = train(folder, True, **options)
+    return result if comm.rank("world") == 0 else None
+
+
+def ranks(size: int, folder: Path, **options: Any) -> Any:
+    """The same on the processes of a job, as rank 0 returns it."""
+    return processes(size).run(_rank, folder, options, initialize=False)[0]
