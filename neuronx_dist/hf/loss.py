@@ -108,5 +108,5 @@ def sum_of_losses(
     hide_padding(logits, vocab_size)
     if type(labels) is torch.Tensor and labels.device.type == "cpu":  # padding is no label
         check_ids(labels, vocab_size, ignore_index, "causal_lm_loss: label")
-    options = dict(ignore_index=ignore_index, inplace_logits=inplace_logits)
+    options: dict[str, Any] = dict(ignore_index=ignore_index, inplace_logits=inplace_logits)
     return parallel_cross_entropy(logits, labels, label_smoothing, **options).sum()

@@ -33,6 +33,7 @@ from ..attention.batch import get_batch_on_this_context_parallel_rank
 from ..gradients.accumulation import no_sync
 from ..gradients.reduce import reduce_gradients
 from ..optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
+from ..parallel_layers.random import model_parallel_manual_seed
 from ..parallel_layers.utils import move_model_to_device
 from ..pipeline.model import NxDPPModel
 from ..planning.recompute import recompute
@@ -76,7 +77,10 @@ class ParallelTrainerMixin(CheckpointsMixin):
         pipeline: the `NxDPPModel` around `model`; None without a pipeline.
     """
 
-    pipeline: NxDPPModel | None = None
+    pipeline: Any = None
+    optimizer: Any
+    label_smoother: Any
+    _tr_loss: torch.Tensor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -87,21 +91,22 @@ class ParallelTrainerMixin(CheckpointsMixin):
         outside = {
             "compute_loss_func": self.compute_loss_func is not None,
             "label_smoothing_factor": self.label_smoother is not None,
-            "an own compute_loss": type(self).compute_loss is not transformers.Trainer.compute_loss,
+            "compute_loss of a subclass": type(self).compute_loss is not transformers.Trainer.compute_loss,
         }
-        if self.args.pp > 1 or self.args.cp > 1:
-            if refused := [name for name, is_there in outside.items() if is_there]:
-                raise ValueError(
-                    f"Trainer: {', '.join(refused)} computes the loss of {type(self.model).__name__} from logits, which "
-                    f"no rank holds at pp={self.args.pp}, cp={self.args.cp}: use tp, or model.loss_function"
-                )
-        if self.pipeline is not None and not self.model_accepts_loss_kwargs:
-            if self.args.gradient_accumulation_steps > 1:
-                raise ValueError(
-                    f"Trainer: {type(self.model).__name__} takes no num_items_in_batch, so that "
-                    f"gradient_accumulation_steps={self.args.gradient_accumulation_steps} has no right scale in a "
-                    "pipeline: use more microbatches"
-                )
+        run: Any = self.args
+        model = type(self.model).__name__
+        refused = [name for name, is_there in outside.items() if is_there]
+        if refused and (run.pp > 1 or run.cp > 1):
+            raise ValueError(
+                f"Trainer: {', '.join(refused)} computes the loss of {model} from logits, which no rank has at "
+                f"pp={run.pp}, cp={run.cp}: use tp, or set model.loss_function"
+            )
+        accumulates = run.gradient_accumulation_steps > 1
+        if self.pipeline is not None and accumulates and not self.model_accepts_loss_kwargs:
+            raise ValueError(
+                f"Trainer: {model} takes no num_items_in_batch, so that the losses of gradient_accumulation_steps="
+                f"{run.gradient_accumulation_steps} have no common divisor in a pipeline: use more microbatches"
+            )
 
     # --- the model
 
@@ -113,6 +118,7 @@ class ParallelTrainerMixin(CheckpointsMixin):
                 "TrainingArguments (or a subclass of it), which has tp, pp, cp, ep"
             )
         args.start()
+        model_parallel_manual_seed(args.seed)  # Trainer has seeded the default stream so; masks of shards have another
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = DataParallelAccelerator  # made by Trainer's code, which takes no class
         self.accelerator.device_placement = False  # models are placed here, and batches in `_prepare_inputs`
@@ -186,8 +192,8 @@ class ParallelTrainerMixin(CheckpointsMixin):
             chosen, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
             if not isinstance(chosen, type) or {"params", "model", "optimizer_dict"} & set(options):
                 raise ValueError(
-                    f"Trainer: the optimizer of optim={self.args.optim} chooses parameters by layers, which are sharded "
-                    "here: use adamw_torch, sgd or another elementwise optimizer"
+                    f"Trainer: the optimizer of optim={self.args.optim} chooses parameters by layers, which are "
+                    "sharded here: use adamw_torch, sgd or another elementwise optimizer"
                 )
             decaying = self.get_decay_parameter_names(self.model)
             local = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad and not p.is_meta]
@@ -202,9 +208,10 @@ class ParallelTrainerMixin(CheckpointsMixin):
                 f"Trainer: optimizers has a {type(self.optimizer).__name__}, made for the model as it was before its "
                 "layers were replaced: pass optimizer_cls_and_kwargs=(class, options) instead"
             )
-        self.optimizer._is_accelerate_prepared = True  # its wrapper would copy the state to the device and back
-        self.optimizer.step_was_skipped = False
-        return self.optimizer
+        prepared: Any = self.optimizer
+        prepared._is_accelerate_prepared = True  # its wrapper would copy the state to the device and back
+        prepared.step_was_skipped = False
+        return prepared
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Does nothing: the optimizer clips in its step, which knows the norm of all shards."""
@@ -223,6 +230,15 @@ class ParallelTrainerMixin(CheckpointsMixin):
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return self._train_batch_size * args.gradient_accumulation_steps * comm.size("dp")
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns Trainer's loader, whose workers draw equal numbers on the ranks of a replica."""
+        loader = super()._get_dataloader(*args, **kwargs)
+        if loader.num_workers:
+            loader.generator = torch.Generator().manual_seed(self.args.seed)
+            if loader.worker_init_fn is not None:
+                loader.worker_init_fn = partial(loader.worker_init_fn, rank=comm.rank("dp"))
+        return loader
 
     def get_batch_samples(self, *args: Any) -> tuple[list[Any], Any]:
         batches, count = super().get_batch_samples(*args)
@@ -306,8 +322,8 @@ class ParallelTrainerMixin(CheckpointsMixin):
         has_labels = all(inputs.get(name) is not None for name in self.label_names) and bool(self.label_names)
         if comm.size("cp") > 1 and not has_labels:
             raise ValueError(
-                f"Trainer: predictions at cp={comm.size('cp')} need {', '.join(self.label_names)} in the batch: without "
-                "them sequences are not divided; add labels (of -100), or predict at cp=1"
+                f"Trainer: predictions at cp={comm.size('cp')} need {', '.join(self.label_names)} in the batch: "
+                "without them sequences are not divided; add labels (of -100), or predict at cp=1"
             )
         inputs = self._without_repeated_labels(inputs)
         if self.pipeline is None:
@@ -337,7 +353,9 @@ class ParallelTrainerMixin(CheckpointsMixin):
         logits = None
         if outputs is not None:
             logits = self._whole_logits(torch.cat([output["logits"] for output in outputs]), has_labels)
-        shape, dtype = comm.broadcast_object(logits is not None and (logits.shape, logits.dtype), "pp", pipeline.last_stage)
+        shape, dtype = comm.broadcast_object(
+            logits is not None and (logits.shape, logits.dtype), "pp", pipeline.last_stage
+        )
         logits = torch.empty(shape, dtype=dtype, device=self.args.device) if logits is None else logits
         return loss, comm.broadcast(logits, "pp", src=pipeline.last_stage), labels and labels[0]
 

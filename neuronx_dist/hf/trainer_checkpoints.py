@@ -1,9 +1,9 @@
 """Checkpoints of `Trainer`: a folder for `from_pretrained`, and beside it the run's state for any layout.
 
-    checkpoint-500/
-        config.json, model.safetensors, ...    of `hf.save_pretrained`
-        state/                                 of `save_checkpoint`: model, optimizer, scheduler, random generators
-        trainer_state.json                     Trainer's, written last
+checkpoint-500/
+    config.json, model.safetensors, ...    of `hf.save_pretrained`
+    state/                                 of `save_checkpoint`: model, optimizer, scheduler, random generators
+    trainer_state.json                     Trainer's, written last
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -22,13 +22,18 @@ from ..checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint
 from ..checkpoint.random_state import capture, restore
 from .weights import load_pretrained, save_pretrained
 
+if TYPE_CHECKING:
+    from transformers import Trainer as TrainerMethods
+else:
+    TrainerMethods = object  # `Trainer` has both as bases
+
 __all__ = ["CheckpointsMixin"]
 
 _TAG = "state"
 _TRAINER_STATE = "trainer_state.json"
 
 
-class CheckpointsMixin:
+class CheckpointsMixin(TrainerMethods):
     """What a Trainer saves and loads; all ranks call each method."""
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:

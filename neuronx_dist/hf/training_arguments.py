@@ -73,8 +73,8 @@ class TrainingArguments(transformers.TrainingArguments):
                 raise ValueError(f"TrainingArguments: {name}={value!r} is not supported here: {reason}")
         if self.train_sampling_strategy == "batch_rebalance":
             raise ValueError(
-                "TrainingArguments: train_sampling_strategy='batch_rebalance' is not supported here: it divides batches "
-                "over the whole world: use 'group_by_length'"
+                "TrainingArguments: train_sampling_strategy='batch_rebalance' is not supported here: it divides "
+                "batches over the whole world: use 'group_by_length'"
             )
         if self.microbatches is not None and self.microbatches < 1:
             raise ValueError(f"TrainingArguments: microbatches={self.microbatches} is to be at least 1, or None")
@@ -85,7 +85,8 @@ class TrainingArguments(transformers.TrainingArguments):
             )
         if "RANK" in os.environ or self.use_cpu:  # torchrun's job; else accelerate finds the device of one process
             device = init_distributed("cpu" if self.use_cpu else "auto")
-            self.use_cpu = self.use_cpu or device.type == "cpu"  # accelerate joins a job of CPUs only then
+            if device.type == "cpu":
+                self.__dict__["use_cpu"] = True  # accelerate joins a job of CPUs only then
         self.average_tokens_across_devices = False  # the count that Trainer passes on is that of all ranks
         super().__post_init__()
         config = self.accelerator_config

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,14 +12,14 @@ from unittest.mock import patch
 import torch
 import transformers
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM
+from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
 from tests.support.llama import tiny_llama
 from tests.support.pool import processes
 
-__all__ = ["Rows", "ranks", "tiny_model", "train"]
+__all__ = ["EndAt", "Rows", "Stream", "ranks", "tiny_model", "train"]
 
 LENGTH = 12
 
@@ -37,9 +39,14 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.ids[row], "labels": labels}
 
 
-def tiny_model(dtype: torch.dtype = torch.float64) -> LlamaForCausalLM:
+def tiny_model(kind: str = "llama", **config: Any) -> Any:
     torch.manual_seed(0)
-    return LlamaForCausalLM(tiny_llama()).to(dtype)
+    if kind == "llama":
+        return LlamaForCausalLM(tiny_llama(**config))
+    sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    if kind == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4, **config))
+    return BertForSequenceClassification(BertConfig(**sizes, hidden_dropout_prob=0, attention_probs_dropout_prob=0))
 
 
 def loss_in_float64(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
@@ -54,24 +61,59 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((guesses == labels)[labels != -100].mean()), "rows": len(labels)}
 
 
-def train(folder: Path, ours: bool, *, resume: Any = None, dtype: Any = torch.float64, **options: Any) -> Any:
+class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """The rows in their order, without a length."""
+
+    def __init__(self, count: int) -> None:
+        self.rows = Rows(count)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return (self.rows[row] for row in range(len(self.rows)))
+
+
+class EndAt(transformers.TrainerCallback):
+    """Saves and ends the run after a step, or kills one rank in it."""
+
+    def __init__(self, step: int, kill: int | None = None) -> None:
+        self.step, self.kill = step, kill
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.kill is not None and state.global_step == self.step - 1 and comm.rank("world") == self.kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+def train(
+    folder: Path,
+    ours: bool,
+    *,
+    resume: Any = None,
+    dtype: Any = torch.float64,
+    rows: Any = 32,
+    model: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
     """Trains, and returns the log, the weights and the predictions of 7 rows."""
     settings: dict[str, Any] = dict(
         per_device_train_batch_size=4, per_device_eval_batch_size=4, learning_rate=1e-2, max_steps=4, logging_steps=1
     )
-    settings |= dict(lr_scheduler_type="cosine", warmup_steps=2, use_cpu=True, report_to=[], save_strategy="no")
+    settings |= dict(
+        lr_scheduler_type="cosine", warmup_steps=2, use_cpu=True, report_to=[], log_level="error", save_strategy="no"
+    )
     settings |= dict(disable_tqdm=True, optim="adamw_torch", weight_decay=0.1) | options
     callbacks = settings.pop("callbacks", None)
     package: Any = nxd.hf if ours else transformers
-    model = tiny_model(dtype)
-    if not ours and dtype == torch.float64:
-        model.loss_function = loss_in_float64
+    module = tiny_model(**(model or {})).to(dtype)
+    if not ours and dtype == torch.float64 and not isinstance(module, BertForSequenceClassification):
+        module.loss_function = loss_in_float64
     arguments = package.TrainingArguments(str(folder), **settings)
-    arguments.set_logging(strategy="steps", steps=1, level="error", report_to=[])
     trainer = package.Trainer(
-        model=model,
+        model=module,
         args=arguments,
-        train_dataset=Rows(32),
+        train_dataset=Rows(rows) if isinstance(rows, int) else rows,
         eval_dataset=Rows(7),
         compute_metrics=accuracy,
         callbacks=callbacks,
@@ -80,14 +122,20 @@ def train(folder: Path, ours: bool, *, resume: Any = None, dtype: Any = torch.fl
     result = trainer.train(resume_from_checkpoint=resume)
     predicted = trainer.predict(Rows(7))
     weights = nxd.hf.full_state_dict(trainer.pipeline or trainer.model) if ours else trainer.model.state_dict()
-    logs = [{key: log[key] for key in ("loss", "grad_norm", "learning_rate")} for log in trainer.state.log_history if "loss" in log]
+    logs = [
+        {key: log[key] for key in ("loss", "grad_norm", "learning_rate")}
+        for log in trainer.state.log_history
+        if "loss" in log
+    ]
     return {
         "logs": logs,
         "train_loss": result.training_loss,
         "flos": result.metrics["total_flos"],
         "weights": {name: value.clone() for name, value in weights.items()},
         "predictions": torch.as_tensor(predicted.predictions),
-        "metrics": {key: value for key, value in predicted.metrics.items() if key in ("test_loss", "test_accuracy", "test_rows")},
+        "metrics": {
+            key: value for key, value in predicted.metrics.items() if key in ("test_loss", "test_accuracy", "test_rows")
+        },
     }
 
 
