@@ -58,7 +58,7 @@ TOWER = [
     ["checking/report"],
     ["checking/programs"],
     ["checking", "compat", "planning", "xla_replay"],
-    ["hf/trainer", "hf/trainer_checkpoints", "hf/training_arguments"],
+    ["hf/trainer"],
     ["parallelize/composites", "parallelize/config", "parallelize/example"],
     ["parallelize/choose"],
     ["parallelize/annotations", "parallelize/policy", "parallelize/train"],

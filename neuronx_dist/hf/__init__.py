@@ -20,8 +20,7 @@ loss.py         the causal language-model loss on vocabulary-parallel logits; de
 weights.py      `load_pretrained`, `save_pretrained`, `full_state_dict`; writing.py: safetensors files
 sources.py      where weights are read from; gguf_file.py: GGUF files; conversion.py: names of checkpoint and model;
                 mismatch.py: differences of the two
-training_arguments.py   `TrainingArguments` of transformers with tp, pp, cp, ep
-trainer.py      transformers' `Trainer` on these; trainer_checkpoints.py: what it saves. Both are imported when used
+trainer/        transformers' `Trainer` and `TrainingArguments` on all ranks; imported when they are used
 """
 
 from ..lazy_names import lazy_names
@@ -34,11 +33,7 @@ from .swap import swap
 from .weights import full_state_dict, load_pretrained, save_pretrained
 
 __getattr__ = lazy_names(
-    __name__,
-    {
-        **dict.fromkeys(("ParallelTrainerMixin", "Trainer"), "hf.trainer"),
-        "TrainingArguments": "hf.training_arguments",
-    },
+    __name__, dict.fromkeys(("ParallelTrainerMixin", "Trainer", "TrainingArguments"), "hf.trainer")
 )
 
 __all__ = [

@@ -9,7 +9,8 @@ import pytest
 import torch
 import transformers
 
-from tests.hf.trainer_runs import EndAt, Stream, ranks, train
+from neuronx_dist import comm, hf
+from tests.hf.trainer_runs import EndAt, Rows, Stream, on_ranks, ranks, tiny_model, train
 from tests.support.pool import WorkerFailure
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -43,15 +44,15 @@ def compare(found: Any, expected: Any, tolerance: float = 1e-10, step_tolerance:
     assert found["metrics"] == pytest.approx(expected["metrics"], rel=tolerance)
 
 
-LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+LAYOUTS: list[Any] = [
     (2, dict(tp=2)),
     (2, dict(pp=2)),
     (2, dict(cp=2)),
-    (2, dict(**HALF)),
+    pytest.param(2, dict(**HALF), marks=pytest.mark.full),
     (2, dict(zero1=True, **HALF)),
     (2, dict(tp=2, sequence_parallel=True, recompute="full", zero1=True)),
     (4, dict(tp=2, pp=2, microbatches=2)),
-    (4, dict(pp=2, zero1=True, schedule="gpipe", **HALF)),
+    pytest.param(4, dict(pp=2, zero1=True, schedule="gpipe", **HALF), marks=pytest.mark.full),
 ]
 
 
@@ -60,6 +61,7 @@ def test_a_layout_trains_as_one_process(size: int, layout: dict[str, Any], tmp_p
     compare(ranks(size, tmp_path, **layout), reference(tmp_path))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", [dict(tp=2), dict(pp=2), dict(cp=2), dict(zero1=True, **HALF)], ids=str)
 @pytest.mark.parametrize(
     "options",
@@ -73,7 +75,7 @@ def test_options_of_a_run(options: dict[str, Any], layout: dict[str, Any], tmp_p
     compare(ranks(2, tmp_path, **options, **layout), reference(tmp_path, **options))
 
 
-@pytest.mark.parametrize("layout", [dict(tp=2), dict(pp=2), dict(cp=2)], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(dict(tp=2), marks=pytest.mark.full), dict(pp=2), dict(cp=2)], ids=str)
 def test_label_smoothing(layout: dict[str, Any], tmp_path: Path) -> None:
     """Transformers sums logarithms over the vocabulary in float32."""
     options: dict[str, Any] = dict(label_smoothing_factor=0.2)
@@ -84,7 +86,9 @@ def test_a_stream_of_rows_is_divided_over_dp(tmp_path: Path) -> None:
     compare(ranks(2, tmp_path, rows=Stream(16), **HALF), reference(tmp_path, rows=Stream(16)))
 
 
-@pytest.mark.parametrize("layout", [dict(tp=2, fused_loss=True), dict(pp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [dict(tp=2, fused_loss=True), pytest.param(dict(pp=2), marks=pytest.mark.full)], ids=str
+)
 def test_the_loss_of_transformers_in_float32(layout: dict[str, Any], tmp_path: Path) -> None:
     options = dict(dtype=torch.float32, optim="adamw_torch_fused")
     compare(ranks(2, tmp_path, **options, **layout), reference(tmp_path, **options), 1e-5)
@@ -113,7 +117,7 @@ def test_a_killed_run_resumes_in_another_layout(tmp_path: Path) -> None:
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in found["weights"].items())
 
 
-@pytest.mark.parametrize("layout", [dict(tp=2), dict(pp=2)], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(dict(tp=2), marks=pytest.mark.full), dict(pp=2)], ids=str)
 def test_the_best_model_is_loaded_at_the_end(layout: dict[str, Any], tmp_path: Path) -> None:
     options: dict[str, Any] = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1)
     options |= dict(load_best_model_at_end=True, metric_for_best_model="accuracy", learning_rate=0.3)
@@ -142,3 +146,53 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     ranks(2, tmp_path / "run", callbacks=[EndAt(3)], **options)
     again = ranks(2, tmp_path / "run", resume=True, **options)
     assert all(torch.equal(again["weights"][name], weight) for name, weight in whole["weights"].items())
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (dict(fsdp="full_shard"), "fsdp=.* is not supported here: the model is sharded by this package: use zero1=True"),
+    (dict(fp16=True), "fp16=True is not supported here: .*: use bf16=True"),
+    (dict(auto_find_batch_size=True), "auto_find_batch_size=True .*: set per_device_train_batch_size"),
+    (dict(push_to_hub=True), r"push_to_hub=True .*: upload the folder of save_model\(\)"),
+    (dict(torch_compile=True), "torch_compile=True .*: compile layers of the model"),
+    (dict(microbatches=0), "microbatches=0 is to be at least 1, or None"),
+    (dict(accelerator_config={"split_batches": True}), "accelerator_config with split_batches=True"),
+    (dict(accelerator_config={"even_batches": False}), "even_batches=False .*: use dataloader_drop_last=True"),
+]
+
+
+@pytest.mark.parametrize("options,message", REFUSED, ids=lambda value: str(value)[:30])
+def test_arguments_that_would_be_wrong_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"TrainingArguments: .*{message}"):
+        hf.TrainingArguments(str(tmp_path), use_cpu=True, **options)
+
+
+def _refusals(folder: str) -> None:
+    def trainer(args: dict[str, Any] | None = None, **options: Any) -> Any:
+        settings = dict(use_cpu=True, report_to=[], save_strategy="no", log_level="error", disable_tqdm=True)
+        arguments = hf.TrainingArguments(folder, pp=2, **{**settings, **(args or {})})
+        return hf.Trainer(**{"model": tiny_model(), "args": arguments, "train_dataset": Rows(16), **options})
+
+    plain = transformers.TrainingArguments(folder, use_cpu=True)
+    with pytest.raises(TypeError, match=r"pass neuronx_dist.hf.TrainingArguments \(or a subclass of it\)"):
+        hf.Trainer(model=tiny_model(), args=plain)
+    with pytest.raises(
+        ValueError, match="compute_loss_func computes the loss of LlamaForCausalLM from logits, which no"
+    ):
+        trainer(compute_loss_func=len)
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match="optimizers has a SGD.*pass optimizer_cls_and_kwargs"):
+        trainer(model=model, optimizers=(optimizer, None)).create_optimizer()
+    with pytest.raises(ValueError, match="Adafactor cannot work on shards of parameters"):
+        trainer(dict(optim="adafactor")).create_optimizer()
+    with pytest.raises(ValueError, match="takes no num_items_in_batch.*use more microbatches"):
+        trainer(dict(gradient_accumulation_steps=2), model=tiny_model("bert"))
+    torch.manual_seed(comm.rank("world"))  # the order of the rows depends on it
+    with pytest.raises(RuntimeError, match=r"ranks of one replica \(tp=1, pp=2, cp=1\) loaded different batches"):
+        shuffled = Rows(16)
+        shuffled.ids = shuffled.ids[torch.randperm(16)]
+        trainer(train_dataset=shuffled).train()
+
+
+def test_runs_that_would_be_wrong_are_refused(tmp_path: Path) -> None:
+    on_ranks(2, _refusals, str(tmp_path))

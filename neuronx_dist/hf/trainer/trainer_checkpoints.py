@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from .. import comm
-from ..checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint
-from ..checkpoint.random_state import capture, restore
-from .weights import load_pretrained, save_pretrained
+from ... import comm
+from ...checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint
+from ...checkpoint.random_state import capture, restore
+from ..weights import load_pretrained, save_pretrained
 
 if TYPE_CHECKING:
     from transformers import Trainer as TrainerMethods
@@ -34,7 +34,7 @@ _TRAINER_STATE = "trainer_state.json"
 
 
 class CheckpointsMixin(TrainerMethods):
-    """What a Trainer saves and loads; all ranks call each method."""
+    """Saves and loads the runs of a Trainer; all ranks call each method."""
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint is True:

@@ -28,18 +28,18 @@ from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import nn
 
-from .. import comm
-from ..attention.batch import get_batch_on_this_context_parallel_rank
-from ..gradients.accumulation import no_sync
-from ..gradients.reduce import reduce_gradients
-from ..optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
-from ..parallel_layers.random import model_parallel_manual_seed
-from ..parallel_layers.utils import move_model_to_device
-from ..pipeline.model import NxDPPModel
-from ..planning.recompute import recompute
-from .loss import causal_lm_loss
-from .model_plan import UnsupportedModelError, transformer_layer_class
-from .swap import swap
+from ... import comm
+from ...attention.batch import get_batch_on_this_context_parallel_rank
+from ...gradients.accumulation import no_sync
+from ...gradients.reduce import reduce_gradients
+from ...optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
+from ...parallel_layers.random import model_parallel_manual_seed
+from ...parallel_layers.utils import move_model_to_device
+from ...pipeline.model import NxDPPModel
+from ...planning.recompute import recompute
+from ..loss import causal_lm_loss
+from ..model_plan import UnsupportedModelError, transformer_layer_class
+from ..swap import is_swapped, swap
 from .trainer_checkpoints import CheckpointsMixin
 from .training_arguments import TrainingArguments
 
@@ -71,7 +71,7 @@ class DataParallelAccelerator(Accelerator):
 
 
 class ParallelTrainerMixin(CheckpointsMixin):
-    """What distributes a Trainer: `class Mine(ParallelTrainerMixin, transformers.Trainer)`.
+    """Distributes a Trainer: `class Mine(ParallelTrainerMixin, transformers.Trainer)`.
 
     Attributes:
         pipeline: the `NxDPPModel` around `model`; None without a pipeline.
@@ -142,7 +142,7 @@ class ParallelTrainerMixin(CheckpointsMixin):
                 "Trainer: this model was sharded by transformers' distributed_config: load it without, and pass tp=..."
             )
         self._parameter_count = model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
-        if not getattr(model, "_is_swapped", False):
+        if not is_swapped(model):
             options = {name: getattr(args, name) for name in ("sequence_parallel", "pad_heads", "pad_vocab")}
             try:
                 swap(model, fused_loss=args.fused_loss, context_parallel=args.context_parallel, **options)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import transformers
 
-from .. import comm
-from ..comm.launch import init_distributed
-from ..parallel_layers.parallel_state import initialize_model_parallel
+from ... import comm
+from ...comm.launch import init_distributed
+from ...parallel_layers.parallel_state import initialize_model_parallel
 
 __all__ = ["TrainingArguments"]
 
