@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import transformers
 
 from neuronx_dist import comm, hf
 from tests.hf.trainer_runs import EndAt, Rows, Stream, on_ranks, ranks, tiny_model, train
+from tests.support.paths import ROOT
 from tests.support.pool import WorkerFailure
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -185,8 +187,10 @@ def _refusals(folder: str) -> None:
         trainer(model=model, optimizers=(optimizer, None)).create_optimizer()
     with pytest.raises(ValueError, match="Adafactor cannot work on shards of parameters"):
         trainer(dict(optim="adafactor")).create_optimizer()
+    bert = tiny_model("bert")
+    bert.accepts_loss_kwargs = False
     with pytest.raises(ValueError, match="takes no num_items_in_batch.*use more microbatches"):
-        trainer(dict(gradient_accumulation_steps=2), model=tiny_model("bert"))
+        trainer(dict(gradient_accumulation_steps=2), model=bert)
     torch.manual_seed(comm.rank("world"))  # the order of the rows depends on it
     with pytest.raises(RuntimeError, match=r"ranks of one replica \(tp=1, pp=2, cp=1\) loaded different batches"):
         shuffled = Rows(16)
@@ -196,3 +200,16 @@ def _refusals(folder: str) -> None:
 
 def test_runs_that_would_be_wrong_are_refused(tmp_path: Path) -> None:
     on_ranks(2, _refusals, str(tmp_path))
+
+
+def _page(folder: Path, **layout: Any) -> int:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "trainer.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {"folder": folder, "layout": {"disable_tqdm": True, "log_level": "error", **layout}}
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"docs/trainer.md, block {number}", "exec"), names)
+    return len(blocks)
+
+
+@pytest.mark.parametrize("size,layout", [(1, {}), (2, dict(pp=2, zero1=True, microbatches=2))], ids=str)
+def test_the_blocks_of_the_page_run(size: int, layout: dict[str, Any], tmp_path: Path) -> None:
+    assert on_ranks(size, _page, tmp_path, **layout) == 4
