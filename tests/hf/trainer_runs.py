@@ -16,10 +16,11 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaForCaus
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
+from neuronx_dist.mesh import Mesh
 from tests.support.llama import tiny_llama
 from tests.support.pool import processes
 
-__all__ = ["EndAt", "Rows", "Stream", "on_ranks", "ranks", "tiny_model", "train"]
+__all__ = ["EndAt", "Rows", "Stream", "exchanges", "on_ranks", "ranks", "tiny_model", "train"]
 
 LENGTH = 12
 
@@ -157,3 +158,41 @@ def on_ranks(size: int, function: Any, *args: Any, **options: Any) -> Any:
 
 def ranks(size: int, folder: Path, **options: Any) -> Any:
     return on_ranks(size, train, folder, True, **options)
+
+
+def exchanges() -> None:
+    """Compares what ranks exchange around the loop, on threads; a case of the tests of mutations."""
+    from neuronx_dist.hf.trainer.exchanges import (
+        by_data_rank,
+        compare_batches,
+        from_last_stage,
+        mean_over_data,
+        rows_of_all,
+        whole_logits,
+    )
+
+    whole = torch.arange(48.0).reshape(1, 4, 12)
+
+    def data() -> None:
+        rank = comm.rank("dp") + 1.0
+        assert mean_over_data(torch.tensor(rank)) == 1.5 and by_data_rank(torch.tensor(rank)) == 0.75
+        assert rows_of_all(torch.tensor([[rank]])).tolist() == [[1.0], [2.0]]
+
+    def logits() -> None:
+        places = torch.tensor([[0, 3], [1, 2]][comm.rank("cp")])
+        local = whole[:, places].chunk(2, -1)[comm.rank("tp")]
+        assert torch.equal(whole_logits(local, 12, places), whole)
+
+    def stages() -> None:
+        here = whole if comm.rank("pp") == 1 else None
+        assert torch.equal(from_last_stage(here, 1, torch.device("cpu")), whole)
+        compare_batches([whole], 1)
+        try:
+            compare_batches([whole + comm.rank("pp")], 1)
+        except RuntimeError:
+            return
+        raise AssertionError("other batches were not noticed")
+
+    comm.threads.run(Mesh(4, cp=2), data)
+    comm.threads.run(Mesh(4, tp=2, cp=2), logits)
+    comm.threads.run(Mesh(2, pp=2), stages)

@@ -16,7 +16,6 @@ Trainer's loop stays as it is. Replaced are the places where it meets the world:
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -40,13 +39,12 @@ from ...planning.recompute import recompute
 from ..loss import causal_lm_loss
 from ..model_plan import UnsupportedModelError, transformer_layer_class
 from ..swap import is_swapped, swap
+from .exchanges import by_data_rank, compare_batches, from_last_stage, mean_over_data, rows_of_all, whole_logits
 from .trainer_checkpoints import CheckpointsMixin
 from .training_arguments import TrainingArguments
 
 __all__ = ["ParallelTrainerMixin", "Trainer"]
 
-_DATA = ("dp", "cp")
-_REPLICA = ("pp", "cp", "tp")  # ranks with the same rows
 _COMPARED_STEPS = 3  # the first of a run, in which the rows of a replica are compared
 
 
@@ -63,11 +61,7 @@ class DataParallelAccelerator(Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """Gathers tensors over dp, along dim 0; a 0-dim tensor becomes `[dp]`."""
-
-        def gathered(x: torch.Tensor) -> torch.Tensor:
-            return comm.all_gather((x if x.ndim else x[None]).contiguous(), "dp")
-
-        return recursively_apply(gathered, tensor, error_on_other_type=True)
+        return recursively_apply(rows_of_all, tensor, error_on_other_type=True)
 
 
 class ParallelTrainerMixin(CheckpointsMixin):
@@ -183,7 +177,7 @@ class ParallelTrainerMixin(CheckpointsMixin):
         ids = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
         if ids is None:
             return 0
-        return 6 * ids.numel() * self._parameter_count * comm.size("dp") / comm.size("world")
+        return 6 * ids.numel() * self._parameter_count / comm.size(("pp", "cp", "tp"))
 
     # --- the optimizer
 
@@ -223,7 +217,7 @@ class ParallelTrainerMixin(CheckpointsMixin):
         super()._maybe_log_save_evaluate(tr_loss, self.optimizer.grad_norm, *args, **kwargs)
 
     def _finalize_training(self, *args: Any) -> Any:
-        self._tr_loss = _mean_over_data(self._tr_loss)
+        self._tr_loss = mean_over_data(self._tr_loss)
         return super()._finalize_training(*args)
 
     # --- batches
@@ -243,30 +237,8 @@ class ParallelTrainerMixin(CheckpointsMixin):
     def get_batch_samples(self, *args: Any) -> tuple[list[Any], Any]:
         batches, count = super().get_batch_samples(*args)
         if self.state.global_step - self._initial_global_step < _COMPARED_STEPS:
-            self._compare_batches(batches)
+            compare_batches(batches, self.state.global_step + 1)
         return batches, count
-
-    def _compare_batches(self, batches: list[Any]) -> None:
-        """Refuses ranks of one replica that have other rows than one another.
-
-        Raises:
-            RuntimeError: on all ranks of the replica.
-        """
-        sums: list[int] = []
-
-        def add(x: torch.Tensor) -> torch.Tensor:
-            sums.append(zlib.crc32(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()))
-            return x
-
-        recursively_apply(add, batches)
-        everywhere = comm.gather_objects(sums, _REPLICA)
-        if others := [index for index, theirs in enumerate(everywhere) if theirs != everywhere[0]]:
-            raise RuntimeError(
-                f"Trainer: step {self.state.global_step + 1}: the ranks of one replica (tp={self.args.tp}, "
-                f"pp={self.args.pp}, cp={self.args.cp}) loaded different batches: rank {others[0]} of it has others "
-                "than rank 0. Does the dataset, its order or the collator draw random numbers? Give it a seed "
-                "(DataCollatorForLanguageModeling(..., seed=0)), equal on all ranks"
-            )
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | None:
         """Returns the labels of the global batch by data-parallel rank, as gradients are means over these ranks."""
@@ -274,7 +246,7 @@ class ParallelTrainerMixin(CheckpointsMixin):
         if count is None:
             return None
         dtype = torch.promote_types(torch.float32, next(self.model.parameters()).dtype)
-        return comm.all_reduce(torch.as_tensor(count, device=device, dtype=dtype), "dp") / comm.size(_DATA)
+        return by_data_rank(torch.as_tensor(count, device=device, dtype=dtype))
 
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: dict[str, Any]
@@ -333,7 +305,7 @@ class ParallelTrainerMixin(CheckpointsMixin):
                 logits = self._whole_logits(logits, has_labels)
         else:
             loss, logits, labels = self._predict_in_pipeline(inputs, prediction_loss_only, has_labels)
-        return None if loss is None else _mean_over_data(loss), logits, labels
+        return None if loss is None else mean_over_data(loss), logits, labels
 
     def _predict_in_pipeline(
         self, inputs: dict[str, Any], prediction_loss_only: bool, has_labels: bool
@@ -353,11 +325,7 @@ class ParallelTrainerMixin(CheckpointsMixin):
         logits = None
         if outputs is not None:
             logits = self._whole_logits(torch.cat([output["logits"] for output in outputs]), has_labels)
-        shape, dtype = comm.broadcast_object(
-            logits is not None and (logits.shape, logits.dtype), "pp", pipeline.last_stage
-        )
-        logits = torch.empty(shape, dtype=dtype, device=self.args.device) if logits is None else logits
-        return loss, comm.broadcast(logits, "pp", src=pipeline.last_stage), labels and labels[0]
+        return loss, from_last_stage(logits, pipeline.last_stage, self.args.device), labels and labels[0]
 
     def _whole_logits(self, logits: Any, has_labels: bool) -> Any:
         """Returns the logits `[b, s, vocab]` of a causal LM's shards over tp and cp; other outputs as they are."""
@@ -366,11 +334,7 @@ class ParallelTrainerMixin(CheckpointsMixin):
         if isinstance(logits, tuple):
             return (self._whole_logits(logits[0], has_labels), *logits[1:])
         vocabulary = self.model.config.get_text_config().vocab_size
-        whole = comm.all_gather(logits.contiguous(), "tp", dim=-1)[..., :vocabulary]
-        if comm.size("cp") > 1:
-            places = comm.all_gather(self._places.to(whole.device), "cp")
-            whole = comm.all_gather(whole.contiguous(), "cp", dim=1)[:, places.argsort()]
-        return whole
+        return whole_logits(logits, vocabulary, self._places if comm.size("cp") > 1 else None)
 
     def _without_repeated_labels(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Returns a batch whose rows that only complete the last one have no part in the loss."""
@@ -380,11 +344,6 @@ class ParallelTrainerMixin(CheckpointsMixin):
         rows = torch.arange(len(labels)) + comm.rank("dp") * len(labels)
         repeated = (rows >= state.remainder).to(labels.device).reshape(-1, *[1] * (labels.ndim - 1))
         return {**inputs, "labels": labels.masked_fill(repeated, -100)}
-
-
-def _mean_over_data(x: torch.Tensor) -> torch.Tensor:
-    """Returns the mean over dp and cp, equal on all ranks."""
-    return comm.all_reduce(x, _DATA) / comm.size(_DATA)
 
 
 class Trainer(ParallelTrainerMixin, transformers.Trainer):
