@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from neuronx_dist import comm, hf
+from neuronx_dist import comm, destroy_model_parallel, hf
 from tests.hf.trainer_runs import EndAt, Rows, Stream, on_ranks, ranks, tiny_model, train
 from tests.support.paths import ROOT
 from tests.support.pool import WorkerFailure
@@ -171,7 +171,7 @@ def test_arguments_that_would_be_wrong_are_refused(options: dict[str, Any], mess
 def _refusals(folder: str) -> None:
     def trainer(args: dict[str, Any] | None = None, **options: Any) -> Any:
         settings = dict(use_cpu=True, report_to=[], save_strategy="no", log_level="error", disable_tqdm=True)
-        arguments = hf.TrainingArguments(folder, pp=2, **{**settings, **(args or {})})
+        arguments = hf.TrainingArguments(folder, **{"pp": 2, **settings, **(args or {})})
         return hf.Trainer(**{"model": tiny_model(), "args": arguments, "train_dataset": Rows(16), **options})
 
     plain = transformers.TrainingArguments(folder, use_cpu=True)
@@ -196,6 +196,11 @@ def _refusals(folder: str) -> None:
         shuffled = Rows(16)
         shuffled.ids = shuffled.ids[torch.randperm(16)]
         trainer(train_dataset=shuffled).train()
+    destroy_model_parallel()
+    model = tiny_model()
+    model.forward = model.forward
+    with pytest.raises(ValueError, match="the forward of this LlamaForCausalLM was replaced.*use tp=1"):
+        trainer(dict(pp=1, tp=2), model=model)
 
 
 def test_runs_that_would_be_wrong_are_refused(tmp_path: Path) -> None:

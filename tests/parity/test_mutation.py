@@ -131,7 +131,7 @@ DOCTOR = {name: _PROBE for name, site in SITES.items() if site.is_in(probe)}
 
 
 def mutations_of(name: str) -> tuple[str, ...]:
-    """Objects are not numbers: they are exchanged or they are not. A sign of a difference, and an order, have no scale."""
+    """Objects are not numbers: they are exchanged or they are not. Signs and orders have no scale."""
     without_scale = ("gather_objects", "update_bias", "whole_logits:comm.all_gather#2")
     return ("drop",) if any(part in name for part in without_scale) else MUTATIONS
 

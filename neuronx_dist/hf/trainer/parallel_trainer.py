@@ -95,6 +95,11 @@ class ParallelTrainerMixin(CheckpointsMixin):
                 f"Trainer: {', '.join(refused)} computes the loss of {model} from logits, which no rank has at "
                 f"pp={run.pp}, cp={run.cp}: use tp, or set model.loss_function"
             )
+        if run.tp > 1 and "forward" in vars(self.model):
+            raise ValueError(
+                f"Trainer: the forward of this {model} was replaced, as TRL does, and may read weights, of which a "
+                f"rank has shards: use tp=1 in place of tp={run.tp}"
+            )
         accumulates = run.gradient_accumulation_steps > 1
         if self.pipeline is not None and accumulates and not self.model_accepts_loss_kwargs:
             raise ValueError(
