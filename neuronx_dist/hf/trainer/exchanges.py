@@ -1,4 +1,4 @@
-"""What ranks exchange around transformers' loop: labels, losses, predictions, checksums of batches."""
+"""Exchanges of ranks around transformers' loop: of labels, losses, predictions, and checksums of batches."""
 
 from __future__ import annotations
 
