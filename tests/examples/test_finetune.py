@@ -1,4 +1,4 @@
-"""examples/finetune.py with a tiny model and tokenizer, on two ranks, and again from its checkpoint in another layout."""
+"""examples/finetune.py with a tiny model on two ranks, and again, in another layout, from its checkpoint."""
 
 from __future__ import annotations
 
