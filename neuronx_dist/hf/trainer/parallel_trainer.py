@@ -45,7 +45,7 @@ from .training_arguments import TrainingArguments
 
 __all__ = ["ParallelTrainerMixin", "Trainer"]
 
-_COMPARED_STEPS = 3  # the first of a run, in which the rows of a replica are compared
+_COMPARED_STEPS = 3  # the first of an epoch, in which the rows of a replica are compared
 
 
 class DataParallelAccelerator(Accelerator):
@@ -75,13 +75,13 @@ class ParallelTrainerMixin(CheckpointsMixin):
     optimizer: Any
     label_smoother: Any
     _tr_loss: torch.Tensor
+    _compared: tuple[Any, int] = (None, 0)  # an epoch's batches, and the steps in which they were compared
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.is_distributed_loading_by_transformers = True  # accelerate wraps the model in no DistributedDataParallel
-        if self.label_smoother is not None and self._has_parallel_loss():
-            loss = partial(self.model.loss_function, label_smoothing=self.args.label_smoothing_factor)
-            self.model.loss_function, self.label_smoother = loss, None
+        if self._has_parallel_loss(self.model):
+            self.label_smoother = None  # the loss smooths labels itself
         outside = {
             "compute_loss_func": self.compute_loss_func is not None,
             "label_smoothing_factor": self.label_smoother is not None,
@@ -141,13 +141,16 @@ class ParallelTrainerMixin(CheckpointsMixin):
                 "Trainer: this model was sharded by transformers' distributed_config: load it without, and pass tp=..."
             )
         self._parameter_count = model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
-        if not is_swapped(model):
-            options = {name: getattr(args, name) for name in ("sequence_parallel", "pad_heads", "pad_vocab")}
+        options = {name: getattr(args, name) for name in ("sequence_parallel", "pad_heads", "pad_vocab", "fused_loss")}
+        is_needed = args.tp * args.cp * args.ep > 1 or any(options.values())
+        if not is_swapped(model) and (is_needed or isinstance(model, transformers.PreTrainedModel)):
             try:
-                swap(model, fused_loss=args.fused_loss, context_parallel=args.context_parallel, **options)
-            except (UnsupportedModelError, AttributeError):
-                if args.tp * args.cp * args.ep > 1 or args.fused_loss or any(options.values()):
+                swap(model, context_parallel=args.context_parallel, **options)
+            except UnsupportedModelError:
+                if is_needed:
                     raise
+        if args.label_smoothing_factor and self._has_parallel_loss(model):
+            model.loss_function = partial(model.loss_function, label_smoothing=args.label_smoothing_factor)
         if args.recompute:
             recompute(model, args.recompute)
         self.pipeline = None
@@ -164,9 +167,9 @@ class ParallelTrainerMixin(CheckpointsMixin):
                 use_zero1_optimizer=args.zero1,
             )
 
-    def _has_parallel_loss(self) -> bool:
+    def _has_parallel_loss(self, model: Any) -> bool:
         """Returns whether the model's loss is that of logits that are sharded over tp."""
-        return getattr(getattr(self.model, "loss_function", None), "func", None) is causal_lm_loss
+        return getattr(getattr(model, "loss_function", None), "func", None) is causal_lm_loss
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         move_model_to_device(self.pipeline or model, device)
@@ -239,9 +242,11 @@ class ParallelTrainerMixin(CheckpointsMixin):
                 loader.worker_init_fn = partial(loader.worker_init_fn, rank=comm.rank("dp"))
         return loader
 
-    def get_batch_samples(self, *args: Any) -> tuple[list[Any], Any]:
-        batches, count = super().get_batch_samples(*args)
-        if self.state.global_step - self._initial_global_step < _COMPARED_STEPS:
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any) -> tuple[list[Any], Any]:
+        batches, count = super().get_batch_samples(epoch_iterator, *args)
+        of_epoch, steps = self._compared
+        self._compared = epoch_iterator, steps + 1 if of_epoch is epoch_iterator else 1
+        if self._compared[1] <= _COMPARED_STEPS:
             compare_batches(batches, self.state.global_step + 1)
         return batches, count
 
@@ -322,11 +327,11 @@ class ParallelTrainerMixin(CheckpointsMixin):
         pipeline.output_loss_value_spec = spec if has_labels else None
         try:
             with self.accelerator.autocast():
+                if prediction_loss_only and has_labels:
+                    return pipeline.run_eval(**inputs), None, None
                 loss, outputs = pipeline.run_eval(return_outputs=True, **inputs)
         finally:
             pipeline.output_loss_value_spec = spec
-        if prediction_loss_only:
-            return loss, None, None
         logits = None
         if outputs is not None:
             logits = self._whole_logits(torch.cat([output["logits"] for output in outputs]), has_labels)
@@ -334,7 +339,7 @@ class ParallelTrainerMixin(CheckpointsMixin):
 
     def _whole_logits(self, logits: Any, has_labels: bool) -> Any:
         """Returns the logits `[b, s, vocab]` of a causal LM's shards over tp and cp; other outputs as they are."""
-        if not (has_labels and self._has_parallel_loss()):
+        if not (has_labels and self._has_parallel_loss(self.model)):
             return logits
         if isinstance(logits, tuple):
             return (self._whole_logits(logits[0], has_labels), *logits[1:])

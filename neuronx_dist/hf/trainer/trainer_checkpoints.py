@@ -93,7 +93,11 @@ class CheckpointsMixin(TrainerMethods):
             restore(self._random_state)
 
     def _load_best_model(self) -> None:
-        load_pretrained(self.pipeline or self.model, self.state.best_model_checkpoint)
+        folder, model = self.state.best_model_checkpoint, self.pipeline or self.model
+        if has_checkpoint(folder):
+            load_checkpoint(folder, _TAG, model)
+        else:
+            load_pretrained(model, folder)
         self.optimizer.init_zero()
 
 
