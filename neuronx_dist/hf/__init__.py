@@ -20,6 +20,7 @@ loss.py         the causal language-model loss on vocabulary-parallel logits; de
 weights.py      `load_pretrained`, `save_pretrained`, `full_state_dict`; writing.py: safetensors files
 sources.py      where weights are read from; gguf_file.py: GGUF files; conversion.py: names of checkpoint and model;
                 mismatch.py: differences of the two
+trainer/        transformers' `Trainer` and `TrainingArguments` on all ranks; imported when they are used
 """
 
 from ..lazy_names import lazy_names
@@ -31,8 +32,19 @@ from .sources import has_weights
 from .swap import swap
 from .weights import full_state_dict, load_pretrained, save_pretrained
 
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "Accelerator": "trainer.accelerator",
+        **dict.fromkeys(("ParallelTrainerMixin", "Trainer", "TrainingArguments"), "hf.trainer"),
+    },
+)
+
 __all__ = [
     "Accelerator",
+    "ParallelTrainerMixin",
+    "Trainer",
+    "TrainingArguments",
     "UnsupportedModelError",
     "causal_lm_loss",
     "full_state_dict",
@@ -44,5 +56,3 @@ __all__ = [
     "swap",
     "transformer_layer_class",
 ]
-
-__getattr__ = lazy_names(__name__, {"Accelerator": "trainer.accelerator"})

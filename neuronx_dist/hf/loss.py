@@ -28,6 +28,7 @@ def causal_lm_loss(
     ignore_index: int = -100,
     shift_labels: torch.Tensor | None = None,
     inplace_logits: bool = False,
+    label_smoothing: float = 0.0,
     **kwargs: Any,
 ) -> torch.Tensor:
     """Cross entropy of each token with the next, divided by the number of labels that count.
@@ -43,6 +44,7 @@ def causal_lm_loss(
             each rank has as many valid ones; `global_num_items` counts them all. At cp > 1 it is what None means.
         shift_labels: `[batch, seq]`, shifted already.
         inplace_logits: may the loss write over the logits? See `parallel_cross_entropy`.
+        label_smoothing: as torch's `cross_entropy`: of each token's loss this part is the mean over the vocabulary.
 
     Returns:
         0-dim loss, equal on all tensor-parallel ranks. Without any valid label it is 0, and so are its gradients.
@@ -56,7 +58,8 @@ def causal_lm_loss(
         is_shifted = comm.size("cp") > 1
         shift_labels = labels if is_shifted else nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     shift_labels = shift_labels.to(logits.device)
-    total = sum_of_losses(logits, shift_labels, vocab_size, ignore_index, inplace_logits)
+    smoothing = label_smoothing * (vocab_size - 1) / vocab_size  # NeMo's, which `parallel_cross_entropy` takes
+    total = sum_of_losses(logits, shift_labels, vocab_size, ignore_index, inplace_logits, smoothing)
     count: Any = num_items_in_batch
     if count is None:
         if comm.size("cp") > 1:  # the last part has no label of the last token
@@ -71,14 +74,19 @@ def causal_lm_loss(
 
 
 def sum_of_losses(
-    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, ignore_index: int, inplace_logits: bool
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    ignore_index: int,
+    inplace_logits: bool,
+    label_smoothing: float,
 ) -> torch.Tensor:
     """Returns the sum of the tokens' losses, `[.., vocab/tp]`, `[..] -> []`; of deferred logits from the head's input.
 
     A pipeline records it as one call, which the last stage makes with the logits that its head returns.
     """
     if is_recording(layers=True) and has_torch_function_variadic(logits, labels):
-        arguments = (logits, labels, vocab_size, ignore_index, inplace_logits)
+        arguments = (logits, labels, vocab_size, ignore_index, inplace_logits, label_smoothing)
         total: torch.Tensor = handle_torch_function(sum_of_losses, (logits, labels), *arguments)
         return total
     if isinstance(logits, DeferredLogits):
@@ -92,6 +100,7 @@ def sum_of_losses(
                     reduction="sum",
                     ignore_index=ignore_index,
                     vocab_size=vocab_size,
+                    label_smoothing=label_smoothing,
                     sequence_dimension=call.sequence_dim,
                     reduce_dtype=call.reduce_dtype,
                 )
@@ -99,4 +108,5 @@ def sum_of_losses(
     hide_padding(logits, vocab_size)
     if type(labels) is torch.Tensor and labels.device.type == "cpu":  # padding is no label
         check_ids(labels, vocab_size, ignore_index, "causal_lm_loss: label")
-    return parallel_cross_entropy(logits, labels, ignore_index=ignore_index, inplace_logits=inplace_logits).sum()
+    options: dict[str, Any] = dict(ignore_index=ignore_index, inplace_logits=inplace_logits)
+    return parallel_cross_entropy(logits, labels, label_smoothing, **options).sum()

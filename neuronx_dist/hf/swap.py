@@ -39,7 +39,7 @@ from .model_plan import ATTENTION, ModelPlan, UnsupportedModelError, leaf_of, pa
 from .plan_reading import SAME_AS_LINEAR, read_plan, words_of, words_of_config
 from .sequence_parallel import apply_sequence_parallel, check_sequence_parallel
 
-__all__ = ["PlannedLayers", "swap"]
+__all__ = ["PlannedLayers", "is_swapped", "swap"]
 
 
 class PlannedLayers(Protocol):
@@ -118,7 +118,7 @@ def swap(
         )
     if ep not in (1, comm.size("ep")):
         raise ValueError(f"swap: ep={ep} is neither 1 nor the ep of the mesh, {comm.size('ep')}: initialize it so")
-    if getattr(model, _SWAPPED, False):
+    if is_swapped(model):
         raise ValueError(f"swap: this {type(model).__name__} is already swapped")
     if inner := next((name for name, module in model.named_modules() if _SWAPPED in vars(module)), ""):
         raise ValueError(f"swap: {inner} of this {type(model).__name__} is already swapped: swap a module once")
@@ -170,6 +170,11 @@ def swap(
 
 
 _SWAPPED = "_is_swapped"
+
+
+def is_swapped(model: nn.Module) -> bool:
+    """Returns whether `swap` has replaced the layers of this model."""
+    return getattr(model, _SWAPPED, False)
 
 
 def _refuse_own_save(name: str, *args: Any, **kwargs: Any) -> None:

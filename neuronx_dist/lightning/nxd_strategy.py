@@ -21,7 +21,8 @@ from ..gradients.accumulation import no_sync, scale_gradients
 from ..gradients.gradient import parameters_of
 from ..gradients.norm import clip_grad_norm
 from ..gradients.reduce import complete_reduction, reduce_gradients
-from ..hf import swap, transformer_layer_class
+from ..hf.model_plan import transformer_layer_class
+from ..hf.swap import swap
 from ..parallel_layers import parallel_state
 from ..parallel_layers.utils import move_model_to_device
 from ..pipeline.model import NxDPPModel

@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import accelerator, hf
+from .. import accelerator
 from ..gradients.reduce import reduce_gradients
+from ..hf.model_plan import transformer_layer_class
+from ..hf.swap import swap
 from ..optimizer import MasterWeightsOptimizer, MuonAdamW, NeuronZero1Optimizer, muon_groups
 from ..pipeline.model import NxDPPModel
 from .fake_rank import MESSAGES, PARAMETERS, WireBackend, on_fakes, playing, run_step
@@ -181,7 +183,7 @@ def _play(
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, layout.dtype))
         num_parameters = sum(param.numel() for param in module.parameters())
-        hf.swap(
+        swap(
             module,
             sequence_parallel=layout.sequence_parallel,
             pad_heads=layout.pad_heads,
@@ -191,7 +193,7 @@ def _play(
         )
         model = NxDPPModel(
             module,
-            transformer_layer_cls=hf.transformer_layer_class(module),
+            transformer_layer_cls=transformer_layer_class(module),
             num_microbatches=layout.num_microbatches,
             virtual_pipeline_size=layout.virtual_pipeline_size,
             schedule=layout.schedule,

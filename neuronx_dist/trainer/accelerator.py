@@ -28,7 +28,7 @@ from ..gradients.accumulation import no_sync
 from ..gradients.gradient import DATA_AXES
 from ..gradients.norm import clip_grad_norm
 from ..gradients.reduce import reduce_gradients, refuse_accumulation
-from ..hf import full_state_dict
+from ..hf.weights import full_state_dict
 from ..parallel_layers import parallel_state
 from ..weights.partial_model import is_partial
 

@@ -11,6 +11,7 @@ from tests.attention.test_context_parallel import by_heads
 from tests.checkpoint import exchanges
 from tests.compat.test_stand_ins import compare_collectives as collectives_of_scripts
 from tests.hf.parity import compare as swapped
+from tests.hf.trainer_runs import exchanges as around_trainer
 from tests.lightning.exchanges import accelerator_collectives, strategy_collectives
 from tests.modules.test_lora import compare as adapters
 from tests.modules.test_lora import compare_row
@@ -186,6 +187,12 @@ CASES: dict[str, Callable[[], None]] = {
     "Accelerator.gather_for_metrics:comm.gather_objects#1": accelerator_collectives,
     "Accelerator.reduce.summed:comm.all_reduce#1": accelerator_collectives,
     "_of_all_replicas:comm.all_gather#1": accelerator_collectives,
+    "rows_of_all:comm.all_gather#1": around_trainer,
+    "by_data_rank:comm.all_reduce#1": around_trainer,
+    "mean_over_data:comm.all_reduce#1": around_trainer,
+    **{f"whole_logits:comm.all_gather#{number}": around_trainer for number in (1, 2, 3)},
+    "from_last_stage:comm.broadcast#1": around_trainer,
+    "compare_batches:comm.gather_objects#1": around_trainer,
     "send:comm.send#1": exchange_by_hand,
     "recv_from:comm.recv#1": exchange_by_hand,
     "OutputChannelParallelConv2d.forward:spmd.convert#1": partial(convolution, "output", 2),

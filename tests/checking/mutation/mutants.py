@@ -200,6 +200,18 @@ EXEMPT = {
     "Accelerator": "metrics of accelerate's, beside the step",
     "NxDStrategy": "steps of Lightning's Trainer, which no checked program is: tests/lightning compares weights",
     "_of_all_replicas": "metrics of accelerate's, beside the step",
+    **dict.fromkeys(
+        (
+            "ParallelTrainerMixin",
+            "by_data_rank",
+            "compare_batches",
+            "from_last_stage",
+            "mean_over_data",
+            "rows_of_all",
+            "whole_logits",
+        ),
+        "around transformers' loop, which no check plays: tests/hf/test_trainer.py compares values",
+    ),
     **dict.fromkeys(("send:comm.send", "recv_from"), "scripts' own messages between stages"),
     "_move_in_turns": "before the first step: ranks wait for each other",
     **dict.fromkeys(
