@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
@@ -17,7 +19,7 @@ from neuronx_dist.comm.backends import threads
 from neuronx_dist.hf import full_state_dict, load_pretrained
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.modules.moe import ExpertMLPs, MoE, RouterTopK, load_balancing_loss_func, router_z_loss_func
-from neuronx_dist.modules.moe.dispatch import Dispatch, Slots
+from neuronx_dist.modules.moe.dispatch import Dispatch, Slots, _Journey
 from neuronx_dist.modules.moe.moe_parallel_layers import grouped_product
 from neuronx_dist.modules.moe.routing import GroupLimitedRouter, RouterSinkhorn
 from neuronx_dist.modules.moe.shared_experts import SharedExperts
@@ -208,6 +210,7 @@ def test_steps_are_those_of_one_process(ep: int, tp: int, edp: int, zero1: bool)
     [
         dict(glu=False, normalize=False),
         dict(bias=True, tp=2),
+        dict(shared=True),
         dict(shared=True, tp=2),
         dict(shared=True, bias=True, tp=2, sequence_parallel=True),
         dict(capacity=100.0),  # a place for every token: nothing is dropped
@@ -216,6 +219,49 @@ def test_steps_are_those_of_one_process(ep: int, tp: int, edp: int, zero1: bool)
 )
 def test_options(options: dict[str, Any]) -> None:
     compare(**options)
+
+
+def test_shared_experts_run_while_tokens_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between start and end of an exchange, in forward and in backward; second derivatives are right too."""
+
+    events: list[list[str]] = [[], []]
+
+    def note(name: str, *args: Any) -> None:
+        events[comm.rank("ep")].append(name)
+
+    for name in ("start", "wait"):
+        original = getattr(_Journey, name)
+        monkeypatch.setattr(_Journey, name, lambda *args, n=name, f=original: (note(n), f(*args))[1])
+
+    def rank() -> None:
+        model = materialize(layer(shared=True), 0)
+        x = tokens(0, 2)[comm.rank("dp")].requires_grad_()
+
+        def penalty() -> list[torch.Tensor]:
+            out = model(x)[0]
+            (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+            return [out, slope, *torch.autograd.grad(slope.square().sum(), [*model.parameters()])]
+
+        for actual, expected in zip(penalty(), without_overlap(penalty), strict=True):
+            close(actual.detach(), expected.detach(), "output, slope or gradient")
+        events[comm.rank("ep")].clear()
+        model.shared_experts.register_forward_hook(partial(note, "shared"))
+        model.shared_experts.register_full_backward_hook(partial(note, "shared"))
+        model(x)[0].square().sum().backward()
+
+    threads.run(Mesh(2, ep=2), rank, timeout=20.0)
+    assert events == [["start", "shared", "wait"] * 2] * 2
+
+
+def without_overlap(function: Callable[[], Any]) -> Any:
+    """Calls a function under a mode, where shared experts run after the experts."""
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **kwargs or {})
+
+    with Mode():
+        return function()
 
 
 def test_a_capacity_drops_the_last_tokens_of_each_data_rank() -> None:

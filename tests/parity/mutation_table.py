@@ -155,6 +155,7 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "Dispatch.__init__:comm.all_to_all#1": counted_rows,
     "Dispatch._exchange:spmd.all_to_all#1": experts,
+    "_Journey.start:comm.exchange#1": partial(experts, shared=True),
     "ExpertFusedLinear._used_bias:spmd.convert#1": partial(experts, ep=1, tp=2, bias=True),
     "GroupLimitedRouter.update_bias:comm.all_reduce#1": moved_bias,
     "MoE.forward:spmd.all_gather#1": partial(experts, ep=1, tp=2, sequence_parallel=True),

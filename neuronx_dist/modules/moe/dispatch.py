@@ -2,6 +2,7 @@
 
     route = route_of(expert_index, num_experts, tokens)
     rows = route.to_experts(tokens)             # [rows, h], in order of this rank's experts: `route.sizes` of each
+    rows, result = route.to_experts_beside(tokens, g)   # the same, and g() computed while rows travel
     out = route.to_tokens(f(rows), weights)     # [tokens, h]: each token's k rows, weighted and added
 
     Dispatch       uneven: each row once, to the rank of its expert; the host reads how many rows come from where
@@ -12,6 +13,9 @@ XLA, whose shapes are constant, and a check's. It sends empty slots too.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -108,6 +112,16 @@ class Dispatch:
         rows = tokens.index_select(0, self._choices // self.top_k)
         return self._exchange(rows, self._sent_sizes, self._received_sizes).index_select(0, self._by_expert)
 
+    def to_experts_beside(
+        self, tokens: torch.Tensor, compute: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns `to_experts(tokens)` and `compute()`, which runs while rows travel, as its backward does."""
+        journey = _Journey(self._sent_sizes, self._received_sizes)
+        rows = tokens.index_select(0, self._choices // self.top_k)
+        rows = _Start.apply(rows, journey)
+        result = compute()
+        return _Wait.apply(rows, journey).index_select(0, self._by_expert), result
+
     def to_tokens(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`[rows, h] -> [tokens, h]`: the sum of the rows of each token's experts, weighted by `[tokens, k]`."""
         rows = self._exchange(rows.index_select(0, self._by_rank), self._received_sizes, self._sent_sizes)
@@ -117,6 +131,69 @@ class Dispatch:
     @staticmethod
     def _exchange(rows: torch.Tensor, sizes: list[int], received: list[int]) -> torch.Tensor:
         return spmd.all_to_all(rows, "ep", src=V, dst=V, input_split_sizes=sizes, output_split_sizes=received)
+
+
+class _Journey:
+    """Rows between the ranks of ep, from `start` to `wait`.
+
+    Args:
+        sizes, received: rows to each rank, and from each.
+    """
+
+    def __init__(self, sizes: list[int], received: list[int]) -> None:
+        self.sizes, self.received = sizes, received
+        self.back: _Journey | None = None  # of the gradients, while they travel
+        self._handle: Any = None
+        self._arriving: Any = None
+
+    def start(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the memory into which rows arrive; its values are there after `wait`."""
+        self._arriving = rows.new_empty(sum(self.received), *rows.shape[1:])
+        sends, recvs = rows.contiguous().split(self.sizes), self._arriving.split(self.received)
+        self._handle = comm.exchange(list(sends), list(recvs), "ep", async_op=True)
+        return self._arriving
+
+    def wait(self) -> torch.Tensor:
+        """Returns the rows that have arrived."""
+        self._handle.wait()
+        arrived, self._handle, self._arriving = self._arriving, None, None
+        return arrived
+
+
+class _Start(torch.autograd.Function):
+    """Starts to send rows, and returns them; `_Wait` returns those that have arrived.
+
+    Backward runs in the reverse order: `_Wait` starts to send gradients back, and `_Start` waits for them. What was
+    computed between the two has its backward between them too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, journey: _Journey) -> torch.Tensor:
+        ctx.journey = journey
+        journey.start(rows)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        back, ctx.journey.back = ctx.journey.back, None
+        return (grad if back is None else back.wait()), None
+
+
+class _Wait(torch.autograd.Function):
+    """Takes what `_Start` returns, and returns the rows that have arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, journey: _Journey) -> torch.Tensor:
+        ctx.journey = journey
+        return journey.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        journey = ctx.journey
+        if torch.is_grad_enabled():  # create_graph: an exchange that can be differentiated again
+            return Dispatch._exchange(grad, journey.received, journey.sizes), None
+        journey.back = _Journey(journey.received, journey.sizes)
+        return journey.back.start(grad), None
 
 
 class Slots:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from ...parallel_layers.autograd_linear import cast_if_autocast_enabled
 from ...spmd import ShardedModule
-from .dispatch import route_of
+from .dispatch import Dispatch, route_of
 from .experts import Experts
 
 __all__ = ["ACT2FN", "ExpertMLPs", "activation_of"]
@@ -103,6 +103,8 @@ class ExpertMLPs(ShardedModule):
         expert_affinities: torch.Tensor,
         expert_index: torch.Tensor,
         seq_len: int | None = None,
+        *,
+        beside: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Returns the weighted sum of each token's experts, `[tokens, h]`, partial over tp; all ranks of ep call it.
 
@@ -111,6 +113,7 @@ class ExpertMLPs(ShardedModule):
             expert_affinities: of each token to each expert, `[tokens, num_experts]`, as `hidden_states` over tp.
             expert_index: the experts of each token, `[tokens, k]`.
             seq_len: accepted for NxD's scripts.
+            beside: computes `[tokens, h]`, which is added, while tokens travel to the ranks of their experts.
 
         Under autocast rows are exchanged and returned in its dtype.
 
@@ -127,7 +130,11 @@ class ExpertMLPs(ShardedModule):
         if self.capacity_factor is not None and self.capacity_factor > 0:
             capacity = min(count, math.ceil(count * self.top_k * self.capacity_factor / self.num_experts))
         route = route_of(expert_index, self.num_experts, hidden_states, capacity)
-        return route.to_tokens(self.mlp_op(route.to_experts(hidden_states), route.sizes), weights)
+        if beside is not None and isinstance(route, Dispatch):
+            rows, more = route.to_experts_beside(hidden_states, beside)
+            return route.to_tokens(self.mlp_op(rows, route.sizes), weights) + more
+        out = route.to_tokens(self.mlp_op(route.to_experts(hidden_states), route.sizes), weights)
+        return out if beside is None else out + beside()
 
     def _refuse_shapes(self, tokens: torch.Tensor, affinities: torch.Tensor, expert_index: torch.Tensor) -> None:
         if tokens.dim() != 2:
