@@ -3,6 +3,7 @@
 types/      the type checker: SPMD types follow tensors through torch
 programs/   a training step of every rank, played in one process and compared
 report.py   the report of a check; api.py: `check`; command.py: `neuronx-dist check`
+checker.py  `spmd.checker`: the check under the names and defaults of `spmd_types.checker`
 """
 
 from ..call_site import hide

@@ -13,7 +13,6 @@ from types import ModuleType
 
 from .. import spmd
 from ..spmd import type_rules
-from . import checker
 
 __all__ = ["install"]
 
@@ -32,7 +31,7 @@ def install() -> None:
         )
     modules: dict[str, ModuleType] = {
         "spmd_types": spmd,
-        "spmd_types.checker": checker,
+        "spmd_types.checker": spmd.checker,
         "spmd_types.rules": type_rules,
         "spmd_types.runtime": spmd,
         "spmd_types.types": spmd,

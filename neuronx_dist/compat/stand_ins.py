@@ -236,6 +236,7 @@ class _Served:
 
     def __init__(self, before: Callable[..., Any]) -> None:
         functools.update_wrapper(self, before)
+        vars(self).setdefault("__module__", None)  # as methods have: calls of this package's are not repeated
         self._before = before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -117,12 +117,11 @@ def _fakes_of(model: nn.Module, device: torch.device) -> dict[int, Any]:
     """
     part = partial_model(model)
     fakes: dict[int, Any] = {}
-    for prefix, module in part.original_module.named_modules():
+    for prefix, module in part.original_module.named_modules(remove_duplicate=False):
         for name, x in (*module._parameters.items(), *module._buffers.items()):
-            if x is None or id(x) in fakes:
+            if x is None or fakes.setdefault(id(x), x) is not x:
                 continue
-            fakes[id(x)] = x
-            if part.is_local(join(prefix, name)):
+            if part.is_local(join(prefix, name)):  # a tied weight has a name on each of several ranks
                 fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
                 if isinstance(x, nn.Parameter):
                     fake = nn.Parameter(fake, requires_grad=x.requires_grad)

@@ -93,6 +93,6 @@ _FILES = {
     "verification": "verify",
 }
 _LAZY = {name: f"spmd.{file}" for file, names in _FILES.items() for name in names.split()}
-_LAZY |= {**_ABOVE, "checker": "compat", "register_rule": "rules:rule", "rules": "spmd:type_rules"}
+_LAZY |= {**_ABOVE, "checker": "checking", "register_rule": "rules:rule", "rules": "spmd:type_rules"}
 __getattr__ = lazy_names(__name__, _LAZY)
 __all__ += _LAZY

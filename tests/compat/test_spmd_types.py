@@ -131,6 +131,11 @@ def test_a_program_written_for_spmd_types(program):
     assert result.outputs == ["ran\n"], result.errors[0][-3000:]
 
 
+def test_the_checker_by_its_name_in_spmd_replaces_nothing_of_torch():
+    code = "import sys\nfrom neuronx_dist.spmd import checker\nprint('neuronx_dist.compat' in sys.modules)"
+    assert forked.run(["-c", code]).outputs == ["False\n"]
+
+
 def test_two_packages_under_one_name_are_refused():
     pytest.importorskip("spmd_types")
     code = "import spmd_types\nimport neuronx_dist.compat.spmd_types"

@@ -313,3 +313,35 @@ def test_rules_of_casts_hold_after_the_import() -> None:
     """Torch passes the replaced `torch.Tensor.to` to modes."""
     result = forked.run(["-c", CHECKED])
     assert result.codes == [0], result.errors
+
+
+CUT = """
+import neuronx_dist.compat
+import torch
+from torch import nn
+from neuronx_dist import comm
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.pipeline.cut.splitting import split
+from neuronx_dist.program.recorder import record
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x, mask):
+        number = torch.tensor([1.0, 2.0])
+        mask = mask.to(torch.float32) * torch.as_tensor(number)
+        return self.last(self.first(x) * mask) * mask
+
+inputs = {"x": torch.ones(1, 2), "mask": torch.ones(1, 2, dtype=torch.bool)}
+with comm.as_rank(Mesh(1), 0):
+    first, last = split(record(Model(), inputs), ["first"])
+assert [node.target for node in first.sent] == ["first"], first.sent
+assert any(node.target == torch.Tensor.to for node in last.nodes)
+"""
+
+
+def test_a_cast_of_a_mask_is_repeated_on_stages_and_not_sent_after_the_import() -> None:
+    result = forked.run(["-c", CUT])
+    assert result.codes == [0], result.errors

@@ -172,7 +172,7 @@ CASES = [
     Case("one-process-recomputing", layout(1), recomputation={"what": "full"}),
     Case("one-process-norms-attention", layout(1), recomputation={"what": ["norms", "attention"]}),
     Case("tp2-pp2-offload", layout(4, tp=2, pp=2), recomputation={"what": "full", "offload": True}),
-    Case("tp2-pp2-budget", layout(4, tp=2, pp=2, seq_len=256), recomputation={"memory": "25 MB"}),
+    Case("tp2-pp2-budget", layout(4, tp=2, pp=2, seq_len=256), TIED, recomputation={"memory": "25 MB"}),
     Case("one-process-one-microbatch", layout(1, num_microbatches=1, global_batch=4)),
     Case("wide-one-process-bf16", layout(1, dtype="bfloat16", seq_len=40, global_batch=4), WIDE),
 ]
@@ -359,6 +359,20 @@ def test_a_tied_weight_counts_once() -> None:
     )
     bytes_of = [layout.stages[0].step.most["parameters"] for layout in (plain, tied)]
     assert bytes_of[0] - bytes_of[1] == 4 * 256 * 192
+    assert plain.num_parameters - tied.num_parameters == 256 * 192
+
+
+def test_a_tied_weight_on_two_stages_counts_on_each_and_once_in_the_model() -> None:
+    """The head's stage has the embedding's weight by its second name."""
+    shape = layout(2, pp=2, num_microbatches=2, global_batch=2, seq_len=8)
+    plain, tied = (
+        estimate_memory(shape, Case("", shape, dict(num_hidden_layers=2, tie_word_embeddings=x)).config())
+        for x in (False, True)
+    )
+    for kind in ("parameters", "gradients", "optimizer"):
+        plain_bytes, tied_bytes = ([one.step.most[kind] for one in both.stages] for both in (plain, tied))
+        assert tied_bytes == plain_bytes
+    assert [one.num_parameters for one in tied.stages] == [one.num_parameters for one in plain.stages]
     assert plain.num_parameters - tied.num_parameters == 256 * 192
 
 

@@ -396,7 +396,8 @@ no rank holds the logits of all tokens (`nxd.parallel_linear_cross_entropy`); in
   in compiled code, on XLA, and where accelerate offloads the head. `fused_loss=True` raises an error, with the
   function's name, where the model reads its logits before the loss.
 * Trainer, accelerate (its conversion to fp32 too) and `DistributedDataParallel` leave them uncomputed; `fully_shard`
-  computes them, as it hooks every output. An `autograd.Function` takes `output.logits + 0`.
+  computes them, as it hooks every output. An `autograd.Function` takes `output.logits + 0`, and so returns a module
+  around the model that has a full backward hook. torch's collectives take them, without a gradient.
 * Between forward and backward a rank holds the gradient of the head's weight in fp32, for every microbatch in flight on
   the last stage: 1 with 1F1B, all with GPipe, where `fused_loss=False` may take less memory.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..checking.types.mode import SpmdTypeMode
 from ..spmd.local_code import local_map
 from ..spmd.retyping import is_type_checking
 from ..spmd.watching import active, no_typecheck
+from .types.mode import SpmdTypeMode
 
 __all__ = ["SpmdTypeMode", "is_type_checking", "local_map", "no_typecheck", "typecheck"]
 
