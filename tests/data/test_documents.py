@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 import neuronx_dist as nxd
-from neuronx_dist import hf
+from neuronx_dist import comm, hf
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.data import encode_chat, encode_completion, pack
 from tests.support.llama import tiny_llama
@@ -72,7 +72,7 @@ def test_a_model_computes_of_packed_documents_what_it_computes_of_each(mesh: nxd
 
     def model() -> Any:
         torch.manual_seed(0)
-        config = tiny_llama(num_hidden_layers=2, use_cache=False, vocab_size=32)
+        config = tiny_llama(num_hidden_layers=2, vocab_size=32)
         return without_float32_inside(LlamaForCausalLM(config).double(), torch.float64)
 
     documents = [[1 + (7 * i + n) % 31 for i in range(n)] for n in (5, 3, 9, 4, 12)]
@@ -95,6 +95,16 @@ def test_a_model_computes_of_packed_documents_what_it_computes_of_each(mesh: nxd
         assert gradients.keys() >= {name for name, _ in single.named_parameters()}
         for name, param in single.named_parameters():
             assert distance(gradients[name], param.grad) < 1e-10, name
+
+
+def test_rows_of_packed_documents_are_refused_by_flash_attention() -> None:
+    """transformers looks for documents in batches of one row only, and passes no mask to flash attention."""
+    rows = {name: torch.tensor(column) for name, column in pack({"input_ids": DOCUMENTS}, 8).items()}
+    with comm.as_rank(nxd.Mesh(1), 0):
+        model = hf.swap(LlamaForCausalLM(tiny_llama(num_hidden_layers=1, vocab_size=32)))
+        model.config._attn_implementation = "flash_attention_2"
+        with pytest.raises(ValueError, match="with flash_attention_2 got 3 rows of packed documents"):
+            model(**rows)
 
 
 @pytest.mark.slow
