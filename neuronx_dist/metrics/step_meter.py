@@ -57,6 +57,8 @@ class StepMeter:
         self.peak = peak if isinstance(peak, (int, float)) else peak_flops(peak)
         if isinstance(peak, str) and self.peak is None:
             raise ValueError(f"no peak is known of {peak!r}: pass the FLOPs per second, or a name of metrics.PEAKS")
+        if self.peak is not None and not self.peak > 0:
+            raise ValueError(f"peak={self.peak}: pass the FLOPs per second of a device, or None")
         self.devices = devices or (comm.size("world") if comm.is_initialized() else 1)
         self.mark()
 
