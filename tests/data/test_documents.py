@@ -10,6 +10,7 @@ import datasets
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
@@ -64,6 +65,10 @@ def test_labels_of_documents_and_refusals() -> None:
         pack({"input_ids": [[1, 2]], "labels": [[1]]}, 8)
     with pytest.raises(ValueError, match="strategy='bfd' must be"):
         pack({"input_ids": DOCUMENTS}, 8, strategy="bfd")
+    with pytest.raises(ValueError, match="length=0"):
+        pack({"input_ids": DOCUMENTS}, 0, strategy="wrapped")
+    with pytest.raises(ValueError, match="1 of 2 documents have padding"):
+        pack({"input_ids": [[1, 2], [3, 0]], "attention_mask": [[1, 1], [1, 0]]}, 8)
 
 
 @pytest.mark.parametrize("mesh", [nxd.Mesh(1), nxd.Mesh(2, tp=2), nxd.Mesh(2, cp=2)], ids=["1", "tp2", "cp2"])
@@ -149,8 +154,21 @@ def test_answers_alone_have_labels() -> None:
     chat = encode_chat(messages, tokenizer)
     assert learned(chat) == "hi you <end> fine <end>" and len(chat["labels"]) == 18
     assert learned(encode_completion("how are you", "fine", tokenizer)) == "fine <end>"
+    assert encode_completion("how", "fine <end>", tokenizer) == encode_completion("how", "fine", tokenizer)
+    with pytest.raises(ValueError, match="one conversation, a list of messages, not a list of 2 lists"):
+        encode_chat([messages, messages], tokenizer)
     with pytest.raises(ValueError, match=r"marks none of 4 tokens of a conversation of \[user\] as an"):
         encode_chat(messages[:1], tokenizer)
+
+
+def test_special_tokens_of_a_prompt_stand_once() -> None:
+    tokenizer = words_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "hi"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="hi $A", special_tokens=[("hi", 5)])
+    assert tokenizer("there")["input_ids"] == [5, 6]
+    expected = encode_completion("there", "fine", tokenizer)
+    assert expected["input_ids"] == [5, 6, 10, 1] and expected["labels"] == [-100, -100, 10, 1]
+    assert encode_completion("hi there", "fine", tokenizer) == expected
 
 
 @pytest.mark.parametrize("form", ["json", "parquet", "disk"])
