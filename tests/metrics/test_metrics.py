@@ -107,6 +107,14 @@ def test_each_token_counts_once(mesh: nxd.Mesh) -> None:
     assert threads.run(mesh, rank) == [(96, 192 / mesh.world_size)] * mesh.world_size
 
 
+def test_ranks_without_a_mesh_have_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of `DistributedDataParallel`, as of Trainer."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    tokens = metrics.global_tokens(torch.zeros(2, 12))
+    assert tokens == 96 and metrics.StepMeter().figures(tokens, 0.5)["tokens_per_s_per_device"] == 48
+
+
 def test_figures_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 12.0, 100.0, 104.0, 0.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
