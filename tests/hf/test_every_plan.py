@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from neuronx_dist.hf.model_plan import UnsupportedModelError
 from tests.hf.every_plan import classes_with_plans, inputs_of, model_of
 from tests.hf.parity import differences
 from tests.hf.test_architectures import wrong
@@ -44,6 +45,18 @@ def _names() -> list[str]:
 def test_a_model_with_a_plan_is_that_of_one_process(name: str) -> None:
     model = model_of(name)
     assert wrong(differences(model, inputs_of(model), 2)) == {}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", _names() if FULL else ["Llama4TextConfig"])
+def test_with_sequence_parallelism(name: str) -> None:
+    model = model_of(name)
+    try:
+        found = differences(model, inputs_of(model), 2, sequence_parallel=True)
+    except UnsupportedModelError as error:
+        assert "sequence_parallel=True needs" in str(error)
+    else:
+        assert wrong(found) == {}
 
 
 @pytest.mark.filterwarnings("ignore")
