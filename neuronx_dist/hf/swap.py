@@ -12,7 +12,6 @@ the head, whose local logits `[b, s, vocab/tp]` go straight into the vocabulary-
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -37,6 +36,7 @@ from .experts import count_all_tokens, declare_rows, distribute_experts, generat
 from .in_place import IN_PLACE, multiply_output, shard_parameter, sharded_dim
 from .loss import causal_lm_loss
 from .model_plan import ATTENTION, ModelPlan, UnsupportedModelError, leaf_of, parent_of
+from .packed_rows import separate_documents
 from .plan_reading import SAME_AS_LINEAR, read_plan, words_of, words_of_config
 from .sequence_parallel import apply_sequence_parallel, check_sequence_parallel
 
@@ -166,9 +166,7 @@ def swap(
         model.register_forward_pre_hook(_refuse_without_values, with_kwargs=True, prepend=True)
     if tp > 1 or ep > 1:
         model.save_pretrained = partial(_refuse_own_save, type(model).__name__)
-    names = list(inspect.signature(model.forward).parameters)
-    if "use_cache" in names:
-        model.register_forward_pre_hook(partial(_without_cache, names), with_kwargs=True)
+    separate_documents(model)
     setattr(model, _SWAPPED, True)
     return model
 
@@ -428,36 +426,6 @@ def _refuse_without_values(model: nn.Module, args: Any, kwargs: Any) -> None:
             f"{type(model).__name__} was swapped on the meta device, and its parameters have no values yet: call "
             "hf.load_pretrained(model, folder), or hf.materialize(model, seed), before forward"
         )
-
-
-def _without_cache(names: list[str], model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Forward pre-hook of the model: calls with `position_ids`, in training or for a loss, get `use_cache=False`.
-
-    With a cache, the default of most configs, transformers takes a row of packed documents for one document.
-
-    Raises:
-        ValueError: several rows of packed documents for flash attention, which transformers separates in one row only.
-    """
-    inputs = {**kwargs, **dict(zip(names, args))}
-    positions: Any = inputs.get("position_ids")
-    if positions is None or inputs.get("past_key_values") is not None:
-        return None
-    kernel = str(getattr(getattr(model, "config", None), "_attn_implementation", None))
-    if "flash" in kernel and inputs.get("attention_mask") is None and _holds_packed_rows(positions):
-        raise ValueError(
-            f"{type(model).__name__} with {kernel} got {len(positions)} rows of packed documents, whose tokens would "
-            "see other documents: transformers separates them in batches of one row; take more microbatches, or "
-            'attn_implementation="sdpa"'
-        )
-    if "use_cache" in inputs or not (model.training or inputs.get("labels") is not None):
-        return None
-    return args, {**kwargs, "use_cache": False}
-
-
-def _holds_packed_rows(positions: Any) -> bool:
-    """Returns whether several rows have positions that restart; False for positions without values."""
-    has_values = type(positions) is torch.Tensor and not positions.is_meta
-    return has_values and len(positions) > 1 and bool((positions.diff(dim=-1) != 1).any())
 
 
 def _full_logits_without_labels(vocabulary: int, model: nn.Module, args: Any, output: Any) -> Any:

@@ -12,7 +12,16 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import (
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf
@@ -110,6 +119,22 @@ def test_rows_of_packed_documents_are_refused_by_flash_attention() -> None:
         model.config._attn_implementation = "flash_attention_2"
         with pytest.raises(ValueError, match="with flash_attention_2 got 3 rows of packed documents"):
             model(**rows)
+
+
+def test_models_that_take_a_row_for_one_document_refuse_packed_rows() -> None:
+    sizes = dict(hidden_size=16, num_hidden_layers=1, vocab_size=32)
+    opt = dict(ffn_dim=16, num_attention_heads=2, max_position_embeddings=32, word_embed_proj_dim=16)
+    rows = {name: torch.tensor(column) for name, column in pack({"input_ids": DOCUMENTS}, 8).items()}
+    one = {**rows, "position_ids": torch.arange(8).expand(3, 8)}
+    with comm.as_rank(nxd.Mesh(1), 0):
+        for model, reason in (
+            (OPTForCausalLM(OPTConfig(**sizes, **opt)), "makes masks without position_ids"),
+            (MambaForCausalLM(MambaConfig(**sizes)), r"has layers that mix all tokens of a row \(linear_attention\)"),
+        ):
+            swapped = hf.swap(model)
+            assert swapped(**one).loss.isfinite()
+            with pytest.raises(ValueError, match=f"{reason}, and got rows of packed documents"):
+                swapped(**rows)
 
 
 @pytest.mark.slow
