@@ -20,6 +20,7 @@ __all__ = ["separate_documents"]
 
 # Words of `config.layer_types` whose layers see the mask, or one token at a time.
 _SEPARATED = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "moe", "mlp"}
+_IMPLEMENTATION = "_attn_implementation"  # attribute of configs
 _MASK = re.compile(r"create_\w*mask\w*\([^)]*\)")
 
 
@@ -59,7 +60,7 @@ def _without_cache(names: list[str], reason: str, model: nn.Module, args: Any, k
     positions: Any = inputs.get("position_ids")
     if positions is None or inputs.get("past_key_values") is not None:
         return None
-    kernel = str(getattr(getattr(model, "config", None), "_attn_implementation", None))
+    kernel = str(getattr(getattr(model, "config", None), _IMPLEMENTATION, None))
     if reason and inputs.get("attention_mask") is None and _restart(positions):
         raise ValueError(
             f"{type(model).__name__} {reason}, and got rows of packed documents, by position_ids that restart: their "
@@ -77,6 +78,6 @@ def _without_cache(names: list[str], reason: str, model: nn.Module, args: Any, k
 
 
 def _restart(positions: Any) -> bool:
-    """Returns whether positions restart inside of a row; False for positions without values."""
-    has_values = type(positions) is torch.Tensor and not positions.is_meta
+    """Returns whether positions restart inside of a row; False without values, and of images and text `[3, b, s]`."""
+    has_values = type(positions) is torch.Tensor and not positions.is_meta and positions.ndim == 2
     return has_values and bool((positions.diff(dim=-1) != 1).any())

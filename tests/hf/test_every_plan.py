@@ -31,6 +31,11 @@ NOT_MADE = """
     MuseGlimmerVisionConfig MuseGlimmerConfig MuseGlimmerAssistantConfig MuseSparkConfig Phi4MultimodalConfig
     T5GemmaModuleConfig T5Gemma2TextConfig T5Gemma2DecoderConfig VoxtralRealtimeTextConfig
 """.split()
+# Their layers take a second tensor of the sequence's length, which the cut leaves whole: the shapes do not fit.
+NOT_CUT = """
+    DeepseekV4Config Gemma3nTextConfig Gemma4TextConfig HiggsAudioV2Config HYV4Config Inkling2TextConfig
+    Llama4VisionConfig Qwen4ExpTextConfig
+""".split()
 pytestmark = pytest.mark.slow
 
 
@@ -48,7 +53,7 @@ def test_a_model_with_a_plan_is_that_of_one_process(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", _names() if FULL else ["Llama4TextConfig"])
+@pytest.mark.parametrize("name", [n for n in _names() if n not in NOT_CUT] if FULL else ["Llama4TextConfig"])
 def test_with_sequence_parallelism(name: str) -> None:
     model = model_of(name)
     try:
