@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 NAME = "train_llama"
-RANK = int(os.environ.get("RANK", "0"))
+
+
+def _of_launcher(*names: str) -> str | None:
+    return next((os.environ[name] for name in names if name in os.environ), None)
+
+
+RANK = int(_of_launcher("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK") or "0")  # of torchrun, srun or mpirun
 WRONG_USE = 2  # exit code: to start the same command again, as --max-restarts does, would end in the same way
 WAIT = 10.0  # seconds in which the launcher ends the other ranks, once rank 0 has failed
 NEWS = 1.5  # seconds in which all ranks have heard who was lost
@@ -128,7 +134,7 @@ def start() -> None:
     """Says what takes the first seconds, and takes over Ctrl-C: the other ranks end at once, wherever they wait."""
     on_interrupt(_on_interrupt)
     if "--check" not in sys.argv:  # its report is all that is printed
-        world = os.environ.get("WORLD_SIZE", "1")
+        world = _of_launcher("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE") or "1"
         say(f"{NAME}: {world} process{'es' * (world != '1')} import{'s' * (world == '1')} torch and transformers ...")
 
 

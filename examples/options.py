@@ -8,6 +8,7 @@ import json
 import platform
 import shlex
 import sys
+from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -118,15 +119,19 @@ def arguments(description: str | None, argv: list[str] | None = None) -> argpars
     args = parser.parse_args(argv)
     if args.config is not None:
         try:
-            parser.set_defaults(**_flags_of(args.config, args))
+            earlier = _words_of(args.config, args)
         except (OSError, ValueError) as error:
             parser.error(f"--config {args.config}: {error}")
-        args = parser.parse_args(argv)
-    if args.min_lr is None:
-        args.min_lr = args.lr / 10
-    if args.eval_every is None:
-        args.eval_every = max(1, args.steps // 5)
+        args = parser.parse_args([*earlier, *(sys.argv[1:] if argv is None else argv)])
+    for name, value in _derived(vars(args)).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     return args
+
+
+def _derived(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults that follow from other flags."""
+    return {"min_lr": flags["lr"] / 10, "eval_every": max(1, flags["steps"] // 5)}
 
 
 def _number_or_name(text: str) -> float | str:
@@ -136,8 +141,8 @@ def _number_or_name(text: str) -> float | str:
         return text
 
 
-def _flags_of(path: str, known: argparse.Namespace) -> dict[str, Any]:
-    """Flags of a run.json, without those that name its folder or what else was done.
+def _words_of(path: str, known: argparse.Namespace) -> list[str]:
+    """Words of a command line with the flags of a run.json, without those that name its folder or what else was done.
 
     Raises:
         ValueError: the file has no flags, or some that do not exist.
@@ -149,7 +154,14 @@ def _flags_of(path: str, known: argparse.Namespace) -> dict[str, Any]:
     unknown = [f"--{name.replace('_', '-')}" for name in flags if name not in vars(known)]
     if unknown:
         raise ValueError(f"this version has no {', '.join(unknown)}")
-    return {name: value for name, value in flags.items() if name not in _OF_ONE_RUN}
+    of_others = _derived({**vars(known), **flags})  # they follow from the flags of the new run
+    words: list[str] = []
+    for name, value in flags.items():
+        if value is None or value is False or name in _OF_ONE_RUN or value == of_others.get(name):
+            continue
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return words
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -166,6 +178,8 @@ def check_flags(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {value}, not {getattr(args, name)}{why}")
     if isinstance(args.peak, str) and peak_flops(args.peak) is None:
         raise ValueError(f"--peak {args.peak} is neither a number nor one of {', '.join(PEAKS)}")
+    if isinstance(args.peak, float) and not args.peak > 0:
+        raise ValueError(f"--peak must be above 0, not {args.peak:g}")
     if args.profile and args.profile + 2 > args.steps:
         raise ValueError(f"--profile {args.profile} begins at step 3, and needs --steps {args.profile + 2} or more")
     if args.resume is not None and args.out is None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from neuronx_dist.comm.launchers import export_place
 from neuronx_dist.parallelize import ComputeConfig, IRGraph, ParallelModule, build_optimizer, parallelize
 from neuronx_dist.parallelize.policy.operations import IRFwOperation
 from neuronx_dist.parallelize.policy.policies import POLICIES
@@ -82,6 +83,7 @@ def main() -> None:
     parser.add_argument("--verify", action="store_true", help="compare with one process")
     options = parser.parse_args()
 
+    export_place()  # of srun and mpirun
     rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     torch.manual_seed(0)
     original = Gpt2() if options.model == "gpt2" else ConvNet()

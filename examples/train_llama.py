@@ -31,6 +31,7 @@ import neuronx_dist as nxd
 from neuronx_dist import comm, hf, metrics, spmd
 from neuronx_dist.checkpoint.errors import CheckpointMismatch
 from neuronx_dist.comm.launch import end_step
+from neuronx_dist.comm.launchers import export_place
 from neuronx_dist.optimizer import MasterWeightsOptimizer, MuonAdamW, NeuronZero1Optimizer, muon_groups
 from neuronx_dist.planning.layout import Layout, format_bytes
 from neuronx_dist.planning.memory import estimate_memory, optimizer_bytes
@@ -245,11 +246,13 @@ def end_if_asked(
 
 def main() -> None:
     args = arguments(__doc__)
-    rank, world = job.RANK, int(os.environ.get("WORLD_SIZE", "1"))
-    if args.check is not None and world == 1:
-        world = args.check or args.tp * args.pp * args.cp
+    rank = job.RANK
     try:  # refuse what cannot work before anything is allocated
         check_flags(args)
+        export_place()
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if args.check is not None and world == 1:
+            world = args.check or args.tp * args.pp * args.cp
         config, tokenizer = load_config(args)
         layout = layout_of(args, world)
         layout.check(config, data=args.data or ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -82,19 +83,20 @@ def export_place() -> None:
     variables = os.environ
     if "RANK" in variables or METHOD in variables:  # torchrun, or DistributedManager
         return
+    # another port for each job, so that two jobs on a host do not meet
     if "SLURM_STEP_ID" in variables and "SLURM_PROCID" in variables:
         names = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
         size = next((variables[name] for name in names if name in variables), "1")
         is_one_host = variables.get("SLURM_STEP_NUM_NODES", variables.get("SLURM_NNODES")) == "1"
         host = "127.0.0.1" if is_one_host else variables.get("SLURM_LAUNCH_NODE_IPADDR", "")
-        # another port for each job, so that two jobs on a host do not meet
         port = 20000 + (int(variables.get("SLURM_JOB_ID", "0")) + int(variables["SLURM_STEP_ID"])) % 10000
         rank, local_rank = variables["SLURM_PROCID"], variables.get("SLURM_LOCALID", "0")
     elif "OMPI_COMM_WORLD_RANK" in variables:
         rank, size = variables["OMPI_COMM_WORLD_RANK"], variables.get("OMPI_COMM_WORLD_SIZE", "1")
         local_rank = variables.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")
         host = "127.0.0.1" if variables.get("OMPI_COMM_WORLD_LOCAL_SIZE") == size else ""
-        port = 29500
+        job = variables.get("PMIX_NAMESPACE")
+        port = 29500 if job is None else 20000 + zlib.crc32(job.encode()) % 10000
     else:
         return
     if int(size) == 1:

@@ -38,12 +38,14 @@ def pack(
         long: with "first_fit", treatment of documents of more than `length` tokens: "split" them, or "refuse" them.
 
     Raises:
-        ValueError: a document is too long to be packed, or `labels` are not one for each token.
+        ValueError: a document is too long to be packed or has padding, or `labels` are not one for each token.
     """
     if strategy not in ("first_fit", "wrapped") or long not in ("split", "refuse"):
         raise ValueError(
             f'strategy={strategy!r} must be "first_fit" or "wrapped", and long={long!r} "split" or "refuse"'
         )
+    if length < 1:
+        raise ValueError(f"length={length}: a row has at least 1 token")
     documents = _documents(examples)
     if strategy == "first_fit":
         longest = max((len(ids) for ids, _ in documents), default=0)
@@ -76,6 +78,10 @@ _Document = tuple[list[int], list[int]]  # tokens and labels
 def _documents(examples: Mapping[str, Sequence[Sequence[int]]]) -> list[_Document]:
     ids: list[list[int]] = [list(map(int, tokens)) for tokens in examples["input_ids"]]
     labels: Any = examples.get("labels", ids)
+    if padded := sum(0 in mask for mask in examples.get("attention_mask", ())):
+        raise ValueError(
+            f"{padded} of {len(ids)} documents have padding, by attention_mask: tokenise with padding=False"
+        )
     documents = []
     for number, (tokens, targets) in enumerate(zip(ids, labels, strict=True)):
         if len(tokens) != len(targets):

@@ -157,12 +157,22 @@ class DataParallelStream(IterableDataset[Any]):
     ) -> None:
         if last not in _LAST:
             raise ValueError(f'last={last!r} is neither "drop" nor "repeat"')
-        self.data, self.global_batch_size, self.last, self.epoch = data, global_batch_size, last, 0
+        self.data, self.global_batch_size, self.last = data, global_batch_size, last
+        self._epoch = torch.zeros((), dtype=torch.long).share_memory_()  # of a worker's copy, too
         self._has_state = hasattr(data, "state_dict") and not skip
         self._part = _part_of(global_batch_size, axis)
         self._start: dict[str, Any] | None = None  # a loaded state
         self._state: dict[str, Any] = {"epoch": 0, "samples": 0, "data": None}
         self._inside = False  # of a global batch
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next iteration, or of the present one."""
+        return int(self._epoch)
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._epoch.fill_(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()

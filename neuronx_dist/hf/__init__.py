@@ -15,6 +15,7 @@ model_plan.py   which layer becomes which; plan_reading.py: read from words; wor
 derived.py      a plan from the module's own forward: recorded_model.py, its layers; regions.py: what computes on
                 shards; rank_proof.py: the calls of a rank
 plan_consistency.py   words that do not go together
+packed_rows.py  rows of packed documents, of which a token sees its document
 loss.py         the causal language-model loss on vocabulary-parallel logits; deferred_logits.py: logits of training,
                 computed where they are read
 weights.py      `load_pretrained`, `save_pretrained`, `full_state_dict`; writing.py: safetensors files

@@ -76,7 +76,7 @@ def apply_sequence_parallel(model: nn.Module, plan: ModelPlan) -> None:
             model.get_submodule(region).register_forward_pre_hook(_gather_sequence, with_kwargs=True)
     for root in map(model.get_submodule, islands):
         root.register_forward_pre_hook(_gather_equal, with_kwargs=True)
-        root.register_forward_hook(_take_output)
+        root.register_forward_hook(_take_output, with_kwargs=True)
     apart = {module for root in islands for module in model.get_submodule(root).modules()}
     for module in (layers if surroundings(model, plan) else model).modules():
         if module not in apart and not any(spec_of(param).is_sharded for param in module.parameters(recurse=False)):
@@ -113,8 +113,13 @@ def _gather_output(module: nn.Module, args: Any, output: Any) -> Any:
     return (_gather(output[0]), *output[1:]) if isinstance(output, tuple) else _gather(output)
 
 
-def _take_output(module: nn.Module, args: Any, output: Any) -> Any:
-    return (_take(output[0]), *output[1:]) if isinstance(output, tuple) else _take(output)
+def _take_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    batch, length = (args[0] if args else kwargs[_hidden_name(kwargs)]).shape[:2]
+
+    def take(x: torch.Tensor) -> torch.Tensor:  # Llama 4 returns its tokens as [batch * seq, hidden]
+        return _take(x.unflatten(0, (batch, length))).flatten(0, 1) if x.ndim == 2 else _take(x)
+
+    return (take(output[0]), *output[1:]) if isinstance(output, tuple) else take(output)
 
 
 def _check_length(x: torch.Tensor) -> None:

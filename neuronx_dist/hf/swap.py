@@ -36,6 +36,7 @@ from .experts import count_all_tokens, declare_rows, distribute_experts, generat
 from .in_place import IN_PLACE, multiply_output, shard_parameter, sharded_dim
 from .loss import causal_lm_loss
 from .model_plan import ATTENTION, ModelPlan, UnsupportedModelError, leaf_of, parent_of
+from .packed_rows import separate_documents
 from .plan_reading import SAME_AS_LINEAR, read_plan, words_of, words_of_config
 from .sequence_parallel import apply_sequence_parallel, check_sequence_parallel
 
@@ -165,6 +166,7 @@ def swap(
         model.register_forward_pre_hook(_refuse_without_values, with_kwargs=True, prepend=True)
     if tp > 1 or ep > 1:
         model.save_pretrained = partial(_refuse_own_save, type(model).__name__)
+    separate_documents(model)
     setattr(model, _SWAPPED, True)
     return model
 

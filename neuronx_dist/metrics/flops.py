@@ -98,6 +98,9 @@ def training_flops(model: nn.Module, seq_len: int, *, config: Any = None) -> Tra
         active -= counts["experts"] - counts["experts"] * taken // experts
     heads = _first(text, "num_attention_heads", "n_head") or 0
     head_size = _first(text, "head_dim") or (_first(text, "hidden_size", "n_embd") or 0) // max(1, heads)
+    if value_size := _first(text, "v_head_dim"):  # latent attention: scores and values have sizes of their own
+        scores = (_first(text, "qk_nope_head_dim") or 0) + (_first(text, "qk_rope_head_dim") or 0)
+        head_size = (scores + value_size) // 2
     layers = _first(text, "num_hidden_layers", "n_layer") or 0
     return TrainingFlops(counts["all"], active, layers, heads * head_size, seq_len)
 

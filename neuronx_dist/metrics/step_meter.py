@@ -16,8 +16,10 @@ import sys
 import time
 
 import torch
+import torch.distributed as dist
 
 from .. import accelerator, comm
+from ..comm.context import AxisLike
 from .flops import TrainingFlops, peak_flops
 
 __all__ = ["StepMeter", "global_tokens", "peak_memory"]
@@ -26,9 +28,16 @@ __all__ = ["StepMeter", "global_tokens", "peak_memory"]
 def global_tokens(input_ids: torch.Tensor) -> int:
     """Returns the tokens of a global batch, from the part of a rank, `[rows/dp, seq/cp]`: after the split over cp.
 
-    Each token counts once: tp and pp ranks compute parts of the same ones.
+    Each token counts once: tp and pp ranks compute parts of the same ones. Without a mesh all ranks have rows of their
+    own, as under `DistributedDataParallel`.
     """
-    return input_ids.numel() * (comm.size(("dp", "cp")) if comm.is_initialized() else 1)
+    return input_ids.numel() * _ranks(("dp", "cp"))
+
+
+def _ranks(axis: AxisLike) -> int:
+    if comm.is_initialized():
+        return comm.size(axis)
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 class StepMeter:
@@ -37,7 +46,7 @@ class StepMeter:
     Args:
         flops: of a token (`training_flops`); None: no FLOPs are reported.
         peak: FLOPs per second of a device at most, or its name in `PEAKS`; None: of this machine's device, if known.
-        devices: number of ranks; None: of the current mesh.
+        devices: number of ranks; None: of the current mesh, else of torch.distributed.
         device: where this rank computes; None: this machine's accelerator, else the CPU.
         predicted_memory: bytes that a rank needs, by `planning.memory.estimate_memory(...).peak`: reported beside the
             measured ones.
@@ -57,7 +66,9 @@ class StepMeter:
         self.peak = peak if isinstance(peak, (int, float)) else peak_flops(peak)
         if isinstance(peak, str) and self.peak is None:
             raise ValueError(f"no peak is known of {peak!r}: pass the FLOPs per second, or a name of metrics.PEAKS")
-        self.devices = devices or (comm.size("world") if comm.is_initialized() else 1)
+        if self.peak is not None and not self.peak > 0:
+            raise ValueError(f"peak={self.peak}: pass the FLOPs per second of a device, or None")
+        self.devices = devices or _ranks("world")
         self.mark()
 
     def mark(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -64,8 +65,13 @@ def profile_steps(path: str | os.PathLike[str], steps: int, *, skip: int = 1, pi
         run.begin_if_due()
         try:
             yield run
+        except BaseException:
+            run.has_failed = True
+            raise
         finally:
             run.end()
+    if not run.is_written:
+        warnings.warn(f"no profile is in {path}: the loop made less than {skip + 2} steps", stacklevel=3)
 
 
 class _Names:
@@ -90,6 +96,8 @@ class _ProfiledSteps:
 
     profiler: Any
     left: int  # steps until the first profiled one
+    has_failed = False  # with an error: other ranks do not come to a barrier
+    is_written = False
 
     def __init__(self, path: Path, pipeline: Any, names: _Names) -> None:
         self._path, self._pipeline, self._names = path, pipeline, names
@@ -118,7 +126,8 @@ class _ProfiledSteps:
     def write(self, profiler: Any) -> None:
         self.end()
         profiler.export_chrome_trace(str(self._path))
-        if self._pipeline is not None and self._names.rank is not None:
+        self.is_written = True
+        if self._pipeline is not None and self._names.rank is not None and not self.has_failed:
             comm.barrier()  # all ranks have written their timeline
             _merge(self._path, _timeline(self._path), self._names.rank)
 

@@ -149,6 +149,8 @@ MPIRUN = {**OPENMPI, f"{OMPI}_LOCAL_SIZE": "6"}
         ({**SRUN, "SLURM_STEP_NUM_NODES": "1"}, ["5", "8", "1", "127.0.0.1", "20043"]),
         ({**SRUN, "MASTER_ADDR": "hosta", "MASTER_PORT": "7"}, ["5", "8", "1", "hosta", "7"]),
         (MPIRUN, ["2", "6", "0", "127.0.0.1", "29500"]),
+        ({**MPIRUN, "PMIX_NAMESPACE": "prterun-a-7@1"}, ["2", "6", "0", "127.0.0.1", "26875"]),
+        ({**MPIRUN, "PMIX_NAMESPACE": "prterun-a-8@1"}, ["2", "6", "0", "127.0.0.1", "29574"]),
         ({**OPENMPI, f"{OMPI}_LOCAL_SIZE": "3", "MASTER_ADDR": "h"}, ["2", "6", "0", "h", "29500"]),
         ({name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}, None),  # a batch script
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, None),

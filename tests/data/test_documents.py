@@ -10,11 +10,21 @@ import datasets
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import (
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
 
 import neuronx_dist as nxd
-from neuronx_dist import hf
+from neuronx_dist import comm, hf
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.data import encode_chat, encode_completion, pack
 from tests.support.llama import tiny_llama
@@ -64,6 +74,10 @@ def test_labels_of_documents_and_refusals() -> None:
         pack({"input_ids": [[1, 2]], "labels": [[1]]}, 8)
     with pytest.raises(ValueError, match="strategy='bfd' must be"):
         pack({"input_ids": DOCUMENTS}, 8, strategy="bfd")
+    with pytest.raises(ValueError, match="length=0"):
+        pack({"input_ids": DOCUMENTS}, 0, strategy="wrapped")
+    with pytest.raises(ValueError, match="1 of 2 documents have padding"):
+        pack({"input_ids": [[1, 2], [3, 0]], "attention_mask": [[1, 1], [1, 0]]}, 8)
 
 
 @pytest.mark.parametrize("mesh", [nxd.Mesh(1), nxd.Mesh(2, tp=2), nxd.Mesh(2, cp=2)], ids=["1", "tp2", "cp2"])
@@ -72,7 +86,7 @@ def test_a_model_computes_of_packed_documents_what_it_computes_of_each(mesh: nxd
 
     def model() -> Any:
         torch.manual_seed(0)
-        config = tiny_llama(num_hidden_layers=2, use_cache=False, vocab_size=32)
+        config = tiny_llama(num_hidden_layers=2, vocab_size=32)
         return without_float32_inside(LlamaForCausalLM(config).double(), torch.float64)
 
     documents = [[1 + (7 * i + n) % 31 for i in range(n)] for n in (5, 3, 9, 4, 12)]
@@ -95,6 +109,32 @@ def test_a_model_computes_of_packed_documents_what_it_computes_of_each(mesh: nxd
         assert gradients.keys() >= {name for name, _ in single.named_parameters()}
         for name, param in single.named_parameters():
             assert distance(gradients[name], param.grad) < 1e-10, name
+
+
+def test_rows_of_packed_documents_are_refused_by_flash_attention() -> None:
+    """transformers looks for documents in batches of one row only, and passes no mask to flash attention."""
+    rows = {name: torch.tensor(column) for name, column in pack({"input_ids": DOCUMENTS}, 8).items()}
+    with comm.as_rank(nxd.Mesh(1), 0):
+        model = hf.swap(LlamaForCausalLM(tiny_llama(num_hidden_layers=1, vocab_size=32)))
+        model.config._attn_implementation = "flash_attention_2"
+        with pytest.raises(ValueError, match="with flash_attention_2 got 3 rows of packed documents"):
+            model(**rows)
+
+
+def test_models_that_take_a_row_for_one_document_refuse_packed_rows() -> None:
+    sizes = dict(hidden_size=16, num_hidden_layers=1, vocab_size=32)
+    opt = dict(ffn_dim=16, num_attention_heads=2, max_position_embeddings=32, word_embed_proj_dim=16)
+    rows = {name: torch.tensor(column) for name, column in pack({"input_ids": DOCUMENTS}, 8).items()}
+    one = {**rows, "position_ids": torch.arange(8).expand(3, 8)}
+    with comm.as_rank(nxd.Mesh(1), 0):
+        for model, reason in (
+            (OPTForCausalLM(OPTConfig(**sizes, **opt)), "makes masks without position_ids"),
+            (MambaForCausalLM(MambaConfig(**sizes)), r"has layers that mix all tokens of a row \(linear_attention\)"),
+        ):
+            swapped = hf.swap(model)
+            assert swapped(**one).loss.isfinite()
+            with pytest.raises(ValueError, match=f"{reason}, and got rows of packed documents"):
+                swapped(**rows)
 
 
 @pytest.mark.slow
@@ -139,8 +179,21 @@ def test_answers_alone_have_labels() -> None:
     chat = encode_chat(messages, tokenizer)
     assert learned(chat) == "hi you <end> fine <end>" and len(chat["labels"]) == 18
     assert learned(encode_completion("how are you", "fine", tokenizer)) == "fine <end>"
+    assert encode_completion("how", "fine <end>", tokenizer) == encode_completion("how", "fine", tokenizer)
+    with pytest.raises(ValueError, match="one conversation, a list of messages, not a list of 2 lists"):
+        encode_chat([messages, messages], tokenizer)
     with pytest.raises(ValueError, match=r"marks none of 4 tokens of a conversation of \[user\] as an"):
         encode_chat(messages[:1], tokenizer)
+
+
+def test_special_tokens_of_a_prompt_stand_once() -> None:
+    tokenizer = words_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "hi"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="hi $A", special_tokens=[("hi", 5)])
+    assert tokenizer("there")["input_ids"] == [5, 6]
+    expected = encode_completion("there", "fine", tokenizer)
+    assert expected["input_ids"] == [5, 6, 10, 1] and expected["labels"] == [-100, -100, 10, 1]
+    assert encode_completion("hi there", "fine", tokenizer) == expected
 
 
 @pytest.mark.parametrize("form", ["json", "parquet", "disk"])

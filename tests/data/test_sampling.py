@@ -118,6 +118,22 @@ def test_positions_of_loaders_that_read_ahead() -> None:
             assert [*again] == expected and len(expected) == 3
 
 
+@pytest.mark.process
+def test_the_epochs_of_a_stream_in_a_worker() -> None:
+    """A worker, which gets a copy of the stream for each epoch, goes on to the next one, also after a resume."""
+    with comm.as_rank(nxd.Mesh(1), 0):
+        rows = loader("shuffled stream", 1)
+        expected = [[*rows] for _ in range(3)]
+        assert len({str(epoch) for epoch in expected}) == 3 and all(len(epoch) == 5 for epoch in expected)
+        rows = loader("shuffled stream", 1)
+        assert [*rows] == expected[0]
+        iterator = iter(rows)
+        assert [next(iterator), next(iterator)] == expected[1][:2]
+        again = loader("shuffled stream", 1)
+        again.load_state_dict(rows.state_dict())
+        assert [[*again], [*again]] == [expected[1][2:], expected[2]]
+
+
 def test_refusals() -> None:
     with comm.as_rank(nxd.Mesh(4), 0):
         with pytest.raises(ValueError, match="6 rows cannot be divided by 4 data-parallel ranks: take 8"):

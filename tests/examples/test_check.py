@@ -61,3 +61,14 @@ def test_the_check_gives_way(tmp_path):
     assert code == 0 and "step 1/1" in text, text
     assert "check ok" not in text
     assert "warning: not checked to the end in 0 s (--check-limit), going on" in text
+
+
+def test_ranks_of_srun_and_mpirun_are_ranks_of_one_job():
+    """Without a launcher's variables there is one process, which tp 3 does not divide."""
+    for launcher in (
+        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+    ):
+        result = forked.run([SCRIPT, "--tp", "3"], MASTER_ADDR="127.0.0.1", **launcher)
+        assert result.codes == [2] and result.outputs[0].startswith("train_llama: 4 processes import torch"), result
+        assert "4 processes are not divisible by tp 3" in result.errors[0]

@@ -87,11 +87,18 @@ print("still there")
     assert (done.stderr, done.returncode) == (f"train_llama: {verb} in the middle\n", 128 + number)
 
 
-@pytest.mark.parametrize("rank,seen", [("0", "train_llama: why\n"), ("3", "train_llama, rank 3: why\n")])
-def test_who_leaves_alone_says_why(rank, seen):
+@pytest.mark.parametrize(
+    "variable,rank,seen",
+    [
+        ("RANK", "0", "train_llama: why\n"),
+        ("RANK", "3", "train_llama, rank 3: why\n"),
+        ("SLURM_PROCID", "1", "train_llama, rank 1: why\n"),
+    ],
+)
+def test_who_leaves_alone_says_why(variable, rank, seen):
     """A rank that alone sees an error, such as a missing folder of its host, says so: no other rank knows it."""
     script = "import job; job.WAIT = 0.1; job.leave('why', 3)"
-    env = {**os.environ, "PYTHONPATH": str(SCRIPT.parent), "RANK": rank}
+    env = {**os.environ, "PYTHONPATH": str(SCRIPT.parent), variable: rank}
     done = subprocess.run([sys.executable, "-c", script], env=env, stderr=subprocess.PIPE, text=True, timeout=60)
     assert (done.stderr, done.returncode) == (seen, 3)
 

@@ -1,5 +1,6 @@
 """The helpers beside the training script: text data and reporting."""
 
+import argparse
 import io
 import json
 import random
@@ -263,8 +264,17 @@ def test_flags_of_a_run_may_be_given_back(tmp_path, capsys):
     record.write_text(json.dumps({"flags": flags}))
     again = arguments("", ["--config", str(record), "--tp", "4"])
     assert (again.steps, again.tp, again.zero1, again.out, again.resume, again.peak) == (7, 4, True, None, None, 1e12)
+    assert arguments("", ["--config", str(record)]) == argparse.Namespace(
+        **{**flags, "out": None, "resume": None, "config": str(record)}
+    )
+    again = arguments("", ["--config", str(record), "--lr", "1e-4", "--steps", "50"])  # others follow from these
+    assert (again.min_lr, again.eval_every) == (1e-5, 10)
+    record.write_text(json.dumps({"flags": {**flags, "min_lr": 1e-5, "data": ["a", "b"]}}))
+    again = arguments("", ["--config", str(record), "--lr", "1e-3"])
+    assert (again.min_lr, again.data) == (1e-5, ["a", "b"])
     for text, words in (
         ('{"flags": {"tq": 2}}', "this version has no --tq"),
+        ('{"flags": {"dtype": "float16"}}', "invalid choice: 'float16'"),
         ("[]", "no run.json"),
         ("{", "Expecting"),
     ):
@@ -274,6 +284,7 @@ def test_flags_of_a_run_may_be_given_back(tmp_path, capsys):
         assert words in capsys.readouterr().err
     for wrong, words in (
         (["--peak", "abacus"], "neither a number nor one of A100"),
+        (["--peak", "0"], "above 0"),
         (["--profile", "9"], "--steps 11"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from neuronx_dist.hf.model_plan import UnsupportedModelError
 from tests.hf.every_plan import classes_with_plans, inputs_of, model_of
 from tests.hf.parity import differences
 from tests.hf.test_architectures import wrong
@@ -30,6 +31,11 @@ NOT_MADE = """
     MuseGlimmerVisionConfig MuseGlimmerConfig MuseGlimmerAssistantConfig MuseSparkConfig Phi4MultimodalConfig
     T5GemmaModuleConfig T5Gemma2TextConfig T5Gemma2DecoderConfig VoxtralRealtimeTextConfig
 """.split()
+# Their layers take a second tensor of the sequence's length, which the cut leaves whole: the shapes do not fit.
+NOT_CUT = """
+    DeepseekV4Config Gemma3nTextConfig Gemma4TextConfig HiggsAudioV2Config HYV4Config Inkling2TextConfig
+    Llama4VisionConfig Qwen4ExpTextConfig
+""".split()
 pytestmark = pytest.mark.slow
 
 
@@ -44,6 +50,18 @@ def _names() -> list[str]:
 def test_a_model_with_a_plan_is_that_of_one_process(name: str) -> None:
     model = model_of(name)
     assert wrong(differences(model, inputs_of(model), 2)) == {}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [n for n in _names() if n not in NOT_CUT] if FULL else ["Llama4TextConfig"])
+def test_with_sequence_parallelism(name: str) -> None:
+    model = model_of(name)
+    try:
+        found = differences(model, inputs_of(model), 2, sequence_parallel=True)
+    except UnsupportedModelError as error:
+        assert "sequence_parallel=True needs" in str(error)
+    else:
+        assert wrong(found) == {}
 
 
 @pytest.mark.filterwarnings("ignore")

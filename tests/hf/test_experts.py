@@ -152,8 +152,10 @@ def test_all_experts_on_every_rank() -> None:
 
 
 @pytest.mark.slow
-def test_sequence_parallel() -> None:
-    compare("MixtralConfig", 2, 2, sequence_parallel=True)
+@pytest.mark.parametrize("name, ep", [("MixtralConfig", 2), ("Llama4TextConfig", 1)])
+def test_sequence_parallel(name: str, ep: int) -> None:
+    """Llama 4 returns the tokens of its experts as `[batch * seq, hidden]`, of several rows here."""
+    compare(name, ep, 2, sequence_parallel=True)
 
 
 def test_recomputed_layers() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, MixtralConfig, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, Trainer, TrainingArguments
 
 import neuronx_dist as nxd
 from neuronx_dist import accelerator, comm, hf, metrics
@@ -67,12 +67,23 @@ def test_of_experts_those_count_that_a_token_takes() -> None:
         metrics.training_flops(model, 10, config=SimpleNamespace(num_local_experts=8))
 
 
+def test_latent_attention_has_two_sizes_of_heads() -> None:
+    """Keys of 16 + 8 and values of 12 numbers, where the config's head_dim is that of the rotary part."""
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, vocab_size=32)
+    latent = dict(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
+    experts = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, n_group=1, topk_group=1)
+    config = DeepseekV3Config(num_key_value_heads=4, first_k_dense_replace=2, **sizes, **latent, **experts)
+    assert metrics.training_flops(on_meta(config), 10).width == 4 * (16 + 8 + 12) / 2
+
+
 def test_a_sharded_model_is_refused() -> None:
     with comm.as_rank(nxd.Mesh(2, tp=2), 0), pytest.raises(ValueError, match="is a shard: call training_flops before"):
         metrics.training_flops(hf.swap(on_meta(tiny_llama())), 8)
 
 
 def test_peaks() -> None:
+    with pytest.raises(ValueError, match="peak=0: pass the FLOPs"):
+        metrics.StepMeter(peak=0)
     assert metrics.peak_flops("NVIDIA H100 80GB HBM3") == 989e12 and metrics.peak_flops("NVIDIA H100 PCIe") == 756e12
     assert metrics.peak_flops("NVIDIA A100-SXM4-40GB") == 312e12 and metrics.peak_flops("trn2") == 83.4e12
     assert metrics.peak_flops("NVIDIA GeForce GTX 1080") is None
@@ -94,6 +105,14 @@ def test_each_token_counts_once(mesh: nxd.Mesh) -> None:
         return tokens, metrics.StepMeter().figures(tokens, 0.5)["tokens_per_s_per_device"]
 
     assert threads.run(mesh, rank) == [(96, 192 / mesh.world_size)] * mesh.world_size
+
+
+def test_ranks_without_a_mesh_have_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of `DistributedDataParallel`, as of Trainer."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    tokens = metrics.global_tokens(torch.zeros(2, 12))
+    assert tokens == 96 and metrics.StepMeter().figures(tokens, 0.5)["tokens_per_s_per_device"] == 48
 
 
 def test_figures_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +221,19 @@ def test_a_profile_has_tasks_collectives_and_the_timeline(tmp_path: Path) -> Non
     for name in tasks:
         ends = [event["ts"] + event["dur"] for event in (profiled[name], timeline[name])]
         assert abs(ends[0] - ends[1]) < 1000  # microseconds
+
+
+def test_an_error_in_a_profiled_step_waits_for_no_rank(tmp_path: Path) -> None:
+    pipeline = SimpleNamespace(trace_file_path=None)
+    profile = metrics.profile_steps(tmp_path / "profile.json", 2, skip=0, pipeline=pipeline)
+    with comm.as_rank(nxd.Mesh(2, pp=2), 0), pytest.raises(ZeroDivisionError), profile as profiler:
+        profiler.step()  # a barrier would wait for rank 1
+        assert pipeline.trace_file_path is not None
+        raise ZeroDivisionError
+    assert (tmp_path / "profile.json").exists() and pipeline.trace_file_path is None
+    profile = metrics.profile_steps(tmp_path / "other.json", 2)
+    with pytest.warns(UserWarning, match="the loop made less than 3 steps"), profile as profiler:
+        profiler.step()
 
 
 def test_collectives_are_ranges_of_the_profiler() -> None:
