@@ -6,12 +6,23 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
+from .. import comm
 from ..spmd import random
 from .model_plan import LOCAL_OUTPUT, ModelPlan, UnsupportedModelError, parent_of
 
-__all__ = ["check_dropout", "draw_apart"]
+__all__ = ["add_missing_stream", "check_dropout", "draw_apart"]
+
+
+def add_missing_stream() -> None:
+    """Adds the tensor-parallel random stream, if there is none, as `model_parallel_manual_seed` of torch's seed does.
+
+    So `seed_everything` of Lightning and `set_seed` of accelerate are enough for dropout of shards.
+    """
+    if random.TENSOR_PARALLEL not in random.streams().get_states():
+        random.streams().add(random.TENSOR_PARALLEL, torch.initial_seed() % 2**62 + 2718 + comm.rank("tp"))
 
 
 def check_dropout(model: Any, plan: ModelPlan, tp: int, sequence_parallel: bool) -> None:

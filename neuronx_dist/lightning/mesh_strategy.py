@@ -135,8 +135,13 @@ class MeshStrategy(ParallelStrategy):
         return total / comm.size(self.reduced_axes) if operation == "mean" else total
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Returns the tensors of the data-parallel ranks, or of a process group: `[ranks, ...]`."""
-        return super().all_gather(tensor, group or parallel_state.get_data_parallel_group(), sync_grads)
+        """Returns the tensors of the data-parallel ranks, or of a process group but the world's: `[ranks, ...]`.
+
+        `LightningModule.all_gather` passes the world's where its caller passes none.
+        """
+        if group in (None, torch.distributed.group.WORLD):
+            group = parallel_state.get_data_parallel_group()
+        return super().all_gather(tensor, group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Returns whether all ranks of the job, or any of them, decided so."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -13,14 +14,17 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from ..checkpoint.api import load_checkpoint, save_checkpoint
 from ..gradients.accumulation import no_sync, scale_gradients
 from ..gradients.gradient import parameters_of
 from ..gradients.norm import clip_grad_norm
 from ..gradients.reduce import complete_reduction, reduce_gradients
+from ..hf.dropout import add_missing_stream
 from ..hf.model_plan import transformer_layer_class
 from ..hf.swap import swap
 from ..parallel_layers import parallel_state
@@ -107,14 +111,15 @@ class NxDStrategy(MeshStrategy):
         if self.swap:
             self._swap_children(module)
         self.pipeline = self._find_pipeline(module)
+        add_missing_stream()  # for dropout of shards, after `seed_everything`
         if self.tp > 1 and all(spec_of(param).axis is None for param in module.parameters()):
             raise ValueError(
                 f"NxDStrategy(tp={self.tp}): no parameter of {type(module).__name__} is divided over tp: build it of "
                 "parallel layers or by hf.swap in configure_model, or pass swap=True for a Hugging Face model"
             )
         for metric in module.modules():
-            if isinstance(metric, Metric) and metric.process_group is None:
-                metric.process_group = parallel_state.get_data_parallel_group()
+            if isinstance(metric, Metric) and metric.process_group is None and metric.dist_sync_fn is None:
+                metric.dist_sync_fn = _gather_over_data  # a module with a group in it could not be copied
         super().setup(trainer)
 
     def _swap_children(self, module: nn.Module) -> None:
@@ -206,14 +211,16 @@ class NxDStrategy(MeshStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's step; the gradients of a pipeline are kept for `backward`, after Lightning's zero_grad."""
-        if not self._uses_run_train:
+        if self.pipeline is None:
             return super().training_step(*args, **kwargs)
-        assert self.pipeline is not None
+        if not self._uses_run_train:
+            with _apart_from_data():
+                return super().training_step(*args, **kwargs)
         if self._has_stepped:
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
             self._has_stepped = False
-        with no_sync(self.pipeline):
+        with no_sync(self.pipeline), _apart_from_data():
             result = super().training_step(*args, **kwargs)
         self._set_aside = []
         for param in self.pipeline.local_parameters():
@@ -246,25 +253,36 @@ class NxDStrategy(MeshStrategy):
             if self.zero1:
                 optimizer.grad_clipping = False  # unless the next step asks for it
 
-    def _reduce_gradients(self, optimizer: Any) -> None:
-        """Reduces the gradients of a step, once; those of ZeRO-1 are averaged over the data by its `step`."""
+    @property
+    def _shows_means(self) -> bool:
+        """Whether gradients are averaged before ZeRO-1 does so again, without effect: for hooks that see them."""
+        module = self.lightning_module
+        assert module is not None
+        hooks = [("on_before_optimizer_step", hooked) for hooked in (module, *module.trainer.callbacks)]
+        hooks += [("on_before_zero_grad", hooked) for hooked in (module, *module.trainer.callbacks)]
+        hooks += [("configure_gradient_clipping", module)]
+        return module.trainer.gradient_clip_algorithm == "value" or any(is_overridden(*hook) for hook in hooks)
+
+    def _reduce_gradients(self, optimizer: Any, show_means: bool = False) -> None:
+        """Reduces the gradients of a step, once; ZeRO-1's `step` averages over the data those that no hook sees."""
         if self._is_reduced:
             return
+        average = not self.zero1 or (self.ep == 1 and (show_means or self._shows_means))  # it sums experts' over edp
         if self._uses_run_train:
             assert self.pipeline is not None and self.lightning_module is not None
             accumulated = self.lightning_module.trainer.accumulate_grad_batches
             if accumulated > 1:
                 scale_gradients(self.pipeline, 1 / accumulated)
-            reduce_gradients(self.pipeline, average_over_data=not self.zero1)
+            reduce_gradients(self.pipeline, average_over_data=average)
         else:
-            complete_reduction(parameters_of(optimizer), average_over_data=not self.zero1)
+            complete_reduction(parameters_of(optimizer), average_over_data=average)
         self._is_reduced = True
 
     def clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """Clips by the norm of the whole model's gradients, or by value.
 
         Raises:
-            ValueError: by value under ZeRO-1, which averages gradients later.
+            ValueError: by value under ZeRO-1 at ep > 1, where gradients are averaged later.
         """
         if not clip_val or clip_val <= 0:
             return
@@ -273,12 +291,12 @@ class NxDStrategy(MeshStrategy):
         if gradient_clip_algorithm == "norm" and self.zero1:
             optimizer.grad_clipping, optimizer.max_norm = True, float(clip_val)  # of the step that follows
             return
-        if self.zero1:
+        if self.zero1 and self.ep > 1:
             raise ValueError(
-                f"Trainer(gradient_clip_val={clip_val}, gradient_clip_algorithm='value'): under ZeRO-1 gradients are "
-                "averaged in the step, after clipping: pass NxDStrategy(zero1=False), or clip by norm"
+                f"Trainer(gradient_clip_val={clip_val}, gradient_clip_algorithm='value'): under ZeRO-1 at ep={self.ep} "
+                "gradients are averaged in the step, after clipping: pass NxDStrategy(zero1=False), or clip by norm"
             )
-        self._reduce_gradients(optimizer)  # manual optimization clips before the step
+        self._reduce_gradients(optimizer, show_means=True)  # manual optimization clips before the step
         if gradient_clip_algorithm == "norm":
             clip_grad_norm(parameters_of(optimizer), float(clip_val))
         else:
@@ -354,14 +372,24 @@ class NxDStrategy(MeshStrategy):
 
         Raises:
             TypeError: `storage_options` are passed.
+            ValueError: a hook puts weights into the checkpoint.
         """
         if storage_options is not None:
             raise TypeError("NxDStrategy has no storage_options: Trainer.save_checkpoint takes a folder of all ranks")
-        path = Path(self.broadcast(os.fspath(filepath)))
+        path = _visible(self.broadcast(os.fspath(filepath)))
+        if checkpoint.get("state_dict"):
+            raise ValueError(
+                f"NxDStrategy: on_save_checkpoint of a callback (WeightAveraging?) or of the module puts "
+                f"{len(checkpoint['state_dict'])} weights into checkpoint['state_dict'], which are this rank's, while "
+                "the strategy saves the model's: leave the hook out, or train without checkpoints"
+            )
         content = plain_hyperparameters(checkpoint)
         states = content.pop("optimizer_states", None)
         optimizer = self.optimizers[0] if states else None
         save_checkpoint(path.parent, path.name, self.saved_model, optimizer, user_content=content)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(_visible(filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads model and, to go on with `fit`, optimizer and random states; returns Lightning's state.
@@ -369,7 +397,7 @@ class NxDStrategy(MeshStrategy):
         Raises:
             ValueError: the checkpoint is another's.
         """
-        path = Path(self.broadcast(os.fspath(checkpoint_path)))
+        path = _visible(self.broadcast(os.fspath(checkpoint_path)))
         if path.is_file():
             raise ValueError(
                 f"NxDStrategy: {path} is a file of Lightning's, with the weights of one process: load them in "
@@ -385,3 +413,26 @@ class NxDStrategy(MeshStrategy):
                 "configure_model"
             )
         return content
+
+
+def _gather_over_data(result: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    """Returns a metric's state on the data-parallel ranks."""
+    return gather_all_tensors(result, group or parallel_state.get_data_parallel_group())
+
+
+@contextmanager
+def _apart_from_data() -> Iterator[None]:
+    """Gives a pipeline's step random numbers of its own: stages draw more or fewer, and are to read equal data."""
+    seed = int(torch.empty((), dtype=torch.int64).random_())
+    after = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(after)
+
+
+def _visible(path: Any) -> Path:
+    """Returns the path of a checkpoint's folder; Lightning's tuners begin names with a dot, as no tag does."""
+    path = Path(path)
+    return path.with_name(f"hidden{path.name}") if path.name.startswith(".") else path

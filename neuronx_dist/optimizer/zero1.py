@@ -185,6 +185,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self._grad_norms: torch.Tensor | None = None
         self._group_sizes: list[int] = []  # trainable parameters of each parameter group
         self.shards: list[ParameterShard] = []
+        self._frozen: list[torch.Tensor] = []  # parameters without a shard
         self._scatter_plan, self._gather_plan = BucketPlan(), BucketPlan()
         self._in_backward: BackwardReduction | None = None
         self._gathers = Gathers()
@@ -251,6 +252,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
         Returns:
             What `closure` returned.
+
+        Raises:
+            RuntimeError: a parameter was unfrozen after the optimizer was made.
         """
         loss = None
         if closure is not None:
@@ -258,6 +262,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         base = self._make_base()
+        self._refuse_unfrozen()
         self.reduce_scatter()
         self._is_reduced = False
         if self.shards and all(shard.master.grad is None for shard in self.shards):
@@ -278,6 +283,16 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         if finite:
             self._all_gather()
         return loss
+
+    def _refuse_unfrozen(self) -> None:
+        unfrozen = [param for param in self._frozen if param.requires_grad]
+        if unfrozen:
+            raise RuntimeError(
+                f"{type(self).__name__}.step: {len(unfrozen)} parameters, the first of shape "
+                f"{tuple(unfrozen[0].shape)}, were frozen (requires_grad=False) when the optimizer was made, so that "
+                "it has no shards for them and they would not change: pass add_param_group those that are unfrozen "
+                "later, and leave them out of the groups before, or unfreeze them before the optimizer is made"
+            )
 
     @torch.no_grad()
     def reduce_scatter(self) -> None:
@@ -407,6 +422,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         """Makes the shards of a parameter group; returns the base optimizer's group of them, with the same options."""
         shards = [self._shard(self._local_part(param)) for param in group["params"] if param.requires_grad]
         self.shards += shards
+        self._frozen += [param for param in group["params"] if not param.requires_grad]
         self._group_sizes.append(len(shards))
         options = {name: value for name, value in group.items() if name != "param_names"}
         return {**options, "params": [shard.master for shard in shards]}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from torch import nn
 
 from .. import comm
 from ..checkpoint.api import load_checkpoint, save_checkpoint
-from ..gradients.accumulation import no_sync
+from ..gradients.accumulation import adding_to_reduced, no_sync
 from ..gradients.gradient import DATA_AXES
 from ..gradients.norm import clip_grad_norm
 from ..gradients.reduce import reduce_gradients, refuse_accumulation
+from ..hf.dropout import add_missing_stream
 from ..hf.weights import full_state_dict
 from ..parallel_layers import parallel_state
 from ..weights.partial_model import is_partial
@@ -121,6 +122,7 @@ class Accelerator(accelerate.Accelerator):
                 f"neuronx_dist.hf.Accelerator.prepare: a {type(model).__name__} trains by its run_train, not by "
                 "backward(loss): use a loop of your own, or NxDStrategy of neuronx_dist.lightning"
             )
+        add_missing_stream()  # for dropout of shards, after `set_seed`
         return super().prepare_model(model, device_placement, evaluation_mode=True)  # without DistributedDataParallel
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
@@ -134,15 +136,19 @@ class Accelerator(accelerate.Accelerator):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Computes gradients of `loss / gradient_accumulation_steps`, and reduces them at the end of a step.
 
+        They are added to those of earlier calls, of another loss or another model, which are reduced already.
+
         Raises:
-            RuntimeError: gradients of the step before are still there, and reducing them again would scale them.
+            RuntimeError: inside of `accumulate`, gradients of the step before are still there and would be scaled.
         """
-        for model in self._models:
-            refuse_accumulation(model)
-        super().backward(loss, **kwargs)
-        if self.sync_gradients:
+        with ExitStack() as stack:
             for model in self._models:
-                reduce_gradients(model)
+                stack.enter_context(adding_to_reduced(model))
+                refuse_accumulation(model)
+            super().backward(loss, **kwargs)
+            if self.sync_gradients:
+                for model in self._models:
+                    reduce_gradients(model)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler, default_collate
 from torchmetrics import SumMetric
 
 import neuronx_dist as nxd
@@ -134,6 +136,47 @@ class Manual(Llama):
         self.log("loss", loss, sync_dist=True)
 
 
+class Watched(Llama):
+    """Looks at averaged gradients, gathered values and copies, as callbacks do."""
+
+    def __init__(self, optimizer: Any = torch.optim.SGD, lr: float = 0.5) -> None:
+        super().__init__(optimizer, lr)
+        self.seen: list[float] = []
+
+    def on_before_optimizer_step(self, _: Any) -> None:
+        self.seen.append(float(self.model.model.norm.weight.grad.norm()))
+
+    def on_validation_epoch_end(self) -> None:
+        copied = copy.deepcopy(self)  # as of callbacks that average weights
+        ranks = comm.size("dp") if comm.is_initialized() else 1
+        self.seen.append(float(copied.rows.compute()) * self.all_gather(torch.zeros(())).numel() / ranks)
+
+
+class Random(Llama):
+    """Draws rows, masks of labels, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def configure_model(self) -> None:
+        self.model = nxd.hf.swap(reference_model(llama_config(layers=3, attention_dropout=0.5)))
+        if comm.size("pp") > 1:
+            layer = nxd.hf.transformer_layer_class(self.model)
+            spec = {"loss": True}
+            self.model = nxd.NxDPPModel(self.model, layer, 2, auto_partition=True, output_loss_value_spec=spec)
+
+    def training_step(self, batch: dict[str, Any], _: int) -> Any:
+        self.seen += [int(batch[name].sum()) for name in ("input_ids", "labels")]
+        return self.loss(batch)
+
+
+def masked(samples: list[Any]) -> dict[str, torch.Tensor]:
+    batch: dict[str, torch.Tensor] = default_collate(samples)
+    batch["labels"][torch.rand(batch["labels"].shape) < 0.3] = -100
+    return batch
+
+
 class Recorder(Callback):  # type: ignore[misc]
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -198,6 +241,48 @@ def fit(
         "best": Path(saving.best_model_path).name,
         "last": saving.last_model_path,
     }
+
+
+def watched(folder: str, options: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the results of `fit` with gradients clipped by value, and what the hooks saw."""
+    module = Watched()
+    result = fit(
+        folder,
+        options,
+        torch.optim.SGD,
+        module_class=lambda *_: module,
+        clip=0.01,
+        gradient_clip_algorithm="value",
+        num_sanity_val_steps=0,
+    )
+    hidden = Path(folder, ".lr_find.ckpt")  # a name of Lightning's tuners
+    module.trainer.save_checkpoint(hidden)
+    module.trainer.strategy.load_checkpoint(hidden)
+    module.trainer.strategy.remove_checkpoint(hidden)
+    return {**result, "seen": module.seen}
+
+
+def random_data(folder: str, options: dict[str, Any]) -> list[int]:
+    """Returns sums of the batches that this rank trained on."""
+    seed_everything(0, verbose=False)
+    sampler = WeightedRandomSampler(torch.arange(ROWS) + 1.0, 8)
+    module = Random()
+    trainer = Trainer(
+        strategy=NxDStrategy(**options),
+        precision="64-true",
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    try:
+        trainer.fit(module, DataLoader(rows(), batch_size=4, sampler=sampler, collate_fn=masked))
+    finally:
+        os.environ.pop("PL_GLOBAL_SEED", None)
+        os.environ.pop("PL_SEED_WORKERS", None)
+    return module.seen
 
 
 def in_bf16(folder: str) -> tuple[list[float], list[Any], list[torch.Tensor]]:

@@ -101,6 +101,28 @@ def test_bf16_weights_have_fp32_masters_and_predictions_are_those_of_one_process
         assert torch.equal(torch.cat(predicted), expected)
 
 
+@pytest.mark.slow
+@pytest.mark.process
+def test_hooks_see_the_gradients_and_values_of_one_process(tmp_path: Path) -> None:
+    """With ZeRO-1; gradients are clipped by value, modules copied, and a tuner's checkpoint is saved and removed."""
+    alone = any_module.watched(str(tmp_path / "alone"))
+    size = len([*(tmp_path / "alone").iterdir()])
+    for result in processes(4).run(any_module.watched, str(tmp_path / "ranks"), {"tp": 2}, mesh={"tp": 2}):
+        assert result["seen"] == pytest.approx(alone["seen"], rel=1e-10)
+        assert result["losses"] == pytest.approx(alone["losses"], rel=1e-10)
+        for name, weight in alone["weights"].items():
+            assert relative_error(result["weights"][name], weight) < 1e-10, name
+    assert len([*(tmp_path / "ranks").iterdir()]) == size
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_ranks_of_a_replica_draw_equal_data_beside_dropout(options: dict[str, int], tmp_path: Path) -> None:
+    first, second = processes(2).run(any_module.random_data, str(tmp_path), options, mesh=options)
+    assert first == second and len({*first}) == len(first) == 8
+
+
 def refusals() -> dict[str, str]:
     """Messages by what is wrong, on one rank of pp 2."""
     module = any_module.Llama
@@ -128,15 +150,19 @@ def refusals() -> dict[str, str]:
         def configure_optimizers(self) -> Any:
             return torch.optim.Adagrad(self.model.local_parameters())
 
+    class Saves(module):  # type: ignore[misc, valid-type]
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"] = {"weight": torch.zeros(1)}
+
     cases: dict[str, Any] = {
         "no pipeline": NoPipeline,
         "outside": Outside,
         "several optimizers": Several,
         "ours": Ours,
         "state": WithState,
+        "weights in a hook": Saves,
     }
     found = {name: message_of(partial(fit, module_class=case)) for name, case in cases.items()}
-    found["by value"] = message_of(partial(fit, clip=0.5, gradient_clip_algorithm="value"))
     found["batch norm"] = message_of(partial(fit, sync_batchnorm=True))
     found["nothing to swap"] = message_of(partial(any_module.fit, "", {"pp": 2, "swap": True}, module_class=NoPipeline))
     return found
@@ -150,7 +176,7 @@ def test_what_would_train_wrongly_is_refused_by_name(tmp_path: Path) -> None:
         "several optimizers": "returned 2 optimizers, and a checkpoint has one: return one",
         "ours": "returned a NeuronZero1Optimizer: return the torch optimizer",
         "state": "Adagrad has state of its parameters before the first step.*zero1=False",
-        "by value": r"gradient_clip_algorithm='value'\): under ZeRO-1.*zero1=False",
+        "weights in a hook": r"puts 1 weights into checkpoint\['state_dict'\].*train without checkpoints",
         "batch norm": r"Trainer\(sync_batchnorm=True\) is not supported",
         "nothing to swap": "NoPipeline has no child that is a model of transformers",
     }
@@ -170,6 +196,8 @@ def test_mistakes_in_the_script_are_refused_by_name(tmp_path: Path) -> None:
         Trainer(strategy=strategy(), plugins=[TorchCheckpointIO()], logger=False)
     with pytest.raises(TypeError, match=r"precision='int8'.*use '32-true', 'bf16-true' \(ZeRO-1 has fp32 masters\)"):
         strategy().precision_plugin = type("Int8", (Precision,), {"precision": "int8"})()
+    with pytest.raises(ValueError, match=r"algorithm='value'\): under ZeRO-1 at ep=2 .*zero1=False"):
+        strategy(ep=2).clip_gradients(None, 0.5, "value")
     with pytest.raises(TypeError, match="has no storage_options"):
         strategy().save_checkpoint({}, tmp_path, storage_options=1)
     (tmp_path / "a.ckpt").write_bytes(b"")

@@ -410,3 +410,18 @@ def test_a_deep_copy_before_the_shards_are_made() -> None:
         assert all(map(torch.equal, results, expected))
 
     comm.threads.run(Mesh(2), rank_main)
+
+
+def test_a_parameter_that_is_unfrozen_later_is_refused() -> None:
+    def main() -> None:
+        frozen, trained = (torch.nn.Parameter(torch.ones(3), requires_grad=trains) for trains in (False, True))
+        optimizer = nxd.NeuronZero1Optimizer([frozen, trained], torch.optim.SGD, lr=0.1)
+        trained.grad = torch.ones(3)
+        optimizer.step()
+        frozen.requires_grad_(True)
+        with pytest.raises(
+            RuntimeError, match=r"1 parameters, the first of shape \(3,\), were frozen .*add_param_group"
+        ):
+            optimizer.step()
+
+    comm.threads.run(Mesh(2), main)

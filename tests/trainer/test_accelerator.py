@@ -144,6 +144,45 @@ def check(result: dict[str, Any], expected: dict[str, Any]) -> None:
         assert relative_error(result["weights"][name], weight) < 1e-10, name
 
 
+def adversarial(sizes: dict[str, int] | None = None) -> dict[str, torch.Tensor]:
+    """Returns whole weights of two models, several losses of which are backpropagated in a step."""
+    import accelerate
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    torch.manual_seed(0)
+    accelerator: Any = accelerate.Accelerator(cpu=True) if sizes is None else nxd.hf.Accelerator(**sizes, cpu=True)
+    size = 4 if sizes is None else 4 // comm.size("dp")
+    models = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).double() for _ in range(2)]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
+    loader = DataLoader(torch.randn(8, 4, dtype=torch.float64), batch_size=size)
+    generator, critic, optimizer, critics, loader = accelerator.prepare(*models, *optimizers, loader)
+    for real in loader:
+        fake = generator(real)
+        critic.zero_grad()
+        accelerator.backward((critic(real) - 1).square().mean())
+        accelerator.backward(critic(fake.detach()).square().mean())
+        critics.step()
+        generator.zero_grad()
+        accelerator.backward((critic(fake) - 1).square().mean())
+        optimizer.step()
+    weights = [accelerator.get_state_dict(model) for model in (generator, critic)]
+    return {f"{index}.{name}": weight.clone() for index, part in enumerate(weights) for name, weight in part.items()}
+
+
+def adversarial_launched(sizes: dict[str, int]) -> dict[str, torch.Tensor]:
+    with launched():
+        return adversarial(sizes)
+
+
+@pytest.mark.process
+def test_several_losses_and_models_in_a_step_are_those_of_one_process() -> None:
+    (expected,) = processes(1).run(adversarial)
+    for result in processes(2).run(adversarial_launched, {}):
+        for name, weight in expected.items():
+            assert relative_error(result[name], weight) < 1e-10, name
+
+
 def test_other_kinds_of_parallelism_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"Accelerator\(fsdp_plugin=\) is another kind of parallelism: .* pass tp"):
         nxd.hf.Accelerator(fsdp_plugin=object())
@@ -158,8 +197,9 @@ def refusals() -> list[str]:
         pipeline = nxd.NxDPPModel(torch.nn.Sequential(torch.nn.Linear(2, 2)), input_names=["input"])
         model = accelerator.prepare(Net(sequence_parallel=True))
 
-        def twice() -> None:
-            for _ in range(2):
+        def on_reduced() -> None:
+            accelerator.backward(model(**batch(0)))
+            with accelerator.no_sync(model):
                 accelerator.backward(model(**batch(0)))
 
         if comm.rank("world") == 1:
@@ -168,7 +208,7 @@ def refusals() -> list[str]:
         calls = [
             lambda: accelerator.prepare(pipeline),
             accelerator.save_state,
-            twice,
+            on_reduced,
             lambda: accelerator.split_between_processes([1]),
         ]
         return [message_of(call) for call in calls]
@@ -177,8 +217,8 @@ def refusals() -> list[str]:
 @pytest.mark.process
 def test_what_would_train_wrongly_is_refused_by_name() -> None:
     for messages in processes(2).run(refusals, mesh={"tp": 2}):
-        pipeline, no_folder, twice, split = messages
+        pipeline, no_folder, on_reduced, split = messages
         assert "inputs[accelerator.process_index :: accelerator.num_processes]" in split
         assert "a NxDPPModel trains by its run_train, not by backward(loss)" in pipeline
         assert "save_state: pass a folder" in no_folder
-        assert "gradients of the previous step are still present" in twice and "with no_sync(model)" in twice
+        assert "gradients of the previous step are still present" in on_reduced and "with no_sync(model)" in on_reduced
