@@ -275,7 +275,7 @@ def add(x: torch.Tensor) -> torch.Tensor:
 def main(index, word):
     assert add(torch.ones(1)).item() == 4
     values = word, index, xm.get_ordinal(), xm.xrt_world_size(), xm.mesh_reduce("n", index, sum)
-    sys.stdout.write(" ".join(map(str, values)) + "\n")  # in one call: lines of two processes do not mix
+    sys.stdout.write(" ".join(map(str, values)) + "\\n")  # in one call: lines of two processes do not mix
     sys.stdout.flush()
 
 
