@@ -147,6 +147,7 @@ ELSEWHERE |= {
     "launchers.md",
     "lightning.md",
     "metrics.md",
+    "trainer.md",
 }  # pages that have tests with their rooms
 # Blocks that need devices, processes or another package: read, not run.
 NOT_RUN = {"devices.md", "other-libraries.md", "timeline.md", "from-nxd.md", "xla.md"}

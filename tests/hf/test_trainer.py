@@ -207,6 +207,21 @@ def test_runs_that_would_be_wrong_are_refused(tmp_path: Path) -> None:
     on_ranks(2, _refusals, str(tmp_path))
 
 
+def _save_adapters(folder: Path) -> None:
+    from neuronx_dist.modules.lora import LoraConfig, get_lora_model
+
+    args = hf.TrainingArguments(folder, tp=2, report_to=[], use_cpu=True)
+    args.start()
+    model = get_lora_model(hf.swap(tiny_model()), LoraConfig(lora_rank=2, target_modules=["q_proj"]))
+    hf.Trainer(model, args).save_model(folder)
+
+
+def test_a_model_with_adapters_is_not_written_by_shards(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailure, match="adapters that are not merged"):
+        on_ranks(2, _save_adapters, tmp_path)
+    assert not (tmp_path / "model.safetensors").exists()
+
+
 def _page(folder: Path, **layout: Any) -> int:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "trainer.md").read_text(), re.DOTALL)
     names: dict[str, Any] = {"folder": folder, "layout": {"disable_tqdm": True, "log_level": "error", **layout}}

@@ -20,6 +20,7 @@ import transformers
 from ... import comm
 from ...checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint
 from ...checkpoint.random_state import capture, restore
+from ..swap import is_swapped
 from ..weights import load_pretrained, save_pretrained
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class CheckpointsMixin(TrainerMethods):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes a folder that `from_pretrained` loads."""
         folder = output_dir or self.args.output_dir
-        if not isinstance(self.model, transformers.PreTrainedModel):
+        if not isinstance(self.model, transformers.PreTrainedModel) and not is_swapped(self.model):
             super().save_model(folder, _internal_call)
             return
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
