@@ -357,6 +357,7 @@ class ParallelTrainerMixin(CheckpointsMixin):
                     loss, outputs = pipeline.run_eval(return_outputs=True, **inputs)
         finally:
             pipeline.output_loss_value_spec, pipeline.broadcast_and_average_loss = spec, True
+        loss = None if loss is None else loss.to(self.args.device)  # the pipeline returns it on the CPU
         if self._counts_local_labels:
             loss = from_last_stage(loss, pipeline.last_stage, self.args.device)
         if prediction_loss_only and has_labels:
