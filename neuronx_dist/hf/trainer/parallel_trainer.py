@@ -92,7 +92,7 @@ class ParallelTrainerMixin(CheckpointsMixin):
         run: Any = self.args
         model = type(self.model).__name__
         refused = [name for name, is_there in outside.items() if is_there]
-        self._has_local_means = bool(refused) or not self._has_parallel_loss(self.model)
+        self._has_local_means = run.cp == 1 and (bool(refused) or not self._has_parallel_loss(self.model))
         if refused and (run.pp > 1 or run.cp > 1):
             raise ValueError(
                 f"Trainer: {', '.join(refused)} computes the loss of {model} from logits, which no rank has at "
@@ -265,7 +265,7 @@ class ParallelTrainerMixin(CheckpointsMixin):
             return None
         dtype = torch.promote_types(torch.float32, next(self.model.parameters()).dtype)
         count = torch.as_tensor(count, device=device, dtype=dtype)
-        return count / comm.size("cp") if self._counts_local_labels else by_data_rank(count)
+        return count if self._counts_local_labels else by_data_rank(count)
 
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: dict[str, Any]
