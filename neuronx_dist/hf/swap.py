@@ -40,7 +40,7 @@ from .packed_rows import separate_documents
 from .plan_reading import SAME_AS_LINEAR, read_plan, words_of, words_of_config
 from .sequence_parallel import apply_sequence_parallel, check_sequence_parallel
 
-__all__ = ["PlannedLayers", "is_swapped", "swap"]
+__all__ = ["PlannedLayers", "is_swapped", "return_whole_logits", "swap"]
 
 
 class PlannedLayers(Protocol):
@@ -438,6 +438,22 @@ def _full_logits_without_labels(vocabulary: int, model: nn.Module, args: Any, ou
     if loss is None and output.logits is not None:
         output.logits = _gather_vocabulary(output.logits, vocabulary)
     return output
+
+
+def return_whole_logits(model: Any) -> None:
+    """Makes a swapped causal LM return logits `[batch, seq, vocab]` beside the loss of a call with labels too."""
+    vocabulary: int = model.config.get_text_config().vocab_size
+
+    def gather(model: Any, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (
+                (output[0], _gather_vocabulary(output[1], vocabulary), *output[2:]) if output[0].ndim == 0 else output
+            )
+        if output.loss is not None and output.logits is not None:
+            output.logits = _gather_vocabulary(output.logits, vocabulary)
+        return output
+
+    model.register_forward_hook(gather)
 
 
 def _gather_vocabulary(logits: torch.Tensor, vocabulary: int) -> torch.Tensor:

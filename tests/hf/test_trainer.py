@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from neuronx_dist import comm, destroy_model_parallel, hf
-from tests.hf.trainer_runs import EndAt, Rows, Stream, on_ranks, ranks, tiny_model, train
+from tests.hf.trainer_runs import EndAt, Rows, Stream, evaluate, on_ranks, ranks, tiny_model, train
 from tests.support.paths import ROOT
 from tests.support.pool import WorkerFailure
 
@@ -86,6 +86,22 @@ def test_label_smoothing(layout: dict[str, Any], tmp_path: Path) -> None:
 
 def test_a_stream_of_rows_is_divided_over_dp(tmp_path: Path) -> None:
     compare(ranks(2, tmp_path, rows=Stream(16), **HALF), reference(tmp_path, rows=Stream(16)))
+
+
+@pytest.mark.parametrize(
+    "layout,kind,rows",
+    [
+        (HALF, "bert tokens", 5),  # the last batch has one row, and no label on rank 1
+        (dict(pp=2), "bert tokens", 5),
+        (dict(tp=2), "llama", Stream(7)),
+        (dict(tp=2), "confident", 7),
+    ],
+    ids=["dp", "pp", "stream", "logits"],
+)
+def test_the_loss_of_an_evaluation(layout: dict[str, Any], kind: str, rows: Any, tmp_path: Path) -> None:
+    """Compares losses that are means over their batch, of a stream, and of a `compute_loss` that reads the logits."""
+    expected = evaluate(tmp_path, False, kind, rows)
+    assert on_ranks(2, evaluate, tmp_path, True, kind, rows, **layout) == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize(

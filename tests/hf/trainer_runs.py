@@ -12,7 +12,14 @@ from unittest.mock import patch
 import torch
 import transformers
 from torch.nn import functional as F
-from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
@@ -20,7 +27,7 @@ from neuronx_dist.mesh import Mesh
 from tests.support.llama import tiny_llama
 from tests.support.pool import processes
 
-__all__ = ["EndAt", "Rows", "Stream", "exchanges", "on_ranks", "ranks", "tiny_model", "train"]
+__all__ = ["EndAt", "Rows", "Stream", "evaluate", "exchanges", "on_ranks", "ranks", "tiny_model", "train"]
 
 LENGTH = 12
 
@@ -47,7 +54,8 @@ def tiny_model(kind: str = "llama", **config: Any) -> Any:
     sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     if kind == "mixtral":
         return MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4, **config))
-    return BertForSequenceClassification(BertConfig(**sizes, hidden_dropout_prob=0, attention_probs_dropout_prob=0))
+    model = BertForSequenceClassification if kind == "bert" else BertForTokenClassification
+    return model(BertConfig(**sizes, hidden_dropout_prob=0, attention_probs_dropout_prob=0, num_labels=96))
 
 
 def loss_in_float64(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
@@ -141,6 +149,45 @@ def train(
             key: value for key, value in predicted.metrics.items() if key in ("test_loss", "test_accuracy", "test_rows")
         },
     }
+
+
+class _ConfidentTrainer(transformers.Trainer):
+    """Has a loss that reads the logits beside the model's loss."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        logarithms = outputs.logits.log_softmax(-1)
+        loss = outputs.loss - 0.1 * (logarithms.exp() * logarithms).sum(-1).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class _ConfidentParallelTrainer(nxd.hf.ParallelTrainerMixin, _ConfidentTrainer):
+    pass
+
+
+def evaluate(folder: Path, ours: bool, kind: str, rows: Any, **options: Any) -> list[float]:
+    """Returns the loss of an evaluation; of "confident" also a step's gradient norm, and the loss after the step."""
+    settings: dict[str, Any] = dict(per_device_eval_batch_size=4, per_device_train_batch_size=4, max_steps=1)
+    settings |= dict(
+        use_cpu=True, report_to=[], log_level="error", save_strategy="no", disable_tqdm=True, logging_steps=1
+    )
+    package: Any = nxd.hf if ours else transformers
+    trainers = {"confident": _ConfidentParallelTrainer if ours else _ConfidentTrainer}
+    model = tiny_model("llama" if kind == "confident" else kind).to(torch.float64)
+    if not ours and not kind.startswith("bert"):
+        model.loss_function = loss_in_float64
+    arguments = package.TrainingArguments(str(folder), **settings | options)
+    trainer = trainers.get(kind, package.Trainer)(
+        model=model, args=arguments, train_dataset=Rows(4), eval_dataset=Rows(rows) if isinstance(rows, int) else rows
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    values = [trainer.evaluate()["eval_loss"]]
+    if kind == "confident":
+        trainer.train()
+        values += [trainer.state.log_history[-2]["grad_norm"], trainer.evaluate()["eval_loss"]]
+    return [float(value) for value in values]
 
 
 def _rank(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -38,7 +38,7 @@ from ...pipeline.model import NxDPPModel
 from ...planning.recompute import recompute
 from ..loss import causal_lm_loss
 from ..model_plan import UnsupportedModelError, transformer_layer_class
-from ..swap import is_swapped, swap
+from ..swap import is_swapped, return_whole_logits, swap
 from .exchanges import by_data_rank, compare_batches, from_last_stage, mean_over_data, rows_of_all, whole_logits
 from .trainer_checkpoints import CheckpointsMixin
 from .training_arguments import TrainingArguments
@@ -75,6 +75,8 @@ class ParallelTrainerMixin(CheckpointsMixin):
     optimizer: Any
     label_smoother: Any
     _tr_loss: torch.Tensor
+    _has_local_means: bool  # the loss may be a mean over a rank's labels, whatever count of labels it gets
+    _counts_local_labels = False  # in evaluation, of such a loss
     _compared: tuple[Any, int] = (None, 0)  # an epoch's batches, and the steps in which they were compared
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -85,11 +87,12 @@ class ParallelTrainerMixin(CheckpointsMixin):
         outside = {
             "compute_loss_func": self.compute_loss_func is not None,
             "label_smoothing_factor": self.label_smoother is not None,
-            "compute_loss of a subclass": type(self).compute_loss is not transformers.Trainer.compute_loss,
+            "compute_loss of a subclass": self._computes_loss(),
         }
         run: Any = self.args
         model = type(self.model).__name__
         refused = [name for name, is_there in outside.items() if is_there]
+        self._has_local_means = run.cp == 1 and (bool(refused) or not self._has_parallel_loss(self.model))
         if refused and (run.pp > 1 or run.cp > 1):
             raise ValueError(
                 f"Trainer: {', '.join(refused)} computes the loss of {model} from logits, which no rank has at "
@@ -151,6 +154,8 @@ class ParallelTrainerMixin(CheckpointsMixin):
                     raise
         if args.label_smoothing_factor and self._has_parallel_loss(model):
             model.loss_function = partial(model.loss_function, label_smoothing=args.label_smoothing_factor)
+        if self._computes_loss() and self._has_parallel_loss(model) and args.tp > 1:
+            return_whole_logits(model)  # it may read them beside the loss, as a distillation does
         if args.recompute:
             recompute(model, args.recompute)
         self.pipeline = None
@@ -166,6 +171,9 @@ class ParallelTrainerMixin(CheckpointsMixin):
                 broadcast_and_average_loss=True,
                 use_zero1_optimizer=args.zero1,
             )
+
+    def _computes_loss(self) -> bool:
+        return type(self).compute_loss is not transformers.Trainer.compute_loss
 
     def _has_parallel_loss(self, model: Any) -> bool:
         """Returns whether the model's loss is that of logits that are sharded over tp."""
@@ -256,7 +264,8 @@ class ParallelTrainerMixin(CheckpointsMixin):
         if count is None:
             return None
         dtype = torch.promote_types(torch.float32, next(self.model.parameters()).dtype)
-        return by_data_rank(torch.as_tensor(count, device=device, dtype=dtype))
+        count = torch.as_tensor(count, device=device, dtype=dtype)
+        return count if self._counts_local_labels else by_data_rank(count)
 
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: dict[str, Any]
@@ -308,14 +317,26 @@ class ParallelTrainerMixin(CheckpointsMixin):
                 "without them sequences are not divided; add labels (of -100), or predict at cp=1"
             )
         inputs = self._without_repeated_labels(inputs)
-        if self.pipeline is None:
-            result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-            loss, logits, labels = result
-            if logits is not None:
-                logits = self._whole_logits(logits, has_labels)
-        else:
-            loss, logits, labels = self._predict_in_pipeline(inputs, prediction_loss_only, has_labels)
-        return None if loss is None else mean_over_data(loss), logits, labels
+        self._counts_local_labels = has_labels and self._has_local_means
+        try:
+            if self.pipeline is None:
+                result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+                loss, logits, labels = result
+                if logits is not None:
+                    logits = self._whole_logits(logits, has_labels)
+            else:
+                loss, logits, labels = self._predict_in_pipeline(inputs, prediction_loss_only, has_labels)
+            return None if loss is None else self._mean_loss(loss, inputs), logits, labels
+        finally:
+            self._counts_local_labels = False
+
+    def _mean_loss(self, loss: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        """Returns the mean of the ranks' losses; where each is a mean over local labels, by their number."""
+        count = self._get_num_items_in_batch([inputs], loss.device) if self._counts_local_labels else None
+        if count is None:
+            return mean_over_data(loss)
+        total = mean_over_data(torch.where(count > 0, loss * count, 0.0))  # a mean of no labels is NaN
+        return total / mean_over_data(count)
 
     def _predict_in_pipeline(
         self, inputs: dict[str, Any], prediction_loss_only: bool, has_labels: bool
@@ -325,13 +346,22 @@ class ParallelTrainerMixin(CheckpointsMixin):
         inputs = self._pipeline_inputs(inputs, count)
         pipeline, spec = self.pipeline, self.pipeline.output_loss_value_spec
         pipeline.output_loss_value_spec = spec if has_labels else None
+        if self._counts_local_labels:  # a mean over microbatches would not be that over labels
+            pipeline.num_microbatches, pipeline.broadcast_and_average_loss = 1, False
+            inputs.pop("num_items_in_batch", None)
         try:
             with self.accelerator.autocast():
                 if prediction_loss_only and has_labels:
-                    return pipeline.run_eval(**inputs), None, None
-                loss, outputs = pipeline.run_eval(return_outputs=True, **inputs)
+                    loss, outputs = pipeline.run_eval(**inputs), None
+                else:
+                    loss, outputs = pipeline.run_eval(return_outputs=True, **inputs)
         finally:
-            pipeline.output_loss_value_spec = spec
+            pipeline.output_loss_value_spec, pipeline.broadcast_and_average_loss = spec, True
+        loss = None if loss is None else loss.to(self.args.device)  # the pipeline returns it on the CPU
+        if self._counts_local_labels:
+            loss = from_last_stage(loss, pipeline.last_stage, self.args.device)
+        if prediction_loss_only and has_labels:
+            return loss, None, None
         logits = None
         if outputs is not None:
             logits = self._whole_logits(torch.cat([output["logits"] for output in outputs]), has_labels)
@@ -349,6 +379,9 @@ class ParallelTrainerMixin(CheckpointsMixin):
     def _without_repeated_labels(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Returns a batch whose rows that only complete the last one have no part in the loss."""
         state, labels = self.accelerator.gradient_state, inputs.get("labels")
+        if state.end_of_dataloader and state.remainder == -1 and comm.size("dp") == 1:
+            # A stream has no length, of which accelerate would know the rows of the last batch.
+            state.active_dataloader.remainder = next(len(x) for x in inputs.values() if isinstance(x, torch.Tensor))
         if labels is None or labels.is_floating_point() or not state.end_of_dataloader or state.remainder <= 0:
             return inputs
         rows = torch.arange(len(labels)) + comm.rank("dp") * len(labels)

@@ -49,9 +49,10 @@ class CheckpointsMixin(TrainerMethods):
             super().save_model(folder, _internal_call)
             return
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        save_pretrained(self.pipeline or self.model, folder, tokenizer)
-        if self.args.should_save:
+        if self.args.should_save:  # before `save_pretrained`, for which all ranks wait
+            os.makedirs(folder, exist_ok=True)
             torch.save(self.args, os.path.join(folder, "training_args.bin"))
+        save_pretrained(self.pipeline or self.model, folder, tokenizer)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         content = {"rows": self.get_total_train_batch_size(self.args)}
