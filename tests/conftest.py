@@ -20,16 +20,18 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind():
-    """A test that leaves a mesh, a recorder or a default dtype behind would change the tests after it."""
+    """A test that leaves a mesh, a job, a recorder or a default dtype behind would change the tests after it."""
     from neuronx_dist.comm import context, recording
 
     yield
-    left = context.default(), recording.recorders, torch.get_default_dtype()
+    left = context.default(), recording.recorders, torch.get_default_dtype(), torch.distributed.is_initialized()
+    if left[-1]:
+        torch.distributed.destroy_process_group()
     context.set_default(None)
     recording.recorders = ()
     torch.set_default_dtype(torch.float32)
     _restore_torch_init()
-    assert left == (None, (), torch.float32), f"left behind: {left}"
+    assert left == (None, (), torch.float32, False), f"left behind: {left}"
 
 
 def _restore_torch_init():
