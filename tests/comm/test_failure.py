@@ -99,7 +99,7 @@ def test_labels_beyond_a_shard_of_the_vocabulary_name_the_loss_for_it():
     first, other = sorted(outputs, key=lambda output: "Traceback" not in output)
     hint = "If the logits are a shard of the vocabulary, .* their loss is parallel_cross_entropy"
     assert re.search(rf"IndexError: Target 7 is out of bounds\.\n\[rank .\] {hint}", first), first
-    assert re.search("IndexError, as on rank .$", other.rstrip()), other
+    assert re.search("IndexError, as on rank .$", other, re.M), other  # torch may log below it that a store is gone
 
 
 def test_a_silent_rank_is_a_timeout_that_names_verb_axis_and_call_site():

@@ -15,7 +15,7 @@ from spmd_types import checker as peer_checker  # noqa: E402
 from spmd_types import rules as peer_rules  # noqa: E402
 
 from neuronx_dist import spmd  # noqa: E402
-from neuronx_dist.compat import checker  # noqa: E402
+from neuronx_dist.checking import checker  # noqa: E402
 from neuronx_dist.spmd import type_rules  # noqa: E402
 from neuronx_dist.spmd.operator_options import Options  # noqa: E402
 from tests.support.paths import ROOT  # noqa: E402
