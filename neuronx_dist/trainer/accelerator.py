@@ -33,7 +33,7 @@ from ..hf.weights import full_state_dict
 from ..parallel_layers import parallel_state
 from ..weights.partial_model import is_partial
 
-__all__ = ["Accelerator"]
+__all__ = ["Accelerator", "rows_of_all"]
 
 _OTHERS = (
     *("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin"),
@@ -166,7 +166,7 @@ class Accelerator(accelerate.Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """Returns tensors of all data-parallel ranks, concatenated along dim 0."""
-        return recursively_apply(_of_all_replicas, tensor, error_on_other_type=True)
+        return recursively_apply(rows_of_all, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Returns the results of all data-parallel ranks, without the rows that fill the last batch."""
@@ -301,5 +301,6 @@ class _Scheduler(AcceleratedScheduler):
             self.split_batches = once
 
 
-def _of_all_replicas(x: torch.Tensor) -> torch.Tensor:
+def rows_of_all(x: torch.Tensor) -> torch.Tensor:
+    """Gathers rows over dp, `[b, ...]` -> `[dp * b, ...]`; a 0-dim tensor becomes `[dp]`."""
     return comm.all_gather(x[None] if x.ndim == 0 else x.contiguous(), "dp")

@@ -10,15 +10,10 @@ from accelerate.utils import recursively_apply
 
 from ... import comm
 
-__all__ = ["by_data_rank", "compare_batches", "from_last_stage", "mean_over_data", "rows_of_all", "whole_logits"]
+__all__ = ["by_data_rank", "compare_batches", "from_last_stage", "mean_over_data", "whole_logits"]
 
 _DATA = ("dp", "cp")
 _REPLICA = ("pp", "cp", "tp")  # ranks with the same rows
-
-
-def rows_of_all(x: torch.Tensor) -> torch.Tensor:
-    """Gathers rows over dp, `[b, ...]` -> `[dp * b, ...]`; a 0-dim tensor becomes `[dp]`."""
-    return comm.all_gather((x if x.ndim else x[None]).contiguous(), "dp")
 
 
 def by_data_rank(count: torch.Tensor) -> torch.Tensor:

@@ -36,10 +36,11 @@ from ...parallel_layers.random import model_parallel_manual_seed
 from ...parallel_layers.utils import move_model_to_device
 from ...pipeline.model import NxDPPModel
 from ...planning.recompute import recompute
+from ...trainer.accelerator import rows_of_all
 from ..loss import causal_lm_loss
 from ..model_plan import UnsupportedModelError, transformer_layer_class
 from ..swap import is_swapped, return_whole_logits, swap
-from .exchanges import by_data_rank, compare_batches, from_last_stage, mean_over_data, rows_of_all, whole_logits
+from .exchanges import by_data_rank, compare_batches, from_last_stage, mean_over_data, whole_logits
 from .trainer_checkpoints import CheckpointsMixin
 from .training_arguments import TrainingArguments
 

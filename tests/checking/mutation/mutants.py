@@ -199,7 +199,7 @@ EXEMPT = {
     "MeshStrategy": "decisions and metrics of Lightning's, beside the step",
     "Accelerator": "metrics of accelerate's, beside the step",
     "NxDStrategy": "steps of Lightning's Trainer, which no checked program is: tests/lightning compares weights",
-    "_of_all_replicas": "metrics of accelerate's, beside the step",
+    "rows_of_all": "metrics of accelerate's, beside the step",
     **dict.fromkeys(
         (
             "ParallelTrainerMixin",
@@ -207,7 +207,6 @@ EXEMPT = {
             "compare_batches",
             "from_last_stage",
             "mean_over_data",
-            "rows_of_all",
             "whole_logits",
         ),
         "around transformers' loop, which no check plays: tests/hf/test_trainer.py compares values",
