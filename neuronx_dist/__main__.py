@@ -19,6 +19,7 @@ SUBCOMMANDS = {
     ),
     "doctor": ("comm.doctor.command", "look at versions, devices, backends and network, and try two processes"),
     "run": ("comm.run_command", "run a script on several processes, as torchrun does, and show only what it says"),
+    "train": ("train.command", "train a causal LM on text in any layout, on ranks that it starts, or a launcher's"),
     "timeline": ("pipeline.timeline.command", "draw a pipeline's schedules, or a recorded step, for web or terminal"),
 }
 

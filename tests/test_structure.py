@@ -59,6 +59,7 @@ TOWER = [
     ["checking/programs"],
     ["checking", "compat", "planning", "xla_replay"],
     ["hf/trainer"],
+    ["train"],
     ["parallelize/composites", "parallelize/config", "parallelize/example"],
     ["parallelize/choose"],
     ["parallelize/annotations", "parallelize/policy", "parallelize/train"],
