@@ -76,5 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if size == 1:
         return run_rank(args)
     rank_exit.say(f"{rank_exit.NAME}: {size} ranks start on this host")
-    ranks = ["--standalone", "--nproc-per-node", str(size), "-m", "neuronx_dist", "train", *words]
-    return run_command.run(run_command.arguments().parse_args(ranks))
+    options = ["--standalone", "--nproc-per-node", str(size), "-m", "neuronx_dist", "train"]
+    ranks = run_command.arguments().parse_args(options)
+    ranks.training_script_args += words  # which argparse would take for abbreviations of torchrun's options
+    return run_command.run(ranks)

@@ -61,6 +61,8 @@ def parser(description: str, examples: str) -> argparse.ArgumentParser:
         if default is not None:
             options.update(type=type(default), default=default)
             text += f" ({default})"
+        if "choices" not in options:
+            options.setdefault("metavar", "X" if options.get("type") is float else "N")
         group.add_argument(name, help=text, **options)
 
     def switch(name: str, text: str) -> None:
@@ -73,7 +75,6 @@ def parser(description: str, examples: str) -> argparse.ArgumentParser:
         "ranks to start on this host: a number, or auto: one for each accelerator; default: as many as the degrees "
         "below take. Ranks of torchrun, srun, mpirun or neuronx-dist run start no others",
         type=_number_or_auto,
-        metavar="N",
     )
     flag("--tp", 1, "tensor-parallel size")
     flag("--pp", 1, "pipeline-parallel size; data parallelism takes the rest of the ranks")
@@ -87,12 +88,16 @@ def parser(description: str, examples: str) -> argparse.ArgumentParser:
     flag("--virtual-pipeline-size", 1, "pieces of the model (chunks) on each pipeline stage")
     switch("--pad-heads", "add zero heads where tp does not divide the heads")
     switch("--pad-vocab", "add zero rows where tp does not divide the vocabulary")
-    flag("--device", "auto", "auto: this machine's accelerator, or the cpu; or a device type, as in docs/devices.md")
+    flag(
+        "--device",
+        "auto",
+        "auto: this machine's accelerator, or the cpu; or a type, as in docs/devices.md",
+        metavar="TYPE",
+    )
 
     group = top.add_argument_group("model and text")
-    flag(
-        "--model", None, "Hugging Face folder: its weights if it has any, else its config alone; default: a small Llama"
-    )
+    folder = "Hugging Face folder: its weights if it has any, else its config alone; default: a small Llama"
+    flag("--model", None, folder, metavar="FOLDER")
     flag("--experts", 0, "experts of the default model, of which each token takes two; 0: a Llama without")
     flag("--dtype", "float32", "bfloat16: bf16 parameters with fp32 masters", choices=["float32", "bfloat16"])
     flag("--data", None, "text files or folders; default: Python's library sources", nargs="+", metavar="PATH")
@@ -120,7 +125,7 @@ def parser(description: str, examples: str) -> argparse.ArgumentParser:
         "of norms, or auto: the fastest of these that fit --memory",
         choices=["none", "full", "attention", "norms", "auto"],
     )
-    flag("--memory", None, "of a rank, for --recompute auto: 24 GB or 24 GiB")
+    flag("--memory", None, "of a rank, for --recompute auto: 24 GB or 24 GiB", metavar="BYTES")
     switch("--offload", "with --recompute: inputs of recomputed parts lie in the host's memory until backward")
 
     group = top.add_argument_group("folder and checkpoints")
@@ -129,6 +134,7 @@ def parser(description: str, examples: str) -> argparse.ArgumentParser:
         None,
         "folder to write, which must not exist without --resume; default: the first free one of runs/llama, "
         "runs/llama-2, ...",
+        metavar="FOLDER",
     )
     flag("--save-every", 0, "steps between checkpoints; 0: only when the run is interrupted")
     flag("--keep", 3, "checkpoints that are kept; 0 keeps all")
@@ -155,6 +161,7 @@ def parser(description: str, examples: str) -> argparse.ArgumentParser:
         None,
         "FLOPs per second of a device, or its name (H100, trn2), for the MFU; default: that of this machine's",
         type=_number_or_name,
+        metavar="FLOPS",
     )
     flag("--profile", 0, "steps that torch.profiler records on every rank, from the third on: --out/profile.rank0.json")
 

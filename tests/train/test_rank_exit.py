@@ -30,13 +30,11 @@ def command(words, processes=1, launcher=("torch.distributed.run",), **environme
 
 @pytest.fixture
 def started():
-    """Starts the example on two processes; its output comes line by line."""
+    """Starts a command; its output comes line by line."""
     processes = []
 
-    def start(*flags, launch=()):
-        words, env = command(
-            [*launch, str(EXAMPLES / "train_llama.py"), *SMALL, *flags], processes=2, launcher=("neuronx_dist", "run")
-        )
+    def start(words, ranks=1, launcher=()):
+        words, env = command([*words, *SMALL, "--steps", "5000"], ranks, launcher)
         process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         processes.append(process)
         return process
@@ -50,7 +48,8 @@ def started():
 
 def test_a_refusal_is_the_only_thing_seen(started, tmp_path):
     """Also where a job is started again: it would be refused again."""
-    process = started("--tp", "3", "--out", str(tmp_path / "run"), launch=["--max-restarts", "2"])
+    words = ["--max-restarts", "2", str(EXAMPLES / "train_llama.py"), "--tp", "3", "--out", str(tmp_path / "run")]
+    process = started(words, ranks=2, launcher=("neuronx_dist", "run"))
     text, _ = process.communicate(timeout=240)
     first, refusal, *reasons = text.splitlines()
     assert first == "neuronx-dist train: 2 processes import torch and transformers ..."
@@ -60,8 +59,9 @@ def test_a_refusal_is_the_only_thing_seen(started, tmp_path):
 
 
 def test_ctrl_c_ends_with_one_line(started, tmp_path):
+    """Of ranks that the command itself has started."""
     out = tmp_path / "run"
-    process = started("--tp", "2", "--steps", "5000", "--no-check", "--out", str(out))
+    process = started(["-m", "neuronx_dist", "train", "--tp", "2", "--no-check", "--out", str(out)])
     seen = []
     for line in process.stdout:
         seen.append(line)

@@ -90,8 +90,6 @@ def results(root: Path) -> dict[str, tuple[int, str]]:
         "other_norm": {"flags": flags("ended", "--resume", model="other_norm")},
         "no_tag": {"flags": flags("ended", "--resume step_5")},
         "nothing": {"flags": flags("nothing", "--resume")},
-        "nowhere": {"flags": flags(None, "--resume")},
-        "nothing_to_overlap": {"flags": flags("nothing", "--overlap")},
         "foreign": {"flags": flags("foreign", "--resume auto")},
         "over": {"flags": flags("whole", "--resume auto")},
         "full": {"flags": flags("full", "--resume auto --steps 2 --save-every 1")},
@@ -189,8 +187,6 @@ def test_what_cannot_be_resumed(results: dict[str, tuple[int, str]], root: Path)
         "other_norm": "is of another model: rms_norm_eps 1e-06 -> 0.001",
         "no_tag": "there is no checkpoint 'step_5'",
         "nothing": f"there is no complete checkpoint in {root / 'nothing' / 'checkpoints'}; --resume auto starts anew",
-        "nowhere": "--resume needs --out",
-        "nothing_to_overlap": "--overlap needs --zero1",
         "foreign": f"{root / 'foreign'} is not the folder of a run",
         "over": f"{root / 'whole'} has a run that has ended, and no checkpoint",
     }
