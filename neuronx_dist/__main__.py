@@ -52,6 +52,8 @@ def main(argv: list[str] | None = None) -> int:
         args = parser.parse_args(argv[1:])
     except SystemExit as ended:  # 0 for help, 2 for an error
         return int(ended.code or 0)
+    except KeyboardInterrupt:  # while the subcommand is imported
+        return 130
     try:
         return int(module.run(args))
     except argparse.ArgumentError as error:

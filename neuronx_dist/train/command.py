@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
 import torch
 
@@ -45,6 +46,13 @@ examples:
   $ neuronx-dist train --nproc 4 --verify --steps 10
 """
 
+# Program of a started rank: as `python -m neuronx_dist`, and Ctrl-C ends it without a traceback while torch is imported.
+_RANK = """import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+sys.argv[0] = "neuronx-dist"
+from neuronx_dist.__main__ import main
+sys.exit(main())"""
+
 
 def arguments() -> argparse.ArgumentParser:
     """Returns the parser of `train`."""
@@ -76,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     if size == 1:
         return run_rank(args)
     rank_exit.say(f"{rank_exit.NAME}: {size} ranks start on this host")
-    options = ["--standalone", "--nproc-per-node", str(size), "-m", "neuronx_dist", "train"]
+    options = ["--standalone", "--nproc-per-node", str(size), "--no-python", sys.executable, "-u", "-c", _RANK, "train"]
     ranks = run_command.arguments().parse_args(options)
     ranks.training_script_args += words  # which argparse would take for abbreviations of torchrun's options
     return run_command.run(ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ def test_ranks_of_this_host(flags: str, count: int, started: Any, monkeypatch: p
     words = [*flags.split(), "--experts", "4", "--global-batch", "96"]
     assert __main__.main(["train", *words]) == 7
     (call,) = started
-    assert (call.nproc_per_node, call.standalone, call.module) == (str(count), True, True)
-    assert [call.training_script, *call.training_script_args] == ["neuronx_dist", "train", *words]
+    assert (call.nproc_per_node, call.standalone, call.no_python) == (str(count), True, True)
+    assert call.training_script == sys.executable and call.training_script_args[3:] == ["train", *words]
 
 
 def test_a_rank_starts_no_ranks(started: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
