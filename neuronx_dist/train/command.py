@@ -46,7 +46,7 @@ examples:
   $ neuronx-dist train --nproc 4 --verify --steps 10
 """
 
-# Program of a started rank: as `python -m neuronx_dist`, and Ctrl-C ends it without a traceback while torch is imported.
+# Program of a started rank: `python -m neuronx_dist`, which Ctrl-C ends without a traceback while torch is imported.
 _RANK = """import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 sys.argv[0] = "neuronx-dist"
