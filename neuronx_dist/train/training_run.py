@@ -107,7 +107,7 @@ def _run_in_folder(
     title = f"tp {layout.tp} × pp {layout.pp} × dp {layout.dp}" + f" × cp {layout.cp}" * (layout.cp > 1)
     meter = _make_meter(args, config, device, memory)
     shown = dict(out=args.out, log_every=args.log_every, active=rank == 0, title=title, done=done, meter=meter)
-    shown |= dict(record=record_of(args, layout, launches), writers=_writers_of(args, done))
+    shown |= dict(record=record_of(args, layout, launches), writers=_writers_of(args, layout.world_size, done))
     profile: Any = nullcontext()
     if args.profile:
         trace = Path(args.out) / f"profile.rank{rank}.json"
@@ -163,11 +163,18 @@ def _make_meter(args: Namespace, config: Any, device: torch.device, memory: Any)
     return meter
 
 
-def _writers_of(args: Namespace, done: int) -> list[Any]:
-    """Writers of this rank, beside those of `Progress`: lines of other ranks than 0, TensorBoard of rank 0."""
+def _writers_of(args: Namespace, world_size: int, done: int) -> list[Any]:
+    """Writers of this rank, beside those of `Progress`: lines of other ranks than 0, TensorBoard of rank 0.
+
+    Rank 0 removes steps that are made again from files of ranks that the run had in a larger layout.
+    """
+    out = Path(args.out)
     if rank := rank_exit.launcher_rank():
-        return [metrics.JsonLines(Path(args.out) / f"metrics.rank{rank}.jsonl", after=done)]
-    return [metrics.TensorBoard(Path(args.out) / "tensorboard", after=done)] if args.tensorboard else []
+        return [metrics.JsonLines(out / f"metrics.rank{rank}.jsonl", after=done)]
+    for file in out.glob("metrics.rank*.jsonl"):
+        if int(file.stem.removeprefix("metrics.rank")) >= world_size:
+            metrics.JsonLines(file, after=done).close()
+    return [metrics.TensorBoard(out / "tensorboard", after=done)] if args.tensorboard else []
 
 
 def _say_memory(device: torch.device, memory: Any) -> None:

@@ -12,10 +12,12 @@ from transformers import LlamaConfig
 
 import neuronx_dist as nxd
 from neuronx_dist.checkpoint import api
+from neuronx_dist.metrics import JsonLines
 from neuronx_dist.train.flags import check_flags, parser
 from neuronx_dist.train.progress import Progress, centred_means, loss_curve
 from neuronx_dist.train.run_checkpoints import _FLAGS, RunCheckpoints
 from neuronx_dist.train.text_stream import ByteTokenizer, TextStream
+from neuronx_dist.train.training_run import _writers_of
 
 
 def some_text(size: int) -> str:
@@ -193,6 +195,17 @@ def test_a_resumed_run_goes_on_in_its_files(tmp_path, capsys):
     Progress(4, 1000, out=tmp_path, record=record, terminal=False)  # a new run in the same folder
     assert (tmp_path / "metrics.jsonl").read_text() == ""
     assert json.loads((tmp_path / "run.json").read_text()) == record
+
+
+def test_files_of_ranks_that_a_smaller_layout_lacks_keep_the_steps_before_it(tmp_path):
+    for rank in (1, 2):
+        lines = JsonLines(tmp_path / f"metrics.rank{rank}.jsonl")
+        for step in (1, 2, 3):
+            lines(step, {})
+        lines.close()
+    assert _writers_of(Namespace(out=str(tmp_path), tensorboard=False), world_size=2, done=2) == []
+    steps = [(tmp_path / f"metrics.rank{rank}.jsonl").read_text().splitlines() for rank in (1, 2)]
+    assert [len(lines) for lines in steps] == [3, 2]  # rank 1 is there, and shortens its file itself
 
 
 def test_flush_writes_a_step_at_once(tmp_path):
