@@ -14,3 +14,7 @@ rank_exit.py           ends of a rank: refusals, signals, exit codes
 
 `neuronx-dist train --help` lists all flags. Where a loop of your own begins: `loop.train_step` and `causal_lm.build`.
 """
+
+from ..call_site import USER, hide
+
+hide(__name__, USER)  # a program that uses the package: messages name its lines

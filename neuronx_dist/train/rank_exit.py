@@ -39,6 +39,7 @@ NEWS = 1.5  # seconds in which all ranks have heard who was lost
 AGAIN = 2.0  # seconds after which a signal is a second one: ranks may get the first from a launcher, too
 
 _on_interrupt: Callable[[], str] = lambda: "before the first step; nothing was written"  # noqa: E731
+_say: Callable[[str], Any] = print  # shows a hint beside the progress
 _asked_to_end: tuple[int, float] | None = None  # the signal that asked this rank to end after its step, and when
 
 
@@ -93,10 +94,10 @@ def on_interrupt(describe: Callable[[], str]) -> None:
         leave_interrupted(_asked_to_end[0], describe())
 
 
-def end_after_step(describe: Callable[[], str]) -> None:
+def end_after_step(describe: Callable[[], str], say: Callable[[str], Any] = say) -> None:
     """From now on Ctrl-C and SIGTERM only make `asked_to_end` true; a second one ends the run, and says this."""
-    global _on_interrupt
-    _on_interrupt = describe
+    global _on_interrupt, _say
+    _on_interrupt, _say = describe, say
     signal.signal(signal.SIGINT, _end_after_step)
     signal.signal(signal.SIGTERM, _end_after_step)
 
@@ -136,7 +137,7 @@ def _end_after_step(number: int, _: Any) -> None:
     if _asked_to_end is None:
         _asked_to_end = number, now
         if number == signal.SIGINT:
-            hint = threading.Timer(AGAIN, say, ["ending after this step with a checkpoint; Ctrl-C again ends at once"])
+            hint = threading.Timer(AGAIN, _say, ["ending after this step with a checkpoint; Ctrl-C again ends at once"])
             hint.daemon = True
             hint.start()
     elif now > _asked_to_end[1] + AGAIN:

@@ -114,7 +114,7 @@ def _run_in_folder(
         profile = metrics.profile_steps(trace, args.profile, pipeline=state.model)
     with Progress(args.steps, args.global_batch * args.seq_len, **shown) as progress, profile as profiler:
         checkpoints.say = progress.say
-        rank_exit.end_after_step(lambda: f"{progress.interrupted()}, not saved; earlier checkpoints stay")
+        rank_exit.end_after_step(lambda: f"{progress.interrupted()}, not saved; earlier checkpoints stay", progress.say)
         train(args, state, text, device, progress, checkpoints, profiler)
     checkpoints.finish()
     folder = Path(args.out) / "model"
