@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.support import forked
 from tests.support.paths import EXAMPLES, ROOT
 from tests.train.test_training_run import SMALL
 
@@ -95,11 +96,10 @@ time.sleep(0.5)
 os.kill(os.getpid(), {number})
 print("still there")
 """
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    done = forked.run(["-c", script])
     hint = ["ending after this step with a checkpoint; Ctrl-C again ends at once"] * (number == signal.SIGINT)
-    assert done.stdout.splitlines() == ["0", str(int(number)), *hint]
-    assert (done.stderr, done.returncode) == (f"neuronx-dist train: {verb} in the middle\n", 128 + number)
+    assert done.outputs[0].splitlines() == ["0", str(int(number)), *hint]
+    assert (done.errors, done.codes) == ([f"neuronx-dist train: {verb} in the middle\n"], [128 + number])
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,8 @@ print("still there")
 def test_who_leaves_alone_says_why(variable, rank, seen):
     """A rank that alone sees an error, such as a missing folder of its host, says so: no other rank knows it."""
     script = "from neuronx_dist.train import rank_exit as job; job.WAIT = 0.1; job.leave('why', 3)"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), variable: rank}
-    done = subprocess.run([sys.executable, "-c", script], env=env, stderr=subprocess.PIPE, text=True, timeout=60)
-    assert (done.stderr, done.returncode) == (seen, 3)
+    done = forked.run(["-c", script], **{variable: rank})
+    assert (done.errors, done.codes) == ([seen], [3])
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_a_saved_folder_is_trained_further_in_another_layout_in_bfloat16_with_mu
 
 
 def test_verify_prints_a_table_and_agrees(tmp_path):
-    code, text = run(*SMALL, "--verify", "--fused-loss", ranks=2)
+    code, text = run(*SMALL, "--steps", "2", "--verify", "--fused-loss", ranks=2)
     assert code == 0, text
     assert "one process" in text and "tp 2 × pp 1 × dp 1 + sequence parallel" in text
     assert "tp 1 × pp 1 × dp 1 × cp 2 + ZeRO-1 + fused loss + recompute full" in text
