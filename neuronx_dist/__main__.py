@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import re
 import sys
 from typing import NoReturn
 
 import torch
-
-from .nearest import nearest
 
 __all__ = ["SUBCOMMANDS", "main"]
 
@@ -63,10 +62,12 @@ def main(argv: list[str] | None = None) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Names the nearest subcommand, in place of the list of all."""
+        """Names the subcommand that was meant, in place of the list of all."""
         word = re.search(r"invalid choice: '(.*?)'", message)
         if word is not None:
-            message = f"there is no command {word[1]!r}; the nearest: {nearest(word[1], SUBCOMMANDS)}"
+            near = difflib.get_close_matches(word[1], SUBCOMMANDS, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(SUBCOMMANDS)}"
+            message = f"there is no command {word[1]!r}: {advice}"
         self.exit(2, f"{_NAME}: {message} ({_NAME} --help)\n")
 
 

@@ -35,7 +35,11 @@ def test_without_words_it_prints_help(capsys: Any) -> None:
 
 @pytest.mark.parametrize(
     "words, message",
-    [(["trian"], "there is no command 'trian'; the nearest: train"), (["--no"], "required: COMMAND (neuronx-dist --h")],
+    [
+        (["trian"], "there is no command 'trian': did you mean train? (neuronx-dist --help)\n"),
+        (["draw"], "there is no command 'draw': choose from check, compat, "),
+        (["--no"], "required: COMMAND (neuronx-dist --help)\n"),
+    ],
 )
 def test_a_command_that_cannot_be_understood(words: list[str], message: str, capsys: Any) -> None:
     assert command.main(words) == 2
