@@ -31,7 +31,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
     [("--tp 2 --pp 2", 4), ("--cp 2 --ep 4", 4), ("--nproc 6 --tp 2 --global-batch 24", 6), ("--nproc auto", 8)],
 )
 def test_ranks_of_this_host(flags: str, count: int, started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as the degrees take, or the number that --nproc says; with the words of the command line."""
+    """The degrees, or --nproc, say how many; the words of the command line go to each."""
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     words = [*flags.split(), "--experts", "4", "--global-batch", "96"]
     assert __main__.main(["train", *words]) == 7

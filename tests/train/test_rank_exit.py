@@ -60,7 +60,7 @@ def test_a_refusal_is_the_only_thing_seen(started, tmp_path):
 
 
 def test_ctrl_c_ends_with_one_line(started, tmp_path):
-    """Of ranks that the command itself has started."""
+    """The ranks are those that the command itself has started."""
     out = tmp_path / "run"
     process = started(["-m", "neuronx_dist", "train", "--tp", "2", "--no-check", "--out", str(out)])
     seen = []
