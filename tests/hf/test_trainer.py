@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from neuronx_dist import comm, destroy_model_parallel, hf
-from tests.hf.trainer_runs import EndAt, Rows, Stream, evaluate, on_ranks, ranks, tiny_model, train
+from neuronx_dist.modules.lora import LoraConfig, get_lora_model
+from tests.hf.trainer_runs import EndAt, Rows, Stream, evaluate, on_ranks, ranks, tiny_model, train, train_adapters
 from tests.support.paths import ROOT
 from tests.support.pool import WorkerFailure
 
@@ -214,6 +215,9 @@ def _refusals(folder: str) -> None:
         shuffled = Rows(16)
         shuffled.ids = shuffled.ids[torch.randperm(16)]
         trainer(train_dataset=shuffled).train()
+    adapted = get_lora_model(tiny_model(), LoraConfig(lora_rank=2))
+    with pytest.raises(ValueError, match="this LlamaForCausalLM has adapters, .*: pass the result of get_lora_model"):
+        trainer(model=adapted.get_base_model())
     destroy_model_parallel()
     model = tiny_model()
     model.forward = model.forward
@@ -225,19 +229,14 @@ def test_runs_that_would_be_wrong_are_refused(tmp_path: Path) -> None:
     on_ranks(2, _refusals, str(tmp_path))
 
 
-def _save_adapters(folder: Path) -> None:
-    from neuronx_dist.modules.lora import LoraConfig, get_lora_model
-
-    args = hf.TrainingArguments(folder, tp=2, report_to=[], use_cpu=True)
-    args.start()
-    model = get_lora_model(hf.swap(tiny_model()), LoraConfig(lora_rank=2, target_modules=["q_proj"]))
-    hf.Trainer(model, args).save_model(folder)
-
-
-def test_a_model_with_adapters_is_not_written_by_shards(tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailure, match="adapters that are not merged"):
-        on_ranks(2, _save_adapters, tmp_path)
-    assert not (tmp_path / "model.safetensors").exists()
+def test_adapters_are_saved_as_peft_does_and_resume_in_another_layout(tmp_path: Path) -> None:
+    expected = train_adapters(tmp_path / "one_process", False, save_strategy="no")
+    layouts: list[dict[str, Any]] = [dict(tp=2), dict(pp=2, resume=str(tmp_path / "checkpoint-2"))]
+    for layout in layouts:
+        found = on_ranks(2, train_adapters, tmp_path, True, **layout)
+        assert found.keys() == expected.keys()
+        for name, weight in expected.items():
+            assert (found[name] - weight).norm() <= 1e-10 * weight.norm(), name
 
 
 def _page(folder: Path, **layout: Any) -> int:

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import datasets
+import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import (
     BertConfig,
@@ -24,10 +27,22 @@ from transformers import (
 import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.modules.lora import LoraConfig, get_lora_model
 from tests.support.llama import tiny_llama
 from tests.support.pool import processes
 
-__all__ = ["EndAt", "Rows", "Stream", "evaluate", "exchanges", "on_ranks", "ranks", "tiny_model", "train"]
+__all__ = [
+    "EndAt",
+    "Rows",
+    "Stream",
+    "evaluate",
+    "exchanges",
+    "on_ranks",
+    "ranks",
+    "tiny_model",
+    "train",
+    "train_adapters",
+]
 
 LENGTH = 12
 
@@ -149,6 +164,38 @@ def train(
             key: value for key, value in predicted.metrics.items() if key in ("test_loss", "test_accuracy", "test_rows")
         },
     }
+
+
+def train_adapters(folder: Path, ours: bool, *, resume: Any = None, **options: Any) -> dict[str, torch.Tensor]:
+    """Trains adapters on rows with a column that forward does not take; returns them, as they were saved last."""
+    settings: dict[str, Any] = dict(per_device_train_batch_size=4, learning_rate=1e-2, max_steps=4, save_steps=2)
+    settings |= dict(use_cpu=True, report_to=[], log_level="error", disable_tqdm=True)
+    package: Any = nxd.hf if ours else transformers
+    args = package.TrainingArguments(str(folder), **settings | options)
+    model = tiny_model().to(torch.float64)
+    if ours:
+        args.start()
+        nxd.hf.swap(model)
+    else:
+        model.loss_function = loss_in_float64
+    adapted: Any = get_lora_model(model, LoraConfig(lora_rank=2, target_modules=["q_proj", "v_proj"]))
+    for name, param in adapted.named_parameters():
+        if "lora_" in name:  # lora_B is zeros
+            param.data.copy_(torch.linspace(-0.1, 0.1, param.numel()).reshape(param.shape) * (".lora_A" in name))
+    rows = [Rows(16)[row] for row in range(16)]
+    columns = {name: [row[name].tolist() for row in rows] for name in rows[0]}
+    data = datasets.Dataset.from_dict({**columns, "text": ["unused"] * 16})
+    trainer = package.Trainer(adapted if ours else adapted.get_base_model(), args, train_dataset=data)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train(resume_from_checkpoint=resume)
+    if not ours:
+        state = model.state_dict()
+        return {f"base_model.model.{name}": weight for name, weight in state.items() if "lora_" in name}
+    if options.get("pp", 1) > 1:
+        with pytest.raises(RuntimeError, match=r"generate at pp=2: .* call trainer.save_model\(folder\)"):
+            trainer.model.generate(torch.zeros(1, 2, dtype=torch.long))
+    assert not (folder / "checkpoint-4" / "model.safetensors").exists()
+    return load_file(folder / "checkpoint-4" / "adapter_model.safetensors")
 
 
 class _ConfidentTrainer(transformers.Trainer):

@@ -31,6 +31,7 @@ from ... import comm
 from ...attention.batch import get_batch_on_this_context_parallel_rank
 from ...gradients.accumulation import no_sync
 from ...gradients.reduce import reduce_gradients
+from ...modules.lora.model import adapters_of
 from ...optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
 from ...parallel_layers.random import model_parallel_manual_seed
 from ...parallel_layers.utils import move_model_to_device
@@ -80,8 +81,8 @@ class ParallelTrainerMixin(CheckpointsMixin):
     _counts_local_labels = False  # in evaluation, of such a loss
     _compared: tuple[Any, int] = (None, 0)  # an epoch's batches, and the steps in which they were compared
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(self._without_adapters(model), *args, **kwargs)
         self.is_distributed_loading_by_transformers = True  # accelerate wraps the model in no DistributedDataParallel
         if self._has_parallel_loss(self.model):
             self.label_smoother = None  # the loss smooths labels itself
@@ -129,7 +130,7 @@ class ParallelTrainerMixin(CheckpointsMixin):
             self._distribute(self.model)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        model = super().call_model_init(trial)
+        model = self._without_adapters(super().call_model_init(trial))
         self._distribute(model)
         return model
 
@@ -143,6 +144,12 @@ class ParallelTrainerMixin(CheckpointsMixin):
         if getattr(model, "is_distributed_loading_by_transformers", False):
             raise ValueError(
                 "Trainer: this model was sharded by transformers' distributed_config: load it without, and pass tp=..."
+            )
+        is_needed = args.tp * args.cp * args.ep * args.pp > 1
+        if adapters_of(model) and self.lora_config is None or is_needed and hasattr(model, "peft_config"):
+            raise ValueError(
+                f"Trainer: this {type(model).__name__} has adapters, which the LoraModel around it saves: pass the "
+                "result of get_lora_model(hf.swap(model), LoraConfig(...)), which takes PEFT's config too"
             )
         self._parameter_count = model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
         options = {name: getattr(args, name) for name in ("sequence_parallel", "pad_heads", "pad_vocab", "fused_loss")}
@@ -161,6 +168,7 @@ class ParallelTrainerMixin(CheckpointsMixin):
             recompute(model, args.recompute)
         self.pipeline = None
         if args.pp > 1:
+            model.generate = partial(_refuse_generate, args.pp)
             self.pipeline = NxDPPModel(
                 model,
                 transformer_layer_cls=transformer_layer_class(model),
@@ -388,6 +396,14 @@ class ParallelTrainerMixin(CheckpointsMixin):
         rows = torch.arange(len(labels)) + comm.rank("dp") * len(labels)
         repeated = (rows >= state.remainder).to(labels.device).reshape(-1, *[1] * (labels.ndim - 1))
         return {**inputs, "labels": labels.masked_fill(repeated, -100)}
+
+
+def _refuse_generate(stages: int, *args: Any, **kwargs: Any) -> None:
+    """Stands in the place of the model's `generate`, for which a stage has no layers of the others."""
+    raise RuntimeError(
+        f"Trainer: generate at pp={stages}: a rank has the layers of its stage alone: call trainer.save_model(folder), "
+        "and generate with the model of that folder, in one process or at tp"
+    )
 
 
 class Trainer(ParallelTrainerMixin, transformers.Trainer):
