@@ -69,6 +69,7 @@ def tiny_model(kind: str = "llama", **config: Any) -> Any:
     sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     if kind == "mixtral":
         return MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4, **config))
+    config.pop("use_cache", None)
     model = BertForSequenceClassification if kind == "bert" else BertForTokenClassification
     return model(BertConfig(**sizes, hidden_dropout_prob=0, attention_probs_dropout_prob=0, num_labels=96))
 
@@ -222,12 +223,16 @@ def evaluate(folder: Path, ours: bool, kind: str, rows: Any, **options: Any) -> 
     )
     package: Any = nxd.hf if ours else transformers
     trainers = {"confident": _ConfidentParallelTrainer if ours else _ConfidentTrainer}
-    model = tiny_model("llama" if kind == "confident" else kind).to(torch.float64)
+    model = tiny_model(kind if kind.startswith("bert") else "llama", use_cache=False).to(torch.float64)
     if not ours and not kind.startswith("bert"):
         model.loss_function = loss_in_float64
     arguments = package.TrainingArguments(str(folder), **settings | options)
     trainer = trainers.get(kind, package.Trainer)(
-        model=model, args=arguments, train_dataset=Rows(4), eval_dataset=Rows(rows) if isinstance(rows, int) else rows
+        model=model,
+        args=arguments,
+        train_dataset=Rows(4),
+        eval_dataset=Rows(rows) if isinstance(rows, int) else rows,
+        data_collator=transformers.DataCollatorWithFlattening() if kind == "flattened" else None,
     )
     trainer.remove_callback(transformers.PrinterCallback)
     values = [trainer.evaluate()["eval_loss"]]
