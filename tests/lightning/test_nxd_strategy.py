@@ -91,6 +91,18 @@ def test_manual_optimization_is_that_of_one_process(options: dict[str, Any], tmp
 
 @pytest.mark.slow
 @pytest.mark.process
+def test_experts_over_ep_are_those_of_one_process(tmp_path: Path) -> None:
+    fit = partial(any_module.fit, module_class=any_module.Experts, max_steps=2)
+    alone = fit(str(tmp_path / "alone"))
+    first, second = processes(2).run(fit, str(tmp_path / "ranks"), {"ep": 2}, mesh={"ep": 2})
+    assert first["losses"] == pytest.approx(alone["losses"], rel=1e-10)
+    assert first["tested"] == pytest.approx(alone["tested"], rel=1e-10)
+    for name, weight in alone["weights"].items():
+        assert relative_error(first["weights"][name], weight) < 1e-10, name
+
+
+@pytest.mark.slow
+@pytest.mark.process
 def test_bf16_weights_have_fp32_masters_and_predictions_are_those_of_one_process(tmp_path: Path) -> None:
     ids = torch.stack([row["input_ids"] for row in any_module.rows(1)])
     expected = any_module.Whole().model(input_ids=ids).logits.argmax(-1)
