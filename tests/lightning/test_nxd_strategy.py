@@ -229,7 +229,7 @@ def test_a_script_by_itself_starts_a_process_for_each_device(tmp_path: Path) -> 
 
 
 def test_processes_of_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Lightning starts, and what a started process knows."""
+    """Lightning starts all but one, and each knows its rank."""
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies.launchers import subprocess_script
 
