@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -250,9 +251,9 @@ def _rank(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     return result if rank == 0 else None
 
 
-def on_ranks(size: int, function: Any, *args: Any, **options: Any) -> Any:
+def on_ranks(size: int, function: Any, *args: Any, backend: str = "gloo", **options: Any) -> Any:
     """Calls a function on the processes of a job, as torchrun starts them; returns what rank 0 does."""
-    return processes(size).run(_rank, function, args, options, initialize=False)[0]
+    return processes(size).run(_rank, function, args, options, initialize=False, backend=backend)[0]
 
 
 def ranks(size: int, folder: Path, **options: Any) -> Any:
@@ -276,6 +277,9 @@ def exchanges() -> None:
         rank = comm.rank("dp") + 1.0
         assert mean_over_data(torch.tensor(rank)) == 1.5 and by_data_rank(torch.tensor(rank)) == 0.75
         assert rows_of_all(torch.tensor([[rank]])).tolist() == [[1.0], [2.0]]
+        trainer: Any = SimpleNamespace(current_flos=rank, state=SimpleNamespace(total_flos=1.0))
+        nxd.hf.ParallelTrainerMixin.store_flos(trainer)
+        assert (trainer.state.total_flos, trainer.current_flos) == (7.0, 0)
 
     def logits() -> None:
         places = torch.tensor([[0, 3], [1, 2]][comm.rank("cp")])

@@ -77,6 +77,7 @@ class ParallelTrainerMixin(CheckpointsMixin):
     optimizer: Any
     label_smoother: Any
     _tr_loss: torch.Tensor
+    current_flos: float
     _has_local_means: bool  # a loss of the user's may be a mean over a rank's labels, whatever count of labels it gets
     _has_label_share = False
     _counts_local_labels = False  # in evaluation, of such a loss
@@ -203,6 +204,11 @@ class ParallelTrainerMixin(CheckpointsMixin):
         if ids is None:
             return 0
         return 6 * ids.numel() * self._parameter_count / comm.size(("pp", "cp", "tp"))
+
+    def store_flos(self) -> None:
+        """Adds the operations of all ranks, without the calls that not every backend has."""
+        self.state.total_flos += sum(comm.gather_objects(self.current_flos))
+        self.current_flos = 0
 
     # --- the optimizer
 
