@@ -259,6 +259,10 @@ def _page(folder: Path, **layout: Any) -> int:
     return len(blocks)
 
 
-@pytest.mark.parametrize("size,layout", [(1, {}), (2, dict(pp=2, zero1=True, microbatches=2))], ids=str)
+@pytest.mark.parametrize(
+    "size,layout",
+    [pytest.param(1, {}, marks=pytest.mark.full), (2, dict(pp=2, zero1=True, microbatches=2))],
+    ids=str,
+)
 def test_the_blocks_of_the_page_run(size: int, layout: dict[str, Any], tmp_path: Path) -> None:
     assert on_ranks(size, _page, tmp_path, **layout) == 4
