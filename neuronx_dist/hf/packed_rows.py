@@ -40,11 +40,16 @@ def _reason(model: Any) -> str:
     if others or getattr(model, "_is_stateful", False):
         return f"has layers that mix all tokens of a row ({', '.join(sorted(others)) or 'with a state'})"
     classes = {one.__module__ for module in model.modules() for one in type(module).__mro__}
-    sources = [inspect.getsource(sys.modules[name]) for name in classes if name.startswith("transformers.models.")]
-    calls = [call for source in sources for call in _MASK.findall(source)]
-    named = any('"position_ids": position_ids' in source for source in sources)  # of create_causal_mask(**arguments)
-    if calls and not named and not any("position_ids" in call for call in calls):
+    modules = [sys.modules[name] for name in classes if name.startswith("transformers.models.")]
+    source = "".join(map(inspect.getsource, modules)).replace("text_position_ids", "")  # of `[4, b, s]` alone
+    calls = _MASK.findall(source)
+    named = '"position_ids": position_ids' in source  # of create_causal_mask(**arguments)
+    if calls and not named and not any("position_ids=position_ids" in call for call in calls):
         return "makes masks without position_ids"
+    of_transformers = {type(module) for module in model.modules() if sys.modules[type(module).__module__] in modules}
+    forwards = [inspect.getsource(one.forward) for one in of_transformers]
+    if any("DynamicCache(" in forward and "use_cache" not in forward for forward in forwards):
+        return "always has a cache"
     return ""
 
 

@@ -24,6 +24,8 @@ All is done by hooks on the modules, so it holds as well when a pipeline runs th
 
 from __future__ import annotations
 
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -36,11 +38,17 @@ from .model_plan import ModelPlan, UnsupportedModelError, is_layer, islands_of, 
 
 __all__ = ["apply_sequence_parallel", "check_sequence_parallel"]
 
-_HIDDEN = ("hidden_states", "x")  # what attention, MLP and decoder layers call their input when it is passed by name
+# What attention, MLP and decoder layers call their input when it is passed by name.
+_HIDDEN = ("hidden_states", "hidden_state", "x")
+_OF_EVERY_LAYER = "per_layer_input"  # an argument of layers `[b, s, features]`, computed from all tokens (Gemma 4)
+# Arguments of layers that belong to the tokens of the complete sequence, or come from earlier layers beside the hidden
+# states; and classes inside of layers whose hidden states are several streams, `[b, s, streams, h]`.
+_OF_TOKENS = ("audio_token_mask", "block_states", "ple_input_ids")
+_STREAMS = ("HyperConnection", "AltUp")
 
 
 def check_sequence_parallel(model: Any, plan: ModelPlan) -> None:
-    """Refuses models without one list of layers that are called in turn, or with experts beside a layer's residual.
+    """Refuses models without one list of layers that take one stream of hidden states, or with experts beside it.
 
     Raises:
         UnsupportedModelError: with the reason.
@@ -55,6 +63,14 @@ def check_sequence_parallel(model: Any, plan: ModelPlan) -> None:
         reason = f"calls the layers of {stacks[0]} {count} times"
     elif any(is_layer(name.rpartition(".")[0]) for name in experts):
         reason = f"has experts and a router beside the other parts of a layer ({experts[0]})"
+    else:
+        layer = model.get_submodule(stacks[0])[0]
+        streams = [name for name, module in layer.named_modules() if any(s in type(module).__name__ for s in _STREAMS)]
+        arguments = [name for name in _OF_TOKENS if name in signature(layer.forward).parameters]
+        if streams:
+            reason = f"has several streams of hidden states ({stacks[0]}.0.{streams[0]})"
+        elif arguments:
+            reason = f"passes {arguments[0]} to its layers, which belongs to the complete sequence"
     if reason:
         raise UnsupportedModelError(
             f"sequence_parallel=True needs one list of layers, called in turn; {type(model).__name__} {reason}: swap "
@@ -66,6 +82,10 @@ def apply_sequence_parallel(model: nn.Module, plan: ModelPlan) -> None:
     """Adds the hooks, and marks the replicated parameters. The layers were built for it by `swap`."""
     layers: Any = model.get_submodule(stacks_of(plan)[0])
     islands = islands_of(model, plan)
+    names = list(signature(layers[0].forward).parameters)
+    if _OF_EVERY_LAYER in names:
+        for layer in layers:
+            layer.register_forward_pre_hook(partial(_take_argument, names.index(_OF_EVERY_LAYER)), with_kwargs=True)
     if surroundings(model, plan):
         layers[0].register_forward_pre_hook(_take_sequence, with_kwargs=True)
         layers[-1].register_forward_hook(_gather_output)
@@ -97,6 +117,15 @@ def _gather(x: torch.Tensor) -> torch.Tensor:
 
 def _take_sequence(layer: nn.Module, args: Any, kwargs: Any) -> Any:
     return _on_hidden_states(_take, args, kwargs)
+
+
+def _take_argument(position: int, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Takes this rank's part of the argument for every layer, which is equal on all ranks; None stays."""
+    if len(args) > position:
+        x = args[position]
+        return (*args[:position], None if x is None else _take(x), *args[position + 1 :]), kwargs
+    x = kwargs.get(_OF_EVERY_LAYER)
+    return args, kwargs if x is None else {**kwargs, _OF_EVERY_LAYER: _take(x)}
 
 
 def _gather_equal(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -35,6 +35,7 @@ from ..weights.partial_model import (
 )
 from ..weights.shard_spec import ShardSpec, gather_full, spec_of
 from ..weights.sums_file import SUMS
+from ..weights.wrappers import wrapper_of
 from .conversion import named_as_in
 from .gguf_file import gguf_file, open_gguf
 from .mismatch import check_fit
@@ -77,10 +78,16 @@ def load_pretrained(
 
     Raises:
         ValueError: other names are missing from the source, or a shape is another one: all are listed, nothing is
-            changed; a tied weight has two values there; a file is damaged, or differs from its checksum.
+            changed; parameters are DTensors of `fully_shard`; a tied weight has two values there; a file is damaged, or
+            differs from its checksum.
         FileNotFoundError: the folder has no weights, or lacks a file that its index lists.
     """
     whole = partial_model(model).original_module
+    if sharded := _distributed(whole):
+        raise ValueError(
+            f"load_pretrained: {sharded} of this {type(whole).__name__} is a DTensor, a part of this rank's shard: "
+            "load the weights first, and call fully_shard then"
+        )
     weights = _opened(source, whole, subfolder, variant)
     aliases = parameter_names(model)
     expected = _expected(whole, aliases)
@@ -122,7 +129,8 @@ def save_pretrained(model: Any, folder: str | PathLike[str], tokenizer: Any = No
     pipeline); weight files that an earlier save left in the folder are removed. The folder is to be one file system
     for all ranks that write.
 
-    Layers with merged adapters are written under the names that they have without.
+    Layers with merged adapters are written under the names that they have without; parameters of `fully_shard` are
+    gathered over its mesh.
 
     Raises:
         OSError: on all ranks: one of them could not write.
@@ -146,8 +154,9 @@ def save_pretrained(model: Any, folder: str | PathLike[str], tokenizer: Any = No
                 old.unlink(missing_ok=True)
 
     tensors: dict[str, torch.Tensor] = {}
-    # On XLA a gather is in a program of all ranks, and it runs when the result is fetched: so all ranks do both.
-    all_take_part = device_has_own_program()
+    # On XLA a gather is in a program of all ranks, and it runs when the result is fetched: so all ranks do both. Of
+    # `fully_shard` each data-parallel rank has a part.
+    all_take_part = device_has_own_program() or bool(_distributed(partial_model(model).original_module))
     if in_first_replica or all_take_part:
         for name, full in _full_tensors(model):
             written = _without_adapter(name, adapters)
@@ -233,10 +242,16 @@ def _full_tensors(model: nn.Module, gradients: bool = False) -> Iterator[tuple[s
     for name, _, _, param in parameter_slots(model):
         tensor = param.grad if gradients else param
         if tensor is not None and aliases[id(param)][0] == name:
-            yield name, gather_full(tensor, spec_of(param))
+            local = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            yield name, gather_full(local, spec_of(param))
     if not gradients:
         for slot in _persistent_buffers(model):
             yield slot.name, slot.tensor
+
+
+def _distributed(model: nn.Module) -> str:
+    """Returns the name of the first parameter that `fully_shard` has made a DTensor; "": there is none."""
+    return next((name for name, param in model.named_parameters() if hasattr(param, "full_tensor")), "")
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[Slot]:
@@ -318,7 +333,8 @@ def _written_together(folder: Path) -> Iterator[None]:
 
 def _write_configs(model: Any, path: Path, tokenizer: Any) -> None:
     config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
+    # `fully_shard` has made a class of the model's class.
+    config.architectures = [next(cls.__name__ for cls in type(model).__mro__ if wrapper_of(cls) is None)]
     config.dtype = next(model.parameters()).dtype
     config.save_pretrained(path)
     generation_config = getattr(model, "generation_config", None)

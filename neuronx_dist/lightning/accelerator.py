@@ -16,7 +16,8 @@ __all__ = ["NeuronXLAAccelerator"]
 class NeuronXLAAccelerator(Accelerator):
     """The device that `init_distributed` selects: an accelerator of this machine, or the CPU.
 
-    `Trainer(devices=)` may be left out; it is the number of processes that the launcher starts on this host.
+    `Trainer(devices=)` may be left out under torchrun; in a script that runs by itself it is the number of processes,
+    which Lightning starts.
     """
 
     def setup_device(self, device: torch.device) -> None:
@@ -30,9 +31,11 @@ class NeuronXLAAccelerator(Accelerator):
         """Returns the number of processes on this host.
 
         Raises:
-            ValueError: the launcher started another number of them.
+            ValueError: torchrun started another number of them; or it is no number.
         """
         count = NeuronXLAAccelerator.auto_device_count()
+        if "LOCAL_WORLD_SIZE" not in os.environ and str(devices).isdecimal() and int(devices) > 0:
+            return int(devices)
         if devices not in ("auto", -1, "-1", count, str(count)):
             raise ValueError(
                 f"Trainer(devices={devices!r}): {count} processes run on this host, one for each device; start others "

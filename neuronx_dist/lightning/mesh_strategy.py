@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 
@@ -25,7 +26,8 @@ __all__ = ["MeshStrategy"]
 class MeshStrategy(ParallelStrategy):
     """A strategy over a mesh of tensor, pipeline, context, expert and data parallelism.
 
-    It joins the job that torchrun or `neuronx-dist run` started, on any device, unless the script has. Lightning
+    It joins the job that torchrun or `neuronx-dist run` started, on any device, unless the script has; in a script that
+    runs by itself Lightning starts the other processes of `Trainer(devices=)`. Lightning
     divides samplers over the data-parallel ranks, and shuffles for training, but for those that are a
     `DistributedSampler`.
 
@@ -59,7 +61,11 @@ class MeshStrategy(ParallelStrategy):
 
     @property
     def global_rank(self) -> int:
-        return comm.current().rank if comm.is_initialized() else int(os.environ.get("RANK", 0))
+        return (
+            comm.current().rank
+            if comm.is_initialized()
+            else int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0)))
+        )
 
     @property
     def world_size(self) -> int:
@@ -76,7 +82,20 @@ class MeshStrategy(ParallelStrategy):
             dataloader.worker_init_fn = functools.partial(pl_worker_init_function, rank=comm.rank("dp"))
         return dataloader
 
+    @property
+    def num_processes(self) -> int:
+        """Processes of this host, as `Trainer(devices=)` says, or torchrun."""
+        return len(self.parallel_devices or [])
+
+    def _configure_launcher(self) -> None:
+        """Starts the script again for each device but one, unless torchrun has started processes."""
+        if "RANK" not in os.environ and self.num_processes > 1:
+            assert self.cluster_environment is not None
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, num_nodes=1)
+
     def setup_environment(self) -> None:
+        if isinstance(self._launcher, _SubprocessScriptLauncher):
+            os.environ.update(RANK=os.environ["LOCAL_RANK"], LOCAL_WORLD_SIZE=str(self.num_processes))
         self.setup_distributed()
         super().setup_environment()
 

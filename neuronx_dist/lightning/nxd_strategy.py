@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,9 +17,10 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.nn.functional import pad
 from torchmetrics import Metric
-from torchmetrics.utilities.distributed import gather_all_tensors
 
+from .. import comm
 from ..checkpoint.api import load_checkpoint, save_checkpoint
 from ..gradients.accumulation import no_sync, scale_gradients
 from ..gradients.gradient import parameters_of
@@ -27,7 +29,6 @@ from ..gradients.reduce import complete_reduction, reduce_gradients
 from ..hf.dropout import add_missing_stream
 from ..hf.model_plan import transformer_layer_class
 from ..hf.swap import swap
-from ..parallel_layers import parallel_state
 from ..parallel_layers.utils import move_model_to_device
 from ..pipeline.model import NxDPPModel
 from ..weights.shard_spec import spec_of
@@ -416,8 +417,18 @@ class NxDStrategy(MeshStrategy):
 
 
 def _gather_over_data(result: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-    """Returns a metric's state on the data-parallel ranks."""
-    return gather_all_tensors(result, group or parallel_state.get_data_parallel_group())
+    """Returns a metric's state on the data-parallel ranks, of any shapes; this rank's has its history.
+
+    torchmetrics' own function calls a barrier and sizes that not every backend has.
+    """
+    axis = "dp" if group is None else group
+    shapes = comm.gather_objects(tuple(result.shape), axis)
+    flat = result.detach().flatten()
+    longest = max(map(math.prod, shapes))
+    rows = comm.all_gather(pad(flat, (0, longest - len(flat)))[None], axis)
+    parts = [row[: math.prod(shape)].reshape(shape) for row, shape in zip(rows, shapes)]
+    parts[comm.rank(axis)] = result
+    return parts
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.data_loader import SeedableRandomSampler, get_sampler
+from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler, get_sampler
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, recursively_apply
 from accelerate.utils import reduce as reduce_over_job
@@ -130,6 +130,16 @@ class Accelerator(accelerate.Accelerator):
         if type(prepared) is AcceleratedScheduler:
             prepared.__class__ = _Scheduler
         return prepared
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Returns a loader without its first batches; `gather_for_metrics` knows its last batch, too."""
+        skipped = super().skip_first_batches(dataloader, num_batches)
+        for name in ("sampler", "batch_sampler"):
+            sampler = getattr(skipped, name, None)
+            if isinstance(sampler, SkipBatchSampler):  # without sizes of its own
+                for size in {"batch_size", "num_processes", "split_batches"} & vars(sampler.batch_sampler).keys():
+                    setattr(sampler, size, getattr(sampler.batch_sampler, size))
+        return skipped
 
     # --- a step ---
 

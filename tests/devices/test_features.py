@@ -20,6 +20,7 @@ from tests.checkpoint.llama_layouts import make, steps
 from tests.checkpoint.test_resume import Layout, relative, resume, train_and_save
 from tests.hf.models import VOCAB, llama_config, reference_model
 from tests.hf.parity import AllInFloat64
+from tests.hf.trainer_runs import on_ranks, train
 from tests.modules import test_moe
 from tests.optimizer import test_muon_llama
 from tests.parallelize.support.models import model
@@ -30,6 +31,7 @@ from tests.shard_tensor.moves.test_exchange import halo_on_processes
 from tests.shard_tensor.test_checkpoint import lay, whole
 from tests.support.pool import processes
 from tests.support.synthetic import relative_error
+from tests.trainer import test_accelerator
 
 pytestmark = pytest.mark.slow
 
@@ -135,6 +137,34 @@ def test_experts(backend: str, tp: int) -> None:
     results = test_moe.in_one_process(2, shared=True)
     ranks = processes(2 * tp)
     ranks.run(partial(test_moe.compare_on_rank, *results, shared=True), mesh={"tp": tp, "ep": 2}, backend=backend)
+
+
+def test_transformers_trainer(tmp_path: Path) -> None:
+    """Trains, saves and predicts without the calls that transformers and accelerate make themselves."""
+    expected = train(tmp_path / "one_process", False)
+    run = dict(tp=2, save_strategy="steps", save_steps=2, backend="tpu_dist")
+    found = on_ranks(2, train, tmp_path, True, **run)
+    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-10) and found["flos"] == expected["flos"]
+    for name, weight in expected["weights"].items():
+        assert relative_error(found["weights"][name], weight) < 1e-10, name
+
+
+def test_lightning(tmp_path: Path) -> None:
+    """Metrics of torchmetrics too, in a pipeline whose stages have no messages."""
+    any_module = pytest.importorskip("tests.lightning.any_module")
+    expected = any_module.fit(str(tmp_path / "one_process"), max_steps=2)
+    fit = partial(any_module.fit, max_steps=2)
+    for found in processes(2).run(fit, str(tmp_path / "ranks"), {"pp": 2}, mesh={"pp": 2}, backend="neuron"):
+        for what in ("losses", "validated", "tested"):
+            assert found[what] == pytest.approx(expected[what], rel=1e-10)
+
+
+def test_accelerate(tmp_path: Path) -> None:
+    (expected,) = processes(1).run(test_accelerator.variants, str(tmp_path / "one_process"), False)
+    run = partial(processes(2).run, test_accelerator.variants_launched, str(tmp_path / "ranks"), initialize=False)
+    for found in run(backend="tpu_dist"):
+        for ours, alone in zip(found[:2], expected):  # the third in bf16
+            assert ours["losses"] == pytest.approx(alone["losses"], rel=1e-10)
 
 
 def llama_by_muon(layout: LlamaLayout) -> dict[str, torch.Tensor]:

@@ -12,8 +12,11 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.hf import (
@@ -31,6 +34,7 @@ from neuronx_dist.modules.lora import LoraConfig, get_lora_model
 from neuronx_dist.spmd import ShardSpec, set_spec, spec_of
 from tests.hf.models import VOCAB, Stage, batch, error, llama_config, meta_model, reference_model, swapped
 from tests.support.llama import tiny_llama
+from tests.support.pool import processes
 
 
 def _saved(folder: Any, **options: Any) -> Any:
@@ -274,6 +278,26 @@ def test_one_rank_writes_a_file(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(safetensors.torch, "save_file", save_file)
     threads.run(Mesh(8, tp=2, cp=2), lambda: save_pretrained(swapped(config, state), tmp_path))
     assert writers == [0]
+
+
+def _save_fully_sharded(folder: Path) -> None:
+    model = swapped(llama_config(), reference_model(llama_config(), dtype=torch.float32).state_dict())
+    data = DeviceMesh.from_group(nxd.parallel_state.get_data_parallel_group(), "cpu")
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=data)
+    save_pretrained(fully_shard(model, mesh=data), folder)
+    with pytest.raises(ValueError, match="DTensor.*load the weights first, and call fully_shard then"):
+        load_pretrained(model, folder)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_model_of_fully_shard_is_written_whole(tmp_path: Path) -> None:
+    processes(4).run(_save_fully_sharded, tmp_path, mesh=dict(tp=2))
+    reference = reference_model(llama_config(), dtype=torch.float32).state_dict()
+    again = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert again.config.architectures == ["LlamaForCausalLM"]
+    assert all(torch.equal(weight, reference[name]) for name, weight in again.state_dict().items())
 
 
 @pytest.mark.slow

@@ -6,11 +6,15 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import datasets
+import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import (
     BertConfig,
@@ -24,10 +28,22 @@ from transformers import (
 import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.modules.lora import LoraConfig, get_lora_model
 from tests.support.llama import tiny_llama
 from tests.support.pool import processes
 
-__all__ = ["EndAt", "Rows", "Stream", "evaluate", "exchanges", "on_ranks", "ranks", "tiny_model", "train"]
+__all__ = [
+    "EndAt",
+    "Rows",
+    "Stream",
+    "evaluate",
+    "exchanges",
+    "on_ranks",
+    "ranks",
+    "tiny_model",
+    "train",
+    "train_adapters",
+]
 
 LENGTH = 12
 
@@ -54,6 +70,7 @@ def tiny_model(kind: str = "llama", **config: Any) -> Any:
     sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     if kind == "mixtral":
         return MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4, **config))
+    config.pop("use_cache", None)
     model = BertForSequenceClassification if kind == "bert" else BertForTokenClassification
     return model(BertConfig(**sizes, hidden_dropout_prob=0, attention_probs_dropout_prob=0, num_labels=96))
 
@@ -151,6 +168,38 @@ def train(
     }
 
 
+def train_adapters(folder: Path, ours: bool, *, resume: Any = None, **options: Any) -> dict[str, torch.Tensor]:
+    """Trains adapters on rows with a column that forward does not take; returns them, as they were saved last."""
+    settings: dict[str, Any] = dict(per_device_train_batch_size=4, learning_rate=1e-2, max_steps=4, save_steps=2)
+    settings |= dict(use_cpu=True, report_to=[], log_level="error", disable_tqdm=True)
+    package: Any = nxd.hf if ours else transformers
+    args = package.TrainingArguments(str(folder), **settings | options)
+    model = tiny_model().to(torch.float64)
+    if ours:
+        args.start()
+        nxd.hf.swap(model)
+    else:
+        model.loss_function = loss_in_float64
+    adapted: Any = get_lora_model(model, LoraConfig(lora_rank=2, target_modules=["q_proj", "v_proj"]))
+    for name, param in adapted.named_parameters():
+        if "lora_" in name:  # lora_B is zeros
+            param.data.copy_(torch.linspace(-0.1, 0.1, param.numel()).reshape(param.shape) * (".lora_A" in name))
+    rows = [Rows(16)[row] for row in range(16)]
+    columns = {name: [row[name].tolist() for row in rows] for name in rows[0]}
+    data = datasets.Dataset.from_dict({**columns, "text": ["unused"] * 16})
+    trainer = package.Trainer(adapted if ours else adapted.get_base_model(), args, train_dataset=data)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train(resume_from_checkpoint=resume)
+    if not ours:
+        state = model.state_dict()
+        return {f"base_model.model.{name}": weight for name, weight in state.items() if "lora_" in name}
+    if options.get("pp", 1) > 1:
+        with pytest.raises(RuntimeError, match=r"generate at pp=2: .* call trainer.save_model\(folder\)"):
+            trainer.model.generate(torch.zeros(1, 2, dtype=torch.long))
+    assert not (folder / "checkpoint-4" / "model.safetensors").exists()
+    return load_file(folder / "checkpoint-4" / "adapter_model.safetensors")
+
+
 class _ConfidentTrainer(transformers.Trainer):
     """Has a loss that reads the logits beside the model's loss."""
 
@@ -175,12 +224,16 @@ def evaluate(folder: Path, ours: bool, kind: str, rows: Any, **options: Any) -> 
     )
     package: Any = nxd.hf if ours else transformers
     trainers = {"confident": _ConfidentParallelTrainer if ours else _ConfidentTrainer}
-    model = tiny_model("llama" if kind == "confident" else kind).to(torch.float64)
+    model = tiny_model(kind if kind.startswith("bert") else "llama", use_cache=False).to(torch.float64)
     if not ours and not kind.startswith("bert"):
         model.loss_function = loss_in_float64
     arguments = package.TrainingArguments(str(folder), **settings | options)
     trainer = trainers.get(kind, package.Trainer)(
-        model=model, args=arguments, train_dataset=Rows(4), eval_dataset=Rows(rows) if isinstance(rows, int) else rows
+        model=model,
+        args=arguments,
+        train_dataset=Rows(4),
+        eval_dataset=Rows(rows) if isinstance(rows, int) else rows,
+        data_collator=transformers.DataCollatorWithFlattening() if kind == "flattened" else None,
     )
     trainer.remove_callback(transformers.PrinterCallback)
     values = [trainer.evaluate()["eval_loss"]]
@@ -198,9 +251,9 @@ def _rank(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     return result if rank == 0 else None
 
 
-def on_ranks(size: int, function: Any, *args: Any, **options: Any) -> Any:
+def on_ranks(size: int, function: Any, *args: Any, backend: str = "gloo", **options: Any) -> Any:
     """Calls a function on the processes of a job, as torchrun starts them; returns what rank 0 does."""
-    return processes(size).run(_rank, function, args, options, initialize=False)[0]
+    return processes(size).run(_rank, function, args, options, initialize=False, backend=backend)[0]
 
 
 def ranks(size: int, folder: Path, **options: Any) -> Any:
@@ -224,6 +277,9 @@ def exchanges() -> None:
         rank = comm.rank("dp") + 1.0
         assert mean_over_data(torch.tensor(rank)) == 1.5 and by_data_rank(torch.tensor(rank)) == 0.75
         assert rows_of_all(torch.tensor([[rank]])).tolist() == [[1.0], [2.0]]
+        trainer: Any = SimpleNamespace(current_flos=rank, state=SimpleNamespace(total_flos=1.0))
+        nxd.hf.ParallelTrainerMixin.store_flos(trainer)
+        assert (trainer.state.total_flos, trainer.current_flos) == (7.0, 0)
 
     def logits() -> None:
         places = torch.tensor([[0, 3], [1, 2]][comm.rank("cp")])

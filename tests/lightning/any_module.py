@@ -16,13 +16,14 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler, default_collate
 from torchmetrics import SumMetric
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.lightning import NxDStrategy
 from neuronx_dist.spmd import spec_of
 from neuronx_dist.weights.shard_spec import gather_full
-from tests.hf.models import VOCAB, llama_config, reference_loss, reference_model
+from tests.hf.models import SIZES, VOCAB, llama_config, reference_loss, reference_model
 
 ROWS, SEQ, STEPS, ACCUMULATED, MICROBATCHES = 32, 8, 4, 2, 2
 
@@ -53,10 +54,13 @@ class Llama(LightningModule):  # type: ignore[misc]
         self.model: Any = None
         self.rows = SumMetric()
 
+    def build(self) -> Any:
+        return reference_model(llama_config())
+
     def configure_model(self) -> None:
         if self.model is not None:
             return
-        self.model = reference_model(llama_config())
+        self.model = self.build()
         if not comm.is_initialized():
             return
         nxd.hf.swap(self.model)
@@ -116,6 +120,15 @@ class Whole(Llama):
 
     def predict_step(self, batch: dict[str, Any], _: int) -> Any:
         return self.model(input_ids=batch["input_ids"]).logits.argmax(-1)
+
+
+class Experts(Llama):
+    """Has a Mixtral."""
+
+    def build(self) -> Any:
+        config = MixtralConfig(**SIZES, num_hidden_layers=1)
+        config._experts_implementation = "eager"
+        return reference_model(config, MixtralForCausalLM)
 
 
 class Manual(Llama):
@@ -226,7 +239,7 @@ def fit(
     data, dp = rows(), comm.size("dp") if options is not None else 1
     sampler: Any = DistributedSampler(data, 1, 0) if options is None else None  # else Lightning makes it
     loader = DataLoader(data, batch_size=4 // dp, sampler=sampler)
-    held_out = DataLoader(rows(1), batch_size=4 // dp)
+    held_out = DataLoader(rows(1)[: ROWS // 2], batch_size=4 // dp)  # type: ignore[arg-type]
     module_class = module_class or (Whole if options and options.get("swap") else Llama)
     module = module_class(optimizer, 0.5 if optimizer is torch.optim.SGD else 0.01)
     trainer.fit(module, loader, held_out, ckpt_path=resumed)

@@ -14,6 +14,7 @@ from neuronx_dist.mesh import Mesh
 def strategy_collectives() -> None:
     """Compares what the strategies exchange, on threads: NxD's over all ranks, `NxDStrategy` over the data."""
     strategies = pytest.importorskip("neuronx_dist.lightning")
+    from neuronx_dist.lightning.nxd_strategy import _gather_over_data as gather_over_data
 
     def of_nxd() -> None:
         strategy, rank = strategies.NeuronXLAStrategy(), comm.rank("world")
@@ -30,6 +31,9 @@ def strategy_collectives() -> None:
         assert strategy.reduce_boolean_decision(True) and not strategy.reduce_boolean_decision(rank < 3)
         assert strategy.reduce_boolean_decision(rank == 3, all=False)
         assert not strategy.reduce_boolean_decision(False, all=False)
+        index = comm.rank("dp")
+        states = gather_over_data(torch.full((1 + index, 2 - index), float(index)))
+        assert [state.tolist() for state in states] == [[[0.0, 0.0]], [[1.0], [1.0]]]
 
     comm.threads.run(Mesh(3), of_nxd)
     comm.threads.run(Mesh(4, tp=2), over_data)

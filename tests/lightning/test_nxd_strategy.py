@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import torch
 import neuronx_dist as nxd
 from tests.hf.models import llama_config, reference_model
 from tests.strangers.toy import message_of
+from tests.support.paths import ROOT
 from tests.support.pool import processes
 from tests.support.synthetic import relative_error
 
@@ -87,6 +91,18 @@ def test_manual_optimization_is_that_of_one_process(options: dict[str, Any], tmp
     for result in results:
         assert result["losses"] == pytest.approx(alone["losses"], rel=1e-10)
     assert max(relative_error(whole[key], alone["weights"][key]) for key in alone["weights"]) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_experts_over_ep_are_those_of_one_process(tmp_path: Path) -> None:
+    fit = partial(any_module.fit, module_class=any_module.Experts, max_steps=2)
+    alone = fit(str(tmp_path / "alone"))
+    first, second = processes(2).run(fit, str(tmp_path / "ranks"), {"ep": 2}, mesh={"ep": 2})
+    assert first["losses"] == pytest.approx(alone["losses"], rel=1e-10)
+    assert first["tested"] == pytest.approx(alone["tested"], rel=1e-10)
+    for name, weight in alone["weights"].items():
+        assert relative_error(first["weights"][name], weight) < 1e-10, name
 
 
 @pytest.mark.slow
@@ -183,6 +199,59 @@ def test_what_would_train_wrongly_is_refused_by_name(tmp_path: Path) -> None:
     for found in processes(2).run(refusals, mesh={"pp": 2}):
         for name, message in expected.items():
             assert re.search(message, found[name]), (name, found[name])
+
+
+SCRIPT = """
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+from neuronx_dist import comm
+from neuronx_dist.lightning import NxDStrategy
+from tests.lightning.any_module import Llama, rows
+
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+for steps in (2, 1):  # the second finds the processes of the first
+    trainer = Trainer(strategy=NxDStrategy(tp=2), devices=2, precision="64-true", max_steps=steps, **quiet)
+    trainer.fit(Llama(), DataLoader(rows(), batch_size=4))
+    print(f"rank {comm.rank('world')} of {comm.size('tp')}, step {trainer.global_step}", flush=True)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_script_by_itself_starts_a_process_for_each_device(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(tmp_path / "train.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    found = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert found == [f"rank {rank} of 2, step {step}" for rank in (0, 1) for step in (1, 2)], done.stderr[-2000:]
+
+
+def test_processes_of_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning starts all but one, and each knows its rank."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies.launchers import subprocess_script
+
+    started: list[str] = []
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.setattr(subprocess_script.subprocess, "Popen", lambda _, env, **rest: started.append(env["LOCAL_RANK"]))
+    monkeypatch.setattr(subprocess_script, "_launch_process_observer", len)
+    monkeypatch.setattr(any_module.NxDStrategy, "setup_distributed", lambda self: None)
+
+    def process() -> tuple[int, str | None]:
+        strategy = Trainer(strategy=any_module.NxDStrategy(tp=3), devices=3, logger=False).strategy
+        launch = strategy.launcher.launch if strategy.launcher else lambda function: function()
+        launch(strategy.setup_environment)
+        return strategy.global_rank, os.environ["LOCAL_WORLD_SIZE"]
+
+    assert process() == (0, "3") and started == ["1", "2"]
+    assert process() == (0, "3") and started == ["1", "2"]  # of the job that there is
+    os.environ["LOCAL_RANK"] = "2"
+    del os.environ["RANK"], os.environ["LOCAL_WORLD_SIZE"]
+    assert process() == (2, "3") and started == ["1", "2"]
+    with pytest.raises(ValueError, match=r"Trainer\(devices=2\): 3 processes run on this host"):
+        Trainer(strategy=any_module.NxDStrategy(), devices=2, logger=False)
 
 
 def test_mistakes_in_the_script_are_refused_by_name(tmp_path: Path) -> None:

@@ -194,6 +194,8 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"whole_logits:comm.all_gather#{number}": around_trainer for number in (1, 2, 3)},
     "from_last_stage:comm.broadcast#1": around_trainer,
     "compare_batches:comm.gather_objects#1": around_trainer,
+    "ParallelTrainerMixin.store_flos:comm.gather_objects#1": around_trainer,
+    **{f"_gather_over_data:comm.{verb}#1": strategy_collectives for verb in ("gather_objects", "all_gather")},
     "send:comm.send#1": exchange_by_hand,
     "recv_from:comm.recv#1": exchange_by_hand,
     "OutputChannelParallelConv2d.forward:spmd.convert#1": partial(convolution, "output", 2),

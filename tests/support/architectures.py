@@ -350,6 +350,9 @@ Of transformers' tensor-parallel plans 125 are tested in this way at tp 2 (`test
 the others). Architectures without a plan there, or with a wasteful one, have one in `neuronx_dist/hf/words.py`; any
 other takes a plan in the same words, `hf.swap(model, plan={{"model.layers.*.mlp.up_proj": "colwise", ...}})`.
 
+Sequence parallelism is refused, with the reason, where layers have several streams of hidden states (DeepSeek V4,
+Gemma 3n, HY V4, Qwen 4), or take another argument of the complete sequence (Higgs Audio V2, Inkling 2).
+
 With dropout of shards (of attention weights, or between columns and rows) call `nxd.model_parallel_manual_seed(seed)`
 before training: each rank draws from a stream that it seeds.
 

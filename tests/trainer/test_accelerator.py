@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
+from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
-from tests.hf.models import VOCAB, llama_config, reference_loss, reference_model
+from tests.hf.models import SIZES, VOCAB, llama_config, reference_loss, reference_model
 from tests.strangers.test_wrappers import launched, without_torch_xla
 from tests.strangers.toy import Net, batch, message_of
 from tests.support.pool import processes
@@ -87,6 +89,8 @@ def train(folder: str, sizes: dict[str, int] | None = None, resumed: bool = Fals
     model.eval()
     seen = [accelerator.gather_for_metrics(part["input_ids"]) for part in held_out]
     words = [accelerator.gather_for_metrics([str(row) for row in part["labels"]]) for part in held_out]
+    rest = [accelerator.gather_for_metrics(part["input_ids"]) for part in accelerator.skip_first_batches(held_out, 1)]
+    assert torch.equal(torch.cat(rest), torch.cat(seen[1:]))
     return {
         "losses": losses,
         "norms": norms,
@@ -142,6 +146,71 @@ def check(result: dict[str, Any], expected: dict[str, Any]) -> None:
     assert result["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
         assert relative_error(result["weights"][name], weight) < 1e-10, name
+
+
+# (mesh, model, mixed precision)
+VARIANTS: list[tuple[dict[str, int], str, str]] = [
+    ({"cp": 2}, "llama", "no"),
+    ({"ep": 2}, "mixtral", "no"),
+    ({"tp": 2}, "llama", "bf16"),
+]
+
+
+def variants(folder: str, is_parallel: bool) -> list[dict[str, Any]]:
+    """Returns losses and norms of two steps, and the weights that `save_model` writes."""
+    import accelerate
+    from accelerate.state import AcceleratorState
+
+    results = []
+    for number, (sizes, name, precision) in enumerate(VARIANTS):
+        torch.manual_seed(0)
+        config: Any = llama_config() if name == "llama" else MixtralConfig(**SIZES, num_hidden_layers=1)
+        config._experts_implementation = "eager"
+        model: Any = (LlamaForCausalLM if name == "llama" else MixtralForCausalLM)(config)
+        model = model.double() if precision == "no" else model
+        AcceleratorState._reset_state(reset_partial_state=True)
+        options: Any = dict(cpu=True, mixed_precision=precision)
+        nxd.destroy_model_parallel()
+        accelerator = nxd.hf.Accelerator(**sizes, **options) if is_parallel else accelerate.Accelerator(**options)
+        if is_parallel:
+            nxd.hf.swap(model)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+        size = 4 // comm.size("dp") if is_parallel else 4
+        loader = DataLoader(rows()[: 4 * 2], batch_size=size)  # type: ignore[arg-type]
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        losses, norms = [], []
+        for part in loader:
+            if is_parallel:
+                part = nxd.get_batch_on_this_context_parallel_rank(dict(part))
+            loss = losses_of(model, part, is_parallel)
+            accelerator.backward(loss)
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        accelerator.save_model(model, f"{folder}/{number}")
+        accelerator.wait_for_everyone()
+        results.append({"losses": losses, "norms": norms, "weights": load_file(f"{folder}/{number}/model.safetensors")})
+    return results
+
+
+def variants_launched(folder: str) -> list[dict[str, Any]]:
+    with launched():
+        return variants(folder, True)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_sequences_experts_and_bf16_are_those_of_one_process(tmp_path: Path) -> None:
+    (expected,) = processes(1).run(variants, str(tmp_path / "alone"), False)
+    for result in processes(2).run(variants_launched, str(tmp_path / "parallel"), initialize=False):
+        for (_, _, precision), found, alone in zip(VARIANTS, result, expected):
+            tolerance = 1e-10 if precision == "no" else 1e-2
+            assert found["losses"] == pytest.approx(alone["losses"], rel=tolerance)
+            assert found["norms"] == pytest.approx(alone["norms"], rel=tolerance)
+            assert found["weights"].keys() == alone["weights"].keys()
+            for name, weight in alone["weights"].items():
+                assert relative_error(found["weights"][name], weight) < tolerance, name
 
 
 def adversarial(sizes: dict[str, int] | None = None) -> dict[str, torch.Tensor]:

@@ -1,19 +1,58 @@
-"""Exchanges of ranks around transformers' loop: of labels, losses, predictions, and checksums of batches."""
+"""Exchanges of ranks around transformers' loop: of labels, losses, predictions, and checksums of batches.
+
+`LabelShare` is where a model's loss meets the count of labels.
+"""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
+from torch import nn
 
 from ... import comm
 
-__all__ = ["by_data_rank", "compare_batches", "from_last_stage", "mean_over_data", "whole_logits"]
+__all__ = ["LabelShare", "by_data_rank", "compare_batches", "from_last_stage", "mean_over_data", "whole_logits"]
 
 _DATA = ("dp", "cp")
 _REPLICA = ("pp", "cp", "tp")  # ranks with the same rows
+
+
+class LabelShare:
+    """Makes a loss that is a mean over the labels of its batch their part of the mean over all labels.
+
+    A call of the model with `num_items_in_batch` returns `loss * labels / num_items_in_batch`, as a model does whose
+    loss takes this number; the model itself does not get it. In a pipeline this is recorded with the model's forward.
+
+    Args:
+        shifts: whether the loss leaves out the first label of each row, read at each call.
+    """
+
+    def __init__(self, model: nn.Module, shifts: Callable[[], bool]) -> None:
+        self.shifts, self.count = shifts, None
+        model.register_forward_pre_hook(self._take_count, with_kwargs=True)
+        model.register_forward_hook(self._weigh, with_kwargs=True)
+
+    def _take_count(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.count = kwargs.get("num_items_in_batch")
+        return args, {name: x for name, x in kwargs.items() if name != "num_items_in_batch"}
+
+    def _weigh(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        count, self.count = self.count, None
+        labels = kwargs.get("shift_labels", kwargs.get("labels"))
+        if count is None or labels is None:
+            return output
+        labels = labels[..., 1:] if self.shifts() and kwargs.get("shift_labels") is None else labels
+        number = labels.ne(-100).sum()
+        loss = output["loss"] if isinstance(output, dict) else output[0]
+        loss = torch.where(number > 0, loss * number / count, 0.0)  # the mean of no labels is NaN
+        if not isinstance(output, dict):
+            return loss, *output[1:]
+        output["loss"] = loss
+        return output
 
 
 def by_data_rank(count: torch.Tensor) -> torch.Tensor:

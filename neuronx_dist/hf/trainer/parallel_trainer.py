@@ -31,6 +31,7 @@ from ... import comm
 from ...attention.batch import get_batch_on_this_context_parallel_rank
 from ...gradients.accumulation import no_sync
 from ...gradients.reduce import reduce_gradients
+from ...modules.lora.model import adapters_of
 from ...optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
 from ...parallel_layers.random import model_parallel_manual_seed
 from ...parallel_layers.utils import move_model_to_device
@@ -40,7 +41,7 @@ from ...trainer.accelerator import rows_of_all
 from ..loss import causal_lm_loss
 from ..model_plan import UnsupportedModelError, transformer_layer_class
 from ..swap import is_swapped, return_whole_logits, swap
-from .exchanges import by_data_rank, compare_batches, from_last_stage, mean_over_data, whole_logits
+from .exchanges import LabelShare, by_data_rank, compare_batches, from_last_stage, mean_over_data, whole_logits
 from .trainer_checkpoints import CheckpointsMixin
 from .training_arguments import TrainingArguments
 
@@ -76,12 +77,14 @@ class ParallelTrainerMixin(CheckpointsMixin):
     optimizer: Any
     label_smoother: Any
     _tr_loss: torch.Tensor
-    _has_local_means: bool  # the loss may be a mean over a rank's labels, whatever count of labels it gets
+    current_flos: float
+    _has_local_means: bool  # a loss of the user's may be a mean over a rank's labels, whatever count of labels it gets
+    _has_label_share = False
     _counts_local_labels = False  # in evaluation, of such a loss
     _compared: tuple[Any, int] = (None, 0)  # an epoch's batches, and the steps in which they were compared
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(self._without_adapters(model), *args, **kwargs)
         self.is_distributed_loading_by_transformers = True  # accelerate wraps the model in no DistributedDataParallel
         if self._has_parallel_loss(self.model):
             self.label_smoother = None  # the loss smooths labels itself
@@ -93,7 +96,8 @@ class ParallelTrainerMixin(CheckpointsMixin):
         run: Any = self.args
         model = type(self.model).__name__
         refused = [name for name, is_there in outside.items() if is_there]
-        self._has_local_means = run.cp == 1 and (bool(refused) or not self._has_parallel_loss(self.model))
+        self._has_local_means = run.cp == 1 and (outside["compute_loss_func"] or outside["compute_loss of a subclass"])
+        self.model_accepts_loss_kwargs |= self._has_label_share
         if refused and (run.pp > 1 or run.cp > 1):
             raise ValueError(
                 f"Trainer: {', '.join(refused)} computes the loss of {model} from logits, which no rank has at "
@@ -103,12 +107,6 @@ class ParallelTrainerMixin(CheckpointsMixin):
             raise ValueError(
                 f"Trainer: the forward of this {model} was replaced, as TRL does, and may read weights, of which a "
                 f"rank has shards: use tp=1 in place of tp={run.tp}"
-            )
-        accumulates = run.gradient_accumulation_steps > 1
-        if self.pipeline is not None and accumulates and not self.model_accepts_loss_kwargs:
-            raise ValueError(
-                f"Trainer: {model} takes no num_items_in_batch, so that the losses of gradient_accumulation_steps="
-                f"{run.gradient_accumulation_steps} have no common divisor in a pipeline: use more microbatches"
             )
 
     # --- the model
@@ -129,7 +127,7 @@ class ParallelTrainerMixin(CheckpointsMixin):
             self._distribute(self.model)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        model = super().call_model_init(trial)
+        model = self._without_adapters(super().call_model_init(trial))
         self._distribute(model)
         return model
 
@@ -144,6 +142,12 @@ class ParallelTrainerMixin(CheckpointsMixin):
             raise ValueError(
                 "Trainer: this model was sharded by transformers' distributed_config: load it without, and pass tp=..."
             )
+        is_needed = args.tp * args.cp * args.ep * args.pp > 1
+        if adapters_of(model) and self.lora_config is None or is_needed and hasattr(model, "peft_config"):
+            raise ValueError(
+                f"Trainer: this {type(model).__name__} has adapters, which the LoraModel around it saves: pass the "
+                "result of get_lora_model(hf.swap(model), LoraConfig(...)), which takes PEFT's config too"
+            )
         self._parameter_count = model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
         options = {name: getattr(args, name) for name in ("sequence_parallel", "pad_heads", "pad_vocab", "fused_loss")}
         is_needed = args.tp * args.cp * args.ep > 1 or any(options.values())
@@ -157,10 +161,15 @@ class ParallelTrainerMixin(CheckpointsMixin):
             model.loss_function = partial(model.loss_function, label_smoothing=args.label_smoothing_factor)
         if self._computes_loss() and self._has_parallel_loss(model) and args.tp > 1:
             return_whole_logits(model)  # it may read them beside the loss, as a distillation does
+        takes_count = self._has_parallel_loss(model) and getattr(model, "accepts_loss_kwargs", True)
+        if not takes_count and args.cp == 1 and not type(model).__name__.endswith("ForCTC"):
+            LabelShare(model, lambda: self._loss_shifts_labels)
+            self._has_label_share = True
         if args.recompute:
             recompute(model, args.recompute)
         self.pipeline = None
         if args.pp > 1:
+            model.generate = partial(_refuse_generate, args.pp)
             self.pipeline = NxDPPModel(
                 model,
                 transformer_layer_cls=transformer_layer_class(model),
@@ -195,6 +204,11 @@ class ParallelTrainerMixin(CheckpointsMixin):
         if ids is None:
             return 0
         return 6 * ids.numel() * self._parameter_count / comm.size(("pp", "cp", "tp"))
+
+    def store_flos(self) -> None:
+        """Adds the operations of all ranks, without the calls that not every backend has."""
+        self.state.total_flos += sum(comm.gather_objects(self.current_flos))
+        self.current_flos = 0
 
     # --- the optimizer
 
@@ -288,6 +302,12 @@ class ParallelTrainerMixin(CheckpointsMixin):
                 loss = super().training_step(model, inputs, num_items_in_batch)
                 reduce_gradients(self.model, average_over_data=not self.args.zero1)
             return loss
+        steps = self.args.gradient_accumulation_steps
+        if num_items_in_batch is None and steps > 1:
+            raise ValueError(
+                f"Trainer: batches of {type(self.model).__name__} have no labels to count, so that the losses of "
+                f"gradient_accumulation_steps={steps} have no common divisor in a pipeline: use more microbatches"
+            )
         self.pipeline.train()
         inputs = self._pipeline_inputs(inputs, num_items_in_batch)
         with self.accelerator.autocast(), nullcontext() if self.accelerator.sync_gradients else self.pipeline.no_sync():
@@ -347,9 +367,6 @@ class ParallelTrainerMixin(CheckpointsMixin):
         inputs = self._pipeline_inputs(inputs, count)
         pipeline, spec = self.pipeline, self.pipeline.output_loss_value_spec
         pipeline.output_loss_value_spec = spec if has_labels else None
-        if self._counts_local_labels:  # a mean over microbatches would not be that over labels
-            pipeline.num_microbatches, pipeline.broadcast_and_average_loss = 1, False
-            inputs.pop("num_items_in_batch", None)
         try:
             with self.accelerator.autocast():
                 if prediction_loss_only and has_labels:
@@ -357,10 +374,8 @@ class ParallelTrainerMixin(CheckpointsMixin):
                 else:
                     loss, outputs = pipeline.run_eval(return_outputs=True, **inputs)
         finally:
-            pipeline.output_loss_value_spec, pipeline.broadcast_and_average_loss = spec, True
+            pipeline.output_loss_value_spec = spec
         loss = None if loss is None else loss.to(self.args.device)  # the pipeline returns it on the CPU
-        if self._counts_local_labels:
-            loss = from_last_stage(loss, pipeline.last_stage, self.args.device)
         if prediction_loss_only and has_labels:
             return loss, None, None
         logits = None
@@ -385,9 +400,20 @@ class ParallelTrainerMixin(CheckpointsMixin):
             state.active_dataloader.remainder = next(len(x) for x in inputs.values() if isinstance(x, torch.Tensor))
         if labels is None or labels.is_floating_point() or not state.end_of_dataloader or state.remainder <= 0:
             return inputs
-        rows = torch.arange(len(labels)) + comm.rank("dp") * len(labels)
-        repeated = (rows >= state.remainder).to(labels.device).reshape(-1, *[1] * (labels.ndim - 1))
-        return {**inputs, "labels": labels.masked_fill(repeated, -100)}
+        positions, size = inputs.get("position_ids"), self.args.eval_batch_size
+        if len(labels) == 1 < size and positions is not None:  # of DataCollatorWithFlattening: rows one after another
+            rows = torch.cat([torch.zeros(1), (positions[0].cpu().diff() != 1).cumsum(0)]) + comm.rank("dp") * size
+        else:
+            rows = torch.arange(len(labels)).reshape(-1, *[1] * (labels.ndim - 1)) + comm.rank("dp") * len(labels)
+        return {**inputs, "labels": labels.masked_fill((rows >= state.remainder).to(labels.device), -100)}
+
+
+def _refuse_generate(stages: int, *args: Any, **kwargs: Any) -> None:
+    """Stands in the place of the model's `generate`, for which a stage has no layers of the others."""
+    raise RuntimeError(
+        f"Trainer: generate at pp={stages}: a rank has the layers of its stage alone: call trainer.save_model(folder), "
+        "and generate with the model of that folder, in one process or at tp"
+    )
 
 
 class Trainer(ParallelTrainerMixin, transformers.Trainer):

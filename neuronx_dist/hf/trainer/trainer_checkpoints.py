@@ -1,7 +1,7 @@
 """Checkpoints of `Trainer`: a folder for `from_pretrained`, and beside it the run's state for any layout.
 
 checkpoint-500/
-    config.json, model.safetensors, ...    of `hf.save_pretrained`
+    config.json, model.safetensors, ...    of `hf.save_pretrained`; of a `LoraModel` PEFT's files of its adapters
     state/                                 of `save_checkpoint`: model, optimizer, scheduler, random generators
     trainer_state.json                     Trainer's, written last
 """
@@ -20,6 +20,8 @@ import transformers
 from ... import comm
 from ...checkpoint.api import has_checkpoint, load_checkpoint, save_checkpoint
 from ...checkpoint.random_state import capture, restore
+from ...modules.lora import LoraConfig, LoraModel
+from ...modules.lora.files import load_adapters, save_adapters
 from ..swap import is_swapped
 from ..weights import load_pretrained, save_pretrained
 
@@ -35,7 +37,20 @@ _TRAINER_STATE = "trainer_state.json"
 
 
 class CheckpointsMixin(TrainerMethods):
-    """Saves and loads the runs of a Trainer; all ranks call each method."""
+    """Saves and loads the runs of a Trainer; all ranks call each method.
+
+    Attributes:
+        lora_config: of the `LoraModel` that Trainer got, of which `model` is the model inside; None: it got another.
+    """
+
+    lora_config: LoraConfig | None = None
+
+    def _without_adapters(self, model: Any) -> Any:
+        """Returns the model inside of a `LoraModel`, which has the signature and the names that Trainer reads."""
+        if not isinstance(model, LoraModel):
+            return model
+        self.lora_config = model.lora_config
+        return model.get_base_model()
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint is True:
@@ -43,7 +58,7 @@ class CheckpointsMixin(TrainerMethods):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes a folder that `from_pretrained` loads."""
+        """Writes a folder that `from_pretrained` loads, or adapters in PEFT's format."""
         folder = output_dir or self.args.output_dir
         if not isinstance(self.model, transformers.PreTrainedModel) and not is_swapped(self.model):
             super().save_model(folder, _internal_call)
@@ -52,7 +67,20 @@ class CheckpointsMixin(TrainerMethods):
         if self.args.should_save:  # before `save_pretrained`, for which all ranks wait
             os.makedirs(folder, exist_ok=True)
             torch.save(self.args, os.path.join(folder, "training_args.bin"))
-        save_pretrained(self.pipeline or self.model, folder, tokenizer)
+        if self.lora_config is None:
+            save_pretrained(self.pipeline or self.model, folder, tokenizer)
+            return
+        if self.args.should_save and tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        save_adapters(self.pipeline or self.model, self.lora_config, folder)
+
+    def _load_weights(self, folder: str) -> None:
+        """Loads what `save_model` wrote."""
+        model: Any = self.pipeline or self.model
+        if self.lora_config is None:
+            load_pretrained(model, folder)
+        else:
+            load_adapters(model, self.lora_config, folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         content = {"rows": self.get_total_train_batch_size(self.args)}
@@ -64,7 +92,7 @@ class CheckpointsMixin(TrainerMethods):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not has_checkpoint(resume_from_checkpoint):  # else `_load_optimizer_and_scheduler` loads the weights too
-            load_pretrained(self.pipeline or self.model, resume_from_checkpoint)
+            self._load_weights(resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -99,7 +127,7 @@ class CheckpointsMixin(TrainerMethods):
         if has_checkpoint(folder):
             load_checkpoint(folder, _TAG, model)
         else:
-            load_pretrained(model, folder)
+            self._load_weights(folder)
         self.optimizer.init_zero()
 
 

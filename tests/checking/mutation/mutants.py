@@ -197,6 +197,7 @@ EXEMPT = {
         ("LoraParallelConv1D.__init__", "LoraParallelLinear.__init__"), "only the parameters of these layers are used"
     ),
     "MeshStrategy": "decisions and metrics of Lightning's, beside the step",
+    "_gather_over_data": "states of torchmetrics, after the steps",
     "Accelerator": "metrics of accelerate's, beside the step",
     "NxDStrategy": "steps of Lightning's Trainer, which no checked program is: tests/lightning compares weights",
     "rows_of_all": "metrics of accelerate's, beside the step",
