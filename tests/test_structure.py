@@ -58,6 +58,7 @@ TOWER = [
     ["checking/report"],
     ["checking/programs"],
     ["checking", "compat", "planning", "xla_replay"],
+    ["planner"],
     ["hf/trainer"],
     ["parallelize/composites", "parallelize/config", "parallelize/example"],
     ["parallelize/choose"],
