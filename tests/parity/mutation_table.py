@@ -244,7 +244,6 @@ CASES: dict[str, Callable[[], None]] = {
     "_identity_expert.once:spmd.convert#1": partial(swapped, "LongcatFlashConfig"),
     "_take:spmd.convert#1": partial(swapped, "Phi 3", sequence_parallel=True),
     "_gather:spmd.all_gather#1": partial(swapped, "Phi 3", sequence_parallel=True),
-    "Cluster.measure:comm.gather_objects#1": measured_cluster,
     "measure_speeds:comm.gather_objects#1": measured_cluster,
     "_agreed_seconds:comm.gather_objects#2": measured_cluster,
     "save_pretrained:comm.gather_objects#1": written_folder,
