@@ -1,9 +1,33 @@
 """The planner: which layout for a model on a cluster, how long is a step, how wrong is the prediction?
 
-cluster.py    `Cluster`: speeds and sizes of devices and links; presets by data sheets; measure.py: measured ones
-validate.py   a layout's step, run and timed; errors of predictions; a cluster's speeds corrected by measured steps
+cluster.py       `Cluster`: speeds and sizes of devices and links; presets by data sheets; measure.py: measured ones
+workload.py      `Workload`: the sizes of a model, by name, from a config or a module
+candidate.py     `Candidate`: a layout and the options of its step
+traffic.py       the collectives of a step, counted
+seconds.py       seconds of parts of a model, of a pipeline, of a reduction
+stage_memory.py  bytes of a rank, by stage, in closed form
+predictor.py     `Predictor`: seconds and bytes of a candidate; computed once what candidates share
+search.py        the fastest candidates that fit, exact, by bounds
+plans.py         `nxd.plan`, `Plans`: tables, explanations, what does not work and what would
+command.py       `neuronx-dist plan`
+validate.py      a layout's step, run and timed; errors of predictions; a cluster corrected by measured steps
 """
 
+from .candidate import Candidate
 from .cluster import Cluster, ClusterError, Link
+from .plans import LayoutPlan, Plans, plan
+from .predictor import Predictor
+from .workload import Workload, workload_of
 
-__all__ = ["Cluster", "ClusterError", "Link"]
+__all__ = [
+    "Candidate",
+    "Cluster",
+    "ClusterError",
+    "LayoutPlan",
+    "Link",
+    "Plans",
+    "Predictor",
+    "Workload",
+    "plan",
+    "workload_of",
+]
