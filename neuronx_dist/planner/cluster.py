@@ -371,7 +371,7 @@ _PRODUCTS = 0.7  # AutoParallel's roofline of products (meta-pytorch/autoparalle
 _MEMORY = 0.75  # of pointwise kernels, which read and write
 _NVLINK = 0.75  # all_gather on 8 H100: 338 of 450 GB/s (AutoParallel's table of nccl-tests, h100_nvswitch_roce_400g.py)
 _NIC = 0.9  # ring over one 400 Gb/s NIC a host: 42 to 46 of 50 GB/s (same table)
-_LAUNCH = 2e-6  # seconds; an eager step of a large model hides it
+_LAUNCH = 7e-6  # seconds of a call of the least size (AutoParallel's floor of an operator)
 
 
 def _half(peak: float, **others: float) -> dict[str, float]:
