@@ -19,6 +19,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from .. import comm
 from ..accelerator.streams import synchronize
@@ -34,12 +36,14 @@ class Speeds(NamedTuple):
 
     Attributes:
         flops: floating-point operations per second of products, by dtype, the median over sizes; `best`: the largest.
+        attention: speed of causal attention's products, relative to that of others of the first dtype.
         bandwidth: bytes per second that a pointwise operation reads and writes.
-        launch: seconds of a call that computes nothing.
+        launch: seconds of a call that computes nothing, with its module and its node of autograd.
     """
 
     flops: dict[str, float]
     best: dict[str, float]
+    attention: float
     bandwidth: float
     launch: float
 
@@ -86,7 +90,7 @@ def measure_speeds(device: torch.device, seconds: float) -> Speeds:
     on_cpu = device.type == "cpu"
     dtypes = ("float32", "float64") if on_cpu else ("bfloat16", "float16", "float32")
     sizes = (256, 512, 1024) if on_cpu else (1024, 2048, 4096, 8192)
-    share = seconds / (len(dtypes) * len(sizes) + 2)
+    share = seconds / (len(dtypes) * len(sizes) + 3)
     flops, best = {}, {}
     for dtype in dtypes:
         rates = []
@@ -94,15 +98,21 @@ def measure_speeds(device: torch.device, seconds: float) -> Speeds:
             x = torch.randn(size, size, device=device).to(getattr(torch, dtype))
             rates.append(2 * size**3 / _seconds(partial(torch.mm, x, x, out=torch.empty_like(x)), device, share))
         flops[dtype], best[dtype] = median(rates), max(rates)
+    heads, length, width = (8, 256, 32) if on_cpu else (16, 4096, 128)
+    qkv = torch.randn(3, 1, heads, length, width, device=device).to(getattr(torch, dtypes[0])).unbind()
+    attend = partial(F.scaled_dot_product_attention, *qkv, is_causal=True)
+    attention = 2 * heads * length**2 * width / _seconds(attend, device, share) / flops[dtypes[0]]
     x = torch.zeros((1 << 20) if on_cpu else (64 << 20), device=device)
     bandwidth = 2 * x.nbytes / _seconds(partial(torch.add, x, 1), device, share)
-    little = torch.zeros(1, device=device)
-    launch = _seconds(lambda: _repeat(lambda: little.add_(1), 100), device, share) / 100
-    mine = Speeds(flops, best, bandwidth, launch)
+    little = nn.Sequential(*(nn.Sequential(nn.Linear(1, 1), nn.SiLU()) for _ in range(20))).to(device)
+    one = torch.zeros(1, 1, device=device)
+    launch = _seconds(lambda: little(one).backward(), device, share) / (3 * 40)  # backward has two calls for each
+    mine = Speeds(flops, best, attention, bandwidth, launch)
     ranks: list[Speeds] = comm.gather_objects(mine) if comm.is_initialized() else [mine]
     return Speeds(
         {dtype: min(one.flops[dtype] for one in ranks) for dtype in dtypes},
         {dtype: max(one.best[dtype] for one in ranks) for dtype in dtypes},
+        min(one.attention for one in ranks),
         min(one.bandwidth for one in ranks),
         max(one.launch for one in ranks),
     )
@@ -149,10 +159,10 @@ def _measure_group(axis: str, size: int, stride: int, device: torch.device, seco
             back_to_back = _agreed_seconds(collective, device, share)
             between = _agreed_seconds(both, device, share) - alone
             times.append(back_to_back)
-            additions.append(max(0.0, between - back_to_back) / passes)
+            additions.append(max(0.0, between - back_to_back))
         sent = passes * (large - small) * (1 - 1 / size)
         bandwidths.append(sent / max(times[1] - times[0], 1e-9))
-        latencies.append(times[0] / passes / ceil(log2(size)))
+        latencies.append(times[0] / ceil(log2(size)))
     return GroupSpeed(size, stride, median(bandwidths), median(latencies), median(additions))
 
 
@@ -162,11 +172,6 @@ def _collective(kind: str, axis: str, size: int, nbytes: int, device: torch.devi
     x = torch.zeros(whole // size if kind == "all_gather" else whole, device=device)
     verb = getattr(comm, kind)
     return lambda: verb(x, axis)
-
-
-def _repeat(run: Callable[[], Any], count: int) -> None:
-    for _ in range(count):
-        run()
 
 
 def _seconds(run: Callable[[], Any], device: torch.device, seconds: float) -> float:

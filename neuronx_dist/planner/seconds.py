@@ -2,7 +2,8 @@
 
     product of t tokens with [rows, columns]   2 t rows columns / flops + bytes read and written / bandwidth + launch
     its backward                               two of them
-    causal attention                           b heads s^2 (key_dim + value_dim) / flops; its backward 2.5 times that
+    causal attention                           b heads s^2 (key_dim + value_dim) / (flops * attention) + launch
+                                               its backward 2.5 times that
     pointwise operations                       bytes read and written / bandwidth + calls * launch; backward twice that
     collective                                 `Cluster.collective`, of the bytes that `traffic.py` counts
     pipeline                                   the schedule, simulated with the seconds of each stage
@@ -188,7 +189,7 @@ def _attention(workload: Workload, sizes: RankSizes, cluster: Cluster) -> float:
     heads = workload.local_sizes(sizes.tp).heads.heads / sizes.tp
     area = sizes.micro_batch * sizes.seq_len**2 / sizes.cp / 2  # causal; zig-zag order shares it out
     flops = 2 * area * heads * (workload.key_dim + workload.value_dim)
-    return flops / cluster.speed(sizes.dtype) + cluster.launch
+    return flops / (cluster.speed(sizes.dtype) * cluster.attention) + cluster.launch
 
 
 def _norm_bytes(sizes: RankSizes, compiled: bool) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 from statistics import mean, median
@@ -35,9 +35,9 @@ from ..pipeline.model import NxDPPModel
 from ..planning.layout import Layout
 from ..planning.meter import measure_peak
 from ..weights.materialize import materialize
-from .cluster import Cluster
+from .cluster import Cluster, Link
 
-__all__ = ["Measured", "TrainingJob", "calibrated", "mape", "rank_correlation", "regret"]
+__all__ = ["Measured", "TrainingJob", "calibrated", "fit_factors", "mape", "rank_correlation", "regret", "scaled"]
 
 
 def mape(predicted: Sequence[float], measured: Sequence[float]) -> float:
@@ -138,7 +138,7 @@ class TrainingJob:
         rows, columns = layout.micro_batch * layout.num_microbatches, layout.seq_len // layout.cp
         vocab = config.get_text_config().vocab_size
         ids = torch.randint(0, vocab, (rows, columns), generator=torch.Generator().manual_seed(0)).to(device)
-        self.inputs = {"input_ids": ids, "labels": ids}
+        self.inputs = {"input_ids": ids, "labels": ids.roll(-1, dims=1)}
         if layout.cp > 1:
             self.inputs["position_ids"] = torch.arange(columns, device=device).expand_as(ids)
         self.inputs["num_items_in_batch"] = torch.tensor(float(rows * columns), device=device)
@@ -155,7 +155,7 @@ class TrainingJob:
         """Runs and times steps; all ranks return the same. Every rank of the job calls it."""
         for _ in range(warmup):
             self.step()
-        times = [self._timed() for _ in range(steps)]
+        times = [self.timed() for _ in range(steps)]
         held = [*self.model.local_parameters(), *self.model.local_buffers(), *self.inputs.values()]
         for master, state in self.optimizer.base_optimizer.state.items():
             held += [master, *(value for value in state.values() if isinstance(value, torch.Tensor))]
@@ -170,7 +170,7 @@ class TrainingJob:
             max(r[1] for r in ranks),
         )
 
-    def _timed(self) -> tuple[float, float]:
+    def timed(self) -> tuple[float, float]:
         """Returns the wall and CPU seconds of a step that all ranks begin together."""
         device_type = comm.current().backend.device.type
         comm.barrier("world")
@@ -183,6 +183,8 @@ class TrainingJob:
 
 # --- calibration -----------------------------------------------------------------------------------------------------
 
+SPEEDS = ("flops", "attention", "bandwidth", "launch")
+LINK_SPEEDS = ("bandwidth", "latency")
 PRIOR = 0.02  # weight of a factor's squared logarithm beside one observation's: what no observation shows stays
 
 
@@ -191,60 +193,73 @@ def calibrated(
 ) -> Cluster:
     """Returns the cluster with its speeds scaled so that predictions fit observed steps.
 
-    The factors of products, memory, calls, and of each link's bandwidth and latencies minimize the squared relative
-    errors (of logarithms), with a weak preference of 1. They are positive, and achieved speeds stay below the peak.
-
     Args:
         predict: returns the predicted seconds of a case on a cluster.
         observed: cases and their measured seconds.
     """
-    knobs = _knobs(cluster)
-    factors = torch.zeros(len(knobs), dtype=torch.float64)
+    return scaled(cluster, fit_factors(lambda factors, case: predict(scaled(cluster, factors), case), observed))
 
-    def errors(at: torch.Tensor) -> torch.Tensor:
-        scaled = _scaled(cluster, dict(zip(knobs, at.tolist())))
-        return torch.tensor([log(predict(scaled, case) / seconds) for case, seconds in observed], dtype=torch.float64)
 
-    def loss(values: torch.Tensor, at: torch.Tensor) -> float:
-        return float(values.square().sum() + PRIOR * at.square().sum())
+def fit_factors(
+    predict: Callable[[Mapping[str, float], Any], float], observed: Sequence[tuple[Any, float]], *, links: int = 4
+) -> dict[str, float]:
+    """Returns factors of speeds with which predictions fit observed steps; see `scaled`.
 
-    now, damping, move = errors(factors), 0.1, 1e-3
-    for _ in range(40):
-        columns = [(errors(factors + move * unit) - now) / move for unit in torch.eye(len(knobs), dtype=torch.float64)]
-        jacobian = torch.stack(columns, dim=1)
-        gradient = jacobian.T @ now + PRIOR * factors
-        curvature = jacobian.T @ jacobian + (PRIOR + damping) * torch.eye(len(knobs), dtype=torch.float64)
-        candidate = factors - torch.linalg.solve(curvature, gradient).clamp(-1, 1)
+    They minimize the squared relative errors (of logarithms), with a weak preference of 1 (Levenberg's and Marquardt's
+    method): factors are positive, and what no step shows stays 1.
+
+    Args:
+        predict: returns the predicted seconds of a case with these factors.
+        links: number of links that have factors.
+    """
+    names = [*SPEEDS, *(f"{name}[{link}]" for link in range(links) for name in LINK_SPEEDS)]
+    units = torch.eye(len(names), dtype=torch.float64)
+
+    def factors_at(logs: torch.Tensor) -> dict[str, float]:
+        return {name: exp(max(-5.0, min(5.0, value))) for name, value in zip(names, logs.tolist())}
+
+    def errors(logs: torch.Tensor) -> torch.Tensor:
+        factors = factors_at(logs)
+        return torch.tensor([log(predict(factors, case) / seconds) for case, seconds in observed], dtype=torch.float64)
+
+    def loss(values: torch.Tensor, logs: torch.Tensor) -> float:
+        return float(values.square().sum() + PRIOR * logs.square().sum())
+
+    logs, damping, move = torch.zeros(len(names), dtype=torch.float64), 0.1, 1e-3
+    now = errors(logs)
+    while damping < 1e6:
+        jacobian = torch.stack([(errors(logs + move * unit) - now) / move for unit in units], dim=1)
+        gradient = jacobian.T @ now + PRIOR * logs
+        candidate = logs - torch.linalg.solve(jacobian.T @ jacobian + (PRIOR + damping) * units, gradient).clamp(-1, 1)
         then = errors(candidate)
-        if loss(then, candidate) < loss(now, factors):
-            gain = loss(now, factors) - loss(then, candidate)
-            factors, now, damping = candidate, then, damping / 3
-            if gain < 1e-9:
+        gain = loss(now, logs) - loss(then, candidate)
+        if gain > 0:
+            logs, now, damping = candidate, then, damping / 3
+            if gain < 1e-7:
                 break
         else:
             damping *= 4
-            if damping > 1e6:
-                break
-    return _scaled(cluster, dict(zip(knobs, factors.tolist())))
+    return factors_at(logs)
 
 
-def _knobs(cluster: Cluster) -> list[str]:
-    links = range(len(cluster.links))
-    return ["flops", "bandwidth", "launch", *(f"{name}{i}" for i in links for name in ("link", "latency"))]
+def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
+    """Returns the cluster with its speeds multiplied by factors; products stay below the peak, links below the memory.
 
-
-def _scaled(cluster: Cluster, logs: dict[str, float]) -> Cluster:
-    """Returns the cluster with speeds multiplied by exp(logs), and latencies too."""
-    factors = {name: exp(max(-5.0, min(5.0, value))) for name, value in logs.items()}
-    bandwidth = cluster.bandwidth * factors["bandwidth"]
-    links = tuple(
-        replace(
-            link,
-            bandwidth=min(link.bandwidth * factors[f"link{i}"], bandwidth),
-            latency=link.latency * factors[f"latency{i}"],
-            in_step=link.in_step * factors[f"latency{i}"],
-        )
-        for i, link in enumerate(cluster.links)
+    Args:
+        factors: by name, of `SPEEDS`, and of `LINK_SPEEDS` of a link, as "bandwidth[0]"; missing ones are 1. The factor
+            of "latency" is that of `Link.in_step` too.
+    """
+    bandwidth = cluster.bandwidth * factors.get("bandwidth", 1.0)
+    links = []
+    for number, link in enumerate(cluster.links):
+        faster, longer = (factors.get(f"{name}[{number}]", 1.0) for name in LINK_SPEEDS)
+        speed = min(link.bandwidth * faster, bandwidth)
+        links.append(Link(link.span, speed, link.latency * longer, link.in_step * longer))
+    return replace(
+        cluster,
+        flops={dtype: min(x * factors.get("flops", 1.0), cluster.peak[dtype]) for dtype, x in cluster.flops.items()},
+        attention=cluster.attention * factors.get("attention", 1.0),
+        bandwidth=bandwidth,
+        launch=cluster.launch * factors.get("launch", 1.0),
+        links=tuple(links),
     )
-    flops = {dtype: min(one * factors["flops"], cluster.peak[dtype]) for dtype, one in cluster.flops.items()}
-    return replace(cluster, flops=flops, bandwidth=bandwidth, launch=cluster.launch * factors["launch"], links=links)

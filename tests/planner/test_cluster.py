@@ -24,7 +24,7 @@ def test_collectives_equal_their_closed_forms() -> None:
     cluster, size = two_levels(), 1e9
     inside = {
         "all_gather": 3 / 4 * size / 100e9 + 2 * 1e-6,
-        "all_reduce": 2 * (3 / 4 * size / 100e9 + 2 * 1e-6),
+        "all_reduce": 2 * 3 / 4 * size / 100e9 + 2 * 1e-6,
         "all_to_all": 3 / 4 * size / 100e9 + 2 * 1e-6,
         "send": size / 100e9 + 1e-6,
     }
@@ -32,7 +32,7 @@ def test_collectives_equal_their_closed_forms() -> None:
         assert cluster.collective(kind, size, 4, 2, between_products=False) == pytest.approx(seconds, rel=1e-12)
     between = {
         "all_gather": 3 / 4 * size / 10e9 + 2 * 10e-6 + 20e-6,  # one rank of each host
-        "all_reduce": 2 * (3 / 4 * size / 10e9 + 2 * 10e-6 + 20e-6),
+        "all_reduce": 2 * 3 / 4 * size / 10e9 + 2 * 10e-6 + 20e-6,
         "all_to_all": 3 / 4 * size / 10e9 + 2 * 10e-6 + 20e-6,
         "send": size / 10e9 + 10e-6 + 20e-6,
     }
