@@ -115,7 +115,7 @@ class LayoutPlan:
             range(len(self.stages)) if len(self.stages) <= 6 else [0, 1, 2, len(self.stages) - 2, len(self.stages) - 1]
         )
         lines.append("  ".join(["stage".ljust(14), *(str(stage).rjust(10) for stage in shown)]))
-        for name in (*StageBytes._fields, "peak"):
+        for name in (*StageBytes._fields[:-1], "peak"):
             cells = [format_bytes(getattr(self.stages[stage], name)).rjust(10) for stage in shown]
             lines.append("  ".join([name.ljust(14), *cells]))
         return "\n".join(lines)

@@ -19,10 +19,10 @@ from .seconds import (
     message_seconds,
     optimizer_seconds,
     reduction_seconds,
-    step_time,
 )
+from .simulation import Simulator
 from .stage_memory import StageBytes, ends_bytes, layer_bytes
-from .traffic import Piece, merged, pieces_of, reduction_traffic, stage_weights
+from .traffic import Piece, merged, message_bytes, pieces_of, reduction_traffic, stage_weights
 from .workload import Workload
 
 __all__ = ["Predictor"]
@@ -57,6 +57,7 @@ class Predictor:
 
     def __post_init__(self) -> None:
         self._cache: dict[Any, Any] = {}
+        self._simulator = Simulator()
 
     # --- bounds
 
@@ -106,7 +107,7 @@ class Predictor:
         key = ("span", *self._pipeline_key(candidate))
         if key not in self._cache:
             message = message_seconds(self.workload, layout, sizes, self.cluster)
-            self._cache[key] = step_time(schedule, costs, message)
+            self._cache[key] = self._simulator.step_time(schedule, costs, message)
         span = self._cache[key]
         options = candidate.recompute, candidate.fused_loss, candidate.compiled
         parts = [self._piece(piece, sizes, options).part for piece in pieces[slowest]]
@@ -194,58 +195,69 @@ class Predictor:
     def stage_bytes(self, candidate: Candidate, stage: int) -> StageBytes:
         """Returns the bytes of a rank of a stage."""
         layout, schedule = candidate.layout, candidate.schedule
-        in_flight = schedule.peak_in_flight(stage) / schedule.num_chunks if layout.pp > 1 else 1
-        once = self._bytes_of_one(candidate, self.stages(candidate)[stage])
-        return once._replace(activations=once.activations * in_flight)
+        once, kept, halved = self._bytes_of_one(candidate, self.stages(candidate)[stage])
+        if layout.pp == 1:
+            return once._replace(first_gradients=float(layout.num_microbatches > 1))
+        chunks, total = schedule.num_chunks, layout.num_microbatches * schedule.num_chunks
+        in_flight = schedule.peak_in_flight(stage)
+        activations = once.activations * in_flight / chunks
+        loss, message = once.loss, once.messages
+        if layout.schedule in ("zb_h1", "zb_v"):  # backwards in halves
+            activations += halved / chunks
+        if layout.schedule == "zb_h1":  # the halves are `stage` microbatches apart
+            loss += kept * (min(in_flight, stage + 1) - 1)
+        return once._replace(
+            activations=activations,
+            loss=loss,
+            messages=message * (in_flight + (6 if layout.schedule == "zb_v" else 3)),
+            first_gradients=float(total > in_flight),
+        )
 
     def peak(self, candidate: Candidate) -> float:
         """Returns the bytes of the rank that needs most."""
         return max(self.stage_bytes(candidate, stage).peak for stage in range(candidate.layout.pp))
 
-    def _bytes_of_one(self, candidate: Candidate, stage: Piece) -> StageBytes:
-        """Returns the bytes of a stage with one microbatch in flight."""
+    def _bytes_of_one(self, candidate: Candidate, stage: Piece) -> tuple[StageBytes, float, float]:
+        """Returns the bytes of a stage with one microbatch in flight; kept by the loss; between halves of a backward.
+
+        Messages are those of one.
+        """
         layout, sizes = candidate.layout, candidate.sizes
         dense, expert = self._degrees(layout)
         key = "stage bytes", stage, sizes, candidate.recompute, candidate.fused_loss, dense, expert
-        found = self._cache.get(key)
+        found: tuple[StageBytes, float, float] | None = self._cache.get(key)
         if found is None:
             elements = self.elements(stage, sizes)
             numel, item = elements.dense + elements.expert, sizes.item
             sharded = elements.dense / dense + elements.expert / expert
-            saved = temporary = loss = 0.0
+            saved = temporary = loss = kept = halved = 0.0
             for index, layers in enumerate(stage.layers):
                 if layers:
-                    block = self.workload.blocks[index]
-                    of_layer, of_backward = layer_bytes(self.workload, block, sizes, candidate.recompute)
-                    saved += layers * of_layer
-                    temporary = max(temporary, of_backward)
+                    of_layer = layer_bytes(self.workload, self.workload.blocks[index], sizes, candidate.recompute)
+                    saved += layers * of_layer.saved
+                    halved += layers * of_layer.halved
+                    temporary = max(temporary, of_layer.temporary)
             if stage.last:
-                of_end, loss = ends_bytes(self.workload, sizes, candidate.fused_loss)
+                of_end, loss, kept = ends_bytes(self.workload, sizes, candidate.fused_loss)
                 saved += of_end
-            found = self._cache[key] = StageBytes(
+            of_step = sharded * max(4, item) if item < 4 or dense > 1 else 0.0  # gradients of masters
+            bytes_of_stage = StageBytes(
                 weights=numel * item,
                 gradients=numel * item,
                 optimizer=sharded * self._state(sizes),
                 activations=saved,
                 loss=loss,
                 temporary=temporary,
-                buckets=self._buckets(layout, numel, sharded, elements, item),
+                messages=message_bytes(self.workload, sizes) if layout.pp > 1 else 0.0,
+                step=of_step + 2 * elements.largest / dense * max(4, item),
             )
+            found = self._cache[key] = bytes_of_stage, kept, halved
         return found
 
     @staticmethod
     def _state(sizes: RankSizes) -> int:
         """Bytes of AdamW's state for an element: two moments, and the master of a low precision."""
         return 2 * max(4, sizes.item) + (4 if sizes.item < 4 else 0)
-
-    def _buckets(self, layout: Layout, numel: int, sharded: float, elements: Elements, item: int) -> float:
-        """Bytes of buckets and of the optimizer's temporary tensors."""
-        of_step = sharded * 4 if item < 4 else 0.0  # gradients of masters
-        of_step += 2 * elements.largest * max(4, item)
-        if layout.dp * layout.cp > 1:
-            cap = 130 * 2**20 if layout.zero1 else 200 * 2**20
-            of_step = max(of_step, min(cap, 2 * numel * item))
-        return of_step
 
     # --- the model on its ranks
 

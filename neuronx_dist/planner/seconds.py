@@ -14,13 +14,9 @@ Communication and computation do not overlap, as in this package without `overla
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from copy import copy
 from dataclasses import dataclass, fields
 from math import prod
 
-from ..pipeline.schedule import Costs as ScheduleCosts
-from ..pipeline.schedule import Schedule
-from ..pipeline.schedule.analysis import timeline_of
 from ..planning.layout import Layout
 from .candidate import RankSizes
 from .cluster import Cluster
@@ -36,8 +32,6 @@ __all__ = [
     "message_seconds",
     "optimizer_seconds",
     "reduction_seconds",
-    "simulated_seconds",
-    "step_time",
 ]
 
 AXES = ("tp", "cp", "ep")
@@ -273,45 +267,6 @@ def ends_seconds(
 
 
 # --- a step
-
-
-def step_time(schedule: Schedule, costs: Sequence[Sequence[tuple[float, float, float]]], message: float) -> float:
-    """Simulates the pipeline; with many microbatches a part of them, of which the rest are repetitions.
-
-    Args:
-        costs: by stage and chunk, the seconds of a forward, and of the halves of its backward: inputs, weights.
-        message: seconds of a message between stages.
-    """
-    pp, total = schedule.num_stages, schedule.num_microbatches
-    if pp == 1:
-        return total * sum(map(sum, costs[0]))
-    few = 3 * pp + total % pp
-    if total <= few + 2 * pp:
-        return simulated_seconds(schedule, costs, message)
-    once = simulated_seconds(_shorter(schedule, few), costs, message)
-    twice = simulated_seconds(_shorter(schedule, few + pp), costs, message)
-    return twice + (twice - once) * ((total - few - pp) // pp)
-
-
-def _shorter(schedule: Schedule, num_microbatches: int) -> Schedule:
-    shorter = copy(schedule)
-    shorter.num_microbatches = num_microbatches
-    return shorter
-
-
-def simulated_seconds(
-    schedule: Schedule, costs: Sequence[Sequence[tuple[float, float, float]]], message: float
-) -> float:
-    """Returns the seconds from the first task to the last, of all microbatches."""
-    of_schedule = ScheduleCosts(
-        forward=lambda stage, chunk: costs[stage][chunk][0],
-        backward_input=lambda stage, chunk: costs[stage][chunk][1],
-        backward_weight=lambda stage, chunk: costs[stage][chunk][2],
-        message=message,
-    )
-    orders = [schedule.computations(stage) for stage in range(schedule.num_stages)]
-    timeline = timeline_of(orders, schedule.peer, of_schedule)
-    return max(timed[-1].end for timed in timeline)
 
 
 def message_seconds(workload: Workload, layout: Layout, sizes: RankSizes, cluster: Cluster) -> float:
