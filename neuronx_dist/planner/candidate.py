@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ..pipeline.schedule import Schedule, training_schedule
@@ -66,14 +66,14 @@ class Candidate:
     compiled: bool = False
     reduce_dtype: str = "float32"
 
-    @property
+    @cached_property
     def sizes(self) -> RankSizes:
         layout = self.layout
         sequence = layout.sequence_parallel and layout.tp > 1
         sizes = layout.tp, layout.cp, layout.ep, sequence, layout.micro_batch, layout.seq_len, layout.dtype
         return RankSizes(*sizes, self.reduce_dtype)
 
-    @property
+    @cached_property
     def schedule(self) -> Schedule:
         layout = self.layout
         name = layout.schedule if isinstance(layout.schedule, str) else None

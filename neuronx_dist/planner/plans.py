@@ -21,7 +21,7 @@ from ..planning.plan import JobPlan, Plan, PlanError
 from .candidate import RECOMPUTED, Candidate
 from .cluster import Cluster
 from .predictor import Predictor
-from .search import MARGIN, SCHEDULES, Found, Job, groups, search
+from .search import MARGIN, SCHEDULES, Found, Job, groups, search, smallest
 from .seconds import StepSeconds
 from .stage_memory import StageBytes
 from .workload import Workload, workload_of
@@ -156,7 +156,7 @@ class LayoutPlan:
         """Returns the plan and its figures as data for JSON."""
         figures = {"seconds": self.seconds.total, "tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
         return {
-            "layout": {name: value for name, value in asdict(self.layout).items()} | {"dp": self.layout.dp},
+            "layout": asdict(self.layout) | {"dp": self.layout.dp},
             "recompute": self.candidate.recompute,
             "fused_loss": self.candidate.fused_loss,
             **figures,
@@ -250,7 +250,8 @@ class Plans(Sequence[LayoutPlan]):
     @cached_property
     def front(self) -> list[LayoutPlan]:
         """The plans of which no other is both faster and smaller, fastest first; at most 12."""
-        limit, front = self.cluster.memory * (1 - MARGIN), []
+        limit = self.cluster.memory * (1 - MARGIN)
+        front: list[LayoutPlan] = []
         while len(front) < 12:
             found = search(self._predictor, self.job, 1, limit)
             if not found:
@@ -371,34 +372,17 @@ def _nothing(predictor: Predictor, job: Job) -> str:
     if possible is None:
         lines.append(f"no layout of {what} is possible")
     else:
-        smallest = search_smallest(predictor, job)
-        if smallest is None:
+        least = smallest(predictor, job)
+        if least is None:
             lines.append(f"no layout of {what} is possible")
         else:
-            need = format_bytes(smallest.peak / (1 - MARGIN))
-            words = LayoutPlan(*smallest, workload, predictor.cluster).words()
+            need = format_bytes(least.peak / (1 - MARGIN))
+            words = LayoutPlan(*least, workload, predictor.cluster).words()
             lines.append(
-                f"{what} does not fit: the smallest layout ({words}) needs {format_bytes(smallest.peak)}, with "
+                f"{what} does not fit: the smallest layout ({words}) needs {format_bytes(least.peak)}, with "
                 f"{MARGIN:.0%} left free {need}, and a device has {format_bytes(predictor.cluster.memory)}"
             )
     return "\n  - ".join([*lines, *_ways_out(predictor, job, limit)])
-
-
-def search_smallest(predictor: Predictor, job: Job) -> Found | None:
-    """Returns the candidate of the least peak."""
-    from .search import candidates
-
-    best, least = None, float("inf")
-    for group in groups(predictor.workload, predictor.cluster.devices, job):
-        if predictor.least_bytes(group.pp, group.dp, group.sizes) < least:
-            for candidate in candidates(predictor.workload, predictor.cluster.devices, job, group):
-                peak = predictor.peak(candidate)
-                if peak < least:
-                    best, least = candidate, peak
-    if best is None:
-        return None
-    stages = tuple(predictor.stage_bytes(best, stage) for stage in range(best.layout.pp))
-    return Found(best, predictor.seconds(best), stages)
 
 
 def _ways_out(predictor: Predictor, job: Job, limit: float) -> Iterator[str]:

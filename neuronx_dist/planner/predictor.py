@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -74,12 +74,17 @@ class Predictor:
         return num_microbatches / pp * min(self._piece(whole, sizes, option).seconds for option in options)
 
     def least_bytes(self, pp: int, dp: int, sizes: RankSizes) -> float:
-        """Returns a lower bound of the peak: weights, gradients and sharded state of the average stage."""
-        key = "least", pp, dp, sizes.tp, sizes.cp, sizes.ep, sizes.dtype
+        """Returns a lower bound of the peak: weights, sharded state and one layer's backward, of the average stage."""
+        key = "least", pp, dp, sizes
         if key not in self._cache:
             whole = Piece(tuple(block.layers for block in self.workload.blocks), True, True)
-            numel = sum(self.elements(whole, sizes)[:2]) / pp
-            self._cache[key] = numel * (2 * sizes.item + self._state(sizes) / (dp * sizes.cp))
+            dense, expert, _ = self.elements(whole, sizes)
+            ranks = dp * sizes.cp
+            sharded = dense / ranks + expert / (ranks // sizes.ep if sizes.ep > 1 else ranks)
+            numel, state = (dense + expert) / pp, sharded / pp * self._state(sizes)
+            layers = [layer_bytes(self.workload, block, sizes, "") for block in self.workload.blocks]
+            temporary = min(layer.saved + layer.temporary for layer in layers)
+            self._cache[key] = numel * sizes.item + state + max(numel * sizes.item, temporary)
         return self._cache[key]
 
     def bound(self, candidate: Candidate) -> float:
@@ -129,12 +134,17 @@ class Predictor:
 
     def after(self, candidate: Candidate) -> tuple[float, float]:
         """Returns the seconds after the last backward, of the stage where they are most: reduction, optimizer."""
-        return max((self._stage_after(candidate, stage) for stage in {*self.stages(candidate)}), key=sum)
+        layout, sizes = candidate.layout, candidate.sizes
+        of_stages = layout.pp, layout.schedule, layout.virtual_pipeline_size
+        key = "after all", of_stages, layout.zero1, sizes._replace(micro_batch=0)
+        if key not in self._cache:
+            stages = {*self.stages(candidate)}
+            self._cache[key] = max((self._stage_after(candidate, stage) for stage in stages), key=sum)
+        return self._cache[key]
 
     def _stage_after(self, candidate: Candidate, stage: Piece) -> tuple[float, float]:
         layout, sizes = candidate.layout, candidate.sizes
-        key = "after", stage, layout.pp, layout.zero1, layout.tp, layout.cp, layout.ep, layout.dtype
-        key += (sizes.sequence_parallel,)
+        key = "after", stage, layout.pp, layout.zero1, sizes._replace(micro_batch=0)
         if key not in self._cache:
             elements = self.elements(stage, sizes)
             numel = elements.dense + elements.expert
@@ -147,13 +157,14 @@ class Predictor:
 
     def tasks(self, candidate: Candidate) -> list[list[tuple[float, float, float]]]:
         """Returns the seconds of a forward and of the halves of a backward, by stage and chunk."""
-        key = ("tasks", *self._pipeline_key(candidate))
+        layout = candidate.layout
+        options = candidate.recompute, candidate.fused_loss, candidate.compiled
+        key = "tasks", candidate.sizes, options, layout.pp, layout.schedule, layout.virtual_pipeline_size
         if key not in self._cache:
-            sizes, options = candidate.sizes, (candidate.recompute, candidate.fused_loss, candidate.compiled)
-            self._cache[key] = [
-                [self._piece(piece, sizes, options).tasks for piece in chunks]
-                for chunks in self.pieces(candidate.schedule)
-            ]
+            sizes = candidate.sizes
+            pieces = self.pieces(candidate.schedule)
+            distinct = {piece: self._piece(piece, sizes, options).tasks for chunks in pieces for piece in chunks}
+            self._cache[key] = [[distinct[piece] for piece in chunks] for chunks in pieces]
         return self._cache[key]
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Seconds of a step, by term.
 
-    product of t tokens with [rows, columns]   max(2 t rows columns / flops, bytes read and written / bandwidth) + launch
+    product of t tokens with [rows, columns]   max(2 t rows columns / flops, bytes read and written / bandwidth), launch
     its backward                               two of them
     causal attention                           b heads s^2 (key_dim + value_dim) / flops; its backward 2.5 times that
     pointwise operations                       bytes read and written / bandwidth + calls * launch; backward twice that
@@ -140,13 +140,12 @@ def layer_seconds(
 ) -> PartSeconds:
     """Returns the seconds of a layer."""
     local = workload.local_sizes(sizes.tp, sizes.ep)
-    forward = products = 0.0
-    accumulated = 0
+    products, accumulated = 0.0, 0
     for weight in block.weights:
         shape = weight.local(local)
-        accumulated += prod(shape) * weight.count
+        accumulated += prod(shape) * weight.number
         if weight.products:
-            products += weight.count * _product(weight, shape, sizes, cluster)
+            products += weight.number * _product(weight, shape, sizes, cluster)
     calls, moved = _pointwise(workload, block, sizes, compiled)
     forward_pointwise = moved / cluster.bandwidth + calls * cluster.launch
     # Gradients of weights are added to those of earlier microbatches: read both, write one.
@@ -168,11 +167,8 @@ def layer_seconds(
 
 def _product(weight: Weight, shape: Sequence[int], sizes: RankSizes, cluster: Cluster) -> float:
     rows, columns = shape[-2:]
-    if weight.is_expert:
-        tokens = sizes.tokens * weight.products  # of all ep ranks, spread evenly over their experts
-        of_weight = prod(shape)
-    else:
-        tokens, of_weight = sizes.tokens, rows * columns
+    tokens = sizes.tokens * weight.products  # those of all ep ranks, spread evenly over their experts
+    of_weight = prod(shape)
     flops = 2 * tokens * rows * columns
     moved = (tokens * (rows + columns) + of_weight) * sizes.item
     return max(flops / cluster.speed(sizes.dtype), moved / cluster.bandwidth) + cluster.launch
@@ -202,7 +198,7 @@ def _pointwise(workload: Workload, block: Block, sizes: RankSizes, compiled: boo
     between = 2 * _norm_bytes(sizes, compiled) + 2 * 3 * item  # per element of the residual stream: norms, additions
     inside = 3 if compiled else 5  # gate and up are read, and a product is written
     of_rotation = 2 if compiled else 10
-    moved = sizes.shard_tokens * hidden * between
+    moved: float = sizes.shard_tokens * hidden * between
     moved += sizes.tokens * (block.intermediate / sizes.tp * inside + rotated * of_rotation) * item
     calls = 6 if compiled else 28
     if block.experts:  # rows are put in the order of their experts, and back

@@ -11,16 +11,14 @@ from collections.abc import Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
-from ..pipeline.schedule import Costs, Kind, Schedule
-from ..pipeline.schedule.analysis import timeline_of
-from ..pipeline.schedule.tasks import RECEIVE_FOR
+from ..pipeline.schedule import Kind, Schedule
 
 __all__ = ["Simulator", "StageCosts"]
 
 #: By stage and chunk, the seconds of a forward, and of the halves of its backward: inputs, weights.
 StageCosts = Sequence[Sequence[tuple[float, float, float]]]
 
-_FEWEST = 6  # microbatches that are simulated, in numbers of stages
+_PER_STAGE, _FEWEST = 6, 24  # microbatches that are simulated, at least
 _PARTS = {Kind.FORWARD: 0, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 2, Kind.BACKWARD: 3}
 
 
@@ -48,7 +46,7 @@ class Simulator:
         pp, total = schedule.num_stages, schedule.num_microbatches
         if pp == 1:
             return total * sum(map(sum, costs[0]))
-        few = _FEWEST * pp + total % pp
+        few = pp * -(-max(_PER_STAGE * pp, _FEWEST) // pp) + total % pp
         if total <= few + pp:
             return self.simulated(schedule, costs, message)
         once = self.simulated(_of_microbatches(schedule, few), costs, message)
@@ -91,23 +89,40 @@ def _of_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
 
 
 def _ordered(schedule: Schedule) -> list[Step]:
-    """Returns the tasks of all stages in the order of their starts, if all take equally long."""
+    """Returns the tasks of all stages in an order in which each comes after the task whose result it takes.
+
+    Raises:
+        RuntimeError: tasks wait for each other.
+    """
+    chunks, last = schedule.num_chunks, schedule.num_virtual_stages - 1
     orders = [schedule.computations(stage) for stage in range(schedule.num_stages)]
-    timeline = timeline_of(orders, schedule.peer, Costs())
-    timed = sorted((task.start, stage, number) for stage, tasks in enumerate(timeline) for number, task in enumerate(tasks))
-    numbers: dict[tuple[int, Kind, int, int], int] = {}
-    steps = []
-    for index, (_, stage, number) in enumerate(timed):
-        task = timeline[stage][number].task
-        numbers[stage, task.kind, task.chunk, task.microbatch] = index
-        source, is_message = -1, False
-        if task.kind in RECEIVE_FOR:
-            sender = schedule.peer(stage, task._replace(kind=RECEIVE_FOR[task.kind]))
-            if sender is not None:
-                other = sender[0]
-                kinds = (Kind.FORWARD,) if task.kind is Kind.FORWARD else (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-                found = (numbers.get((other, kind, sender[1].chunk, task.microbatch)) for kind in kinds)
-                source, is_message = next(x for x in found if x is not None), other != stage
-        cost = 4 * (stage * schedule.num_chunks + task.chunk) + _PARTS[task.kind]
-        steps.append(Step(stage, cost, source, is_message))
+    places = [[schedule.virtual_stage(stage, chunk) for chunk in range(chunks)] for stage in range(len(orders))]
+    holders = [schedule.holder(place)[0] for place in range(last + 1)]
+    forwards: dict[tuple[int, int], int] = {}  # by position in the model and microbatch: the number of the task
+    backwards: dict[tuple[int, int], int] = {}
+    steps: list[Step] = []
+    done = [0] * len(orders)
+    progress = True
+    while progress:
+        progress = False
+        for stage, order in enumerate(orders):
+            while done[stage] < len(order):
+                kind, chunk, microbatch = order[done[stage]]
+                place, source, other = places[stage][chunk], -1, stage
+                if kind is Kind.FORWARD:
+                    if place > 0:
+                        source, other = forwards.get((place - 1, microbatch), -2), holders[place - 1]
+                elif kind is not Kind.BACKWARD_WEIGHT and place < last:
+                    source, other = backwards.get((place + 1, microbatch), -2), holders[place + 1]
+                if source == -2:  # not there yet
+                    break
+                if kind is Kind.FORWARD:
+                    forwards[place, microbatch] = len(steps)
+                elif kind is not Kind.BACKWARD_WEIGHT:
+                    backwards[place, microbatch] = len(steps)
+                steps.append(Step(stage, 4 * (stage * chunks + chunk) + _PARTS[kind], source, other != stage))
+                done[stage] += 1
+                progress = True
+    if any(number < len(order) for number, order in zip(done, orders)):
+        raise RuntimeError(f"{schedule}: tasks wait for tasks that never come")
     return steps

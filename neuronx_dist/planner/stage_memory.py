@@ -50,7 +50,11 @@ class StageBytes(NamedTuple):
     def peak(self) -> float:
         """Bytes at the peak: of forward and backward, or of the optimizer's step."""
         most = self.activations + self.messages + max(self.loss, self.temporary)
-        return self.weights + self.optimizer + max(self.first_gradients * self.gradients + most, self.gradients + self.step)
+        return (
+            self.weights
+            + self.optimizer
+            + max(self.first_gradients * self.gradients + most, self.gradients + self.step)
+        )
 
 
 class LayerBytes(NamedTuple):

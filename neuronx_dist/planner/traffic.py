@@ -39,7 +39,7 @@ _FEWEST_TOKENS = 512  # of a chunk of the fused loss
 
 
 class Sent(NamedTuple):
-    """Equal collectives of a rank, in the forward and in the backward of a microbatch; or, `forward` alone, of a step."""
+    """Equal collectives of a rank: in forward and backward of a microbatch; or, `forward` alone, of a step."""
 
     verb: str
     axis: str
@@ -110,7 +110,7 @@ def _key_value_traffic(workload: Workload, block: Block, sizes: RankSizes) -> It
         axis = f"tp%{replicas}" if replicas < sizes.tp else "tp"
         for weight in block.weights:
             if weight.split == "key_value":
-                yield Sent("all_reduce", axis, prod(weight.local(local)) * sizes.summed_item, 0, weight.count)
+                yield Sent("all_reduce", axis, prod(weight.local(local)) * sizes.summed_item, 0, weight.number)
 
 
 def attention_traffic(workload: Workload, sizes: RankSizes) -> list[Sent]:
@@ -206,7 +206,7 @@ def stage_weights(workload: Workload, stage: Piece) -> list[tuple[Weight, int]]:
     if stage.first:
         found.append((workload.embedding, 1))
     for block, layers in zip(workload.blocks, stage.layers):
-        found += [(weight, weight.count) for _ in range(layers) for weight in block.weights]
+        found += [(weight, weight.number) for _ in range(layers) for weight in block.weights]
     if stage.last:
         found.append((workload.norm, 1))
         if not (workload.tied and stage.first):  # a tied weight, on the last stage alone, is this stage's copy

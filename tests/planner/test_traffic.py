@@ -116,4 +116,8 @@ def test_recorded_collectives_are_the_counted_ones(name: str) -> None:
     layout.check(config)
     predicted = [step_traffic(workload, candidate, stage) for stage in range(layout.pp)]
     for stage, found in comm.threads.run(layout.mesh(), recorded, candidate, config):
-        assert found == predicted[stage], (stage, sorted((found - predicted[stage]).items()), sorted((predicted[stage] - found).items()))
+        assert found == predicted[stage], (
+            stage,
+            sorted((found - predicted[stage]).items()),
+            sorted((predicted[stage] - found).items()),
+        )
