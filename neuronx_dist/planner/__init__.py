@@ -1,6 +1,6 @@
 """The planner: which layout for a model on a cluster, how long is a step, how wrong is the prediction?
 
-cluster.py       `Cluster`: speeds and sizes of devices and links; presets by data sheets
+cluster.py       `Cluster`: speeds and sizes of devices and links; presets by data sheets; measure.py: measured ones
 workload.py      `Workload`: the sizes of a model, by name, from a config or a module
 candidate.py     `Candidate`: a layout and the options of its step
 traffic.py       the collectives of a step, counted
@@ -10,6 +10,7 @@ predictor.py     `Predictor`: seconds and bytes of a candidate; computed once wh
 search.py        the fastest candidates that fit, exact, by bounds
 plans.py         `nxd.plan`, `Plans`: tables, explanations, what does not work and what would
 command.py       `neuronx-dist plan`
+validate.py      a layout's step, run and timed; errors of predictions; a cluster corrected by measured steps
 """
 
 from .candidate import Candidate

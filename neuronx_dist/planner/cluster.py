@@ -30,8 +30,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from .. import comm
 from ..nearest import nearest
 from ..planning.costs import Costs
+from .measure import device_memory, fingerprint, measure_groups, measure_speeds
 
 __all__ = ["PRESETS", "Cluster", "ClusterError", "Link"]
 
@@ -96,6 +100,9 @@ class Cluster:
         if problems:
             raise ClusterError("\n  - ".join([f"cluster {self.name}:", *problems]))
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.devices, *self.flops.values(), self.bandwidth, self.launch, self.links))
+
     @classmethod
     def preset(cls, name: str, devices: int | None = None) -> Cluster:
         """Returns a cluster of a device in `PRESETS`, by data sheets.
@@ -124,6 +131,42 @@ class Cluster:
             bandwidth=device.bandwidth,
             launch=device.launch,
             links=_links(device.links, count),
+        )
+
+    @classmethod
+    def measure(cls, name: str = "measured", *, seconds: float = 20.0) -> Cluster:
+        """Measures this job's devices, and the links of its mesh's groups; alone, without a mesh, this device.
+
+        Every rank calls it, and gets the same cluster. `save` it on one rank.
+
+        Args:
+            seconds: about how long it takes; more is steadier.
+        """
+        in_job = comm.is_initialized()
+        device = comm.current().backend.device if in_job else torch.accelerator.current_accelerator()
+        device = device or torch.device("cpu")
+        marks = fingerprint(device)
+        hosts = comm.gather_objects(marks["host"]) if in_job else [marks["host"]]
+        speeds = measure_speeds(device, seconds / 2)
+        groups = measure_groups(device, seconds / 2) if in_job else []
+        spans: dict[int, list[Link]] = {}
+        for size, stride, bandwidth, latency, in_step in groups:
+            link = Link(size * stride, min(bandwidth, speeds.bandwidth), latency, in_step)
+            spans.setdefault(size * stride, []).append(link)
+        links = [max(links, key=lambda link: link.latency + link.in_step) for _, links in sorted(spans.items())]
+        known = next((one.peak for key, one in PRESETS.items() if key.upper() in marks["device"].upper().split()), {})
+        per_host = hosts.count(hosts[0])
+        return cls(
+            name=name,
+            devices=len(hosts),
+            devices_per_host=per_host,
+            memory=device_memory(device, per_host),
+            flops=speeds.flops,
+            peak={dtype: max(best, known.get(dtype, best)) for dtype, best in speeds.best.items()},
+            bandwidth=speeds.bandwidth,
+            launch=speeds.launch,
+            links=tuple(links) or (Link(1, speeds.bandwidth, 0.0),),
+            fingerprint=marks,
         )
 
     def of(self, devices: int) -> Cluster:
@@ -328,7 +371,7 @@ _PRODUCTS = 0.7  # AutoParallel's roofline of products (meta-pytorch/autoparalle
 _MEMORY = 0.75  # of pointwise kernels, which read and write
 _NVLINK = 0.75  # all_gather on 8 H100: 338 of 450 GB/s (AutoParallel's table of nccl-tests, h100_nvswitch_roce_400g.py)
 _NIC = 0.9  # ring over one 400 Gb/s NIC a host: 42 to 46 of 50 GB/s (same table)
-_LAUNCH = 2e-6  # seconds; an eager step of a large model hides it
+_LAUNCH = 7e-6  # seconds of a call of the least size (AutoParallel's floor of an operator)
 
 
 def _half(peak: float, **others: float) -> dict[str, float]:

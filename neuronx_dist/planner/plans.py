@@ -152,6 +152,22 @@ class LayoutPlan:
         """Writes the plan's file, which `Plan.load` reads."""
         self.plan.save(path)
 
+    @classmethod
+    def load(cls, path: str | PathLike[str], model: Any, cluster: Cluster) -> LayoutPlan:
+        """Reads a plan's file, which may have been edited, and predicts its step.
+
+        Raises:
+            PlanError: the file is no plan of `nxd.plan`, or was made for another model or number of devices, or its
+                layout is impossible; the message lists the differences.
+        """
+        planned, workload = Plan.load(path), workload_of(model)
+        if planned.job is None:
+            raise PlanError(f"{path} is a plan of `parallelize`, which has no batch: use a file of `nxd.plan`")
+        candidate = _candidate_of(planned, workload, cluster.devices, str(path))
+        predictor = Predictor(workload, cluster)
+        stages = tuple(predictor.stage_bytes(candidate, stage) for stage in range(candidate.layout.pp))
+        return cls(candidate, predictor.seconds(candidate), stages, workload, cluster)
+
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan and its figures as data for JSON."""
         figures = {"seconds": self.seconds.total, "tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
@@ -328,6 +344,43 @@ def plan(
     if not found:
         raise PlanError(f"plan: {_nothing(predictor, job)}")
     return Plans(predictor, job, found)
+
+
+def _candidate_of(planned: Plan, workload: Workload, devices: int, path: str) -> Candidate:
+    """Returns the candidate that a plan describes.
+
+    Raises:
+        PlanError: it was planned for another model or number of devices, or it is impossible.
+    """
+    job = planned.job
+    assert job is not None
+    differences = []
+    if job.num_parameters != workload.num_parameters:
+        differences.append(
+            f"model: {job.model} with {job.num_parameters:,} parameters in the plan, {workload.name} with "
+            f"{workload.num_parameters:,} here"
+        )
+    ranks = planned.tp * planned.pp * planned.dp * job.cp
+    if ranks != devices:
+        degrees = f"tp={planned.tp} x pp={planned.pp} x cp={job.cp} x dp={planned.dp} = {ranks}"
+        differences.append(f"devices: {degrees} in the plan, {devices} here")
+    if job.recompute not in RECOMPUTED:
+        differences.append(f"recompute: {job.recompute!r} in the plan; known are {', '.join(map(repr, RECOMPUTED))}")
+    if differences:
+        raise PlanError("\n  - ".join([f"{path} was made for another job:", *differences]))
+    of_layout = {field.name for field in fields(Layout)} & {*job._fields}
+    layout = Layout(
+        devices,
+        tp=planned.tp,
+        pp=planned.pp,
+        num_microbatches=planned.microbatches,
+        schedule=planned.schedule,
+        **{name: getattr(job, name) for name in of_layout},
+    )
+    problems = layout.problems(workload.shape)
+    if problems:
+        raise PlanError("\n  - ".join([f"{path} cannot work:", *problems]))
+    return Candidate(layout, job.recompute, job.fused_loss)
 
 
 def _checked(constraints: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:

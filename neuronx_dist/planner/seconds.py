@@ -1,6 +1,6 @@
 """Seconds of a step, by term.
 
-    product of t tokens with [rows, columns]   max(2 t rows columns / flops, bytes read and written / bandwidth), launch
+    product of t tokens with [rows, columns]   2 t rows columns / flops + bytes read and written / bandwidth + launch
     its backward                               two of them
     causal attention                           b heads s^2 (key_dim + value_dim) / flops; its backward 2.5 times that
     pointwise operations                       bytes read and written / bandwidth + calls * launch; backward twice that
@@ -171,7 +171,7 @@ def _product(weight: Weight, shape: Sequence[int], sizes: RankSizes, cluster: Cl
     of_weight = prod(shape)
     flops = 2 * tokens * rows * columns
     moved = (tokens * (rows + columns) + of_weight) * sizes.item
-    return max(flops / cluster.speed(sizes.dtype), moved / cluster.bandwidth) + cluster.launch
+    return flops / cluster.speed(sizes.dtype) + moved / cluster.bandwidth + cluster.launch
 
 
 def _attention(workload: Workload, sizes: RankSizes, cluster: Cluster) -> float:

@@ -91,7 +91,8 @@ def layer_bytes(workload: Workload, block: Block, sizes: RankSizes, recompute: s
     temporary += inside * hidden * (2 * item + sizes.summed_item) if sizes.tp > 1 else inside * hidden * item // 2
     halved = inside * item * (of_head * (local_heads + local_kv_heads) // 2 + 2 * width + 4 * hidden)
     if recompute == "full":
-        return LayerBytes(between * item * hidden, saved + temporary, saved + halved)
+        again = saved - (between * hidden * 4 if item >= 4 else 0)  # the first norm's input is the layer's
+        return LayerBytes(between * item * hidden, again + temporary, again + halved)
     if recompute == "norms":
         return LayerBytes(saved - norms + 2 * between * item * hidden, temporary + norms / 2, halved + norms)
     return LayerBytes(saved, temporary, halved)
@@ -127,7 +128,7 @@ def ends_bytes(workload: Workload, sizes: RankSizes, fused: bool) -> EndBytes:
     of_inputs = sizes.tokens * hidden * item
     kept = columns * hidden * wide + of_inputs
     of_chunk = tokens * columns * item * (1 if item < 4 else 2)
-    if item < 4 and tokens < sizes.tokens:
-        of_chunk += columns * hidden * (item + wide)
+    if item < 4:
+        of_chunk += columns * hidden * (item + (wide if tokens < sizes.tokens else 0))
     gathered = of_inputs if sizes.sequence_parallel else 0
     return EndBytes(saved, kept + of_chunk + gathered, kept)

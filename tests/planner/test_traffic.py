@@ -6,19 +6,17 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 
-import neuronx_dist as nxd
-from neuronx_dist import comm, hf
+from neuronx_dist import comm
 from neuronx_dist.planner.candidate import Candidate
 from neuronx_dist.planner.traffic import step_traffic
 from neuronx_dist.planner.workload import workload_of
 from neuronx_dist.planning.layout import Layout
+from tests.planner.training import ROWS, SEQ, train
 from tests.support.llama import tiny_llama
 
 pytestmark = pytest.mark.slow
 
-ROWS, SEQ = 8, 8
 Counts = Counter[tuple[str, str, int]]
 
 
@@ -54,57 +52,14 @@ CASES: dict[str, tuple[Candidate, dict[str, Any]]] = {
 
 
 def recorded(candidate: Candidate, config: Any) -> tuple[int, Counts]:
-    """A rank's second step; single numbers and the all-gathers of other ranks' integers are left out."""
-    layout = candidate.layout
-    with torch.device("meta"):
-        module = hf_model(config).to(getattr(torch, layout.dtype))
-    hf.swap(
-        module,
-        sequence_parallel=layout.sequence_parallel,
-        pad_heads=layout.pad_heads,
-        pad_vocab=layout.pad_vocab,
-        fused_loss=candidate.fused_loss,
-    )
-    model = nxd.NxDPPModel(
-        module,
-        transformer_layer_cls=hf.transformer_layer_class(module),
-        num_microbatches=layout.num_microbatches,
-        output_loss_value_spec={"loss": True, "logits": False},
-        auto_partition=True,
-        use_zero1_optimizer=layout.zero1,
-        schedule=layout.schedule if layout.pp > 1 else None,
-        virtual_pipeline_size=layout.virtual_pipeline_size,
-    )
-    if candidate.recompute:
-        nxd.recompute(model, candidate.recompute)
-    hf.materialize(model, seed=0)
-    params = [param for param in model.local_parameters() if param.requires_grad]
-    wrapper = nxd.NeuronZero1Optimizer if layout.zero1 else nxd.MasterWeightsOptimizer
-    optimizer = wrapper(params, torch.optim.AdamW, lr=1e-3)
-    rows = torch.arange(ROWS * SEQ).reshape(ROWS, SEQ) % config.vocab_size
-    rows = rows.chunk(layout.dp)[comm.rank("dp")]
-    batch = {"input_ids": rows, "labels": rows.clone()}
-    if layout.cp > 1:
-        batch = {**nxd.get_batch_on_this_context_parallel_rank(batch, "zigzag")}
-    items = nxd.global_num_items(batch["labels"], layout.num_microbatches, dtype=torch.float64)
-    for _ in range(2):
-        with comm.record() as calls:
-            model.run_train(**batch, num_items_in_batch=items)
-            optimizer.step()
-        optimizer.zero_grad()
-    found = Counter((call.verb, _axis(call.axis), call.bytes) for call in calls if call.shape != ())
-    return int(comm.rank("pp")), found
+    """A rank's second step, without single numbers."""
+    stage, _, calls = train(candidate, config)
+    return stage, Counter((call.verb, _axis(call.axis), call.bytes) for call in calls if call.shape != ())
 
 
 def _axis(axis: str) -> str:
     """The axis without the direction of a message, and without the numbers of the stages that share a weight."""
     return "pp_tied" if axis.startswith("pp_tied") else "pp" if axis.startswith("pp_") else axis
-
-
-def hf_model(config: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(config)
 
 
 @pytest.mark.parametrize("name", CASES)
