@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ..pipeline.schedule import Schedule, training_schedule
@@ -27,10 +27,16 @@ class RankSizes(NamedTuple):
     micro_batch: int
     seq_len: int
     dtype: str
+    reduce_dtype: str = "float32"
 
     @property
     def item(self) -> int:
         return ITEM_BYTES[self.dtype]
+
+    @property
+    def summed_item(self) -> int:
+        """Bytes of an element in a sum over tp, which is of `promote_types(dtype, reduce_dtype)`."""
+        return max(self.item, ITEM_BYTES[self.reduce_dtype])
 
     @property
     def tokens(self) -> int:
@@ -51,20 +57,23 @@ class Candidate:
         recompute: argument of `nxd.recompute`, one of `RECOMPUTED`.
         fused_loss: that of `hf.swap`.
         compiled: pointwise operations are fused, as by torch.compile; False: each reads and writes memory.
+        reduce_dtype: sums over tp are in this dtype, if it is wider: `reduce_dtype` of the parallel layers.
     """
 
     layout: Layout
     recompute: str = ""
     fused_loss: bool = True
     compiled: bool = False
+    reduce_dtype: str = "float32"
 
-    @property
+    @cached_property
     def sizes(self) -> RankSizes:
         layout = self.layout
         sequence = layout.sequence_parallel and layout.tp > 1
-        return RankSizes(layout.tp, layout.cp, layout.ep, sequence, layout.micro_batch, layout.seq_len, layout.dtype)
+        sizes = layout.tp, layout.cp, layout.ep, sequence, layout.micro_batch, layout.seq_len, layout.dtype
+        return RankSizes(*sizes, self.reduce_dtype)
 
-    @property
+    @cached_property
     def schedule(self) -> Schedule:
         layout = self.layout
         name = layout.schedule if isinstance(layout.schedule, str) else None

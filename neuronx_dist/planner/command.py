@@ -22,7 +22,7 @@ examples:
 
   $ neuronx-dist plan --model llama-8b --devices 8 --cluster h100 --batch 128 --seq-len 8192
   $ neuronx-dist plan --model llama-70b --devices 1024 --cluster h100 --batch 1024 --seq-len 8192 --tp 8 --explain
-  $ neuronx-dist plan --model ./Llama-3.1-8B --devices 32 --cluster ours.json --batch 64 --seq-len 4096 --save a.plan.json
+  $ neuronx-dist plan --model ./Llama-3.1-8B --devices 32 --cluster ours.json --batch 64 --seq-len 4096 --save a.json
   $ neuronx-dist plan --model llama-8b --devices 8 --cluster a100 --batch 64 --seq-len 4096 --why-not tp=4,pp=2
 
 models: {", ".join(MODELS)}; or a folder or file of a Hugging Face config

@@ -21,7 +21,7 @@ from ..planning.plan import JobPlan, Plan, PlanError
 from .candidate import RECOMPUTED, Candidate
 from .cluster import Cluster
 from .predictor import Predictor
-from .search import MARGIN, SCHEDULES, Found, Job, groups, search
+from .search import MARGIN, SCHEDULES, Found, Job, groups, search, smallest
 from .seconds import StepSeconds
 from .stage_memory import StageBytes
 from .workload import Workload, workload_of
@@ -115,7 +115,7 @@ class LayoutPlan:
             range(len(self.stages)) if len(self.stages) <= 6 else [0, 1, 2, len(self.stages) - 2, len(self.stages) - 1]
         )
         lines.append("  ".join(["stage".ljust(14), *(str(stage).rjust(10) for stage in shown)]))
-        for name in (*StageBytes._fields, "peak"):
+        for name in (*StageBytes._fields[:-1], "peak"):
             cells = [format_bytes(getattr(self.stages[stage], name)).rjust(10) for stage in shown]
             lines.append("  ".join([name.ljust(14), *cells]))
         return "\n".join(lines)
@@ -152,11 +152,27 @@ class LayoutPlan:
         """Writes the plan's file, which `Plan.load` reads."""
         self.plan.save(path)
 
+    @classmethod
+    def load(cls, path: str | PathLike[str], model: Any, cluster: Cluster) -> LayoutPlan:
+        """Reads a plan's file, which may have been edited, and predicts its step.
+
+        Raises:
+            PlanError: the file is no plan of `nxd.plan`, or was made for another model or number of devices, or its
+                layout is impossible; the message lists the differences.
+        """
+        planned, workload = Plan.load(path), workload_of(model)
+        if planned.job is None:
+            raise PlanError(f"{path} is a plan of `parallelize`, which has no batch: use a file of `nxd.plan`")
+        candidate = _candidate_of(planned, workload, cluster.devices, str(path))
+        predictor = Predictor(workload, cluster)
+        stages = tuple(predictor.stage_bytes(candidate, stage) for stage in range(candidate.layout.pp))
+        return cls(candidate, predictor.seconds(candidate), stages, workload, cluster)
+
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan and its figures as data for JSON."""
         figures = {"seconds": self.seconds.total, "tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
         return {
-            "layout": {name: value for name, value in asdict(self.layout).items()} | {"dp": self.layout.dp},
+            "layout": asdict(self.layout) | {"dp": self.layout.dp},
             "recompute": self.candidate.recompute,
             "fused_loss": self.candidate.fused_loss,
             **figures,
@@ -250,7 +266,8 @@ class Plans(Sequence[LayoutPlan]):
     @cached_property
     def front(self) -> list[LayoutPlan]:
         """The plans of which no other is both faster and smaller, fastest first; at most 12."""
-        limit, front = self.cluster.memory * (1 - MARGIN), []
+        limit = self.cluster.memory * (1 - MARGIN)
+        front: list[LayoutPlan] = []
         while len(front) < 12:
             found = search(self._predictor, self.job, 1, limit)
             if not found:
@@ -329,6 +346,43 @@ def plan(
     return Plans(predictor, job, found)
 
 
+def _candidate_of(planned: Plan, workload: Workload, devices: int, path: str) -> Candidate:
+    """Returns the candidate that a plan describes.
+
+    Raises:
+        PlanError: it was planned for another model or number of devices, or it is impossible.
+    """
+    job = planned.job
+    assert job is not None
+    differences = []
+    if job.num_parameters != workload.num_parameters:
+        differences.append(
+            f"model: {job.model} with {job.num_parameters:,} parameters in the plan, {workload.name} with "
+            f"{workload.num_parameters:,} here"
+        )
+    ranks = planned.tp * planned.pp * planned.dp * job.cp
+    if ranks != devices:
+        degrees = f"tp={planned.tp} x pp={planned.pp} x cp={job.cp} x dp={planned.dp} = {ranks}"
+        differences.append(f"devices: {degrees} in the plan, {devices} here")
+    if job.recompute not in RECOMPUTED:
+        differences.append(f"recompute: {job.recompute!r} in the plan; known are {', '.join(map(repr, RECOMPUTED))}")
+    if differences:
+        raise PlanError("\n  - ".join([f"{path} was made for another job:", *differences]))
+    of_layout = {field.name for field in fields(Layout)} & {*job._fields}
+    layout = Layout(
+        devices,
+        tp=planned.tp,
+        pp=planned.pp,
+        num_microbatches=planned.microbatches,
+        schedule=planned.schedule,
+        **{name: getattr(job, name) for name in of_layout},
+    )
+    problems = layout.problems(workload.shape)
+    if problems:
+        raise PlanError("\n  - ".join([f"{path} cannot work:", *problems]))
+    return Candidate(layout, job.recompute, job.fused_loss)
+
+
 def _checked(constraints: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Returns constraints as tuples of values.
 
@@ -371,34 +425,17 @@ def _nothing(predictor: Predictor, job: Job) -> str:
     if possible is None:
         lines.append(f"no layout of {what} is possible")
     else:
-        smallest = search_smallest(predictor, job)
-        if smallest is None:
+        least = smallest(predictor, job)
+        if least is None:
             lines.append(f"no layout of {what} is possible")
         else:
-            need = format_bytes(smallest.peak / (1 - MARGIN))
-            words = LayoutPlan(*smallest, workload, predictor.cluster).words()
+            need = format_bytes(least.peak / (1 - MARGIN))
+            words = LayoutPlan(*least, workload, predictor.cluster).words()
             lines.append(
-                f"{what} does not fit: the smallest layout ({words}) needs {format_bytes(smallest.peak)}, with "
+                f"{what} does not fit: the smallest layout ({words}) needs {format_bytes(least.peak)}, with "
                 f"{MARGIN:.0%} left free {need}, and a device has {format_bytes(predictor.cluster.memory)}"
             )
     return "\n  - ".join([*lines, *_ways_out(predictor, job, limit)])
-
-
-def search_smallest(predictor: Predictor, job: Job) -> Found | None:
-    """Returns the candidate of the least peak."""
-    from .search import candidates
-
-    best, least = None, float("inf")
-    for group in groups(predictor.workload, predictor.cluster.devices, job):
-        if predictor.least_bytes(group.pp, group.dp, group.sizes) < least:
-            for candidate in candidates(predictor.workload, predictor.cluster.devices, job, group):
-                peak = predictor.peak(candidate)
-                if peak < least:
-                    best, least = candidate, peak
-    if best is None:
-        return None
-    stages = tuple(predictor.stage_bytes(best, stage) for stage in range(best.layout.pp))
-    return Found(best, predictor.seconds(best), stages)
 
 
 def _ways_out(predictor: Predictor, job: Job, limit: float) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -19,10 +19,10 @@ from .seconds import (
     message_seconds,
     optimizer_seconds,
     reduction_seconds,
-    step_time,
 )
+from .simulation import Simulator
 from .stage_memory import StageBytes, ends_bytes, layer_bytes
-from .traffic import Piece, merged, pieces_of, reduction_traffic, stage_weights
+from .traffic import Piece, merged, message_bytes, pieces_of, reduction_traffic, stage_weights
 from .workload import Workload
 
 __all__ = ["Predictor"]
@@ -57,6 +57,7 @@ class Predictor:
 
     def __post_init__(self) -> None:
         self._cache: dict[Any, Any] = {}
+        self._simulator = Simulator()
 
     # --- bounds
 
@@ -73,12 +74,17 @@ class Predictor:
         return num_microbatches / pp * min(self._piece(whole, sizes, option).seconds for option in options)
 
     def least_bytes(self, pp: int, dp: int, sizes: RankSizes) -> float:
-        """Returns a lower bound of the peak: weights, gradients and sharded state of the average stage."""
-        key = "least", pp, dp, sizes.tp, sizes.cp, sizes.ep, sizes.dtype
+        """Returns a lower bound of the peak: weights, sharded state and one layer's backward, of the average stage."""
+        key = "least", pp, dp, sizes
         if key not in self._cache:
             whole = Piece(tuple(block.layers for block in self.workload.blocks), True, True)
-            numel = sum(self.elements(whole, sizes)[:2]) / pp
-            self._cache[key] = numel * (2 * sizes.item + self._state(sizes) / (dp * sizes.cp))
+            dense, expert, _ = self.elements(whole, sizes)
+            ranks = dp * sizes.cp
+            sharded = dense / ranks + expert / (ranks // sizes.ep if sizes.ep > 1 else ranks)
+            numel, state = (dense + expert) / pp, sharded / pp * self._state(sizes)
+            layers = [layer_bytes(self.workload, block, sizes, "") for block in self.workload.blocks]
+            temporary = min(layer.saved + layer.temporary for layer in layers)
+            self._cache[key] = numel * sizes.item + state + max(numel * sizes.item, temporary)
         return self._cache[key]
 
     def bound(self, candidate: Candidate) -> float:
@@ -106,7 +112,7 @@ class Predictor:
         key = ("span", *self._pipeline_key(candidate))
         if key not in self._cache:
             message = message_seconds(self.workload, layout, sizes, self.cluster)
-            self._cache[key] = step_time(schedule, costs, message)
+            self._cache[key] = self._simulator.step_time(schedule, costs, message)
         span = self._cache[key]
         options = candidate.recompute, candidate.fused_loss, candidate.compiled
         parts = [self._piece(piece, sizes, options).part for piece in pieces[slowest]]
@@ -128,12 +134,17 @@ class Predictor:
 
     def after(self, candidate: Candidate) -> tuple[float, float]:
         """Returns the seconds after the last backward, of the stage where they are most: reduction, optimizer."""
-        return max((self._stage_after(candidate, stage) for stage in {*self.stages(candidate)}), key=sum)
+        layout, sizes = candidate.layout, candidate.sizes
+        of_stages = layout.pp, layout.schedule, layout.virtual_pipeline_size
+        key = "after all", of_stages, layout.zero1, sizes._replace(micro_batch=0)
+        if key not in self._cache:
+            stages = {*self.stages(candidate)}
+            self._cache[key] = max((self._stage_after(candidate, stage) for stage in stages), key=sum)
+        return self._cache[key]
 
     def _stage_after(self, candidate: Candidate, stage: Piece) -> tuple[float, float]:
         layout, sizes = candidate.layout, candidate.sizes
-        key = "after", stage, layout.pp, layout.zero1, layout.tp, layout.cp, layout.ep, layout.dtype
-        key += (sizes.sequence_parallel,)
+        key = "after", stage, layout.pp, layout.zero1, sizes._replace(micro_batch=0)
         if key not in self._cache:
             elements = self.elements(stage, sizes)
             numel = elements.dense + elements.expert
@@ -146,13 +157,14 @@ class Predictor:
 
     def tasks(self, candidate: Candidate) -> list[list[tuple[float, float, float]]]:
         """Returns the seconds of a forward and of the halves of a backward, by stage and chunk."""
-        key = ("tasks", *self._pipeline_key(candidate))
+        layout = candidate.layout
+        options = candidate.recompute, candidate.fused_loss, candidate.compiled
+        key = "tasks", candidate.sizes, options, layout.pp, layout.schedule, layout.virtual_pipeline_size
         if key not in self._cache:
-            sizes, options = candidate.sizes, (candidate.recompute, candidate.fused_loss, candidate.compiled)
-            self._cache[key] = [
-                [self._piece(piece, sizes, options).tasks for piece in chunks]
-                for chunks in self.pieces(candidate.schedule)
-            ]
+            sizes = candidate.sizes
+            pieces = self.pieces(candidate.schedule)
+            distinct = {piece: self._piece(piece, sizes, options).tasks for chunks in pieces for piece in chunks}
+            self._cache[key] = [[distinct[piece] for piece in chunks] for chunks in pieces]
         return self._cache[key]
 
     @staticmethod
@@ -194,58 +206,69 @@ class Predictor:
     def stage_bytes(self, candidate: Candidate, stage: int) -> StageBytes:
         """Returns the bytes of a rank of a stage."""
         layout, schedule = candidate.layout, candidate.schedule
-        in_flight = schedule.peak_in_flight(stage) / schedule.num_chunks if layout.pp > 1 else 1
-        once = self._bytes_of_one(candidate, self.stages(candidate)[stage])
-        return once._replace(activations=once.activations * in_flight)
+        once, kept, halved = self._bytes_of_one(candidate, self.stages(candidate)[stage])
+        if layout.pp == 1:
+            return once._replace(first_gradients=float(layout.num_microbatches > 1))
+        chunks, total = schedule.num_chunks, layout.num_microbatches * schedule.num_chunks
+        in_flight = schedule.peak_in_flight(stage)
+        activations = once.activations * in_flight / chunks
+        loss, message = once.loss, once.messages
+        if layout.schedule in ("zb_h1", "zb_v"):  # backwards in halves
+            activations += halved / chunks
+        if layout.schedule == "zb_h1":  # the halves are `stage` microbatches apart
+            loss += kept * (min(in_flight, stage + 1) - 1)
+        return once._replace(
+            activations=activations,
+            loss=loss,
+            messages=message * (in_flight + (6 if layout.schedule == "zb_v" else 3)),
+            first_gradients=float(total > in_flight),
+        )
 
     def peak(self, candidate: Candidate) -> float:
         """Returns the bytes of the rank that needs most."""
         return max(self.stage_bytes(candidate, stage).peak for stage in range(candidate.layout.pp))
 
-    def _bytes_of_one(self, candidate: Candidate, stage: Piece) -> StageBytes:
-        """Returns the bytes of a stage with one microbatch in flight."""
+    def _bytes_of_one(self, candidate: Candidate, stage: Piece) -> tuple[StageBytes, float, float]:
+        """Returns the bytes of a stage with one microbatch in flight; kept by the loss; between halves of a backward.
+
+        Messages are those of one.
+        """
         layout, sizes = candidate.layout, candidate.sizes
         dense, expert = self._degrees(layout)
         key = "stage bytes", stage, sizes, candidate.recompute, candidate.fused_loss, dense, expert
-        found = self._cache.get(key)
+        found: tuple[StageBytes, float, float] | None = self._cache.get(key)
         if found is None:
             elements = self.elements(stage, sizes)
             numel, item = elements.dense + elements.expert, sizes.item
             sharded = elements.dense / dense + elements.expert / expert
-            saved = temporary = loss = 0.0
+            saved = temporary = loss = kept = halved = 0.0
             for index, layers in enumerate(stage.layers):
                 if layers:
-                    block = self.workload.blocks[index]
-                    of_layer, of_backward = layer_bytes(self.workload, block, sizes, candidate.recompute)
-                    saved += layers * of_layer
-                    temporary = max(temporary, of_backward)
+                    of_layer = layer_bytes(self.workload, self.workload.blocks[index], sizes, candidate.recompute)
+                    saved += layers * of_layer.saved
+                    halved += layers * of_layer.halved
+                    temporary = max(temporary, of_layer.temporary)
             if stage.last:
-                of_end, loss = ends_bytes(self.workload, sizes, candidate.fused_loss)
+                of_end, loss, kept = ends_bytes(self.workload, sizes, candidate.fused_loss)
                 saved += of_end
-            found = self._cache[key] = StageBytes(
+            of_step = sharded * max(4, item) if item < 4 or dense > 1 else 0.0  # gradients of masters
+            bytes_of_stage = StageBytes(
                 weights=numel * item,
                 gradients=numel * item,
                 optimizer=sharded * self._state(sizes),
                 activations=saved,
                 loss=loss,
                 temporary=temporary,
-                buckets=self._buckets(layout, numel, sharded, elements, item),
+                messages=message_bytes(self.workload, sizes) if layout.pp > 1 else 0.0,
+                step=of_step + 2 * elements.largest / dense * max(4, item),
             )
+            found = self._cache[key] = bytes_of_stage, kept, halved
         return found
 
     @staticmethod
     def _state(sizes: RankSizes) -> int:
         """Bytes of AdamW's state for an element: two moments, and the master of a low precision."""
         return 2 * max(4, sizes.item) + (4 if sizes.item < 4 else 0)
-
-    def _buckets(self, layout: Layout, numel: int, sharded: float, elements: Elements, item: int) -> float:
-        """Bytes of buckets and of the optimizer's temporary tensors."""
-        of_step = sharded * 4 if item < 4 else 0.0  # gradients of masters
-        of_step += 2 * elements.largest * max(4, item)
-        if layout.dp * layout.cp > 1:
-            cap = 130 * 2**20 if layout.zero1 else 200 * 2**20
-            of_step = max(of_step, min(cap, 2 * numel * item))
-        return of_step
 
     # --- the model on its ranks
 

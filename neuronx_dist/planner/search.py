@@ -12,6 +12,7 @@ import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from math import inf
 from typing import Any, NamedTuple
 
 from ..model_shape import padded_heads
@@ -22,7 +23,7 @@ from .seconds import StepSeconds
 from .stage_memory import StageBytes
 from .workload import Workload
 
-__all__ = ["MARGIN", "SCHEDULES", "Found", "Job", "candidates", "groups", "search"]
+__all__ = ["MARGIN", "SCHEDULES", "Found", "Job", "candidates", "groups", "search", "smallest"]
 
 #: Share of a device's memory that a plan leaves free.
 MARGIN = 0.05
@@ -90,7 +91,7 @@ def groups(workload: Workload, world: int, job: Job) -> Iterator[Group]:
         pads = heads.pads(workload.heads, workload.kv_heads), workload.vocab % tp != 0
         if world % tp or workload.intermediate % tp or not _allows(job, pads):
             continue
-        sequence = [n for n in job.values("sequence_parallel", [False, True] if tp > 1 else [False])]
+        sequence = job.values("sequence_parallel", [False, True] if tp > 1 else [False])
         for pp in job.values("pp", divisors(world // tp, workload.layers)):
             if world // tp % pp or pp > workload.layers:
                 continue
@@ -122,8 +123,8 @@ def _allows(job: Job, pads: tuple[bool, bool]) -> bool:
     return all(True in job.values(name, [True]) for name, needed in zip(("pad_heads", "pad_vocab"), pads) if needed)
 
 
-def candidates(workload: Workload, world: int, job: Job, group: Group) -> Iterator[Candidate]:
-    """Yields the candidates of a group."""
+def candidates(workload: Workload, world: int, job: Job, group: Group) -> Iterator[list[Candidate]]:
+    """Yields the candidates of a group: lists of those that differ in recomputation alone, less of it first."""
     sizes = group.sizes
     for schedule, chunks in SCHEDULES if group.pp > 1 else SCHEDULES[:1]:
         if schedule not in job.values("schedule", [schedule]):
@@ -150,14 +151,17 @@ def candidates(workload: Workload, world: int, job: Job, group: Group) -> Iterat
                 schedule=schedule,
                 virtual_pipeline_size=chunks,
             )
-            for recompute in job.values("recompute", RECOMPUTED):
-                for fused_loss in job.values("fused_loss", [True]):
-                    for compiled in job.values("compiled", [False]):
-                        yield Candidate(layout, recompute, fused_loss, compiled)
+            recomputed = sorted(job.values("recompute", RECOMPUTED), key=RECOMPUTED.index)
+            for fused_loss in job.values("fused_loss", [True]):
+                for compiled in job.values("compiled", [False]):
+                    yield [Candidate(layout, recompute, fused_loss, compiled) for recompute in recomputed]
 
 
 def search(predictor: Predictor, job: Job, top_k: int, limit: float) -> list[Found]:
-    """Returns the fastest candidates whose peak is at most `limit` bytes, fastest first."""
+    """Returns the fastest candidates whose peak is at most `limit` bytes, fastest first.
+
+    Of candidates that differ in recomputation alone, the one that recomputes least of those that fit.
+    """
     workload, world = predictor.workload, predictor.cluster.devices
     bounded = []
     for group in groups(workload, world, job):
@@ -170,11 +174,15 @@ def search(predictor: Predictor, job: Job, top_k: int, limit: float) -> list[Fou
         if len(best) == top_k and bound >= -best[0][0]:
             break
         inside = []
-        for candidate in candidates(workload, world, job, group):
-            least = predictor.bound(candidate)
-            if (len(best) < top_k or least < -best[0][0]) and predictor.peak(candidate) <= limit:
-                inside.append((least, next(order), candidate))
-        for least, number, candidate in sorted(inside):
+        for alternatives in candidates(workload, world, job, group):
+            for candidate in alternatives:
+                least = predictor.bound(candidate)
+                if len(best) == top_k and least >= -best[0][0]:
+                    break  # the others take longer
+                if predictor.peak(candidate) <= limit:
+                    inside.append((least, next(order), candidate))
+                    break
+        for least, number, candidate in sorted(inside, key=lambda entry: entry[:2]):
             if len(best) == top_k and least >= -best[0][0]:
                 break
             seconds = predictor.seconds(candidate)
@@ -182,3 +190,20 @@ def search(predictor: Predictor, job: Job, top_k: int, limit: float) -> list[Fou
             entry = (-seconds.total, -number, Found(candidate, seconds, stages))
             (heapq.heappush if len(best) < top_k else heapq.heappushpop)(best, entry)
     return [found for _, _, found in sorted(best, key=lambda entry: (-entry[0], -entry[1]))]
+
+
+def smallest(predictor: Predictor, job: Job) -> Found | None:
+    """Returns the candidate of the least peak; None: no candidate is possible."""
+    workload, world = predictor.workload, predictor.cluster.devices
+    best, least = None, inf
+    for group in groups(workload, world, job):
+        if predictor.least_bytes(group.pp, group.dp, group.sizes) < least:
+            for alternatives in candidates(workload, world, job, group):
+                for candidate in alternatives:
+                    peak = predictor.peak(candidate)
+                    if peak < least:
+                        best, least = candidate, peak
+    if best is None:
+        return None
+    stages = tuple(predictor.stage_bytes(best, stage) for stage in range(best.layout.pp))
+    return Found(best, predictor.seconds(best), stages)

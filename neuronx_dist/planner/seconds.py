@@ -15,13 +15,9 @@ Communication and computation do not overlap, as in this package without `overla
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from copy import copy
 from dataclasses import dataclass, fields
 from math import prod
 
-from ..pipeline.schedule import Costs as ScheduleCosts
-from ..pipeline.schedule import Schedule
-from ..pipeline.schedule.analysis import timeline_of
 from ..planning.layout import Layout
 from .candidate import RankSizes
 from .cluster import Cluster
@@ -37,8 +33,6 @@ __all__ = [
     "message_seconds",
     "optimizer_seconds",
     "reduction_seconds",
-    "simulated_seconds",
-    "step_time",
 ]
 
 AXES = ("tp", "cp", "ep")
@@ -147,13 +141,12 @@ def layer_seconds(
 ) -> PartSeconds:
     """Returns the seconds of a layer."""
     local = workload.local_sizes(sizes.tp, sizes.ep)
-    forward = products = 0.0
-    accumulated = 0
+    products, accumulated = 0.0, 0
     for weight in block.weights:
         shape = weight.local(local)
-        accumulated += prod(shape) * weight.count
+        accumulated += prod(shape) * weight.number
         if weight.products:
-            products += weight.count * _product(weight, shape, sizes, cluster)
+            products += weight.number * _product(weight, shape, sizes, cluster)
     calls, moved = _pointwise(workload, block, sizes, compiled)
     forward_pointwise = moved / cluster.bandwidth + calls * cluster.launch
     # Gradients of weights are added to those of earlier microbatches: read both, write one.
@@ -175,11 +168,8 @@ def layer_seconds(
 
 def _product(weight: Weight, shape: Sequence[int], sizes: RankSizes, cluster: Cluster) -> float:
     rows, columns = shape[-2:]
-    if weight.is_expert:
-        tokens = sizes.tokens * weight.products  # of all ep ranks, spread evenly over their experts
-        of_weight = prod(shape)
-    else:
-        tokens, of_weight = sizes.tokens, rows * columns
+    tokens = sizes.tokens * weight.products  # those of all ep ranks, spread evenly over their experts
+    of_weight = prod(shape)
     flops = 2 * tokens * rows * columns
     moved = (tokens * (rows + columns) + of_weight) * sizes.item
     return flops / cluster.speed(sizes.dtype) + moved / cluster.bandwidth + cluster.launch
@@ -209,7 +199,7 @@ def _pointwise(workload: Workload, block: Block, sizes: RankSizes, compiled: boo
     between = 2 * _norm_bytes(sizes, compiled) + 2 * 3 * item  # per element of the residual stream: norms, additions
     inside = 3 if compiled else 5  # gate and up are read, and a product is written
     of_rotation = 2 if compiled else 10
-    moved = sizes.shard_tokens * hidden * between
+    moved: float = sizes.shard_tokens * hidden * between
     moved += sizes.tokens * (block.intermediate / sizes.tp * inside + rotated * of_rotation) * item
     calls = 6 if compiled else 28
     if block.experts:  # rows are put in the order of their experts, and back
@@ -274,45 +264,6 @@ def ends_seconds(
 
 
 # --- a step
-
-
-def step_time(schedule: Schedule, costs: Sequence[Sequence[tuple[float, float, float]]], message: float) -> float:
-    """Simulates the pipeline; with many microbatches a part of them, of which the rest are repetitions.
-
-    Args:
-        costs: by stage and chunk, the seconds of a forward, and of the halves of its backward: inputs, weights.
-        message: seconds of a message between stages.
-    """
-    pp, total = schedule.num_stages, schedule.num_microbatches
-    if pp == 1:
-        return total * sum(map(sum, costs[0]))
-    few = 3 * pp + total % pp
-    if total <= few + 2 * pp:
-        return simulated_seconds(schedule, costs, message)
-    once = simulated_seconds(_shorter(schedule, few), costs, message)
-    twice = simulated_seconds(_shorter(schedule, few + pp), costs, message)
-    return twice + (twice - once) * ((total - few - pp) // pp)
-
-
-def _shorter(schedule: Schedule, num_microbatches: int) -> Schedule:
-    shorter = copy(schedule)
-    shorter.num_microbatches = num_microbatches
-    return shorter
-
-
-def simulated_seconds(
-    schedule: Schedule, costs: Sequence[Sequence[tuple[float, float, float]]], message: float
-) -> float:
-    """Returns the seconds from the first task to the last, of all microbatches."""
-    of_schedule = ScheduleCosts(
-        forward=lambda stage, chunk: costs[stage][chunk][0],
-        backward_input=lambda stage, chunk: costs[stage][chunk][1],
-        backward_weight=lambda stage, chunk: costs[stage][chunk][2],
-        message=message,
-    )
-    orders = [schedule.computations(stage) for stage in range(schedule.num_stages)]
-    timeline = timeline_of(orders, schedule.peer, of_schedule)
-    return max(timed[-1].end for timed in timeline)
 
 
 def message_seconds(workload: Workload, layout: Layout, sizes: RankSizes, cluster: Cluster) -> float:

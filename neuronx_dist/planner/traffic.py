@@ -2,11 +2,12 @@
 
 The counts are those of the table in docs/architecture.md, "What a step communicates"; tests compare them with
 `comm.record`. Bytes are those of the larger side, as `comm.Call.bytes`. With T tokens of a microbatch on a rank, hidden
-size h and e bytes of an element, a collective of tp moves T h e bytes.
+size h and e bytes of an element, a collective of tp moves T h e bytes; if it sums, e is at least that of float32.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
@@ -29,6 +30,7 @@ __all__ = [
     "pieces_of",
     "reduction_traffic",
     "stage_weights",
+    "step_traffic",
 ]
 
 _REDUCE_CAP = 100 * 2**20  # bytes of a bucket of `reduce_gradients`
@@ -37,7 +39,7 @@ _FEWEST_TOKENS = 512  # of a chunk of the fused loss
 
 
 class Sent(NamedTuple):
-    """Equal collectives of a rank, in the forward and in the backward of a microbatch; or, `forward` alone, of a step."""
+    """Equal collectives of a rank: in forward and backward of a microbatch; or, `forward` alone, of a step."""
 
     verb: str
     axis: str
@@ -85,11 +87,12 @@ def layer_traffic(workload: Workload, block: Block, sizes: RankSizes) -> list[Se
     """Returns the collectives of one layer."""
     sent: list[Sent] = []
     if sizes.tp > 1:
-        whole = sizes.tokens * workload.hidden * sizes.item
+        elements = sizes.tokens * workload.hidden
         if sizes.sequence_parallel:
-            sent += [Sent("all_gather", "tp", whole, 2, 2), Sent("reduce_scatter", "tp", whole, 2, 2)]
+            sent.append(Sent("all_gather", "tp", elements * sizes.item, 2, 2))
+            sent.append(Sent("reduce_scatter", "tp", elements * sizes.summed_item, 2, 2))
         else:
-            sent.append(Sent("all_reduce", "tp", whole, 2, 2))
+            sent.append(Sent("all_reduce", "tp", elements * sizes.summed_item, 2, 2))
         sent += _key_value_traffic(workload, block, sizes)
     sent += attention_traffic(workload, sizes)
     if block.experts and sizes.ep > 1:
@@ -107,7 +110,7 @@ def _key_value_traffic(workload: Workload, block: Block, sizes: RankSizes) -> It
         axis = f"tp%{replicas}" if replicas < sizes.tp else "tp"
         for weight in block.weights:
             if weight.split == "key_value":
-                yield Sent("all_reduce", axis, prod(weight.local(local)) * sizes.item, 0, weight.count)
+                yield Sent("all_reduce", axis, prod(weight.local(local)) * sizes.summed_item, 0, weight.number)
 
 
 def attention_traffic(workload: Workload, sizes: RankSizes) -> list[Sent]:
@@ -150,10 +153,11 @@ def embedding_traffic(workload: Workload, sizes: RankSizes) -> list[Sent]:
     """Returns the collectives of the embedding."""
     if sizes.tp == 1:
         return []
-    whole = sizes.tokens * workload.hidden * sizes.item
+    elements = sizes.tokens * workload.hidden
     if sizes.sequence_parallel:
-        return [Sent("reduce_scatter", "tp", whole, 1), Sent("all_gather", "tp", whole, 0, 1)]
-    return [Sent("all_reduce", "tp", whole, 1)]
+        gathered = Sent("all_gather", "tp", elements * sizes.item, 0, 1)
+        return [Sent("reduce_scatter", "tp", elements * sizes.summed_item, 1), gathered]
+    return [Sent("all_reduce", "tp", elements * sizes.summed_item, 1)]
 
 
 def head_traffic(workload: Workload, sizes: RankSizes, fused: bool) -> list[Sent]:
@@ -161,8 +165,7 @@ def head_traffic(workload: Workload, sizes: RankSizes, fused: bool) -> list[Sent
     if sizes.tp == 1:
         return []
     whole, wide = sizes.tokens * workload.hidden * sizes.item, max(4, sizes.item)
-    # The gradient of the input is summed in float32 or better (`reduce_dtype`).
-    summed = sizes.tokens * workload.hidden * (wide if fused else sizes.item)
+    summed = sizes.tokens * workload.hidden * sizes.summed_item
     sent: list[Sent] = []
     if sizes.sequence_parallel:
         sent.append(Sent("all_gather", "tp", whole, 1, 0 if fused else 1))
@@ -203,7 +206,7 @@ def stage_weights(workload: Workload, stage: Piece) -> list[tuple[Weight, int]]:
     if stage.first:
         found.append((workload.embedding, 1))
     for block, layers in zip(workload.blocks, stage.layers):
-        found += [(weight, weight.count) for _ in range(layers) for weight in block.weights]
+        found += [(weight, weight.number) for _ in range(layers) for weight in block.weights]
     if stage.last:
         found.append((workload.norm, 1))
         if not (workload.tied and stage.first):  # a tied weight, on the last stage alone, is this stage's copy
@@ -272,3 +275,34 @@ def _cut(numbers: Sequence[int], nbytes: Sequence[int], cap: int) -> list[list[i
         buckets[-1].append(number)
         filled += size
     return buckets
+
+
+# --- all of a step
+
+
+def step_traffic(workload: Workload, candidate: Candidate, stage: int) -> Counter[tuple[str, str, int]]:
+    """Returns the number of a stage's collectives and messages in a step, by verb, axis and bytes.
+
+    Single numbers (of labels, the norm, the loss) are left out, and the positions that cp gathers of a new batch.
+    """
+    sizes, schedule = candidate.sizes, candidate.schedule
+    microbatches = candidate.layout.num_microbatches
+    found: Counter[tuple[str, str, int]] = Counter()
+    pieces = pieces_of(workload, schedule)[stage]
+    for chunk, piece in enumerate(pieces):
+        for block, layers in zip(workload.blocks, piece.layers):
+            for verb, axis, nbytes, forward, backward in layer_traffic(workload, block, sizes):
+                again = forward if candidate.recompute == "full" else 0
+                found[verb, axis, nbytes] += microbatches * layers * (forward + backward + again)
+        ends = embedding_traffic(workload, sizes) if piece.first else []
+        ends += head_traffic(workload, sizes, candidate.fused_loss) if piece.last else []
+        for verb, axis, nbytes, forward, backward in ends:
+            found[verb, axis, nbytes] += microbatches * (forward + backward)
+        position = schedule.virtual_stage(stage, chunk)
+        for other in (position - 1, position + 1):
+            if 0 <= other < schedule.num_virtual_stages and schedule.holder(other)[0] != stage:
+                for verb in ("send", "recv"):
+                    found[verb, "pp", message_bytes(workload, sizes)] += microbatches
+    for verb, axis, nbytes, number, _ in reduction_traffic(workload, candidate, merged(pieces)):
+        found[verb, axis, nbytes] += number
+    return Counter({key: number for key, number in found.items() if number})

@@ -28,13 +28,13 @@ class Weight(NamedTuple):
         shape: `[rows, columns]`, of a vector `[rows]`, of experts `[experts, rows, columns]`.
         split: the dim that tp divides: "rows" or "columns"; heads that may be padded, "query" (rows), "key_value"
             (rows), "heads" (columns); "vocab" (rows, padded); "": none.
-        count: number of these parameters in a layer.
+        number: of these parameters in a layer.
         products: times that a token is multiplied by it: the experts of a token; 0: it is no matrix of a product.
     """
 
     shape: tuple[int, ...]
     split: str = ""
-    count: int = 1
+    number: int = 1
     products: int = 1
 
     @property
@@ -89,7 +89,7 @@ class Block:
     @property
     def num_parameters(self) -> int:
         """Number of parameters of a layer."""
-        return sum(prod(weight.shape) * weight.count for weight in self.weights)
+        return sum(prod(weight.shape) * weight.number for weight in self.weights)
 
     @property
     def experts(self) -> bool:
@@ -161,7 +161,7 @@ class Workload:
     def flops_per_token(self, seq_len: int) -> float:
         """Operations of the model per token, forward and backward: 6 per weight of a product, causal attention half."""
         weights = sum(
-            block.layers * prod(weight.shape[-2:]) * weight.count * weight.products
+            block.layers * prod(weight.shape[-2:]) * weight.number * weight.products
             for block in self.blocks
             for weight in block.weights
         )
@@ -169,13 +169,13 @@ class Workload:
         return 6 * (weights + self.vocab * self.hidden) + 3 * attention
 
 
-def _vectors(hidden: int, count: int = 2) -> Weight:
-    return Weight((hidden,), count=count, products=0)
+def _vectors(hidden: int, number: int = 2) -> Weight:
+    return Weight((hidden,), number=number, products=0)
 
 
 def _dense(hidden: int, intermediate: int, *, gated: bool = True) -> tuple[Weight, ...]:
     return (
-        Weight((intermediate, hidden), "rows", count=2 if gated else 1),
+        Weight((intermediate, hidden), "rows", number=2 if gated else 1),
         Weight((hidden, intermediate), "columns"),
     )
 
@@ -194,12 +194,12 @@ def _attention(
 ) -> tuple[Weight, ...]:
     weights = [
         Weight((heads * dim, hidden), "query"),
-        Weight((kv_heads * dim, hidden), "key_value", count=2),
+        Weight((kv_heads * dim, hidden), "key_value", number=2),
         Weight((hidden, heads * dim), "heads"),
     ]
     if bias:
         weights.append(Weight((heads * dim,), "query", products=0))
-        weights.append(Weight((kv_heads * dim,), "key_value", count=2, products=0))
+        weights.append(Weight((kv_heads * dim,), "key_value", number=2, products=0))
     if out_bias:
         weights.append(Weight((hidden,), products=0))
     if norms:
@@ -324,8 +324,8 @@ def workload_of(model: Any) -> Workload:
     if count != workload.num_parameters:
         raise ValueError(
             f"plan: {type(model).__name__} has {count:,} parameters, and the sizes of its config give "
-            f"{workload.num_parameters:,}: the planner knows decoders of Llama's form (with gated or plain feed-forward "
-            "layers, experts, latent attention); pass a `Workload` with the weights of its layers"
+            f"{workload.num_parameters:,}: the planner knows decoders of Llama's form (gated feed-forward layers, "
+            "experts, latent attention); pass a `Workload` with the weights of its layers"
         )
     return workload
 
