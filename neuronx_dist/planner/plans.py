@@ -10,7 +10,7 @@ plans[0].save("llama.plan.json")
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from os import PathLike
 from typing import Any
@@ -459,14 +459,33 @@ def _ways_out(predictor: Predictor, job: Job, limit: float) -> Iterator[str]:
     if workload.max_positions is not None and job.seq_len > workload.max_positions:
         yield f"seq_len {job.seq_len} is longer than the model's {workload.max_positions} positions"
         return
-    for factor in (2, 4, 8, 16, 32, 64, 128, 256):
+    if next(groups(workload, cluster.devices, job), None) is None:
+        yield from _nearest_possible(predictor, job, limit)
+        return
+    for factor in (2**n for n in range(1, 9)):
         larger = Predictor(workload, cluster.of(cluster.devices * factor))
         found = search(larger, job, 1, limit)
         if found:
             words = LayoutPlan(*found[0], workload, larger.cluster).words()
             yield f"it fits on {cluster.devices * factor} devices: {words}"
             return
-    for batch in (2**n for n in range(20)):
-        if batch > job.global_batch and search(predictor, Job(batch, job.seq_len, job.fixed), 1, limit):
-            yield f"a global batch of {batch} works"
+
+
+def _nearest_possible(predictor: Predictor, job: Job, limit: float) -> Iterator[str]:
+    """Yields the nearest numbers of devices, and the next global batch, that have a plan."""
+    workload, cluster = predictor.workload, predictor.cluster
+    host = cluster.devices_per_host
+    works = []
+    for sign in (-1, 1):
+        for hosts in range(1, 17):
+            devices = cluster.devices + sign * hosts * host
+            if devices > 0 and search(Predictor(workload, cluster.of(devices)), job, 1, limit):
+                works.append(str(devices))
+                break
+    if works:
+        yield f"use {' or '.join(works)} devices"
+    for batch in range(job.global_batch + 1, job.global_batch + cluster.devices + 1):
+        larger = replace(job, global_batch=batch)
+        if next(groups(workload, cluster.devices, larger), None) and search(predictor, larger, 1, limit):
+            yield f"use a global batch of {batch}"
             return

@@ -176,7 +176,7 @@ def _product(weight: Weight, shape: Sequence[int], sizes: RankSizes, cluster: Cl
 
 
 def _attention(workload: Workload, sizes: RankSizes, cluster: Cluster) -> float:
-    heads = workload.local_sizes(sizes.tp).heads.heads / sizes.tp
+    heads, _ = workload.rank_heads(sizes.tp)
     area = sizes.micro_batch * sizes.seq_len**2 / sizes.cp / 2  # causal; zig-zag order shares it out
     flops = 2 * area * heads * (workload.key_dim + workload.value_dim)
     return flops / (cluster.speed(sizes.dtype) * cluster.attention) + cluster.launch
@@ -194,8 +194,7 @@ def _norm_bytes(sizes: RankSizes, compiled: bool) -> int:
 def _pointwise(workload: Workload, block: Block, sizes: RankSizes, compiled: bool) -> tuple[int, float]:
     """Returns the number of calls outside of products in a layer's forward, and the bytes that they read and write."""
     item, hidden = sizes.item, workload.hidden
-    heads = workload.local_sizes(sizes.tp).heads
-    rotated = (heads.heads + heads.kv_heads * heads.replicas) / sizes.tp * workload.key_dim
+    rotated = sum(workload.rank_heads(sizes.tp)) * workload.key_dim
     between = 2 * _norm_bytes(sizes, compiled) + 2 * 3 * item  # per element of the residual stream: norms, additions
     inside = 3 if compiled else 5  # gate and up are read, and a product is written
     of_rotation = 2 if compiled else 10

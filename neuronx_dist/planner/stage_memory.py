@@ -75,9 +75,7 @@ def layer_bytes(workload: Workload, block: Block, sizes: RankSizes, recompute: s
     """Returns the bytes that a layer needs."""
     item, hidden = sizes.item, workload.hidden
     between, inside = sizes.shard_tokens, sizes.tokens
-    heads = workload.local_sizes(sizes.tp).heads
-    local_heads = heads.heads // sizes.tp
-    local_kv_heads = heads.kv_heads * heads.replicas // sizes.tp
+    local_heads, local_kv_heads = workload.rank_heads(sizes.tp)
     norms = 2 * between * (4 * hidden + 4 + item * hidden)
     inputs = 2 * inside * item * hidden
     of_head = workload.key_dim + workload.value_dim

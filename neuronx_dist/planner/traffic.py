@@ -88,16 +88,22 @@ def layer_traffic(workload: Workload, block: Block, sizes: RankSizes) -> list[Se
     sent: list[Sent] = []
     if sizes.tp > 1:
         elements = sizes.tokens * workload.hidden
+        divided = int(workload.divides_attention) + (not block.experts)  # whose sum is scattered, or reduced on all
+        summed = (1 + workload.shared_experts) * block.experts  # experts see the tokens of all tp ranks
         if sizes.sequence_parallel:
             sent.append(Sent("all_gather", "tp", elements * sizes.item, 2, 2))
-            sent.append(Sent("reduce_scatter", "tp", elements * sizes.summed_item, 2, 2))
+            sent.append(Sent("reduce_scatter", "tp", elements * sizes.summed_item, divided, divided))
         else:
-            sent.append(Sent("all_reduce", "tp", elements * sizes.summed_item, 2, 2))
+            summed += divided
+        sent.append(Sent("all_reduce", "tp", elements * sizes.summed_item, summed, summed))
+        if block.experts:  # the gradients of a token's weights of its experts
+            weights = sizes.tokens * workload.experts_per_token * 4
+            sent.append(Sent("all_reduce", "tp", weights, 0, 1))
         sent += _key_value_traffic(workload, block, sizes)
     sent += attention_traffic(workload, sizes)
     if block.experts and sizes.ep > 1:
-        rows = sizes.tokens * workload.experts_per_token * workload.hidden * sizes.item
-        sent.append(Sent("exchange", "ep", rows, 2, 2))
+        rows = sizes.tokens * workload.experts_per_token * (sizes.ep - 1) // sizes.ep  # if experts get equally many
+        sent.append(Sent("exchange", "ep", rows * workload.hidden * sizes.item, 2, 2))
         sent.append(Sent("all_to_all", "ep", workload.experts * 8, 1))
     return sent
 
@@ -106,7 +112,7 @@ def _key_value_traffic(workload: Workload, block: Block, sizes: RankSizes) -> It
     """The sums of gradients of key and value weights over the ranks that hold one head."""
     local = workload.local_sizes(sizes.tp, sizes.ep)
     replicas = local.heads.replicas
-    if replicas > 1:
+    if replicas > 1 and workload.divides_attention:
         axis = f"tp%{replicas}" if replicas < sizes.tp else "tp"
         for weight in block.weights:
             if weight.split == "key_value":
@@ -117,13 +123,11 @@ def attention_traffic(workload: Workload, sizes: RankSizes) -> list[Sent]:
     """Returns the collectives of a layer over cp, by the method that sends least, as `context_parallel="auto"`."""
     if sizes.cp == 1:
         return []
-    local = workload.local_sizes(sizes.tp).heads
-    heads = local.heads // sizes.tp
-    kv_heads = local.kv_heads * local.replicas // sizes.tp
+    heads, kv_heads = workload.rank_heads(sizes.tp)
     dims = workload.key_dim + workload.value_dim
     tokens = sizes.tokens
 
-    def row(degree: int) -> int:
+    def row(degree: int) -> int:  # of a key and its value, over heads
         if kv_heads % degree == 0:
             repeats = 1
         else:
@@ -139,9 +143,12 @@ def attention_traffic(workload: Workload, sizes: RankSizes) -> list[Sent]:
     sent = []
     if degree > 1:
         axis = "cp" if degree == sizes.cp else f"cp%{degree}"
-        there = tokens * (heads * workload.key_dim + row(degree)) * sizes.item
-        back = tokens * heads * workload.value_dim * sizes.item
-        sent += [Sent("all_to_all", axis, there, 1, 1), Sent("all_to_all", axis, back, 1, 1)]
+        of_queries, of_output = heads * workload.key_dim, heads * workload.value_dim
+        of_keys = row(degree) // dims * workload.key_dim
+        there = [of_queries + row(degree)]  # queries, keys and values together, if they are equally wide
+        if workload.key_dim != workload.value_dim:
+            there = [of_queries, of_keys, row(degree) - of_keys]
+        sent += [Sent("all_to_all", axis, tokens * width * sizes.item, 1, 1) for width in (*there, of_output)]
     hops = sizes.cp // degree - 1
     if hops:
         axis = "cp" if degree == 1 else f"cp/{degree}"
@@ -223,8 +230,11 @@ def reduction_traffic(workload: Workload, candidate: Candidate, stage: Piece) ->
     local, item = workload.local_sizes(sizes.tp, sizes.ep), sizes.item
     weights = stage_weights(workload, stage)
     sent: list[Sent] = []
-    if sizes.sequence_parallel:
-        partial = [prod(weight.local(local)) for weight, count in weights if not weight.split for _ in range(count)]
+    splits = ("partial", "") if sizes.sequence_parallel else ("partial",)
+    if sizes.tp > 1:
+        partial = [
+            prod(weight.local(local)) for weight, count in weights if weight.split in splits for _ in range(count)
+        ]
         sent += [
             Sent("all_reduce", "tp", (sum(bucket) + len(bucket)) * item, 1)
             for bucket in _cut(partial, [x * item for x in partial], _REDUCE_CAP)

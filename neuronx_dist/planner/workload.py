@@ -27,7 +27,9 @@ class Weight(NamedTuple):
     Attributes:
         shape: `[rows, columns]`, of a vector `[rows]`, of experts `[experts, rows, columns]`.
         split: the dim that tp divides: "rows" or "columns"; heads that may be padded, "query" (rows), "key_value"
-            (rows), "heads" (columns); "vocab" (rows, padded); "": none.
+            (rows), "heads" (columns); "vocab" (rows, padded); "": none, and under sequence parallelism its gradient is
+            a part of a sum over tp; "partial": none, and it always is, as that of a norm of a rank's heads; "whole":
+            none, and it never is.
         number: of these parameters in a layer.
         products: times that a token is multiplied by it: the experts of a token; 0: it is no matrix of a product.
     """
@@ -103,6 +105,8 @@ class Workload:
     Attributes:
         key_dim, value_dim: width of a head's queries and keys, and of its values.
         experts, experts_per_token: of a layer with experts; 0: none.
+        shared_experts: a layer with experts has others too, which all tokens share.
+        divides_attention: tp divides the heads; False: all tp ranks compute the same attention.
         tied: the head's weight is that of the embedding.
         source: where the sizes stand.
     """
@@ -120,6 +124,8 @@ class Workload:
     max_positions: int | None = None
     experts: int = 0
     experts_per_token: int = 0
+    shared_experts: bool = False
+    divides_attention: bool = True
     source: str = ""
 
     @property
@@ -151,8 +157,14 @@ class Workload:
         return ends + sum(block.layers * block.num_parameters for block in self.blocks)
 
     def local_sizes(self, tp: int, ep: int = 1) -> LocalSizes:
-        heads = padded_heads(self.heads, self.kv_heads, tp)
+        heads = padded_heads(self.heads, self.kv_heads, tp if self.divides_attention else 1)
         return LocalSizes(tp, ep, heads, self.heads, self.kv_heads)
+
+    def rank_heads(self, tp: int) -> tuple[int, int]:
+        """Returns the query and key/value heads of a rank."""
+        heads = self.local_sizes(tp).heads
+        degree = tp if self.divides_attention else 1
+        return heads.heads // degree, heads.kv_heads * heads.replicas // degree
 
     def layer_kinds(self) -> list[int]:
         """Returns the index of the block of each layer."""
@@ -183,7 +195,7 @@ def _dense(hidden: int, intermediate: int, *, gated: bool = True) -> tuple[Weigh
 def _experts(hidden: int, intermediate: int, experts: int, per_token: int) -> tuple[Weight, ...]:
     """The weights of transformers' experts: gate and up are one parameter."""
     return (
-        Weight((experts, hidden)),
+        Weight((experts, hidden), "whole"),
         Weight((experts, 2 * intermediate, hidden), "rows", products=per_token),
         Weight((experts, hidden, intermediate), "columns", products=per_token),
     )
@@ -203,28 +215,19 @@ def _attention(
     if out_bias:
         weights.append(Weight((hidden,), products=0))
     if norms:
-        weights.append(_vectors(dim))
+        weights.append(Weight((dim,), "partial", number=2, products=0))
     return tuple(weights)
 
 
 def _latent_attention(
     hidden: int, heads: int, query_rank: int | None, kv_rank: int, nope: int, rope: int, value: int
 ) -> tuple[Weight, ...]:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434)."""
-    queries: tuple[Weight, ...] = (Weight((heads * (nope + rope), hidden), "query"),)
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), which transformers' plans do not divide over tp."""
+    shapes: list[tuple[int, ...]] = [(heads * (nope + rope), hidden)]
     if query_rank:
-        queries = (
-            Weight((query_rank, hidden)),
-            Weight((query_rank,), products=0),
-            Weight((heads * (nope + rope), query_rank), "query"),
-        )
-    return (
-        *queries,
-        Weight((kv_rank + rope, hidden)),
-        Weight((kv_rank,), products=0),
-        Weight((heads * (nope + value), kv_rank), "query"),
-        Weight((hidden, heads * value), "heads"),
-    )
+        shapes = [(query_rank, hidden), (query_rank,), (heads * (nope + rope), query_rank)]
+    shapes += [(kv_rank + rope, hidden), (kv_rank,), (heads * (nope + value), kv_rank), (hidden, heads * value)]
+    return tuple(Weight(shape, "whole", products=len(shape) - 1) for shape in shapes)
 
 
 def _llama(
@@ -259,7 +262,7 @@ def _qwen3(
         40960,
         experts,
         8 if experts else 0,
-        "arXiv:2505.09388; config.json of Qwen/Qwen3",
+        source="arXiv:2505.09388; config.json of Qwen/Qwen3",
     )
 
 
@@ -267,7 +270,7 @@ def _mixtral(name: str) -> Workload:
     weights = (*_attention(4096, 32, 8, 128), *_experts(4096, 14336, 8, 2), _vectors(4096))
     block = Block(32, weights, 2 * 14336)
     source = "arXiv:2401.04088"
-    return Workload(name, (block,), 4096, 32, 8, 128, 128, 14336, 32000, False, 32768, 8, 2, source)
+    return Workload(name, (block,), 4096, 32, 8, 128, 128, 14336, 32000, False, 32768, 8, 2, source=source)
 
 
 def _deepseek_v3(name: str) -> Workload:
@@ -275,7 +278,7 @@ def _deepseek_v3(name: str) -> Workload:
     experts = (*_experts(7168, 2048, 256, 8), *_dense(7168, 2048))  # and one that all tokens share
     blocks = (Block(3, (*attention, *_dense(7168, 18432)), 18432), Block(58, (*attention, *experts), 9 * 2048))
     source = "arXiv:2412.19437; without the layer that predicts a second token"
-    return Workload(name, blocks, 7168, 128, 128, 192, 128, 18432, 129280, False, 163840, 256, 8, source)
+    return Workload(name, blocks, 7168, 128, 128, 192, 128, 18432, 129280, False, 163840, 256, 8, True, False, source)
 
 
 _LLAMA3, _LLAMA32 = "arXiv:2407.21783, table 3", "config.json of meta-llama/Llama-3.2"
@@ -407,5 +410,7 @@ def _of_config(config: Any) -> Workload:
         max_positions=shape.max_positions,
         experts=experts,
         experts_per_token=per_token,
+        shared_experts=bool(experts and read("n_shared_experts")),
+        divides_attention=not read("kv_lora_rank"),
         source="config",
     )

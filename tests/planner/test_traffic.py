@@ -62,6 +62,55 @@ def _axis(axis: str) -> str:
     return "pp_tied" if axis.startswith("pp_tied") else "pp" if axis.startswith("pp_") else axis
 
 
+OTHERS = {
+    "Mixtral": (
+        case(4, tp=2, ep=2, **SP),
+        "MixtralConfig",
+        dict(num_local_experts=4, num_experts_per_tok=2),
+    ),
+    "DeepSeek": (
+        case(4, tp=2, cp=2),
+        "DeepseekV3Config",
+        dict(
+            moe_intermediate_size=16,
+            num_key_value_heads=4,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            first_k_dense_replace=1,
+            **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+            **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+            n_group=2,
+            topk_group=1,
+        ),
+    ),
+    "Qwen 3": (case(2, tp=2), "Qwen3Config", dict(head_dim=8)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_collectives_of_other_models(name: str) -> None:
+    """The number of rows that an expert gets depends on the tokens: these are counted as equally many."""
+    import transformers
+
+    candidate, of_config, changes = OTHERS[name]
+    base = tiny_llama(use_cache=False).to_dict()
+    kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    sizes = {key: base[key] for key in (*kept, "vocab_size", "max_position_embeddings", "use_cache")}
+    config = getattr(transformers, of_config)(**{**sizes, **changes})
+    config._experts_implementation = "eager"  # grouped products have no float64
+    workload = workload_of(config)
+    predicted = _without_rows(step_traffic(workload, candidate, 0))
+    for _, found in comm.threads.run(candidate.layout.mesh(), recorded, candidate, config):
+        assert _without_rows(found) == predicted
+
+
+def _without_rows(counts: Counts) -> Counts:
+    found: Counts = Counter()
+    for (verb, axis, nbytes), number in counts.items():
+        found[verb, axis, 0 if axis == "ep" and verb == "exchange" else nbytes] += number
+    return found
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_recorded_collectives_are_the_counted_ones(name: str) -> None:
     candidate, changes = CASES[name]

@@ -11,7 +11,7 @@ from neuronx_dist import comm, hf
 from neuronx_dist.planner.candidate import Candidate
 from tests.support.llama_training import mean_loss, without_float32_inside
 
-__all__ = ["ROWS", "SEQ", "one_process", "train"]
+__all__ = ["ROWS", "SEQ", "batch", "build", "one_process", "train"]
 
 ROWS, SEQ = 8, 8
 
@@ -28,8 +28,8 @@ def _rows(config: Any) -> torch.Tensor:
     return torch.arange(ROWS * SEQ).mul(7).reshape(ROWS, SEQ) % config.vocab_size
 
 
-def train(candidate: Candidate, config: Any, steps: int = 2) -> tuple[int, list[float], list[comm.Call]]:
-    """Returns the rank's stage, the losses of the job, and the collectives of the last step."""
+def build(candidate: Candidate, config: Any) -> tuple[Any, Any]:
+    """Returns the rank's model, on meta, and its optimizer."""
     layout = candidate.layout
     module = _model(config, layout.dtype)
     hf.swap(
@@ -52,19 +52,31 @@ def train(candidate: Candidate, config: Any, steps: int = 2) -> tuple[int, list[
     )
     if candidate.recompute:
         nxd.recompute(model, candidate.recompute)
-    hf.materialize(model, seed=0)
     params = [param for param in model.local_parameters() if param.requires_grad]
     wrapper = nxd.NeuronZero1Optimizer if layout.zero1 else nxd.MasterWeightsOptimizer
-    optimizer = wrapper(params, torch.optim.AdamW, lr=1e-2)
+    return model, wrapper(params, torch.optim.AdamW, lr=1e-2)
+
+
+def batch(candidate: Candidate, config: Any) -> dict[str, torch.Tensor]:
+    """Returns the rank's rows, and the number of labels."""
+    layout = candidate.layout
     rows = _rows(config).chunk(layout.dp)[comm.rank("dp")]
-    batch = {"input_ids": rows, "labels": rows.clone()}
+    of_rank = {"input_ids": rows, "labels": rows.clone()}
     if layout.cp > 1:
-        batch = {**nxd.get_batch_on_this_context_parallel_rank(batch, "zigzag")}
-    items = nxd.global_num_items(batch["labels"], layout.num_microbatches, dtype=torch.float64)
-    losses = []
+        of_rank = {**nxd.get_batch_on_this_context_parallel_rank(of_rank, "zigzag")}
+    items = nxd.global_num_items(of_rank["labels"], layout.num_microbatches, dtype=torch.float64)
+    return {**of_rank, "num_items_in_batch": items}
+
+
+def train(candidate: Candidate, config: Any, steps: int = 2) -> tuple[int, list[float], list[comm.Call]]:
+    """Returns the rank's stage, the losses of the job, and the collectives of the last step."""
+    model, optimizer = build(candidate, config)
+    hf.materialize(model, seed=0)
+    optimizer.init_zero()
+    inputs, losses = batch(candidate, config), []
     for _ in range(steps):
         with comm.record() as calls:
-            losses.append(float(model.run_train(**batch, num_items_in_batch=items)))
+            losses.append(float(model.run_train(**inputs)))
             optimizer.step()
         optimizer.zero_grad()
     return int(comm.rank("pp")), losses, calls
