@@ -26,7 +26,8 @@ import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.comm.context import Context
 from neuronx_dist.planner import Candidate, Cluster, Predictor, workload_of
-from neuronx_dist.planner.validate import TrainingJob, calibrated, mape, rank_correlation, regret
+from neuronx_dist.planner.calibration import calibrated, mape, rank_correlation, regret
+from neuronx_dist.planner.validate import TrainingJob
 from neuronx_dist.planning.layout import Layout
 from neuronx_dist.planning.memory import estimate_memory
 
@@ -36,7 +37,7 @@ MODELS = {
     256: dict(intermediate_size=704, num_attention_heads=8),
 }
 # The first of three calibrates.
-LAYOUTS = {
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: [
         dict(tp=2),
         dict(tp=2, num_microbatches=4),
@@ -118,7 +119,8 @@ def measure(world: int, rounds: int, seconds: float) -> tuple[dict[str, Any], li
     nxd.initialize_model_parallel(tensor_model_parallel_size=2)
     cluster = Cluster.measure(f"cpu of {world} ranks", seconds=seconds)
     rank, backend = comm.current().rank, comm.current().backend
-    jobs, peaks, times = [], [], []
+    jobs, peaks = [], []
+    times: list[list[tuple[float, float]]] = []
     contexts: dict[nxd.Mesh, Context] = {}
     for case in cases(world):
         mesh = case.layout.mesh()

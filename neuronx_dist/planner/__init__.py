@@ -9,8 +9,9 @@ stage_memory.py  bytes of a rank, by stage, in closed form
 predictor.py     `Predictor`: seconds and bytes of a candidate; computed once what candidates share
 search.py        the fastest candidates that fit, exact, by bounds
 plans.py         `nxd.plan`, `Plans`: tables, explanations, what does not work and what would
-command.py       `neuronx-dist plan`
-validate.py      a layout's step, run and timed; errors of predictions; a cluster corrected by measured steps
+command.py       `neuronx-dist plan`; job_commands.py: `plan measure` and `plan validate`
+validate.py      a plan's step, run and timed, beside its prediction
+calibration.py   errors of predictions; a cluster corrected by measured steps
 """
 
 from .candidate import Candidate

@@ -12,6 +12,7 @@ from ..command_line import command_parser, count
 from ..planning.plan import PlanError
 from .candidate import RECOMPUTED
 from .cluster import PRESETS, Cluster, ClusterError
+from .job_commands import measure, validate_plan
 from .plans import CONSTRAINTS, Plans, plan
 from .workload import MODELS
 
@@ -25,6 +26,9 @@ examples:
   $ neuronx-dist plan --model ./Llama-3.1-8B --devices 32 --cluster ours.json --batch 64 --seq-len 4096 --save a.json
   $ neuronx-dist plan --model llama-8b --devices 8 --cluster a100 --batch 64 --seq-len 4096 --why-not tp=4,pp=2
 
+  $ torchrun --nproc-per-node 8 -m neuronx_dist plan measure --tp 8 --save ours.json
+  $ torchrun --nproc-per-node 8 -m neuronx_dist plan validate --model ./Llama --plan a.plan.json --cluster ours.json
+
 models: {", ".join(MODELS)}; or a folder or file of a Hugging Face config
 clusters: {", ".join(PRESETS)}; or the file of a measured one
 """
@@ -36,16 +40,25 @@ def arguments() -> argparse.ArgumentParser:
     """The argument parser of `plan`."""
     parser = command_parser("Finds the fastest layouts of a model on a cluster; needs no device.", _EXAMPLES)
     add = parser.add_argument
-    add("--model", required=True, help="a name, or the folder or config.json of a Hugging Face model")
-    add("--cluster", required=True, metavar="NAME", help="a preset, or the JSON file of a cluster")
+    add(
+        "task",
+        nargs="?",
+        choices=["measure", "validate"],
+        help="on every rank of a job: measure the cluster, or train steps of a saved plan; without it: plan",
+    )
+    add("--model", help="a name, or the folder or config.json of a Hugging Face model")
+    add("--cluster", metavar="NAME", help="a preset, or the JSON file of a cluster")
     add("--devices", type=count, help="number of devices; by default those of the cluster")
-    add("--batch", type=count, required=True, help="sequences of a step, of all devices together")
-    add("--seq-len", type=count, required=True, help="tokens of a sequence")
+    add("--batch", type=count, help="sequences of a step, of all devices together")
+    add("--seq-len", type=count, help="tokens of a sequence")
     add("--top", type=count, default=10, help="number of plans (%(default)s)")
     add("--explain", action="store_true", help="seconds by term and bytes by stage of the best plan")
     add("--why-not", metavar="NAME=VALUE,...", help="why the best plan has not these values")
     add("--pareto", action="store_true", help="the front of time against memory in place of the fastest plans")
-    add("--save", metavar="FILE", help="write the best plan to a file")
+    add("--save", metavar="FILE", help="write the best plan, the measured cluster, or the validation to a file")
+    add("--seconds", type=float, default=20.0, help="of `measure`: about how long (%(default)s)")
+    add("--plan", metavar="FILE", help="of `validate`: a saved plan")
+    add("--steps", type=count, default=5, help="of `validate`: number of timed steps (%(default)s)")
     add("--json", action="store_true", help="all figures as JSON")
     fixed = parser.add_argument_group("constraints: values that are not searched; several values: any of them")
     for name in _NUMBERS:
@@ -59,9 +72,23 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints plans; returns 0, or 1 if there is none."""
+    """Prints plans, or runs `measure` or `validate`; returns 0, or 1 if there is no plan.
+
+    Raises:
+        argparse.ArgumentError: an argument is missing.
+    """
+    needed: dict[str | None, list[str]] = {"measure": [], "validate": ["model", "cluster", "plan"]}
+    for name in needed.get(args.task, ["model", "cluster", "batch", "seq_len"]):
+        if getattr(args, name) is None:
+            raise argparse.ArgumentError(None, f"the following argument is required: --{name.replace('_', '-')}")
     try:
+        if args.task == "measure":
+            measure(args)
+            return 0
         cluster = _cluster(args.cluster, args.devices)
+        if args.task == "validate":
+            validate_plan(args, cluster)
+            return 0
         plans = plan(
             args.model,
             global_batch=args.batch,

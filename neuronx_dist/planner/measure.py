@@ -28,6 +28,7 @@ from ..accelerator.streams import synchronize
 __all__ = ["GroupSpeed", "Speeds", "device_memory", "fingerprint", "measure_groups", "measure_speeds"]
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+SIZES = {"cpu": (256, 512, 1024), "accelerator": (1024, 2048, 4096, 8192)}  # of products
 AXES = ("tp", "cp", "ep", "dp", "edp", "pp")
 
 
@@ -89,7 +90,7 @@ def measure_speeds(device: torch.device, seconds: float) -> Speeds:
     """Times products, memory and calls; `seconds`: about how long, in all."""
     on_cpu = device.type == "cpu"
     dtypes = ("float32", "float64") if on_cpu else ("bfloat16", "float16", "float32")
-    sizes = (256, 512, 1024) if on_cpu else (1024, 2048, 4096, 8192)
+    sizes = SIZES["cpu" if on_cpu else "accelerator"]
     share = seconds / (len(dtypes) * len(sizes) + 3)
     flops, best = {}, {}
     for dtype in dtypes:
@@ -99,8 +100,8 @@ def measure_speeds(device: torch.device, seconds: float) -> Speeds:
             rates.append(2 * size**3 / _seconds(partial(torch.mm, x, x, out=torch.empty_like(x)), device, share))
         flops[dtype], best[dtype] = median(rates), max(rates)
     heads, length, width = (8, 256, 32) if on_cpu else (16, 4096, 128)
-    qkv = torch.randn(3, 1, heads, length, width, device=device).to(getattr(torch, dtypes[0])).unbind()
-    attend = partial(F.scaled_dot_product_attention, *qkv, is_causal=True)
+    qkv = torch.randn(3, 1, heads, length, width, device=device).to(getattr(torch, dtypes[0]))
+    attend = partial(F.scaled_dot_product_attention, qkv[0], qkv[1], qkv[2], is_causal=True)
     attention = 2 * heads * length**2 * width / _seconds(attend, device, share) / flops[dtypes[0]]
     x = torch.zeros((1 << 20) if on_cpu else (64 << 20), device=device)
     bandwidth = 2 * x.nbytes / _seconds(partial(torch.add, x, 1), device, share)

@@ -1,26 +1,21 @@
-"""Prediction against measurement: the training step of a layout is run and timed, and errors are counted.
+"""Prediction against measurement: the training step of a plan, run and timed.
 
-    job = TrainingJob(layout, config)         # on every rank of an initialized job
-    measured = job.measure(steps=5)           # seconds of a step, peak memory
-
-    mape(predicted, measured)                 # mean of |predicted / measured - 1|
-    rank_correlation(predicted, measured)     # Spearman's: 1 if both order the layouts equally
-    regret(predicted, measured)               # measured seconds of the predicted best over the measured best, less 1
-
-    calibrated(cluster, predict, measured)    # the cluster's speeds, corrected by measured steps
-
-Steps of a few layouts correct the speeds of a cluster for all others: collectives between products, products of a
-model's sizes and Python's time are in them.
+result = validate(plan, config)           # on every rank of an initialized job: predicted beside measured
+result.append("results.jsonl")            # on one rank; `Validation.load` reads all
+job = TrainingJob(layout, config)         # the same without a plan
+measured = job.measure(steps=5)           # seconds of a step, peak memory
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import exp, log
-from statistics import mean, median
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -32,37 +27,14 @@ from ..hf.model_plan import transformer_layer_class
 from ..hf.swap import swap
 from ..optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
 from ..pipeline.model import NxDPPModel
-from ..planning.layout import Layout
+from ..planning.layout import Layout, format_bytes
 from ..planning.meter import measure_peak
+from ..planning.recompute import recompute
 from ..weights.materialize import materialize
-from .cluster import Cluster, Link
+from .measure import fingerprint
+from .plans import LayoutPlan
 
-__all__ = ["Measured", "TrainingJob", "calibrated", "fit_factors", "mape", "rank_correlation", "regret", "scaled"]
-
-
-def mape(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Returns the mean absolute relative error of predictions."""
-    return mean(abs(one / other - 1) for one, other in zip(predicted, measured, strict=True))
-
-
-def rank_correlation(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Returns Spearman's rank correlation; equal values share the mean of their ranks."""
-    one, other = _ranks(predicted), _ranks(measured)
-    centre = (len(one) - 1) / 2
-    covariance = sum((a - centre) * (b - centre) for a, b in zip(one, other, strict=True))
-    variances = sum((a - centre) ** 2 for a in one) * sum((b - centre) ** 2 for b in other)
-    return covariance / variances**0.5 if variances else 1.0
-
-
-def regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Returns by which part the layout with the best prediction is slower than the best measured one."""
-    chosen = min(range(len(predicted)), key=predicted.__getitem__)
-    return measured[chosen] / min(measured) - 1
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    below = [sum(other < value for other in values) for value in values]
-    return [rank + (values.count(value) - 1) / 2 for rank, value in zip(below, values)]
+__all__ = ["Measured", "TrainingJob", "Validation", "validate"]
 
 
 @dataclass(frozen=True)
@@ -91,6 +63,7 @@ class TrainingJob:
         layout: the mesh of the job is `layout.mesh()`.
         config: config of a Hugging Face causal LM.
         fused_loss: that of `hf.swap`.
+        recomputed: argument of `nxd.recompute`; "": nothing is recomputed.
         optimizer_class: the optimizer that `NeuronZero1Optimizer` or `MasterWeightsOptimizer` wraps.
     """
 
@@ -100,6 +73,7 @@ class TrainingJob:
         config: Any,
         *,
         fused_loss: bool = True,
+        recomputed: str = "",
         optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
     ) -> None:
         from transformers import AutoModelForCausalLM
@@ -131,6 +105,8 @@ class TrainingJob:
             auto_partition=True,
             use_zero1_optimizer=layout.zero1,
         )
+        if recomputed:
+            recompute(self.model, recomputed)
         materialize(self.model, 0, device=device)
         self.params = [param for param in self.model.local_parameters() if param.requires_grad]
         wrapper = NeuronZero1Optimizer if layout.zero1 else MasterWeightsOptimizer
@@ -181,85 +157,96 @@ class TrainingJob:
         return time.perf_counter() - wall, time.process_time() - cpu
 
 
-# --- calibration -----------------------------------------------------------------------------------------------------
-
-SPEEDS = ("flops", "attention", "bandwidth", "launch")
-LINK_SPEEDS = ("bandwidth", "latency")
-PRIOR = 0.02  # weight of a factor's squared logarithm beside one observation's: what no observation shows stays
+# --- a plan, validated ----------------------------------------------------------------------------------------------
 
 
-def calibrated(
-    cluster: Cluster, predict: Callable[[Cluster, Any], float], observed: Sequence[tuple[Any, float]]
-) -> Cluster:
-    """Returns the cluster with its speeds scaled so that predictions fit observed steps.
+@dataclass(frozen=True)
+class Validation:
+    """Prediction of a plan beside its measured steps; `str()` is three lines.
+
+    Attributes:
+        plan: the plan in words; `cluster`: name of the cluster that it was predicted for.
+        predicted, measured: seconds of a step; `steps`: of each measured one.
+        predicted_peak, measured_peak: bytes of the rank that needs most.
+        machine: where it was measured; `other`: what differs from where the cluster's numbers were measured.
+    """
+
+    plan: str
+    cluster: str
+    predicted: float
+    measured: float
+    steps: tuple[float, ...]
+    predicted_peak: float
+    measured_peak: float
+    machine: Mapping[str, str]
+    other: Mapping[str, str]
+
+    @property
+    def error(self) -> float:
+        """Relative error of the predicted seconds."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def memory_error(self) -> float:
+        """Relative error of the predicted peak."""
+        return self.predicted_peak / self.measured_peak - 1
+
+    def __str__(self) -> str:
+        spread = f"{min(self.steps) * 1e3:.1f} to {max(self.steps) * 1e3:.1f}"
+        lines = [
+            self.plan,
+            f"  step  predicted {self.predicted * 1e3:.1f} ms, measured {self.measured * 1e3:.1f} ms ({spread} in "
+            f"{len(self.steps)} steps): {self.error:+.1%}",
+            f"  peak  predicted {format_bytes(self.predicted_peak)}, measured {format_bytes(self.measured_peak)}: "
+            f"{self.memory_error:+.1%}",
+        ]
+        if self.other:
+            lines.append(
+                f"  {self.cluster} was measured elsewhere: "
+                + ", ".join(
+                    f"{name} {there!r} there, {self.machine[name]!r} here" for name, there in self.other.items()
+                )
+            )
+        return "\n".join(lines)
+
+    def append(self, path: str | PathLike[str]) -> None:
+        """Adds the validation to a file, as a line of JSON."""
+        with Path(path).open("a") as file:
+            file.write(json.dumps(asdict(self)) + "\n")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> list[Validation]:
+        """Reads the validations of a file."""
+        content = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        return [cls(**{**one, "steps": tuple(one["steps"])}) for one in content]
+
+
+def validate(plan: LayoutPlan, config: Any, *, steps: int = 5, warmup: int = 2) -> Validation:
+    """Trains a few steps of a plan on random tokens, and returns the prediction beside what was measured.
+
+    Every rank of a job whose mesh is `plan.layout.mesh()` calls it; all get the same.
 
     Args:
-        predict: returns the predicted seconds of a case on a cluster.
-        observed: cases and their measured seconds.
+        config: config of the planned model.
+        steps: number of timed steps, after `warmup` others.
+
+    Raises:
+        ValueError: the job has another mesh, or the plan is of compiled code.
     """
-    return scaled(cluster, fit_factors(lambda factors, case: predict(scaled(cluster, factors), case), observed))
-
-
-def fit_factors(
-    predict: Callable[[Mapping[str, float], Any], float], observed: Sequence[tuple[Any, float]], *, links: int = 4
-) -> dict[str, float]:
-    """Returns factors of speeds with which predictions fit observed steps; see `scaled`.
-
-    They minimize the squared relative errors (of logarithms), with a weak preference of 1 (Levenberg's and Marquardt's
-    method): factors are positive, and what no step shows stays 1.
-
-    Args:
-        predict: returns the predicted seconds of a case with these factors.
-        links: number of links that have factors.
-    """
-    names = [*SPEEDS, *(f"{name}[{link}]" for link in range(links) for name in LINK_SPEEDS)]
-    units = torch.eye(len(names), dtype=torch.float64)
-
-    def factors_at(logs: torch.Tensor) -> dict[str, float]:
-        return {name: exp(max(-5.0, min(5.0, value))) for name, value in zip(names, logs.tolist())}
-
-    def errors(logs: torch.Tensor) -> torch.Tensor:
-        factors = factors_at(logs)
-        return torch.tensor([log(predict(factors, case) / seconds) for case, seconds in observed], dtype=torch.float64)
-
-    def loss(values: torch.Tensor, logs: torch.Tensor) -> float:
-        return float(values.square().sum() + PRIOR * logs.square().sum())
-
-    logs, damping, move = torch.zeros(len(names), dtype=torch.float64), 0.1, 1e-3
-    now = errors(logs)
-    while damping < 1e6:
-        jacobian = torch.stack([(errors(logs + move * unit) - now) / move for unit in units], dim=1)
-        gradient = jacobian.T @ now + PRIOR * logs
-        candidate = logs - torch.linalg.solve(jacobian.T @ jacobian + (PRIOR + damping) * units, gradient).clamp(-1, 1)
-        then = errors(candidate)
-        gain = loss(now, logs) - loss(then, candidate)
-        if gain > 0:
-            logs, now, damping = candidate, then, damping / 3
-            if gain < 1e-7:
-                break
-        else:
-            damping *= 4
-    return factors_at(logs)
-
-
-def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
-    """Returns the cluster with its speeds multiplied by factors; products stay below the peak, links below the memory.
-
-    Args:
-        factors: by name, of `SPEEDS`, and of `LINK_SPEEDS` of a link, as "bandwidth[0]"; missing ones are 1. The factor
-            of "latency" is that of `Link.in_step` too.
-    """
-    bandwidth = cluster.bandwidth * factors.get("bandwidth", 1.0)
-    links = []
-    for number, link in enumerate(cluster.links):
-        faster, longer = (factors.get(f"{name}[{number}]", 1.0) for name in LINK_SPEEDS)
-        speed = min(link.bandwidth * faster, bandwidth)
-        links.append(Link(link.span, speed, link.latency * longer, link.in_step * longer))
-    return replace(
-        cluster,
-        flops={dtype: min(x * factors.get("flops", 1.0), cluster.peak[dtype]) for dtype, x in cluster.flops.items()},
-        attention=cluster.attention * factors.get("attention", 1.0),
-        bandwidth=bandwidth,
-        launch=cluster.launch * factors.get("launch", 1.0),
-        links=tuple(links),
+    candidate = plan.candidate
+    if candidate.compiled:
+        raise ValueError("validate: the plan is of compiled code, and this step is not: plan with compiled=False")
+    job = TrainingJob(candidate.layout, config, fused_loss=candidate.fused_loss, recomputed=candidate.recompute)
+    measured = job.measure(steps, warmup=warmup)
+    machine = fingerprint(comm.current().backend.device)
+    return Validation(
+        plan=plan.words(),
+        cluster=plan.cluster.name,
+        predicted=plan.seconds.total,
+        measured=measured.median,
+        steps=measured.seconds,
+        predicted_peak=plan.peak,
+        measured_peak=measured.peak,
+        machine=machine,
+        other={name: there for name, there in plan.cluster.fingerprint.items() if machine.get(name) != there},
     )

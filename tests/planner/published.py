@@ -6,17 +6,18 @@ that this package does not, or not so: `Program` says which, and `seconds` adds 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from neuronx_dist.planner.calibration import fit_factors, rank_correlation, scaled
 from neuronx_dist.planner.candidate import Candidate
 from neuronx_dist.planner.cluster import Cluster
 from neuronx_dist.planner.predictor import Predictor
 from neuronx_dist.planner.workload import Block, Weight, Workload, workload_of
 from neuronx_dist.planning.layout import Layout
 
-__all__ = ["TABLES", "Program", "Row", "seconds"]
+__all__ = ["TABLES", "Errors", "Program", "Row", "errors", "fitted", "predicted", "published_points", "seconds"]
 
 
 class Program(NamedTuple):
@@ -24,14 +25,15 @@ class Program(NamedTuple):
 
     Attributes:
         gradient_bytes: bytes of an element of gradients that are reduced over data-parallel ranks.
-        regathers: backward gathers the input of column-parallel layers once more, so that it is not saved.
+        tp_bytes: bytes of the collectives of a layer over tp, for an element of its input. Here they are 4 gathers in
+            bfloat16 and 4 sums in float32, 24 bytes; with sums in bfloat16 16; and 18 with one more gather in backward.
         overlaps: gradients are reduced during backward: the first microbatches' computation hides it.
         sharded_weights: FSDP: weights are gathered in each microbatch's forward and backward.
         compiled: pointwise operations are fused.
     """
 
     gradient_bytes: int = 4
-    regathers: bool = True
+    tp_bytes: int = 18
     overlaps: bool = False
     sharded_weights: bool = False
     compiled: bool = True
@@ -39,8 +41,8 @@ class Program(NamedTuple):
 
 MEGATRON = Program()
 BRIDGE = Program(overlaps=True)
-TITAN = Program(regathers=False, overlaps=True, sharded_weights=True)
-NXD = Program(regathers=False)
+TITAN = Program(tp_bytes=16, overlaps=True, sharded_weights=True)
+NXD = Program(tp_bytes=24)
 
 
 class Row(NamedTuple):
@@ -83,8 +85,7 @@ def seconds(row: Row, cluster: Cluster) -> float:
     step = predictor.seconds(candidate)
     total = step.total
     data, microbatches = layout.dp * layout.cp, layout.num_microbatches
-    if program.regathers and layout.tp > 1 and layout.sequence_parallel:
-        total += step.tp / 8
+    total += step.tp * (program.tp_bytes / 24 - 1)
     if data > 1:
         weights = sum(predictor.elements(predictor.stages(candidate)[0], candidate.sizes)[:2])
         scatter = cluster.collective("reduce_scatter", weights * program.gradient_bytes, data, layout.tp)
@@ -264,11 +265,11 @@ def _gpt(layers: int, hidden: int) -> Workload:
     """Returns a GPT: heads of 128, a feed-forward layer of 4 hidden without gate."""
     weights = (
         Weight((hidden, hidden), "query"),
-        Weight((hidden, hidden), "key_value", count=2),
+        Weight((hidden, hidden), "key_value", number=2),
         Weight((hidden, hidden), "heads"),
         Weight((4 * hidden, hidden), "rows"),
         Weight((hidden, 4 * hidden), "columns"),
-        Weight((hidden,), count=4, products=0),
+        Weight((hidden,), number=4, products=0),
     )
     heads = hidden // 128
     block = Block(layers, weights, 4 * hidden)
@@ -290,3 +291,57 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     "NxD, trn1": _nxd,
     "Megatron-LM, H100": _megatron,
 }
+
+
+# --- errors
+
+
+def fitted(rows: Sequence[Row]) -> dict[str, float]:
+    """Returns the factors of the speeds of each row's cluster with which predictions fit the rows."""
+    return fit_factors(predicted, [(row, row.seconds) for row in rows], links=2)
+
+
+def predicted(factors: Mapping[str, float], row: Row) -> float:
+    """Returns the predicted seconds of a step on the row's cluster, its speeds multiplied by factors."""
+    return seconds(row, scaled(row.cluster, factors))
+
+
+class Errors(NamedTuple):
+    """Errors of predictions: mean and largest relative error, rank correlation of the time of a token."""
+
+    mape: float
+    largest: float
+    rank: float
+
+    def __str__(self) -> str:
+        return f"{self.mape:.1%} ({self.largest:.0%}) | {self.rank:.2f}"
+
+
+def errors(rows: Sequence[Row], factors: Mapping[str, float]) -> Errors:
+    """Returns the errors of predictions with factors of speeds."""
+    pairs = [(predicted(factors, row), row) for row in rows]
+    relative = [abs(one / row.seconds - 1) for one, row in pairs]
+    ours = [one / row.seconds * row.seconds_per_token * row.layout.world_size for one, row in pairs]
+    theirs = [row.seconds_per_token * row.layout.world_size for row in rows]
+    return Errors(sum(relative) / len(relative), max(relative), rank_correlation(ours, theirs))
+
+
+def published_points() -> list[tuple[str, float, float]]:
+    """Returns name, predicted and published seconds of collectives of 1 GiB on H100, NVSwitch and RoCE of 400 Gb/s.
+
+    AutoParallel's cost model (meta-pytorch/autoparallel, h100_nvswitch_roce_400g.py): latency and bandwidth of
+    nccl-tests, for (hosts, ranks of a host).
+    """
+    table = {
+        "all_gather": ((157, 433), (163, 386), (177, 61), (210, 323), (188, 48), (362, 305), (214, 46), (871, 264)),
+        "reduce_scatter": ((167, 438), (168, 392), (177, 80), (219, 377), (175, 50), (345, 359), (221, 46), (876, 301)),
+        "all_reduce": ((152, 244), (160, 212), (176, 42), (181, 193), (164, 26), (192, 171), (181, 24), (207, 130)),
+        "all_to_all": ((35, 447), (41, 374), (53, 77), (108, 83), (65, 46), (174, 47), (188, 47), (636, 43)),
+    }
+    groups = ((1, 4), (1, 8), (2, 1), (2, 8), (8, 1), (8, 8), (32, 1), (32, 8))
+    cluster, points = Cluster.preset("h100", devices=256), []
+    for verb, cells in table.items():
+        for (hosts, ranks), (microseconds, gigabytes) in zip(groups, cells, strict=True):
+            ours = cluster.collective(verb, 2**30, hosts * ranks, 1 if ranks > 1 else 8)
+            points.append((f"{verb} {hosts} x {ranks}", ours, microseconds * 1e-6 + 2**30 / (gigabytes * 1e9)))
+    return points

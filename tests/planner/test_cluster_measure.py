@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.planner import measure
+from neuronx_dist.planner.calibration import calibrated, mape, rank_correlation, regret
 from neuronx_dist.planner.cluster import Cluster
-from neuronx_dist.planner.validate import calibrated, mape, rank_correlation, regret
 
 
 def test_all_ranks_measure_the_same_cluster() -> None:
     """Every rank has the slowest rank's speeds, a link for each group of the mesh, and the marks of this machine."""
-    clusters = comm.threads.run(Mesh(4, tp=2), partial(Cluster.measure, seconds=0.02))
+    with mock.patch.dict(measure.SIZES, cpu=(16, 32)):
+        clusters = comm.threads.run(Mesh(4, tp=2), partial(Cluster.measure, seconds=0.02))
     cluster = clusters[0]
     assert all(other == cluster for other in clusters)
     assert cluster.devices == cluster.devices_per_host == 4
@@ -27,7 +30,8 @@ def test_all_ranks_measure_the_same_cluster() -> None:
 
 
 def test_a_process_alone_measures_its_device() -> None:
-    cluster = Cluster.measure("here", seconds=0.02)
+    with mock.patch.dict(measure.SIZES, cpu=(16, 32)):
+        cluster = Cluster.measure("here", seconds=0.02)
     assert (cluster.name, cluster.devices) == ("here", 1)
     assert cluster.of(2).collective("all_reduce", 1024, 2) > 0
 
