@@ -79,6 +79,7 @@ OPTIONAL = {
     "PIL",
     "gguf",
     "jax",
+    "jinja2",
     "jaxlib",
     "matplotlib",
     "ml_dtypes",

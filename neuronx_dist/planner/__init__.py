@@ -9,6 +9,7 @@ stage_memory.py  bytes of a rank, by stage, in closed form
 predictor.py     `Predictor`: seconds and bytes of a candidate; computed once what candidates share
 search.py        the fastest candidates that fit, exact, by bounds
 plans.py         `nxd.plan`, `Plans`: tables, explanations, what does not work and what would
+report.py        the plans as one HTML file
 command.py       `neuronx-dist plan`; job_commands.py: `plan measure` and `plan validate`
 validate.py      a plan's step, run and timed, beside its prediction
 calibration.py   errors of predictions; a cluster corrected by measured steps

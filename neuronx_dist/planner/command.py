@@ -14,6 +14,7 @@ from .candidate import RECOMPUTED
 from .cluster import PRESETS, Cluster, ClusterError
 from .job_commands import measure, validate_plan
 from .plans import CONSTRAINTS, Plans, plan
+from .report import report
 from .workload import MODELS
 
 __all__ = ["arguments", "run"]
@@ -59,6 +60,11 @@ def arguments() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=20.0, help="of `measure`: about how long (%(default)s)")
     add("--plan", metavar="FILE", help="of `validate`: a saved plan")
     add("--steps", type=count, default=5, help="of `validate`: number of timed steps (%(default)s)")
+    add(
+        "--report",
+        metavar="FILE",
+        help="write an HTML page: ranks, a simulated step, memory, terms, what would change it",
+    )
     add("--json", action="store_true", help="all figures as JSON")
     fixed = parser.add_argument_group("constraints: values that are not searched; several values: any of them")
     for name in _NUMBERS:
@@ -110,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
 def _show(plans: Plans, args: argparse.Namespace) -> None:
     if args.save:
         plans[0].save(args.save)
+    if args.report:
+        Path(args.report).write_text(report(plans))
     if args.json:
         shown = plans.pareto() if args.pareto else plans
         print(json.dumps([one.as_dict() for one in shown], indent=1))

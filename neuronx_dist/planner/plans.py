@@ -26,7 +26,7 @@ from .seconds import StepSeconds
 from .stage_memory import StageBytes
 from .workload import Workload, workload_of
 
-__all__ = ["CONSTRAINTS", "LayoutPlan", "Plans", "plan"]
+__all__ = ["CONSTRAINTS", "TERMS", "LayoutPlan", "Plans", "plan"]
 
 _DEGREES = ("tp", "pp", "cp", "ep", "dp", "num_microbatches", "micro_batch", "virtual_pipeline_size")
 #: Names of constraints, with the values that they can have; None: positive integers.
@@ -106,7 +106,7 @@ class LayoutPlan:
         for field in fields(seconds):
             value = getattr(seconds, field.name)
             if value:
-                lines.append(f"  {_TERMS[field.name]:46} {value:10.4g} s  {value / total:6.1%}")
+                lines.append(f"  {TERMS[field.name]:46} {value:10.4g} s  {value / total:6.1%}")
         left = format_bytes(self.cluster.memory - self.peak)
         lines.append(
             f"peak {format_bytes(self.peak)} of {format_bytes(self.cluster.memory)}: {left} ({self.margin:.0%}) left"
@@ -183,7 +183,8 @@ class LayoutPlan:
         }
 
 
-_TERMS = {
+#: Terms of `StepSeconds`, in words.
+TERMS = {
     "products": "matrix products",
     "attention": "attention",
     "pointwise": "pointwise operations, empty calls",
@@ -298,7 +299,7 @@ class Plans(Sequence[LayoutPlan]):
         for field in fields(best.seconds):
             difference = getattr(other.seconds, field.name) - getattr(best.seconds, field.name)
             if abs(difference) > 0.002 * best.seconds.total:
-                lines.append(f"  {_TERMS[field.name]:46} {difference:+10.4g} s")
+                lines.append(f"  {TERMS[field.name]:46} {difference:+10.4g} s")
         lines.append(f"  {'peak':46} {format_bytes(other.peak)}, of the best plan {format_bytes(best.peak)}")
         return "\n".join(lines)
 

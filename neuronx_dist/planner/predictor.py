@@ -111,8 +111,7 @@ class Predictor:
         slowest = max(range(len(busy)), key=busy.__getitem__)
         key = ("span", *self._pipeline_key(candidate))
         if key not in self._cache:
-            message = message_seconds(self.workload, layout, sizes, self.cluster)
-            self._cache[key] = self._simulator.step_time(schedule, costs, message)
+            self._cache[key] = self._simulator.step_time(schedule, costs, self.message_seconds(candidate))
         span = self._cache[key]
         options = candidate.recompute, candidate.fused_loss, candidate.compiled
         parts = [self._piece(piece, sizes, options).part for piece in pieces[slowest]]
@@ -154,6 +153,10 @@ class Predictor:
             reduction = reduction_seconds(sent, numel, layout, sizes, self.cluster)
             self._cache[key] = reduction, optimizer_seconds(numel, sharded, layout, sizes, self.cluster)
         return self._cache[key]
+
+    def message_seconds(self, candidate: Candidate) -> float:
+        """Returns the seconds of a message between stages."""
+        return message_seconds(self.workload, candidate.layout, candidate.sizes, self.cluster)
 
     def tasks(self, candidate: Candidate) -> list[list[tuple[float, float, float]]]:
         """Returns the seconds of a forward and of the halves of a backward, by stage and chunk."""

@@ -157,6 +157,12 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     out = capsys.readouterr().out
     assert "llama-8b (8.0 B parameters) on 8 x h100" in out and out.count(" tp ") >= 3 and "plan 1: tp" in out
     assert Plan.load(path).tp in (2, 4)
+    page = tmp_path / "plan.html"
+    assert main([*COMMAND, "--pp", "2", "--top", "2", "--report", str(page)]) == 0
+    html, out = page.read_text(), capsys.readouterr().out
+    assert all(word in html for word in ("stage 1", "8 ranks = pp 2", "twice the batch", "<svg", "matrix products"))
+    assert "src=" not in html and "href=" not in html  # no other file
+    assert all(words in html for words in re.findall(r"^ *\d+  (.*?)  ", out, re.M))
     assert main([*COMMAND, "--json", "--top", "2", "--recompute", "full", "--no-zero1"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [one["recompute"] for one in found] == ["full", "full"] and not found[0]["layout"]["zero1"]

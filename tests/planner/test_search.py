@@ -76,7 +76,9 @@ def every_layout(workload: Workload, world: int, batch: int, seq_len: int) -> It
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world, memory", [(4, 80 * GIB), (8, 80 * GIB), (8, 2.2 * GIB)])
+@pytest.mark.parametrize(
+    "world, memory", [(4, 80 * GIB), (8, 2.2 * GIB), pytest.param(8, 80 * GIB, marks=pytest.mark.full)]
+)
 def test_the_search_agrees_with_all_layouts(world: int, memory: float) -> None:
     workload, batch, seq_len = small(), 8, 1024
     predictor, job = Predictor(workload, cluster(world, memory)), Job(batch, seq_len, {})
@@ -221,7 +223,9 @@ PLAYED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PLAYED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name == "one device")) for name in PLAYED]
+)
 def test_peaks_are_those_that_are_played(name: str) -> None:
     """At most 1 % below, and 2 % above, on each stage: `estimate_memory` is itself compared with real processes."""
     layout, recompute = PLAYED[name]
