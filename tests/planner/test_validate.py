@@ -25,7 +25,11 @@ def config() -> Any:
 def plan(**constraints: Any) -> LayoutPlan:
     fixed = dict(tp=1, num_microbatches=1, dtype="float32", recompute="")
     plans = nxd.plan(
-        config(), global_batch=4, seq_len=16, cluster=Cluster.preset("cpu", constraints["dp"]), constraints={**fixed, **constraints}
+        config(),
+        global_batch=4,
+        seq_len=16,
+        cluster=Cluster.preset("cpu", constraints["dp"]),
+        constraints={**fixed, **constraints},
     )
     return plans[0]
 
