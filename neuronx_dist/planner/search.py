@@ -34,7 +34,7 @@ _MOST_TP = 64
 
 @dataclass(frozen=True)
 class Job:
-    """What does not change between candidates, and what is left to the search.
+    """The part of a job that all candidates share, and what is left to the search.
 
     Attributes:
         fixed: the values that a name of `Layout` or `Candidate`, or dp, may have; names that are missing are searched.

@@ -53,7 +53,7 @@ class TensorPlan(NamedTuple):
 
 
 class JobPlan(NamedTuple):
-    """What `nxd.plan` chose beside the division of a unit, and the job that it chose for.
+    """The values that `nxd.plan` chose beside the division of a unit, and the job that it chose them for.
 
     Attributes:
         recompute: argument of `nxd.recompute`; "": nothing is recomputed.

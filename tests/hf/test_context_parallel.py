@@ -141,22 +141,40 @@ DOCUMENTS = [[3, 11], [], [7], [1, 2, 8]]
     "name, sizes, balance, documents, options",
     [
         ("llama", dict(cp=2), None, None, {}),
-        ("llama", dict(cp=2), None, DOCUMENTS, {}),
+        pytest.param("llama", dict(cp=2), None, DOCUMENTS, {}, marks=pytest.mark.slow),
         ("llama", dict(cp=2, tp=2), "zigzag", DOCUMENTS, dict(sequence_parallel=True)),
         ("llama", dict(cp=2), "zigzag", DOCUMENTS, dict(context_parallel="ulysses")),
-        ("llama", dict(cp=4), "zigzag", None, dict(context_parallel="ulysses")),
-        ("three heads", dict(cp=2, tp=2), "zigzag", None, dict(context_parallel="ulysses", pad_heads=True)),
-        ("llama", dict(cp=4), "zigzag", DOCUMENTS, dict(context_parallel="ring+ulysses")),
-        ("llama", dict(cp=4, tp=2), None, None, dict(context_parallel="ring+ulysses:2", sequence_parallel=True)),
-        ("gpt-oss", dict(cp=4), "zigzag", None, dict(context_parallel="ring+ulysses")),
-        ("mistral", dict(cp=4), None, DOCUMENTS, dict(context_parallel="auto")),
+        pytest.param("llama", dict(cp=4), "zigzag", None, dict(context_parallel="ulysses"), marks=pytest.mark.slow),
+        pytest.param(
+            "three heads",
+            dict(cp=2, tp=2),
+            "zigzag",
+            None,
+            dict(context_parallel="ulysses", pad_heads=True),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "llama", dict(cp=4), "zigzag", DOCUMENTS, dict(context_parallel="ring+ulysses"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "llama",
+            dict(cp=4, tp=2),
+            None,
+            None,
+            dict(context_parallel="ring+ulysses:2", sequence_parallel=True),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "gpt-oss", dict(cp=4), "zigzag", None, dict(context_parallel="ring+ulysses"), marks=pytest.mark.slow
+        ),
+        pytest.param("mistral", dict(cp=4), None, DOCUMENTS, dict(context_parallel="auto"), marks=pytest.mark.slow),
         pytest.param("llama", dict(cp=2, tp=2, dp=2), "zigzag", None, {}, marks=pytest.mark.slow),
         pytest.param("llama", dict(cp=4, tp=2), None, DOCUMENTS, {}, marks=pytest.mark.full),
-        ("gpt2", dict(cp=4), "zigzag", None, {}),
+        pytest.param("gpt2", dict(cp=4), "zigzag", None, {}, marks=pytest.mark.slow),
         pytest.param("gpt2", dict(cp=2, tp=2), None, None, dict(context_parallel="ulysses"), marks=pytest.mark.full),
-        ("mistral", dict(cp=4), None, None, {}),
+        pytest.param("mistral", dict(cp=4), None, None, {}, marks=pytest.mark.slow),
         ("mistral", dict(cp=2, dp=2), "zigzag", None, {}),
-        ("gpt-oss", dict(cp=2), "zigzag", None, {}),
+        pytest.param("gpt-oss", dict(cp=2), "zigzag", None, {}, marks=pytest.mark.slow),
     ],
 )
 def test_three_steps_are_those_of_one_process(
@@ -291,6 +309,7 @@ def test_padding_on_the_right_counts_nowhere(name: str, method: str) -> None:
     comm.threads.run(Mesh(2, cp=2), wrongly_split)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [dict(pp=2, cp=2), dict(pp=2, cp=2, tp=2)])
 def test_a_pipeline_of_packed_documents(sizes: dict[str, int]) -> None:
     """Two stages, two microbatches, layers that are recomputed in backward; with tp sequence parallelism."""
@@ -476,6 +495,7 @@ def test_a_split_is_seen_by_its_positions() -> None:
         assert contiguous == pytest.approx(zigzag, rel=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method, balance", [("ring", "zigzag"), ("ulysses", None), ("ring+ulysses", "zigzag"), ("auto", "none")]
 )

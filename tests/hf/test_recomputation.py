@@ -309,6 +309,7 @@ def test_attention_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     again(**whole_batch(16)).loss.backward()
 
 
+@pytest.mark.slow
 def test_a_budget_with_offloaded_inputs() -> None:
     model = llama()
     plain = nxd.recompute(model, memory="1 GB", inputs=whole_batch(), offload=True)
@@ -316,6 +317,7 @@ def test_a_budget_with_offloaded_inputs() -> None:
     assert found.modules and found.peak < plain.peak and "extra time" in str(found)
 
 
+@pytest.mark.slow
 def test_the_smallest_budget_is_the_least_peak_and_has_the_unit_of_the_budget() -> None:
     """The last layer needs more when it is recomputed as a whole than its attention alone: its backward comes first."""
 

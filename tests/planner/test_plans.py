@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import subprocess
 import sys
 import time
@@ -21,6 +23,8 @@ from neuronx_dist.planner.seconds import StepSeconds
 from neuronx_dist.planner.workload import workload_of
 from neuronx_dist.planning.plan import Plan, PlanError
 from tests.support.llama import tiny_llama
+from tests.support.pages import run_page
+from tests.support.paths import DOCS, ROOT
 
 JOB: dict[str, Any] = dict(global_batch=64, seq_len=4096, cluster="h100", devices=8)
 
@@ -191,3 +195,26 @@ def test_a_large_search_takes_less_than_300_megabytes() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     most = next(line for line in done.stdout.splitlines() if line.startswith("VmHWM"))
     assert int(most.split()[1]) / 1024 < 300
+
+
+# --- the page and the example
+
+
+@pytest.mark.slow
+def test_the_page_and_the_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    printed: list[str] = []
+    run_page("planner.md", printed=printed)
+    assert "tp 8" in printed[0] and "matrix products" in printed[0] and (tmp_path / "llama.plan.json").exists()
+    runpy.run_path(str(ROOT / "examples" / "plan_llama.py"), run_name="__main__")
+    assert "why not tp 8?" in capsys.readouterr().out
+    rows = re.findall(
+        r"^\| Llama (\d+B), ([\d,]+), ([\d,]+) \| [^|]* \| ([\d.]+) \|", (DOCS / "planner.md").read_text(), re.M
+    )
+    assert len(rows) == 3
+    for size, devices, batch, seconds in rows:
+        job = dict(global_batch=int(batch.replace(",", "")), devices=int(devices.replace(",", "")), seq_len=8192)
+        best = nxd.plan(f"llama-{size.lower()}", cluster="h100", top_k=1, **job)[0]
+        assert best.seconds.total == pytest.approx(float(seconds), rel=0.1), "write the table of docs/planner.md anew"

@@ -148,6 +148,44 @@ def test_the_simulator_agrees_with_the_schedules_simulation() -> None:
             assert simulator.step_time(schedule, costs, 0.1) == pytest.approx(expected, rel=2e-3)
 
 
+# --- terms
+
+
+def test_terms_are_their_closed_forms() -> None:
+    """A device that reads memory in no time has operations alone; then links alone."""
+    workload, h, f, layers, vocab, s = small(), 1024, 4096, 6, 32000, 2048
+    where = cluster(8, bandwidth=1e30, launch=0.0, attention=0.5)
+    predictor = Predictor(workload, where)
+    one = Layout(8, num_microbatches=4, global_batch=32, seq_len=s, dtype="bfloat16")
+    seconds = predictor.seconds(Candidate(one))
+    weights = layers * (h * h * 2 + 2 * h * 512 + 3 * h * f) + vocab * h
+    assert seconds.products == pytest.approx(4 * 6 * s * weights / 4e14, rel=1e-9)
+    assert seconds.attention == pytest.approx(4 * 3.5 * layers * 2 * s * s * h / (0.5 * 4e14), rel=1e-9)
+    assert seconds.bubble == seconds.tp == seconds.cp == seconds.recomputation == 0
+    again = predictor.seconds(Candidate(one, "full")).recomputation
+    assert again == pytest.approx(
+        (seconds.products - 4 * 6 * s * vocab * h / 4e14) / 3 + seconds.attention / 3.5, rel=1e-9
+    )
+    # Gradients in buckets of 100 MB, of bytes and one flag for each parameter.
+    nbytes = 2 * (workload.num_parameters + 9 * layers + 3)
+    whole = where.collective("all_reduce", nbytes, 8, 1)
+    assert whole < seconds.reduction < whole + 10 * where.collective("all_reduce", 8, 8, 1)
+
+    tp2 = Layout(2, tp=2, sequence_parallel=True, num_microbatches=4, global_batch=4, seq_len=s, dtype="bfloat16")
+    pair = cluster(2, bandwidth=1e30, launch=0.0)
+    gather, scatter = (pair.collective(*verb, 2) for verb in (("all_gather", s * h * 2), ("reduce_scatter", s * h * 4)))
+    of_loss = pair.collective("all_reduce", s * 2, 2) + pair.collective("all_reduce", 2 * s * 4, 2)
+    expected = 4 * (layers * 4 * (gather + scatter) + 2 * (gather + scatter))
+    assert expected < Predictor(workload, pair).seconds(Candidate(tp2)).tp < expected + 4 * 8 * of_loss
+
+    even = replace(workload, vocab=8)  # stages of equal work
+    pp4 = Layout(8, pp=2, num_microbatches=8, global_batch=32, seq_len=s, dtype="bfloat16")
+    free = replace(where, links=(Link(8, 1e29, 0.0),))
+    seconds = Predictor(even, free).seconds(Candidate(pp4))
+    assert seconds.bubble == pytest.approx((seconds.products + seconds.attention) / 8, rel=1e-3)
+    assert Predictor(even, where).seconds(Candidate(pp4)).bubble > seconds.bubble  # messages are waited for
+
+
 # --- sizes and bytes
 
 
