@@ -2,7 +2,8 @@
 
 All layouts of a number of ranks stay in memory and take turns, step by step. The cluster is measured in the same job,
 and corrected by a third of the layouts; errors are those of the others. Layouts of one model have the same batch, so
-that the planner's choice can be held against the fastest measured one.
+that the planner's choice can be held against the fastest measured one. On a loaded machine wall time says little: the
+CPU time of a rank is predicted too, by the same terms without waiting.
 
     python benchmarks/planner.py [--quick] [--rounds 9] [--worlds 2 4] [--out results.json] [--of results.json]
 
@@ -12,6 +13,7 @@ that the planner's choice can be held against the fastest measured one.
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from statistics import median
@@ -151,13 +153,31 @@ def measure(world: int, rounds: int, seconds: float) -> tuple[dict[str, Any], li
 
 
 def predict(cluster: Cluster, case: Case) -> float:
-    return Predictor(workload_of(case.config), cluster).seconds(Candidate(case.layout)).total
+    """Returns the predicted seconds of a step; `cluster` was measured with all ranks at work.
+
+    Where ranks share cores, one that waits in a pipeline leaves its core to others: the step takes as long as all ranks
+    compute on average, or as the pipeline with a core for each rank, whichever is longer.
+    """
+    total = Predictor(workload_of(case.config), cluster).seconds(Candidate(case.layout)).total
+    cores = os.cpu_count() or 1
+    if case.layout.pp == 1 or cores >= case.layout.world_size:
+        return total
+    return max(predict_busy(cluster, case), total * cores / case.layout.world_size)
+
+
+def predict_busy(cluster: Cluster, case: Case) -> float:
+    """Returns the predicted seconds in which a rank does not wait, the mean over the stages: its CPU time."""
+    predictor, candidate = Predictor(workload_of(case.config), cluster), Candidate(case.layout)
+    stages = [sum(map(sum, chunks)) for chunks in predictor.tasks(candidate)]
+    return case.layout.num_microbatches * sum(stages) / len(stages) + sum(predictor.after(candidate))
 
 
 def report(world: int, cluster: Cluster, steps: list[Step]) -> dict[str, Any]:
     observed = list(zip(cases(world), steps))
     fitted = calibrated(cluster, predict, [(case, step.seconds) for case, step in observed[::3]])
     print(f"measured   {cluster}\ncorrected  {fitted}\n")
+    of_cpu = [(case, step.cpu_seconds / world) for case, step in observed]
+    busy = calibrated(cluster, predict_busy, of_cpu[::3])
     rows = []
     for number, (case, step) in enumerate(observed):
         memory = estimate_memory(case.layout, case.config, fused_loss=True).peak / step.peak - 1
@@ -174,6 +194,8 @@ def report(world: int, cluster: Cluster, steps: list[Step]) -> dict[str, Any]:
         same = [row for row in rows if row[0].hidden == hidden]
         regrets.append(regret([row[3] for row in same], [row[1].seconds for row in same]))
     measured = [row[1].seconds for row in held_out]
+    in_cpu = [entry for number, entry in enumerate(of_cpu) if number % 3]
+    ours, theirs = [predict_busy(busy, case) for case, _ in in_cpu], [seconds for _, seconds in in_cpu]
     return {
         "layouts": len(rows),
         "held_out": len(held_out),
@@ -181,6 +203,8 @@ def report(world: int, cluster: Cluster, steps: list[Step]) -> dict[str, Any]:
         "mape_before_correction": mape([row[2] for row in held_out], measured),
         "rank_correlation": rank_correlation([row[3] for row in held_out], measured),
         "regret": max(regrets),
+        "mape_cpu": mape(ours, theirs),
+        "rank_correlation_cpu": rank_correlation(ours, theirs),
         "memory": max(abs(row[4]) for row in rows),
     }
 

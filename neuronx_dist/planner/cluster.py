@@ -24,7 +24,7 @@ gloo beside 217 us of an all_gather, back to back.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import ceil, inf, log2
 from os import PathLike
@@ -154,13 +154,13 @@ class Cluster:
         hosts = comm.gather_objects(marks["host"]) if in_job else [marks["host"]]
         speeds = measure_speeds(device, seconds / 2)
         groups = measure_groups(device, seconds / 2) if in_job else []
+        per_host = hosts.count(hosts[0])
         spans: dict[int, list[Link]] = {}
         for size, stride, bandwidth, latency, in_step in groups:
             link = Link(size * stride, min(bandwidth, speeds.bandwidth), latency, in_step)
             spans.setdefault(size * stride, []).append(link)
-        links = [max(links, key=lambda link: link.latency + link.in_step) for _, links in sorted(spans.items())]
+        links = measured_links([max(links, key=_latency) for _, links in sorted(spans.items())], per_host)
         known = next((one.peak for key, one in PRESETS.items() if key.upper() in marks["device"].upper().split()), {})
-        per_host = hosts.count(hosts[0])
         return cls(
             name=name,
             devices=len(hosts),
@@ -386,6 +386,26 @@ def _links(links: tuple[Link, ...], devices: int) -> tuple[Link, ...]:
     inner = [link for link in links[:-1] if link.span < devices]
     outermost = links[len(inner)]
     return (*inner, replace(outermost, span=max(devices, outermost.span if outermost is not links[-1] else 1)))
+
+
+def _latency(link: Link) -> float:
+    return link.latency + link.in_step
+
+
+def measured_links(links: Sequence[Link], per_host: int) -> list[Link]:
+    """Joins neighbouring links of a host that are equally fast up to a factor of 2: they are one, measured twice."""
+    found: list[Link] = []
+    for link in links:
+        if found and link.span <= per_host:
+            inner = found[-1]
+            pairs = ((inner.bandwidth, link.bandwidth), (_latency(inner), _latency(link)))
+            if all(max(pair) <= 2 * min(pair) for pair in pairs):
+                names = ("bandwidth", "latency", "in_step")
+                means = {name: (getattr(inner, name) * getattr(link, name)) ** 0.5 for name in names}
+                found[-1] = Link(link.span, **means)
+                continue
+        found.append(link)
+    return found
 
 
 # Achieved parts of the data sheets.

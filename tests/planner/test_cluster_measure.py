@@ -13,7 +13,7 @@ from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.planner import measure
 from neuronx_dist.planner.calibration import calibrated, mape, rank_correlation, regret
-from neuronx_dist.planner.cluster import Cluster
+from neuronx_dist.planner.cluster import Cluster, Link, measured_links
 
 
 def test_all_ranks_measure_the_same_cluster() -> None:
@@ -23,10 +23,20 @@ def test_all_ranks_measure_the_same_cluster() -> None:
     cluster = clusters[0]
     assert all(other == cluster for other in clusters)
     assert cluster.devices == cluster.devices_per_host == 4
-    assert [link.span for link in cluster.links] == [2, 4]  # tp: neighbours; dp: two apart
+    # tp: neighbours; dp: two apart; one link if they are equally fast
+    assert [link.span for link in cluster.links] in ([2, 4], [4])
     assert set(cluster.flops) == {"float32", "float64"}
     assert all(cluster.flops[dtype] <= cluster.peak[dtype] for dtype in cluster.flops)
     assert cluster.fingerprint["torch"] == torch.__version__ and cluster.fingerprint["ranks"] == "4"
+
+
+def test_groups_of_a_host_that_are_equally_fast_have_one_link() -> None:
+    """Of a factor of 2 or more, and between hosts, links stay apart."""
+    near, like, slow = Link(2, 8e9, 1e-4, 1e-4), Link(4, 2e9 * 2, 2e-4, 1e-4), Link(8, 1e9, 2e-4, 1e-4)
+    merged = measured_links([near, like, slow], per_host=4)
+    assert [link.span for link in merged] == [4, 8]
+    assert merged[0].bandwidth == pytest.approx((8e9 * 4e9) ** 0.5) and merged[1] == slow
+    assert measured_links([near, replace(like, bandwidth=3e9)], per_host=4) == [near, replace(like, bandwidth=3e9)]
 
 
 def test_a_process_alone_measures_its_device() -> None:
