@@ -6,6 +6,7 @@ candidate.py     `Candidate`: a layout and the options of its step
 traffic.py       the collectives of a step, counted
 seconds.py       seconds of parts of a model, of a pipeline, of a reduction
 stage_memory.py  bytes of a rank, by stage, in closed form
+simulation.py    the seconds of a pipeline's step, by its schedule
 predictor.py     `Predictor`: seconds and bytes of a candidate; computed once what candidates share
 search.py        the fastest candidates that fit, exact, by bounds
 plans.py         `nxd.plan`, `Plans`: tables, explanations, what does not work and what would
