@@ -29,7 +29,7 @@ from neuronx_dist import comm
 from neuronx_dist.comm.context import Context
 from neuronx_dist.planner import Candidate, Cluster, Predictor, workload_of
 from neuronx_dist.planner.calibration import calibrated, mape, rank_correlation, regret
-from neuronx_dist.planner.validate import TrainingJob
+from neuronx_dist.planner.validation import TrainingJob
 from neuronx_dist.planning.layout import Layout
 from neuronx_dist.planning.memory import estimate_memory
 

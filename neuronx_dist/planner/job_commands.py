@@ -11,7 +11,7 @@ from ..mesh import Mesh
 from ..parallel_layers.parallel_state import initialize_model_parallel
 from .cluster import Cluster
 from .plans import LayoutPlan
-from .validate import validate
+from .validation import validate
 
 __all__ = ["measure", "validate_plan"]
 

@@ -31,7 +31,7 @@ def test_all_ranks_measure_the_same_cluster() -> None:
 
 
 def test_groups_of_a_host_that_are_equally_fast_have_one_link() -> None:
-    """Of a factor of 2 or more, and between hosts, links stay apart."""
+    """Links that differ by a factor of 2 or more, and links between hosts, stay apart."""
     near, like, slow = Link(2, 8e9, 1e-4, 1e-4), Link(4, 2e9 * 2, 2e-4, 1e-4), Link(8, 1e9, 2e-4, 1e-4)
     merged = measured_links([near, like, slow], per_host=4)
     assert [link.span for link in merged] == [4, 8]

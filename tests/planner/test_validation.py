@@ -13,7 +13,7 @@ from neuronx_dist import comm
 from neuronx_dist.__main__ import main
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.planner import Cluster, LayoutPlan
-from neuronx_dist.planner.validate import TrainingJob, Validation, validate
+from neuronx_dist.planner.validation import TrainingJob, Validation, validate
 from neuronx_dist.planning.memory import estimate_memory
 
 
