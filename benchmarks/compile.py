@@ -1,7 +1,7 @@
 """A transformer block at tp=2 and the example's Llama, forward and backward: compiled beside eager.
 
 The block is written with parallel layers (RMSNorm, fused q/k/v, attention, o, RMSNorm, fused gate/up, down), with and
-without sequence parallelism; the model is the Llama of `examples/train_llama.py`, swapped by `hf.swap` (it needs
+without sequence parallelism; the model is the Llama of `neuronx-dist train`, swapped by `hf.swap` (it needs
 transformers). Each is compiled as one graph (`fullgraph=True`). Eager code runs a second time as `again`, to show the
 noise. All run in one job, turn by turn; what is reported is the median over the rounds of a round's ratio to `eager`.
 

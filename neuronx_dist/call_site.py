@@ -2,7 +2,7 @@
 
 Every source file has an owner:
 
-    USER       none of the others
+    USER       none of the others; a room that is a program: `hide(__name__, USER)`
     LIBRARY    torch, torch_xla, Python's standard library, and code without a file ("<string>")
     PACKAGE    this package: a layer, a pipeline, an optimizer
     MACHINERY  a room of this package that acts for its caller: `hide(__name__)`

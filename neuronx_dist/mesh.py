@@ -95,9 +95,11 @@ class Mesh:
             model = sizes[0] * sizes[1] * sizes[2]
             if self.world_size % model:
                 product_text = " * ".join(f"{name}={size}" for name, size in zip(names, sizes))
+                launch = f" (neuronx-dist run --nproc-per-node {model} script.py)" if self.world_size == 1 else ""
                 raise ValueError(
                     f"invalid implied {label} parallel degree: world size {self.world_size} is not divisible by "
-                    f"{product_text} = {model}; use a world size that is a multiple of {model}, or smaller degrees"
+                    f"{product_text} = {model}; use a world size that is a multiple of {model}{launch}, or smaller "
+                    "degrees"
                 )
         if self.tp % self.tp_replicas:
             raise ValueError(f"mesh: tp_replicas={self.tp_replicas} does not divide tp={self.tp}")

@@ -4,29 +4,76 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
+import shlex
 import sys
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
+import neuronx_dist
 from neuronx_dist import __main__ as command
 
 
 def test_help_names_every_subcommand(capsys: Any) -> None:
     assert command.main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("usage: neuronx-dist [-h] COMMAND ...")
+    assert out.startswith("usage: neuronx-dist [-h] [--version] COMMAND ...")
     for name, (_, summary) in command.SUBCOMMANDS.items():
         assert f"    {name} " in out and summary.split(",")[0][:30] in " ".join(out.split())
 
 
+def test_without_words_it_prints_help(capsys: Any) -> None:
+    assert command.main([]) == 0
+    assert "COMMAND ..." in capsys.readouterr().out
+    assert command.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"neuronx-dist {neuronx_dist.__version__}, torch {torch.__version__}\n"
+
+
 @pytest.mark.parametrize(
-    "words, message", [([], "required: COMMAND"), (["draw"], "invalid choice: 'draw'"), (["--no"], "required: COMMAND")]
+    "words, message",
+    [
+        (["trian"], "there is no command 'trian': did you mean train? (neuronx-dist --help)\n"),
+        (["draw"], "there is no command 'draw': choose from check, compat, "),
+        (["--no"], "required: COMMAND (neuronx-dist --help)\n"),
+    ],
 )
 def test_a_command_that_cannot_be_understood(words: list[str], message: str, capsys: Any) -> None:
     assert command.main(words) == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("neuronx-dist: ") and message in error
+
+
+def examples_of(text: str) -> list[list[str]]:
+    """Words of the lines of a help text that begin with `$`, those that a backslash continues joined."""
+    lines = re.findall(r"^ *\$ (.*)$", text.replace("\\\n", " "), re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+@pytest.mark.parametrize("name", [None, *command.SUBCOMMANDS])
+def test_examples_in_the_help_can_be_parsed(name: str | None, capsys: Any) -> None:
+    assert command.main([name, "--help"] if name else ["--help"]) == 0
+    examples = examples_of(capsys.readouterr().out)
+    assert len(examples) >= 2, f"{name} --help shows no examples"
+    for program, *words in examples:
+        if program != "neuronx-dist":  # another launcher, of `-m neuronx_dist ...`
+            words = words[words.index("neuronx_dist") + 1 :]
+        while words:
+            assert name is None or words[0] in (name, "run"), words
+            args = parsers(words[0]).parse_args(words[1:])
+            is_nested = words[0] == "run" and args.module and args.training_script == "neuronx_dist"
+            words = args.training_script_args if is_nested else []
+
+
+@cache
+def parsers(name: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = importlib.import_module(
+        f"neuronx_dist.{command.SUBCOMMANDS[name][0]}"
+    ).arguments()
+    return parser
 
 
 @pytest.mark.parametrize("name", command.SUBCOMMANDS)

@@ -147,6 +147,10 @@ def test_coordinates_are_the_inverse_of_the_grid(mesh, data):
         (dict(world_size=8, tp=2, pp=3), ["8", "pp=3", "6"]),
         (dict(world_size=8, tp=2, ep=3), ["expert data", "ep=3", "6"]),
         (dict(world_size=2, tp=3), ["2", "tp=3"]),  # nothing is clamped
+        (
+            dict(world_size=1, tp=2),
+            ["multiple of 2 (neuronx-dist run --nproc-per-node 2 script.py), or smaller degrees"],
+        ),
         (dict(world_size=4, tp=0), ["tp", "0"]),
         (dict(world_size=4, pp=-1), ["pp", "-1"]),
         (dict(world_size=4, cp=True), ["cp", "True"]),

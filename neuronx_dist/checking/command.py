@@ -17,7 +17,7 @@ from .api import check
 __all__ = ["arguments", "run"]
 
 _EXAMPLE = """\
-example:
+examples:
 
   # model.py
   import torch, torch.nn.functional as F, neuronx_dist as nxd
@@ -36,6 +36,9 @@ example:
 
   $ neuronx-dist check model.py:model_fn --mesh dp=2,tp=4 --step step
   check ok: 8 ranks, level G: gradients and collectives agree; 1 trusted declaration (--details lists them)
+
+  $ neuronx-dist check model.py:model_fn --mesh pp=2,tp=4 --option layers=8 --numeric
+  $ neuronx-dist check model.py:model_fn --mesh dp=64,tp=8 --time-limit 60 --json      # for CI
 
 The exit code is 0 if all is well, 1 if there is a problem, 2 if the command cannot be understood.
 """

@@ -60,6 +60,7 @@ The options are torchrun's:
 def arguments() -> argparse.ArgumentParser:
     """Returns the parser of `run`: torchrun's options, a script, and the arguments of the script."""
     parser = torchrun.get_args_parser()
+    parser.allow_abbrev = False  # a script's `--nproc` is none of the launcher's options
     parser.usage = "%(prog)s [options] script.py [arguments of the script]"
     parser.add_argument(
         "--hang-timeout",

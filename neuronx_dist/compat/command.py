@@ -18,9 +18,10 @@ def arguments() -> argparse.ArgumentParser:
     parser = command_parser(
         "Run a script that imports neuronx_distributed, and torch_xla, as it is. The names are this package's; where "
         "torch_xla is absent, its functions are served on this machine's device.",
-        "Examples:\n"
-        "  torchrun --nproc-per-node 4 -m neuronx_dist compat train.py --tensor_parallel_size 2\n"
-        "  neuronx-dist run --nproc-per-node 4 -m neuronx_dist compat train.py --tensor_parallel_size 2\n\n"
+        "examples:\n\n"
+        "  $ neuronx-dist compat train.py --tensor_parallel_size 1\n"
+        "  $ neuronx-dist run --nproc-per-node 4 -m neuronx_dist compat train.py --tensor_parallel_size 2\n"
+        "  $ torchrun --nproc-per-node 4 -m neuronx_dist compat train.py --tensor_parallel_size 2\n\n"
         "The same by one line at the top of the script: import neuronx_dist.compat",
     )
     parser.add_argument("script", help="the script's path")

@@ -16,7 +16,8 @@ __all__ = ["JsonLines", "TensorBoard"]
 class JsonLines:
     """A file with one strict JSON object a step, which is whole at any moment, also when the process is killed.
 
-    JSON has no NaN: such a value is null, and `"nonfinite": {"loss": "nan"}` says which one it was.
+    JSON has no NaN: such a value is null, and `"nonfinite": {"loss": "nan"}` says which one it was; in nested values
+    it has a path (`"norms.1"`).
     A disk that is full ends no run: what could not be written is written with the next step.
 
     Args:
@@ -100,9 +101,21 @@ def _summary_writer() -> Any:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    bad = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
-    strict = {**row, **dict.fromkeys(bad), **({"nonfinite": bad} if bad else {})}
-    return json.dumps(strict, allow_nan=False) + "\n"
+    bad: dict[str, str] = {}
+    strict = {name: _strict(value, name, bad) for name, value in row.items()}
+    return json.dumps({**strict, **({"nonfinite": bad} if bad else {})}, allow_nan=False) + "\n"
+
+
+def _strict(value: Any, name: str, bad: dict[str, str]) -> Any:
+    """Returns a value with null for numbers that are not finite, which are added to `bad` by their names."""
+    if isinstance(value, Mapping):
+        return {key: _strict(item, f"{name}.{key}", bad) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item, f"{name}.{index}", bad) for index, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        bad[name] = str(value)
+        return None
+    return value
 
 
 def _rows(path: Path, upto: int) -> list[dict[str, Any]]:
@@ -114,6 +127,6 @@ def _rows(path: Path, upto: int) -> list[dict[str, Any]]:
         except ValueError:
             break
         if row["step"] <= upto:
-            row.update({name: float(value) for name, value in row.pop("nonfinite", {}).items()})
+            row.update({name: float(text) for name, text in row.pop("nonfinite", {}).items() if name in row})
             rows.append(row)
     return rows

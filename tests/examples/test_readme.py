@@ -1,6 +1,7 @@
 """Every python block of the README runs, as it is written and in the order of the page."""
 
 import re
+import subprocess
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from neuronx_dist import Mesh
 from neuronx_dist.comm import threads
 from tests.support.llama import tiny_llama
 from tests.support.paths import ROOT
+from tests.train.test_rank_exit import command
 
 pytestmark = pytest.mark.slow
 
@@ -81,3 +83,22 @@ def test_the_check_is_of_the_model_above():
     exec(compile(definitions.replace("bias=False, gather_output=False", "bias=False"), "README", "exec"), names)
     exec(compile(check.replace("print(", "report = ("), "README", "exec"), names)
     assert not names["report"].ok and "gather_output=False" in str(names["report"])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_readme_example_trains(processes, tmp_path):
+    script = tmp_path / "readme.py"
+    script.write_text(blocks()[0])
+    assert len(list(filter(None, blocks()[0].splitlines()))) <= 35
+    words, env = command([str(script)], processes)
+    done = subprocess.run(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout
+    assert max(map(float, re.findall(r"loss (\d+\.\d+),", done.stdout))) < 3.5, done.stdout
+
+
+def test_the_page_of_names_has_those_of_the_package():
+    section = (ROOT / "docs" / "names.md").read_text()
+    named = set(re.findall(r"`(\w+)`", section))
+    assert named == set(nxd.__all__) - {"__version__"}
+    for name in nxd.__all__:
+        assert getattr(nxd, name) is not None

@@ -59,12 +59,14 @@ def test_links_that_leave_docs(site: Any, monkeypatch: pytest.MonkeyPatch) -> No
     warnings: list[Any] = []
     monkeypatch.setattr(site.log, "warning", lambda *args, **_: warnings.append(args))
     page = DOCS / "layout.md"
-    text = "[a](../examples/job.py) [`b.py`](../examples/job.py) [c](../README.md#x) [d](models.md)\n```\n[e](f)\n```\n"
-    expected = "a (`examples/job.py`) `b.py` (`examples/job.py`) [c](_generated/overview.md#x) [d](models.md)\n"
+    text = (
+        "[a](../examples/tour.py) [`b.py`](../examples/tour.py) [c](../README.md#x) [d](models.md)\n```\n[e](f)\n```\n"
+    )
+    expected = "a (`examples/tour.py`) `b.py` (`examples/tour.py`) [c](_generated/overview.md#x) [d](models.md)\n"
     expected += "```\n[e](f)\n```\n"
     assert site.with_links(text, DOCS, page, "") == expected
     at = "https://host/blob/main"
-    assert f"[a]({at}/examples/job.py)" in site.with_links(text, DOCS, page, at)
+    assert f"[a]({at}/examples/tour.py)" in site.with_links(text, DOCS, page, at)
     assert not warnings
     site.with_links("[x](nowhere.md)", DOCS, page, "")
     assert "nowhere.md" in warnings[0]

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.test_resume import model_config
 from tests.faults.test_killed import results
 from tests.faults.two_hosts import Host, NoHosts, children, linked_hosts
 from tests.support.paths import EXAMPLES, ROOT
+from tests.train.test_resume import model_config
 
 pytestmark = pytest.mark.process
 
@@ -104,7 +104,9 @@ def test_the_training_example(hosts: list[Host], tmp_path: Path, launcher: str) 
     train("whole", lambda started: None)
     texts = train("killed", kill)
     assert texts[0].count("resumed after step ") == 1, texts[0]
-    assert texts[0].count("train_llama: ended ") == 1 and "failed first: lost without a message" in texts[0], texts[0]
+    assert texts[0].count("neuronx-dist train: ended ") == 1 and "failed first: lost without a message" in texts[0], (
+        texts[0]
+    )
     if launcher == "neuronx-dist run":
         assert "Traceback" not in texts[0] + texts[1], texts
     weights = [(tmp_path / out / "model" / "model.safetensors").read_bytes() for out in ("whole", "killed")]

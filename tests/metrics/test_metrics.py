@@ -155,6 +155,9 @@ def test_json_lines(tmp_path: Path) -> None:
         write(step, {"loss": loss})
         assert len(strict(path)) == step  # at once
     assert strict(path)[1] == {"step": 2, "loss": None, "nonfinite": {"loss": "nan"}}
+    write(3, {"loss": 1.0, "norms": {"up": [2.0, math.nan]}})
+    assert strict(path)[3] == {"step": 3, "loss": 1.0, "norms": {"up": [2.0, None]}, "nonfinite": {"norms.up.1": "nan"}}
+    assert metrics.JsonLines(path, after=3).rows[3] == {"step": 3, "loss": 1.0, "norms": {"up": [2.0, None]}}
     write.close()
     with open(path, "a") as file:
         file.write('{"step": 4, "lo')  # of a killed run

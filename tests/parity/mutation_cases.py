@@ -29,6 +29,7 @@ from neuronx_dist.shard_tensor.device_mesh import DeviceMesh
 from neuronx_dist.shard_tensor.moves.exchange import exchange
 from neuronx_dist.shard_tensor.ring import RingPassingConfig, perform_ring_iteration
 from neuronx_dist.shard_tensor.windows.index_maps import Sliding, plan_windows
+from neuronx_dist.train.loop import largest_on_any_rank
 from tests.parallel_layers.test_mappings import TABLE as REGIONS
 from tests.parallel_layers.test_mappings import check as check_region
 from tests.spmd.test_collectives import every_redistribution
@@ -391,6 +392,13 @@ def number_of_labels() -> None:
         assert float(grads.global_num_items(labels, 2)) == 5 / (2 * 2)
 
     comm.threads.run(Mesh(2), rank_main, timeout=20.0)
+
+
+def signal_of_one_rank() -> None:
+    def rank_main() -> None:
+        assert largest_on_any_rank(15 * int(comm.rank("world") == 1), torch.device("cpu")) == 15
+
+    comm.threads.run(Mesh(3), rank_main, timeout=20.0)
 
 
 def python_objects() -> None:

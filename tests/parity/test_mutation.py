@@ -47,6 +47,7 @@ _RESULTS = "no tensors: what forward returns, into which the results are put (te
 _LIGHTNING = "no tensors: an object of Lightning's (tests/lightning/test_lightning.py)"
 _SHAPES_OF = "no tensors: a shape, without which the broadcast after it fails (tests/hf/test_trainer.py)"
 _ENDED = "no tensors: whether a rank's sequences have ended (tests/hf/test_experts.py)"
+_TRAINS = "no tensors: folder, refusal or words of a run (tests/train)"
 _ERRORS = "no tensors: whether a rank could write (tests/hf/test_save_errors.py)"
 EXEMPT = {
     "Pipelined._everywhere:comm.broadcast_object#1": _RESULTS,
@@ -124,6 +125,24 @@ EXEMPT = {
     "MeshStrategy.barrier:comm.barrier#1": _ORDER,
     "MeshStrategy.broadcast:comm.broadcast_object#1": _LIGHTNING,
     "from_last_stage:comm.broadcast_object#1": _SHAPES_OF,
+    **{
+        f"{call}#1": _TRAINS
+        for call in (
+            "RunCheckpoints.resume:comm.broadcast_object",
+            "_run_in_folder:comm.broadcast_object",
+            "_say_memory:comm.gather_objects",
+            "_stages_not_finite:comm.gather_objects",
+            "choose_folder:comm.broadcast_object",
+            "choose_folder:comm.gather_objects",
+            "compare_layouts:comm.broadcast_object",
+            "make_folder:comm.broadcast_object",
+            "make_folder:comm.gather_objects",
+        )
+    },
+    **{
+        f"{function}:comm.barrier#1": _END
+        for function in ("_end_after_step", "_run_in_folder", "leave_together", "run_rank")
+    },
     "NeuronZero1Optimizer.load_sharded_state_dict:comm.barrier#1": _ORDER,
     "NeuronZero1Optimizer.save_sharded_state_dict:comm.barrier#1": _ORDER,
 }

@@ -35,7 +35,10 @@ from tests.support.paths import ROOT
 
 __all__ = ["Result", "run", "run_to_the_end"]
 
-PRELOADED = "torch, neuronx_dist, neuronx_dist.hf, transformers.models.llama.modeling_llama, matplotlib.pyplot, fsspec"
+PRELOADED = (
+    "torch, neuronx_dist, neuronx_dist.hf, neuronx_dist.train.command, transformers.models.llama.modeling_llama, "
+    "matplotlib.pyplot, fsspec"
+)
 
 
 class Result(NamedTuple):

@@ -1,4 +1,4 @@
-"""examples/train_llama.py on one XLA device of the CPU: the CPU's losses, and nothing compiled after the start."""
+"""`neuronx-dist train` on one XLA device of the CPU: the CPU's losses, and nothing compiled after the start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPTIONS = ("--zero1", "--steps", str(STEPS), "--warmup", "5", "--microbatches", 
 
 def run(*options: str) -> str:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "train_llama.py"), "--seq-len", "64", *options],
+        [sys.executable, "-m", "neuronx_dist", "train", "--seq-len", "64", *options],
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),

@@ -14,12 +14,15 @@ __all__ = ["arguments", "run"]
 
 _SECONDS = 45.0  # of the probe; the command takes at most a minute
 _EXAMPLE = """\
-example:
+examples:
 
   $ neuronx-dist doctor
   ok       torch: 2.13.0+cpu; the tests ran on 2.9, 2.13, 2.14, 2.15
   missing  torch_xla: not installed (for device xla: Trn1, TPU); pip install torch==2.9.0 torch_xla==2.9.0, ...
   ok       two processes on cpu: all_reduce: works
+
+  $ neuronx-dist doctor --device cuda           # two processes on two GPUs
+  $ neuronx-dist doctor --no-probe --json       # no processes, for machines
 
 ok: works. missing: jobs run without it. failed: jobs that need it fail. Each line ends with what to do.
 The exit code is 1 if an all-reduce of two processes fails, else 0.

@@ -1,4 +1,4 @@
-"""Runs of the training example that are interrupted and go on: as if they had not been, to the bit."""
+"""Runs of `neuronx-dist train` that are interrupted and go on: as if they had not been, to the bit."""
 
 from __future__ import annotations
 
@@ -90,13 +90,11 @@ def results(root: Path) -> dict[str, tuple[int, str]]:
         "other_norm": {"flags": flags("ended", "--resume", model="other_norm")},
         "no_tag": {"flags": flags("ended", "--resume step_5")},
         "nothing": {"flags": flags("nothing", "--resume")},
-        "nowhere": {"flags": flags(None, "--resume")},
-        "nothing_to_overlap": {"flags": flags("nothing", "--overlap")},
         "foreign": {"flags": flags("foreign", "--resume auto")},
         "over": {"flags": flags("whole", "--resume auto")},
         "full": {"flags": flags("full", "--resume auto --steps 2 --save-every 1")},
     }
-    words = ["-m", "tests.examples.forked_runs", json.dumps(list(scenarios.values()))]
+    words = ["-m", "tests.train.forked_runs", json.dumps(list(scenarios.values()))]
     ended = forked.run(words, cwd=root, timeout=280)
     assert ended.codes == [0], ended.errors
     return dict(zip(scenarios, map(tuple, json.loads(ended.outputs[0].splitlines()[-1])), strict=True))
@@ -114,13 +112,15 @@ def last_line(result: tuple[int, str]) -> str:
 def test_a_run_that_is_ended_saves_once_and_says_one_line(results: dict[str, tuple[int, str]], root: Path) -> None:
     code, text = results["ended"]
     assert code == 128 + signal.SIGTERM
-    said = f"train_llama: ended by SIGTERM after step 3 of 6 and saved; go on with --resume --out {root / 'ended'}"
+    said = (
+        f"neuronx-dist train: ended by SIGTERM after step 3 of 6 and saved; go on with --resume --out {root / 'ended'}"
+    )
     assert text.splitlines()[-2].startswith("step 3/6") and last_line(results["ended"]) == said
     assert [row["step"] for row in metrics(root / "ended")] == [1, 2, 3] and (root / "ended" / "loss.png").exists()
     assert tags(root / "ended") == ["step_2", "step_3"] and not (root / "ended" / "model").exists()
     code, text = results["interrupted"]
     assert code == 128 + signal.SIGINT and text.count("interrupted after step 3 of 6 and saved") == 1
-    assert last_line(results["interrupted"]).startswith("train_llama: interrupted")
+    assert last_line(results["interrupted"]).startswith("neuronx-dist train: interrupted")
 
 
 def test_a_launch_without_a_check(results: dict[str, tuple[int, str]]) -> None:
@@ -187,8 +187,6 @@ def test_what_cannot_be_resumed(results: dict[str, tuple[int, str]], root: Path)
         "other_norm": "is of another model: rms_norm_eps 1e-06 -> 0.001",
         "no_tag": "there is no checkpoint 'step_5'",
         "nothing": f"there is no complete checkpoint in {root / 'nothing' / 'checkpoints'}; --resume auto starts anew",
-        "nowhere": "--resume needs --out",
-        "nothing_to_overlap": "--overlap needs --zero1",
         "foreign": f"{root / 'foreign'} is not the folder of a run",
         "over": f"{root / 'whole'} has a run that has ended, and no checkpoint",
     }

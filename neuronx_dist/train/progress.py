@@ -1,8 +1,9 @@
-"""Output of a run: a progress bar or plain lines, metrics.jsonl and other writers, and a loss curve."""
+"""Output of a run: one line of a terminal or plain lines, metrics.jsonl and other writers, and a loss curve."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -11,17 +12,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from neuronx_dist.metrics import JsonLines, StepMeter
+from ..metrics import JsonLines, StepMeter
+
+__all__ = ["Progress", "centred_means", "loss_curve"]
 
 
-class Report:
+class Progress:
     """Progress of a run of `steps` steps. A context manager for every rank; only an `active` one shows or writes.
 
     Into the folder `out` (made if missing; None: nothing is written) go `metrics.jsonl`, one object a step with step,
     loss, grad_norm, lr, what `meter` measures and, where there was an evaluation, held_out_loss; at the end,
     `loss.png`; and before the first step `run.json`, which is `record`. A run that goes on after step `done` keeps the
     objects up to that step, and its record is added to those under `resumed`.
-    On a terminal there is a progress bar, elsewhere a line every `log_every` steps.
+    On a terminal one line shows the last step, elsewhere there is a line every `log_every` steps.
     `writers` get `(step, values)` of each step, on every rank.
     """
 
@@ -50,19 +53,16 @@ class Report:
         if self.out:
             self.out.mkdir(parents=True, exist_ok=True)
             if record is not None:
-                _record(self.out / "run.json", record, done)
+                _write_record(self.out / "run.json", record, done)
             lines = JsonLines(self.out / "metrics.jsonl", after=done, warn=self.say)
             self.rows = lines.rows
             self._writers.append(lines)
         self._written = len(self.rows)
-        show_bar = active and (sys.stdout.isatty() if terminal is None else terminal)
-        self._bar = _bar(steps) if show_bar else None
+        self._terminal = active and (sys.stdout.isatty() if terminal is None else terminal)
+        self._shown = ""  # the line of the last step, on a terminal
         self._start = time.perf_counter()
 
-    def __enter__(self) -> Report:
-        if self._bar:
-            self._bar.start()
-            self._bar.update(self._bar.task_ids[0], completed=self.done)
+    def __enter__(self) -> Progress:
         self._start = time.perf_counter()
         self.mark()
         return self
@@ -73,12 +73,16 @@ class Report:
         self.rows.append(row)
         self.done = step
         self._write(upto=len(self.rows) - 1)  # this step's object waits: an evaluation may follow
-        if self._bar:
-            self._bar.update(self._bar.task_ids[0], completed=step, text=self._text(row))
-        elif self.active and (step % self.log_every == 0 or step in (self._first + 1, self.steps)):
+        is_logged = step % self.log_every == 0 or step in (self._first + 1, self.steps)
+        if self._terminal or (self.active and is_logged):
             left = (time.perf_counter() - self._start) / (step - self._first) * (self.steps - step)
             count = f"{step:>{len(str(self.steps))}}/{self.steps}"
-            print(f"step {count}  {self._text(row)}  {_clock(left)} left", flush=True)
+            line = f"step {count}  {self._text(row)}  {_clock(left)} left"
+            if self._terminal:
+                self._shown = line[: shutil.get_terminal_size().columns - 1]  # a line that wraps cannot be replaced
+                print(f"\r{self._shown}\x1b[K", end="", flush=True)
+            else:
+                print(line, flush=True)
 
     def held_out(self, loss: float) -> None:
         """The held-out loss after the last step; the time that the evaluation took counts for no step."""
@@ -88,14 +92,14 @@ class Report:
         self.mark()
 
     def say(self, text: str) -> None:
-        """A line of its own, above the bar."""
-        if self._bar:
-            self._bar.console.print(text, markup=False, highlight=False)
+        """A line of its own, on a terminal above the line of the last step."""
+        if self._terminal:
+            print(f"\r{text}\x1b[K\n{self._shown}", end="", flush=True)
         elif self.active:
             print(text, flush=True)
 
     def interrupted(self) -> str:
-        """Ends the report where it is; returns how far the run is, for whoever stopped it."""
+        """Ends the output where it is; returns how far the run is, for whoever stopped it."""
         self.__exit__(None, None, None)
         return f"after step {self.done} of {self.steps}"
 
@@ -115,8 +119,9 @@ class Report:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar:
-            self._bar.stop()
+        if self._terminal and self._shown:
+            print(flush=True)  # the line of the last step stays
+            self._terminal = False
         self.flush()
         for writer in self._writers:
             if hasattr(writer, "close"):
@@ -172,7 +177,7 @@ def centred_means(values: Sequence[float], reach: int = 10) -> list[float]:
     return [sum(values[i - near : i + near + 1]) / (2 * near + 1) for i, near in windows]
 
 
-def _record(path: Path, record: dict[str, Any], done: int) -> None:
+def _write_record(path: Path, record: dict[str, Any], done: int) -> None:
     """Writes `record` of a new run, or adds it to that of the run that goes on."""
     if done and path.exists():
         first = json.loads(path.read_text())
@@ -185,18 +190,6 @@ def _replace(path: Path, text: str) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_text(text)
     part.replace(path)
-
-
-def _bar(steps: int) -> Any:
-    """A progress bar, or None where rich is not installed."""
-    try:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    except ImportError:
-        return None
-    columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.fields[text]}")]
-    bar = Progress(*columns, TimeRemainingColumn(), expand=True)
-    bar.add_task("", total=steps, text="")
-    return bar
 
 
 def _clock(seconds: float) -> str:

@@ -1,6 +1,6 @@
-"""Runs of the training example, one after another, in forks of one interpreter that has imported what they import.
+"""Runs of `neuronx-dist train`, one after another, in forks of one interpreter that has imported what they import.
 
-    python -m tests.examples.forked_runs '[{"flags": ["--steps", "4"]}, ...]'
+    python -m tests.train.forked_runs '[{"flags": ["--steps", "4"]}, ...]'
 
 A run may have `ranks` (1), `environment`, a `signal`, which its first rank gets as soon as it has printed `at`, and
 `copies`, folders that its `--out` is copied to at its end. Printed is a JSON list of (exit code of the first rank,
@@ -12,18 +12,14 @@ from __future__ import annotations
 import io
 import json
 import os
-import runpy
 import shutil
 import socket
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from neuronx_dist import __main__
 from tests.support import forked
-from tests.support.paths import EXAMPLES
-
-SCRIPT = EXAMPLES / "train_llama.py"
 
 
 def run(
@@ -75,28 +71,24 @@ def _signal_at(part: str, number: int) -> None:
 
 def _become_rank(flags: list[str], environment: dict[str, str]) -> None:
     os.environ.update(environment)
-    for name in [path.stem for path in EXAMPLES.glob("*.py")]:  # which look at the environment as they are imported
-        sys.modules.pop(name, None)
-    sys.argv = [str(SCRIPT), *flags]
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+    sys.argv = ["neuronx-dist", "train", *flags]
+    sys.exit(__main__.main())
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(SCRIPT).parent))
     import matplotlib.figure  # noqa: F401
     import torch._dynamo
     import torch.distributed.tensor  # noqa: F401
-    import train_llama  # noqa: F401
-    from reporting import loss_curve
     from transformers import AutoModelForCausalLM, GenerationMixin, LlamaForCausalLM  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     import neuronx_dist.checkpoint.api
     import neuronx_dist.pipeline.run.executor  # noqa: F401
-    from neuronx_dist.planning import memory
+    from neuronx_dist.train import training_run
+    from neuronx_dist.train.progress import loss_curve
 
     # What takes more time than the six steps of such a run: predicted memory, a sample of text, glyphs, expressions.
-    memory.estimate_memory = lambda *_, **__: None
+    training_run.estimate_memory = lambda *_, **__: None
     GenerationMixin.generate = lambda _, ids, **__: ids
     loss_curve([{"step": step, "loss": 1.5 * step, "held_out_loss": 2.5} for step in range(7)], io.BytesIO(), "a title")
     get_checkpoint_conversion_mapping("llama")

@@ -1,4 +1,4 @@
-"""The folder of a run of train_llama.py: which one it is, whether it may be written, whether all hosts see it."""
+"""The folder of a run: which one it is, whether it may be written, whether all hosts see it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import job
-from checkpoints import folder_of
+from .. import comm
+from ..checkpoint.api import has_checkpoint
+from ..checkpoint.errors import CheckpointError
+from ..planning.layout import Layout
+from . import rank_exit
+from .run_checkpoints import folder_of
 
-import neuronx_dist as nxd
-from neuronx_dist import comm
-from neuronx_dist.planning.layout import Layout
+__all__ = ["choose_folder", "make_folder"]
 
 _PATIENCE = 10.0  # seconds until another host sees a new folder; network file systems remember what was not there
 
 
-def choose(args: Namespace, layout: Layout) -> list[Any]:
+def choose_folder(args: Namespace, layout: Layout) -> list[Any]:
     """Decides on `--out` and `--resume` for all ranks, which all call it; returns their launches.
 
     Ranks that a launcher has started again go on with the run of their launch, whatever the flags say. Rank 0 looks,
@@ -28,13 +30,13 @@ def choose(args: Namespace, layout: Layout) -> list[Any]:
     Raises:
         ValueError: on all ranks: the folder cannot be that of this run.
     """
-    everywhere = comm.gather_objects((job.launch(), job.is_restart()))
+    everywhere = comm.gather_objects((rank_exit.launch(), rank_exit.is_restart()))
     launches = [list(launch) for launch in dict.fromkeys(tuple(launch) for launch, _ in everywhere if launch)]
     answer: tuple[str, str | None, str | None] | None = None
-    if job.RANK == 0:
+    if rank_exit.launcher_rank() == 0:
         try:
             answer = (*_choice(args, layout, launches, any(again for _, again in everywhere)), None)
-        except (ValueError, OSError, nxd.CheckpointError) as error:
+        except (ValueError, OSError, CheckpointError) as error:
             answer = ("", None, str(error))
     args.out, args.resume, refusal = comm.broadcast_object(answer)
     if refusal:
@@ -42,7 +44,7 @@ def choose(args: Namespace, layout: Layout) -> list[Any]:
     return launches
 
 
-def make(args: Namespace) -> None:
+def make_folder(args: Namespace) -> None:
     """Makes the folder, where it is missing; all ranks call it.
 
     Raises:
@@ -50,7 +52,7 @@ def make(args: Namespace) -> None:
     """
     out = Path(args.out)
     refusal = None
-    if job.RANK == 0:
+    if rank_exit.launcher_rank() == 0:
         try:
             out.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=out) as file:
@@ -96,9 +98,9 @@ def _choice(args: Namespace, layout: Layout, launches: list[Any], again: bool) -
     elif args.resume == "auto":
         if out.exists() and not (out / "run.json").is_file() and any(out.iterdir()):
             raise ValueError(f"--resume auto: {out} is not the folder of a run, it has no run.json; give another --out")
-        if (out / "model").exists() and not nxd.has_checkpoint(folder_of(args)):
+        if (out / "model").exists() and not has_checkpoint(folder_of(args)):
             raise ValueError(f"--resume auto: {out} has a run that has ended, and no checkpoint; give another --out")
-    elif not nxd.has_checkpoint(folder_of(args)):
+    elif not has_checkpoint(folder_of(args)):
         raise ValueError(f"--resume: there is no complete checkpoint in {folder_of(args)}; --resume auto starts anew")
     return args.out, args.resume
 

@@ -8,21 +8,34 @@ import sys
 
 import pytest
 
-from tests.examples.test_train_llama import SCRIPT, SMALL, command
-from tests.support.paths import ROOT
+from tests.support import forked
+from tests.support.paths import EXAMPLES, ROOT
+from tests.train.test_training_run import SMALL
 
 pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.process
 
 
+def command(words, processes=1, launcher=("torch.distributed.run",), **environment):
+    """A Python command, on so many processes of a launcher; (words, environment)."""
+    python = [sys.executable]
+    if processes > 1:
+        python += ["-m", *launcher, "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(processes)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
+    env["PYTHONPATH"] = f"{ROOT}:{env.get('PYTHONPATH', '')}"
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    return [*python, *words], env
+
+
 @pytest.fixture
 def started():
-    """Starts the example on two processes; its output comes line by line."""
+    """Starts a command; its output comes line by line."""
     processes = []
 
-    def start(*flags, launch=()):
-        words, env = command([*launch, str(SCRIPT), *SMALL, *flags], processes=2, launcher=("neuronx_dist", "run"))
+    def start(words, ranks=1, launcher=()):
+        words, env = command([*words, *SMALL, "--steps", "5000"], ranks, launcher)
         process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         processes.append(process)
         return process
@@ -36,18 +49,20 @@ def started():
 
 def test_a_refusal_is_the_only_thing_seen(started, tmp_path):
     """Also where a job is started again: it would be refused again."""
-    process = started("--tp", "3", "--out", str(tmp_path / "run"), launch=["--max-restarts", "2"])
+    words = ["--max-restarts", "2", str(EXAMPLES / "train_llama.py"), "--tp", "3", "--out", str(tmp_path / "run")]
+    process = started(words, ranks=2, launcher=("neuronx_dist", "run"))
     text, _ = process.communicate(timeout=240)
     first, refusal, *reasons = text.splitlines()
-    assert first == "train_llama: 2 processes import torch and transformers ..."
-    assert refusal.startswith("train_llama: this layout cannot work")
+    assert first == "neuronx-dist train: 2 processes import torch and transformers ..."
+    assert refusal.startswith("neuronx-dist train: this layout cannot work")
     assert reasons and all(line.startswith("  - ") for line in reasons), text
     assert process.returncode == 2
 
 
 def test_ctrl_c_ends_with_one_line(started, tmp_path):
+    """The ranks are those that the command itself has started."""
     out = tmp_path / "run"
-    process = started("--tp", "2", "--steps", "5000", "--no-check", "--out", str(out))
+    process = started(["-m", "neuronx_dist", "train", "--tp", "2", "--no-check", "--out", str(out)])
     seen = []
     for line in process.stdout:
         seen.append(line)
@@ -58,7 +73,7 @@ def test_ctrl_c_ends_with_one_line(started, tmp_path):
     process.send_signal(signal.SIGINT)  # to the launcher alone, as its processes have sessions of their own
     *steps, last = process.stdout.read().splitlines()
     assert all(line.startswith(("step ", "held-out loss", "ending after this step")) for line in steps), steps
-    assert last.startswith("train_llama: interrupted after step ")
+    assert last.startswith("neuronx-dist train: interrupted after step ")
     assert last.endswith(f" and saved; go on with --resume --out {out}")
     assert process.wait(timeout=60) == 130
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -70,7 +85,8 @@ def test_ctrl_c_ends_with_one_line(started, tmp_path):
 @pytest.mark.parametrize("number, verb", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")])
 def test_a_second_signal_ends_at_once_but_not_what_repeats_the_first(number, verb):
     script = f"""
-import os, time, job
+import os, time
+from neuronx_dist.train import rank_exit as job
 job.AGAIN = 0.2
 job.end_after_step(lambda: "in the middle")
 print(job.asked_to_end())
@@ -80,27 +96,25 @@ time.sleep(0.5)
 os.kill(os.getpid(), {number})
 print("still there")
 """
-    env = {**os.environ, "PYTHONPATH": str(SCRIPT.parent)}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    done = forked.run(["-c", script])
     hint = ["ending after this step with a checkpoint; Ctrl-C again ends at once"] * (number == signal.SIGINT)
-    assert done.stdout.splitlines() == ["0", str(int(number)), *hint]
-    assert (done.stderr, done.returncode) == (f"train_llama: {verb} in the middle\n", 128 + number)
+    assert done.outputs[0].splitlines() == ["0", str(int(number)), *hint]
+    assert (done.errors, done.codes) == ([f"neuronx-dist train: {verb} in the middle\n"], [128 + number])
 
 
 @pytest.mark.parametrize(
     "variable,rank,seen",
     [
-        ("RANK", "0", "train_llama: why\n"),
-        ("RANK", "3", "train_llama, rank 3: why\n"),
-        ("SLURM_PROCID", "1", "train_llama, rank 1: why\n"),
+        ("RANK", "0", "neuronx-dist train: why\n"),
+        ("RANK", "3", "neuronx-dist train, rank 3: why\n"),
+        ("SLURM_PROCID", "1", "neuronx-dist train, rank 1: why\n"),
     ],
 )
 def test_who_leaves_alone_says_why(variable, rank, seen):
     """A rank that alone sees an error, such as a missing folder of its host, says so: no other rank knows it."""
-    script = "import job; job.WAIT = 0.1; job.leave('why', 3)"
-    env = {**os.environ, "PYTHONPATH": str(SCRIPT.parent), variable: rank}
-    done = subprocess.run([sys.executable, "-c", script], env=env, stderr=subprocess.PIPE, text=True, timeout=60)
-    assert (done.stderr, done.returncode) == (seen, 3)
+    script = "from neuronx_dist.train import rank_exit as job; job.WAIT = 0.1; job.leave('why', 3)"
+    done = forked.run(["-c", script], **{variable: rank})
+    assert (done.errors, done.codes) == ([seen], [3])
 
 
 @pytest.mark.parametrize(
@@ -115,11 +129,3 @@ def test_make_says_what_it_does_before_it_does_it(target, words):
     done = subprocess.run(make, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60)
     places = [done.stdout.find(word) for word in words]
     assert done.returncode == 0 and -1 not in places and places == sorted(places), done.stdout
-
-
-def test_other_scripts_are_left_alone(tmp_path):
-    """Importing the module changes nothing but for the example itself."""
-    script = "from signal import SIGINT, getsignal as get; old = get(SIGINT); import job; print(get(SIGINT) == old)"
-    env = {**os.environ, "PYTHONPATH": str(SCRIPT.parent)}
-    done = subprocess.run([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True, timeout=60)
-    assert done.stdout == "True\n"

@@ -1,4 +1,4 @@
-"""Start and end of train_llama.py, as lines for people. Imported first: it needs nothing but Python.
+"""Start and end of a rank of `neuronx-dist train`, as lines for people: refusals, signals, exit codes.
 
 Whoever leaves through here has said why, in one line, which is the last one under `neuronx-dist run`. torchrun itself
 adds 25 lines of its own traceback.
@@ -13,29 +13,53 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
-NAME = "train_llama"
+__all__ = [
+    "NAME",
+    "WRONG_USE",
+    "asked_to_end",
+    "end_after_step",
+    "is_restart",
+    "launch",
+    "launcher_rank",
+    "launcher_size",
+    "leave",
+    "leave_interrupted",
+    "leave_without",
+    "on_interrupt",
+    "say",
+    "start",
+]
 
-
-def _of_launcher(*names: str) -> str | None:
-    return next((os.environ[name] for name in names if name in os.environ), None)
-
-
-RANK = int(_of_launcher("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK") or "0")  # of torchrun, srun or mpirun
+NAME = "neuronx-dist train"
 WRONG_USE = 2  # exit code: to start the same command again, as --max-restarts does, would end in the same way
 WAIT = 10.0  # seconds in which the launcher ends the other ranks, once rank 0 has failed
 NEWS = 1.5  # seconds in which all ranks have heard who was lost
 AGAIN = 2.0  # seconds after which a signal is a second one: ranks may get the first from a launcher, too
 
 _on_interrupt: Callable[[], str] = lambda: "before the first step; nothing was written"  # noqa: E731
+_say: Callable[[str], Any] = print  # shows a hint beside the progress
 _asked_to_end: tuple[int, float] | None = None  # the signal that asked this rank to end after its step, and when
+
+
+def _of_launcher(*names: str) -> int | None:
+    return next((int(os.environ[name]) for name in names if name in os.environ), None)
+
+
+def launcher_rank() -> int:
+    """Rank of this process by the variables of torchrun, srun or mpirun; 0 without them."""
+    return _of_launcher("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK") or 0
+
+
+def launcher_size() -> int | None:
+    """Number of processes that torchrun, srun or mpirun has started; None: this process was started by none of them."""
+    return _of_launcher("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
 
 def say(text: str) -> None:
     """A line of rank 0, at once."""
-    if RANK == 0:
+    if launcher_rank() == 0:
         print(text, flush=True)
 
 
@@ -49,11 +73,12 @@ def leave(message: str = "", code: int = 1, *, together: bool = False) -> NoRetu
     """
     if code == 0:
         sys.exit()
-    if RANK != 0 and not together:  # the launcher ends all at the first that fails: that is rank 0, if it has a reason
+    rank = launcher_rank()
+    if rank != 0 and not together:  # the launcher ends all at the first that fails: that is rank 0, if it has a reason
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(WAIT)
-    if message and not (RANK != 0 and together):
-        print(f"{NAME}: {message}" if RANK == 0 else f"{NAME}, rank {RANK}: {message}", file=sys.stderr)
+    if message and not (rank != 0 and together):
+        print(f"{NAME}: {message}" if rank == 0 else f"{NAME}, rank {rank}: {message}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # not by way of what other ranks are asked for when a process ends
@@ -63,16 +88,16 @@ def on_interrupt(describe: Callable[[], str]) -> None:
     """From now on Ctrl-C says `interrupted` and this: how far the run is, what it has written, how to go on."""
     global _on_interrupt
     _on_interrupt = describe
-    signal.signal(signal.SIGINT, _interrupted if RANK == 0 else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, _interrupted if launcher_rank() == 0 else signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if _asked_to_end:
         leave_interrupted(_asked_to_end[0], describe())
 
 
-def end_after_step(describe: Callable[[], str]) -> None:
+def end_after_step(describe: Callable[[], str], say: Callable[[str], Any] = say) -> None:
     """From now on Ctrl-C and SIGTERM only make `asked_to_end` true; a second one ends the run, and says this."""
-    global _on_interrupt
-    _on_interrupt = describe
+    global _on_interrupt, _say
+    _on_interrupt, _say = describe, say
     signal.signal(signal.SIGINT, _end_after_step)
     signal.signal(signal.SIGTERM, _end_after_step)
 
@@ -95,7 +120,7 @@ def leave_without(lost: int | None, why: str) -> NoReturn:
     number, _ = _asked_to_end or (0, 0.0)
     verb = f"ended by {signal.Signals(number).name}" if number else "ended"
     speaker = 1 if lost == 0 else 0
-    if speaker == RANK:
+    if speaker == launcher_rank():
         time.sleep(NEWS)  # who leaves first is taken for lost by those who do not know of the other yet
         print(f"{NAME}: {verb} {_on_interrupt()}: {why}", file=sys.stderr)
     leave(code=128 + number if number else 1, together=True)
@@ -112,7 +137,7 @@ def _end_after_step(number: int, _: Any) -> None:
     if _asked_to_end is None:
         _asked_to_end = number, now
         if number == signal.SIGINT:
-            hint = threading.Timer(AGAIN, say, ["ending after this step with a checkpoint; Ctrl-C again ends at once"])
+            hint = threading.Timer(AGAIN, _say, ["ending after this step with a checkpoint; Ctrl-C again ends at once"])
             hint.daemon = True
             hint.start()
     elif now > _asked_to_end[1] + AGAIN:
@@ -130,13 +155,9 @@ def launch() -> list[str] | None:
     return None if run_id is None else [run_id, socket.gethostname(), str(os.getppid())]
 
 
-def start() -> None:
+def start(quiet: bool = False) -> None:
     """Says what takes the first seconds, and takes over Ctrl-C: the other ranks end at once, wherever they wait."""
     on_interrupt(_on_interrupt)
-    if "--check" not in sys.argv:  # its report is all that is printed
-        world = _of_launcher("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE") or "1"
-        say(f"{NAME}: {world} process{'es' * (world != '1')} import{'s' * (world == '1')} torch and transformers ...")
-
-
-if Path(sys.argv[0]).name == f"{NAME}.py":
-    start()
+    if not quiet:
+        size = launcher_size() or 1
+        say(f"{NAME}: {size} process{'es' * (size != 1)} import{'s' * (size == 1)} torch and transformers ...")

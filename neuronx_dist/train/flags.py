@@ -1,4 +1,4 @@
-"""The flags of train_llama.py."""
+"""The flags of `neuronx-dist train`, in groups; their defaults and refusals, and `run.json` as flags again."""
 
 from __future__ import annotations
 
@@ -8,48 +8,115 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
+from math import lcm
 from pathlib import Path
 from typing import Any
 
-from neuronx_dist.metrics import PEAKS, peak_flops
-from neuronx_dist.pipeline.schedule.selection import NAMES as SCHEDULES
-from neuronx_dist.planning.layout import Layout
-from neuronx_dist.planning.recompute import parse_bytes
+from ..metrics import PEAKS, peak_flops
+from ..pipeline.schedule.selection import NAMES as SCHEDULES
+from ..planning.layout import Layout
+from ..planning.recompute import parse_bytes
 
-_OF_ONE_RUN = ("out", "resume", "config", "check", "verify", "profile")
+__all__ = ["check_flags", "layout_of", "parser", "processes_of", "recomputation_of", "record_of"]
+
+_OF_ONE_RUN = ("out", "resume", "config", "check", "verify", "profile", "nproc")
 
 
-def arguments(description: str | None, argv: list[str] | None = None) -> argparse.Namespace:
-    """Parsed flags; without --out, a folder under runs/ that does not exist yet."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+class _Parser(argparse.ArgumentParser):
+    """A parser that puts the flags of --config before those of the command line, and derives defaults from both.
+
+    The words of the command line are the attribute `words` of the result.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words: Sequence[str] = sys.argv[1:] if args is None else list(args)
+        flags, rest = super().parse_known_args(words, namespace)
+        if flags.config is not None:
+            try:
+                earlier = _words_of(flags.config, flags)
+            except (OSError, ValueError) as error:
+                self.error(f"--config {flags.config}: {error}")
+            flags, rest = super().parse_known_args([*earlier, *words])
+        for name, value in _derived(vars(flags)).items():
+            if getattr(flags, name) is None:
+                setattr(flags, name, value)
+        flags.words = words
+        return flags, rest
+
+
+def parser(description: str, examples: str) -> argparse.ArgumentParser:
+    """Returns the parser of all flags; without --out a run writes to a folder under runs/ that does not exist yet."""
+    top = _Parser(
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [flags]",
+    )
+    group: Any = top
 
     def flag(name: str, default: object = None, text: str = "", **options: object) -> None:
         if default is not None:
             options.update(type=type(default), default=default)
             text += f" ({default})"
-        parser.add_argument(name, help=text, **options)  # type: ignore[arg-type]
+        if "choices" not in options:
+            options.setdefault("metavar", "X" if options.get("type") is float else "N")
+        group.add_argument(name, help=text, **options)
 
     def switch(name: str, text: str) -> None:
-        parser.add_argument(name, help=text, action="store_true")
+        group.add_argument(name, help=text, action="store_true")
 
+    group = top.add_argument_group("ranks and layout")
     flag(
-        "--model", None, "Hugging Face folder: its weights if it has any, else its config alone; default: a small Llama"
+        "--nproc",
+        None,
+        "ranks to start on this host: a number, or auto: one for each accelerator; default: as many as the degrees "
+        "below take. Ranks of torchrun, srun, mpirun or neuronx-dist run start no others",
+        type=_number_or_auto,
     )
     flag("--tp", 1, "tensor-parallel size")
-    flag("--pp", 1, "pipeline-parallel size; data parallelism takes the rest of the processes")
+    flag("--pp", 1, "pipeline-parallel size; data parallelism takes the rest of the ranks")
     flag("--cp", 1, "context-parallel size: ranks among which each sequence is divided, in zig-zag order")
     flag("--ep", 1, "expert-parallel size, a part of the data-parallel one: each rank has whole experts")
-    flag("--experts", 0, "experts of the default model, of which each token takes two; 0: a Llama without")
-    flag("--schedule", None, "of the pipeline; default: 1F1B, with several chunks interleaved", choices=SCHEDULES)
-    flag("--virtual-pipeline-size", 1, "pieces of the model (chunks) on each pipeline stage")
     switch("--sequence-parallel", "between tp blocks, split activations along the sequence")
     switch("--zero1", "split the optimizer's state over data-parallel ranks")
     switch("--overlap", "with --zero1: reduce gradients in backward, await updated weights in the next forward")
+    flag("--microbatches", 4, "microbatches of a step, on each data-parallel rank")
+    flag("--schedule", None, "of the pipeline; default: 1F1B, with several chunks interleaved", choices=SCHEDULES)
+    flag("--virtual-pipeline-size", 1, "pieces of the model (chunks) on each pipeline stage")
     switch("--pad-heads", "add zero heads where tp does not divide the heads")
     switch("--pad-vocab", "add zero rows where tp does not divide the vocabulary")
+    flag(
+        "--device",
+        "auto",
+        "auto: this machine's accelerator, or the cpu; or a type, as in docs/devices.md",
+        metavar="TYPE",
+    )
+
+    group = top.add_argument_group("model and text")
+    folder = "Hugging Face folder: its weights if it has any, else its config alone; default: a small Llama"
+    flag("--model", None, folder, metavar="FOLDER")
+    flag("--experts", 0, "experts of the default model, of which each token takes two; 0: a Llama without")
+    flag("--dtype", "float32", "bfloat16: bf16 parameters with fp32 masters", choices=["float32", "bfloat16"])
+    flag("--data", None, "text files or folders; default: Python's library sources", nargs="+", metavar="PATH")
+    flag("--data-limit", 4.0, "MiB of text to read; 0 reads all")
+    flag("--seq-len", 128, "tokens of a sequence")
+    flag("--seed", 0, "of weights and batches")
+
+    group = top.add_argument_group("optimization")
+    flag("--steps", 200, "optimizer steps")
+    flag("--global-batch", 16, "sequences of a step, over all ranks")
+    flag("--optimizer", "adamw", "muon: Muon for matrices, AdamW for the rest", choices=["adamw", "muon"])
+    flag("--lr", 2e-3, "peak learning rate; along a cosine it decays to --min-lr")
+    flag("--min-lr", None, "learning rate after the last step; default: a tenth of --lr", type=float)
+    flag("--warmup", 20, "steps of linear warm-up")
+    flag("--weight-decay", 0.1, "of matrices")
+    flag("--grad-clip", 1.0, "clip the gradient norm at this; 0 does not clip")
+    switch("--allow-nonfinite", "train on after a loss or a gradient norm that is NaN or infinite")
+
+    group = top.add_argument_group("memory")
     switch("--fused-loss", "compute the loss from the last hidden states, without the logits of all tokens in memory")
     flag(
         "--recompute",
@@ -58,75 +125,78 @@ def arguments(description: str | None, argv: list[str] | None = None) -> argpars
         "of norms, or auto: the fastest of these that fit --memory",
         choices=["none", "full", "attention", "norms", "auto"],
     )
-    flag("--memory", None, "of a rank, for --recompute auto: 24 GB or 24 GiB")
+    flag("--memory", None, "of a rank, for --recompute auto: 24 GB or 24 GiB", metavar="BYTES")
     switch("--offload", "with --recompute: inputs of recomputed parts lie in the host's memory until backward")
-    flag("--microbatches", 4, "microbatches of a step, on each data-parallel rank")
-    flag("--global-batch", 16, "sequences of a step, over all ranks")
-    flag("--seq-len", 128, "tokens of a sequence")
-    flag("--steps", 200, "optimizer steps")
-    flag("--lr", 2e-3, "peak learning rate; along a cosine it decays to --min-lr")
-    parser.add_argument("--min-lr", type=float, help="learning rate after the last step; default: a tenth of --lr")
-    flag("--warmup", 20, "steps of linear warm-up")
-    flag("--optimizer", "adamw", "muon: Muon for matrices, AdamW for the rest", choices=["adamw", "muon"])
-    flag("--weight-decay", 0.1, "of matrices")
-    flag("--grad-clip", 1.0, "clip the gradient norm at this; 0 does not clip")
-    switch("--allow-nonfinite", "train on after a loss or a gradient norm that is NaN or infinite")
-    flag("--dtype", "float32", "bfloat16: bf16 parameters with fp32 masters", choices=["float32", "bfloat16"])
-    flag("--seed", 0, "of weights and batches")
-    flag("--device", "auto", "auto: this machine's accelerator, or the cpu; or a device type, as in docs/devices.md")
-    flag("--data", None, "text files or folders; default: Python's library sources", nargs="+", metavar="PATH")
-    flag("--data-limit", 4.0, "MiB of text to read; 0 reads all")
+
+    group = top.add_argument_group("folder and checkpoints")
     flag(
         "--out",
         None,
         "folder to write, which must not exist without --resume; default: the first free one of runs/llama, "
         "runs/llama-2, ...",
+        metavar="FOLDER",
     )
     flag("--save-every", 0, "steps between checkpoints; 0: only when the run is interrupted")
     flag("--keep", 3, "checkpoints that are kept; 0 keeps all")
     switch("--async-save", "write checkpoints in the background")
-    parser.add_argument(
+    flag(
         "--resume",
+        None,
+        "go on from a checkpoint of --out, in any layout: the newest, or a TAG such as step_100; auto: newest, "
+        "or a new run where there is none, which is what a restart by --max-restarts does",
         nargs="?",
         const="",
         metavar="TAG",
-        help="go on from a checkpoint of --out, in any layout: the newest, or a TAG such as step_100; auto: newest, "
-        "or a new run where there is none, which is what a restart by --max-restarts does",
     )
-    parser.add_argument(
-        "--eval-every", type=int, help="steps between held-out losses; default: a fifth of all; 0: none"
+    flag(
+        "--config", None, "flags of an earlier run, by its run.json; those of the command line go first", metavar="FILE"
     )
+
+    group = top.add_argument_group("figures")
     flag("--log-every", 10, "steps between lines where there is no terminal")
-    switch("--verify", "train several layouts, at most 20 steps, and print their losses beside those of one process")
-    parser.add_argument(
+    flag("--eval-every", None, "steps between held-out losses; default: a fifth of all; 0: none", type=int)
+    switch("--tensorboard", "write the metrics to --out/tensorboard too, for TensorBoard")
+    flag(
+        "--peak",
+        None,
+        "FLOPs per second of a device, or its name (H100, trn2), for the MFU; default: that of this machine's",
+        type=_number_or_name,
+        metavar="FLOPS",
+    )
+    flag("--profile", 0, "steps that torch.profiler records on every rank, from the third on: --out/profile.rank0.json")
+
+    group = top.add_argument_group("instead of training, and before it")
+    flag(
         "--check",
+        None,
+        "check the program of all ranks in this process, and do nothing else: of PROCESSES ranks, or of tp x pp x cp",
         type=int,
         nargs="?",
         const=0,
         metavar="PROCESSES",
-        help="check the program of all ranks in this process, and do nothing else; without torchrun for so many "
-        "processes (tp x pp)",
     )
-    switch("--tensorboard", "write the metrics to --out/tensorboard too, for TensorBoard")
-    peak_help = "FLOPs per second of a device, or its name (H100, trn2), for the MFU; default: that of this machine's"
-    parser.add_argument("--peak", type=_number_or_name, help=peak_help)
-    flag("--profile", 0, "steps that torch.profiler records on every rank, from the third on: --out/profile.rank0.json")
-    parser.add_argument(
-        "--config", metavar="FILE", help="flags of an earlier run, by its run.json; those of the command line go first"
-    )
+    switch("--verify", "train several layouts, at most 20 steps, and print their losses beside those of one process")
     flag("--check-limit", 30.0, "seconds that the same check may take before every launch; then it is left")
     switch("--no-check", "do not check before the launch")
-    args = parser.parse_args(argv)
-    if args.config is not None:
-        try:
-            earlier = _words_of(args.config, args)
-        except (OSError, ValueError) as error:
-            parser.error(f"--config {args.config}: {error}")
-        args = parser.parse_args([*earlier, *(sys.argv[1:] if argv is None else argv)])
-    for name, value in _derived(vars(args)).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    return args
+    return top
+
+
+def processes_of(args: argparse.Namespace, accelerators: int) -> int:
+    """Returns the number of ranks to start on a host with so many accelerators, where no launcher has started any.
+
+    Raises:
+        ValueError: --nproc auto without an accelerator.
+    """
+    if args.nproc == "auto" and not accelerators:
+        raise ValueError("--nproc auto counts accelerators, and torch sees none on this host: give a number")
+    least = lcm(args.tp * args.pp * args.cp, args.tp * args.pp * args.ep)
+    return int({"auto": accelerators, None: least}.get(args.nproc, args.nproc))
+
+
+def _number_or_auto(text: str) -> int | str:
+    if text != "auto" and not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, or auto, got {text}")
+    return text if text == "auto" else int(text)
 
 
 def _derived(flags: Mapping[str, Any]) -> dict[str, Any]:

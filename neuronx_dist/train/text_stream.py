@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+__all__ = ["ByteTokenizer", "TextStream"]
+
 HELD_OUT = 20  # one block in so many
 BLOCK = 32768  # tokens
 
@@ -32,7 +34,7 @@ class ByteTokenizer:
         return bytes(tokens).decode("utf-8", errors="replace")
 
 
-class TextData:
+class TextStream:
     """A token stream in memory, cut into training text and held-out text.
 
     Args:
@@ -146,11 +148,6 @@ class TextData:
                 yield torch.tensor(tokens + ([] if end is None else [end]), dtype=torch.int32)
             if left <= 0:
                 return
-
-
-def data_parallel_rows(batch: dict[str, torch.Tensor], dp_rank: int, dp: int) -> dict[str, torch.Tensor]:
-    """This rank's share of a global batch: [global_batch / dp, seq_len], contiguous rows."""
-    return {name: value.chunk(dp)[dp_rank] for name, value in batch.items()}
 
 
 def _library_sources() -> list[Path]:

@@ -1,23 +1,22 @@
-"""`train_llama.py --check`, and the same check before every launch."""
+"""`neuronx-dist train --check`, and the same check before every launch."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.support import forked
-from tests.support.paths import ROOT
 
 pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.process
 
-SCRIPT = str(ROOT / "examples" / "train_llama.py")
+COMMAND = ["-m", "neuronx_dist", "train"]
 SMALL = ["--steps", "1", "--global-batch", "4", "--seq-len", "32", "--microbatches", "2", "--tp", "2"]
 
 
 def run(*flags: str, ranks: int = 1) -> tuple[int, str]:
-    """Exit code and output of the example on so many ranks."""
-    result = forked.run([SCRIPT, *flags], ranks)
+    """Exit code and output of the command on so many ranks."""
+    result = forked.run([*COMMAND, *flags], ranks)
     return max(result.codes), "".join(result.outputs + result.errors)
 
 
@@ -69,6 +68,8 @@ def test_ranks_of_srun_and_mpirun_are_ranks_of_one_job():
         {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"},
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
     ):
-        result = forked.run([SCRIPT, "--tp", "3"], MASTER_ADDR="127.0.0.1", **launcher)
-        assert result.codes == [2] and result.outputs[0].startswith("train_llama: 4 processes import torch"), result
+        result = forked.run([*COMMAND, "--tp", "3"], MASTER_ADDR="127.0.0.1", **launcher)
+        assert result.codes == [2] and result.outputs[0].startswith("neuronx-dist train: 4 processes import torch"), (
+            result
+        )
         assert "4 processes are not divisible by tp 3" in result.errors[0]

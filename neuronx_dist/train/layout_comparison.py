@@ -1,4 +1,4 @@
-"""`train_llama.py --verify`: the losses of several layouts beside those of one process, which they must equal."""
+"""`neuronx-dist train --verify`: losses of several layouts beside those of one process, which they must equal."""
 
 from __future__ import annotations
 
@@ -7,32 +7,37 @@ import copy
 from typing import Any
 
 import torch
-import train_llama
-from options import layout_of
-from reporting import Report
-from text_data import TextData
 
-import neuronx_dist as nxd
-from neuronx_dist import Mesh, comm
-from neuronx_dist.comm import launch
+from .. import comm
+from ..comm import launch, threads
+from ..comm.rank_selection import XLA
+from ..mesh import Mesh
+from ..parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
+from .causal_lm import build
+from .flags import layout_of
+from .loop import train
+from .progress import Progress
+from .text_stream import TextStream
 
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-MUON_TOLERANCE = 1e-4  # its iterations round to bfloat16, where a last bit of a gradient may become one of bfloat16
+__all__ = ["compare_layouts"]
+
+_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+_MUON_TOLERANCE = 1e-4  # its iterations round to bfloat16, where a last bit of a gradient may become one of bfloat16
 
 
-def losses(args: argparse.Namespace, config: Any, data: TextData, device: torch.device) -> list[float]:
-    report = Report(args.steps, 1, active=False)
-    train_llama.train(args, train_llama.build(args, copy.deepcopy(config), device), data, device, report)
-    return [row["loss"] for row in report.rows]
+def _losses(args: argparse.Namespace, config: Any, data: TextStream, device: torch.device) -> list[float]:
+    progress = Progress(args.steps, 1, active=False)
+    train(args, build(args, copy.deepcopy(config), device), data, device, progress)
+    return [row["loss"] for row in progress.rows]
 
 
-def variants(args: argparse.Namespace, config: Any, world: int, device: torch.device) -> list[argparse.Namespace]:
+def _variants(args: argparse.Namespace, config: Any, world: int, device: torch.device) -> list[argparse.Namespace]:
     """Flags of every tp x pp x cp or ep that world and model allow: as asked for, and with more.
 
     More are SP and ZeRO-1 where they act and, not on XLA, the fused loss where the model has one and recomputed layers.
     """
     flags = []
-    extra: dict[str, Any] = {} if device.type == "xla" else dict(fused_loss=args.fused_loss or None)
+    extra: dict[str, Any] = {} if device.type == XLA else dict(fused_loss=args.fused_loss or None)
     if extra and args.recompute == "none":
         extra["recompute"] = "full"
     for tp in (n for n in range(1, world + 1) if world % n == 0):
@@ -48,7 +53,7 @@ def variants(args: argparse.Namespace, config: Any, world: int, device: torch.de
     return flags
 
 
-def main(args: argparse.Namespace, config: Any, data: TextData, device: torch.device) -> int:
+def compare_layouts(args: argparse.Namespace, config: Any, data: TextStream, device: torch.device) -> int:
     """Prints a row for each layout; 0 if all agree with one process to the tolerance of the dtype."""
     args.steps = min(args.steps, 20)
     world, rank = launch.world()
@@ -59,23 +64,23 @@ def main(args: argparse.Namespace, config: Any, data: TextData, device: torch.de
     alone = argparse.Namespace(**{**vars(args), **single})
     # On XLA devices the one process computes on the CPU, which is a reference for them too.
     reference_device = device if device.type in ("cpu", "cuda") else torch.device("cpu")
-    nxd.initialize_model_parallel()
-    mine = comm.threads.run(Mesh(1), losses, alone, config, data, reference_device)[0] if rank == 0 else None
+    initialize_model_parallel()
+    mine = threads.run(Mesh(1), _losses, alone, config, data, reference_device)[0] if rank == 0 else None
     expected: list[float] = comm.broadcast_object(mine)
-    nxd.destroy_model_parallel()
-    tolerance, worst = max(TOLERANCE[args.dtype], MUON_TOLERANCE if args.optimizer == "muon" else 0.0), 0.0
+    destroy_model_parallel()
+    tolerance, worst = max(_TOLERANCE[args.dtype], _MUON_TOLERANCE if args.optimizer == "muon" else 0.0), 0.0
     say(
         f"losses of {args.steps} steps in {args.dtype}, and their largest relative difference from those of one process"
     )
     say(f"{'layout':<80}{'first':>10}{'last':>10}{'difference':>13}")
     say(f"{'one process':<80}{expected[0]:>10.5f}{expected[-1]:>10.5f}")
-    for here in variants(args, config, world, device):
+    for here in _variants(args, config, world, device):
         sizes = dict(context_parallel_size=here.cp, expert_model_parallel_size=here.ep)
-        nxd.initialize_model_parallel(here.tp, here.pp, **sizes)
-        actual = losses(here, config, data, device)
+        initialize_model_parallel(here.tp, here.pp, **sizes)
+        actual = _losses(here, config, data, device)
         name = f"tp {here.tp} × pp {here.pp} × dp {comm.size('dp')}" + f" (ep {here.ep})" * (here.ep > 1)
         name += f" × cp {here.cp}" * (here.cp > 1)
-        nxd.destroy_model_parallel()
+        destroy_model_parallel()
         name += " + sequence parallel" * here.sequence_parallel + " + ZeRO-1" * here.zero1
         name += " + fused loss" * (here.fused_loss is not False)
         name += f" + recompute {here.recompute}" * (here.recompute != "none")
@@ -87,7 +92,7 @@ def main(args: argparse.Namespace, config: Any, data: TextData, device: torch.de
     if world == 1:
         say(
             f"these losses on {device.type} {agree} to {tolerance:g}; one process has one layout: for others start "
-            "several, as neuronx-dist run --standalone --nproc-per-node 4 examples/train_llama.py --verify"
+            "several, as neuronx-dist train --nproc 4 --verify"
         )
     else:
         say(f"all layouts {agree} to {tolerance:g}")

@@ -1,9 +1,8 @@
-"""The folder of a run of the training example, chosen by rank 0 for all hosts."""
+"""The folder of a run of `neuronx-dist train`, chosen by rank 0 for all hosts."""
 
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,7 @@ import pytest
 
 from neuronx_dist import comm
 from neuronx_dist.planning.layout import Layout
-from tests.support.paths import EXAMPLES
-
-sys.path.insert(0, str(EXAMPLES))
-import run_folder
+from neuronx_dist.train.run_folder import choose_folder, make_folder
 
 LAYOUT = Layout(1)
 ONE, OTHER = ["job", "host-a", "12"], ["job", "host-b", "34"]
@@ -23,14 +19,14 @@ ONE, OTHER = ["job", "host-a", "12"], ["job", "host-b", "34"]
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """`choose` on rank 0 of ranks of whom each says (launch, whether it was started again)."""
+    """`choose_folder` on rank 0 of ranks of whom each says (launch, whether it was started again)."""
     monkeypatch.chdir(tmp_path)
 
     def chosen(out: str | None, *said: Any, resume: str | None = None) -> tuple[str, str | None]:
         monkeypatch.setattr(comm, "gather_objects", lambda obj: [*said])
         monkeypatch.setattr(comm, "broadcast_object", lambda obj: obj)
         args = Namespace(out=out, resume=resume)
-        assert run_folder.choose(args, LAYOUT) == [launch for launch, _ in said]
+        assert choose_folder(args, LAYOUT) == [launch for launch, _ in said]
         return args.out, args.resume
 
     return chosen
@@ -84,7 +80,7 @@ def test_a_host_that_does_not_see_the_folder_is_named(tmp_path: Path, monkeypatc
     monkeypatch.setattr(comm, "gather_objects", lambda obj: [True, True, False, False])
     monkeypatch.setattr(comm, "broadcast_object", lambda obj: obj)
     with pytest.raises(ValueError, match=r"has made .*/mine, and on the host of rank 2 it is not there: give an --out"):
-        run_folder.make(Namespace(out=str(tmp_path / "mine")))
+        make_folder(Namespace(out=str(tmp_path / "mine")))
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"--out .*file cannot be written: File exists"):
-        run_folder.make(Namespace(out=str(tmp_path / "file")))
+        make_folder(Namespace(out=str(tmp_path / "file")))
