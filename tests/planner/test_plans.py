@@ -63,6 +63,7 @@ def test_why_not_says_how_much_slower_and_by_what() -> None:
         found.why_not(tensor=2)
 
 
+@pytest.mark.slow
 def test_the_front_has_less_memory_for_more_time() -> None:
     front = plans(top_k=1).pareto()
     assert len(front) > 3
@@ -116,7 +117,13 @@ IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize("changes, words", IMPOSSIBLE, ids=[str(changes) for changes, _ in IMPOSSIBLE])
+def _marked(changes: dict[str, Any], words: list[str]) -> Any:
+    """Searches of other numbers of devices take a second."""
+    is_slow = "model" in changes or "devices" in changes
+    return pytest.param(changes, words, id=str(changes), marks=[pytest.mark.slow] * is_slow)
+
+
+@pytest.mark.parametrize("changes, words", [_marked(*case) for case in IMPOSSIBLE])
 def test_impossible_jobs(changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(PlanError) as error:
         plans(**changes)
@@ -151,6 +158,7 @@ def test_models_by_name_config_folder_and_module(tmp_path: Path) -> None:
 COMMAND = "plan --model llama-8b --devices 8 --cluster h100 --batch 64 --seq-len 4096".split()
 
 
+@pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     assert main([*COMMAND, "--tp", "2", "4", "--top", "3", "--explain", "--save", str(path)]) == 0
