@@ -43,6 +43,7 @@ _LAZY = {
     **dict.fromkeys(("pad_model", "unpad_model"), "parallel_layers.pad"),
     "parallel_entropy": "parallel_layers.logprobs",
     **{f"parallel_linear_{name}": "parallel_layers.linear_cross_entropy" for name in ("cross_entropy", "logprobs")},
+    "plan": "planner.plans",
     "recompute": "planning.recompute",
     "reduce_gradients": "gradients.reduce",
     **dict.fromkeys(("ring_attention", "ulysses_attention"), "attention.context_parallel"),

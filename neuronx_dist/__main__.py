@@ -23,6 +23,7 @@ SUBCOMMANDS = {
         "weights between Hugging Face, NeuronX Distributed and save_checkpoint",
     ),
     "doctor": ("comm.doctor.command", "look at versions, devices, backends and network, and try two processes"),
+    "plan": ("planner.command", "find the fastest layouts of a model on a cluster, with their time and memory"),
     "run": ("comm.run_command", "run a script on several processes, as torchrun does, and show only what it says"),
     "timeline": ("pipeline.timeline.command", "draw a pipeline's schedules, or a recorded step, for web or terminal"),
     "train": ("train.command", "train a causal LM on text in any layout, on ranks that it starts, or a launcher's"),

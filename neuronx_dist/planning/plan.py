@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ..nearest import nearest
 from ..parallel_layers.replace import STYLES, LayerPlan
 
-__all__ = ["PlanError", "CallPlan", "Plan", "TensorPlan"]
+__all__ = ["PlanError", "CallPlan", "JobPlan", "Plan", "TensorPlan"]
 
 FORMAT = "neuronx_dist.plan"
 VERSION = 1
@@ -52,6 +52,30 @@ class TensorPlan(NamedTuple):
     second: str = ""
 
 
+class JobPlan(NamedTuple):
+    """The values that `nxd.plan` chose beside the division of a unit, and the job that it chose them for.
+
+    Attributes:
+        recompute: argument of `nxd.recompute`; "": nothing is recomputed.
+        model, num_parameters: the model that was planned.
+    """
+
+    cp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    zero1: bool = False
+    pad_heads: bool = False
+    pad_vocab: bool = False
+    virtual_pipeline_size: int = 1
+    global_batch: int = 1
+    seq_len: int = 1
+    dtype: str = "bfloat16"
+    recompute: str = ""
+    fused_loss: bool = True
+    model: str = ""
+    num_parameters: int = 0
+
+
 @dataclass(frozen=True)
 class Plan:
     """The division of a model over ranks.
@@ -66,6 +90,7 @@ class Plan:
         calls: the strategy of each call of the recorded program, in order; `second_calls`: the strategy on the second
             axis of each call in the local program of a rank of the first axis.
         parameters, inputs: the types of the recorded program's parameters and inputs, by name.
+        job: the layout's other values, if `nxd.plan` chose it.
     """
 
     tp: int = 1
@@ -81,6 +106,7 @@ class Plan:
     second_calls: tuple[CallPlan, ...] = ()
     parameters: Mapping[str, TensorPlan] | None = None
     inputs: Mapping[str, TensorPlan] | None = None
+    job: JobPlan | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "dp", "second", "microbatches"):
@@ -113,6 +139,9 @@ class Plan:
             content[name] = {key: tensor._asdict() for key, tensor in (getattr(self, name) or {}).items()}
         for name in ("calls", "second_calls"):
             content[name] = [call._asdict() for call in getattr(self, name)]
+        content["job"] = self.job._asdict() if self.job is not None else None
+        if self.job is None:
+            del content["job"]
         return json.dumps(content, indent=1) + "\n"
 
     @classmethod
@@ -190,6 +219,9 @@ def _decoded(content: dict[str, Any]) -> dict[str, Any]:
         decoded[name] = _typed(content.get(name, default), list, name)
     decoded["schedule"] = _typed(content.get("schedule", Plan.schedule), str, "schedule")
     decoded["stages"] = tuple(_typed(stage, int, "stages") for stage in decoded["stages"])
+    if content.get("job") is not None:
+        types = {name: type(default) for name, default in JobPlan._field_defaults.items()}
+        decoded["job"] = JobPlan(**_entry(content["job"], types, (), "job"))
     decoded["recompute"] = tuple(_pair(span, int, "recompute") for span in decoded["recompute"])
     decoded["layers"] = tuple(map(_layer, decoded["layers"]))
     for name in ("calls", "second_calls"):

@@ -64,6 +64,7 @@ from tests.parity.mutation_cases import (
     written_folder,
 )
 from tests.pipeline.test_comm import exchange_by_hand
+from tests.planner.test_cluster_measure import test_all_ranks_measure_the_same_cluster as measured_cluster
 from tests.shard_tensor.physicsnemo import mutations as physicsnemo
 from tests.shard_tensor.support import mutations
 from tests.sharded_functions import mutations as functions_of_shards
@@ -247,6 +248,8 @@ CASES: dict[str, Callable[[], None]] = {
     "_identity_expert.once:spmd.convert#1": partial(swapped, "LongcatFlashConfig"),
     "_take:spmd.convert#1": partial(swapped, "Phi 3", sequence_parallel=True),
     "_gather:spmd.all_gather#1": partial(swapped, "Phi 3", sequence_parallel=True),
+    "measure_speeds:comm.gather_objects#1": measured_cluster,
+    "_agreed_seconds:comm.gather_objects#2": measured_cluster,
     "save_pretrained:comm.gather_objects#1": written_folder,
     "full_state_dict:comm.gather_objects#1": partial(steps_of_a_pipeline, Case(pp=2)),
     "start_reduce_scatter:comm.reduce_scatter#1": partial(one_step, Case(dp=2, optimizer="zero1")),

@@ -37,6 +37,7 @@ _SILENT = "R to I communicates in neither direction: tests/shard_tensor/test_par
 _MASK = "a rank's own piece of a mask, which has no gradient: nothing is communicated"
 _MEASURES = "predicts memory: a stand-in whose values are not used"
 _CLOCKS = "no tensors: ranks agree on file and clock of a trace (tests/pipeline/run/test_trace.py)"
+_TIMES = "seconds of ranks, which are measured"
 _SEEDS = "seeds, and those of threads are one (tests/parallelize/test_dropout.py has processes, each with its own)"
 _FILES = "files, whose digests are compared (tests/parallelize/generated/test_generation.py)"
 _STATES = (
@@ -108,6 +109,11 @@ EXEMPT = {
     "graded:spmd.reinterpret#1": _SILENT,
     "_MeasuringCommunicator.start_all_gather:?.start_all_gather#1": _MEASURES,
     "_MeasuringCommunicator.start_reduce_scatter:?.start_reduce_scatter#1": _MEASURES,
+    "Cluster.measure:comm.gather_objects#1": _TIMES,
+    "_seconds:comm.barrier#1": _TIMES,
+    "_agreed_seconds:comm.gather_objects#1": _TIMES,
+    "TrainingJob.timed:comm.barrier#1": _TIMES,
+    "TrainingJob.measure:comm.gather_objects#1": _TIMES,
     "open_together:comm.gather_objects#1": _CLOCKS,
     "open_together:comm.gather_objects#2": _CLOCKS,
     "DistributedManager.cleanup:comm.barrier#1": _END,

@@ -7,8 +7,9 @@ from typing import Any
 __all__ = ["PUBLIC", "WITH_PACKAGES", "public_names"]
 
 PUBLIC = """checking comm comm.launch data distributed hf mesh metrics optimizer parallel_layers parallelize pipeline
-    planning.layout planning.memory planning.plan shard_tensor shard_tensor.experimental shard_tensor.parallel spmd
-    shard_tensor.physicsnemo trainer weights.shard_spec modules.lora modules.moe modules.qkv_linear modules.rms_norm
+    planner planner.cluster planner.workload planning.layout planning.memory planning.plan
+    shard_tensor shard_tensor.experimental shard_tensor.parallel shard_tensor.physicsnemo spmd trainer
+    weights.shard_spec modules.lora modules.moe modules.qkv_linear modules.rms_norm
     """.split()
 PUBLIC += [
     f"parallel_layers.{name}"

@@ -1,0 +1,42 @@
+"""The planner: which layout for a model on a cluster, how long is a step, how wrong is the prediction?
+
+cluster.py       `Cluster`: speeds and sizes of devices and links; presets by data sheets; measure.py: measured ones
+workload.py      `Workload`: the sizes of a model, by name, from a config or a module
+candidate.py     `Candidate`: a layout and the options of its step
+traffic.py       the collectives of a step, counted
+seconds.py       seconds of parts of a model, of a pipeline, of a reduction
+simulation.py    seconds of a pipeline, by a pass over its tasks
+stage_memory.py  bytes of a rank, by stage, in closed form
+simulation.py    the seconds of a pipeline's step, by its schedule
+predictor.py     `Predictor`: seconds and bytes of a candidate; computed once what candidates share
+search.py        the fastest candidates that fit, exact, by bounds
+plans.py         `nxd.plan`, `Plans`: tables, explanations, what does not work and what would
+report.py        the plans as one HTML file
+command.py       `neuronx-dist plan`; job_commands.py: `plan measure` and `plan validate`
+validation.py    a plan's step, run and timed, beside its prediction
+calibration.py   errors of predictions; a cluster corrected by measured steps
+"""
+
+from .calibration import calibrated
+from .candidate import Candidate
+from .cluster import Cluster, ClusterError, Link
+from .plans import LayoutPlan, Plans, plan
+from .predictor import Predictor
+from .validation import Validation, validate
+from .workload import Workload, workload_of
+
+__all__ = [
+    "Candidate",
+    "Cluster",
+    "ClusterError",
+    "LayoutPlan",
+    "Link",
+    "Plans",
+    "Predictor",
+    "Validation",
+    "Workload",
+    "calibrated",
+    "plan",
+    "validate",
+    "workload_of",
+]

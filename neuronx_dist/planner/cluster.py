@@ -1,0 +1,478 @@
+"""`Cluster`: the speeds and sizes of the devices of a job, and the seconds of a collective on their links.
+
+    cluster = Cluster.preset("h100", devices=1024)
+    cluster.collective("all_gather", 64 << 20, size=8)             # tp of 8: inside a host
+    cluster.collective("all_reduce", 64 << 20, size=16, stride=8)  # dp of 16, one rank of each host
+    cluster.save("ours.json")                                      # edited by hand, `Cluster.load`ed again
+
+Presets are data sheets times an efficiency (`PRESETS`); `measure.py` measures a cluster.
+
+A link joins `span` adjacent ranks; links are listed innermost first. The ranks of a group are `stride` apart. Of a
+collective over n ranks, of which m are inside one part of a link's parts, a rank sends over that link
+
+    all_gather, reduce_scatter, broadcast   bytes (1 - m / n) / m     the m ranks share what their part needs
+    all_reduce                              twice that
+    all_to_all                              bytes (1 - m / n)
+    send, recv, permute                     bytes, over the outermost link of the group alone
+
+Chunks pass all links at once, so that the slowest link counts. Latencies of the links add up, each log2 of its number
+of parts times, and `in_step` of the outermost counts once. (Thakur et al., Optimization of Collective Communication
+Operations in MPICH, 2005; NCCL's rings and trees.) The latencies of an all_reduce are those of the others: 197 us on
+gloo beside 217 us of an all_gather, back to back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import ceil, inf, log2
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import comm
+from ..nearest import nearest
+from ..planning.costs import Costs
+from .measure import device_memory, fingerprint, measure_groups, measure_speeds
+
+__all__ = ["PRESETS", "Cluster", "ClusterError", "Link"]
+
+FORMAT = "neuronx_dist.cluster"
+VERSION = 1
+GIB = 1 << 30
+RINGS = ("all_gather", "all_reduce", "broadcast", "reduce_scatter")
+MESSAGES = ("exchange", "permute", "recv", "send")
+
+
+class ClusterError(ValueError):
+    """Error: a cluster's numbers are missing, impossible or contradict one another; the message names the number."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A level of the network.
+
+    Attributes:
+        span: number of adjacent ranks that the link joins.
+        bandwidth: bytes per second that a rank sends.
+        latency: seconds of a collective of no bytes between two parts.
+        in_step: additional seconds of a collective that stands between products, as all do in a training step: ranks
+            wait for one another, and caches are cold.
+    """
+
+    span: int
+    bandwidth: float
+    latency: float
+    in_step: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices of a job. A device is what one rank has: a GPU, a (logical) NeuronCore, a core.
+
+    Attributes:
+        devices: number of devices; the job may use fewer.
+        devices_per_host: number of devices that share a host.
+        memory: bytes of a device.
+        flops: achieved floating-point operations per second of large products, by dtype ("bfloat16").
+        peak: the same of the data sheet, by which MFU is counted.
+        bandwidth: achieved bytes per second of the device's memory.
+        launch: seconds of a call that computes nothing, its Python and autograd included.
+        links: levels of the network, innermost first; the last one joins all devices.
+        attention: speed of the products of attention, relative to `flops`.
+        fingerprint: where the numbers were measured: host, device, torch; empty for a preset.
+    """
+
+    name: str
+    devices: int
+    devices_per_host: int
+    memory: float
+    flops: Mapping[str, float]
+    peak: Mapping[str, float]
+    bandwidth: float
+    launch: float
+    links: tuple[Link, ...]
+    attention: float = 1.0
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        problems = [*self._wrong_numbers()] or [*self._contradictions()]
+        if problems:
+            raise ClusterError("\n  - ".join([f"cluster {self.name}:", *problems]))
+
+    def __hash__(self) -> int:
+        speeds = (*self.flops.values(), self.attention, self.bandwidth, self.launch)
+        return hash((self.name, self.devices, speeds, self.links))
+
+    @classmethod
+    def preset(cls, name: str, devices: int | None = None) -> Cluster:
+        """Returns a cluster of a device in `PRESETS`, by data sheets.
+
+        Args:
+            name: "a100", "h100", "h200", "b200", "gb200", "trn1", "trn2", "v5p", "cpu".
+            devices: number of devices; None: those of one host.
+
+        Raises:
+            ClusterError: no preset has the name, or `devices` is no whole number of hosts.
+        """
+        device = PRESETS.get(name.lower().replace("tpu-", "").replace("tpu", ""))
+        if device is None:
+            raise ClusterError(
+                f"there is no cluster {name!r}: use one of {', '.join(PRESETS)} (nearest: "
+                f"{nearest(name.lower(), PRESETS)}), or the file of `neuronx-dist plan measure`"
+            )
+        count = device.per_host if devices is None else devices
+        return cls(
+            name=name.lower(),
+            devices=count,
+            devices_per_host=min(device.per_host, count),
+            memory=device.memory,
+            flops={dtype: peak * device.efficiency for dtype, peak in device.peak.items()},
+            peak=device.peak,
+            bandwidth=device.bandwidth,
+            launch=device.launch,
+            links=_links(device.links, count),
+            attention=device.attention,
+        )
+
+    @classmethod
+    def measure(cls, name: str = "measured", *, seconds: float = 20.0) -> Cluster:
+        """Measures this job's devices, and the links of its mesh's groups; alone, without a mesh, this device.
+
+        Every rank calls it, and gets the same cluster. `save` it on one rank.
+
+        Args:
+            seconds: about how long it takes; more is steadier.
+        """
+        in_job = comm.is_initialized()
+        device = comm.current().backend.device if in_job else torch.accelerator.current_accelerator()
+        device = device or torch.device("cpu")
+        marks = fingerprint(device)
+        hosts = comm.gather_objects(marks["host"]) if in_job else [marks["host"]]
+        speeds = measure_speeds(device, seconds / 2)
+        groups = measure_groups(device, seconds / 2) if in_job else []
+        per_host = hosts.count(hosts[0])
+        spans: dict[int, list[Link]] = {}
+        for size, stride, bandwidth, latency, in_step in groups:
+            link = Link(size * stride, min(bandwidth, speeds.bandwidth), latency, in_step)
+            spans.setdefault(size * stride, []).append(link)
+        links = measured_links([max(links, key=_latency) for _, links in sorted(spans.items())], per_host)
+        known = next((one.peak for key, one in PRESETS.items() if key.upper() in marks["device"].upper().split()), {})
+        return cls(
+            name=name,
+            devices=len(hosts),
+            devices_per_host=per_host,
+            memory=device_memory(device, per_host),
+            flops=speeds.flops,
+            peak={dtype: max(best, known.get(dtype, best)) for dtype, best in speeds.best.items()},
+            bandwidth=speeds.bandwidth,
+            launch=speeds.launch,
+            links=tuple(links) or (Link(1, speeds.bandwidth, 0.0),),
+            attention=speeds.attention,
+            fingerprint=marks,
+        )
+
+    def of(self, devices: int) -> Cluster:
+        """Returns the cluster with another number of devices: the outermost link joins those beyond."""
+        if devices == self.devices:
+            return self
+        per_host = min(self.devices_per_host, devices)
+        return replace(self, devices=devices, devices_per_host=per_host, links=_links(self.links, devices))
+
+    def link(self, size: int, stride: int = 1) -> Link:
+        """Returns the innermost link that joins `size` ranks, `stride` apart."""
+        return next((link for link in self.links if (size - 1) * stride < link.span), self.links[-1])
+
+    def collective(
+        self, kind: str, nbytes: float, size: int, stride: int = 1, *, between_products: bool = True
+    ) -> float:
+        """Returns the seconds of a collective over `size` ranks that are `stride` apart.
+
+        Args:
+            kind: a verb of `comm`: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", ...
+            nbytes: bytes of the larger one of a rank's input and result, as `comm.record` counts them.
+            between_products: add `Link.in_step`.
+
+        Raises:
+            ClusterError: there is no such collective, or the group does not fit the cluster.
+        """
+        if kind not in (*RINGS, *MESSAGES, "all_to_all"):
+            verbs = (*RINGS, *MESSAGES, "all_to_all")
+            raise ClusterError(f"there is no collective {kind!r}: use {', '.join(verbs)}")
+        if size == 1:
+            return 0.0
+        if (size - 1) * stride >= self.devices:
+            raise ClusterError(
+                f"a group of {size} ranks {stride} apart has no place on the {self.devices} devices of {self.name}"
+            )
+        passes = 2 if kind == "all_reduce" else 1
+        slowest = latency = in_step = 0.0
+        inside = 1  # ranks of the group in one part of the link
+        for link in self.links:
+            joined = min(size, max(1, link.span // stride))
+            if joined > inside:
+                outside = 1 - inside / size
+                if kind in RINGS:
+                    slowest = max(slowest, nbytes * outside / inside / link.bandwidth)
+                elif kind in MESSAGES:
+                    slowest, latency = nbytes / link.bandwidth, 0.0
+                else:
+                    slowest = max(slowest, nbytes * outside / link.bandwidth)
+                latency += link.latency * (1 if kind in MESSAGES else ceil(log2(joined / inside)))
+                in_step, inside = link.in_step, joined
+        return passes * slowest + latency + (in_step if between_products else 0.0)
+
+    def costs(self, size: int = 1, stride: int = 1, *, dtype: str = "float32") -> Costs:
+        """Returns the speeds that `parallelize` chooses by, of one axis: `size` ranks, `stride` apart."""
+        link = self.link(size, stride)
+        return Costs(self.speed(dtype), self.bandwidth, self.launch, link.bandwidth, link.latency + link.in_step)
+
+    def speed(self, dtype: str) -> float:
+        """Returns the achieved floating-point operations per second of products in a dtype.
+
+        Raises:
+            ClusterError: the cluster has no figure for the dtype.
+        """
+        if dtype not in self.flops:
+            raise ClusterError(f"cluster {self.name} has no flops of {dtype}: it has {', '.join(self.flops)}")
+        return self.flops[dtype]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the content of the cluster's file."""
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the cluster to a JSON file, atomically."""
+        temporary = Path(f"{path}.new")
+        temporary.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Cluster:
+        """Reads a cluster.
+
+        Raises:
+            ClusterError: the file is no cluster, or a number is missing, impossible or contradicts another one.
+            FileNotFoundError: there is no such file.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+        except (ValueError, RecursionError) as error:
+            raise ClusterError(f"{path} is no cluster: it is not JSON ({error})") from None
+        return cls.of_dict(content, str(path))
+
+    @classmethod
+    def of_dict(cls, content: Any, where: str = "the content") -> Cluster:
+        """Returns the cluster of a file's content; `where`: its name in errors.
+
+        Raises:
+            ClusterError: as `load`.
+        """
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise ClusterError(f'{where} is no cluster: it has no "format": "{FORMAT}"')
+        values = {name: value for name, value in content.items() if name not in ("format", "version")}
+        if content.get("version") != VERSION:
+            version = content.get("version")
+            raise ClusterError(f"{where} is a cluster of version {version}; this package reads version {VERSION}")
+        _compare_names(values, cls, where)
+        links = values["links"]
+        if not isinstance(links, (list, tuple)) or not all(isinstance(link, dict) for link in links):
+            raise ClusterError(f"{where}: links must be a list of objects, got {links!r:.80}")
+        for number, link in enumerate(links):
+            _compare_names(link, Link, f"{where}: links[{number}]")
+        try:
+            return cls(**{**values, "links": tuple(Link(**link) for link in links)})
+        except ClusterError as error:
+            raise ClusterError(f"{where}: {error}") from None
+
+    def _wrong_numbers(self) -> list[str]:
+        """Returns a sentence for each number that is none, or has the wrong sign."""
+        problems = []
+        for name in ("devices", "devices_per_host"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                problems.append(f"{name} must be a positive integer, got {value!r}")
+        numbers = {name: getattr(self, name) for name in ("memory", "bandwidth", "launch", "attention")}
+        for name in ("flops", "peak"):
+            table = getattr(self, name)
+            if not isinstance(table, Mapping) or not table:
+                problems.append(f'{name} must have a number for each dtype, as {{"bfloat16": 4e14}}, got {table!r}')
+            else:
+                numbers.update({f"{name}[{dtype}]": value for dtype, value in table.items()})
+        if not self.links:
+            problems.append("links must have at least one link, which joins all devices")
+        for number, link in enumerate(self.links):
+            if not isinstance(link.span, int) or isinstance(link.span, bool) or link.span < 1:
+                problems.append(f"links[{number}].span must be a positive integer, got {link.span!r}")
+            names = ("bandwidth", "latency", "in_step")
+            numbers.update({f"links[{number}].{name}": getattr(link, name) for name in names})
+        for name, value in numbers.items():
+            may_be_zero = name.endswith(("latency", "in_step", "launch"))
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < inf:
+                problems.append(f"{name} must be a number of at least 0, got {value!r}")
+            elif value == 0 and not may_be_zero:
+                problems.append(f"{name} must be more than 0, got 0")
+        return problems
+
+    def _contradictions(self) -> list[str]:
+        """Returns a sentence for each pair of numbers that exclude one another."""
+        problems = []
+        for dtype, achieved in self.flops.items():
+            if dtype not in self.peak:
+                problems.append(f"flops has {dtype}, peak has not: add peak[{dtype}]")
+            elif achieved > self.peak[dtype]:
+                problems.append(f"flops[{dtype}] = {achieved:.4g} is more than peak[{dtype}] = {self.peak[dtype]:.4g}")
+        if self.devices > self.devices_per_host and self.devices % self.devices_per_host:
+            problems.append(
+                f"{self.devices} devices are no whole number of hosts of {self.devices_per_host}: use "
+                f"{self.devices // self.devices_per_host * self.devices_per_host} or "
+                f"{(self.devices // self.devices_per_host + 1) * self.devices_per_host}"
+            )
+        spans = [link.span for link in self.links]
+        if spans != sorted(set(spans)):
+            problems.append(f"links must be listed innermost first, by ascending spans, got {spans}")
+        elif spans[-1] < self.devices:
+            problems.append(f"the outermost link joins {spans[-1]} of {self.devices} devices: its span must be larger")
+        for number, link in enumerate(self.links):
+            if link.bandwidth > self.bandwidth:
+                problems.append(
+                    f"links[{number}].bandwidth = {link.bandwidth:.4g} is more than bandwidth = {self.bandwidth:.4g}, "
+                    "that of the memory from which a link sends"
+                )
+        return problems
+
+
+def _compare_names(content: Mapping[str, Any], cls: type, where: str) -> None:
+    """Raises a ClusterError if fields of a dataclass are missing, or there are others."""
+    known = {item.name for item in fields(cls)}
+    optional = {"attention", "fingerprint", "in_step"}
+    missing = [name for name in sorted(known - optional) if name not in content]
+    unknown = [name for name in content if name not in known]
+    if missing:
+        raise ClusterError(f"{where}: {missing[0]} is missing")
+    if unknown:
+        raise ClusterError(f"{where}: there is no {unknown[0]!r}; did you mean {nearest(unknown[0], known)}?")
+
+
+class Device(NamedTuple):
+    """A row of `PRESETS`: a device by its data sheet.
+
+    Attributes:
+        per_host: number of ranks of a host.
+        memory: bytes.
+        peak: floating-point operations per second of dense products, by dtype.
+        efficiency: achieved part of the peak of products in a training step.
+        bandwidth: achieved bytes per second of the memory.
+        launch: seconds.
+        links: levels of the network; the span of the last one is ignored.
+        attention: as in `Cluster`.
+    """
+
+    per_host: int
+    memory: float
+    peak: dict[str, float]
+    efficiency: float
+    bandwidth: float
+    launch: float
+    links: tuple[Link, ...]
+    attention: float = 0.8  # FlashAttention-3, both passes: 550 TFLOP/s on H100, where products reach 690 (2407.08608)
+
+
+def _links(links: tuple[Link, ...], devices: int) -> tuple[Link, ...]:
+    """Returns the links that `devices` need: inner ones, and one that joins all."""
+    inner = [link for link in links[:-1] if link.span < devices]
+    outermost = links[len(inner)]
+    return (*inner, replace(outermost, span=max(devices, outermost.span if outermost is not links[-1] else 1)))
+
+
+def _latency(link: Link) -> float:
+    return link.latency + link.in_step
+
+
+def measured_links(links: Sequence[Link], per_host: int) -> list[Link]:
+    """Joins neighbouring links of a host that are equally fast up to a factor of 2: they are one, measured twice."""
+    found: list[Link] = []
+    for link in links:
+        if found and link.span <= per_host:
+            inner = found[-1]
+            pairs = ((inner.bandwidth, link.bandwidth), (_latency(inner), _latency(link)))
+            if all(max(pair) <= 2 * min(pair) for pair in pairs):
+                names = ("bandwidth", "latency", "in_step")
+                means = {name: (getattr(inner, name) * getattr(link, name)) ** 0.5 for name in names}
+                found[-1] = Link(link.span, **means)
+                continue
+        found.append(link)
+    return found
+
+
+# Achieved parts of the data sheets.
+_PRODUCTS = 0.7  # AutoParallel's roofline of products (meta-pytorch/autoparallel, compute_estimation.py)
+_MEMORY = 0.75  # of pointwise kernels, which read and write
+_NVLINK = 0.75  # all_gather on 8 H100: 338 of 450 GB/s (AutoParallel's table of nccl-tests, h100_nvswitch_roce_400g.py)
+_NIC = 0.9  # ring over one 400 Gb/s NIC a host: 42 to 46 of 50 GB/s (same table)
+_LAUNCH = 7e-6  # seconds of a call of the least size (AutoParallel's floor of an operator)
+
+
+def _half(peak: float, **others: float) -> dict[str, float]:
+    """Returns the peaks by dtype of a device whose bfloat16 and float16 are equally fast."""
+    return {"bfloat16": peak, "float16": peak, **others}
+
+
+_HOPPER = _half(989.4e12, float32=66.9e12, float64=66.9e12, float8=1978.9e12)
+
+#: Devices by name. NVIDIA: data sheets of A100 80GB SXM, H100 SXM, H200 SXM, DGX B200, GB200 NVL72: dense peaks (half
+#: of those with sparsity), NVLink per direction (half of the total), 200 Gb/s (A100) or 400 Gb/s of network a GPU.
+#: trn1, trn2: AWS Neuron documentation, "Trainium Architecture", "Trainium2 Architecture", "Best practices for training
+#: on AWS Neuron", per rank: a NeuronCore-v2 (half a chip, 190 TFLOP/s, 820 GB/s, 384 GB/s of NeuronLink), a logical
+#: NeuronCore of LNC2 (a quarter of a chip: 667 TFLOP/s, 96 GiB, 2.9 TB/s, 1.28 TB/s of NeuronLink); EFA of 800 and
+#: 3200 Gb/s an instance. v5p: Google Cloud documentation, "TPU v5p" (1200 GB/s of ICI, both directions).
+#: cpu: two ranks of one thread, gloo; measured on an AMD EPYC of 2 cores (`Cluster.measure`).
+#: Latencies of NVLink and RoCE: nccl-tests of small messages (19 us for an all_reduce of 8). Others: assumed equal.
+PRESETS: dict[str, Device] = {
+    "a100": Device(
+        8, 80 * GIB, _half(312e12, float32=19.5e12, float64=19.5e12), _PRODUCTS, 2.039e12 * _MEMORY, _LAUNCH,
+        (Link(8, 300e9 * _NVLINK, 3e-6), Link(0, 25e9 * _NIC, 10e-6)),
+    ),
+    "h100": Device(
+        8, 80 * GIB, _HOPPER, _PRODUCTS, 3.35e12 * _MEMORY, _LAUNCH,
+        (Link(8, 450e9 * _NVLINK, 3e-6), Link(0, 50e9 * _NIC, 10e-6)),
+    ),
+    "h200": Device(
+        8, 141e9, _HOPPER, _PRODUCTS, 4.8e12 * _MEMORY, _LAUNCH,
+        (Link(8, 450e9 * _NVLINK, 3e-6), Link(0, 50e9 * _NIC, 10e-6)),
+    ),
+    "b200": Device(
+        8, 180e9, _half(2250e12, float32=75e12, float64=37e12, float8=4500e12), _PRODUCTS, 8e12 * _MEMORY, _LAUNCH,
+        (Link(8, 900e9 * _NVLINK, 3e-6), Link(0, 50e9 * _NIC, 10e-6)),
+    ),
+    "gb200": Device(
+        4, 186e9, _half(2500e12, float32=80e12, float64=40e12, float8=5000e12), _PRODUCTS, 8e12 * _MEMORY, _LAUNCH,
+        (Link(72, 900e9 * _NVLINK, 3e-6), Link(0, 50e9 * _NIC, 10e-6)),  # NVLink joins the 18 hosts of a rack
+    ),
+    "trn1": Device(
+        32, 16 * GIB, _half(95e12, float32=23.75e12), _PRODUCTS, 410e9 * _MEMORY, _LAUNCH,
+        (Link(32, 96e9 * _NVLINK, 3e-6), Link(0, 3.125e9 * _NIC, 15e-6)),
+    ),
+    "trn2": Device(
+        64, 24 * GIB, _half(166.75e12, float32=45.25e12, float8=324.75e12), _PRODUCTS, 725e9 * _MEMORY, _LAUNCH,
+        (
+            Link(4, 725e9 / 4, 3e-6),  # in a chip: no published figure; a byte is read, sent, received and written
+            Link(64, 160e9 / 2 * _NVLINK, 5e-6),  # 4 x 4 torus: a ring in one direction has half of a chip's links
+            Link(0, 6.25e9 * _NIC, 15e-6),
+        ),
+    ),
+    "v5p": Device(
+        4, 95 * GIB, _half(459e12), _PRODUCTS, 2.765e12 * _MEMORY, _LAUNCH,
+        (
+            Link(8960, 600e9 / 3 * _NVLINK, 3e-6),  # 3D torus: a ring in one direction has a third of a chip's links
+            Link(0, 6.25e9 * _NIC, 25e-6),
+        ),
+    ),
+    "cpu": Device(
+        2, 8 * GIB, {"float32": 160e9, "float64": 80e9}, 0.92, 14.7e9, 3e-6,
+        (Link(0, 1.8e9, 150e-6, in_step=500e-6),), attention=0.5,
+    ),
+}  # fmt: skip

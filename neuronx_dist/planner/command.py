@@ -1,0 +1,157 @@
+"""`neuronx-dist plan`: the fastest layouts of a model on a cluster, as a table or as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..command_line import command_parser, count
+from ..planning.plan import PlanError
+from .candidate import RECOMPUTED
+from .cluster import PRESETS, Cluster, ClusterError
+from .job_commands import measure, validate_plan
+from .plans import CONSTRAINTS, Plans, plan
+from .report import report
+from .workload import MODELS
+
+__all__ = ["arguments", "run"]
+
+_EXAMPLES = f"""\
+examples:
+
+  $ neuronx-dist plan --model llama-8b --devices 8 --cluster h100 --batch 128 --seq-len 8192
+  $ neuronx-dist plan --model llama-70b --devices 1024 --cluster h100 --batch 1024 --seq-len 8192 --tp 8 --explain
+  $ neuronx-dist plan --model ./Llama-3.1-8B --devices 32 --cluster ours.json --batch 64 --seq-len 4096 --save a.json
+  $ neuronx-dist plan --model llama-8b --devices 8 --cluster a100 --batch 64 --seq-len 4096 --why-not tp=4,pp=2
+
+  $ torchrun --nproc-per-node 8 -m neuronx_dist plan measure --tp 8 --save ours.json
+  $ torchrun --nproc-per-node 8 -m neuronx_dist plan validate --model ./Llama --plan a.plan.json --cluster ours.json
+
+models: {", ".join(MODELS)}; or a folder or file of a Hugging Face config
+clusters: {", ".join(PRESETS)}; or the file of a measured one
+"""
+_FLAGS = ("sequence_parallel", "zero1", "fused_loss", "compiled", "pad_heads", "pad_vocab")
+_NUMBERS = ("tp", "pp", "cp", "ep", "dp", "num_microbatches", "micro_batch", "virtual_pipeline_size")
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The argument parser of `plan`."""
+    parser = command_parser("Finds the fastest layouts of a model on a cluster; needs no device.", _EXAMPLES)
+    add = parser.add_argument
+    add(
+        "task",
+        nargs="?",
+        choices=["measure", "validate"],
+        help="on every rank of a job: measure the cluster, or train steps of a saved plan; without it: plan",
+    )
+    add("--model", help="a name, or the folder or config.json of a Hugging Face model")
+    add("--cluster", metavar="NAME", help="a preset, or the JSON file of a cluster")
+    add("--devices", type=count, help="number of devices; by default those of the cluster")
+    add("--batch", type=count, help="sequences of a step, of all devices together")
+    add("--seq-len", type=count, help="tokens of a sequence")
+    add("--top", type=count, default=10, help="number of plans (%(default)s)")
+    add("--explain", action="store_true", help="seconds by term and bytes by stage of the best plan")
+    add("--why-not", metavar="NAME=VALUE,...", help="why the best plan has not these values")
+    add("--pareto", action="store_true", help="the front of time against memory in place of the fastest plans")
+    add("--save", metavar="FILE", help="write the best plan, the measured cluster, or the validation to a file")
+    add("--seconds", type=float, default=20.0, help="of `measure`: about how long (%(default)s)")
+    add("--plan", metavar="FILE", help="of `validate`: a saved plan")
+    add("--steps", type=count, default=5, help="of `validate`: number of timed steps (%(default)s)")
+    add(
+        "--report",
+        metavar="FILE",
+        help="write an HTML page: ranks, a simulated step, memory, terms, what would change it",
+    )
+    add("--json", action="store_true", help="all figures as JSON")
+    fixed = parser.add_argument_group("constraints: values that are not searched; several values: any of them")
+    for name in _NUMBERS:
+        fixed.add_argument(f"--{name.replace('_', '-')}", type=count, nargs="+", metavar="N")
+    for name in _FLAGS:
+        fixed.add_argument(f"--{name.replace('_', '-')}", action=argparse.BooleanOptionalAction)
+    fixed.add_argument("--recompute", nargs="+", choices=["none", *RECOMPUTED[1:]])
+    fixed.add_argument("--schedule", nargs="+", choices=CONSTRAINTS["schedule"])
+    fixed.add_argument("--dtype", nargs="+", choices=CONSTRAINTS["dtype"])
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints plans, or runs `measure` or `validate`; returns 0, or 1 if there is no plan.
+
+    Raises:
+        argparse.ArgumentError: an argument is missing.
+    """
+    needed: dict[str | None, list[str]] = {"measure": [], "validate": ["model", "cluster", "plan"]}
+    for name in needed.get(args.task, ["model", "cluster", "batch", "seq_len"]):
+        if getattr(args, name) is None:
+            raise argparse.ArgumentError(None, f"the following argument is required: --{name.replace('_', '-')}")
+    try:
+        if args.task == "measure":
+            measure(args)
+            return 0
+        cluster = _cluster(args.cluster, args.devices)
+        if args.task == "validate":
+            validate_plan(args, cluster)
+            return 0
+        plans = plan(
+            args.model,
+            global_batch=args.batch,
+            seq_len=args.seq_len,
+            cluster=cluster,
+            constraints=_constraints(args),
+            top_k=args.top,
+        )
+        _show(plans, args)
+    except (PlanError, ClusterError, FileNotFoundError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(f"neuronx-dist plan: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _show(plans: Plans, args: argparse.Namespace) -> None:
+    if args.save:
+        plans[0].save(args.save)
+    if args.report:
+        Path(args.report).write_text(report(plans))
+    if args.json:
+        shown = plans.pareto() if args.pareto else plans
+        print(json.dumps([one.as_dict() for one in shown], indent=1))
+        return
+    if args.why_not:
+        print(plans.why_not(**_pairs(args.why_not)))
+        return
+    print(plans.table(plans.pareto()) if args.pareto else plans)
+    if args.explain:
+        print(f"\nplan 1: {plans.explain()}")
+    if args.save:
+        print(f"\nsaved plan 1 as {args.save}")
+
+
+def _cluster(name: str, devices: int | None) -> Cluster:
+    if name.endswith(".json") or Path(name).is_file():
+        cluster = Cluster.load(name)
+        return cluster if devices is None else cluster.of(devices)
+    return Cluster.preset(name, devices)
+
+
+def _constraints(args: argparse.Namespace) -> dict[str, Any]:
+    constraints = {name: getattr(args, name) for name in CONSTRAINTS if getattr(args, name, None) is not None}
+    if "recompute" in constraints:
+        constraints["recompute"] = ["" if word == "none" else word for word in constraints["recompute"]]
+    return constraints
+
+
+def _pairs(text: str) -> dict[str, Any]:
+    """Parses `tp=4,zero1=true`."""
+    pairs: dict[str, Any] = {}
+    for pair in text.split(","):
+        name, _, value = pair.partition("=")
+        word = value.strip()
+        known: dict[str, Any] = {"true": True, "false": False, "none": ""}
+        pairs[name.strip().replace("-", "_")] = int(word) if word.isdecimal() else known.get(word.lower(), word)
+    return pairs

@@ -1,0 +1,201 @@
+"""Measured speeds of this job's devices and links: what `Cluster.measure` fills a cluster with.
+
+Products, memory and calls are timed on all ranks at the same time, as in a step: cores of one host share its memory.
+Pointwise results are new tensors, as activations are: on the CPU that costs page faults. Collectives are those of the
+groups of the job's mesh, timed twice: one after another, which shows bandwidth and latency, and each between two
+products, as in a step, which takes longer (2 to 4 times on gloo): ranks wait for one another, and caches are cold. The
+difference is `in_step`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from functools import partial
+from math import ceil, log2
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .. import comm
+from ..accelerator.streams import synchronize
+
+__all__ = ["GroupSpeed", "Speeds", "device_memory", "fingerprint", "measure_groups", "measure_speeds"]
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+SIZES = {"cpu": (256, 512, 1024), "accelerator": (1024, 2048, 4096, 8192)}  # of products
+AXES = ("tp", "cp", "ep", "dp", "edp", "pp")
+
+
+class Speeds(NamedTuple):
+    """Speeds of a device, the slowest of all ranks.
+
+    Attributes:
+        flops: floating-point operations per second of products, by dtype, the median over sizes; `best`: the largest.
+        attention: speed of causal attention's products, relative to that of others of the first dtype.
+        bandwidth: bytes per second that a pointwise operation reads and writes.
+        launch: seconds of a call that computes nothing, with its module and its node of autograd.
+    """
+
+    flops: dict[str, float]
+    best: dict[str, float]
+    attention: float
+    bandwidth: float
+    launch: float
+
+
+class GroupSpeed(NamedTuple):
+    """Speed of the collectives of a group: `size` ranks, `stride` apart.
+
+    Attributes:
+        bandwidth: bytes per second that a rank sends in a ring.
+        latency: seconds for each doubling of the number of ranks.
+        in_step: additional seconds between products.
+    """
+
+    size: int
+    stride: int
+    bandwidth: float
+    latency: float
+    in_step: float
+
+
+def fingerprint(device: torch.device) -> dict[str, str]:
+    """Returns where a measurement was made: host, device, torch, ranks."""
+    name = (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} {os.cpu_count()} cores"
+    )
+    return {
+        "host": platform.node(),
+        "device": f"{device.type}: {name}",
+        "torch": torch.__version__,
+        "ranks": str(comm.size("world") if comm.is_initialized() else 1),
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def device_memory(device: torch.device, ranks_per_host: int) -> int:
+    """Returns the bytes of a device; on the CPU the host's memory is shared by its ranks."""
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_host
+    return int(torch.accelerator.get_memory_info(device)[1])
+
+
+def measure_speeds(device: torch.device, seconds: float) -> Speeds:
+    """Times products, memory and calls; `seconds`: about how long, in all."""
+    on_cpu = device.type == "cpu"
+    dtypes = ("float32", "float64") if on_cpu else ("bfloat16", "float16", "float32")
+    sizes = SIZES["cpu" if on_cpu else "accelerator"]
+    share = seconds / (len(dtypes) * len(sizes) + 3)
+    flops, best = {}, {}
+    for dtype in dtypes:
+        rates = []
+        for size in sizes:
+            x = torch.randn(size, size, device=device).to(getattr(torch, dtype))
+            rates.append(2 * size**3 / _seconds(partial(torch.mm, x, x, out=torch.empty_like(x)), device, share))
+        flops[dtype], best[dtype] = median(rates), max(rates)
+    heads, length, width = (8, 256, 32) if on_cpu else (16, 4096, 128)
+    qkv = torch.randn(3, 1, heads, length, width, device=device).to(getattr(torch, dtypes[0]))
+    attend = partial(F.scaled_dot_product_attention, qkv[0], qkv[1], qkv[2], is_causal=True)
+    attention = 2 * heads * length**2 * width / _seconds(attend, device, share) / flops[dtypes[0]]
+    x = torch.zeros((1 << 20) if on_cpu else (64 << 20), device=device)
+    bandwidth = 2 * x.nbytes / _seconds(partial(torch.add, x, 1), device, share)
+    little = nn.Sequential(*(nn.Sequential(nn.Linear(1, 1), nn.SiLU()) for _ in range(20))).to(device)
+    one = torch.zeros(1, 1, device=device)
+    launch = _seconds(lambda: little(one).backward(), device, share) / (3 * 40)  # backward has two calls for each
+    mine = Speeds(flops, best, attention, bandwidth, launch)
+    ranks: list[Speeds] = comm.gather_objects(mine) if comm.is_initialized() else [mine]
+    return Speeds(
+        {dtype: min(one.flops[dtype] for one in ranks) for dtype in dtypes},
+        {dtype: max(one.best[dtype] for one in ranks) for dtype in dtypes},
+        min(one.attention for one in ranks),
+        min(one.bandwidth for one in ranks),
+        max(one.launch for one in ranks),
+    )
+
+
+def measure_groups(device: torch.device, seconds: float) -> list[GroupSpeed]:
+    """Times the collectives of each group of the mesh that has its own size and distance between ranks.
+
+    Args:
+        seconds: about how long, in all.
+    """
+    groups: dict[tuple[int, int], str] = {}
+    for axis in AXES:
+        ranks = comm.communicator(axis).ranks
+        if len(ranks) > 1:
+            groups.setdefault((len(ranks), ranks[1] - ranks[0]), axis)
+    return [
+        _measure_group(axis, size, stride, device, seconds / len(groups)) for (size, stride), axis in groups.items()
+    ]
+
+
+def _measure_group(axis: str, size: int, stride: int, device: torch.device, seconds: float) -> GroupSpeed:
+    small, large = 16 << 10, (2 << 20) if device.type == "cpu" else (128 << 20)
+    share = seconds / (len(KINDS) * 4)
+    width = 256 if device.type == "cpu" else 4096
+    x = torch.randn(width, width, device=device)
+    out = torch.empty_like(x)
+
+    def product() -> None:
+        torch.mm(x, x, out=out)
+
+    alone = _agreed_seconds(product, device, share)
+    bandwidths, latencies, additions = [], [], []
+    for kind in KINDS:
+        passes = 2 if kind == "all_reduce" else 1
+        times = []
+        for nbytes in (small, large):
+            collective = _collective(kind, axis, size, nbytes, device)
+
+            def both(collective: Callable[[], Any] = collective) -> None:
+                product()
+                collective()
+
+            back_to_back = _agreed_seconds(collective, device, share)
+            between = _agreed_seconds(both, device, share) - alone
+            times.append(back_to_back)
+            additions.append(max(0.0, between - back_to_back))
+        sent = passes * (large - small) * (1 - 1 / size)
+        bandwidths.append(sent / max(times[1] - times[0], 1e-9))
+        latencies.append(times[0] / ceil(log2(size)))
+    return GroupSpeed(size, stride, median(bandwidths), median(latencies), median(additions))
+
+
+def _collective(kind: str, axis: str, size: int, nbytes: int, device: torch.device) -> Callable[[], Any]:
+    """Returns a call of a collective whose larger side has `nbytes`."""
+    whole = nbytes // 4 // size * size
+    x = torch.zeros(whole // size if kind == "all_gather" else whole, device=device)
+    verb = getattr(comm, kind)
+    return lambda: verb(x, axis)
+
+
+def _seconds(run: Callable[[], Any], device: torch.device, seconds: float) -> float:
+    """Returns the median seconds of a call, of as many as fit `seconds`, at least 3; all ranks begin together."""
+    if comm.is_initialized():
+        comm.barrier()
+    return median(_timed(run, device, max(3, int(seconds / max(_timed(run, device, 1)[0], 1e-7)))))
+
+
+def _agreed_seconds(run: Callable[[], Any], device: torch.device, seconds: float) -> float:
+    """Returns the median over as many calls as the slowest rank can make in `seconds`; of ranks the largest."""
+    run()
+    once = max(comm.gather_objects(_timed(run, device, 1)[0]))
+    times = _timed(run, device, min(200, max(3, int(seconds / max(once, 1e-7)))))
+    return max(comm.gather_objects(median(times)))
+
+
+def _timed(run: Callable[[], Any], device: torch.device, count: int) -> list[float]:
+    times = []
+    for _ in range(count):
+        synchronize(device.type)
+        began = time.perf_counter()
+        run()
+        synchronize(device.type)
+        times.append(time.perf_counter() - began)
+    return times

@@ -1,0 +1,314 @@
+"""`Predictor`: seconds and bytes of candidates for one model on one cluster; what candidates share is computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from ..pipeline.schedule import Schedule
+from ..planning.layout import Layout
+from .candidate import Candidate, RankSizes
+from .cluster import Cluster
+from .seconds import (
+    PartSeconds,
+    StepSeconds,
+    ends_seconds,
+    layer_seconds,
+    message_seconds,
+    optimizer_seconds,
+    reduction_seconds,
+)
+from .simulation import Simulator
+from .stage_memory import StageBytes, ends_bytes, layer_bytes
+from .traffic import Piece, merged, message_bytes, pieces_of, reduction_traffic, stage_weights
+from .workload import Workload
+
+__all__ = ["Predictor"]
+
+
+class Elements(NamedTuple):
+    """Numbers of elements of a stage's weights on a rank: all but experts, and experts; the largest weight."""
+
+    dense: int
+    expert: int
+    largest: int
+
+
+class TimedPiece(NamedTuple):
+    """Seconds of a piece of the model: by term, of its tasks (a forward, the halves of a backward), and in all."""
+
+    part: PartSeconds
+    tasks: tuple[float, float, float]
+    seconds: float
+
+
+@dataclass
+class Predictor:
+    """Predicts seconds and bytes of candidates.
+
+    Attributes:
+        workload, cluster: the model, and where it is trained.
+    """
+
+    workload: Workload
+    cluster: Cluster
+
+    def __post_init__(self) -> None:
+        self._cache: dict[Any, Any] = {}
+        self._simulator = Simulator()
+
+    # --- bounds
+
+    def least_seconds(
+        self, pp: int, num_microbatches: int, sizes: RankSizes, fixed: Mapping[str, Collection[Any]]
+    ) -> float:
+        """Returns a lower bound: all stages compute equally long, without waiting, and nothing is computed again."""
+        whole = Piece(tuple(block.layers for block in self.workload.blocks), True, True)
+        options = [
+            ("", fused, compiled)
+            for fused in fixed.get("fused_loss", [True])
+            for compiled in fixed.get("compiled", [False])
+        ]
+        return num_microbatches / pp * min(self._piece(whole, sizes, option).seconds for option in options)
+
+    def least_bytes(self, pp: int, dp: int, sizes: RankSizes) -> float:
+        """Returns a lower bound of the peak: weights, sharded state and one layer's backward, of the average stage."""
+        key = "least", pp, dp, sizes
+        if key not in self._cache:
+            whole = Piece(tuple(block.layers for block in self.workload.blocks), True, True)
+            dense, expert, _ = self.elements(whole, sizes)
+            ranks = dp * sizes.cp
+            sharded = dense / ranks + expert / (ranks // sizes.ep if sizes.ep > 1 else ranks)
+            numel, state = (dense + expert) / pp, sharded / pp * self._state(sizes)
+            layers = [layer_bytes(self.workload, block, sizes, "") for block in self.workload.blocks]
+            temporary = min(layer.saved + layer.temporary for layer in layers)
+            self._cache[key] = numel * sizes.item + state + max(numel * sizes.item, temporary)
+        return self._cache[key]
+
+    def bound(self, candidate: Candidate) -> float:
+        """Returns a lower bound of the seconds of a step: a stage waits for the first activations, at least."""
+        key = ("bound", *self._pipeline_key(candidate))
+        if key not in self._cache:
+            before = bound = 0.0
+            whole_backwards = candidate.layout.schedule not in ("zb_h1", "zb_v")
+            for tasks in self.tasks(candidate):
+                busy = candidate.layout.num_microbatches * sum(map(sum, tasks))
+                bound = max(bound, before + busy)
+                before += sum(tasks[0]) if whole_backwards else tasks[0][0]
+            self._cache[key] = bound
+        return self._cache[key] + sum(self.after(candidate))
+
+    # --- seconds
+
+    def seconds(self, candidate: Candidate) -> StepSeconds:
+        """Returns the seconds of a step; terms of microbatches are those of the stage that computes longest."""
+        layout, sizes, schedule = candidate.layout, candidate.sizes, candidate.schedule
+        pieces = self.pieces(schedule)
+        costs = self.tasks(candidate)
+        busy = [sum(map(sum, tasks)) for tasks in costs]
+        slowest = max(range(len(busy)), key=busy.__getitem__)
+        key = ("span", *self._pipeline_key(candidate))
+        if key not in self._cache:
+            self._cache[key] = self._simulator.step_time(schedule, costs, self.message_seconds(candidate))
+        span = self._cache[key]
+        options = candidate.recompute, candidate.fused_loss, candidate.compiled
+        parts = [self._piece(piece, sizes, options).part for piece in pieces[slowest]]
+        total = sum(parts, PartSeconds()) * layout.num_microbatches
+        computed = total.forward + total.backward
+        reduction, optimizer = self.after(candidate)
+        return StepSeconds(
+            computed.products,
+            computed.attention,
+            computed.pointwise,
+            computed.tp,
+            computed.cp,
+            computed.ep,
+            total.again.total,
+            span - layout.num_microbatches * busy[slowest],
+            reduction,
+            optimizer,
+        )
+
+    def after(self, candidate: Candidate) -> tuple[float, float]:
+        """Returns the seconds after the last backward, of the stage where they are most: reduction, optimizer."""
+        layout, sizes = candidate.layout, candidate.sizes
+        of_stages = layout.pp, layout.schedule, layout.virtual_pipeline_size
+        key = "after all", of_stages, layout.zero1, sizes._replace(micro_batch=0)
+        if key not in self._cache:
+            stages = {*self.stages(candidate)}
+            self._cache[key] = max((self._stage_after(candidate, stage) for stage in stages), key=sum)
+        return self._cache[key]
+
+    def _stage_after(self, candidate: Candidate, stage: Piece) -> tuple[float, float]:
+        layout, sizes = candidate.layout, candidate.sizes
+        key = "after", stage, layout.pp, layout.zero1, sizes._replace(micro_batch=0)
+        if key not in self._cache:
+            elements = self.elements(stage, sizes)
+            numel = elements.dense + elements.expert
+            sent = reduction_traffic(self.workload, candidate, stage)
+            dense, expert = self._degrees(layout)
+            sharded = elements.dense / dense + elements.expert / expert
+            reduction = reduction_seconds(sent, numel, layout, sizes, self.cluster)
+            self._cache[key] = reduction, optimizer_seconds(numel, sharded, layout, sizes, self.cluster)
+        return self._cache[key]
+
+    def message_seconds(self, candidate: Candidate) -> float:
+        """Returns the seconds of a message between stages."""
+        return message_seconds(self.workload, candidate.layout, candidate.sizes, self.cluster)
+
+    def tasks(self, candidate: Candidate) -> list[list[tuple[float, float, float]]]:
+        """Returns the seconds of a forward and of the halves of a backward, by stage and chunk."""
+        layout = candidate.layout
+        options = candidate.recompute, candidate.fused_loss, candidate.compiled
+        key = "tasks", candidate.sizes, options, layout.pp, layout.schedule, layout.virtual_pipeline_size
+        if key not in self._cache:
+            sizes = candidate.sizes
+            pieces = self.pieces(candidate.schedule)
+            distinct = {piece: self._piece(piece, sizes, options).tasks for chunks in pieces for piece in chunks}
+            self._cache[key] = [[distinct[piece] for piece in chunks] for chunks in pieces]
+        return self._cache[key]
+
+    @staticmethod
+    def _pipeline_key(candidate: Candidate) -> tuple[Any, ...]:
+        layout = candidate.layout
+        options = candidate.recompute, candidate.fused_loss, candidate.compiled
+        of_pipeline = layout.pp, layout.num_microbatches, layout.schedule, layout.virtual_pipeline_size
+        return (candidate.sizes, options, of_pipeline)
+
+    def _piece(self, piece: Piece, sizes: RankSizes, options: tuple[str, bool, bool]) -> TimedPiece:
+        """Returns the seconds of a piece of the model, of one microbatch."""
+        key = "piece", piece, sizes, options
+        found = self._cache.get(key)
+        if found is None:
+            recompute, fused_loss, compiled = options
+            part = PartSeconds()
+            for index, layers in enumerate(piece.layers):
+                if layers:
+                    part += self._layer(index, sizes, recompute, compiled) * layers
+            if piece.first or piece.last:
+                ends = "ends", sizes, fused_loss, compiled
+                if ends not in self._cache:
+                    self._cache[ends] = ends_seconds(self.workload, sizes, self.cluster, fused_loss, compiled)
+                first, last = self._cache[ends]
+                part = part + first if piece.first else part
+                part = part + last if piece.last else part
+            found = self._cache[key] = TimedPiece(part, part.tasks, sum(part.tasks))
+        return found
+
+    def _layer(self, index: int, sizes: RankSizes, recompute: str, compiled: bool) -> PartSeconds:
+        key = "layer", index, sizes, recompute, compiled
+        if key not in self._cache:
+            block = self.workload.blocks[index]
+            self._cache[key] = layer_seconds(self.workload, block, sizes, self.cluster, recompute, compiled)
+        return self._cache[key]
+
+    # --- bytes
+
+    def stage_bytes(self, candidate: Candidate, stage: int) -> StageBytes:
+        """Returns the bytes of a rank of a stage."""
+        layout, schedule = candidate.layout, candidate.schedule
+        once, kept, halved = self._bytes_of_one(candidate, self.stages(candidate)[stage])
+        if layout.pp == 1:
+            return once._replace(first_gradients=float(layout.num_microbatches > 1))
+        chunks, total = schedule.num_chunks, layout.num_microbatches * schedule.num_chunks
+        in_flight = schedule.peak_in_flight(stage)
+        activations = once.activations * in_flight / chunks
+        loss, message = once.loss, once.messages
+        if layout.schedule in ("zb_h1", "zb_v"):  # backwards in halves
+            activations += halved / chunks
+        if layout.schedule == "zb_h1":  # the halves are `stage` microbatches apart
+            loss += kept * (min(in_flight, stage + 1) - 1)
+        return once._replace(
+            activations=activations,
+            loss=loss,
+            messages=message * (in_flight + (6 if layout.schedule == "zb_v" else 3)),
+            first_gradients=float(total > in_flight),
+        )
+
+    def peak(self, candidate: Candidate) -> float:
+        """Returns the bytes of the rank that needs most."""
+        return max(self.stage_bytes(candidate, stage).peak for stage in range(candidate.layout.pp))
+
+    def _bytes_of_one(self, candidate: Candidate, stage: Piece) -> tuple[StageBytes, float, float]:
+        """Returns the bytes of a stage with one microbatch in flight; kept by the loss; between halves of a backward.
+
+        Messages are those of one.
+        """
+        layout, sizes = candidate.layout, candidate.sizes
+        dense, expert = self._degrees(layout)
+        key = "stage bytes", stage, sizes, candidate.recompute, candidate.fused_loss, dense, expert
+        found: tuple[StageBytes, float, float] | None = self._cache.get(key)
+        if found is None:
+            elements = self.elements(stage, sizes)
+            numel, item = elements.dense + elements.expert, sizes.item
+            sharded = elements.dense / dense + elements.expert / expert
+            saved = temporary = loss = kept = halved = 0.0
+            for index, layers in enumerate(stage.layers):
+                if layers:
+                    of_layer = layer_bytes(self.workload, self.workload.blocks[index], sizes, candidate.recompute)
+                    saved += layers * of_layer.saved
+                    halved += layers * of_layer.halved
+                    temporary = max(temporary, of_layer.temporary)
+            if stage.last:
+                of_end, loss, kept = ends_bytes(self.workload, sizes, candidate.fused_loss)
+                saved += of_end
+            of_step = sharded * max(4, item) if item < 4 or dense > 1 else 0.0  # gradients of masters
+            bytes_of_stage = StageBytes(
+                weights=numel * item,
+                gradients=numel * item,
+                optimizer=sharded * self._state(sizes),
+                activations=saved,
+                loss=loss,
+                temporary=temporary,
+                messages=message_bytes(self.workload, sizes) if layout.pp > 1 else 0.0,
+                step=of_step + 2 * elements.largest / dense * max(4, item),
+            )
+            found = self._cache[key] = bytes_of_stage, kept, halved
+        return found
+
+    @staticmethod
+    def _state(sizes: RankSizes) -> int:
+        """Bytes of AdamW's state for an element: two moments, and the master of a low precision."""
+        return 2 * max(4, sizes.item) + (4 if sizes.item < 4 else 0)
+
+    # --- the model on its ranks
+
+    def pieces(self, schedule: Schedule) -> list[list[Piece]]:
+        """Returns the pieces of the model on each stage."""
+        key = "pieces", type(schedule), schedule.num_stages, schedule.num_chunks
+        if key not in self._cache:
+            self._cache[key] = pieces_of(self.workload, schedule)
+        return self._cache[key]
+
+    def stages(self, candidate: Candidate) -> list[Piece]:
+        """Returns the part of the model on each stage, of all chunks together."""
+        schedule = candidate.schedule
+        key = "stages", type(schedule), schedule.num_stages, schedule.num_chunks
+        if key not in self._cache:
+            self._cache[key] = [merged(chunks) for chunks in self.pieces(schedule)]
+        return self._cache[key]
+
+    def elements(self, stage: Piece, sizes: RankSizes) -> Elements:
+        """Returns the numbers of elements of a stage's weights."""
+        key = "elements", stage, sizes.tp, sizes.ep
+        if key not in self._cache:
+            local = self.workload.local_sizes(sizes.tp, sizes.ep)
+            dense = expert = largest = 0
+            for weight, count in stage_weights(self.workload, stage):
+                numel = prod(weight.local(local))
+                largest = max(largest, numel)
+                if weight.is_expert:
+                    expert += numel * count
+                else:
+                    dense += numel * count
+            self._cache[key] = Elements(dense, expert, largest)
+        return self._cache[key]
+
+    @staticmethod
+    def _degrees(layout: Layout) -> tuple[int, int]:
+        """Returns over how many ranks the optimizer's state is sharded: of all but experts, and of experts."""
+        if not layout.zero1:
+            return 1, 1
+        return layout.dp * layout.cp, layout.world_size // (layout.tp * layout.pp * layout.ep)

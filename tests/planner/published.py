@@ -1,0 +1,347 @@
+"""Published step times of other programs, as data, and the planner's prediction of each.
+
+The tables are measurements; a row has the layout, the unit of its source, and the source. Other programs do some things
+that this package does not, or not so: `Program` says which, and `seconds` adds or leaves out their time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from neuronx_dist.planner.calibration import fit_factors, rank_correlation, scaled
+from neuronx_dist.planner.candidate import Candidate
+from neuronx_dist.planner.cluster import Cluster
+from neuronx_dist.planner.predictor import Predictor
+from neuronx_dist.planner.workload import Block, Weight, Workload, workload_of
+from neuronx_dist.planning.layout import Layout
+
+__all__ = ["TABLES", "Errors", "Program", "Row", "errors", "fitted", "predicted", "published_points", "seconds"]
+
+
+class Program(NamedTuple):
+    """Differences of a published program from this package's.
+
+    Attributes:
+        gradient_bytes: bytes of an element of gradients that are reduced over data-parallel ranks.
+        tp_bytes: bytes of the collectives of a layer over tp, for an element of its input. Here they are 4 gathers in
+            bfloat16 and 4 sums in float32, 24 bytes; with sums in bfloat16 16; and 18 with one more gather in backward.
+        overlaps: gradients are reduced during backward: the first microbatches' computation hides it.
+        sharded_weights: FSDP: weights are gathered in each microbatch's forward and backward.
+        compiled: pointwise operations are fused.
+    """
+
+    gradient_bytes: int = 4
+    tp_bytes: int = 18
+    overlaps: bool = False
+    sharded_weights: bool = False
+    compiled: bool = True
+
+
+MEGATRON = Program()
+BRIDGE = Program(overlaps=True)
+TITAN = Program(tp_bytes=16, overlaps=True, sharded_weights=True)
+NXD = Program(tp_bytes=24)
+
+
+class Row(NamedTuple):
+    """A published measurement.
+
+    Attributes:
+        workload: the model, maybe with fewer layers.
+        seconds: of a step, derived from the published unit.
+        cluster: the devices that the source names.
+        products: dtype of products.
+        memory: published GiB of a device; 0: none.
+    """
+
+    workload: Workload
+    layout: Layout
+    seconds: float
+    program: Program
+    cluster: Cluster
+    recompute: str = ""
+    products: str = "bfloat16"
+    memory: float = 0.0
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.seconds / (self.layout.global_batch * self.layout.seq_len)
+
+
+def seconds(row: Row, cluster: Cluster) -> float:
+    """Returns the predicted seconds of a step of the row's program."""
+    layout, program = row.layout, row.program
+    if row.products != layout.dtype:  # products of weights in a lower precision; attention and the rest as they are
+        faster = {layout.dtype: cluster.flops[row.products]}
+        attention = cluster.attention * cluster.flops[layout.dtype] / cluster.flops[row.products]
+        peak = {layout.dtype: cluster.peak[row.products]}
+        cluster = replace(
+            cluster, flops={**cluster.flops, **faster}, peak={**cluster.peak, **peak}, attention=attention
+        )
+    candidate = Candidate(layout, row.recompute, fused_loss=False, compiled=program.compiled)
+    predictor = Predictor(row.workload, cluster)
+    step = predictor.seconds(candidate)
+    total = step.total
+    data, microbatches = layout.dp * layout.cp, layout.num_microbatches
+    total += step.tp * (program.tp_bytes / 24 - 1)
+    if data > 1:
+        weights = sum(predictor.elements(predictor.stages(candidate)[0], candidate.sizes)[:2])
+        scatter = cluster.collective("reduce_scatter", weights * program.gradient_bytes, data, layout.tp)
+        gather = cluster.collective("all_gather", weights * 2, data, layout.tp)
+        computing = step.total - step.reduction - step.optimizer - step.bubble
+        if program.sharded_weights:
+            reduction = scatter + 2 * gather * (microbatches if layout.pp > 1 else 1)
+        else:
+            reduction = scatter + gather
+        hidden = min(reduction, computing / microbatches) if program.overlaps else 0.0
+        total += reduction - hidden - step.reduction
+    return total
+
+
+# --- tables
+
+
+def _b200() -> Iterator[Row]:
+    """8 B200, bf16, Megatron with ZeRO-1 and sequence parallelism, sequences of 4096, micro batch 1; SimuMax 1.2, docs.
+
+    Milliseconds of a step with 4, 8 and 32 microbatches; GiB allocated.
+    """
+    shapes = ("tp1 pp2", "tp2", "tp4", "tp8")
+    published = {
+        ("llama-70b", 12): (
+            ((843.0, 1476.8, 5436.5), 66.55),
+            ((725.5, 1387.0, 5376.5), 60.68),
+            ((409.8, 765.6, 2964.6), 39.07),
+            ((280.9, 556.7, 2073.7), 28.29),
+        ),
+        ("llama-405b", 4): (
+            ((1074.6, 1935.4, 7046.4), 87.08),
+            ((907.3, 1716.8, 6604.1), 81.59),
+            ((476.0, 899.6, 3455.4), 52.89),
+            ((258.8, 488.1, 1901.8), 38.57),
+        ),
+    }
+    cluster = Cluster.preset("b200", devices=8)
+    for (model, layers), cells in published.items():
+        for shape, (times, memory) in zip(shapes, cells):
+            for microbatches, milliseconds in zip((4, 8, 32), times):
+                layout = _layout(8, shape, microbatches, 4096, zero1=True)
+                yield Row(_sized(model, layers), layout, milliseconds / 1e3, MEGATRON, cluster, memory=memory)
+
+
+def _b200_long() -> Iterator[Row]:
+    """The same, long sequences over cp, 4 microbatches."""
+    cluster = Cluster.preset("b200", devices=8)
+    for model, layers, shape, seq_len, milliseconds in (
+        ("llama-70b", 12, "tp2 cp4", 32768, 1758.0),
+        ("llama-70b", 12, "cp8", 32768, 1768.1),
+        ("llama-70b", 12, "tp2 cp4", 131072, 11315.7),
+        ("llama-70b", 12, "cp8", 131072, 11301.9),
+        ("llama-405b", 4, "tp2 cp4", 32768, 1984.7),
+        ("llama-405b", 4, "cp8", 32768, 2003.6),
+    ):
+        yield Row(
+            _sized(model, layers), _layout(8, shape, 4, seq_len, zero1=True), milliseconds / 1e3, MEGATRON, cluster
+        )
+
+
+def _torchtitan() -> Iterator[Row]:
+    """H100 of 96 GB at 2.4 TB/s, 500 W; torchtitan's performance pages of 2024-12 and 2025-06.
+
+    Tokens per second and device; sequences of 8192 where the tables do not say (assumed).
+    """
+    preset = Cluster.preset("h100", devices=512)
+    slow = replace(preset, memory=96e9, bandwidth=preset.bandwidth * 2.4 / 3.35)
+    eager = TITAN._replace(compiled=False)
+    for model, devices, shape, microbatches, local, seq_len, rate, program, recompute, products, memory in (
+        ("llama-8b", 8, "", 1, 2, 8192, 5762, eager, "", "bfloat16", 82.4),
+        ("llama-8b", 8, "", 1, 2, 8192, 6667, TITAN, "", "bfloat16", 77.0),
+        ("llama-8b", 128, "", 1, 2, 8192, 5605, eager, "", "bfloat16", 67.0),
+        ("llama-8b", 128, "", 1, 2, 8192, 6514, TITAN, "", "bfloat16", 62.0),
+        ("llama-8b", 64, "tp8", 1, 12, 8192, 4378, TITAN, "", "bfloat16", 0),
+        ("llama-70b", 256, "tp8", 1, 16, 8192, 597, TITAN, "full", "bfloat16", 0),
+        ("llama-70b", 256, "tp8", 1, 16, 8192, 810, TITAN, "full", "float8", 0),
+        ("llama-405b", 512, "tp8 pp8", 32, 32, 8192, 100, TITAN, "full", "float8", 82.5),
+        ("llama-405b", 512, "tp8 pp8 vp2", 32, 32, 8192, 128, TITAN, "full", "float8", 72.7),
+        ("llama-8b", 8, "", 1, 1, 32768, 3890, TITAN, "full", "float8", 0),
+        ("llama-8b", 8, "cp2", 1, 1, 65536, 2540, TITAN, "full", "float8", 0),
+        ("llama-8b", 8, "cp4", 1, 1, 131072, 1071, TITAN, "full", "float8", 0),
+        ("llama-8b", 8, "cp8", 1, 1, 262144, 548, TITAN, "full", "float8", 0),
+        ("llama-405b", 512, "tp8 pp8", 8, 8, 32768, 76, TITAN, "full", "float8", 0),
+        ("llama-405b", 512, "tp8 pp8 cp2", 8, 8, 65536, 47, TITAN, "full", "float8", 0),
+        ("llama-405b", 512, "tp8 pp8 cp4", 8, 8, 131072, 31, TITAN, "full", "float8", 0),
+        ("llama-405b", 512, "tp8 pp8 cp8", 8, 8, 262144, 16, TITAN, "full", "float8", 0),
+    ):
+        layout = _layout(devices, shape, microbatches, seq_len, micro_batch=local // microbatches, zero1=True)
+        yield _by_rate(model, layout, rate, program, slow.of(devices), recompute, products, memory)
+
+
+def _bridge() -> Iterator[Row]:
+    """H100, fp8, sequences of 8192: Megatron-Bridge 25.11 and 26.04.01, performance summaries; tokens/s and device."""
+    for model, devices, shape, batch, rate, program in (
+        ("llama-8b", 8, "", 128, 14451, BRIDGE._replace(sharded_weights=True)),
+        ("llama-70b", 64, "tp4 pp8 vp5", 128, 1602, BRIDGE),
+        ("llama-70b", 64, "tp4 pp8 vp5", 256, 1664, BRIDGE),
+        ("llama-405b", 1024, "tp8 pp8 cp2 vp8", 512, 292, BRIDGE),
+        ("llama-405b", 1024, "tp8 pp8 cp2 vp8", 1536, 328, BRIDGE),
+    ):
+        one = _layout(devices, shape, 8, 8192)  # for its dp
+        layout = _layout(devices, shape, batch // one.dp, 8192, zero1=True)
+        yield _by_rate(model, layout, rate, program, Cluster.preset("h100", devices=devices), "", "float8")
+
+
+def _nxd() -> Iterator[Row]:
+    """32 trn1.32xlarge: NxD, Neuron 2.24; tokens per second and *chip* of two ranks; a batch of 1024 is assumed."""
+    cluster = Cluster.preset("trn1", devices=1024)
+    for model, shape, rate in (("llama-8b", "tp32", 767), ("llama-70b", "tp32 pp8", 127)):
+        one = _layout(1024, shape, 8, 8192)
+        layout = _layout(1024, shape, 1024 // one.dp, 8192, zero1=True)
+        yield _by_rate(model, layout, rate / 2, NXD, cluster)
+
+
+def _megatron() -> Iterator[Row]:
+    """H100, bf16, sequences of 4096, vocabulary 131072: Megatron-LM's README, TFLOP/s of a device.
+
+    Its operations are those of its paper (arXiv:2104.04473, without recomputation): 72 b s L h^2 (1 + s/6h + V/12hL).
+    The table has no shapes and no batch: shapes of GPT with the published number of parameters, 8 microbatches for each
+    stage, and 96 devices up to 32B are assumed.
+    """
+    for layers, hidden, devices, shape, rate in (
+        (24, 2304, 96, "", 409),
+        (32, 4096, 96, "tp2", 466),
+        (32, 6144, 96, "tp4", 489),
+        (36, 8192, 96, "tp8", 460),
+        (84, 8192, 768, "tp8 pp2", 420),
+        (96, 12288, 2304, "tp8 pp6", 433),
+    ):
+        one = _layout(devices, shape, 8, 4096)
+        layout = _layout(devices, shape, 8 * one.pp, 4096, zero1=True)
+        tokens = layout.global_batch * layout.seq_len
+        flops = 72 * tokens * layers * hidden**2 * (1 + 4096 / (6 * hidden) + 131072 / (12 * hidden * layers))
+        cluster = Cluster.preset("h100", devices=devices)
+        yield Row(_gpt(layers, hidden), layout, flops / (rate * 1e12 * devices), BRIDGE, cluster)
+
+
+def _layout(
+    devices: int, shape: str, microbatches: int, seq_len: int, *, micro_batch: int = 1, **options: Any
+) -> Layout:
+    """Returns the layout of a shape such as "tp8 pp8 vp5"; dp is the rest, and tp has sequence parallelism."""
+    sizes = {word[:2]: int(word[2:]) for word in shape.split()}
+    tp, pp, cp, chunks = (sizes.get(name, 1) for name in ("tp", "pp", "cp", "vp"))
+    return Layout(
+        devices,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        sequence_parallel=tp > 1,
+        num_microbatches=microbatches,
+        global_batch=microbatches * micro_batch * (devices // (tp * pp * cp)),
+        seq_len=seq_len,
+        dtype="bfloat16",
+        schedule="interleaved" if chunks > 1 else "1f1b",
+        virtual_pipeline_size=chunks,
+        **options,
+    )
+
+
+def _by_rate(
+    model: str,
+    layout: Layout,
+    rate: float,
+    program: Program,
+    cluster: Cluster,
+    recompute: str = "",
+    products: str = "bfloat16",
+    memory: float = 0.0,
+) -> Row:
+    """Returns a row whose measurement is tokens per second and device."""
+    step = layout.global_batch * layout.seq_len / (rate * layout.world_size)
+    return Row(workload_of(model), layout, step, program, cluster, recompute, products, memory)
+
+
+def _gpt(layers: int, hidden: int) -> Workload:
+    """Returns a GPT: heads of 128, a feed-forward layer of 4 hidden without gate."""
+    weights = (
+        Weight((hidden, hidden), "query"),
+        Weight((hidden, hidden), "key_value", number=2),
+        Weight((hidden, hidden), "heads"),
+        Weight((4 * hidden, hidden), "rows"),
+        Weight((hidden, 4 * hidden), "columns"),
+        Weight((hidden,), number=4, products=0),
+    )
+    heads = hidden // 128
+    block = Block(layers, weights, 4 * hidden)
+    return Workload(f"gpt {hidden}", (block,), hidden, heads, heads, 128, 128, 4 * hidden, 131072, True)
+
+
+def _sized(model: str, layers: int) -> Workload:
+    """Returns a model of the planner with another number of layers."""
+    workload = workload_of(model)
+    return replace(workload, blocks=(replace(workload.blocks[0], layers=layers),))
+
+
+#: Rows by source.
+TABLES: dict[str, Callable[[], Iterator[Row]]] = {
+    "SimuMax, B200": _b200,
+    "SimuMax, B200, long sequences": _b200_long,
+    "torchtitan, H100": _torchtitan,
+    "Megatron-Bridge, H100 fp8": _bridge,
+    "NxD, trn1": _nxd,
+    "Megatron-LM, H100": _megatron,
+}
+
+
+# --- errors
+
+
+def fitted(rows: Sequence[Row]) -> dict[str, float]:
+    """Returns the factors of the speeds of each row's cluster with which predictions fit the rows."""
+    return fit_factors(predicted, [(row, row.seconds) for row in rows], links=2)
+
+
+def predicted(factors: Mapping[str, float], row: Row) -> float:
+    """Returns the predicted seconds of a step on the row's cluster, its speeds multiplied by factors."""
+    return seconds(row, scaled(row.cluster, factors))
+
+
+class Errors(NamedTuple):
+    """Errors of predictions: mean and largest relative error, rank correlation of the time of a token."""
+
+    mape: float
+    largest: float
+    rank: float
+
+    def __str__(self) -> str:
+        return f"{self.mape:.1%} ({self.largest:.0%}) | {self.rank:.2f}"
+
+
+def errors(rows: Sequence[Row], factors: Mapping[str, float]) -> Errors:
+    """Returns the errors of predictions with factors of speeds."""
+    pairs = [(predicted(factors, row), row) for row in rows]
+    relative = [abs(one / row.seconds - 1) for one, row in pairs]
+    ours = [one / row.seconds * row.seconds_per_token * row.layout.world_size for one, row in pairs]
+    theirs = [row.seconds_per_token * row.layout.world_size for row in rows]
+    return Errors(sum(relative) / len(relative), max(relative), rank_correlation(ours, theirs))
+
+
+def published_points() -> list[tuple[str, float, float]]:
+    """Returns name, predicted and published seconds of collectives of 1 GiB on H100, NVSwitch and RoCE of 400 Gb/s.
+
+    AutoParallel's cost model (meta-pytorch/autoparallel, h100_nvswitch_roce_400g.py): latency and bandwidth of
+    nccl-tests, for (hosts, ranks of a host).
+    """
+    table = {
+        "all_gather": ((157, 433), (163, 386), (177, 61), (210, 323), (188, 48), (362, 305), (214, 46), (871, 264)),
+        "reduce_scatter": ((167, 438), (168, 392), (177, 80), (219, 377), (175, 50), (345, 359), (221, 46), (876, 301)),
+        "all_reduce": ((152, 244), (160, 212), (176, 42), (181, 193), (164, 26), (192, 171), (181, 24), (207, 130)),
+        "all_to_all": ((35, 447), (41, 374), (53, 77), (108, 83), (65, 46), (174, 47), (188, 47), (636, 43)),
+    }
+    groups = ((1, 4), (1, 8), (2, 1), (2, 8), (8, 1), (8, 8), (32, 1), (32, 8))
+    cluster, points = Cluster.preset("h100", devices=256), []
+    for verb, cells in table.items():
+        for (hosts, ranks), (microseconds, gigabytes) in zip(groups, cells, strict=True):
+            ours = cluster.collective(verb, 2**30, hosts * ranks, 1 if ranks > 1 else 8)
+            points.append((f"{verb} {hosts} x {ranks}", ours, microseconds * 1e-6 + 2**30 / (gigabytes * 1e9)))
+    return points

@@ -1,0 +1,80 @@
+"""`Cluster.measure` on ranks as threads, and statistics of predictions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+from neuronx_dist import comm
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.planner import measure
+from neuronx_dist.planner.calibration import calibrated, mape, rank_correlation, regret
+from neuronx_dist.planner.cluster import Cluster, Link, measured_links
+
+
+def test_all_ranks_measure_the_same_cluster() -> None:
+    """Every rank has the slowest rank's speeds, a link for each group of the mesh, and the marks of this machine."""
+    with mock.patch.dict(measure.SIZES, cpu=(16, 32)):
+        clusters = comm.threads.run(Mesh(4, tp=2), partial(Cluster.measure, seconds=0.02))
+    cluster = clusters[0]
+    assert all(other == cluster for other in clusters)
+    assert cluster.devices == cluster.devices_per_host == 4
+    # tp: neighbours; dp: two apart; one link if they are equally fast
+    assert [link.span for link in cluster.links] in ([2, 4], [4])
+    assert set(cluster.flops) == {"float32", "float64"}
+    assert all(cluster.flops[dtype] <= cluster.peak[dtype] for dtype in cluster.flops)
+    assert cluster.fingerprint["torch"] == torch.__version__ and cluster.fingerprint["ranks"] == "4"
+
+
+def test_groups_of_a_host_that_are_equally_fast_have_one_link() -> None:
+    """Links that differ by a factor of 2 or more, and links between hosts, stay apart."""
+    near, like, slow = Link(2, 8e9, 1e-4, 1e-4), Link(4, 2e9 * 2, 2e-4, 1e-4), Link(8, 1e9, 2e-4, 1e-4)
+    merged = measured_links([near, like, slow], per_host=4)
+    assert [link.span for link in merged] == [4, 8]
+    assert merged[0].bandwidth == pytest.approx((8e9 * 4e9) ** 0.5) and merged[1] == slow
+    assert measured_links([near, replace(like, bandwidth=3e9)], per_host=4) == [near, replace(like, bandwidth=3e9)]
+
+
+def test_a_process_alone_measures_its_device() -> None:
+    with mock.patch.dict(measure.SIZES, cpu=(16, 32)):
+        cluster = Cluster.measure("here", seconds=0.02)
+    assert (cluster.name, cluster.devices) == ("here", 1)
+    assert cluster.of(2).collective("all_reduce", 1024, 2) > 0
+
+
+def test_statistics_equal_values_by_hand() -> None:
+    assert mape([1.1, 1.8], [1.0, 2.0]) == pytest.approx(0.1)
+    assert rank_correlation([1, 2, 3, 4], [10, 20, 30, 40]) == 1
+    assert rank_correlation([1, 2, 3, 4], [40, 30, 20, 10]) == -1
+    # d = (1, 1, 0, 0): 1 - 6 * 2 / (4 * 15)
+    assert rank_correlation([2, 1, 3, 4], [10, 20, 30, 40]) == pytest.approx(0.8)
+    # ranks 0, 1.5, 1.5, 3 and 0..3: covariance 4.5, variances 4.5 and 5
+    assert rank_correlation([1, 2, 2, 3], [10, 20, 30, 40]) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
+    assert regret([3, 1, 2], [5.0, 6.0, 4.0]) == pytest.approx(0.5)
+    assert regret([3, 1, 2], [7.0, 4.0, 5.0]) == 0
+
+
+def test_calibration_finds_the_speeds_that_made_the_steps() -> None:
+    """Steps of a machine with other speeds correct a preset, and predict held-out steps; the peak bounds products."""
+
+    def predict(cluster: Cluster, case: tuple[float, float, int]) -> float:
+        flops, nbytes, size = case
+        return flops / cluster.flops["float32"] + cluster.collective("all_reduce", nbytes, size)
+
+    preset = Cluster.preset("cpu", devices=4)
+    link = replace(preset.links[0], bandwidth=0.9e9, latency=300e-6, in_step=1000e-6)
+    real = replace(preset, flops={**preset.flops, "float32": 80e9}, links=(link,))
+    cases = [(flops, nbytes, size) for flops in (1e8, 1e9, 1e10) for nbytes in (1e4, 1e6, 1e7) for size in (1, 2, 4)]
+    observed = [(case, predict(real, case)) for case in cases]
+    fitted = calibrated(preset, predict, observed[::2])
+    held_out = [entry for number, entry in enumerate(observed) if number % 2]
+    errors = [predict(fitted, case) / seconds - 1 for case, seconds in held_out]
+    assert max(map(abs, errors)) < 0.02
+    assert fitted.flops["float32"] == pytest.approx(80e9, rel=0.02)
+    assert fitted.launch == preset.launch  # no step shows it
+    faster = calibrated(preset, predict, [(case, seconds / 4) for case, seconds in observed])
+    assert faster.flops["float32"] == preset.peak["float32"]

@@ -1,0 +1,234 @@
+"""`nxd.plan` and its command: tables, explanations, files, and what it says of jobs that are impossible."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import neuronx_dist as nxd
+from neuronx_dist.__main__ import main
+from neuronx_dist.planner.cluster import Cluster
+from neuronx_dist.planner.plans import LayoutPlan, Plans
+from neuronx_dist.planner.seconds import StepSeconds
+from neuronx_dist.planner.workload import workload_of
+from neuronx_dist.planning.plan import Plan, PlanError
+from tests.support.llama import tiny_llama
+from tests.support.pages import run_page
+from tests.support.paths import DOCS, ROOT
+
+JOB: dict[str, Any] = dict(global_batch=64, seq_len=4096, cluster="h100", devices=8)
+
+
+def plans(model: Any = "llama-8b", **changes: Any) -> Plans:
+    return nxd.plan(model, **{**JOB, **changes})
+
+
+def test_a_plan_adds_up() -> None:
+    found = plans()
+    assert len(found) == 10 and [plan.seconds.total for plan in found] == sorted(plan.seconds.total for plan in found)
+    for plan in found:
+        plan.layout.check(found.workload.shape)
+        assert plan.layout.world_size == 8 and plan.margin >= 0.05
+        assert plan.seconds.total == pytest.approx(
+            sum(getattr(plan.seconds, field.name) for field in fields(StepSeconds))
+        )
+        tokens = JOB["global_batch"] * JOB["seq_len"]
+        assert plan.tokens_per_second == pytest.approx(tokens / plan.seconds.total / 8)
+        # 6 operations per weight and token, and attention: of a model of 8 B parameters most are products of weights.
+        flops = 6 * (found.workload.num_parameters - 128256 * 4096) * plan.tokens_per_second
+        assert 1 < plan.mfu * 989.4e12 / flops < 1.2
+        assert 0 < plan.mfu < 0.7
+    text = found[0].explain()
+    assert f"{found[0].seconds.total:.4g} s a step" in text and "matrix products" in text and "activations" in text
+
+
+def test_why_not_says_how_much_slower_and_by_what() -> None:
+    found = plans()
+    text = found.why_not(tp=4, pp=2)
+    slower = plans(constraints={"tp": 4, "pp": 2})[0].seconds.total / found[0].seconds.total - 1
+    assert text.startswith("tp 4, pp 2: at best tp 4, pp 2") and f"{slower:+.1%}" in text
+    assert "collectives of tp" in text
+    assert "no layout of llama-8b on 8 x h100 is possible" in found.why_not(tp=3)
+    with pytest.raises(PlanError, match="there is no constraint 'tensor'"):
+        found.why_not(tensor=2)
+
+
+@pytest.mark.slow
+def test_the_front_has_less_memory_for_more_time() -> None:
+    front = plans(top_k=1).pareto()
+    assert len(front) > 3
+    for one, other in zip(front, front[1:]):
+        assert other.seconds.total >= one.seconds.total and other.peak < one.peak
+
+
+def test_a_file_is_edited_loaded_and_refused(tmp_path: Path) -> None:
+    path, where = tmp_path / "a.plan.json", Cluster.preset("h100", 8)
+    best = plans(constraints={"tp": 2, "pp": 2})[0]
+    best.save(path)
+    assert LayoutPlan.load(path, "llama-8b", where) == best
+    content = json.loads(path.read_text())
+    content["job"]["recompute"] = "full"
+    path.write_text(json.dumps(content))
+    edited = LayoutPlan.load(path, "llama-8b", where)
+    assert edited.candidate == replace(best.candidate, recompute="full") and edited.peak < best.peak
+    with pytest.raises(PlanError) as refused:
+        LayoutPlan.load(path, "llama-70b", where.of(16))
+    assert "8,030,261,248 parameters in the plan, llama-70b with 70,553,706,496 here" in str(refused.value)
+    assert "= 8 in the plan, 16 here" in str(refused.value)
+    content["tp"], content["dp"] = 1, 4
+    content["job"]["virtual_pipeline_size"], content["schedule"] = 32, "interleaved"
+    path.write_text(json.dumps(content))
+    with pytest.raises(PlanError, match="cannot work:\n  - 2 pipeline stages with 32 chunks"):
+        LayoutPlan.load(path, "llama-8b", where)
+    Plan(tp=2).save(path)
+    with pytest.raises(PlanError, match="a plan of `parallelize`"):
+        LayoutPlan.load(path, "llama-8b", where)
+    content["job"] = {"cp": "two"}
+    path.write_text(json.dumps(content))
+    with pytest.raises(PlanError, match="job: cp has 'two', and not a int"):
+        Plan.load(path)
+
+
+IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
+    (dict(constraints={"tp": 3}), ["no layout of llama-8b", "tp 3 excludes all; without it: "]),
+    (dict(constraints={"tp": 2, "dp": 3}), ["dp 3 excludes all; without it: tp 2"]),
+    (dict(constraints={"tp": 8, "pp": 8}), ["tp 8 excludes all", "pp 8 excludes all; without it: tp 8"]),
+    (dict(constraints={"num_microbatches": 128}), ["num_microbatches 128 excludes all"]),
+    (dict(model="llama-70b"), ["does not fit: the smallest layout", "it fits on "]),
+    (dict(model="llama-8b", constraints={"zero1": False, "tp": 1, "pp": 1, "cp": 1}), ["excludes all; without it"]),
+    (dict(seq_len=200_000), ["is longer than the model's 131072 positions"]),
+    (dict(global_batch=3, seq_len=1024, constraints={"dp": 8}), ["dp 8 excludes all"]),
+    (dict(devices=296), ["no layout of llama-8b", "use 288 or 304 devices", "use a global batch of 74"]),
+    (dict(constraints={"tp": 0}), ["tp must be a positive integer, got 0"]),
+    (dict(constraints={"schedule": "1f1"}), ["schedule must be one of '1f1b'"]),
+    (dict(constraints={"tp": []}), ["the constraint tp has no value"]),
+    (dict(constraints={"dtypes": "float32"}), ["there is no constraint 'dtypes'; nearest: dtype"]),
+    (dict(global_batch=0), ["global_batch must be a positive integer, got 0"]),
+]
+
+
+def _marked(changes: dict[str, Any], words: list[str]) -> Any:
+    """Searches of other numbers of devices take a second."""
+    is_slow = "model" in changes or "devices" in changes
+    return pytest.param(changes, words, id=str(changes), marks=[pytest.mark.slow] * is_slow)
+
+
+@pytest.mark.parametrize("changes, words", [_marked(*case) for case in IMPOSSIBLE])
+def test_impossible_jobs(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(PlanError) as error:
+        plans(**changes)
+    for word in words:
+        assert word in str(error.value), str(error.value)
+
+
+def test_models_by_name_config_folder_and_module(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, OPTConfig
+
+    config = tiny_llama(tie_word_embeddings=True, attention_bias=True)
+    config.save_pretrained(tmp_path / "tiny")
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+        other = AutoModelForCausalLM.from_config(
+            OPTConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, intermediate_size=128)
+        )
+    of_module = workload_of(module)
+    assert of_module == workload_of(config)
+    assert replace(workload_of(tmp_path / "tiny"), name="llama") == of_module
+    assert of_module.num_parameters == sum(param.numel() for param in module.parameters())
+    with pytest.raises(ValueError, match="OPTForCausalLM has .* parameters, and the sizes of its config give"):
+        workload_of(other)
+    with pytest.raises(ValueError, match="there is no model 'lama-8b': .*nearest: llama-8b"):
+        workload_of("lama-8b")
+    with pytest.raises(ValueError, match="has no layers"):
+        workload_of(object())
+
+
+# --- the command
+
+COMMAND = "plan --model llama-8b --devices 8 --cluster h100 --batch 64 --seq-len 4096".split()
+
+
+@pytest.mark.slow
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    assert main([*COMMAND, "--tp", "2", "4", "--top", "3", "--explain", "--save", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "llama-8b (8.0 B parameters) on 8 x h100" in out and out.count(" tp ") >= 3 and "plan 1: tp" in out
+    assert Plan.load(path).tp in (2, 4)
+    page = tmp_path / "plan.html"
+    assert main([*COMMAND, "--pp", "2", "--top", "2", "--report", str(page)]) == 0
+    html, out = page.read_text(), capsys.readouterr().out
+    assert all(word in html for word in ("stage 1", "8 ranks = pp 2", "twice the batch", "<svg", "matrix products"))
+    assert "src=" not in html and "href=" not in html  # no other file
+    assert all(words in html for words in re.findall(r"^ *\d+  (.*?)  ", out, re.M))
+    assert main([*COMMAND, "--json", "--top", "2", "--recompute", "full", "--no-zero1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["recompute"] for one in found] == ["full", "full"] and not found[0]["layout"]["zero1"]
+    assert main([*COMMAND, "--why-not", "tp=4,pp=2"]) == 0
+    assert "of the best plan" in capsys.readouterr().out
+    assert main([*COMMAND, "--pareto", "--top", "1"]) == 0
+    assert capsys.readouterr().out.count("GiB") > 3
+    assert main([*COMMAND, "--tp", "3"]) == 1
+    assert "tp 3 excludes all" in capsys.readouterr().err
+    assert main(["plan", "--model", "none", *COMMAND[3:]]) == 2
+    assert "there is no model 'none'" in capsys.readouterr().err
+    assert main([*COMMAND, "--cluster", "h1000"]) == 1
+    assert "there is no cluster" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model, devices, batch, seconds",
+    [("llama-70b", 1024, 1024, 2), pytest.param("deepseek-v3", 2048, 4096, 10, marks=pytest.mark.full)],
+)
+def test_large_searches_are_quick(model: str, devices: int, batch: int, seconds: float) -> None:
+    """The bound is for a machine without load: here of CPU, twice as much, as two hardware threads share a core."""
+    start = time.process_time()
+    found = nxd.plan(model, global_batch=batch, seq_len=4096, cluster="h100", devices=devices)
+    assert len(found) == 10 and time.process_time() - start < 2 * seconds
+
+
+@pytest.mark.full
+@pytest.mark.process
+def test_a_large_search_takes_less_than_300_megabytes() -> None:
+    """With torch, which takes 220 of them."""
+    script = (
+        "import neuronx_dist as nxd; nxd.plan('llama-70b', global_batch=1024, seq_len=8192, cluster='h100', "
+        "devices=1024); print(open('/proc/self/status').read())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    most = next(line for line in done.stdout.splitlines() if line.startswith("VmHWM"))
+    assert int(most.split()[1]) / 1024 < 300
+
+
+# --- the page and the example
+
+
+@pytest.mark.slow
+def test_the_page_and_the_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    printed: list[str] = []
+    run_page("planner.md", printed=printed)
+    assert "tp 8" in printed[0] and "matrix products" in printed[0] and (tmp_path / "llama.plan.json").exists()
+    runpy.run_path(str(ROOT / "examples" / "plan_llama.py"), run_name="__main__")
+    assert "why not tp 8?" in capsys.readouterr().out
+    rows = re.findall(
+        r"^\| Llama (\d+B), ([\d,]+), ([\d,]+) \| [^|]* \| ([\d.]+) \|", (DOCS / "planner.md").read_text(), re.M
+    )
+    assert len(rows) == 3
+    for size, devices, batch, seconds in rows:
+        job = dict(global_batch=int(batch.replace(",", "")), devices=int(devices.replace(",", "")), seq_len=8192)
+        best = nxd.plan(f"llama-{size.lower()}", cluster="h100", top_k=1, **job)[0]
+        assert best.seconds.total == pytest.approx(float(seconds), rel=0.1), "write the table of docs/planner.md anew"
