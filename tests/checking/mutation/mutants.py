@@ -11,7 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from neuronx_dist import attention, checking, checkpoint, comm, parallelize, planner, shard_tensor, spmd, xla_replay
+from neuronx_dist import (
+    attention,
+    checking,
+    checkpoint,
+    comm,
+    parallelize,
+    planner,
+    shard_tensor,
+    spmd,
+    train,
+    xla_replay,
+)
 from neuronx_dist.checking.types.handlers import autograd
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.planning import fake_rank, memory
@@ -262,7 +273,7 @@ EXEMPT = {
 # Everything else is part of a training step, in whatever folder it is. Calls of ShardTensors and of their attention are
 # made wrong in tests/parity/mutation_table.py, where values show it.
 OUTSIDE = (attention, checking, checkpoint, comm, fake_rank, memory, parallelize)
-OUTSIDE += (planner, shard_tensor, spmd, xla_replay)
+OUTSIDE += (planner, shard_tensor, spmd, train, xla_replay)
 
 # Mutants that numbers show and types do not.
 _WHICH = "which rank has the value: types say that the ranks differ, and not in what"
