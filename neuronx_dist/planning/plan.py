@@ -66,6 +66,7 @@ class Plan:
         calls: the strategy of each call of the recorded program, in order; `second_calls`: the strategy on the second
             axis of each call in the local program of a rank of the first axis.
         parameters, inputs: the types of the recorded program's parameters and inputs, by name.
+        costs: what the plan costs, as `parallelize.explain` returns it; nothing that carries out a plan reads it.
     """
 
     tp: int = 1
@@ -81,6 +82,7 @@ class Plan:
     second_calls: tuple[CallPlan, ...] = ()
     parameters: Mapping[str, TensorPlan] | None = None
     inputs: Mapping[str, TensorPlan] | None = None
+    costs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "dp", "second", "microbatches"):
@@ -203,6 +205,8 @@ def _decoded(content: dict[str, Any]) -> dict[str, Any]:
             key: _tensor(tensor, f"{name}: {key}")
             for key, tensor in _typed({} if tensors is None else tensors, dict, name).items()
         }
+    if content.get("costs") is not None:
+        _typed(content["costs"], dict, "costs")
     return decoded
 
 
