@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import torch.nn.functional as F
+
 from ...program.program import (
     FILE_NAMES,
     Call,
@@ -71,8 +73,13 @@ class Body:
         read |= set(values_in(self.program.outputs)) if is_last else set()
         for name, expression in _unpacked(self.program, read):
             self.lines.append(Line(expression, value_mark(name)))
+        together = self._linears_of_one_input()
         for call in stage.calls:
-            self._call(call, self.spans.get(call, ()))
+            linears = together.get(call, [call])
+            if linears[0] is call and len(linears) > 1:
+                self._linears(linears)
+            elif linears[0] is call:
+                self._call(call, self.spans.get(call, ()))
         self.returned = self._result() if is_last else self._sent(stage)
 
     def _call(self, call: Call, spans: tuple[int, ...]) -> None:
@@ -104,6 +111,47 @@ class Body:
         comment = "; ".join(self._described(value) for value in call.results)
         context = call.grad, call.autocast
         self.lines.append(Line(text, targets, comment, call.module, _where(call), context, spans))
+
+    def _linears_of_one_input(self) -> dict[Call, list[Call]]:
+        """Returns the linear layers that are to be one call, by each of them, in program order.
+
+        They read one value, which nothing else reads as R, and it is I: the sum of its gradient over the ranks is one
+        collective in any case, and so the additions before it, and the wait for it, are saved.
+        """
+        found: dict[Call, list[Call]] = {}
+        for value, readers in self.consumers.items():
+            if not value.requires_grad or self.division.size == 1 or self.division.type_of(value) != I:
+                continue
+            calls = [call for call, index in readers if self.division.strategies[call].operands[index] == R]
+            if len(calls) > 1 and all(self._is_column(call, value) for call in calls):
+                same = {(self.spans.get(call, ()), len(operands_of(call))) for call in calls}
+                if len(same) == 1 and self.calls_here.issuperset(calls):
+                    found.update(dict.fromkeys(calls, calls))
+        return found
+
+    def _is_column(self, call: Call, input: Value) -> bool:
+        """Returns whether a call is `F.linear` of an input, with a sharded weight and bias that need no conversion."""
+        strategy, (first, *params) = self.division.strategies[call], operands_of(call)
+        held = zip(params, strategy.operands[1:], strict=True)
+        return (
+            call.function is strategy.local.function is F.linear
+            and first is input
+            and not any(param is input for param in params)
+            and all(param.kind == "parameter" and self.division.types[param] == want for param, want in held)
+            and all(isinstance(want, Shard) for want in strategy.operands[1:])
+            and (call.grad, call.autocast, call.outer) == (True, None, None)
+        )
+
+    def _linears(self, calls: list[Call]) -> None:
+        """Writes linear layers of one input as one call."""
+        columns = zip(*([self._name(v, self.division.type_of(v)) for v in operands_of(call)] for call in calls))
+        (input, *_), weights, *biases = columns
+        groups = [f"({', '.join(names)})" for names in (weights, *biases)]
+        text = f'composites.linears({input}, {", ".join(groups)}, axis="{self.division.axis}")'
+        results = [call.results[0] for call in calls]
+        targets, comment = ", ".join(value_mark(v.name) for v in results), "; ".join(map(self._described, results))
+        spans = self.spans.get(calls[0], ())
+        self.lines.append(Line(text, targets, comment, calls[0].module, _where(calls[0]), spans=spans))
 
     def _name(self, value: Value, spmd_type: SpmdType) -> str:
         """Returns the expression that reads a value in this type, as marked text."""

@@ -194,7 +194,7 @@ def _runs(lines: Sequence[Line], depth: int) -> list[tuple[str, list[Line], list
         else:
             runs.append((prefix, list(group), []))
     result: list[tuple[str, list[Line], list[Line]]] = []
-    for (prefix, own, gap), following in zip(runs, [*(run[0] for run in runs[1:]), ""], strict=True):
+    for (prefix, own, gap), following in zip(runs, [*(run[0] for run in runs[1:]), ""]):
         count = len(gap)
         if not _follows(prefix, following):
             before, _, gap_before = result[-1] if result else ("", [], [])

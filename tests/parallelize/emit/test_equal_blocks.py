@@ -1,4 +1,4 @@
-"""Equal layers are one method of an emitted file; `verify` compares each file here with the module in one process."""
+"""Equal layers are one method of an emitted file, linear layers of one input are one call; `verify` proves each file."""
 
 from __future__ import annotations
 
@@ -145,3 +145,31 @@ def test_a_loop_over_too_few_layers_is_refused() -> None:
     wrong = right._replace(source=right.source.replace("in range(3):", "in range(2):"))
     with pytest.raises(EmittedProgramError, match=r"does not read layers\.2\.down\.bias, layers\.2\.down\.weight, "):
         verify(wrong)
+
+
+class Gate(nn.Module):
+    """Two linear layers of one input, without and with another reader of that input."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.table, self.down = nn.Embedding(16, WIDTH), nn.Linear(16, WIDTH)
+        self.up, self.gate, self.out = nn.Linear(WIDTH, 16), nn.Linear(WIDTH, 16), nn.Linear(WIDTH, last, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens).tanh()
+        return self.down(self.up(x) * self.gate(x)).square().mean() + self.out(x).sin().mean()
+
+
+@pytest.mark.parametrize("last", [3, 16])
+def test_linear_layers_of_one_input_are_one_call(last: int) -> None:
+    """The gradient of their input is one sum; a layer without a bias, or with a whole weight, keeps them apart."""
+
+    def policy(graph: Any, config: Any) -> Any:
+        graph.shard("table", weight=None)
+        for name in ("up", "gate", *(["out"] if last == 16 else [])):
+            graph.shard(name, weight=0)
+        return graph
+
+    source = emitted(Gate(last), policy, costs="cpu").source
+    call = "linears(tanh, (self.up.weight, self.gate.weight), (self.up.bias, self.gate.bias), axis="
+    assert (call in source) == (last == 3), source
