@@ -22,6 +22,7 @@ from tests.parallelize.support.models import model
 from tests.parallelize.support.mutants import EAGER
 
 
+@pytest.mark.slow
 def test_an_alternative_costs_what_the_best_plan_with_it_costs() -> None:
     graph = IRGraph(mlp(), ComputeConfig(2, 2), costs=EAGER)
     problem = graph.problem()
@@ -48,6 +49,7 @@ def bytes_of(event: Any) -> int:
     return event.dtype.itemsize * prod(event.shape) * {"all_reduce": 2, "all_gather": 2}.get(event.verb, 1) // 2
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_the_recorded_collectives(tmp_path: Path) -> None:
     parallel_class = divided(tmp_path, costs=EAGER)
     costs, (_, arguments) = explain(parallel_class), model("gpt")
@@ -86,6 +88,7 @@ PLANS: dict[str, tuple[str, str, int, dict[str, Any], str, float | None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_other_plans(name: str, tmp_path: Path) -> None:
     module, policy, ranks, options, text, gap = PLANS[name]

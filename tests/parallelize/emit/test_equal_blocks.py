@@ -1,4 +1,4 @@
-"""Equal layers are one method of an emitted file, linear layers of one input are one call; `verify` proves each file."""
+"""Equal layers are one method of an emitted file, linear layers of one input one call; `verify` proves each file."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ def calls(source: str) -> list[str]:
     return [line.strip().partition("  #")[0] for line in source.splitlines() if re.search(r"= self\._|for i in", line)]
 
 
+@pytest.mark.slow
 def test_a_file_does_not_grow_with_the_number_of_equal_layers() -> None:
     few, many = (emitted(Net([Layer() for _ in range(count)]), is_proven=count == 2) for count in (2, 12))
     assert few.source.count("\n") == many.source.count("\n") < 80
@@ -113,6 +114,7 @@ class Shared(Net):
         return F.mse_loss(x, torch.zeros_like(x))
 
 
+@pytest.mark.slow
 def test_values_and_weights_from_outside_are_arguments() -> None:
     """The first layer needs conversions that the others do not: they move in front of it, where that is shorter."""
     source = emitted(Shared(3)).source
@@ -122,6 +124,7 @@ def test_values_and_weights_from_outside_are_arguments() -> None:
     assert head == "for i in range(1, 9):" and "shared_weight_R" in call and "sin" in call
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_call_the_same_method() -> None:
     source = emitted(Net([Layer() for _ in range(5)]), "pp", pipeline_nmicros=2).source
     assert source.count("def _layers") == 1
@@ -129,6 +132,7 @@ def test_stages_of_a_pipeline_call_the_same_method() -> None:
     assert all("self._layers(" in stage for stage in stages) and "range(3, 5)" in stages[1]
 
 
+@pytest.mark.slow
 def test_recomputed_layers_are_one_method() -> None:
     def policy(graph: Any, config: Any) -> Any:
         for number in range(3):
@@ -140,6 +144,7 @@ def test_recomputed_layers_are_one_method() -> None:
     assert "self.layers[3].up.weight" in source
 
 
+@pytest.mark.slow
 def test_a_loop_over_too_few_layers_is_refused() -> None:
     right = emitted(Net([Layer() for _ in range(3)]))
     wrong = right._replace(source=right.source.replace("in range(3):", "in range(2):"))
@@ -160,6 +165,7 @@ class Gate(nn.Module):
         return self.down(self.up(x) * self.gate(x)).square().mean() + self.out(x).sin().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [3, 16])
 def test_linear_layers_of_one_input_are_one_call(last: int) -> None:
     """The gradient of their input is one sum; a layer without a bias, or with a whole weight, keeps them apart."""
