@@ -8,6 +8,7 @@
 The rooms, in the order in which they work (`program/` records the forward):
 
 api.py          `parallelize`, from end to end; config.py: `ComputeConfig`, options
+explain.py      `explain`: what a plan costs
 example.py      the module and its example arguments; original.py: what they must be
 annotations/    users' functions: `register_op`
 choose/         the strategies of each call, and the cheapest ones
@@ -21,6 +22,7 @@ train/          the emitted module at run time: optimizer, gradients, pipelines,
 from .annotations.register import register_op
 from .api import parallelize
 from .config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
+from .explain import Explanation, explain
 from .policy.graph import IRGraph
 from .prove.value_comparison import EmittedProgramError
 from .train.broadcast import broadcast_weights
@@ -39,6 +41,7 @@ __all__ = [
     "BroadcastGenFilesStrategy",
     "ComputeConfig",
     "EmittedProgramError",
+    "Explanation",
     "IRGraph",
     "ParallelModule",
     "ParallelOptimizer",
@@ -47,6 +50,7 @@ __all__ = [
     "build_optimizer",
     "deduped_state_dict",
     "deduped_state_dicts",
+    "explain",
     "load_deduped_state_dict",
     "load_merged_state_dict",
     "load_merged_state_dicts",

@@ -241,7 +241,7 @@ def _emitted(
         CODE: emitted.source,
         CONSTANTS: constants_text(emitted.constants),
         PROOF: "\n".join(proof),
-        PLAN: plan_of(divisions[0], units=config.units).text(),
+        PLAN: plan_of(divisions[0], units=config.units, with_costs=True).text(),
     }
     names = dict(emitted.names)
     for division in divisions:  # the names of constants in the whole program, for a program of a rank
@@ -342,5 +342,5 @@ def _loaded(generated: Generated, config: ComputeConfig) -> type[ParallelModule]
     constants = constants_from_text(generated.text(CONSTANTS))
     loaded = parallel_class(generated.module(CODE), config, generated.weights, constants)
     loaded.IN_EVALUATION = generated.key.choice.get("mode") == repr(EVALUATION)
-    loaded.SOURCE, loaded.PROOF = generated.text(CODE), generated.text(PROOF)
+    loaded.SOURCE, loaded.PROOF, loaded.PLAN = map(generated.text, (CODE, PROOF, PLAN))
     return loaded

@@ -6,7 +6,7 @@ Dropout and attention draw their masks from this rank's local random stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import comm
 from ..comm.context import AxisLike
 from ..comm.ranks.rank_numbers import concrete
+from ..parallel_layers.autograd_linear import ColumnLinear, call
 from ..sharded_functions.cross_entropy import cross_entropy_of_shard
 from ..sharded_functions.norms import batch_norm, batch_norm_of_channels, group_norm, layer_norm, rms_norm
 from ..sharded_functions.softmax import log_softmax, softmax
@@ -30,6 +31,7 @@ __all__ = [
     "embedding",
     "group_norm",
     "layer_norm",
+    "linears",
     "log_softmax",
     "rms_norm",
     "scaled_dot_product_attention",
@@ -62,6 +64,19 @@ def cross_entropy(
     if reduction == "mean":
         losses = losses / (target != ignore_index).sum()
     return losses.to(input.dtype)
+
+
+def linears(
+    input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), *, axis: AxisLike
+) -> tuple[Tensor, ...]:
+    """`F.linear` of an I input with several weights, and their biases: shards of the outputs.
+
+    The input's gradient is one tensor, whose sum over the axis goes on while the weights' gradients are computed.
+    """
+    outputs: tuple[Tensor, ...] = call(
+        ColumnLinear, input, comm.communicator(axis), None, None, len(weights), *weights, *biases
+    )
+    return outputs
 
 
 def _with_local_numbers(shared_axis: str | None, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

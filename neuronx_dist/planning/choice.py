@@ -52,6 +52,20 @@ class Assignment(NamedTuple):
     values: list[int]
     computed: int  # number of different eliminations; the others came from the cache
     largest: int  # entries of the largest table
+    marginals: list[list[float]] = []  # by variable, the least total cost with each of its values; [] if not asked for
+
+
+class _Step(NamedTuple):
+    """The elimination of a variable, for the way back: `scope` is its table's variables, `parts` the added tables.
+
+    Attributes:
+        parts: number of each table, its variables, and the step that made it (-1: it was passed).
+    """
+
+    variable: int
+    scope: list[int]
+    parts: list[tuple[int, Scope, int]]
+    best: torch.Tensor
 
 
 class _Elimination(NamedTuple):
@@ -109,7 +123,11 @@ def _spread(table: torch.Tensor, scope: Scope, count: int) -> torch.Tensor:
 
 
 def minimize(
-    sizes: Sequence[int], tables: Iterable[tuple[torch.Tensor, Scope]], *, limit: int = 100_000_000
+    sizes: Sequence[int],
+    tables: Iterable[tuple[torch.Tensor, Scope]],
+    *,
+    limit: int = 100_000_000,
+    marginals: bool = False,
 ) -> Assignment:
     """Returns the assignment of least total cost.
 
@@ -118,6 +136,8 @@ def minimize(
         tables: costs, with the variables of the dims. Infinity: not allowed. Costs are added in float64; multiples of
             one power of two (2**-40 s) add without rounding, and so to the same sum in any order.
         limit: maximum entries of a table.
+        marginals: also returns the least total cost with each value of each variable, by a second pass in the opposite
+            order (min-marginals).
 
     Raises:
         Impossible: every assignment has an infinite cost.
@@ -133,7 +153,7 @@ def minimize(
                 "values"
             )
         search.add(known.number(table), tuple(scope))
-    return search.run()
+    return search.run(marginals)
 
 
 class _Search:
@@ -142,6 +162,8 @@ class _Search:
     def __init__(self, sizes: Sequence[int], tables: _NumberedTables, limit: int) -> None:
         self.sizes, self.tables, self.limit = sizes, tables, limit
         self.scopes: dict[int, tuple[int, Scope]] = {}  # (number of the table, variables) of each remaining part
+        self.maker: dict[int, int] = {}  # the step that made a part
+        self.steps: list[_Step] = []
         self.parts_of: list[set[int]] = [set() for _ in sizes]
         self.cost = 0.0
         self.largest = 0
@@ -165,8 +187,7 @@ class _Search:
     def entries(self, variables: Iterable[int]) -> int:
         return prod(self.sizes[variable] for variable in variables)
 
-    def run(self) -> Assignment:
-        steps: list[tuple[int, list[int], torch.Tensor]] = []
+    def run(self, marginals: bool) -> Assignment:
         current = {variable: self.entries(self.neighbours(variable)) for variable in range(len(self.sizes))}
         queue = [(entries, variable) for variable, entries in current.items()]
         heapq.heapify(queue)
@@ -175,27 +196,28 @@ class _Search:
             if current.get(variable) != entries:
                 continue  # eliminated already, or its neighbours have changed since
             del current[variable]
-            others, best = self.eliminate(variable, entries)
-            steps.append((variable, others, best))
-            for other in others:
+            for other in self.eliminate(variable, entries):
                 size = self.entries(self.neighbours(other))
                 if size != current[other]:
                     current[other] = size
                     heapq.heappush(queue, (size, other))
         values = [0] * len(self.sizes)
-        for variable, others, best in reversed(steps):
-            values[variable] = int(best[tuple(values[other] for other in others)])
-        return Assignment(self.cost, values, len(self.tables.eliminations), self.largest)
+        for step in reversed(self.steps):
+            others = (other for other in step.scope if other != step.variable)
+            values[step.variable] = int(step.best[tuple(values[other] for other in others)])
+        computed = len(self.tables.eliminations)
+        return Assignment(self.cost, values, computed, self.largest, self.marginals() if marginals else [])
 
-    def eliminate(self, variable: int, entries: int) -> tuple[list[int], torch.Tensor]:
-        """Takes the minimum over a variable; returns its neighbours, and its best value for each assignment of them."""
+    def eliminate(self, variable: int, entries: int) -> list[int]:
+        """Takes the minimum over a variable, and returns its neighbours."""
         scope = self.neighbours(variable)
         if entries > self.limit:
             raise TooLarge(scope, entries, self.limit)
         self.largest = max(self.largest, entries)
         place = {other: position for position, other in enumerate(scope)}
-        parts = [self.scopes.pop(part) for part in self.parts_of[variable]]
-        local = sorted((table, tuple(place[other] for other in variables)) for table, variables in parts)
+        makers = [(*self.scopes.pop(part), self.maker.get(part, -1)) for part in self.parts_of[variable]]
+        parts = sorted((table, tuple(place[other] for other in variables), maker) for table, variables, maker in makers)
+        local = [(table, variables) for table, variables, _ in parts]
         result = self.tables.eliminate(place[variable], [self.sizes[other] for other in scope], local)
         if result.offset == inf:
             raise Impossible(scope)
@@ -205,5 +227,62 @@ class _Search:
         for other in others:
             self.parts_of[other] -= gone
         self.parts_of[variable] = set()
+        self.maker[self._next] = len(self.steps)
+        self.steps.append(_Step(variable, scope, parts, result.best))
         self.add(result.table, tuple(others))
-        return others, result.best
+        return others
+
+    def marginals(self) -> list[list[float]]:
+        """Returns the least total cost with each value of each variable.
+
+        On the way back each step gets the cost of all tables that are not behind it, over its neighbours: the minimum
+        over the other variables of the step that took its result. Equal steps are computed once, as before.
+        """
+        found: list[list[float]] = [[] for _ in self.sizes]
+        outside = [self.tables.number(torch.zeros(()))] * len(self.steps)  # over the neighbours, less its minimum
+        known: dict[object, tuple[list[float], dict[int, int]]] = {}
+        for number in reversed(range(len(self.steps))):
+            step = self.steps[number]
+            position = step.scope.index(step.variable)
+            neighbours = tuple(place for place in range(len(step.scope)) if place != position)
+            tables = [(table, variables) for table, variables, _ in step.parts]
+            inner = tuple(place for place, (*_, maker) in enumerate(step.parts) if maker >= 0)
+            sizes = tuple(self.sizes[variable] for variable in step.scope)
+            key = position, sizes, tuple(tables), outside[number], inner
+            if key not in known:
+                scope = neighbours if self.tables.tables[outside[number]].dim() else ()
+                known[key] = self._beliefs(position, sizes, tables, (outside[number], scope), inner)
+            least, messages = known[key]
+            found[step.variable] = [self.cost + more for more in least]
+            for place in inner:
+                outside[step.parts[place][2]] = messages[place]
+        return found
+
+    def _beliefs(
+        self,
+        position: int,
+        sizes: Sequence[int],
+        tables: Sequence[tuple[int, Scope]],
+        outside: tuple[int, Scope],
+        inner: Sequence[int],
+    ) -> tuple[list[float], dict[int, int]]:
+        """Returns the cost of each value of a step's variable above the least, and the tables of the steps before.
+
+        Args:
+            inner: the positions of the tables that other steps made; each gets the sum of all the others.
+        """
+        spread = [_spread(self.tables.tables[table], scope, len(sizes)) for table, scope in (*tables, outside)]
+        total = torch.zeros(tuple(sizes), dtype=torch.float64)
+        for table in spread:
+            total += table
+        others = [place for place in range(len(sizes)) if place != position]
+        least = total.amin(dim=others) if others else total
+        messages = {}
+        for place in inner:
+            rest = torch.zeros(tuple(sizes), dtype=torch.float64)
+            for number, table in enumerate(spread):
+                rest += 0 if number == place else table
+            gone = [axis for axis in range(len(sizes)) if axis not in tables[place][1]]
+            message = rest.amin(dim=gone) if gone else rest
+            messages[place] = self.tables.number(message - message.min())
+        return [float(more) for more in least - least.min()], messages

@@ -91,6 +91,7 @@ class Plan:
             axis of each call in the local program of a rank of the first axis.
         parameters, inputs: the types of the recorded program's parameters and inputs, by name.
         job: the layout's other values, if `nxd.plan` chose it.
+        costs: what the plan costs, as `parallelize.explain` returns it; nothing that carries out a plan reads it.
     """
 
     tp: int = 1
@@ -107,6 +108,7 @@ class Plan:
     parameters: Mapping[str, TensorPlan] | None = None
     inputs: Mapping[str, TensorPlan] | None = None
     job: JobPlan | None = None
+    costs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "dp", "second", "microbatches"):
@@ -235,6 +237,8 @@ def _decoded(content: dict[str, Any]) -> dict[str, Any]:
             key: _tensor(tensor, f"{name}: {key}")
             for key, tensor in _typed({} if tensors is None else tensors, dict, name).items()
         }
+    if content.get("costs") is not None:
+        _typed(content["costs"], dict, "costs")
     return decoded
 
 

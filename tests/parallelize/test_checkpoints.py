@@ -262,8 +262,10 @@ def test_checkpoints_in_pipeline_stages(tmp_path: Path, monkeypatch: pytest.Monk
     has = pipelined("in one", SGD, 2, config(2), 2, tmp_path, "pp")
     assert_same(has, accumulated("in one", SGD, 2, 1), 1)
     (file,) = tmp_path.rglob("gencode0.py")
-    training = file.read_text().partition("def train_stage_0")[2].partition("def eval_stage_0")[0]
-    assert all("= checkpoint(recomputed_0" in stage for stage in training.split("def train_stage_1"))
+    source = file.read_text()
+    training = source.partition("def train_stage_0")[2].partition("def eval_stage_0")[0]
+    assert all("= self._inner(" in stage for stage in training.split("def train_stage_1"))
+    assert "= checkpoint(recomputed_0" in source.partition("def _inner(")[2].partition("def ")[2]
 
 
 class Statistics(nn.Module):

@@ -124,8 +124,9 @@ def test_spans_in_pipeline_stages(tmp_path: Path) -> None:
     has = pipelined("gpt", SGD, 2, config(4), 2, tmp_path, policy)
     assert_same(has, accumulated("gpt", SGD, 2, 1), 1)
     (file,) = tmp_path.rglob("gencode0.py")
-    stages = file.read_text().split("def stage_")[1:]
-    assert all("= checkpoint(recomputed_0" in stage for stage in stages)
+    *_, first, second = file.read_text().split("def stage_")
+    stages, layer = [first, *second.split("def _blocks")[:1]], second.split("def _blocks")[1]
+    assert all("self._blocks(self.blocks[" in stage for stage in stages) and "= checkpoint(recomputed_0" in layer
 
 
 class _Residual(nn.Module):

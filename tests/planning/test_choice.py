@@ -51,8 +51,14 @@ def test_equals_brute_force(problem):
         with pytest.raises(Impossible):
             minimize(sizes, tables)
         return
-    choice = minimize(sizes, tables)
+    choice = minimize(sizes, tables, marginals=True)
     assert choice.cost == expected
+    for variable, size in enumerate(sizes):
+        forced = [
+            [*tables, (torch.tensor([0.0 if v == value else inf for v in range(size)]), (variable,))]
+            for value in range(size)
+        ]
+        assert choice.marginals[variable] == [brute_force(sizes, with_value) for with_value in forced]
     assert expected == sum(float(table[tuple(choice.values[v] for v in scope)]) for table, scope in tables)
     assert all(0 <= value < size for value, size in zip(choice.values, sizes, strict=True))
 

@@ -136,11 +136,15 @@ class CostTables:
 
     # The costs.
 
-    def all(self, price: float) -> list[tuple[torch.Tensor, Scope]]:
-        """Returns all tables at a price of memory, in seconds per byte. Adds the variables of forms to `sizes`."""
-        return list(self._all(price))
+    def all(self, price: float, *, relaxed: bool = False) -> list[tuple[torch.Tensor, Scope]]:
+        """Returns all tables at a price of memory, in seconds per byte. Adds the variables of forms to `sizes`.
 
-    def _all(self, price: float) -> Iterator[tuple[torch.Tensor, Scope]]:
+        Args:
+            relaxed: values of many consumers are converted for nothing, so that the minimum is a lower bound.
+        """
+        return list(self._all(price, relaxed))
+
+    def _all(self, price: float, relaxed: bool) -> Iterator[tuple[torch.Tensor, Scope]]:
         del self.sizes[len(self.variable) :], self.owner[len(self.variable) :]
         for call in self.program.calls:
             yield self._seconds(call), (self.variable[call],)
@@ -149,6 +153,8 @@ class CostTables:
                 held = tuple(price * self._parameter_bytes(value, self._types[t]) for t in self._sources[value])
                 yield self._once(("parameter", held), partial(_rounded_row, held)), (self.variable[value],)
         for value, wants in self._wants.items():
+            if relaxed and len(wants) > FEW:
+                continue
             yield from self._conversions(value, wants, price if value in self._saved else 0.0)
         yield from self._outputs()
 
@@ -181,29 +187,38 @@ class CostTables:
     def _seconds(self, call: Call) -> torch.Tensor:
         """Seconds of a call under each of its strategies, forward and backward."""
         options = self.options[call]
-        operands, results = operands_of(call), call.results
-        rule = RULES.get(call.function)
-        view = rule is not None and rule.aliases
-        moved = () if view else tuple(value.nbytes for value in (*operands, *results))
-        backward = self.backward and call.grad and any(result.requires_grad for result in results)
+        moved, backward = self._moved(call), self._has_backward(call)
         types = tuple(
             (option.share, option.bytes_moved, *map(self.number, (*option.operands, *option.results)))
             for option in options
         )
 
         def build() -> torch.Tensor:
-            seconds = []
-            for option in options:
-                local = sum(self._local(b, t) for b, t in zip(moved, (*option.operands, *option.results), strict=False))
-                sent = [number for number in option.bytes_moved[: 1 + backward] if number]
-                compute = self.costs.compute(call.flops * option.share, local, backward=backward)
-                compute = 0.0 if call.function in CONVERSIONS else compute
-                seconds.append(compute + self.costs.communicate(sum(sent), len(sent)))
-            return _rounded_row(seconds)
+            return _rounded_row([sum(self.seconds(call, option)) for option in options])
 
         return self._once(("call", types, moved, call.flops, backward, call.function in CONVERSIONS), build)
 
-    def _local(self, nbytes: float, type_: SpmdType) -> float:
+    def seconds(self, call: Call, option: Strategy) -> tuple[float, float]:
+        """Seconds of a call under a strategy, forward and backward: of computing, and of collectives inside of it."""
+        moved = self._moved(call)
+        backward = self._has_backward(call)
+        local = sum(self.local(b, t) for b, t in zip(moved, (*option.operands, *option.results), strict=False))
+        sent = [number for number in option.bytes_moved[: 1 + backward] if number]
+        compute = self.costs.compute(call.flops * option.share, local, backward=backward)
+        compute = 0.0 if call.function in CONVERSIONS else compute
+        return compute, self.costs.communicate(sum(sent), len(sent))
+
+    def _moved(self, call: Call) -> tuple[int, ...]:
+        """Returns the bytes of the tensors that a call reads and writes; a view moves none."""
+        rule = RULES.get(call.function)
+        if rule is not None and rule.aliases:
+            return ()
+        return tuple(value.nbytes for value in (*operands_of(call), *call.results))
+
+    def _has_backward(self, call: Call) -> bool:
+        return self.backward and call.grad and any(result.requires_grad for result in call.results)
+
+    def local(self, nbytes: float, type_: SpmdType) -> float:
         """Bytes of a tensor on one rank."""
         return nbytes / self.size if isinstance(type_, Shard) else nbytes
 
@@ -211,7 +226,7 @@ class CostTables:
         nbytes = value.nbytes
         if value.requires_grad and self.backward:
             nbytes += value.nbytes + self.costs.optimizer_bytes * prod(value.shape)
-        return self._local(nbytes, type_)
+        return self.local(nbytes, type_)
 
     def conversion(self, value: Value, src: int, dst: int) -> float:
         """Seconds of converting a value from one type to another, types by number; infinite if that is impossible.
@@ -261,7 +276,7 @@ class CostTables:
         leaf = value.producer is None  # a leaf is in memory already, in the type that it is stored in
 
         def seconds(src: int, form: int) -> float:
-            held = 0.0 if leaf and src == form else self._local(value.nbytes, self._types[form])
+            held = 0.0 if leaf and src == form else self.local(value.nbytes, self._types[form])
             return self.conversion(value, src, form) + price * held
 
         sets = list(sets)
@@ -282,20 +297,21 @@ class CostTables:
 
     # The memory of a choice.
 
+    def saved_by(self, chosen: Mapping[Call, Strategy], types: Mapping[Value, SpmdType]) -> dict[Call, float]:
+        """Returns the bytes that a rank saves for backward, by the first call that wants a tensor in this type."""
+        saved: dict[Call, float] = {}
+        counted: set[tuple[Value, SpmdType]] = set()
+        for call in self.program.calls if self.backward else ():
+            for value, want in zip(operands_of(call), chosen[call].operands, strict=True):
+                if value in self._saved and want != types.get(value) and (value, want) not in counted:
+                    counted.add((value, want))
+                    saved[call] = saved.get(call, 0.0) + self.local(value.nbytes, want)
+        return saved
+
     def held(self, chosen: Mapping[Call, Strategy], types: Mapping[Value, SpmdType]) -> HeldBytes:
         """Returns the bytes that a rank holds at the end of forward."""
         parameters = sum(self._parameter_bytes(value, types[value]) for value in self.program.parameters)
-        activations = 0.0
-        if self.backward:
-            for value in self._saved:
-                forms = {
-                    want
-                    for call, _ in self._wants[value]
-                    for operand, want in zip(operands_of(call), chosen[call].operands, strict=True)
-                    if operand is value
-                }
-                stored = types.get(value)
-                activations += sum(self._local(value.nbytes, form) for form in forms if form != stored)
+        activations = sum(self.saved_by(chosen, types).values())
         return HeldBytes(parameters, activations)
 
 

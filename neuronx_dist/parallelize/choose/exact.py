@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -81,6 +82,8 @@ class StrategyChoice:
         whole = independent if negligible else set()
         self._attempts = [(whole, None), (independent, None), (independent, 2), (independent, 1)]
         self._build(*self._attempts.pop(0))
+        self.price = 0.0  # of memory, of the division that `fitting` returned
+        self._least = 0.0  # seconds of the fastest division
 
     def _build(self, left_whole: set[Call], forms: int | None) -> None:
         """Computes the options of each call, and their tables.
@@ -89,6 +92,7 @@ class StrategyChoice:
             left_whole: calls that every rank makes in full.
             forms: number of types that a value of many consumers may be converted to; None: any number.
         """
+        self.left_whole, self.forms = left_whole, forms
         self.options = self._possible(self.candidates, left_whole)
         backward = self.program.training
         self.tables = CostTables(
@@ -190,6 +194,8 @@ class StrategyChoice:
             raise PlanError(
                 f"the plan contradicts itself: the strategies of {_listed(owners)} cannot be combined"
             ) from None
+        if not price and not forced:
+            self._least = choice.cost
         values, variable = choice.values, self.tables.variable
         strategies = {call: self.options[call][values[variable[call]]] for call in self.program.calls}
         types = {
@@ -198,14 +204,41 @@ class StrategyChoice:
         division = Division(self.program, self.axis, self.size, strategies, types)
         return Solution(division, self.tables.held(strategies, types), choice.cost)
 
+    def alternatives(self) -> dict[Call, list[tuple[Strategy, float]]]:
+        """Returns for each call its strategies with the seconds that the program takes longer with them, at best.
+
+        Memory is in these seconds at the price of the division that `fitting` returned. Strategies that cannot be
+        combined with the rest are left out.
+        """
+        tables = self.tables.all(self.price)
+        found = minimize(self.tables.sizes, tables, limit=LARGEST, marginals=True)
+        alternatives = {}
+        for call, options in self.options.items():
+            costs = found.marginals[self.tables.variable[call]]
+            alternatives[call] = [(option, cost - found.cost) for option, cost in zip(options, costs) if cost < inf]
+        return alternatives
+
+    def least(self) -> float | None:
+        """Returns seconds that no division of these constraints is below, at any memory; None: they are not known."""
+        least = self._least
+        if self.forms is not None:
+            tables = self.tables.all(0.0, relaxed=True)
+            try:
+                least = minimize(self.tables.sizes, tables, limit=LARGEST).cost
+            except TooLarge:
+                return None
+        return least - sum(sum(self.tables.seconds(call, self.options[call][0])) for call in self.left_whole)
+
     def fitting(self, memory: float | None, *, stages: int = 1) -> Division:
         """Returns the division at the lowest price of memory, within 10 %, at which it fits the memory."""
+        self.price = 0.0
         division, held, _ = self.solve(0.0)
         if memory is None or held.total(stages) <= memory:
             return division
         price = 1e-3 / max(held.total(stages), 1.0)  # a millisecond for all bytes
         least = held
         for _ in range(24):  # up to a price at which seconds no longer matter
+            self.price = price
             division, held, _ = self.solve(price)
             least = min(least, held, key=lambda h: h.total(stages))
             if held.total(stages) <= memory:
@@ -224,6 +257,7 @@ class StrategyChoice:
             candidate, held, _ = self.solve(middle)
             if held.total(stages) <= memory:
                 division, high = candidate, middle
+                self.price = middle
             else:
                 low = middle
         return division

@@ -1,8 +1,9 @@
 """Emits the Python source of a divided program: one class, the same text on every rank.
 
-    x_1 = F.linear(x_R, self.layers[0].weight)  # [4, 8] S(1)
+    x_1 = F.linear(x_R, self.layers[0].weight)  # [4, 8 of 16] S(1)
 
 Each line is a call as the module's author made it, on this rank's shards, with the shape and the type of its result.
+Equal layers are one method, which is called in a loop.
 Where a call wants another type than a value has, an operator of `spmd` stands before the first such call, once for all
 calls that want this type. A value is deleted after its last use, as nested functions of the original free their locals.
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +28,9 @@ from ...torch_internals.tensors import pytree
 from ..choose.stages import StageCalls, schedule_of, stages_of
 from ..example import Example
 from ..train.stored import Stored, constants_of, stored_of
-from .body import INDENT, body
+from .body import Body, shape_text
+from .equal_blocks import Statements, folded
+from .lines import INDENT, written
 from .source_text import Imports, literal
 
 __all__ = ["EmittedProgram", "emit", "emitted_program"]
@@ -95,8 +99,19 @@ def emit(
     imports = Imports([name, *argument_names, *(value for division in divisions for value in _names(division.program))])
     constants = constants_of(*divisions)
     modes = ("train_", "eval_") if evaluation is not None else ("",)
+    stages = [stages_of(division) for division in divisions]
+    stage_bodies = [
+        Body(division, imports, constants, stage, is_last=stage is of_division[-1])
+        for division, of_division in zip(divisions, stages)
+        for stage in of_division
+    ]
+    folded_lines, equal_layers = folded([Statements(body.lines, body.returned) for body in stage_bodies], imports)
+    texts = iter(
+        [written(lines, body.returned, body.arguments) for lines, body in zip(folded_lines, stage_bodies, strict=True)]
+    )
     methods = [
-        _Methods.of(division, mode, argument_names, imports, constants) for division, mode in zip(divisions, modes)
+        _Methods.of(division, mode, argument_names, of_division, texts)
+        for division, mode, of_division in zip(divisions, modes, stages)
     ]
     bodies = [method.forward for method in methods]
     lines = [f"class {name}(ParallelModule):", f'{INDENT}"""{_summary(division)}"""', ""]
@@ -104,8 +119,7 @@ def emit(
     lines += [f'{INDENT}AXIS, SIZE = "{axis}", {division.ranks}']
     lines += [f"{INDENT}PARTS = {literal(tuple(division.axes), imports)}"] if division.outer else []
     lines += [f"{INDENT}STORED = {{"]
-    for path, tensor in stored.items():
-        lines.append(f"{INDENT * 2}{json.dumps(path)}: {_stored_text(tensor)},")
+    lines += _stored_lines(stored, division)
     lines += [f"{INDENT}}}", f"{INDENT}INPUTS = {{"]
     lines += [f"{INDENT * 2}{json.dumps(v.path)}: ({list(v.shape)}, {v.dtype})," for v in division.program.inputs]
     lines += [f"{INDENT}}}", *_fixed(division.program, arguments, imports), *_pipeline(division, methods)]
@@ -122,7 +136,7 @@ def emit(
         lines += [f"{INDENT * 2}return self.eval_forward({call})"]
         for mode, lines_of in zip(("train", "eval"), bodies):
             lines += ["", f"{INDENT}def {mode}_forward({', '.join(['self', *argument_names])}):", *lines_of]
-    lines += [line for method in methods for line in method.stages]
+    lines += [*(line for method in methods for line in method.stages), *equal_layers]
     text = "\n".join(lines)
     return "\n".join(_header(text, imports)) + "\n\n\n" + text + "\n"
 
@@ -146,12 +160,12 @@ class _Methods(NamedTuple):
         division: Division,
         mode: str,
         arguments: Sequence[str],
-        imports: Imports,
-        constants: Mapping[Value, str],
+        stages: Sequence[StageCalls],
+        bodies: Iterator[list[str]],
     ) -> _Methods:
-        stages = stages_of(division)
+        """`bodies`: yields the lines of the method of each stage."""
         if len(stages) == 1:
-            return cls(body(division, imports, constants, stages[0]), [], [])
+            return cls(next(bodies), [], [])
         arguments = [name for number, name in enumerate(arguments) if not number or name in _with_tensors(division)]
         forward, table, lines = [], [], []
         for number, stage in enumerate(stages):
@@ -161,7 +175,7 @@ class _Methods(NamedTuple):
             call = f"self.{name}({', '.join([*arguments, *received])})"
             forward.append(f"{INDENT * 2}{'return ' if is_last else f'{sent[:-1]} = ' if sent else ''}{call}")
             lines += ["", f"{INDENT}def {name}({', '.join(['self', *arguments, *received])}):"]
-            lines += body(division, imports, constants, stage, is_last=is_last)
+            lines += next(bodies)
             table += [f'{INDENT * 2}"{name}": {{', *_received(stage, division), f"{INDENT * 2}}},"]
         return cls(forward, table, lines)
 
@@ -210,7 +224,9 @@ def _header(text: str, imports: Imports) -> list[str]:
         lines += ["from neuronx_dist.parallelize import composites"]
     checkpoint = ["from neuronx_dist.spmd.random import checkpoint"] if "= checkpoint(" in text else []
     lines += ["from neuronx_dist.parallelize.train.parallel_module import ParallelModule"]
-    lines += ["from neuronx_dist.parallelize.train.stored import Stored"]
+    lines += [
+        f"from neuronx_dist.parallelize.train.stored import Stored{', numbered' if '**numbered(' in text else ''}"
+    ]
     return [*lines, "from neuronx_dist.spmd import I, P, R, S", *checkpoint]
 
 
@@ -223,6 +239,47 @@ def _summary(division: Division) -> str:
         over = " x ".join(map(str, division.axes.values())) + f" ranks of axes {' and '.join(division.axes)}"
     types = "" if division.outer is None else " Types are those on the one, and on the other."
     return f"A forward of {calls} calls over {over}{pipeline}.{types}"
+
+
+def _stored_lines(stored: Mapping[str, Stored], division: Division) -> Iterator[str]:
+    """Yields the lines of the table of stored tensors; those of equal layers one after the other stand there once."""
+    layers = []  # (path of the layers, number, lines); number -1: a tensor that is in no numbered module
+    for (path, number), names in groupby(stored, _layer):
+        texts = []
+        for name in names:
+            rest = name if number < 0 else name.removeprefix(f"{path}.{number}.")
+            texts.append(f"{json.dumps(rest)}: {_stored_text(stored[name])},{_held_text(stored[name], division)}")
+        layers.append((path, number, texts))
+    position = 0
+    while position < len(layers):
+        path, number, texts = layers[position]
+        end = position + 1
+        while end < len(layers) and layers[end] == (path, number + end - position, texts) and number >= 0:
+            end += 1
+        count, position = end - position, end
+        if count == 1:
+            for text in texts:
+                yield INDENT * 2 + (text if number < 0 else f"{json.dumps(f'{path}.{number}.')[:-1]}{text[1:]}")
+            continue
+        numbers = f"range({f'{number}, ' if number else ''}{number + count})"
+        yield f"{INDENT * 2}**numbered({json.dumps(path)}, {numbers}, {{"
+        yield from (INDENT * 3 + text for text in texts)
+        yield f"{INDENT * 2}}}),"
+
+
+def _layer(name: str) -> tuple[str, int]:
+    """Returns the path of the module whose numbered child holds a tensor, and the number; ("", -1): there is none."""
+    parts = name.split(".")
+    position = next((position for position, part in enumerate(parts[:-1]) if position and part.isdigit()), None)
+    return ("", -1) if position is None else (".".join(parts[:position]), int(parts[position]))
+
+
+def _held_text(stored: Stored, division: Division) -> str:
+    """Returns a comment with the shape that a rank holds, if it is not the whole shape."""
+    spec = stored.spec(division.axis, division.ranks)
+    if stored.kind == "tied" or tuple(spec.local_shape) == stored.shape:
+        return ""
+    return f"  # {shape_text(stored.shape, (stored.type, division.ranks))}"
 
 
 def _stored_text(stored: Stored) -> str:

@@ -49,6 +49,7 @@ _UNARY = {"neg": "-", "pos": "+", "invert": "~"}
 # Methods that are an operator too: `x.mul(y)` reads `x * y`, if it has no more arguments.
 _METHODS = {"add", "sub", "mul", "matmul", "eq", "ne", "lt", "le", "gt", "ge"}
 
+_OF_NAMES = str.maketrans("", "", "_.[]\0\1")  # marks of `lines.py` among them
 
 _EMITTED_METHOD = re.compile(r"(train_|eval_)(forward|stage_\d+)|stage_\d+")
 
@@ -59,7 +60,7 @@ class Imports:
     def __init__(self, names: Iterable[str] = ()) -> None:
         """`names`: names of the program's values."""
         self.lines: dict[str, str] = {}  # name -> line
-        self.used = {*names, *FILE_NAMES}
+        self.used = {*names, *FILE_NAMES, "layer", "numbered"}
 
     def name(self, target: Any) -> str:
         """Imports a class or function of a module's top level, or a member of one, and returns its name in the file.
@@ -84,12 +85,12 @@ class Imports:
         return ".".join([alias, *inner])
 
 
-def attribute(path: str) -> str:
+def attribute(path: str, root: str = "self") -> str:
     """Returns the expression that reads a parameter or buffer: `layers.0.weight` is `self.layers[0].weight`.
 
     A name that parallel modules have a method or attribute for is read as an item: `self["run"].weight`.
     """
-    text = "self"
+    text = root
     for part in path.split("."):
         if part.isdigit():
             text += f"[{part}]"
@@ -237,7 +238,7 @@ def _method(function: Any, name: str) -> bool:
 
 
 def _grouped(text: str) -> str:
-    return text if text.replace("_", "").replace(".", "").replace("[", "").replace("]", "").isalnum() else f"({text})"
+    return text if text.translate(_OF_NAMES).isalnum() else f"({text})"
 
 
 def _operator(function: Any, name: str, args: tuple[Any, ...], text: Callable[[Any], str]) -> str | None:

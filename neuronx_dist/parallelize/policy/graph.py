@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -26,6 +27,7 @@ from ...spmd.types import I, S, SpmdType
 from ..choose.cost_tables import Constraints
 from ..choose.exact import StrategyChoice, is_whole, stage_starts
 from ..choose.local_program import LocalProgram, local_program
+from ..choose.plan_costs import plan_costs
 from ..choose.strategies import candidates, refusals, strides_of
 from ..config import ComputeConfig, Pipeline, divisors_near
 from .operations import Algorithm, IRDataOperation, IRFwOperation, IRSegment, Node, SubNode, cuts_operand
@@ -299,6 +301,7 @@ class IRGraph:
         times = problem.tables.times(division.strategies, division.type_of)
         bounds = [*division.stages, len(times)]
         self.stage_seconds = [sum(times[first:last]) for first, last in zip(bounds, bounds[1:], strict=False)]
+        division.costs = partial(plan_costs, problem, division)
         return division
 
     def _of_a_rank(self, division: Division) -> tuple[IRGraph, LocalProgram]:

@@ -15,7 +15,7 @@ from .graph import IRGraph
 __all__ = ["apply_plan", "plan_of"]
 
 
-def plan_of(division: Division, *, units: int = 1) -> Plan:
+def plan_of(division: Division, *, units: int = 1, with_costs: bool = False) -> Plan:
     """Returns the plan of a division; `units`: number of units of ranks that train together."""
     first, program = division.outer or division, division.whole
     position = {start: number for number, start in enumerate(_starts(division))}
@@ -32,6 +32,7 @@ def plan_of(division: Division, *, units: int = 1) -> Plan:
         second_calls=_calls(division) if division.outer else (),
         parameters=_tensors(division, program.parameters, division.program.parameters),
         inputs=_tensors(division, program.inputs, division.program.inputs),
+        costs=division.costs() if with_costs and division.costs else None,
     )
 
 

@@ -155,16 +155,17 @@ def lines_not_compared(source: str, smaller: str) -> list[str]:
 def _forms(source: str) -> Iterator[tuple[str, str]]:
     """Yields the lines that compute a value, with their forms: lines without names, weights and numbers."""
     computing = [line.strip() for line in source.splitlines() if _ASSIGNMENT.match(line)]
-    assigned = {name for line in computing for name in _NAME.findall(line.partition(" = ")[0])}
+    assigned = {name for names in _ASSIGNED.findall(source) for name in _NAME.findall(names)}
     arguments = {name for heads in _HEAD.findall(source) for name in _NAME.findall(heads)}
     for line in computing:
         form = _NUMBER.sub("0", _WEIGHT.sub("self", _SHAPE.sub("", line)))
         yield _NAME.sub(lambda match: "_" if match[0] in assigned | arguments else match[0], form), line
 
 
-_ASSIGNMENT = re.compile(r" {8,}[a-z_][\w, ]* = \S.*  # \[")
+_ASSIGNMENT = re.compile(r" {8,}[a-z_][\w, ]* = (?!self\._\w+\()\S.*  # \[")  # no call of an emitted method
+_ASSIGNED = re.compile(r"^ {8,}([\w, ]+) = ", re.MULTILINE)
 _HEAD = re.compile(r"^ +def \w+\((.*)\):$", re.MULTILINE)
 _NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
-_SHAPE = re.compile(r"(?<=[#;] )\[[\d, ]*\]")
-_WEIGHT = re.compile(r"\bself(\.\w+|\[[^\]]*\])+")
+_SHAPE = re.compile(r"(?<=[#;] )\[(\d+( of \d+)?(, )?)*\]")
+_WEIGHT = re.compile(r"\b(self|layer)(\.\w+|\[[^\]]*\])+")
 _NUMBER = re.compile(r"(?<![\w.])(?<!S\()\d+(\.\d+)?(e[+-]?\d+)?")

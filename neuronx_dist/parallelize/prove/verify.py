@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from ...spmd.errors import SpmdTypeError
 from ...spmd.types import R
 from ...torch_internals.tensors import pytree
 from ..emit.emitted_class import EmittedProgram
-from ..emit.source_text import attribute
 from .boundaries import compare_stages
 from .emitted import imported
 from .value_comparison import EmittedProgramError, check_original, check_values
@@ -78,7 +77,6 @@ def verify(emitted: EmittedProgram, smaller: EmittedProgram | None = None) -> li
             if not reason:
                 check_original(emitted.example, division.whole)
             raise
-        _check_weights(emitted.source, division)
         if reason and smaller is None:
             verdicts.append(Verdict(report, reason))
             continue
@@ -88,20 +86,6 @@ def verify(emitted: EmittedProgram, smaller: EmittedProgram | None = None) -> li
         error, notes = check_values(run.source, run.divisions[number], run.example, run.constants)
         verdicts.append(Verdict(report, "", error, notes, run is smaller))
     return verdicts
-
-
-def _check_weights(source: str, division: Division) -> None:
-    """Raises EmittedProgramError unless the source reads each parameter and buffer that its program reads.
-
-    A line that reads the weight of another layer has the right types, and a smaller module may have fewer layers.
-    """
-    read = {value for call in division.program.calls for value in values_in((call.args, call.kwargs))}
-    paths = sorted(value.path for value in read if value.kind in ("parameter", "buffer"))
-    missing = [path for path in paths if not re.search(rf"{re.escape(attribute(path))}(?!\w)", source)]
-    if missing:
-        raise EmittedProgramError(
-            f"an emitted program does not read {', '.join(missing)}, but the module's forward does"
-        )
 
 
 def too_large(program: Program) -> str:
@@ -124,14 +108,22 @@ def check_types(
 ) -> str:
     """Checks the types of a source on all ranks of a division, and returns the report of `spmd.check`.
 
+    A line that reads the weight of another layer has the right types, and a smaller module may have fewer layers: so
+    forward must also read each parameter and buffer that its program reads.
+
     Raises:
         EmittedProgramError: it found a problem.
     """
     training = division.whole.training
+    read = {value for call in division.program.calls for value in values_in((call.args, call.kwargs))}
+    missing = {value.path for value in read if value.kind in ("parameter", "buffer")}
 
     def step(model: torch.nn.Module, optimizer: Any, inputs: Any) -> None:
         model.train(training)
-        tensors = [x for x in pytree.tree_leaves(model(**inputs)) if isinstance(x, torch.Tensor)]
+        with _reads(model) as paths:
+            result = model(**inputs)
+        missing.difference_update(paths)
+        tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
         for axis, size in division.axes.items():
             for number, x in enumerate(tensors if size > 1 else ()):
                 _check_whole(x, f"result {number}", axis)
@@ -149,7 +141,39 @@ def check_types(
         report = check(lambda: emitted(init_params=False), dict(arguments), mesh, step=step, in_types=in_types)
     if not report.ok:
         raise EmittedProgramError(f"the types of an emitted program are wrong:\n{report}")
+    if missing:
+        paths = ", ".join(sorted(missing))
+        raise EmittedProgramError(f"an emitted program does not read {paths}, but the module's forward does")
     return str(report)
+
+
+class _Noted(dict[str, Any]):
+    """A table of a module's tensors that notes the paths of those that are read."""
+
+    def __init__(self, table: Mapping[str, Any], path: str, read: set[str]) -> None:
+        super().__init__(table)
+        self.path, self.read = path, read
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(f"{self.path}.{name}" if self.path else name)
+        return super().__getitem__(name)
+
+
+@contextmanager
+def _reads(model: torch.nn.Module) -> Iterator[set[str]]:
+    """Yields the paths of the parameters and buffers that are read inside the context."""
+    read: set[str] = set()
+    before = []
+    for path, module in model.named_modules():
+        for name in ("_parameters", "_buffers"):
+            before.append((module, name, vars(module)[name]))
+            vars(module)[name] = _Noted(vars(module)[name], path, read)
+    try:
+        yield read
+    finally:
+        for module, name, table in before:
+            table.update(vars(module)[name])  # forward may write a buffer
+            vars(module)[name] = table
 
 
 def _check_whole(x: torch.Tensor, name: str, axis: str) -> None:

@@ -145,6 +145,7 @@ class ParallelModule(Container):
     INPUTS: ClassVar[dict[str, tuple[list[int], torch.dtype]]] = {}
     SOURCE: ClassVar[str] = ""  # the text of the file
     PROOF: ClassVar[str] = ""  # the report of its proof, with what was not compared
+    PLAN: ClassVar[str] = ""  # the text of its plan's file
     FIXED: ClassVar[dict[str, Any]] = {}
     DRAWS: ClassVar[bool] = False  # forward draws random numbers
     IN_EVALUATION: ClassVar[bool] = False  # objects begin in evaluation mode, as the original of the class

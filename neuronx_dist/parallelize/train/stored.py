@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from ...torch_internals.modules import non_persistent_buffers
 from ...weights.shard_spec import ShardSpec
 from ..choose.stages import kept_by
 
-__all__ = ["Stored", "constants_of", "stored_of"]
+__all__ = ["Stored", "constants_of", "numbered", "stored_of"]
 
 
 class Stored(NamedTuple):
@@ -48,6 +48,11 @@ class Stored(NamedTuple):
         _, sign, count = part_of(self.axis)
         shards = size // count if sign == "/" else count if sign else size
         return ShardSpec(self.axis or axis, self.type.dim, self.type.stride, shards, self.shape)
+
+
+def numbered(path: str, numbers: Iterable[int], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Returns the tensors of equal layers `path.0`, `path.1`, ..., by name."""
+    return {f"{path}.{number}.{name}": stored for number in numbers for name, stored in tensors.items()}
 
 
 def stored_of(module: nn.Module | None, *divisions: Division) -> dict[str, Stored]:

@@ -329,7 +329,7 @@ def test_registered_functions_are_divided(tmp_path):
         assert numbers < sum(param.numel() for param in module.parameters())
     text = next(tmp_path.rglob("gencode0.py")).read_text()
     assert "Cubed.apply(" in text and "scaled_linear" in text
-    assert ", 2)  # [1, 12, 4] S(2)" in text  # two of the four heads on each rank
+    assert ", 2)  # [1, 12, 4 of 8] S(2)" in text  # two of the four heads on each rank
 
 
 class Routed(nn.Module):

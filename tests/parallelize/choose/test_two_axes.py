@@ -146,7 +146,7 @@ def test_composites_of_the_first_axis_are_cut_over_the_second(tmp_path: Path) ->
     source = emit(divided(module, arguments, weights_first, config()))
     for text in ("composites.embedding(tokens_S0", "composites.layer_norm(", "composites.cross_entropy("):
         assert text in source, source
-    assert "[2, 8, 16] P, S(0)" in source and "[2, 8, 8] S(2), S(0)" in source and "[] I, P" in source
+    assert "[2 of 4, 8, 16] P, S(0)" in source and "[2 of 4, 8, 8 of 16] S(2), S(0)" in source and "[] I, P" in source
     wanted = trained(module, arguments, SGD, 3, 1)
     assert_equal(trained_parallel(module, arguments, SGD, 3, config(), weights_first, tmp_path), wanted, 1e-10)
 

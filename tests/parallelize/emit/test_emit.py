@@ -43,7 +43,7 @@ def test_a_division_equals_one_process(size: int) -> None:
 
 def test_the_text_of_a_file() -> None:
     lines = [line.strip() for line in emit(pair(2)[1]).splitlines()]
-    assert "linear = F.linear(x, self.layers[0].weight, self.layers[0].bias)  # [4, 8] S(1)" in lines
+    assert "linear = F.linear(x, self.layers[0].weight, self.layers[0].bias)  # [4, 8 of 16] S(1)" in lines
     assert 'linear_1_I = spmd.all_reduce(linear_1, "tp", src=P, dst=I)  # [4, 8] I' in lines
     assert "# layers  model.py:2: ..." in lines
     assert "del tanh" in lines

@@ -1,0 +1,118 @@
+"""Costs of plans: the figures add up, and are those of exact searches and of recorded collectives."""
+
+from __future__ import annotations
+
+import json
+import re
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from neuronx_dist import comm
+from neuronx_dist.comm import threads
+from neuronx_dist.parallelize import ComputeConfig, ParallelModule, explain, parallelize
+from neuronx_dist.parallelize.policy.graph import IRGraph
+from neuronx_dist.planning.costs import H100
+from neuronx_dist.planning.plan import Plan
+from tests.parallelize.support.lines import mlp
+from tests.parallelize.support.models import model
+from tests.parallelize.support.mutants import EAGER
+
+
+@pytest.mark.slow
+def test_an_alternative_costs_what_the_best_plan_with_it_costs() -> None:
+    graph = IRGraph(mlp(), ComputeConfig(2, 2), costs=EAGER)
+    problem = graph.problem()
+    division, _, least = problem.solve(0.0)
+    alternatives = problem.alternatives()
+    count = 0
+    for call, options in alternatives.items():
+        for option, more in options:
+            assert more == pytest.approx(problem.solve(0.0, {call: option}).cost - least, abs=1e-11)
+            assert (more == 0.0) or option is not division.strategies[call]
+            count += more > 0
+    assert count > 8
+
+
+def divided(folder: Path, name: str = "gpt", policy: Any = "tp", ranks: int = 2, **options: Any) -> Any:
+    """Returns the parallel class of a model of the table."""
+    module, arguments = model(name)
+    config = ComputeConfig(ranks, ranks, use_end2end="pipeline_nmicros" in options, pas_config=options)
+    return parallelize(type(module), arguments, policy, config, gen_savedir=folder, module_fn=lambda: module)
+
+
+def bytes_of(event: Any) -> int:
+    """Bytes that one of two ranks sends for a collective."""
+    return event.dtype.itemsize * prod(event.shape) * {"all_reduce": 2, "all_gather": 2}.get(event.verb, 1) // 2
+
+
+@pytest.mark.slow
+def test_bytes_are_those_of_the_recorded_collectives(tmp_path: Path) -> None:
+    parallel_class = divided(tmp_path, costs=EAGER)
+    costs, (_, arguments) = explain(parallel_class), model("gpt")
+
+    def rank() -> list[Any]:
+        parallel = parallel_class()
+        with comm.record() as calls:
+            parallel(**arguments).backward()
+        return list(calls)
+
+    events = threads.run(ComputeConfig(2, 2).mesh(), rank)[0]
+    predicted = sum(entry["forward_bytes"] + entry["backward_bytes"] for entry in costs["collectives"])
+    assert predicted == sum(map(bytes_of, events)) > 0
+
+
+def test_figures_add_up_and_stand_in_the_plan(tmp_path: Path) -> None:
+    costs = explain(divided(tmp_path, costs=EAGER))
+    (file,) = tmp_path.rglob("plan.json")
+    assert json.loads(file.read_text())["costs"].items() <= costs.items()
+    assert Plan.load(file).costs is not None
+    assert sum(row["times"] for row in costs["calls"]) == len(Plan.load(file).calls)
+    rows = sum(row["seconds"] * row["times"] for row in costs["calls"])
+    assert rows == pytest.approx(costs["seconds"], rel=0.01)
+    assert 0 < costs["gap"] < 1e-3  # masks and positions are not divided
+    assert costs["compute_seconds"] + costs["collective_seconds"] == pytest.approx(costs["seconds"])
+    text = str(costs)
+    assert "gap: 0.01% (the least seconds of all divisions that the policy allows)" in text
+    assert "all_reduce" in text and "blocks.*.up linear" in costs.table(None), text
+
+
+# Policies and options, what the text has, and the gap.
+PLANS: dict[str, tuple[str, str, int, dict[str, Any], str, float | None]] = {
+    "pipeline": ("mlp", "pp", 2, {"pipeline_nmicros": 4}, "pp=2: .*\npipeline stages: .*; a step", 0.0),
+    "two axes": ("mlp", "tp", 4, {"tp_size": 2}, r"tp=4 \(as 2 x 2\): .*gap: not known \(each axis is divided", None),
+    "one rank": ("mlp", "dp", 1, {}, "one rank: .* 0 us collectives", 0.0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
+def test_other_plans(name: str, tmp_path: Path) -> None:
+    module, policy, ranks, options, text, gap = PLANS[name]
+    costs = explain(divided(tmp_path, module, policy, ranks, costs=EAGER, **options))
+    assert re.search(text, str(costs), re.DOTALL), costs
+    assert costs["gap"] == gap and sum(costs["stage_seconds"]) == pytest.approx(costs["seconds"])
+
+
+def test_a_limit_of_memory_costs_seconds() -> None:
+    graph = IRGraph(mlp(width=64), ComputeConfig(2, 2), costs=H100)
+    unlimited = graph.divide()
+    held = graph.problem().solve(0.0).held.total()
+    graph.memory = held * 0.6
+    limited = graph.divide()
+    assert unlimited.costs is not None and limited.costs is not None
+    free, tight = unlimited.costs(), limited.costs()
+    assert (
+        tight["parameter_bytes"] + tight["saved_bytes"] <= graph.memory < free["parameter_bytes"] + free["saved_bytes"]
+    )
+    assert free["gap"] == 0.0 and tight["gap"] == pytest.approx(1 - free["seconds"] / tight["seconds"])
+
+
+def test_what_is_no_parallel_module() -> None:
+    with pytest.raises(TypeError, match="explain takes a module or class that parallelize returned, got Linear"):
+        explain(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"the files of ParallelModule have no costs: .* reuse='override'"):
+        explain(ParallelModule)
