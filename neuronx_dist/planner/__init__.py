@@ -1,6 +1,6 @@
 """The planner: which layout for a model on a cluster, how long is a step, how wrong is the prediction?
 
-cluster.py       `Cluster`: speeds and sizes of devices and links; presets by data sheets; measure.py: measured ones
+cluster.py       `Cluster`: speeds and sizes of devices and links; presets.py: by data sheets; measure.py: measured
 workload.py      `Workload`: the sizes of a model, by name, from a config or a module
 candidate.py     `Candidate`: a layout and the options of its step
 traffic.py       the collectives of a step, counted

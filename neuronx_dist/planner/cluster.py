@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from math import ceil, inf, log2
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -37,36 +37,18 @@ from .. import comm
 from ..nearest import nearest
 from ..planning.costs import Costs
 from .measure import device_memory, fingerprint, measure_groups, measure_speeds
+from .presets import PRESETS, Link
 
 __all__ = ["PRESETS", "Cluster", "ClusterError", "Link"]
 
 FORMAT = "neuronx_dist.cluster"
 VERSION = 1
-GIB = 1 << 30
 RINGS = ("all_gather", "all_reduce", "broadcast", "reduce_scatter")
 MESSAGES = ("exchange", "permute", "recv", "send")
 
 
 class ClusterError(ValueError):
     """Error: a cluster's numbers are missing, impossible or contradict one another; the message names the number."""
-
-
-@dataclass(frozen=True)
-class Link:
-    """A level of the network.
-
-    Attributes:
-        span: number of adjacent ranks that the link joins.
-        bandwidth: bytes per second that a rank sends.
-        latency: seconds of a collective of no bytes between two parts.
-        in_step: additional seconds of a collective that stands between products, as all do in a training step: ranks
-            wait for one another, and caches are cold.
-    """
-
-    span: int
-    bandwidth: float
-    latency: float
-    in_step: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -357,30 +339,6 @@ def _compare_names(content: Mapping[str, Any], cls: type, where: str) -> None:
         raise ClusterError(f"{where}: there is no {unknown[0]!r}; did you mean {nearest(unknown[0], known)}?")
 
 
-class Device(NamedTuple):
-    """A row of `PRESETS`: a device by its data sheet.
-
-    Attributes:
-        per_host: number of ranks of a host.
-        memory: bytes.
-        peak: floating-point operations per second of dense products, by dtype.
-        efficiency: achieved part of the peak of products in a training step.
-        bandwidth: achieved bytes per second of the memory.
-        launch: seconds.
-        links: levels of the network; the span of the last one is ignored.
-        attention: as in `Cluster`.
-    """
-
-    per_host: int
-    memory: float
-    peak: dict[str, float]
-    efficiency: float
-    bandwidth: float
-    launch: float
-    links: tuple[Link, ...]
-    attention: float = 0.8  # FlashAttention-3, both passes: 550 TFLOP/s on H100, where products reach 690 (2407.08608)
-
-
 def _links(links: tuple[Link, ...], devices: int) -> tuple[Link, ...]:
     """Returns the links that `devices` need: inner ones, and one that joins all."""
     inner = [link for link in links[:-1] if link.span < devices]
@@ -406,73 +364,3 @@ def measured_links(links: Sequence[Link], per_host: int) -> list[Link]:
                 continue
         found.append(link)
     return found
-
-
-# Achieved parts of the data sheets.
-_PRODUCTS = 0.7  # AutoParallel's roofline of products (meta-pytorch/autoparallel, compute_estimation.py)
-_MEMORY = 0.75  # of pointwise kernels, which read and write
-_NVLINK = 0.75  # all_gather on 8 H100: 338 of 450 GB/s (AutoParallel's table of nccl-tests, h100_nvswitch_roce_400g.py)
-_NIC = 0.9  # ring over one 400 Gb/s NIC a host: 42 to 46 of 50 GB/s (same table)
-_LAUNCH = 7e-6  # seconds of a call of the least size (AutoParallel's floor of an operator)
-
-
-def _half(peak: float, **others: float) -> dict[str, float]:
-    """Returns the peaks by dtype of a device whose bfloat16 and float16 are equally fast."""
-    return {"bfloat16": peak, "float16": peak, **others}
-
-
-_HOPPER = _half(989.4e12, float32=66.9e12, float64=66.9e12, float8=1978.9e12)
-
-#: Devices by name. NVIDIA: data sheets of A100 80GB SXM, H100 SXM, H200 SXM, DGX B200, GB200 NVL72: dense peaks (half
-#: of those with sparsity), NVLink per direction (half of the total), 200 Gb/s (A100) or 400 Gb/s of network a GPU.
-#: trn1, trn2: AWS Neuron documentation, "Trainium Architecture", "Trainium2 Architecture", "Best practices for training
-#: on AWS Neuron", per rank: a NeuronCore-v2 (half a chip, 190 TFLOP/s, 820 GB/s, 384 GB/s of NeuronLink), a logical
-#: NeuronCore of LNC2 (a quarter of a chip: 667 TFLOP/s, 96 GiB, 2.9 TB/s, 1.28 TB/s of NeuronLink); EFA of 800 and
-#: 3200 Gb/s an instance. v5p: Google Cloud documentation, "TPU v5p" (1200 GB/s of ICI, both directions).
-#: cpu: two ranks of one thread, gloo; measured on an AMD EPYC of 2 cores (`Cluster.measure`).
-#: Latencies of NVLink and RoCE: nccl-tests of small messages (19 us for an all_reduce of 8). Others: assumed equal.
-PRESETS: dict[str, Device] = {
-    "a100": Device(
-        8, 80 * GIB, _half(312e12, float32=19.5e12, float64=19.5e12), _PRODUCTS, 2.039e12 * _MEMORY, _LAUNCH,
-        (Link(8, 300e9 * _NVLINK, 3e-6), Link(0, 25e9 * _NIC, 10e-6)),
-    ),
-    "h100": Device(
-        8, 80 * GIB, _HOPPER, _PRODUCTS, 3.35e12 * _MEMORY, _LAUNCH,
-        (Link(8, 450e9 * _NVLINK, 3e-6), Link(0, 50e9 * _NIC, 10e-6)),
-    ),
-    "h200": Device(
-        8, 141e9, _HOPPER, _PRODUCTS, 4.8e12 * _MEMORY, _LAUNCH,
-        (Link(8, 450e9 * _NVLINK, 3e-6), Link(0, 50e9 * _NIC, 10e-6)),
-    ),
-    "b200": Device(
-        8, 180e9, _half(2250e12, float32=75e12, float64=37e12, float8=4500e12), _PRODUCTS, 8e12 * _MEMORY, _LAUNCH,
-        (Link(8, 900e9 * _NVLINK, 3e-6), Link(0, 50e9 * _NIC, 10e-6)),
-    ),
-    "gb200": Device(
-        4, 186e9, _half(2500e12, float32=80e12, float64=40e12, float8=5000e12), _PRODUCTS, 8e12 * _MEMORY, _LAUNCH,
-        (Link(72, 900e9 * _NVLINK, 3e-6), Link(0, 50e9 * _NIC, 10e-6)),  # NVLink joins the 18 hosts of a rack
-    ),
-    "trn1": Device(
-        32, 16 * GIB, _half(95e12, float32=23.75e12), _PRODUCTS, 410e9 * _MEMORY, _LAUNCH,
-        (Link(32, 96e9 * _NVLINK, 3e-6), Link(0, 3.125e9 * _NIC, 15e-6)),
-    ),
-    "trn2": Device(
-        64, 24 * GIB, _half(166.75e12, float32=45.25e12, float8=324.75e12), _PRODUCTS, 725e9 * _MEMORY, _LAUNCH,
-        (
-            Link(4, 725e9 / 4, 3e-6),  # in a chip: no published figure; a byte is read, sent, received and written
-            Link(64, 160e9 / 2 * _NVLINK, 5e-6),  # 4 x 4 torus: a ring in one direction has half of a chip's links
-            Link(0, 6.25e9 * _NIC, 15e-6),
-        ),
-    ),
-    "v5p": Device(
-        4, 95 * GIB, _half(459e12), _PRODUCTS, 2.765e12 * _MEMORY, _LAUNCH,
-        (
-            Link(8960, 600e9 / 3 * _NVLINK, 3e-6),  # 3D torus: a ring in one direction has a third of a chip's links
-            Link(0, 6.25e9 * _NIC, 25e-6),
-        ),
-    ),
-    "cpu": Device(
-        2, 8 * GIB, {"float32": 160e9, "float64": 80e9}, 0.92, 14.7e9, 3e-6,
-        (Link(0, 1.8e9, 150e-6, in_step=500e-6),), attention=0.5,
-    ),
-}  # fmt: skip
