@@ -77,9 +77,6 @@ class RecordedModel:
             raise self.refusal(f"it cannot be copied ({type(error).__name__}: {error})") from error
         if hasattr(model, "loss_type"):
             model.loss_function = lambda logits, *args, **kwargs: logits
-        for config in {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values():
-            if hasattr(config, "_experts_implementation"):
-                config._experts_implementation = "batched_mm"  # without branches on the number of tokens of an expert
         return model
 
     def program(self, training: bool) -> Program:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..comm.backends.shapes import ShapesBackend
@@ -18,7 +19,7 @@ from ..comm.errors import CommError
 from ..mesh import Mesh
 from .python_state import PythonState
 
-__all__ = ["ShapesOfStage", "restored", "without_cache", "without_memos"]
+__all__ = ["ShapesOfStage", "restored", "without_cache", "without_loops_over_experts", "without_memos"]
 
 
 class ShapesOfStage(ShapesBackend):
@@ -72,22 +73,45 @@ def restored(module: nn.Module) -> Iterator[PythonState]:
         state.restore()
 
 
-_recordings: Counter[int] = Counter()  # id of a config -> number of running recordings that switched its cache off
+_recordings: Counter[tuple[int, str]] = Counter()  # (id of a config, attribute) -> number of recordings that changed it
 _lock = threading.Lock()
 
 
 @contextmanager
 def without_cache(module: nn.Module) -> Iterator[None]:
-    """Switches off `config.use_cache`, the key/value cache of Hugging Face models, which a pipeline cannot use.
+    """Switches off `config.use_cache`, the key/value cache of Hugging Face models, which a pipeline cannot use."""
+    with _configured(module, "use_cache", True, False):
+        yield
 
-    Ranks that are threads may share one config: the last rank to leave switches the cache on again.
+
+@contextmanager
+def without_loops_over_experts(module: nn.Module) -> Iterator[None]:
+    """Makes Hugging Face's experts compute by grouped products, in place of a loop over the experts with tokens.
+
+    The loop asks for values. Products for each token, with copies of weights, serve dtypes without a grouped product.
+    """
+    dtypes = {x.dtype for x in module.parameters()}
+    form = "grouped_mm" if dtypes <= {torch.float32, torch.bfloat16, torch.float16} else "batched_mm"
+    with _configured(module, "_experts_implementation", "eager", form):
+        yield
+
+
+@contextmanager
+def _configured(module: nn.Module, attribute: str, old: Any, new: Any) -> Iterator[None]:
+    """Replaces a value of an attribute in all configs of the model.
+
+    Ranks that are threads may share one config: the last rank to leave restores the value.
     """
     configs = {id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None}
     with _lock:
-        changed = {key: c for key, c in configs.items() if key in _recordings or getattr(c, "use_cache", False) is True}
+        changed = {
+            (key, attribute): c
+            for key, c in configs.items()
+            if (key, attribute) in _recordings or getattr(c, attribute, None) == old
+        }
         for key, config in changed.items():
             _recordings[key] += 1
-            config.use_cache = False
+            setattr(config, attribute, new)
     try:
         yield
     finally:
@@ -96,7 +120,7 @@ def without_cache(module: nn.Module) -> Iterator[None]:
                 _recordings[key] -= 1
                 if not _recordings[key]:
                     del _recordings[key]
-                    config.use_cache = True
+                    setattr(config, attribute, old)
 
 
 _running: list[None] = []  # one entry for each running recording

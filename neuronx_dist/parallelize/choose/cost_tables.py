@@ -75,6 +75,8 @@ class CostTables:
         options: the strategies that each call may have, none of them empty.
         types: the types that each leaf of the program may have.
         forms: number of types that a value of many consumers may be converted to; None: any number, which is exact.
+        tied: False: if a parameter has several consumers, each has a copy of it, in any type; and `forms` holds for
+            values of few consumers too.
     """
 
     def __init__(
@@ -87,13 +89,16 @@ class CostTables:
         *,
         backward: bool,
         forms: int | None = None,
+        tied: bool = True,
     ) -> None:
         self.program, self.size, self.costs, self.backward = program, size, costs, backward
         self.options, self.types = options, types
-        self.forms = forms
+        self.forms, self.few = forms, FEW if tied else 1
         self.sizes: list[int] = []
         self.owner: list[Call | Value] = []  # the call or value of each variable, for messages
         self.variable: dict[Call | Value, int] = {}  # the variable of each call and parameter
+        consumers = {} if tied else program.consumers()
+        self.copies: dict[Value, dict[Call, int]] = {x: {} for x in program.parameters if len(consumers.get(x, ())) > 1}
         self._number: dict[SpmdType, int] = {}
         self._types: list[SpmdType] = []
         self._cache: dict[object, torch.Tensor] = {}
@@ -101,6 +106,7 @@ class CostTables:
         self._sources: dict[Value, tuple[int, ...]] = {}
         self._saved: set[Value] = set()
         self._describe()
+        self._count = len(self.sizes)
 
     # The variables.
 
@@ -112,8 +118,13 @@ class CostTables:
             operands = operands_of(call)
             wanted = [[self.number(option.operands[i]) for option in options] for i in range(len(operands))]
             for value in dict.fromkeys(operands):
-                if value not in self.variable and len(self._sources[value]) > 1 and value.producer is None:
-                    self._add(value, len(self._sources[value]))
+                if len(self._sources[value]) > 1 and value.producer is None:
+                    if value in self.copies:
+                        self.copies[value][call] = len(self.sizes)
+                        self.sizes.append(len(self._sources[value]))
+                        self.owner.append(value)
+                    elif value not in self.variable:
+                        self._add(value, len(self._sources[value]))
                 reads = [wanted[i] for i, operand in enumerate(operands) if operand is value]
                 self._wants.setdefault(value, []).append((call, tuple(map(frozenset, zip(*reads, strict=True)))))
             if saves(call):
@@ -145,15 +156,18 @@ class CostTables:
         return list(self._all(price, relaxed))
 
     def _all(self, price: float, relaxed: bool) -> Iterator[tuple[torch.Tensor, Scope]]:
-        del self.sizes[len(self.variable) :], self.owner[len(self.variable) :]
+        del self.sizes[self._count :], self.owner[self._count :]
         for call in self.program.calls:
             yield self._seconds(call), (self.variable[call],)
         for value in self.program.parameters:
-            if value in self.variable and price:
-                held = tuple(price * self._parameter_bytes(value, self._types[t]) for t in self._sources[value])
-                yield self._once(("parameter", held), partial(_rounded_row, held)), (self.variable[value],)
+            variables = [*self.copies[value].values()] if value in self.copies else [self.variable.get(value)]
+            for variable in variables if price else ():
+                if variable is not None:
+                    share = price / len(variables)
+                    held = tuple(share * self._parameter_bytes(value, self._types[t]) for t in self._sources[value])
+                    yield self._once(("parameter", held), partial(_rounded_row, held)), (variable,)
         for value, wants in self._wants.items():
-            if relaxed and len(wants) > FEW:
+            if relaxed and len(wants) > self.few:
                 continue
             yield from self._conversions(value, wants, price if value in self._saved else 0.0)
         yield from self._outputs()
@@ -251,17 +265,17 @@ class CostTables:
         maker = self.variable.get(value.producer or value)
         backward = self.backward and value.requires_grad
         facts = (sources, value.shape, value.dtype, backward, value.producer is None, price)
-        if len(wants) == 1:
-            call, wanted = wants[0]
-            table = self._once(("one", facts, wanted), partial(self._matrix, value, wanted, price))
-            yield _between(table, maker, self.variable[call])
+        if len(wants) == 1 or value in self.copies:
+            for call, wanted in wants:
+                table = self._once(("one", facts, wanted), partial(self._matrix, value, wanted, price))
+                yield _between(table, self.copies.get(value, {}).get(call, maker), self.variable[call])
             return
         every = sorted(set().union(*(forms for _, wanted in wants for forms in wanted)))
         paid = [form for form in every if price or any(self.conversion(value, t, form) > 0 for t in sources)]
         for start in range(0, len(paid), MAX_FORMS):
             group = paid[start : start + MAX_FORMS]
             most = max(len(forms) for _, wanted in wants for forms in wanted) * len(wants)
-            sets = _subsets(group, self.forms if self.forms and len(wants) > FEW else most)
+            sets = _subsets(group, self.forms if self.forms and len(wants) > self.few else most)
             forms = len(self.sizes)
             self.sizes.append(len(sets))
             self.owner.append(value)

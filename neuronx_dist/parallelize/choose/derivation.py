@@ -340,8 +340,10 @@ def with_rank_mask(facts: Facts, template: Template) -> Template:
 def _composites(facts: Facts, spec: Spec) -> Iterator[Template]:
     """Yields the strategies by composites: labels are cut of which the function needs all positions."""
     for label, length in spec.sizes.items():
+        if length % facts.size or length == facts.size:  # a dim of size 1 looks like a new dim, and has no factors
+            continue
         composite = composite_of(facts.function, facts.arguments, spec, label, facts.axis)
-        if composite is None or length % facts.size or length == facts.size:  # a dim of size 1 looks like a new dim
+        if composite is None:
             continue
         shards = [cuts(dims or (), spec, label) for dims in spec.ins]
         types = tuple(shard if shard and i not in composite.whole else R for i, shard in enumerate(shards))

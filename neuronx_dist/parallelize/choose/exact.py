@@ -9,6 +9,7 @@ backward. The price is raised from 0 until the predicted memory fits.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from math import inf
@@ -78,25 +79,28 @@ class StrategyChoice:
         self.types = self._leaf_types(self.candidates)
         independent, negligible = self._independent()
         # From exact to simpler; the next attempt is made if a table would be too large, as where all layers read the
-        # same value, which couples their variables.
+        # same value, or the same weights, which couple their variables.
         whole = independent if negligible else set()
-        self._attempts = [(whole, None), (independent, None), (independent, 2), (independent, 1)]
+        self._last = independent, 1, False
+        self._attempts: list[tuple[set[Call], int | None, bool]]
+        self._attempts = [(whole, None, True), *((independent, forms, True) for forms in (None, 2, 1)), self._last]
         self._build(*self._attempts.pop(0))
         self.price = 0.0  # of memory, of the division that `fitting` returned
         self._least = 0.0  # seconds of the fastest division
 
-    def _build(self, left_whole: set[Call], forms: int | None) -> None:
+    def _build(self, left_whole: set[Call], forms: int | None, tied: bool) -> None:
         """Computes the options of each call, and their tables.
 
         Args:
             left_whole: calls that every rank makes in full.
             forms: number of types that a value of many consumers may be converted to; None: any number.
+            tied: False: each consumer of a parameter chooses the parameter's type.
         """
         self.left_whole, self.forms = left_whole, forms
         self.options = self._possible(self.candidates, left_whole)
         backward = self.program.training
         self.tables = CostTables(
-            self.program, self.size, self.costs, self.options, self.types, backward=backward, forms=forms
+            self.program, self.size, self.costs, self.options, self.types, backward=backward, forms=forms, tied=tied
         )
 
     def _leaf_types(self, candidates: Mapping[Call, Sequence[Strategy]]) -> dict[Value, list[SpmdType]]:
@@ -197,6 +201,8 @@ class StrategyChoice:
         if not price and not forced:
             self._least = choice.cost
         values, variable = choice.values, self.tables.variable
+        if any(self.tables.copies.values()):
+            return self._with_types(values).solve(price, forced)
         strategies = {call: self.options[call][values[variable[call]]] for call in self.program.calls}
         types = {
             value: options[values[variable[value]] if value in variable else 0] for value, options in self.types.items()
@@ -228,6 +234,21 @@ class StrategyChoice:
             except TooLarge:
                 return None
         return least - sum(sum(self.tables.seconds(call, self.options[call][0])) for call in self.left_whole)
+
+    def _with_types(self, values: Sequence[int]) -> StrategyChoice:
+        """Returns the choice in which a parameter has the type that most of its consumers have chosen."""
+        types = dict(self.constraints.types)
+        for value, copies in self.tables.copies.items():
+            if copies:
+                ((index, _),) = Counter(values[variable] for variable in copies.values()).most_common(1)
+                types[value] = (self.types[value][index],)
+        constraints = Constraints(self.constraints.strategies, types)
+        choice = StrategyChoice(
+            self.program, self.axis, self.size, self.costs, constraints, lambda call, size: self.candidates[call]
+        )
+        choice._build(*self._last)
+        choice._attempts.clear()
+        return choice
 
     def fitting(self, memory: float | None, *, stages: int = 1) -> Division:
         """Returns the division at the lowest price of memory, within 10 %, at which it fits the memory."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from neuronx_dist.parallelize.choose import exact
 from neuronx_dist.parallelize.choose.conversions import conversion
 from neuronx_dist.parallelize.choose.cost_tables import saves
 from neuronx_dist.parallelize.choose.exact import Constraints, StrategyChoice, choose
@@ -256,6 +257,26 @@ def test_values_that_many_calls_read_are_chosen_in_time():
     assert time.process_time() - start < 10
     for value, have, want in conversions_of(division):
         assert conversion(value, have, want, 2) is not None
+
+
+def test_layers_that_share_their_weights_are_divided_as_if_the_search_were_exact(monkeypatch):
+    lines = Lines(torch.float32)
+    up, down = lines.parameter("up", 4096, 1024), lines.parameter("down", 1024, 4096)
+    x = lines.input("x", 512, 1024)
+    for _ in range(3):
+        h = lines(torch.relu, lines(F.linear, x, up))
+        x = lines(torch.add, x, lines(F.linear, h, down))
+    program = lines.program(lines(torch.sum, x))
+    shards = Constraints(types={up: (S(0), S(1)), down: (S(0), S(1))})
+    exact_choice = choose(program, "tp", 2, costs=H100, constraints=shards)
+    monkeypatch.setattr(exact, "LARGEST", 500)
+    attempts = []
+    build = StrategyChoice._build
+    monkeypatch.setattr(StrategyChoice, "_build", lambda self, *how: (attempts.append(how[1:]), build(self, *how)))
+    division = choose(program, "tp", 2, costs=H100, constraints=shards)
+    assert (1, False) in attempts
+    assert division.types == exact_choice.types
+    assert (division.types[up], division.types[down]) == (S(0), S(1))
 
 
 def test_what_is_kept_for_backward():

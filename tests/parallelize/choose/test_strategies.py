@@ -36,6 +36,10 @@ def test_labels_that_do_not_divide_are_not_cut():
     assert "S(1) of operand 0" not in by_name(call, 4)
 
 
+def test_a_softmax_over_one_position_is_cut_along_other_dims():
+    assert by_name(call_of(F.softmax, parameter(4, 1), -1))["S(0) of operand 0"] == ((S(0),), (S(0),))
+
+
 def test_blocks_of_a_fused_projection():
     """qkv in one weight: `chunk(3)` keeps a cut of each third, and the linear layer before it offers that cut."""
     linear = call_of(F.linear, parameter(4, 8), parameter(12, 8))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -86,6 +86,7 @@ LAYOUTS = {
     ),
     "pp2 tp2": Layout("hybrid", 4, pp=2, micro=2, pas={"pipeline_nstages": 2}),
     "pp2 zero2": Layout("hybrid", 2, 2, pp=2, micro=2, options=ZERO),
+    "autodist4": Layout("autodist", 4),
     "2 x 2": Layout("tp", 4, pas={"tp_size": 2}),
     "2 x 2 zero2": Layout("data", 4, 2, pas={"tp_size": 2}, options=ZERO),
     "pp2 2 x 2": Layout("hybrid", 8, pp=2, micro=2, pas={"pipeline_nstages": 2, "tp_size": 2}),
@@ -112,9 +113,19 @@ class Case(NamedTuple):
     tolerance: float
 
 
+_added: dict[str, Callable[[], Case]] = {}
+
+
+def add_case(name: str, make: Callable[[], Case]) -> None:
+    """Adds a module to the table."""
+    _added[name] = make
+
+
 @cache
 def case(name: str, dtype: torch.dtype = torch.float64) -> Case:
-    if name in hf_models.HF_MODELS:
+    if name in _added:
+        module, arguments, tolerance = _added[name]()
+    elif name in hf_models.HF_MODELS:
         module, arguments = hf_models.hf_model(name)
         tolerance = 1e-5 if name in hf_models.IN_FLOAT32 else 1e-9
     else:
@@ -211,9 +222,11 @@ def _keep(run: Run, results: Any, loss: torch.Tensor, given: dict[str, Any], uni
         run.results[unit].append(pytree.tree_leaves(copies))
 
 
-def on_rank(name: str, layout: str, folder: Any, dtype: torch.dtype = torch.float64) -> list[Run]:
+def on_rank(
+    name: str, layout: str, folder: Any, dtype: torch.dtype = torch.float64, optimizers: Iterable[str] = OPTIMIZERS
+) -> list[Run]:
     """Trains on a rank; of each optimizer what is there, whole."""
-    return [_on_rank(name, LAYOUTS[layout], optimizer, folder, dtype) for optimizer in OPTIMIZERS]
+    return [_on_rank(name, LAYOUTS[layout], optimizer, folder, dtype) for optimizer in optimizers]
 
 
 def compiled(name: str, layout: Layout, folder: Any, dtype: torch.dtype = torch.float64) -> None:
@@ -274,11 +287,13 @@ def _gradients(parallel: nn.Module, stepper: Any, layout: Layout) -> Iterator[tu
         yield name, None if grad is None else gather_full(grad, spec_of(p)).clone()
 
 
-def on_threads(name: str, layout: str, folder: Any, dtype: torch.dtype = torch.float64) -> list[list[Run]]:
+def on_threads(
+    name: str, layout: str, folder: Any, dtype: torch.dtype = torch.float64, optimizers: Iterable[str] = OPTIMIZERS
+) -> list[list[Run]]:
     """Returns the runs of the optimizers, by rank."""
     mesh = LAYOUTS[layout].config.mesh(LAYOUTS[layout].pp)
     compiled(name, LAYOUTS[layout], folder, dtype)
-    return threads.run(mesh, on_rank, name, layout, folder, dtype)
+    return threads.run(mesh, on_rank, name, layout, folder, dtype, optimizers)
 
 
 def assert_same(ranks: list[Run], wanted: Run, tolerance: float) -> None:
