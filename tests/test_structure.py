@@ -68,6 +68,7 @@ TOWER = [
     ["parallelize/prove"],
     ["parallelize"],
     ["parallelize/cli"],
+    ["compat/nnscaler"],
     ["__main__"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(TOWER) for room in rooms}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ... import comm
 from ..api import parallelize
 from ..config import ComputeConfig
 from ..train.optimizer import sync_grad_when
@@ -21,7 +21,7 @@ __all__ = ["MixedModule", "parallel_model"]
 
 
 class MixedModule:
-    """The steps of a `ParallelModule`, for a model with parallel submodules, which each rank of a unit calls alike."""
+    """The steps of a `ParallelModule`, for a model with parallel submodules, which all ranks of a unit call."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -31,7 +31,7 @@ class MixedModule:
         real = [sample for sample, is_dummy in zip(samples, is_dummy_batch, strict=True) if not is_dummy]
         outputs = []
         for number, sample in enumerate(real, 1):
-            with _sync(number == len(real)):
+            with sync_grad_when(number == len(real)):
                 output = self.model(sample)
                 (output if isinstance(output, torch.Tensor) else output[0]).backward()
             outputs.append(output)
@@ -40,10 +40,6 @@ class MixedModule:
     def infer_step(self, samples: list[Any]) -> list[Any]:
         """Returns the results of forward."""
         return [self.model(sample) for sample in samples]
-
-
-def _sync(condition: bool) -> AbstractContextManager[None]:
-    return sync_grad_when(condition)
 
 
 def parallel_model(args: TrainerArgs, sample: Any, load_module: bool) -> nn.Module | None:
@@ -99,21 +95,25 @@ def _submodule(
     policy = module.pas_policy or args.pas_policy
     if module.tracing_from_weights:
         child.load_state_dict(torch.load(module.tracing_from_weights, map_location="cpu", weights_only=True))
-    arguments = load_type(module.forward_args_gen_fn)(args)
+    arguments = load_type(module.forward_args_gen_fn)(args)  # of several classes, maybe
+    taken = inspect.signature(child.forward).parameters
     made: Any = parallelize(
         child,
-        {name: fixed(value, args.input_dtype, None) for name, value in arguments.items()},
+        {name: fixed(value, args.input_dtype, None) for name, value in arguments.items() if name in taken},
         args.policy_of(policy),
         _with_options(args, config, policy),
         **_options(module, args, load_module),
     )
+    if load_module:
+        comm.barrier()  # the next submodule of the class writes the files that ranks read here
     return made
 
 
 def _options(module: Any, args: TrainerArgs, load_module: bool) -> dict[str, Any]:
     """Returns options of `parallelize`, from a submodule's configuration where that has them."""
     names = {"gen_savedir": "gen_savedir", "reuse": "gen_reuse", "instance_name": "instance_name"}
-    names["broadcast_strategy"] = "broadcast_strategy"
+    if load_module:  # without a process group files are sent to no rank
+        names["broadcast_strategy"] = "broadcast_strategy"
     values = {
         option: getattr(module, name) if getattr(module, name) is not None else getattr(args, name)
         for option, name in names.items()

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from neuronx_dist.comm import threads
 from neuronx_dist.parallelize import ComputeConfig, merge_state_dicts
-from neuronx_dist.parallelize.cli import AggregatedOutputs, Trainer
+from neuronx_dist.parallelize.cli import AggregatedOutputs, Trainer, TrainerArgs
 
 WIDTH, ROWS = 8, 30
 OPTIMIZERS = {
@@ -178,6 +178,17 @@ def test_reductions(reduction: str, per_batch: int, tmp_path: Path) -> None:
     batches = [4, 4, 4, 2]
     wanted[0].train = [loss * n / (n * per_batch or 1) for loss, n in zip(wanted[0].train, batches, strict=True)]
     assert_same((run, weights), wanted)
+
+
+def linear_arguments(args: TrainerArgs) -> dict[str, torch.Tensor]:
+    return {"input": torch.zeros(args.micro_batch_size, WIDTH, dtype=torch.float64)}
+
+
+def test_a_model_with_parallel_submodules(tmp_path: Path) -> None:
+    """The layers of a model that is not divided, each with its weights, from one set of files."""
+    part = {"type": nn.Linear, "forward_args_gen_fn": linear_arguments, "compute_config": {"use_zero": False}}
+    options = {"model": {"type": Net, "parallel_modules": [part]}}
+    assert_same(trained(partial(arguments, tmp_path, 2, 2, "tp", **options)), plain(2))
 
 
 # Checkpoints.
