@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ... import comm
+from ...accelerator.machine import has_double
 from ...nearest import nearest
 from ..config import ComputeConfig
 from .arg_parser import TYPE, deserialize_dataclass, load_type
@@ -108,14 +109,13 @@ class AggregatedOutputs:
             sync_group: accepted for compatibility: the units of the current mesh.
             loss_fn, ntokens_fn: return the loss and the number of tokens of a result.
         """
-        losses = torch.stack([loss_fn(output).detach() for output in loss_outputs]).double()
+        losses = torch.stack([loss_fn(output).detach() for output in loss_outputs])
+        dtype = torch.float64 if has_double(losses.device.type) else torch.float32
         tokens = sum(int(ntokens_fn(output)) for output in loss_outputs) if ntokens_fn is not None else 0
-        counts = torch.tensor([len(losses), tokens], dtype=torch.int64, device=losses.device)
-        total = losses.sum()
-        if comm.is_initialized():
-            total, counts = comm.all_reduce(total, "dp"), comm.all_reduce(counts, "dp")
-        batches, tokens = counts.tolist()
-        return cls(total.item(), batches, tokens if ntokens_fn is not None else None)
+        counts = torch.tensor([len(losses), tokens], dtype=dtype, device=losses.device)
+        sums = torch.cat([losses.to(dtype).sum()[None], counts])
+        loss, batches, tokens = (comm.all_reduce(sums, "dp") if comm.is_initialized() else sums).tolist()
+        return cls(loss, int(batches), int(tokens) if ntokens_fn is not None else None)
 
 
 @dataclass(frozen=True)

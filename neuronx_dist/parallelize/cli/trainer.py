@@ -186,7 +186,6 @@ class Trainer:
         for target in self.loggers:
             target.finalize()
         self.hook.on_train_end(self)
-        comm.barrier()
 
     def _train_epoch(self, epoch: int) -> None:
         args, status = self.train_args, self.train_status

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from neuronx_dist import Mesh, comm
 from neuronx_dist.comm import threads
 from neuronx_dist.parallelize import ComputeConfig, merge_state_dicts
 from neuronx_dist.parallelize.cli import AggregatedOutputs, Trainer, TrainerArgs
@@ -178,6 +179,14 @@ def test_reductions(reduction: str, per_batch: int, tmp_path: Path) -> None:
     batches = [4, 4, 4, 2]
     wanted[0].train = [loss * n / (n * per_batch or 1) for loss, n in zip(wanted[0].train, batches, strict=True)]
     assert_same((run, weights), wanted)
+
+
+def test_sums_over_the_units() -> None:
+    def rank() -> AggregatedOutputs:
+        outputs = [(torch.tensor(loss + comm.rank("dp")), 3) for loss in (1.0, 5.0)]
+        return AggregatedOutputs.aggregate(outputs, ntokens_fn=lambda output: output[1])
+
+    assert threads.run(Mesh(2), rank) == [AggregatedOutputs(14.0, 4, 12)] * 2
 
 
 def linear_arguments(args: TrainerArgs) -> dict[str, torch.Tensor]:
