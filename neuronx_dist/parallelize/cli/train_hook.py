@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 __all__ = ["EVENTS", "AggregatedTrainHook", "TrainHook"]
@@ -45,12 +45,18 @@ class TrainHook:
     """Base class of hooks: a method `(trainer, ...)` for each of `EVENTS`, which does nothing."""
 
 
-def _nothing(self: TrainHook, trainer: Any, *args: Any) -> None:
-    """Does nothing."""
+def _method(event: str, arguments: str) -> Callable[..., None]:
+    """Returns the method of an event."""
+
+    def method(self: TrainHook, trainer: Any, *args: Any) -> None: ...
+
+    method.__name__, method.__qualname__ = event, f"TrainHook.{event}"
+    method.__doc__ = f"Does nothing; receives the trainer{arguments and ', ' + arguments}."
+    return method
 
 
-for _event in EVENTS:
-    setattr(TrainHook, _event, _nothing)
+for _event, _arguments in EVENTS.items():
+    setattr(TrainHook, _event, _method(_event, _arguments))
 
 
 class AggregatedTrainHook:

@@ -130,6 +130,10 @@ class Trainer:
             if self.dataset[stage] is not None:
                 self.dataloader[stage] = args.create_dataloader(stage, self.dataset[stage])
                 self._check_batches(stage)
+        if not hasattr(self.dataloader["train"], "__len__"):
+            raise ValueError(
+                "the data loader of training has no length, so that an epoch has no number of steps: give it __len__"
+            )
         self.total_train_steps_per_epoch = -(-len(self.dataloader["train"]) // args.update_freq)
         epochs = args.max_epochs and args.max_epochs * self.total_train_steps_per_epoch
         self.max_train_steps = min(filter(None, (epochs, args.max_train_steps)))

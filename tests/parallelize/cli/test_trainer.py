@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -224,6 +225,45 @@ def test_training_goes_on_in_another_layout(save_type: str, tmp_path: Path) -> N
         run.train, run.norms = before.train + run.train, before.norms + run.norms
         run.val = wanted[0].val[:2] + run.val[-1:]
         assert_same((run, weights), wanted)
+
+
+class Positioned(DataLoader[Any]):
+    """A loader that goes on from its position, and the numbers of the batches that were read."""
+
+    read: ClassVar[list[int]] = []
+    start = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(super().__iter__()):
+            if number >= self.start:
+                self.read.append(number)
+                self.position = number + 1
+                yield batch
+        self.start = self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["position"]
+
+
+def test_a_loader_with_a_position_and_logs(tmp_path: Path) -> None:
+    """One rank, two steps and then two more: no batch is read twice, and the curves are in the folder."""
+
+    def train(steps: int) -> None:
+        log = [{"type": "TensorBoardLogger", "args": {"name": "mine", "root_dir": str(tmp_path)}}]
+        options = arguments(tmp_path, checkpoint=saved(tmp_path, resume_from="last"), max_train_steps=steps, log=log)
+        options["dataloader"] = {"type": Positioned, "train_args": {"drop_last": True}}
+        options["dataset"] = {"type": Rows, "train_args": {"size": ROWS}}
+        Trainer(train_args=options).run()
+
+    with pytest.warns(UserWarning, match="has no checkpoint 'last': training begins anew"):
+        threads.run(Mesh(1), lambda: train(2))
+    threads.run(Mesh(1), lambda: train(4))
+    assert Positioned.read == [0, 0, 1, 2, 3, 0, 4, 5, 6, 7]  # a first one is recorded
+    assert [path.name for path in (tmp_path / "mine/train").iterdir()]
+    assert json.loads((tmp_path / "mine/config.json").read_text())["max_train_steps"] == 4
 
 
 def test_merged_files_and_hooks_of_checkpoints(tmp_path: Path) -> None:
