@@ -43,7 +43,7 @@ class _KeyNotFoundError(KeyError):
 
 
 def parse_args(argv: Sequence[Any]) -> dict[str, Any]:
-    """Returns the options of a command line as nested dicts of text: `--a.b 1 --c-d=2 --e`; None: no value.
+    """Returns the options of a command line as nested dicts of text: `--a.b 1 --c-d=2 --e`, which is `--e true`.
 
     Raises:
         ValueError: a value has no option, or an option is both a value and a group.
@@ -54,7 +54,7 @@ def parse_args(argv: Sequence[Any]) -> dict[str, Any]:
         if isinstance(word, str) and word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             path = name.replace("-", "_").split(".")
-            _put(args, path, value if equals else None)
+            _put(args, path, value if equals else "true")
             waiting = None if equals else path
         elif waiting is None:
             raise ValueError(f"argument {word!r} has no option before it: write --name {word}, or --name={word}")
@@ -180,7 +180,7 @@ def _typed(value: Any, hint: Any) -> Any:
     """Returns a value in the type of an annotation; the type of a value under a union is guessed."""
     hint = _without_none(hint)
     if value is None:
-        return True if hint is bool else None  # an option without a value
+        return None
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind in (list, tuple, dict) and isinstance(value, str):
         value = ast.literal_eval(value)

@@ -64,6 +64,7 @@ def test_a_file_and_a_command_line(file: str) -> None:
     "words, message",
     [
         (["--max_epoch", "2"], "TrainerArgs has no member 'max_epoch'; nearest: max_epochs"),
+        (["--seed"], "TrainerArgs.seed: invalid literal for int() with base 10: 'true'"),
         (["--max_epochs", "two"], "TrainerArgs.max_epochs: invalid literal"),
         (["--seed", "$(vars.dime)"], "variable vars.dime is neither in the arguments nor in the environment"),
         (["--seed", "$(max_epochs)", "--max_epochs", "$(seed)"], "depends on itself: seed -> max_epochs -> seed"),
@@ -94,7 +95,7 @@ def test_lists_of_the_command_line() -> None:
     merge_args(args, ["--log.0!", "--log.1.b", "3", "--log.2.a", "4"])
     resolve_args(args)
     assert args["log"] == [None, {"a": 2, "b": "3"}, {"a": "4"}] == args["z"] and args["x"] == "$(y)2"
-    assert parse_args(["--a.b-c", "1", "--flag", "--a.d="]) == {"a": {"b_c": "1", "d": ""}, "flag": None}
+    assert parse_args(["--a.b-c", "1", "--flag", "--a.d="]) == {"a": {"b_c": "1", "d": ""}, "flag": "true"}
 
 
 def test_nnscalers_names_are_this_packages() -> None:
@@ -130,6 +131,7 @@ def test_hooks_are_called_in_order() -> None:
         hooks.on_nothing  # noqa: B018
 
 
+@pytest.mark.slow
 def test_compiling_writes_files_without_training(tmp_path: Path) -> None:
     def sample(args: cli.TrainerArgs) -> torch.Tensor:
         return torch.ones(4, 8)
