@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ... import comm
+from ...torch_internals.tensors import pytree
 from ..api import parallelize
 from ..config import ComputeConfig
 from ..train.optimizer import sync_grad_when
@@ -130,10 +131,8 @@ def _with_options(args: TrainerArgs, config: ComputeConfig, policy: Any) -> Comp
 
 def fixed(sample: Any, dtype: torch.dtype | None, device: torch.device | None) -> Any:
     """Returns a sample with its tensors on a device, floating-point ones in a dtype; None: as they are."""
-    if isinstance(sample, dict):
-        return {key: fixed(value, dtype, device) for key, value in sample.items()}
-    if isinstance(sample, (list, tuple)):
-        return type(sample)(fixed(value, dtype, device) for value in sample)
-    if not isinstance(sample, torch.Tensor):
-        return sample
-    return sample.to(device=device, dtype=dtype if sample.is_floating_point() else None)
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+
+    return pytree.tree_map_only(torch.Tensor, moved, sample)

@@ -228,7 +228,6 @@ class Trainer:
             for _ in range(skipped * per_step):
                 next(iterator)
             self._restore_random_states()
-        self.dataloader_resumed = self.dataloader_resumed and stage != "train"
         batches: list[Any] = []
         for sample in iterator:
             batches.append(self._on_device(sample))
