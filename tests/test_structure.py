@@ -67,6 +67,8 @@ TOWER = [
     ["parallelize/emit", "parallelize/generated"],
     ["parallelize/prove"],
     ["parallelize"],
+    ["parallelize/cli"],
+    ["compat/nnscaler"],
     ["__main__"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(TOWER) for room in rooms}
@@ -229,6 +231,7 @@ def test_lazy_names_are_the_only_doors_up():
         "neuronx_dist.compat.stand_ins",  # modules in the place of torch_xla's
         "neuronx_dist.lazy_names",
         "neuronx_dist.metrics.writers",  # tensorboard, or tensorboardX
+        "neuronx_dist.parallelize.cli.arg_parser",  # names in the user's configuration
         "neuronx_dist.shard_tensor.physicsnemo",  # PhysicsNeMo, where it is installed
         "neuronx_dist.xla_replay.__main__",  # the user's own module
     ]

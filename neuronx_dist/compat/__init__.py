@@ -6,7 +6,7 @@ nxd_names.py   installs the import name `neuronx_distributed`; neuronx_distribut
                this package in their place
 stand_ins.py   installs it, and stand-ins for torch_xla and torch_neuronx where they are absent; torch_xla/: functions
 command.py     `neuronx-dist compat`: runs a script as it is; spawned.py: and in processes that it spawns
-spmd_types.py  installs the import name `spmd_types`
+spmd_types.py, nnscaler.py   install the import names `spmd_types` and `nnscaler`
 """
 
 from __future__ import annotations

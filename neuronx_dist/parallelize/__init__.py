@@ -17,6 +17,7 @@ emit/           the division as Python source; composites.py: functions of a sha
 prove/          types of the emitted source on the whole mesh, and its values beside one process
 generated/      the files, written once in a job and used again
 train/          the emitted module at run time: optimizer, gradients, pipelines, state dicts
+cli/            nnScaler's trainer, which takes a configuration
 """
 
 from .annotations.register import register_op

@@ -26,14 +26,15 @@ Member = TypeVar("Member", bound=Enum)
 
 TRACE_STRATEGIES = ("cuda_run_cpu_offload", "cpu", "cuda", "meta", "reuse_cache")
 _OPTIONS = {"ReuseType": "reuse", "BroadcastGenFilesStrategy": "broadcast_strategy"}
-# nnScaler's names of schedules, and ours; None: not implemented here.
+# nnScaler's names of schedules, and those of `choose.stages.schedule_of`. 1f1b_plus differs from 1F1B for stages on all
+# ranks of a unit, which no policy makes; infer_pipe is the forwards of 1F1B.
 SCHEDULES = {
     "1f1b": "1f1b",
+    "1f1b_plus": "1f1b",
     "gpipe": "gpipe",
     "1f1b_interleaved": "interleaved",
-    "1f1b_plus": None,
-    "chimera_direct": None,
-    "infer_pipe": None,
+    "chimera_direct": "chimera_direct",
+    "infer_pipe": "1f1b",
 }
 
 
@@ -90,7 +91,7 @@ class Pipeline(NamedTuple):
     """The pipeline of a graph: stages, microbatches, schedule.
 
     Attributes:
-        schedule: a name of `pipeline.schedule`.
+        schedule: a name of `pipeline.schedule`, or "chimera_direct".
     """
 
     nstages: int
@@ -176,7 +177,7 @@ class ComputeConfig:
     def _check_pas_config(self) -> None:
         """Checks the options that all policies read in the same way; each policy refuses unknown names."""
         config = self.pas_config
-        for name in ("pipeline_nmicros", "pipeline_nstages", "pp_size", "tp_size", "seed"):
+        for name in ("pipeline_nmicros", "pipeline_nstages", "pp_size", "tp_size", "seed", "max_partition_degree"):
             number = config.get(name)
             if number is None or (name == "pipeline_nstages" and number == "auto"):
                 continue
@@ -267,16 +268,23 @@ class ComputeConfig:
         """Runs a graph as a pipeline: sets `graph.pipeline`, and returns the graph.
 
         Args:
-            name: "1f1b", "gpipe" or "1f1b_interleaved".
+            name: "1f1b", "1f1b_plus" (the same), "gpipe", "1f1b_interleaved", "chimera_direct" (4 stages, an even
+                number of microbatches), or, with `inference_only`, "infer_pipe".
 
         Raises:
-            ValueError: the schedule is unknown; the module is not end2end; the stages do not divide a unit.
+            ValueError: the schedule is unknown, or "infer_pipe" in training; the module is not end2end; the stages do
+                not divide a unit.
         """
         _positive("nstages", nstages)
         _positive("nmicros", nmicros)
         if not self.use_end2end:
             raise ValueError("a pipeline needs ComputeConfig(use_end2end=True): train_step runs its schedule")
         schedule = schedule_named(name)
+        if name == "infer_pipe" and not self.inference_only:
+            raise ValueError(
+                "pipeline schedule 'infer_pipe' has no backwards: pass ComputeConfig(inference_only=True) and call "
+                "infer_step, or train by '1f1b', whose infer_step runs the same forwards"
+            )
         if nstages < self.plan_ngpus or schedule != "interleaved":
             self.mesh(nstages)
         graph.pipeline = Pipeline(nstages, nmicros, schedule)
@@ -284,17 +292,14 @@ class ComputeConfig:
 
 
 def schedule_named(name: str) -> str:
-    """Returns this package's name of a schedule of nnScaler.
+    """Returns this package's name of a schedule of nnScaler; its name here stays as it is.
 
     Raises:
-        ValueError: the schedule is unknown, or not implemented here.
+        ValueError: the schedule is unknown.
     """
-    schedule = SCHEDULES.get(name)
-    if schedule is None:
-        offered = ", ".join(repr(known) for known, ours in SCHEDULES.items() if ours)
-        why = "is none of this package" if name in SCHEDULES else "is unknown"
-        raise ValueError(f"pipeline schedule {name!r} {why}; there are {offered}")
-    return schedule
+    if name not in SCHEDULES and name not in SCHEDULES.values():
+        raise ValueError(f"pipeline schedule {name!r} is unknown; there are {', '.join(map(repr, SCHEDULES))}")
+    return SCHEDULES.get(name, name)
 
 
 def _ranks_of_job(plan_ngpus: int) -> int:

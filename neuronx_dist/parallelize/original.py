@@ -165,23 +165,29 @@ def unsynchronised_norm(program: Program) -> Call | None:
 
 
 def with_module_paths(config: ComputeConfig, module: nn.Module) -> ComputeConfig:
-    """Returns the configuration with paths in `recompute_modules` in place of ends of paths, class names and words.
+    """Returns the configuration with paths of modules in place of ends of paths, class names and words.
+
+    `recompute_modules` and `pipeline_pivots` name modules; only the former has words.
 
     Raises:
         ValueError: the word "attention", which names functions and no modules.
     """
-    names = config.pas_config.get("recompute_modules")
-    if not names:
-        return config
+    options = {name: config.pas_config.get(name) for name in ("recompute_modules", "pipeline_pivots")}
+    paths = {name: _paths(module, str(names), name) for name, names in options.items() if names}
+    return replace(config, pas_config={**config.pas_config, **paths}) if paths else config
+
+
+def _paths(module: nn.Module, names: str, option: str) -> str:
+    """Returns the paths of the modules that an option names, separated by commas."""
     modules = {path: type(child) for path, child in module.named_modules() if path}
     paths: list[str] = []
-    for name in map(str.strip, str(names).split(",")):
+    for name in map(str.strip, names.split(",")):
         ended = [
             path
             for path, cls in modules.items()
             if any(f".{text}".endswith(f".{name}") for text in (path, f"{cls.__module__}.{cls.__qualname__}"))
         ]
-        if name in WORDS and not ended:
+        if name in WORDS and not ended and option == "recompute_modules":
             if name == "attention":
                 raise ValueError(
                     "recompute_modules: 'attention' names functions inside of modules: call "
@@ -189,7 +195,7 @@ def with_module_paths(config: ComputeConfig, module: nn.Module) -> ComputeConfig
                 )
             ended = transformer_layers(module) if name == "full" else [*modules_of(module, name)]
         paths += [name] if name in modules or not ended else ended
-    return replace(config, pas_config={**config.pas_config, "recompute_modules": ",".join(dict.fromkeys(paths))})
+    return ",".join(dict.fromkeys(paths))
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

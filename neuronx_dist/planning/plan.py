@@ -83,7 +83,7 @@ class Plan:
     Attributes:
         tp, pp, dp: ranks along each axis; `tp * pp` ranks are a unit, which holds one model.
         second: ranks along the second axis, if tp consists of two; 1: it is one axis.
-        schedule: a name of `pipeline.schedule`; `microbatches`: number of microbatches of a step.
+        schedule: a name of `pipeline.schedule`, or "chimera_direct"; `microbatches`: number of microbatches of a step.
         stages: index of the first call of each pipeline stage.
         recompute: (first, end) spans of calls that are computed again in backward.
         layers: the layers to replace by parallel ones.

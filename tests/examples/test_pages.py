@@ -35,6 +35,20 @@ def assert_one_value(values: list[torch.Tensor], tolerance: float = 1e-5) -> Non
     assert all(abs(x - values[0]) <= tolerance * abs(values[0]) for x in values), values
 
 
+def test_nnscalers_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Checkpoints are where the page says, and the losses of both ranks are one."""
+    monkeypatch.chdir(tmp_path)
+    trainers = [names["trainer"] for names in run_page("nnscaler-trainer.md", tp=2)]
+    assert [trainer.train_status.finished_train_steps for trainer in trainers] == [8, 8]
+    assert trainers[0].train_status == trainers[1].train_status
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "0000-0004",
+        "0001-0008",
+        "best",
+        "last",
+    ]
+
+
 @pytest.mark.filterwarnings("ignore:swap. Model")
 def test_start_a_loop_and_its_two_diffs_have_one_loss_and_the_check_finds_what_was_forgotten():
     (_, loop), (_, tensor_parallel), _, _, (_, pipeline) = blocks_of("start.md")

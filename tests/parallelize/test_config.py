@@ -86,7 +86,7 @@ def test_groups_of_zero_and_of_synchronisation():
         ((2, 4, dict(pas_config=["seed"])), ["pas_config", "['seed']"]),
         ((2, 4, dict(user_config={1: 2})), ["user_config", "{1: 2}"]),
         ((2, 4, dict(pas_config={"pipeline_nmicros": "4"})), ["pas_config['pipeline_nmicros']", "'4'"]),
-        ((2, 4, dict(pas_config={"pipeline_scheduler": "chimera_direct"})), ["'chimera_direct'", "'1f1b_interleaved'"]),
+        ((2, 4, dict(pas_config={"pipeline_scheduler": "chimera"})), ["'chimera'", "'chimera_direct'"]),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments, parts):
@@ -102,7 +102,12 @@ def test_a_schedule_is_set_on_the_graph():
     assert graph.pipeline == Pipeline(2, 8, "1f1b")
     config.apply_pipeline_scheduler(graph, 8, 8, "1f1b_interleaved")
     assert graph.pipeline == Pipeline(8, 8, "interleaved")
-    with pytest.raises(ValueError, match="'infer_pipe' is none of this package; there are '1f1b', 'gpipe'"):
+    for name in ("1f1b_plus", "chimera_direct", "interleaved"):  # the last one is this package's, as in a plan's file
+        config.apply_pipeline_scheduler(graph, 4, 8, name)
+        assert graph.pipeline == Pipeline(4, 8, name.removesuffix("_plus"))
+    ComputeConfig(4, 8, use_end2end=True, inference_only=True).apply_pipeline_scheduler(graph, 2, 8, "infer_pipe")
+    assert graph.pipeline == Pipeline(2, 8, "1f1b")
+    with pytest.raises(ValueError, match="'infer_pipe' has no backwards: pass ComputeConfig.inference_only=True."):
         config.apply_pipeline_scheduler(graph, 2, 8, "infer_pipe")
     with pytest.raises(ValueError, match="3 pipeline stages do not divide plan_ngpus=4; .* 2 and 4"):
         config.apply_pipeline_scheduler(graph, 3, 8, "gpipe")

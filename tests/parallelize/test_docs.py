@@ -70,6 +70,7 @@ def test_every_policy_is_in_the_table_with_its_options() -> None:
     rows = {name: row for row in PAGE.splitlines() for name in POLICIES if row.startswith(f'| `"{name}"` |')}
     assert rows.keys() == POLICIES.keys()
     rows["hybrid"] += rows["pp"] + rows["tp"]
+    rows["autodist"] += rows["pp"]
     missing = [
         (name, option)
         for name, (_, options) in POLICIES.items()

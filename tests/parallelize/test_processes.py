@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from neuronx_dist.parallelize import ComputeConfig, build_optimizer, parallelize
+from neuronx_dist.parallelize.cli import AggregatedOutputs
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
 from tests.parallelize.support.models import model
 from tests.parallelize.support.parity import batch, trained
 from tests.support import forked
+from tests.support.paths import ROOT
 from tests.support.pool import processes
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -41,6 +44,37 @@ def test_processes_with_folders_of_their_own(tmp_path: Path) -> None:
         assert weights.keys() == wanted.keys() - {"head.weight"}  # tied: it has its first name alone
         for name, x in weights.items():
             torch.testing.assert_close(x, wanted[name], rtol=1e-9, atol=1e-9)
+
+
+CONFIGURATION = """
+compute_config: {plan_ngpus: 1, use_end2end: true}
+pas_policy: dp
+max_train_steps: 2
+seed: 0
+micro_batch_size: 2
+gen_savedir: generated
+model: {type: tests.parallelize.cli.test_trainer.Net}
+optimizer: {type: torch.optim.Adam, aggregate_outputs_fn: tests.parallelize.test_processes.aggregated}
+dataset: {type: tests.parallelize.cli.test_trainer.Rows, train_args: {size: 8}}
+"""
+
+
+def aggregated(outputs: list[Any], group: torch.distributed.ProcessGroup) -> AggregatedOutputs:
+    sums = torch.stack([loss for loss, _ in outputs]).sum()
+    torch.distributed.all_reduce(sums, group=group)
+    return AggregatedOutputs(sums.item(), 2 * len(outputs))
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_trainer(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIGURATION)
+    words = ["-m", "neuronx_dist.parallelize.cli.train", "-f", "config.yaml", "--enable_progress_bar", "false"]
+    words += ["--log_progress_every_n_train_steps", "1", "--compute_config.runtime_ngpus", "2"]
+    result = forked.run(words, ranks=2, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert result.codes == [0, 0], result.errors
+    assert "epoch 0: 2/2 train_loss=" in result.errors[0] and "train_loss" not in result.errors[1]
+    assert sorted(path.name for path in (tmp_path / "checkpoints/last").iterdir()) == ["0.ckpt", "1.ckpt"]
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from tests.parallel_layers.test_nxd_names import (
     test_collectives_by_the_arguments_of_torch_xla as collectives_of_torch_xla,
 )
 from tests.parallel_layers.test_transposed_linear import compare as conv1d
+from tests.parallelize.cli.test_trainer import test_sums_over_the_units as sums_over_units
 from tests.parallelize.support import mutations as composites
 from tests.parallelize.support import pipelines, sent_weights
 from tests.parity.mutation_cases import (
@@ -109,6 +110,7 @@ CASES: dict[str, Callable[[], None]] = {
         f"Communicator.start_coalesced:self.start_{v}#1": verbs_on_threads
         for v in ("all_reduce", "all_gather", "reduce_scatter")
     },
+    "AggregatedOutputs.aggregate:comm.all_reduce#1": sums_over_units,
     "_gather:comm.gather_objects#1": verbs_on_threads,
     "_communicate:comm.exchange#1": exchange_of_a_plan,
     "_start_passing:comm.exchange#1": turn_of_a_ring,

@@ -6,10 +6,10 @@ from typing import Any
 
 __all__ = ["PUBLIC", "WITH_PACKAGES", "public_names"]
 
-PUBLIC = """checking comm comm.launch data distributed hf mesh metrics optimizer parallel_layers parallelize pipeline
-    planner planner.cluster planner.workload planning.layout planning.memory planning.plan
-    shard_tensor shard_tensor.experimental shard_tensor.parallel shard_tensor.physicsnemo spmd trainer
-    weights.shard_spec modules.lora modules.moe modules.qkv_linear modules.rms_norm
+PUBLIC = """checking comm comm.launch data distributed hf mesh metrics optimizer parallel_layers parallelize
+    parallelize.cli pipeline planner planner.cluster planner.workload planning.layout planning.memory
+    planning.plan shard_tensor shard_tensor.experimental shard_tensor.parallel shard_tensor.physicsnemo spmd
+    trainer weights.shard_spec modules.lora modules.moe modules.qkv_linear modules.rms_norm
     """.split()
 PUBLIC += [
     f"parallel_layers.{name}"

@@ -10,7 +10,7 @@ backward. The price is raised from 0 until the predicted memory fits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
@@ -284,13 +284,18 @@ class StrategyChoice:
         return division
 
 
-def stage_starts(problem: StrategyChoice, division: Division, count: int) -> list[int]:
+def stage_starts(
+    problem: StrategyChoice, division: Division, count: int, allowed: Collection[int] | None = None
+) -> list[int]:
     """Returns the index of each pipeline stage's first call such that the slowest stage is as fast as possible.
 
     Values that depend on inputs only are computed on every stage that reads them, and not sent.
 
+    Args:
+        allowed: the calls at which a stage may begin; None: all.
+
     Raises:
-        PlanError: there are fewer calls than stages.
+        PlanError: there are fewer calls than stages, or fewer allowed ones.
     """
     program, costs = problem.program, problem.costs
     dependent = set(program.parameters)
@@ -308,8 +313,15 @@ def stage_starts(problem: StrategyChoice, division: Division, count: int) -> lis
                 change[number + 1] += seconds
                 change[last[value] + 1] -= seconds
     times = problem.tables.times(division.strategies, division.type_of)
+    waits = list(accumulate(change))[: len(times)]
+    if allowed is not None:
+        if len({*allowed} - {0}) < count - 1:
+            raise PlanError(
+                f"pipeline: {count} stages need {count - 1} calls at which one may begin, not {len(allowed)}"
+            )
+        waits = [seconds if number in allowed else inf for number, seconds in enumerate(waits)]
     try:
-        return balanced(times, list(accumulate(change))[: len(times)], count)
+        return balanced(times, waits, count)
     except ValueError as error:
         raise PlanError(f"pipeline: {error}") from None
 

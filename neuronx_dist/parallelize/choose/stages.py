@@ -12,10 +12,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
-from ...pipeline.schedule import Schedule, training_schedule
+from ...pipeline.schedule import Schedule, WrittenSchedule, training_schedule
 from ...planning.plan import PlanError
 from ...program.program import Call, Division, Program, Value, values_in
 
@@ -154,10 +154,33 @@ def _place(call: Call) -> tuple[str, str, str]:
 def schedule_of(ranks: int, stages: int, microbatches: int, name: str) -> Schedule:
     """Returns the schedule of `stages` stages on `ranks` groups of ranks.
 
+    Args:
+        name: a name of `pipeline.schedule`, or "chimera_direct".
+
     Raises:
         ValueError: the schedule does not go with these numbers.
     """
+    if name == "chimera_direct":
+        if (ranks, stages) != (4, 4) or microbatches % 2:
+            raise ValueError(
+                f"pipeline schedule 'chimera_direct' has 4 stages on 4 groups of ranks and an even number of "
+                f"microbatches, got {stages} stages on {ranks} groups and {microbatches} microbatches: use '1f1b'"
+            )
+        return WrittenSchedule(*map(" ".join, _chimera_direct(microbatches // 2)))
     return training_schedule(ranks, microbatches, schedule=name, num_chunks=stages // ranks)
+
+
+def _chimera_direct(pairs: int) -> list[list[str]]:
+    """Returns the tasks of 4 stages, in order: two microbatches at a time, one of them a few steps ahead."""
+    orders = []
+    for stage in range(4):
+        steps = {"F0": stage, "F1": (2, 3, 4, 6)[stage], "B0": 10 - 2 * stage, "B1": 14 - 2 * stage}
+        placed = []
+        for pair, (task, step) in product(range(pairs), steps.items()):
+            early = 3 if task == "F0" and stage < 2 and pair else 0  # before the last backward of the pair before
+            placed.append((16 * pair + step - early, f"{task[0]}{2 * pair + int(task[1])}"))
+        orders.append([task for _, task in sorted(placed)])
+    return orders
 
 
 def _read(call: Call) -> list[Value]:

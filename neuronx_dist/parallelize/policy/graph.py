@@ -47,6 +47,7 @@ class IRGraph:
         pipeline: the pipeline set by `config.apply_pipeline_scheduler`; None: no pipeline.
         pipeline_ranks: number of groups of ranks that the stages are distributed over; None: one group per stage, as
             far as there are ranks.
+        pivots: operations at which a stage may begin, without `staging`; None: all.
         second: decisions about the second of two axes: calls are divided over the first axis, and the local calls of
             a rank of that axis over the second.
         costs, memory: the cost model of the choice, and the bytes that a rank may hold (None: any number).
@@ -68,6 +69,7 @@ class IRGraph:
         self.constraints = Constraints()
         self.pipeline: Pipeline | None = None
         self.pipeline_ranks: int | None = None
+        self.pivots: list[IRFwOperation] | None = None
         self.second = SecondAxis()
         self._sharded: dict[Value, tuple[SpmdType, ...]] = {}
         self.stage_seconds: list[float] = []
@@ -296,7 +298,9 @@ class IRGraph:
             division.schedule, division.microbatches = self.pipeline.schedule, self.pipeline.nmicros
             division.pipeline_ranks = self.groups
             division.stages = [starts[self._number[segment.operations[0]]] for segment in self._segments]
-            division.stages = division.stages or _before(starts, stage_starts(problem, division, self.pipeline.nstages))
+            if not division.stages:
+                allowed = None if self.pivots is None else {starts[self._number[node]] for node in self.pivots}
+                division.stages = _before(starts, stage_starts(problem, division, self.pipeline.nstages, allowed))
         division.recompute = [(starts[first], starts[last]) for first, last in self._recomputed()]
         times = problem.tables.times(division.strategies, division.type_of)
         bounds = [*division.stages, len(times)]

@@ -111,6 +111,7 @@ def _check_options(policy: str, config: ComputeConfig, options: set[str]) -> Non
     """
     unread = sorted(config.pas_config.keys() - options)
     known = _OF_NNSCALER.union(*(names for _, names in POLICIES.values()))
+    unread = [name for name in unread if not name.startswith("_")]  # a user's, as in nnScaler
     for name in unread:
         if name not in known:
             raise PlanError(
@@ -182,7 +183,7 @@ def _hybrid(graph: IRGraph, config: ComputeConfig) -> IRGraph:
 def _pipelined(graph: IRGraph, config: ComputeConfig, stages: int, ranks: int) -> IRGraph:
     if stages == 1:
         return graph
-    microbatches = config.pas_config.get("pipeline_nmicros")
+    microbatches = config.pas_config.get("pipeline_nmicros", _update_freq(config))
     if microbatches is None:
         raise PlanError("a pipeline needs pas_config['pipeline_nmicros'], the number of samples of a train_step")
     if config.plan_ngpus % ranks:
@@ -244,8 +245,11 @@ def _autodist(graph: IRGraph, config: ComputeConfig) -> Division:
     for attempt, what in _attempts(graph, config):
         if options.get("mem_constraint"):
             attempt.memory = options["mem_constraint"] * GB
-        for module in filter(None, str(options.get("recompute_modules") or "").split(",")):
-            attempt.recompute(_inside(attempt, module.strip()))
+        for module in _names(options.get("recompute_modules")):
+            attempt.recompute(_inside(attempt, module, "recompute_modules"))
+        if options.get("pipeline_pivots"):
+            firsts = [_inside(attempt, module, "pipeline_pivots")[0] for module in _names(options["pipeline_pivots"])]
+            attempt.pivots = list(dict.fromkeys(firsts))
         try:
             division = attempt.divide()
         except PlanError as error:
@@ -265,8 +269,11 @@ def _attempts(graph: IRGraph, config: ComputeConfig) -> Iterator[tuple[IRGraph, 
     With two axes, calls get the best strategies over the first one, or the batch is cut over it.
     """
     options, units = config.pas_config, config.plan_ngpus
-    explore = options.get("explore_pipeline", "pipeline_nmicros" in options)
-    for ranks in [d for d in range(1, units + 1) if units % d == 0] if explore else [1]:
+    explore = options.get("explore_pipeline", "pipeline_nmicros" in options or "pipeline_pivots" in options)
+    wanted, degree = options.get("pipeline_nstages", "auto"), options.get("max_partition_degree") or units
+    numbers = [d for d in range(1, units + 1) if units % d == 0] if explore else [1]
+    numbers = numbers if wanted in ("auto", None) else [wanted]
+    for ranks in [ranks for ranks in numbers if units // ranks <= degree or units % ranks]:
         sizes = [d for d in range(2, units // ranks) if units // ranks % d == 0] if options.get("explore_axes") else []
         for size, batch in [(1, False), *((size, batch) for size in sizes for batch in (False, True))]:
             attempt = _pipelined(IRGraph(graph.program, config, costs=graph.costs), config, ranks, ranks)
@@ -278,8 +285,18 @@ def _attempts(graph: IRGraph, config: ComputeConfig) -> Iterator[tuple[IRGraph, 
                 continue
 
 
-def _inside(graph: IRGraph, module: str) -> list[IRFwOperation]:
-    """Returns the operations of a module.
+def _update_freq(config: ComputeConfig) -> int | None:
+    """Returns the number of microbatches of a step, under nnScaler's name for autodist; of a list, the first."""
+    number = config.pas_config.get("update_freq")
+    return number[0] if isinstance(number, (list, tuple)) else number
+
+
+def _names(option: Any) -> list[str]:
+    return [name.strip() for name in str(option or "").split(",") if name.strip()]
+
+
+def _inside(graph: IRGraph, module: str, option: str) -> list[IRFwOperation]:
+    """Returns the operations of a module that an option names.
 
     Raises:
         PlanError: there are none.
@@ -287,7 +304,7 @@ def _inside(graph: IRGraph, module: str) -> list[IRFwOperation]:
     operations = graph.select(ntype=IRFwOperation, module=None if module == "ROOT" else module)
     if not operations:
         names = dict.fromkeys(node.module for node in graph.operations)
-        raise PlanError(f"recompute_modules: module {module!r} has no operation; nearest: {nearest(module, names)}")
+        raise PlanError(f"{option}: module {module!r} has no operation; nearest: {nearest(module, names)}")
     return operations
 
 
@@ -299,14 +316,18 @@ def _step_time(graph: IRGraph, division: Division) -> float:
 
 # Options of nnScaler's autodist without a counterpart here, where costs are computed and not profiled.
 _OF_NNSCALER = frozenset(
-    "update_freq task_name use_fp16 use_memory_efficient_fp16 use_bf16 use_memory_efficient_bf16 re_profile verbose "
-    "partition_constraints_path pipeline_pivots use_apex_fused_adam_v2 parallel_profile transient_mem_coef solver "
-    "max_partition_degree max_pipeline_bubble_ratio max_pipeline_unbalance_ratio profile_dir recompute_ratio".split()
+    "use_fp16 use_memory_efficient_fp16 use_bf16 use_memory_efficient_bf16 re_profile verbose parallel_profile solver "
+    "partition_constraints_path use_apex_fused_adam_v2 transient_mem_coef max_pipeline_bubble_ratio profile_dir "
+    "max_pipeline_unbalance_ratio recompute_ratio".split()
 )
 _COMMON = {"costs"}
-_PIPELINE = {"pipeline_nmicros", "pipeline_scheduler"}
+_PIPELINE = {"pipeline_nmicros", "pipeline_scheduler", "update_freq"}
 _AUTODIST = {
     "mem_constraint",
+    "task_name",  # of the run: nothing depends on it
+    "pipeline_nstages",
+    "pipeline_pivots",
+    "max_partition_degree",
     "recompute_modules",
     "load_plan_path",
     "save_plan_path",

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from neuronx_dist.parallelize.choose.stages import schedule_of
 from neuronx_dist.parallelize.config import ComputeConfig
 from neuronx_dist.parallelize.policy.plans import plan_of
 from neuronx_dist.parallelize.policy.policies import POLICIES, divide, divide_like
+from neuronx_dist.pipeline.schedule import format_schedule, prove
 from neuronx_dist.planning.costs import H100
 from neuronx_dist.planning.plan import Plan, PlanError
 from neuronx_dist.program.program import operands_of
@@ -113,6 +115,34 @@ def test_autodist_tries_pipelines_and_fits_memory():
         divide(mlp(2, 16), "autodist", config(2, recompute_modules="layer.9"))
 
 
+def test_autodist_begins_stages_at_pivots():
+    """The stages have unequal numbers of layers; without a number of microbatches, `update_freq` is it."""
+    options = {"pipeline_pivots": "layers.1,layers.6", "update_freq": (8, 1), "pipeline_nstages": 2, "task_name": "run"}
+    division = divide(mlp(8, 16), "autodist", config(2, _mine=1, **options))
+    assert (division.stages, division.microbatches, division.pipeline_ranks) == ([0, 12], 8, 2)
+    with pytest.raises(PlanError, match="4 stages need 3 calls at which one may begin, not 2"):
+        divide(mlp(8, 16), "autodist", config(4, **options | {"pipeline_nstages": 4}))
+    with pytest.raises(PlanError, match="pipeline_pivots: module 'layer' has no operation"):
+        divide(mlp(8, 16), "autodist", config(2, **options | {"pipeline_pivots": "layer"}))
+    for degree, stages in ((1, 4), (2, 2)):
+        options = {"pipeline_nmicros": 4, "max_partition_degree": degree, "costs": replace(H100, link_latency=1.0)}
+        assert divide(mlp(8, 16), "autodist", config(4, **options)).pipeline_ranks >= stages
+
+
+def test_chimera_has_four_stages_and_pairs_of_microbatches():
+    orders = [format_schedule(schedule_of(4, 4, 4, "chimera_direct").computations(stage)) for stage in range(4)]
+    assert orders == [
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 F1 B0 B1 F2 F3 B2 B3",
+        "F0 F1 B0 B1 F2 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+    prove(schedule_of(4, 4, 8, "chimera_direct"))
+    for ranks, microbatches in ((2, 4), (4, 3)):
+        with pytest.raises(ValueError, match="'chimera_direct' has 4 stages on 4 groups of ranks and an even number"):
+            schedule_of(ranks, 4, microbatches, "chimera_direct")
+
+
 def test_policies_that_need_more_say_so():
     with pytest.raises(PlanError, match=r"pas_config\['pipeline_nmicros'\]"):
         divide(mlp(), "pp", config(2))
@@ -169,7 +199,17 @@ def test_evaluation_stores_parameters_as_training_does():
 # Plans.
 
 
-@pytest.mark.parametrize("policy, options", [("tp", {}), ("hybrid", {"pipeline_nmicros": 4, "pipeline_nstages": 2})])
+@pytest.mark.parametrize(
+    "policy, options",
+    [
+        ("tp", {}),
+        ("hybrid", {"pipeline_nmicros": 4, "pipeline_nstages": 2}),
+        (
+            "hybrid",
+            {"pipeline_nmicros": 4, "pipeline_nstages": 4, "pp_size": 2, "pipeline_scheduler": "1f1b_interleaved"},
+        ),
+    ],
+)
 def test_a_saved_plan_divides_the_same_program_alike(tmp_path, policy, options):
     division = divide(mlp(4, 16), policy, config(4, **options))
     path = tmp_path / "mlp.plan.json"

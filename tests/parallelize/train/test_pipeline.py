@@ -32,7 +32,17 @@ from neuronx_dist.program.decompose import decomposed
 from neuronx_dist.program.record import record_program
 from tests.parallelize.support.models import WIDTH
 from tests.parallelize.support.mutants import EAGER, Emitted, mutants, noticed
-from tests.parallelize.support.pipelines import close, config, first, mlp_sample, module, samples
+from tests.parallelize.support.pipelines import (
+    accumulated,
+    assert_same,
+    close,
+    config,
+    first,
+    mlp_sample,
+    module,
+    pipelined,
+    samples,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -68,6 +78,32 @@ def test_dummy_batches_add_nothing_and_losses_are_not_scaled(tmp_path: Path) -> 
         close([losses[0], losses[2], losses[3]], [wanted[0], wanted[2], wanted[3]], 1e-12)
         assert gradients
         close(gradients, {name: whole.get_parameter(name).grad for name in gradients}, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "policy, options",
+    [
+        ("pp", {"pipeline_scheduler": "chimera_direct"}),
+        ("autodist", {"pipeline_pivots": "Linear", "pipeline_nstages": 2, "pipeline_scheduler": "1f1b_plus"}),
+    ],
+)
+def test_schedules_of_nnscaler(policy: str, options: dict[str, Any], tmp_path: Path) -> None:
+    settings = config(4 if policy == "pp" else 2, **options)
+    has = pipelined("mlp", ADAMW, 2, settings, settings.plan_ngpus, tmp_path, policy)
+    assert_same(has, accumulated("mlp", ADAMW, 2, 1), 1)
+
+
+def test_inference_pipe(tmp_path: Path) -> None:
+    options = {"pipeline_nmicros": 3, "pipeline_scheduler": "infer_pipe"}
+    settings = ComputeConfig(2, 2, use_end2end=True, inference_only=True, pas_config=options)
+
+    def rank() -> Any:
+        given = {"data": samples("mlp", 1)[0]}
+        return parallelize(module("mlp"), given, "pp", settings, gen_savedir=tmp_path).infer_step(samples("mlp", 3))
+
+    wanted = [module("mlp")(sample) for sample in samples("mlp", 3)]
+    for results in threads.run(settings.mesh(2), rank):
+        close(results, wanted, 1e-12)
 
 
 @pytest.mark.parametrize("stages", [2, 4])  # cut as in training, two stages of four would be empty in evaluation

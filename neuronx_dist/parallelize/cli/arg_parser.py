@@ -1,0 +1,263 @@
+"""The trainer's configuration as text: a command line, variables, and dataclasses made of both.
+
+args = yaml.safe_load(file)
+merge_args(args, ["--optimizer.args.lr", "0.1", "--log.0.args.name!"])    # replaced; removed
+resolve_args(args)                                                        # $(vars.dim), ${HOME}
+deserialize_dataclass(args, TrainerArgs)
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import enum
+import importlib
+import os
+import re
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from ...nearest import nearest
+
+__all__ = [
+    "TYPE",
+    "VALUE",
+    "VALUE_TYPE",
+    "deserialize_dataclass",
+    "load_type",
+    "merge_args",
+    "parse_args",
+    "resolve_args",
+]
+
+TYPE, VALUE_TYPE, VALUE = "__type", "__value_type", "value"
+_NNSCALER, _HERE = "nnscaler", __package__.rpartition(".")[0]
+_VARIABLE = re.compile(r"\$(?:\(([^)]+)\)|\{([^}]+)\})")
+Data = TypeVar("Data")
+
+
+class _KeyNotFoundError(KeyError):
+    """A variable is neither in the arguments nor in the environment."""
+
+
+def parse_args(argv: Sequence[Any]) -> dict[str, Any]:
+    """Returns the options of a command line as nested dicts of text: `--a.b 1 --c-d=2 --e`, which is `--e true`.
+
+    Raises:
+        ValueError: a value has no option, or an option is both a value and a group.
+    """
+    args: dict[str, Any] = {}
+    waiting: list[str] | None = None
+    for word in argv:
+        if isinstance(word, str) and word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            path = name.replace("-", "_").split(".")
+            _put(args, path, value if equals else "true")
+            waiting = None if equals else path
+        elif waiting is None:
+            raise ValueError(f"argument {word!r} has no option before it: write --name {word}, or --name={word}")
+        else:
+            _put(args, waiting, word)
+            waiting = None
+    return args
+
+
+def _put(args: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    for key in path[:-1]:
+        args = args.setdefault(key, {})
+        if not isinstance(args, dict):
+            raise ValueError(f"--{'.'.join(path)}: --{key} has a value already, so that it has no part {path[-1]!r}")
+    args[path[-1]] = value
+
+
+def merge_args(args: dict[str, Any], argv: Sequence[Any]) -> None:
+    """Replaces values of `args` by those of a command line, in place; `--name!` removes a value, `--list.0` an item."""
+    _merge(args, parse_args(argv))
+
+
+def _merge(args: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    for key, value in new.items():
+        old = args.get(key)
+        if key.endswith("!"):
+            args.pop(key[:-1], None)
+        elif not isinstance(value, dict):
+            args[key] = value
+        elif isinstance(old, list) and all(name.removesuffix("!").isdigit() for name in value):
+            items = _merge({str(index): item for index, item in enumerate(old)}, value)
+            args[key] = _listed({int(index): item for index, item in items.items()})
+        else:
+            args[key] = _merge(old if isinstance(old, dict) else {}, value)
+    return args
+
+
+def _listed(items: dict[int, Any]) -> list[Any]:
+    """Returns the items at their indices, and None in between."""
+    return [items.get(index) for index in range(max(items, default=-1) + 1)]
+
+
+def resolve_args(args: dict[str, Any]) -> None:
+    r"""Replaces `$(a.b)` and `${a.b}` by the value at this path, else by the environment's variable, in place.
+
+    A value that is one variable keeps the type of what replaces it. `$\(` and `$\{` are `$(` and `${`.
+
+    Raises:
+        ValueError: a variable depends on itself.
+        KeyError: a variable is neither in `args` nor in the environment.
+    """
+
+    def resolved(value: Any, pending: tuple[str, ...]) -> Any:
+        if isinstance(value, dict):
+            return {key: resolved(item, pending) for key, item in value.items()}
+        if isinstance(value, list):
+            return [resolved(item, pending) for item in value]
+        if not isinstance(value, str):
+            return value
+        if match := _VARIABLE.fullmatch(value):
+            return of(match, pending)
+        text = _VARIABLE.sub(lambda match: str(of(match, pending)), value)
+        return text.replace("$\\(", "$(").replace("$\\{", "${")
+
+    def of(match: re.Match[str], pending: tuple[str, ...]) -> Any:
+        name = match[1] or match[2]
+        if name in pending:
+            raise ValueError(f"variable {name} depends on itself: {' -> '.join([*pending, name])}")
+        return resolved(_variable(args, name), (*pending, name))
+
+    args.update({key: resolved(value, ()) for key, value in args.items()})
+
+
+def _variable(args: Any, name: str) -> Any:
+    value = args
+    for key in name.split("."):
+        is_there = key.isdigit() and int(key) < len(value) if isinstance(value, list) else _has(value, key)
+        if not is_there:
+            if name in os.environ:
+                return os.environ[name]
+            raise _KeyNotFoundError(f"variable {name} is neither in the arguments nor in the environment")
+        value = value[int(key)] if isinstance(value, list) else value[key]
+    return value
+
+
+def _has(value: Any, key: str) -> bool:
+    return isinstance(value, dict) and key in value
+
+
+def deserialize_dataclass(value: Any, cls: type[Data]) -> Data:
+    """Makes an object of a dataclass from nested dicts, whose text is converted to the types of the fields.
+
+    A field's metadata may have "deserialize", which makes its value, "normalize", which runs before the conversion, and
+    "skip_deserialization": its type is not looked at.
+
+    Raises:
+        ValueError: a member is unknown, or its value does not have its type; or the dataclass refuses the values.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"{cls.__name__} is made from a dict of its members, got {value!r}")
+    known = {field.name: field.metadata for field in fields(cls)}  # type: ignore[arg-type]
+    for name in value:
+        if name not in known:
+            raise ValueError(f"{cls.__name__} has no member {name!r}; nearest: {nearest(str(name), known)}")
+    hints = get_type_hints(cls)
+    members: dict[str, Any] = {}
+    for name, item in value.items():
+        metadata = known[name]
+        if "deserialize" in metadata:
+            members[name] = metadata["deserialize"](item)
+            continue
+        item = metadata["normalize"](item) if "normalize" in metadata else item
+        try:
+            item = _typed(item, None if metadata.get("skip_deserialization") else hints[name])
+        except (TypeError, ValueError, SyntaxError) as error:
+            raise ValueError(f"{cls.__name__}.{name}: {error}") from error
+        if item is not None:
+            members[name] = item
+    return cls(**members)
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    """Returns a value in the type of an annotation; the type of a value under a union is guessed."""
+    hint = _without_none(hint)
+    if value is None:
+        return None
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind in (list, tuple, dict) and isinstance(value, str):
+        value = ast.literal_eval(value)
+    if kind in (list, tuple) and isinstance(value, (list, tuple, dict)):
+        items: Iterable[Any] = value
+        if isinstance(value, dict):
+            items = _listed({int(index): item for index, item in value.items()})
+        return kind(None if item is None else _typed(item, parts[0] if parts else None) for item in items)
+    if kind is dict and isinstance(value, dict) and parts:
+        return {_typed(key, parts[0]): _typed(item, parts[1]) for key, item in value.items()}
+    if not isinstance(kind, type) or kind in (list, tuple, dict):
+        return _guessed(value)
+    if is_dataclass(kind):
+        return value if isinstance(value, kind) else deserialize_dataclass(value, kind)
+    if isinstance(value, kind):
+        return value
+    if issubclass(kind, enum.Enum):
+        return kind[value] if value in kind.__members__ else kind(value)
+    if kind is bool and isinstance(value, str):
+        if value.lower() not in ("true", "1", "false", "0"):
+            raise ValueError(f"{value!r} is neither true nor false")
+        return value.lower() in ("true", "1")
+    return kind(value) if kind in (int, str, bool, float) else value
+
+
+def _without_none(hint: Any) -> Any:
+    """Returns X for Optional[X], None (any type) for other unions and for Any."""
+    if get_origin(hint) in (Union, types.UnionType):
+        others = [part for part in get_args(hint) if part is not type(None)]
+        hint = others[0] if len(others) == 1 else None
+    return None if hint is Any else hint
+
+
+def _guessed(value: Any) -> Any:
+    """Returns text as the Python literal that it is, if it is one."""
+    if isinstance(value, dict):
+        if value.keys() == {VALUE, VALUE_TYPE}:
+            return value
+        return {_guessed(key): _guessed(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_guessed, value))
+    if not isinstance(value, str):
+        return value
+    if value in ("true", "false"):
+        return value == "true"
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return value
+
+
+def load_type(name: Any) -> Any:
+    """Returns the class, function or module of a qualified name; names of `nnscaler` are this package's.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if not isinstance(name, str):
+        return name
+    path = name.split(".")
+    path[:1] = _HERE.split(".") if path[0] == _NNSCALER and len(path) > 1 else path[:1]
+    found: Any = builtins
+    rest = path
+    for length in range(len(path), 0, -1) if not hasattr(builtins, path[0]) else ():
+        module = ".".join(path[:length])
+        try:
+            found, rest = importlib.import_module(module), path[length:]
+            break
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise  # the module is there, and what it imports is not
+    for attribute in rest:
+        if not hasattr(found, attribute):
+            where = getattr(found, "__name__", found)
+            raise RuntimeError(
+                f"{name!r}: {where} has no {attribute!r}; nearest: {nearest(attribute, dir(found))}. A name is that of "
+                "a builtin, or the path of a module that Python can import, then the name in it"
+            )
+        found = getattr(found, attribute)
+    return found

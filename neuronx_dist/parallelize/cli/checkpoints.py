@@ -1,0 +1,148 @@
+"""Checkpoints of the trainer: folders of a file for each rank, `last` and `best`, and files of merged states."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ... import comm
+from ..train.layouts import layout_of
+from ..train.state_dicts import deduped_state_dict, load_deduped_state_dict, load_merged_state_dict, merge_state_dicts
+from .trainer_args import CheckpointConfig
+
+__all__ = ["load_states", "merged", "read", "save", "states_of"]
+
+_SHARED = ("model", "optimizer", "train_args", "train_status", "lr_scheduler", "rank")  # others are listed by rank
+
+
+def states_of(config: CheckpointConfig, model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Returns the states of a rank's model and optimizer."""
+    if config.save_type == "deduped":
+        states = deduped_state_dict(model, optimizer)
+    else:
+        states = model.state_dict(), optimizer.state_dict()
+    return dict(zip(("model", "optimizer"), states))
+
+
+def load_states(content: dict[str, Any], model: nn.Module, optimizer: Any) -> None:
+    """Loads the states of `read` into a rank's model and optimizer. All ranks call it together."""
+    saved = content.get("train_args", {}).get("checkpoint", {}).get("save_type", "merged")
+    if saved == "sharded":
+        model.load_state_dict(content["model"])
+        optimizer.load_state_dict(content["optimizer"])
+    else:
+        load = load_deduped_state_dict if saved == "deduped" else load_merged_state_dict
+        load(model, content["model"], optimizer, content["optimizer"])
+
+
+def save(content: dict[str, Any], config: CheckpointConfig, name: str, is_best: bool) -> None:
+    """Writes this rank's file of a checkpoint, and points `last` and `best` to it. All ranks call it together."""
+    rank, folder = _rank(), Path(config.save_dir)
+    path = folder / name / f"{rank}.ckpt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")  # a reader finds a complete file, or none
+    torch.save(content, part)
+    part.replace(path)
+    for other in ["last"] * config.save_last + ["best"] * (config.save_best and is_best):
+        place = folder / other / path.name
+        place.parent.mkdir(exist_ok=True)
+        place.unlink(missing_ok=True)
+        if config.symlink_best_and_last:
+            place.symlink_to(Path("..") / name / path.name)
+        else:
+            shutil.copy(path, place)
+    _barrier()
+    if rank % int(os.environ.get("LOCAL_WORLD_SIZE", _size())) == 0:
+        _expire(folder, config.keep_last_n_checkpoints)
+    _barrier()
+
+
+def _expire(folder: Path, count: int | None) -> None:
+    """Removes all but the last checkpoints, and those that `last` and `best` point to."""
+    if count is None:
+        return
+    linked = {path.resolve().parent.name for path in folder.glob("*/*.ckpt") if path.is_symlink()}
+    steps = {
+        path: int(path.name.rpartition("-")[2])
+        for path in folder.iterdir()
+        if path.is_dir() and path.name not in ("last", "best") and path.name.rpartition("-")[2].isdigit()
+    }
+    for path in sorted(steps, key=steps.__getitem__)[:-count]:
+        if path.name not in linked:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def read(path: Path, model: nn.Module, with_merged: bool | None) -> dict[str, Any]:
+    """Returns the content of a file, or of this rank's file in a folder; merged, if another layout saved it.
+
+    All ranks call it together, and all see the folder.
+
+    Raises:
+        ValueError: files are missing; or another layout saved them, and `with_merged` is False.
+    """
+    if path.is_file():
+        return _load(path)
+    files = {int(file.stem): file for file in path.glob("*.ckpt") if file.stem.isdigit()}
+    if not files or set(files) != set(range(len(files))):
+        raise ValueError(
+            f"checkpoint {path} has the files of ranks {sorted(files)}: a file of each rank is needed, from 0"
+        )
+    content = _load(files[_rank()]) if len(files) == _size() else None
+    is_same = content is not None and _layout(content["model"]) == _layout(model.state_dict())
+    if comm.is_initialized():
+        is_same = all(comm.gather_objects(is_same))
+    if with_merged is False and not is_same:
+        raise ValueError(
+            f"checkpoint {path} was saved by {len(files)} ranks in another layout: leave with_merged=None to merge it"
+        )
+    return content if content is not None and is_same and not with_merged else merged([*files.values()])
+
+
+def _layout(state: Any) -> Any:
+    layout = layout_of(state)
+    return layout.plan_ngpus, layout.runtime_ngpus, layout.index, layout.specs, layout.elsewhere
+
+
+def merged(files: Sequence[Path | str]) -> dict[str, Any]:
+    """Returns the content of the files of all ranks as that of one: states of the original model and optimizer.
+
+    Raises:
+        ValueError: the files are of different runs.
+    """
+    contents = sorted(map(_load, files), key=lambda content: int(content["rank"]))
+    first = contents[0]
+    for content, file in zip(contents, files):
+        for key in ("train_args", "lr_scheduler", "train_status"):
+            if content.get(key) != first.get(key):
+                raise ValueError(f"{file} has another {key!r} than {files[0]}: merge files of one checkpoint")
+    model, optimizer = merge_state_dicts([c["model"] for c in contents], [c["optimizer"] for c in contents])
+    args = {**first["train_args"], "checkpoint": {**first["train_args"]["checkpoint"], "save_type": "merged"}}
+    shared = {"model": model, "optimizer": optimizer, "train_args": args}
+    shared |= {key: first.get(key) for key in ("lr_scheduler", "train_status")}
+    others = dict.fromkeys(key for content in contents for key in content if key not in _SHARED)
+    return {**shared, **{key: [content.get(key) for content in contents] for key in others}}
+
+
+def _load(path: Path | str) -> dict[str, Any]:
+    """Returns the content of a file: tensors and plain data."""
+    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return content
+
+
+def _rank() -> int:
+    return int(comm.current().rank) if comm.is_initialized() else 0
+
+
+def _size() -> int:
+    return comm.current().mesh.world_size if comm.is_initialized() else 1
+
+
+def _barrier() -> None:
+    if comm.is_initialized():
+        comm.barrier()

@@ -1,0 +1,372 @@
+"""The configurations of the trainer's components: classes by name, and their arguments."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, make_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ... import comm
+from ...accelerator.machine import has_double
+from ...nearest import nearest
+from ..config import ComputeConfig
+from .arg_parser import TYPE, deserialize_dataclass, load_type
+from .train_hook import EVENTS
+
+__all__ = [
+    "DTYPES",
+    "AggregatedOutputs",
+    "Arguments",
+    "CheckpointConfig",
+    "DataloaderConfig",
+    "DatasetConfig",
+    "DatasetSamplerConfig",
+    "DebugConfig",
+    "HookConfig",
+    "HookMapConfig",
+    "LRSchedulerConfig",
+    "LogConfig",
+    "ModelConfig",
+    "ModuleParallelizeConfig",
+    "OptimizerConfig",
+    "OptionalComputeConfig",
+    "ResumeOptions",
+    "check_type",
+    "hook_config",
+    "made",
+    "one_of",
+    "precisions",
+]
+
+Arguments = dict[str, Any]
+REDUCTIONS = ("mean", "sum", "per-token-mean")
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "none": None}
+
+
+def made(value: Any) -> Any:
+    """Returns what a dict with `__type` makes, called with the rest of the dict; any other value as it is."""
+    if isinstance(value, dict) and TYPE in value:
+        return load_type(value[TYPE])(**{key: item for key, item in value.items() if key != TYPE})
+    return value
+
+
+def precisions(value: Any) -> dict[str, str]:
+    """Returns the precisions of parameters, buffers and inputs.
+
+    Raises:
+        ValueError: a precision, or what has it, is unknown.
+    """
+    given = value if isinstance(value, dict) else dict.fromkeys(("param", "buffer", "input"), value or "none")
+    precision = {**dict.fromkeys(("param", "buffer", "input"), "none"), **given}
+    for name, dtype in precision.items():
+        one_of(f"precision of {name!r}", dtype, DTYPES)
+        one_of("precision: part", name, ("param", "buffer", "input"))
+    return precision
+
+
+def one_of(what: str, value: Any, values: Any) -> None:
+    if value not in values:
+        raise ValueError(f"{what} {value!r} is none of {', '.join(map(repr, values))}")
+
+
+def check_type(config: Any) -> None:
+    if not config.type:
+        raise ValueError(f"{type(config).__name__}.type is required: the path of a class or function, or itself")
+
+
+@dataclass
+class AggregatedOutputs:
+    """The outputs of all microbatches of all units; `aggregate_outputs_fn` returns one.
+
+    Attributes:
+        loss_sum: sum of their losses; `num_batches`: number of microbatches; `num_tokens`: number of tokens.
+        aggregated_outputs: anything else, for hooks.
+    """
+
+    loss_sum: float | None = None
+    num_batches: int | None = None
+    num_tokens: int | None = None
+    aggregated_outputs: Any = None
+
+    @classmethod
+    def aggregate(
+        cls,
+        loss_outputs: Sequence[Any],
+        sync_group: Any = None,
+        loss_fn: Callable[[Any], torch.Tensor] = lambda output: (
+            output if isinstance(output, torch.Tensor) else output[0]
+        ),
+        ntokens_fn: Callable[[Any], Any] | None = None,
+    ) -> AggregatedOutputs:
+        """Sums losses, and tokens, over the microbatches and units.
+
+        Args:
+            loss_outputs: the results of forward for the microbatches of this unit.
+            sync_group: accepted for compatibility: the units of the current mesh.
+            loss_fn, ntokens_fn: return the loss and the number of tokens of a result.
+        """
+        losses = torch.stack([loss_fn(output).detach() for output in loss_outputs])
+        dtype = torch.float64 if has_double(losses.device.type) else torch.float32
+        tokens = sum(int(ntokens_fn(output)) for output in loss_outputs) if ntokens_fn is not None else 0
+        counts = torch.tensor([len(losses), tokens], dtype=dtype, device=losses.device)
+        sums = torch.cat([losses.to(dtype).sum()[None], counts])
+        loss, batches, tokens = (comm.all_reduce(sums, "dp") if comm.is_initialized() else sums).tolist()
+        return cls(loss, int(batches), int(tokens) if ntokens_fn is not None else None)
+
+
+@dataclass(frozen=True)
+class OptionalComputeConfig:
+    """Fields of a `ComputeConfig` that differ for one submodule; None: as in `TrainerArgs.compute_config`."""
+
+    constant_folding: bool | None = None
+    trace_strategy: str | None = None
+    use_zero: bool | None = None
+    zero_ngroups: int | None = None
+    zero_use_reduce_scatter: bool | None = None
+    use_async_reducer: bool | None = None
+    reducer_bucket_cap_mb: float | None = None
+    pas_config: dict[str, Any] | None = None
+    user_config: dict[str, Any] | None = None
+
+    def resolve(self, compute_config: ComputeConfig) -> ComputeConfig:
+        """Returns the configuration of the submodule, which is not end2end."""
+        changes = {name: value for name, value in asdict(self).items() if value is not None}
+        changes.setdefault("use_async_reducer", False)  # which needs end2end
+        return replace(compute_config, **{**changes, "use_end2end": False})
+
+
+@dataclass
+class ModuleParallelizeConfig:
+    """A class of submodules that is parallelized, in place of the whole model.
+
+    Attributes:
+        args: accepted for compatibility: the submodules of the model are parallelized as they are.
+        forward_args_gen_fn: `(TrainerArgs) -> arguments of forward`, by name.
+        tracing_from_weights, tracing_from_weights_prefix: a file of initial weights of the submodule; or the prefix of
+            its weights in that of the model.
+        compute_config, gen_savedir, gen_reuse, pas_policy, broadcast_strategy, instance_name: as those of
+            `TrainerArgs`, which None takes.
+    """
+
+    type: Any = None
+    args: Arguments | None = None
+    forward_args_gen_fn: Any = None
+    tracing_from_weights: str | None = None
+    tracing_from_weights_prefix: str | None = None
+    compute_config: OptionalComputeConfig | None = None
+    gen_savedir: str | None = None
+    gen_reuse: str | None = None
+    pas_policy: Any = None
+    broadcast_strategy: str | None = None
+    instance_name: str | None = field(default=None, metadata={"normalize": made})
+    precision: Any = field(default=None, metadata={"skip_deserialization": True})
+
+    def __post_init__(self) -> None:
+        check_type(self)
+        if not self.forward_args_gen_fn:
+            raise ValueError(
+                f"parallel_modules: {self.type} needs forward_args_gen_fn, which returns forward's arguments"
+            )
+        if self.tracing_from_weights and self.tracing_from_weights_prefix:
+            raise ValueError("pass tracing_from_weights or tracing_from_weights_prefix, not both")
+        if self.precision is not None:
+            raise ValueError(
+                "parallel_modules: precision is that of TrainerArgs: submodules cannot have another one here"
+            )
+
+
+@dataclass
+class ModelConfig:
+    """The model: a subclass of `nn.Module`, its arguments, and the submodules to be parallelized (empty: the whole)."""
+
+    type: Any = None
+    args: Arguments = field(default_factory=dict)
+    parallel_modules: list[ModuleParallelizeConfig] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if len({module.type for module in self.parallel_modules}) < len(self.parallel_modules):
+            raise ValueError("parallel_modules has a type twice: all submodules of a type are parallelized in one way")
+
+
+@dataclass
+class OptimizerConfig:
+    """The optimizer, and what it does with gradients.
+
+    Attributes:
+        type: a class or function whose first argument is the parameters.
+        clip_gnorm: the largest norm of all gradients; 0: no clipping.
+        loss_reduction: the loss that is reported: "mean" over microbatches, their "sum", or "per-token-mean".
+        grad_reduction: the same for gradients.
+        aggregate_outputs_fn: `(outputs of the microbatches, group of the units) -> AggregatedOutputs`.
+    """
+
+    type: Any = None
+    args: Arguments = field(default_factory=dict)
+    clip_gnorm: float = 0.0
+    loss_reduction: str = "mean"
+    grad_reduction: str = "mean"
+    aggregate_outputs_fn: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("loss_reduction", "grad_reduction"):
+            one_of(name, getattr(self, name), REDUCTIONS)
+            if getattr(self, name) == "per-token-mean" and not self.aggregate_outputs_fn:
+                raise ValueError(f"{name}='per-token-mean' needs aggregate_outputs_fn, which counts the tokens")
+
+
+@dataclass
+class DatasetConfig:
+    """The data sets: a class or function, and its arguments; without arguments only that of training is made."""
+
+    type: Any = None
+    train_args: Arguments = field(default_factory=dict)
+    val_args: Arguments = field(default_factory=dict)
+    test_args: Arguments = field(default_factory=dict)
+
+
+@dataclass
+class DataloaderConfig(DatasetConfig):
+    """The loaders; `batch_size` is `micro_batch_size`, and arguments that are missing are those of training."""
+
+    type: Any = "torch.utils.data.DataLoader"
+
+
+@dataclass
+class DatasetSamplerConfig(DatasetConfig):
+    """The samplers; they receive the data set, the number of units and the number of this unit."""
+
+    type: Any = "torch.utils.data.DistributedSampler"
+
+
+@dataclass
+class LRSchedulerConfig:
+    """The scheduler of learning rates, which steps after each "epoch" or "step"."""
+
+    type: Any = None
+    args: Arguments = field(default_factory=dict)
+    interval: str = "epoch"
+
+    def __post_init__(self) -> None:
+        one_of("interval", self.interval, ("epoch", "step"))
+
+
+@dataclass
+class ResumeOptions:
+    """The checkpoint that training goes on from.
+
+    Attributes:
+        checkpoint: "last", "best" (without such a checkpoint training begins anew), or a folder or file.
+        convert_fn: applied to the content of a file: `(content) -> content`.
+        with_merged: merge the files of all ranks; None: where they were saved by another layout.
+    """
+
+    checkpoint: str = field(default="last", metadata={"normalize": made})
+    convert_fn: Any = None
+    with_merged: bool | None = None
+
+
+@dataclass
+class CheckpointConfig:
+    """The checkpoints: a folder each, of a file for each rank.
+
+    Attributes:
+        save_type: "sharded": a rank saves all that it holds; "deduped": each value is saved by one rank.
+        save_best: of the lowest loss in validation (without a data set for it, in training).
+        symlink_best_and_last: `last` and `best` are links to a checkpoint; False: copies.
+        every_n_train_steps, every_n_epochs: one of them; neither: every epoch. The last step is saved in any case.
+        keep_last_n_checkpoints: None: all.
+        resume_from: a `ResumeOptions`, or its `checkpoint`.
+    """
+
+    save_dir: str = "./checkpoints"
+    no_save: bool = False
+    save_type: str = "sharded"
+    save_last: bool = True
+    save_best: bool = True
+    symlink_best_and_last: bool = True
+    every_n_train_steps: int | None = None
+    every_n_epochs: int | None = None
+    keep_last_n_checkpoints: int | None = None
+    resume_from: ResumeOptions | None = field(
+        default=None, metadata={"normalize": lambda value: {"checkpoint": value} if isinstance(value, str) else value}
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.resume_from, str):
+            self.resume_from = ResumeOptions(self.resume_from)
+        path = self.get_resume_checkpoint()
+        if path is None and self.resume_from and self.resume_from.checkpoint:
+            warnings.warn(
+                f"{self.save_dir} has no checkpoint {self.resume_from.checkpoint!r}: training begins anew", stacklevel=4
+            )
+        elif path is not None and not path.exists():
+            raise ValueError(f"resume_from: {path} does not exist")
+        if self.save_type == "merged":
+            raise ValueError(
+                "save_type 'merged' is what Trainer.merge_checkpoint writes: train with 'sharded' or 'deduped'"
+            )
+        one_of("save_type", self.save_type, ("sharded", "deduped"))
+        counts = {name: getattr(self, name) for name in ("every_n_train_steps", "every_n_epochs")}
+        if None not in counts.values():
+            raise ValueError("every_n_train_steps and every_n_epochs are both set: checkpoints follow one of them")
+        if not any(count is not None for count in counts.values()):
+            self.every_n_epochs = 1
+        for name, count in {**counts, "keep_last_n_checkpoints": self.keep_last_n_checkpoints}.items():
+            if count is not None and count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+
+    def get_resume_checkpoint(self) -> Path | None:
+        """Returns the folder or file to go on from; None: training begins anew."""
+        if not self.resume_from or not self.resume_from.checkpoint:
+            return None
+        if self.resume_from.checkpoint not in ("last", "best"):
+            return Path(self.resume_from.checkpoint)
+        path = Path(self.save_dir) / self.resume_from.checkpoint
+        return path if path.exists() else None
+
+
+@dataclass
+class LogConfig:
+    """A logger: a class with the methods of `loggers.LoggerBase`, or the name of one of `loggers`."""
+
+    type: Any = None
+    args: Arguments = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_type(self)
+        if isinstance(self.type, str) and "." not in self.type:
+            self.type = f"{__package__}.loggers.{self.type}"
+
+
+@dataclass
+class DebugConfig:
+    """Options for debugging, accepted for compatibility: sums over units are proven when files are made."""
+
+    check_gradient_sync_cross_devices: bool = True
+
+
+@dataclass
+class HookConfig:
+    """A hook: a `TrainHook` class, and its arguments, which it receives as one dict."""
+
+    type: Any = None
+    args: Arguments = field(default_factory=dict)
+
+
+HookMapConfig = make_dataclass("HookMapConfig", [(event, Any, None) for event in EVENTS])
+HookMapConfig.__doc__ = "A function for each event of `train_hook.EVENTS`, or its name."
+HookMapConfig.__module__ = __name__
+
+
+def hook_config(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "type" in value:
+        return deserialize_dataclass(value, HookConfig)
+    for event in value.keys() - EVENTS.keys():
+        raise ValueError(f"hook: there is no event {event!r}; nearest: {nearest(event, EVENTS)}")
+    return HookMapConfig(**value)

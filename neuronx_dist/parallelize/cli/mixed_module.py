@@ -1,0 +1,138 @@
+"""The parallel model of a configuration: the whole, or the submodules of some classes in an undivided model."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ... import comm
+from ...torch_internals.tensors import pytree
+from ..api import parallelize
+from ..config import ComputeConfig
+from ..train.optimizer import sync_grad_when
+from ..train.parallel_module import ParallelModule
+from .arg_parser import load_type
+from .trainer_args import ModuleParallelizeConfig, TrainerArgs
+
+__all__ = ["MixedModule", "parallel_model"]
+
+
+class MixedModule:
+    """The steps of a `ParallelModule`, for a model with parallel submodules, which all ranks of a unit call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def train_step(self, samples: list[Any], is_dummy_batch: list[bool]) -> list[Any]:
+        """Adds the gradients of the samples to those of the parameters, and returns the results of forward."""
+        real = [sample for sample, is_dummy in zip(samples, is_dummy_batch, strict=True) if not is_dummy]
+        outputs = []
+        for number, sample in enumerate(real, 1):
+            with sync_grad_when(number == len(real)):
+                output = self.model(sample)
+                (output if isinstance(output, torch.Tensor) else output[0]).backward()
+            outputs.append(output)
+        return outputs
+
+    def infer_step(self, samples: list[Any]) -> list[Any]:
+        """Returns the results of forward."""
+        return [self.model(sample) for sample in samples]
+
+
+def parallel_model(args: TrainerArgs, sample: Any, load_module: bool) -> nn.Module | None:
+    """Makes the parallel model, or, without `load_module`, only its files.
+
+    Raises:
+        ValueError: the model has no submodule of a class that is to be parallelized.
+    """
+    if not args.model.parallel_modules:
+        config = _with_options(args, args.units, args.pas_policy)
+        first = [*inspect.signature(args.model_type.forward).parameters][1]
+        options = _options(args, args, load_module)
+        made: Any = parallelize(
+            args.model_type, {first: sample}, args.resolved_pas_policy, config, module_fn=args.create_model, **options
+        )
+        return made() if load_module else None
+    model = args.create_model()
+    wanted = {load_type(module.type): module for module in args.model.parallel_modules}
+    for cls, module in wanted.items():
+        found = [name for name, child in model.named_modules() if type(child) is cls]
+        if not found:
+            raise ValueError(f"parallel_modules: the model {args.model.type} has no submodule of type {module.type}")
+    _replace(model, wanted, args, load_module, {})
+    return model if load_module else None
+
+
+def _replace(
+    parent: nn.Module,
+    wanted: dict[type[nn.Module], ModuleParallelizeConfig],
+    args: TrainerArgs,
+    load_module: bool,
+    done: dict[int, nn.Module],
+) -> None:
+    """Replaces the outermost submodules of the wanted classes by parallel ones; one under two names stays one."""
+    for name, child in [*parent._modules.items()]:
+        if child is None:
+            continue
+        if type(child) not in wanted:
+            _replace(child, wanted, args, load_module, done)
+        elif id(child) in done:
+            parent._modules[name] = done[id(child)]
+        else:
+            made = _submodule(child, wanted[type(child)], args, load_module)
+            done[id(child)] = parent._modules[name] = made if made is not None else child
+
+
+def _submodule(
+    child: nn.Module, module: ModuleParallelizeConfig, args: TrainerArgs, load_module: bool
+) -> ParallelModule | None:
+    config = replace(args.units, use_end2end=False, use_async_reducer=False)
+    if module.compute_config is not None:
+        config = module.compute_config.resolve(args.units)
+    policy = module.pas_policy or args.pas_policy
+    if module.tracing_from_weights:
+        child.load_state_dict(torch.load(module.tracing_from_weights, map_location="cpu", weights_only=True))
+    arguments = load_type(module.forward_args_gen_fn)(args)  # of several classes, maybe
+    taken = inspect.signature(child.forward).parameters
+    made: Any = parallelize(
+        child,
+        {name: fixed(value, args.input_dtype, None) for name, value in arguments.items() if name in taken},
+        args.policy_of(policy),
+        _with_options(args, config, policy),
+        **_options(module, args, load_module),
+    )
+    if load_module:
+        comm.barrier()  # the next submodule of the class writes the files that ranks read here
+    return made
+
+
+def _options(module: Any, args: TrainerArgs, load_module: bool) -> dict[str, Any]:
+    """Returns options of `parallelize`, from a submodule's configuration where that has them."""
+    names = {"gen_savedir": "gen_savedir", "reuse": "gen_reuse", "instance_name": "instance_name"}
+    if load_module:  # without a process group files are sent to no rank
+        names["broadcast_strategy"] = "broadcast_strategy"
+    values = {
+        option: getattr(module, name) if getattr(module, name) is not None else getattr(args, name)
+        for option, name in names.items()
+    }
+    return {**values, "load_module": load_module}
+
+
+def _with_options(args: TrainerArgs, config: ComputeConfig, policy: Any) -> ComputeConfig:
+    """Adds the number of microbatches for a pipeline, of which `update_freq` is the name in nnScaler."""
+    if policy not in ("pp", "hybrid", "autodist") or "pipeline_nmicros" in config.pas_config:
+        return config
+    return replace(config, pas_config={"update_freq": args.update_freq, **config.pas_config})
+
+
+def fixed(sample: Any, dtype: torch.dtype | None, device: torch.device | None) -> Any:
+    """Returns a sample with its tensors on a device, floating-point ones in a dtype; None: as they are."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+
+    return pytree.tree_map_only(torch.Tensor, moved, sample)

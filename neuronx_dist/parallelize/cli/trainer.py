@@ -1,0 +1,425 @@
+"""`Trainer`: trains, validates, saves and resumes a parallel model, as a configuration says.
+
+    Trainer(["-f", "config.yaml", "--max_epochs", "4"]).run()      # or Trainer(train_args=TrainerArgs(...))
+
+A step has `update_freq` microbatches on each unit; where an epoch ends within a step, dummy batches fill it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ... import comm
+from ...accelerator.random_numbers import random_state, set_random_state
+from ...parallel_layers.parallel_state import process_group
+from ..train.parallel_module import ParallelModule
+from . import checkpoints
+from .arg_parser import load_type
+from .mixed_module import MixedModule, fixed, parallel_model
+from .train_hook import AggregatedTrainHook, TrainHook
+from .trainer_args import AggregatedOutputs, TrainerArgs
+
+__all__ = ["TrainStatus", "Trainer"]
+
+logger = logging.getLogger(__name__)
+_STAGES = ("train", "val", "test")
+
+
+@dataclass
+class TrainStatus:
+    """Progress of a run: the steps after which weights were updated, and the lowest loss of a checkpoint."""
+
+    finished_train_steps: int = 0
+    best_loss: float = float("inf")
+
+
+class Trainer:
+    """Trains a model by a configuration.
+
+    Args:
+        argv: `-f config.yaml --name value ...`; None: the arguments of the script.
+        train_args: the configuration, or a dict of it, in place of `argv`.
+
+    Attributes:
+        model, optimizer, lr_scheduler, loggers, hook: the components, once `run` has begun.
+        dataset, dataloader: by "train", "val" and "test".
+        rank, world_size, sync_group: this rank, the ranks of the job, and the process group of the units.
+        train_status, total_train_steps_per_epoch, max_train_steps: progress.
+    """
+
+    def __init__(self, argv: Sequence[Any] | None = None, *, train_args: TrainerArgs | dict[str, Any] | None = None):
+        if train_args is None:
+            train_args = TrainerArgs.from_cli(sys.argv[1:] if argv is None else argv)
+        elif argv is not None:
+            raise ValueError("Trainer takes argv or train_args, not both")
+        elif not isinstance(train_args, (TrainerArgs, dict)):
+            raise ValueError(f"train_args is a TrainerArgs or a dict of its members, got {type(train_args).__name__}")
+        self.train_args = TrainerArgs.from_dict(train_args) if isinstance(train_args, dict) else train_args
+        self.rank = self.local_rank = 0
+        self.world_size = 1
+        self.sync_group: Any = None
+        self.model: Any = None
+        self.optimizer: Any = None
+        self.lr_scheduler: Any = None
+        self.dataset: dict[str, Any] = dict.fromkeys(_STAGES)
+        self.dataloader: dict[str, Any] = dict.fromkeys(_STAGES)
+        self.dataloader_resumed = False
+        self.loggers: list[Any] = []
+        self.hook: Any = None
+        self.train_status = TrainStatus()
+        self.dummy_input: Any = None
+        self.total_train_steps_per_epoch = self.max_train_steps = 0
+        self._random_states: dict[str, torch.Tensor] | None = None
+        self._steps: Any = None
+
+    def run(self) -> None:
+        """Trains, or, in run mode "compile", writes the files of `parallelize`."""
+        try:
+            self._setup()
+            if not self.train_args.compile_mode:
+                self._train()
+        finally:
+            for stage in _STAGES:
+                close = getattr(self.dataloader[stage], "close", None)
+                if close is not None:
+                    close()
+                self.dataset[stage] = self.dataloader[stage] = None
+            if self.hook is not None:
+                self.hook.on_finalize(self)
+
+    @classmethod
+    def merge_checkpoint(cls, checkpoint_files: Sequence[Path | str], output_file: Path | str) -> None:
+        """Merges the files of all ranks of a checkpoint into one file, which any layout resumes from."""
+        torch.save(checkpoints.merged(checkpoint_files), output_file)
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None, *, tag: str | None = None) -> None:
+        """Passes figures to all loggers; None: of the last finished step."""
+        for target in self.loggers:
+            target.log_metrics(metrics, step or self.train_status.finished_train_steps, tag=tag)
+
+    # --- setup
+
+    def _setup(self) -> None:
+        args = self.train_args
+        if not comm.is_initialized() and not args.compile_mode:
+            comm.launch.init_distributed()
+        args.init_env(self)
+        self.dummy_input = fixed(self._first_sample(), args.input_dtype, None)
+        self.model = parallel_model(args, self.dummy_input, load_module=not args.compile_mode)
+        if args.compile_mode:
+            return
+        device = comm.current().backend.device
+        self.model.to(device)
+        self.dummy_input = self._on_device(self.dummy_input)
+        self.rank, self.world_size = int(comm.current().rank), comm.current().mesh.world_size
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.sync_group = process_group(comm.communicator("dp"))
+        self._steps = self.model if isinstance(self.model, ParallelModule) else MixedModule(self.model)
+        for stage in _STAGES:
+            self.dataset[stage] = args.create_dataset(stage)
+            if self.dataset[stage] is not None:
+                self.dataloader[stage] = args.create_dataloader(stage, self.dataset[stage])
+                self._check_batches(stage)
+        if not hasattr(self.dataloader["train"], "__len__"):
+            raise ValueError(
+                "the data loader of training has no length, so that an epoch has no number of steps: give it __len__"
+            )
+        self.total_train_steps_per_epoch = -(-len(self.dataloader["train"]) // args.update_freq)
+        epochs = args.max_epochs and args.max_epochs * self.total_train_steps_per_epoch
+        self.max_train_steps = min(filter(None, (epochs, args.max_train_steps)))
+        self.optimizer = args.create_parallel_optimizer(self.model)
+        self.lr_scheduler = args.create_lr_scheduler(self.optimizer)
+        self.loggers = args.create_loggers()
+        components = [x for x in (self.model, self.optimizer, self.lr_scheduler) if isinstance(x, TrainHook)]
+        self.hook = AggregatedTrainHook([*components, args.create_hook()])
+        for target in self.loggers:
+            target.setup(args.to_dict())
+        self._resume()
+        self.hook.after_setup(self)
+
+    def _first_sample(self) -> Any:
+        if self.train_args.dummy_sample_gen_fn:
+            return load_type(self.train_args.dummy_sample_gen_fn)(self.train_args)
+        loader = self.train_args.create_dataloader("train", num_workers=0)
+        sample = next(iter(loader))
+        if hasattr(loader, "close"):
+            loader.close()
+        return sample
+
+    def _on_device(self, sample: Any) -> Any:
+        return fixed(sample, self.train_args.input_dtype, comm.current().backend.device)
+
+    def _check_batches(self, stage: str) -> None:
+        rows = self.train_args.micro_batch_size * self.train_args.scaling_factor
+        loader, dataset = self.dataloader[stage], self.dataset[stage]
+        if not getattr(loader, "drop_last", True) and hasattr(dataset, "__len__") and len(dataset) % rows:
+            warnings.warn(
+                f"the {stage} data set has {len(dataset)} rows, which {rows} (micro_batch_size * units) do not divide: "
+                "the last batch has another shape than the recorded one; pass drop_last=True to the data loader",
+                stacklevel=2,
+            )
+
+    # --- training
+
+    def _train(self) -> None:
+        status = self.train_status
+        if status.finished_train_steps >= self.max_train_steps:
+            logger.info("training is done already: %d steps", status.finished_train_steps)
+            return
+        self.hook.on_train_start(self)
+        epoch = status.finished_train_steps // self.total_train_steps_per_epoch
+        while status.finished_train_steps < self.max_train_steps:
+            loader = self.dataloader["train"]
+            for_epoch: Any = loader if hasattr(loader, "set_epoch") else getattr(loader, "sampler", None)
+            if hasattr(for_epoch, "set_epoch"):
+                for_epoch.set_epoch(epoch)
+            self.hook.on_epoch_start(self, epoch)
+            self._train_epoch(epoch)
+            self.hook.on_epoch_end(self, epoch)
+            epoch += 1
+        for target in self.loggers:
+            target.finalize()
+        self.hook.on_train_end(self)
+
+    def _train_epoch(self, epoch: int) -> None:
+        args, status = self.train_args, self.train_status
+        first = status.finished_train_steps % self.total_train_steps_per_epoch
+        bar = _Progress(self, f"epoch {epoch}", first)
+        for idx, batches in enumerate(self._batches("train", first), first):
+            loss = self._train_one(epoch, idx, batches, bar)
+            done, is_last = status.finished_train_steps, idx + 1 == self.total_train_steps_per_epoch
+            val_loss: float | None = None
+            if self._is_due(args.val_every_n_train_steps, done) or (
+                is_last and self._is_due(args.val_every_n_epochs, epoch + 1)
+            ):
+                val_loss = self._validate(loss)
+            every = args.checkpoint.every_n_train_steps
+            if (
+                done == self.max_train_steps
+                or self._is_due(every, done)
+                or (is_last and self._is_due(args.checkpoint.every_n_epochs, epoch + 1))
+            ):
+                self._save(self._validate(loss) if val_loss is None else val_loss)
+            if done == self.max_train_steps:
+                break
+        bar.close()
+
+    @staticmethod
+    def _is_due(every: int | None, count: int) -> bool:
+        return bool(every) and count % every == 0  # type: ignore[operator]
+
+    def _batches(self, stage: str, skipped: int = 0) -> Iterator[list[Any]]:
+        """Yields the microbatches of each step; those of the first `skipped` steps are drawn, and not yielded."""
+        per_step = self.train_args.update_freq
+        if stage == "train" and (self.dataloader_resumed or not skipped):
+            self._restore_random_states()  # making an iterator draws numbers
+        iterator = iter(self.dataloader[stage])
+        if stage == "train" and not self.dataloader_resumed and skipped:
+            for _ in range(skipped * per_step):
+                next(iterator)
+            self._restore_random_states()
+        batches: list[Any] = []
+        for sample in iterator:
+            batches.append(self._on_device(sample))
+            if len(batches) == per_step:
+                yield batches
+                batches = []
+        if batches:
+            yield batches
+
+    def _filled(self, batches: list[Any]) -> tuple[list[Any], list[bool]]:
+        """Fills a step with dummy batches; returns which are dummies."""
+        missing = self.train_args.update_freq - len(batches)
+        return batches + [self.dummy_input] * missing, [False] * len(batches) + [True] * missing
+
+    def _aggregated(self, outputs: list[Any]) -> AggregatedOutputs:
+        aggregate = self.train_args.resolved_aggregate_outputs_fn or AggregatedOutputs.aggregate
+        result: AggregatedOutputs = aggregate(outputs, self.sync_group)
+        return result
+
+    def _train_one(self, epoch: int, idx: int, batches: list[Any], bar: _Progress) -> float:
+        """Makes one step, and returns its loss."""
+        args, hook, optimizer = self.train_args, self.hook, self.optimizer
+        hook.on_step_start(self, epoch, idx)
+        begin = time.perf_counter()
+        samples, are_dummies = self._filled(batches)
+        self.model.train()
+        hook.before_zero_grad(self)
+        optimizer.zero_grad()
+        hook.after_zero_grad(self)
+        hook.on_train_step_start(self, batches)
+        outputs = self._steps.train_step(samples, are_dummies)[: len(batches)]
+        hook.on_train_step_end(self, outputs)
+        aggregated = self._aggregated(outputs)
+        loss = _reduced(aggregated.loss_sum, args.optimizer.loss_reduction, aggregated)
+        hook.after_aggregate_train_step_outputs(self, aggregated, loss)
+        hook.before_sync_grad(self)
+        optimizer.sync_shard_grad()
+        hook.after_sync_grad(self)
+        if args.optimizer.grad_reduction != "sum":
+            optimizer.scale_grads(_reduced(1.0, args.optimizer.grad_reduction, aggregated))
+        hook.before_gnorm_clip(self)
+        gnorm = optimizer.clip_gnorm(args.optimizer.clip_gnorm or None)
+        hook.after_gnorm_clip(self, gnorm)
+        metrics = {"train_loss": loss, "loss": loss, "gnorm": float(gnorm), "lr": optimizer.param_groups[0]["lr"]}
+        hook.before_optimizer_step(self)
+        optimizer.step()
+        hook.after_optimizer_step(self)
+        ends_epoch = idx + 1 == self.total_train_steps_per_epoch
+        if args.lr_scheduler and (args.lr_scheduler.interval == "step" or ends_epoch):
+            self.lr_scheduler.step()  # before the checkpoint, which goes on with the next step's rate
+        self.train_status.finished_train_steps += 1
+        metrics["train_wall"] = time.perf_counter() - begin
+        hook.before_log_train_metrics(self, metrics, aggregated)
+        self.log_metrics(metrics, tag="train")
+        bar.show(metrics)
+        hook.on_step_end(self, epoch, idx, metrics, aggregated)
+        return loss
+
+    def _validate(self, train_loss: float) -> float:
+        """Returns the mean loss over the batches of validation; without a data set, the loss of training."""
+        if self.dataloader["val"] is None:
+            return train_loss
+        hook, limit = self.hook, self.train_args.max_val_steps
+        hook.on_val_start(self)
+        begin, total, count = time.perf_counter(), 0.0, 0
+        self.model.eval()
+        for idx, batches in enumerate(self._batches("val")):
+            if limit and idx >= limit:
+                break
+            with torch.inference_mode():
+                hook.on_val_step_start(self, batches)
+                outputs = self._steps.infer_step(self._filled(batches)[0])[: len(batches)]
+                hook.on_val_step_end(self, outputs)
+            aggregated = self._aggregated(outputs)
+            hook.after_aggregate_val_step_outputs(self, aggregated, _reduced(aggregated.loss_sum, "mean", aggregated))
+            total, count = total + (aggregated.loss_sum or 0.0), count + (aggregated.num_batches or 0)
+        if not count:
+            raise ValueError("the data set of validation has no batch: leave out its arguments, or drop_last")
+        loss = total / count
+        hook.on_val_end(self, loss)
+        metrics = {"val_loss": loss, "val_wall": time.perf_counter() - begin}
+        hook.before_log_val_metrics(self, metrics)
+        self.log_metrics(metrics, tag="val")
+        return loss
+
+    # --- checkpoints
+
+    def _save(self, loss: float) -> None:
+        config, status = self.train_args.checkpoint, self.train_status
+        if config.no_save:
+            return
+        is_best = loss <= status.best_loss
+        status.best_loss = min(loss, status.best_loss)
+        content = {
+            **checkpoints.states_of(config, self.model, self.optimizer),
+            "lr_scheduler": self.lr_scheduler and self.lr_scheduler.state_dict(),
+            "train_status": asdict(status),
+            "train_args": self.train_args.to_dict(),
+            "rng_states": {"torch": torch.get_rng_state(), "accelerator": random_state()},
+            "rank": self.rank,
+        }
+        if self._keeps_position:
+            content["dataloader"] = self.dataloader["train"].state_dict()
+        self.hook.on_save_checkpoint(self, content)
+        epoch = (status.finished_train_steps - 1) // self.total_train_steps_per_epoch
+        checkpoints.save(content, config, f"{epoch:04d}-{status.finished_train_steps:04d}", is_best)
+
+    @property
+    def _keeps_position(self) -> bool:
+        loader = self.dataloader["train"]
+        return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+    def _resume(self) -> None:
+        config = self.train_args.checkpoint
+        path = config.get_resume_checkpoint()
+        if path is None or config.resume_from is None:
+            return
+        content = checkpoints.read(path, self.model, config.resume_from.with_merged)
+        if path.is_file() and config.resume_from.convert_fn:
+            content = load_type(config.resume_from.convert_fn)(content)
+        self.hook.on_load_checkpoint(self, content)
+        checkpoints.load_states(content, self.model, self.optimizer)
+        if content.get("lr_scheduler"):
+            if not self.lr_scheduler:
+                raise ValueError(
+                    f"{path} has the state of a learning rate scheduler, but lr_scheduler is not configured"
+                )
+            self.lr_scheduler.load_state_dict(content["lr_scheduler"])
+        if content.get("train_status"):
+            self.train_status = TrainStatus(**content["train_status"])
+        states = content.get("rng_states")
+        self._random_states = states if isinstance(states, dict) else None  # merged files list those of all ranks
+        self._resume_position(content.get("dataloader"))
+        self.hook.after_load_checkpoint(self, content)
+
+    def _resume_position(self, state: Any) -> None:
+        """Loads the position of the data loader; of merged files, if it is the same on all ranks."""
+        if isinstance(state, list):
+            state = state[0] if all(other == state[0] for other in state) else None
+        if state is None:
+            return
+        if not self._keeps_position:
+            raise ValueError(
+                "the checkpoint has the position of a data loader, and this data loader has no load_state_dict"
+            )
+        self.dataloader["train"].load_state_dict(state)
+        self.dataloader_resumed = True
+
+    def _restore_random_states(self) -> None:
+        states, self._random_states = self._random_states, None
+        if states is not None:
+            torch.set_rng_state(states["torch"])
+            if states.get("accelerator") is not None:
+                set_random_state(states["accelerator"])
+
+
+class _Progress:
+    """The progress of an epoch on rank 0: tqdm's bar, or lines of the log."""
+
+    def __init__(self, trainer: Trainer, name: str, first: int) -> None:
+        self._name, self._total, self._bar = name, trainer.total_train_steps_per_epoch, None
+        self._every = trainer.train_args.log_progress_every_n_train_steps if trainer.rank == 0 else None
+        self._count = first
+        if trainer.rank == 0 and trainer.train_args.enable_progress_bar:
+            try:
+                self._bar = load_type("tqdm.tqdm")(total=self._total, initial=first, desc=name)
+                self._every = None
+            except RuntimeError:  # tqdm is not installed
+                pass
+
+    def show(self, metrics: dict[str, Any]) -> None:
+        self._count += 1
+        if self._bar is not None:
+            self._bar.set_postfix(metrics)
+            self._bar.update()
+        elif self._every and self._count % self._every == 0:
+            figures = ", ".join(f"{name}={value:.4g}" for name, value in metrics.items())
+            logger.info("%s: %d/%d %s", self._name, self._count, self._total, figures)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _reduced(value: float | None, reduction: str, aggregated: AggregatedOutputs) -> float:
+    """Returns a sum divided as the reduction says.
+
+    Raises:
+        RuntimeError: `aggregate_outputs_fn` has not counted what the sum is divided by.
+    """
+    counts = {"sum": 1, "mean": aggregated.num_batches, "per-token-mean": aggregated.num_tokens}
+    if value is None or not counts[reduction]:
+        missing = "loss_sum" if value is None else "num_batches" if reduction == "mean" else "num_tokens"
+        raise RuntimeError(f"aggregate_outputs_fn did not set {missing}, which the reduction {reduction!r} needs")
+    return value / counts[reduction]  # type: ignore[operator]

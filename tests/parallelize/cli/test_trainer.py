@@ -1,0 +1,300 @@
+"""The trainer: losses and weights are those of a plain loop in one process; checkpoints go on in any layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from neuronx_dist import Mesh, comm
+from neuronx_dist.comm import threads
+from neuronx_dist.parallelize import ComputeConfig, merge_state_dicts
+from neuronx_dist.parallelize.cli import AggregatedOutputs, Trainer, TrainerArgs
+
+pytestmark = pytest.mark.slow
+
+WIDTH, ROWS = 8, 30
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}),
+    "adam": (torch.optim.Adam, {"lr": 0.05}),
+}
+
+
+class Net(nn.Module):
+    """An MLP that returns its loss; weights depend on no global generator."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2
+
+    def forward(self, data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        x = data["x"]
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x - data["y"]).square().mean(), 2
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """Random rows in float64."""
+
+    def __init__(self, size: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.x, self.y = (torch.randn(size, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        return {"x": self.x[row], "y": self.y[row]}
+
+
+def arguments(folder: Path, plan: int = 1, units: int = 1, policy: str = "dp", **options: Any) -> dict[str, Any]:
+    optimizer, settings = OPTIMIZERS[options.pop("optimizer", "sgd")]
+    reductions = options.pop("reductions", {})
+    pas = options.pop("pas_config", {})
+    zero = options.pop("use_zero", False)
+    checkpoint = options.pop("checkpoint", {"no_save": True})
+    return {
+        "compute_config": ComputeConfig(plan, plan * units, use_end2end=True, use_zero=zero, pas_config=pas),
+        "pas_policy": policy,
+        "gen_savedir": str(folder / f"{policy}{plan}"),
+        "model": {"type": Net},
+        "optimizer": {"type": optimizer, "args": settings, "clip_gnorm": 0.05, **reductions},
+        "dataset": {"type": Rows, "train_args": {"size": ROWS}, "val_args": {"size": 8, "seed": 1}},
+        "dataloader": {"train_args": {"drop_last": True}},
+        "lr_scheduler": {"type": torch.optim.lr_scheduler.StepLR, "args": {"step_size": 1, "gamma": 0.5}},
+        "checkpoint": checkpoint,
+        "micro_batch_size": 2,
+        "grad_accumulation_steps": 2,
+        "max_epochs": 2,
+        "enable_progress_bar": False,
+        "seed": 0,
+        **options,
+    }
+
+
+class Run:
+    """Losses and norms of a run, as hooks of a rank see them, and the weights at the end."""
+
+    def __init__(self) -> None:
+        self.train: list[float] = []
+        self.val: list[float] = []
+        self.norms: list[float] = []
+        self.model: dict[str, torch.Tensor] = {}
+        self.optimizer: dict[str, Any] = {}
+
+    def hook(self) -> dict[str, Callable[..., None]]:
+        def on_train_end(trainer: Trainer) -> None:
+            self.model, self.optimizer = trainer.model.state_dict(), trainer.optimizer.state_dict()
+
+        return {
+            "after_aggregate_train_step_outputs": lambda trainer, outputs, loss: self.train.append(loss),
+            "on_val_end": lambda trainer, loss: self.val.append(loss),
+            "after_gnorm_clip": lambda trainer, norm: self.norms.append(float(norm)),
+            "on_train_end": on_train_end,
+        }
+
+
+def trained(make: Callable[[], dict[str, Any]], stages: int = 1) -> tuple[Run, dict[str, torch.Tensor]]:
+    """Trains on ranks as threads; returns what rank 0 has seen, and the merged weights."""
+
+    def rank() -> Run:
+        run = Run()
+        Trainer(train_args={**make(), "hook": run.hook()}).run()
+        return run
+
+    runs = threads.run(make()["compute_config"].mesh(stages), rank)
+    assert all(run.train == pytest.approx(runs[0].train, rel=1e-14) for run in runs)
+    return runs[0], merge_state_dicts([run.model for run in runs], [run.optimizer for run in runs])[0]
+
+
+def plain(
+    units: int, optimizer: str = "sgd", epochs: int = 2, divide: Callable[[int], float] = float
+) -> tuple[Run, Any]:
+    """The same in one process: gradients of all microbatches of all units, divided by `divide(microbatches)`."""
+    run, net = Run(), Net()
+    cls, settings = OPTIMIZERS[optimizer]
+    stepper = cls(net.parameters(), **settings)
+    scheduler = torch.optim.lr_scheduler.StepLR(stepper, 1, 0.5)
+    samplers = [DistributedSampler(Rows(ROWS), units, unit) for unit in range(units)]
+    for epoch in range(epochs):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        loaders = [[*DataLoader(Rows(ROWS), 2, sampler=sampler, drop_last=True)] for sampler in samplers]
+        for step in range(0, len(loaders[0]), 2):
+            losses = [net(batch)[0] for loader in loaders for batch in loader[step : step + 2]]
+            run.train.append(sum(map(float, map(torch.Tensor.detach, losses))) / len(losses))
+            stepper.zero_grad()
+            (sum(losses) / divide(len(losses))).backward()  # type: ignore[union-attr]
+            run.norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), 0.05)))
+            stepper.step()
+        scheduler.step()
+        validation = [float(net(batch)[0].detach()) for batch in DataLoader(Rows(8, 1), 2)]
+        run.val.append(sum(validation) / len(validation))
+    return run, net.state_dict()
+
+
+def assert_same(has: tuple[Run, Any], wanted: tuple[Run, Any]) -> None:
+    for name in ("train", "val", "norms"):
+        assert getattr(has[0], name) == pytest.approx(getattr(wanted[0], name), rel=1e-10), name
+    torch.testing.assert_close(dict(has[1]), dict(wanted[1]), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "plan, units, policy, stages, optimizer, options",
+    [
+        (1, 1, "dp", 1, "sgd", {}),
+        (1, 2, "dp", 1, "adam", {"use_zero": True}),
+        (2, 1, "tp", 1, "adam", {}),
+        (2, 2, "tp", 1, "sgd", {}),
+        (2, 2, "pp", 2, "adam", {}),
+    ],
+)
+def test_losses_and_weights_are_those_of_a_plain_loop(
+    plan: int, units: int, policy: str, stages: int, optimizer: str, options: Any, tmp_path: Path
+) -> None:
+    """30 rows: an epoch ends within a step."""
+    has = trained(lambda: arguments(tmp_path, plan, units, policy, optimizer=optimizer, **options), stages)
+    assert_same(has, plain(units, optimizer))
+
+
+def counted(outputs: list[Any], group: Any) -> AggregatedOutputs:
+    assert group.size == 2
+    return AggregatedOutputs.aggregate(outputs, group, lambda output: output[0], lambda output: output[1])
+
+
+@pytest.mark.parametrize("reduction, per_batch", [("sum", 0), ("mean", 1), ("per-token-mean", 2)])
+def test_reductions(reduction: str, per_batch: int, tmp_path: Path) -> None:
+    """`Net` counts two tokens in each microbatch."""
+    reductions = dict(grad_reduction=reduction, loss_reduction=reduction, aggregate_outputs_fn=counted)
+    run, weights = trained(lambda: arguments(tmp_path, 1, 2, reductions=reductions, max_epochs=1))
+    wanted = plain(2, epochs=1, divide=lambda batches: batches * per_batch or 1)
+    batches = [4, 4, 4, 2]
+    wanted[0].train = [loss * n / (n * per_batch or 1) for loss, n in zip(wanted[0].train, batches, strict=True)]
+    assert_same((run, weights), wanted)
+
+
+def test_sums_over_the_units() -> None:
+    def rank() -> AggregatedOutputs:
+        outputs = [(torch.tensor(loss + comm.rank("dp")), 3) for loss in (1.0, 5.0)]
+        return AggregatedOutputs.aggregate(outputs, ntokens_fn=lambda output: output[1])
+
+    assert threads.run(Mesh(2), rank) == [AggregatedOutputs(14.0, 4, 12)] * 2
+
+
+def linear_arguments(args: TrainerArgs) -> dict[str, torch.Tensor]:
+    return {"input": torch.zeros(args.micro_batch_size, WIDTH, dtype=torch.float64)}
+
+
+def test_a_model_with_parallel_submodules(tmp_path: Path) -> None:
+    """The layers of a model that is not divided, each with its weights, from one set of files."""
+    part = {"type": nn.Linear, "forward_args_gen_fn": linear_arguments, "compute_config": {"use_zero": False}}
+    options = {"model": {"type": Net, "parallel_modules": [part]}}
+    assert_same(trained(partial(arguments, tmp_path, 2, 2, "tp", **options)), plain(2))
+
+
+# Checkpoints.
+
+
+def saved(folder: Path, **options: Any) -> dict[str, Any]:
+    return {"save_dir": str(folder / "checkpoints"), **options}
+
+
+@pytest.mark.parametrize("save_type", ["sharded", "deduped"])
+def test_training_goes_on_in_another_layout(save_type: str, tmp_path: Path) -> None:
+    """Training stops within an epoch, between two steps of the scheduler; the whole run is the plain loop's."""
+    first = saved(tmp_path, save_type=save_type, every_n_train_steps=2, keep_last_n_checkpoints=1)
+    options: dict[str, Any] = {"optimizer": "adam", "use_zero": True}
+    before = trained(lambda: arguments(tmp_path, 2, 2, "tp", checkpoint=first, max_train_steps=6, **options))[0]
+    folder = tmp_path / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "0000-0002",
+        "0001-0006",
+        "best",
+        "last",
+    ]  # the best stays
+    wanted = plain(2, "adam", epochs=3)
+    layouts = [(2, 2, "tp", 1, None), (1, 2, "dp", 1, None), (2, 2, "pp", 2, None), (2, 2, "tp", 1, True)]
+    for plan, units, policy, stages, merge in layouts:
+        resume = {"resume_from": {"checkpoint": "last", "with_merged": merge}}
+        later = {**options, "checkpoint": {**first, **resume, "no_save": True}, "max_epochs": 3}
+        run, weights = trained(partial(arguments, tmp_path, plan, units, policy, **later), stages)
+        run.train, run.norms = before.train + run.train, before.norms + run.norms
+        run.val = wanted[0].val[:2] + run.val[-1:]
+        assert_same((run, weights), wanted)
+
+
+class Positioned(DataLoader[Any]):
+    """A loader that goes on from its position, and the numbers of the batches that were read."""
+
+    read: ClassVar[list[int]] = []
+    start = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(super().__iter__()):
+            if number >= self.start:
+                self.read.append(number)
+                self.position = number + 1
+                yield batch
+        self.start = self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["position"]
+
+
+def test_a_loader_with_a_position_and_logs(tmp_path: Path) -> None:
+    """One rank, two steps and then two more: no batch is read twice, and the curves are in the folder."""
+
+    def train(steps: int) -> None:
+        log = [{"type": "TensorBoardLogger", "args": {"name": "mine", "root_dir": str(tmp_path)}}]
+        options = arguments(tmp_path, checkpoint=saved(tmp_path, resume_from="last"), max_train_steps=steps, log=log)
+        options["dataloader"] = {"type": Positioned, "train_args": {"drop_last": True}}
+        options["dataset"] = {"type": Rows, "train_args": {"size": ROWS}}
+        Trainer(train_args=options).run()
+
+    with pytest.warns(UserWarning, match="has no checkpoint 'last': training begins anew"):
+        threads.run(Mesh(1), lambda: train(2))
+    threads.run(Mesh(1), lambda: train(4))
+    assert Positioned.read == [0, 0, 1, 2, 3, 0, 4, 5, 6, 7]  # a first one is recorded
+    assert [path.name for path in (tmp_path / "mine/train").iterdir()]
+    assert json.loads((tmp_path / "mine/config.json").read_text())["max_train_steps"] == 4
+
+
+def test_merged_files_and_hooks_of_checkpoints(tmp_path: Path) -> None:
+    """A merged file is one of the original model; what a hook saves comes back, by rank."""
+    loaded: list[Any] = []
+
+    def rank(**checkpoint: Any) -> None:
+        hook = {
+            "on_save_checkpoint": lambda trainer, content: content.update(mine=trainer.rank),
+            "on_load_checkpoint": lambda trainer, content: loaded.append(content["mine"]),
+        }
+        options = arguments(tmp_path, 2, 1, "tp", checkpoint=saved(tmp_path, **checkpoint), max_train_steps=3)
+        Trainer(train_args={**options, "hook": hook}).run()
+
+    mesh = ComputeConfig(2, 2).mesh()
+    threads.run(mesh, rank)
+    folder = tmp_path / "checkpoints"
+    Trainer.merge_checkpoint([folder / "last/0.ckpt", folder / "last/1.ckpt"], tmp_path / "merged.ckpt")
+    merged = torch.load(tmp_path / "merged.ckpt")
+    Net().load_state_dict(merged["model"])
+    assert merged["train_status"]["finished_train_steps"] == 3 and merged["mine"] == [0, 1]
+    threads.run(mesh, lambda: rank(resume_from=str(tmp_path / "merged.ckpt")))
+    threads.run(mesh, lambda: rank(resume_from="best", save_best=False))
+    assert sorted(loaded, key=str) == [0, 1, [0, 1], [0, 1]]
+    (folder / "last/0.ckpt").unlink()
+    with pytest.raises(Exception, match=r"last has the files of ranks \[1\]"):
+        threads.run(mesh, lambda: rank(resume_from="last"))
