@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ... import comm
-from ...accelerator.random_numbers import random_state, set_random_state
+from ...checkpoint.random_state import capture, restore
 from ...parallel_layers.parallel_state import process_group
 from ..train.parallel_module import ParallelModule
 from . import checkpoints
@@ -79,7 +79,8 @@ class Trainer:
         self.train_status = TrainStatus()
         self.dummy_input: Any = None
         self.total_train_steps_per_epoch = self.max_train_steps = 0
-        self._random_states: dict[str, torch.Tensor] | None = None
+        self._epoch_began: dict[str, Any] | None = None  # random states of this rank
+        self._random_states: dict[str, Any] | None = None  # those of a checkpoint, until training goes on
         self._steps: Any = None
 
     def run(self) -> None:
@@ -221,13 +222,17 @@ class Trainer:
     def _batches(self, stage: str, skipped: int = 0) -> Iterator[list[Any]]:
         """Yields the microbatches of each step; those of the first `skipped` steps are drawn, and not yielded."""
         per_step = self.train_args.update_freq
-        if stage == "train" and (self.dataloader_resumed or not skipped):
-            self._restore_random_states()  # making an iterator draws numbers
+        if stage == "train":
+            states, self._random_states = self._random_states, None
+            if states is not None:  # making an iterator draws numbers: of the order of the rows, of the workers' seeds
+                restore(states["epoch"] if skipped else states["now"])
+            self._epoch_began = capture()
         iterator = iter(self.dataloader[stage])
-        if stage == "train" and not self.dataloader_resumed and skipped:
-            for _ in range(skipped * per_step):
+        if stage == "train" and skipped:
+            for _ in range(0 if self.dataloader_resumed else skipped * per_step):
                 next(iterator)
-            self._restore_random_states()
+            if states is not None:
+                restore(states["now"])
         batches: list[Any] = []
         for sample in iterator:
             batches.append(self._on_device(sample))
@@ -293,6 +298,7 @@ class Trainer:
         hook, limit = self.hook, self.train_args.max_val_steps
         hook.on_val_start(self)
         begin, total, count = time.perf_counter(), 0.0, 0
+        states = capture()  # which training goes on with, so that it does not depend on when validation runs
         self.model.eval()
         for idx, batches in enumerate(self._batches("val")):
             if limit and idx >= limit:
@@ -306,6 +312,7 @@ class Trainer:
             total, count = total + (aggregated.loss_sum or 0.0), count + (aggregated.num_batches or 0)
         if not count:
             raise ValueError("the data set of validation has no batch: leave out its arguments, or drop_last")
+        restore(states)
         loss = total / count
         hook.on_val_end(self, loss)
         metrics = {"val_loss": loss, "val_wall": time.perf_counter() - begin}
@@ -326,7 +333,7 @@ class Trainer:
             "lr_scheduler": self.lr_scheduler and self.lr_scheduler.state_dict(),
             "train_status": asdict(status),
             "train_args": self.train_args.to_dict(),
-            "rng_states": {"torch": torch.get_rng_state(), "accelerator": random_state()},
+            "rng_states": {"epoch": self._epoch_began, "now": capture()},
             "rank": self.rank,
         }
         if self._keeps_position:
@@ -375,13 +382,6 @@ class Trainer:
             )
         self.dataloader["train"].load_state_dict(state)
         self.dataloader_resumed = True
-
-    def _restore_random_states(self) -> None:
-        states, self._random_states = self._random_states, None
-        if states is not None:
-            torch.set_rng_state(states["torch"])
-            if states.get("accelerator") is not None:
-                set_random_state(states["accelerator"])
 
 
 class _Progress:
