@@ -234,6 +234,20 @@ def test_training_goes_on_in_another_layout(save_type: str, tmp_path: Path) -> N
         assert_same((run, weights), wanted)
 
 
+def test_files_of_an_earlier_run_on_more_ranks_and_of_other_steps(tmp_path: Path) -> None:
+    """A run on two ranks goes on from one on four; files of two steps, as after a killed run, are refused."""
+    options: dict[str, Any] = {"checkpoint": saved(tmp_path, resume_from="last", every_n_train_steps=2)}
+    trained(lambda: arguments(tmp_path / "four", 2, 2, "tp", **options, max_train_steps=2))
+    for steps in (4, 6):
+        run = trained(partial(arguments, tmp_path, 2, 1, "tp", **options, max_train_steps=steps))[0]
+        assert len(run.train) == 2
+    file = tmp_path / "checkpoints/last/1.ckpt"
+    file.unlink()
+    file.symlink_to("../0000-0004/1.ckpt")
+    with pytest.raises(Exception, match="last has files of different steps"):
+        trained(lambda: arguments(tmp_path, 2, 1, "tp", **options, max_train_steps=8))
+
+
 class Dropped(Net):
     """Whole values that draw random numbers, of a stream that the ranks of a unit share."""
 
