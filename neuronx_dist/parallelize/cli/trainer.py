@@ -152,9 +152,11 @@ class Trainer:
         if self.train_args.dummy_sample_gen_fn:
             return load_type(self.train_args.dummy_sample_gen_fn)(self.train_args)
         loader = self.train_args.create_dataloader("train", num_workers=0)
-        sample = next(iter(loader))
+        sample = next(iter(loader), None)
         if hasattr(loader, "close"):
             loader.close()
+        if sample is None:
+            raise ValueError("the data set of training has no batch: it needs micro_batch_size rows for each unit")
         return sample
 
     def _on_device(self, sample: Any) -> Any:
@@ -250,6 +252,8 @@ class Trainer:
     def _aggregated(self, outputs: list[Any]) -> AggregatedOutputs:
         aggregate = self.train_args.resolved_aggregate_outputs_fn or AggregatedOutputs.aggregate
         result: AggregatedOutputs = aggregate(outputs, self.sync_group)
+        if not isinstance(result, AggregatedOutputs):
+            raise TypeError(f"aggregate_outputs_fn must return AggregatedOutputs, got {type(result).__name__}")
         return result
 
     def _train_one(self, epoch: int, idx: int, batches: list[Any], bar: _Progress) -> float:
