@@ -240,7 +240,7 @@ def load_type(name: Any) -> Any:
     """
     if not isinstance(name, str):
         return name
-    path = name.split(".")
+    path = re.sub(r"^(nnscaler\.cli\.loggers)\.[a-z_]+\.", r"\1.", name).split(".")  # one file here
     path[:1] = _HERE.split(".") if path[0] == _NNSCALER and len(path) > 1 else path[:1]
     found: Any = builtins
     rest = path

@@ -106,11 +106,17 @@ def test_lists_of_the_command_line() -> None:
 
 def test_nnscalers_names_are_this_packages() -> None:
     import nnscaler
+    from nnscaler.cli.loggers.tensorboard import TensorBoardLogger
     from nnscaler.cli.trainer import Trainer
     from nnscaler.graph import IRGraph
+    from nnscaler.graph.parser.register import register_op
     from nnscaler.parallel import build_optimizer
+    from nnscaler.utils import set_default_logger_level
 
     assert Trainer is cli.Trainer and build_optimizer is parallelize.build_optimizer is nnscaler.build_optimizer
+    assert TensorBoardLogger is cli.TensorBoardLogger and register_op is parallelize.register_op
+    assert load_type("nnscaler.cli.loggers.tensorboard.TensorBoardLogger") is TensorBoardLogger
+    assert callable(set_default_logger_level)
     assert IRGraph is nnscaler.IRGraph is parallelize.IRGraph
     neuronx_dist.compat.nnscaler.install()  # twice is once
     part = OptionalComputeConfig(use_zero=False)
