@@ -104,7 +104,7 @@ def _submodule(
         _with_options(args, config, policy),
         **_options(module, args, load_module),
     )
-    return parallel  # type: ignore[no-any-return]
+    return parallel
 
 
 def _options(module: Any, args: TrainerArgs, load_module: bool) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -244,10 +245,9 @@ class Trainer:
         if batches:
             yield batches
 
-    def _filled(self, batches: list[Any]) -> tuple[list[Any], list[bool]]:
-        """Fills a step with dummy batches; returns which are dummies."""
-        missing = self.train_args.update_freq - len(batches)
-        return batches + [self.dummy_input] * missing, [False] * len(batches) + [True] * missing
+    def _filled(self, batches: list[Any]) -> list[Any]:
+        """Fills a step with dummy batches."""
+        return batches + [self.dummy_input] * (self.train_args.update_freq - len(batches))
 
     def _aggregated(self, outputs: list[Any]) -> AggregatedOutputs:
         aggregate = self.train_args.resolved_aggregate_outputs_fn or AggregatedOutputs.aggregate
@@ -261,13 +261,15 @@ class Trainer:
         args, hook, optimizer = self.train_args, self.hook, self.optimizer
         hook.on_step_start(self, epoch, idx)
         begin = time.perf_counter()
-        samples, are_dummies = self._filled(batches)
+        samples = self._filled(batches)
         self.model.train()
         hook.before_zero_grad(self)
         optimizer.zero_grad()
         hook.after_zero_grad(self)
         hook.on_train_step_start(self, batches)
-        outputs = self._steps.train_step(samples, are_dummies)[: len(batches)]
+        outputs = self._steps.train_step(samples, [number >= len(batches) for number in range(len(samples))])[
+            : len(batches)
+        ]
         hook.on_train_step_end(self, outputs)
         aggregated = self._aggregated(outputs)
         loss = _reduced(aggregated.loss_sum, args.optimizer.loss_reduction, aggregated)
@@ -309,7 +311,7 @@ class Trainer:
                 break
             with torch.inference_mode():
                 hook.on_val_step_start(self, batches)
-                outputs = self._steps.infer_step(self._filled(batches)[0])[: len(batches)]
+                outputs = self._steps.infer_step(self._filled(batches))[: len(batches)]
                 hook.on_val_step_end(self, outputs)
             aggregated = self._aggregated(outputs)
             hook.after_aggregate_val_step_outputs(self, aggregated, _reduced(aggregated.loss_sum, "mean", aggregated))
@@ -389,18 +391,15 @@ class Trainer:
 
 
 class _Progress:
-    """The progress of an epoch on rank 0: tqdm's bar, or lines of the log."""
+    """The progress of an epoch on rank 0: tqdm's bar if it is installed, else lines of the log."""
 
     def __init__(self, trainer: Trainer, name: str, first: int) -> None:
-        self._name, self._total, self._bar = name, trainer.total_train_steps_per_epoch, None
-        self._every = trainer.train_args.log_progress_every_n_train_steps if trainer.rank == 0 else None
-        self._count = first
-        if trainer.rank == 0 and trainer.train_args.enable_progress_bar:
-            try:
+        args, self._name, self._total = trainer.train_args, name, trainer.total_train_steps_per_epoch
+        self._count, self._bar = first, None
+        self._every = args.log_progress_every_n_train_steps if trainer.rank == 0 else None
+        if trainer.rank == 0 and args.enable_progress_bar:
+            with suppress(RuntimeError):
                 self._bar = load_type("tqdm.tqdm")(total=self._total, initial=first, desc=name)
-                self._every = None
-            except RuntimeError:  # tqdm is not installed
-                pass
 
     def show(self, metrics: dict[str, Any]) -> None:
         self._count += 1
