@@ -8,6 +8,7 @@ nnScaler's other modules, of its graphs and generated code, are not there.
 
 from __future__ import annotations
 
+import logging
 import sys
 from types import ModuleType
 
@@ -24,17 +25,30 @@ _MODULES: dict[str, ModuleType] = {
     "cli": cli,
     "cli.arg_parser": arg_parser,
     "cli.loggers": loggers,
+    "cli.loggers.logger_base": loggers,
+    "cli.loggers.tensorboard": loggers,
+    "cli.loggers.wandb": loggers,
     "cli.train": train,
     "cli.train_hook": train_hook,
     "cli.trainer": trainer,
     "cli.trainer_args": trainer_args,
     "graph": graph,
     "graph.graph": graph,
+    "graph.parser.register": parallelize,
     "graph.segment": graph,
     "ir.operator": graph,
     "parallel": parallelize,
     "runtime.module": parallel_module,
+    "utils": ModuleType("nnscaler.utils"),
 }
+
+
+def set_default_logger_level(level: int | str) -> None:
+    """Sets the level of all loggers that have none."""
+    logging.basicConfig(level=level, force=True)
+
+
+_MODULES["utils"].__dict__["set_default_logger_level"] = set_default_logger_level
 
 
 def install() -> None:

@@ -122,7 +122,6 @@ EXEMPT = {
     "_move_in_turns:comm.barrier#1": _ORDER,
     "save_adapters:comm.barrier#1": _ORDER,
     "_barrier:comm.barrier#1": _ORDER,
-    "_submodule:comm.barrier#1": _ORDER,
     "read:comm.gather_objects#1": _LAYOUT,
     "save_adapters:comm.gather_objects#1": _FILES,
     "load_adapters:comm.gather_objects#1": _FILES,

@@ -130,18 +130,14 @@ def resolve_args(args: dict[str, Any]) -> None:
 
 def _variable(args: Any, name: str) -> Any:
     value = args
-    for key in name.split("."):
-        is_there = key.isdigit() and int(key) < len(value) if isinstance(value, list) else _has(value, key)
-        if not is_there:
-            if name in os.environ:
-                return os.environ[name]
-            raise _KeyNotFoundError(f"variable {name} is neither in the arguments nor in the environment")
-        value = value[int(key)] if isinstance(value, list) else value[key]
+    try:
+        for key in name.split("."):
+            value = value[int(key) if isinstance(value, list) else key]
+    except (KeyError, IndexError, TypeError, ValueError):
+        if name not in os.environ:
+            raise _KeyNotFoundError(f"variable {name} is neither in the arguments nor in the environment") from None
+        return os.environ[name]
     return value
-
-
-def _has(value: Any, key: str) -> bool:
-    return isinstance(value, dict) and key in value
 
 
 def deserialize_dataclass(value: Any, cls: type[Data]) -> Data:
@@ -240,7 +236,7 @@ def load_type(name: Any) -> Any:
     """
     if not isinstance(name, str):
         return name
-    path = name.split(".")
+    path = re.sub(r"^(nnscaler\.cli\.loggers)\.[a-z_]+\.", r"\1.", name).split(".")  # one file here
     path[:1] = _HERE.split(".") if path[0] == _NNSCALER and len(path) > 1 else path[:1]
     found: Any = builtins
     rest = path

@@ -49,18 +49,28 @@ def save(content: dict[str, Any], config: CheckpointConfig, name: str, is_best: 
     part = path.with_suffix(".part")  # a reader finds a complete file, or none
     torch.save(content, part)
     part.replace(path)
-    for other in ["last"] * config.save_last + ["best"] * (config.save_best and is_best):
-        place = folder / other / path.name
+    _barrier()
+    names = ["last"] * config.save_last + ["best"] * (config.save_best and is_best)
+    for place in (folder / other / path.name for other in names):
         place.parent.mkdir(exist_ok=True)
-        place.unlink(missing_ok=True)
+        part = place.with_suffix(".part")
+        part.unlink(missing_ok=True)
         if config.symlink_best_and_last:
-            place.symlink_to(Path("..") / name / path.name)
+            part.symlink_to(Path("..") / name / path.name)
         else:
-            shutil.copy(path, place)
+            shutil.copy(path, part)
+        part.replace(place)
     _barrier()
     if rank % int(os.environ.get("LOCAL_WORLD_SIZE", _size())) == 0:
+        for number, file in (item for other in [name, *names] for item in _files(folder / other).items()):
+            if number >= _size():  # of an earlier run on more ranks
+                file.unlink(missing_ok=True)
         _expire(folder, config.keep_last_n_checkpoints)
     _barrier()
+
+
+def _files(path: Path) -> dict[int, Path]:
+    return {int(file.stem): file for file in path.glob("*.ckpt") if file.stem.isdigit()}
 
 
 def _expire(folder: Path, count: int | None) -> None:
@@ -84,19 +94,25 @@ def read(path: Path, model: nn.Module, with_merged: bool | None) -> dict[str, An
     All ranks call it together, and all see the folder.
 
     Raises:
-        ValueError: files are missing; or another layout saved them, and `with_merged` is False.
+        ValueError: files are missing, or of different steps; or another layout saved them, and `with_merged` is False.
     """
     if path.is_file():
         return _load(path)
-    files = {int(file.stem): file for file in path.glob("*.ckpt") if file.stem.isdigit()}
+    files = _files(path)
     if not files or set(files) != set(range(len(files))):
         raise ValueError(
             f"checkpoint {path} has the files of ranks {sorted(files)}: a file of each rank is needed, from 0"
         )
     content = _load(files[_rank()]) if len(files) == _size() else None
     is_same = content is not None and _layout(content["model"]) == _layout(model.state_dict())
-    if comm.is_initialized():
-        is_same = all(comm.gather_objects(is_same))
+    status = content and content.get("train_status")
+    every = comm.gather_objects((is_same, status)) if comm.is_initialized() else [(is_same, status)]
+    is_same = all(same for same, _ in every)
+    if any(other != every[0][1] for _, other in every):
+        raise ValueError(
+            f"checkpoint {path} has files of different steps, {[other for _, other in every]}: a run has ended while "
+            f"it replaced them; resume from a checkpoint of one step in {path.parent}"
+        )
     if with_merged is False and not is_same:
         raise ValueError(
             f"checkpoint {path} was saved by {len(files)} ranks in another layout: leave with_merged=None to merge it"

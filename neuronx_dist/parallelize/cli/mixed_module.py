@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import comm
 from ...torch_internals.tensors import pytree
 from ..api import parallelize
 from ..config import ComputeConfig
@@ -98,16 +97,14 @@ def _submodule(
         child.load_state_dict(torch.load(module.tracing_from_weights, map_location="cpu", weights_only=True))
     arguments = load_type(module.forward_args_gen_fn)(args)  # of several classes, maybe
     taken = inspect.signature(child.forward).parameters
-    made: Any = parallelize(
+    parallel: Any = parallelize(
         child,
         {name: fixed(value, args.input_dtype, None) for name, value in arguments.items() if name in taken},
         args.policy_of(policy),
         _with_options(args, config, policy),
         **_options(module, args, load_module),
     )
-    if load_module:
-        comm.barrier()  # the next submodule of the class writes the files that ranks read here
-    return made
+    return parallel
 
 
 def _options(module: Any, args: TrainerArgs, load_module: bool) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from ... import comm
-from ...accelerator.random_numbers import random_state, set_random_state
+from ...checkpoint.random_state import capture, restore
 from ...parallel_layers.parallel_state import process_group
 from ..train.parallel_module import ParallelModule
 from . import checkpoints
@@ -79,7 +80,8 @@ class Trainer:
         self.train_status = TrainStatus()
         self.dummy_input: Any = None
         self.total_train_steps_per_epoch = self.max_train_steps = 0
-        self._random_states: dict[str, torch.Tensor] | None = None
+        self._epoch_began: dict[str, Any] | None = None  # random states of this rank
+        self._random_states: dict[str, Any] | None = None  # those of a checkpoint, until training goes on
         self._steps: Any = None
 
     def run(self) -> None:
@@ -151,9 +153,11 @@ class Trainer:
         if self.train_args.dummy_sample_gen_fn:
             return load_type(self.train_args.dummy_sample_gen_fn)(self.train_args)
         loader = self.train_args.create_dataloader("train", num_workers=0)
-        sample = next(iter(loader))
+        sample = next(iter(loader), None)
         if hasattr(loader, "close"):
             loader.close()
+        if sample is None:
+            raise ValueError("the data set of training has no batch: it needs micro_batch_size rows for each unit")
         return sample
 
     def _on_device(self, sample: Any) -> Any:
@@ -221,13 +225,17 @@ class Trainer:
     def _batches(self, stage: str, skipped: int = 0) -> Iterator[list[Any]]:
         """Yields the microbatches of each step; those of the first `skipped` steps are drawn, and not yielded."""
         per_step = self.train_args.update_freq
-        if stage == "train" and (self.dataloader_resumed or not skipped):
-            self._restore_random_states()  # making an iterator draws numbers
+        if stage == "train":
+            states, self._random_states = self._random_states, None
+            if states is not None:  # making an iterator draws numbers: of the order of the rows, of the workers' seeds
+                restore(states["epoch"] if skipped else states["now"])
+            self._epoch_began = capture()
         iterator = iter(self.dataloader[stage])
-        if stage == "train" and not self.dataloader_resumed and skipped:
-            for _ in range(skipped * per_step):
+        if stage == "train" and skipped:
+            for _ in range(0 if self.dataloader_resumed else skipped * per_step):
                 next(iterator)
-            self._restore_random_states()
+            if states is not None:
+                restore(states["now"])
         batches: list[Any] = []
         for sample in iterator:
             batches.append(self._on_device(sample))
@@ -237,14 +245,15 @@ class Trainer:
         if batches:
             yield batches
 
-    def _filled(self, batches: list[Any]) -> tuple[list[Any], list[bool]]:
-        """Fills a step with dummy batches; returns which are dummies."""
-        missing = self.train_args.update_freq - len(batches)
-        return batches + [self.dummy_input] * missing, [False] * len(batches) + [True] * missing
+    def _filled(self, batches: list[Any]) -> list[Any]:
+        """Fills a step with dummy batches."""
+        return batches + [self.dummy_input] * (self.train_args.update_freq - len(batches))
 
     def _aggregated(self, outputs: list[Any]) -> AggregatedOutputs:
         aggregate = self.train_args.resolved_aggregate_outputs_fn or AggregatedOutputs.aggregate
         result: AggregatedOutputs = aggregate(outputs, self.sync_group)
+        if not isinstance(result, AggregatedOutputs):
+            raise TypeError(f"aggregate_outputs_fn must return AggregatedOutputs, got {type(result).__name__}")
         return result
 
     def _train_one(self, epoch: int, idx: int, batches: list[Any], bar: _Progress) -> float:
@@ -252,13 +261,15 @@ class Trainer:
         args, hook, optimizer = self.train_args, self.hook, self.optimizer
         hook.on_step_start(self, epoch, idx)
         begin = time.perf_counter()
-        samples, are_dummies = self._filled(batches)
+        samples = self._filled(batches)
         self.model.train()
         hook.before_zero_grad(self)
         optimizer.zero_grad()
         hook.after_zero_grad(self)
         hook.on_train_step_start(self, batches)
-        outputs = self._steps.train_step(samples, are_dummies)[: len(batches)]
+        outputs = self._steps.train_step(samples, [number >= len(batches) for number in range(len(samples))])[
+            : len(batches)
+        ]
         hook.on_train_step_end(self, outputs)
         aggregated = self._aggregated(outputs)
         loss = _reduced(aggregated.loss_sum, args.optimizer.loss_reduction, aggregated)
@@ -293,19 +304,21 @@ class Trainer:
         hook, limit = self.hook, self.train_args.max_val_steps
         hook.on_val_start(self)
         begin, total, count = time.perf_counter(), 0.0, 0
+        states = capture()  # which training goes on with, so that it does not depend on when validation runs
         self.model.eval()
         for idx, batches in enumerate(self._batches("val")):
             if limit and idx >= limit:
                 break
             with torch.inference_mode():
                 hook.on_val_step_start(self, batches)
-                outputs = self._steps.infer_step(self._filled(batches)[0])[: len(batches)]
+                outputs = self._steps.infer_step(self._filled(batches))[: len(batches)]
                 hook.on_val_step_end(self, outputs)
             aggregated = self._aggregated(outputs)
             hook.after_aggregate_val_step_outputs(self, aggregated, _reduced(aggregated.loss_sum, "mean", aggregated))
             total, count = total + (aggregated.loss_sum or 0.0), count + (aggregated.num_batches or 0)
         if not count:
             raise ValueError("the data set of validation has no batch: leave out its arguments, or drop_last")
+        restore(states)
         loss = total / count
         hook.on_val_end(self, loss)
         metrics = {"val_loss": loss, "val_wall": time.perf_counter() - begin}
@@ -326,7 +339,7 @@ class Trainer:
             "lr_scheduler": self.lr_scheduler and self.lr_scheduler.state_dict(),
             "train_status": asdict(status),
             "train_args": self.train_args.to_dict(),
-            "rng_states": {"torch": torch.get_rng_state(), "accelerator": random_state()},
+            "rng_states": {"epoch": self._epoch_began, "now": capture()},
             "rank": self.rank,
         }
         if self._keeps_position:
@@ -376,27 +389,17 @@ class Trainer:
         self.dataloader["train"].load_state_dict(state)
         self.dataloader_resumed = True
 
-    def _restore_random_states(self) -> None:
-        states, self._random_states = self._random_states, None
-        if states is not None:
-            torch.set_rng_state(states["torch"])
-            if states.get("accelerator") is not None:
-                set_random_state(states["accelerator"])
-
 
 class _Progress:
-    """The progress of an epoch on rank 0: tqdm's bar, or lines of the log."""
+    """The progress of an epoch on rank 0: tqdm's bar if it is installed, else lines of the log."""
 
     def __init__(self, trainer: Trainer, name: str, first: int) -> None:
-        self._name, self._total, self._bar = name, trainer.total_train_steps_per_epoch, None
-        self._every = trainer.train_args.log_progress_every_n_train_steps if trainer.rank == 0 else None
-        self._count = first
-        if trainer.rank == 0 and trainer.train_args.enable_progress_bar:
-            try:
+        args, self._name, self._total = trainer.train_args, name, trainer.total_train_steps_per_epoch
+        self._count, self._bar = first, None
+        self._every = args.log_progress_every_n_train_steps if trainer.rank == 0 else None
+        if trainer.rank == 0 and args.enable_progress_bar:
+            with suppress(RuntimeError):
                 self._bar = load_type("tqdm.tqdm")(total=self._total, initial=first, desc=name)
-                self._every = None
-            except RuntimeError:  # tqdm is not installed
-                pass
 
     def show(self, metrics: dict[str, Any]) -> None:
         self._count += 1

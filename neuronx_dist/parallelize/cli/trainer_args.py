@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -138,7 +139,10 @@ class TrainerArgs:
         for name in ("model", "optimizer", "dataset", "dataloader", "dataset_sampler", "lr_scheduler"):
             if getattr(self, name) is not None:
                 check_type(getattr(self, name))
-        if not self.max_epochs and not self.max_train_steps:
+        for name in ("max_epochs", "max_train_steps", "micro_batch_size", "grad_accumulation_steps"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_epochs is None and self.max_train_steps is None:
             raise ValueError("max_epochs or max_train_steps is required")
         of_step = self.micro_batch_size * self.scaling_factor
         steps = self.grad_accumulation_steps or max((self.global_batch_size or 0) // of_step, 1)
@@ -179,12 +183,16 @@ class TrainerArgs:
     def from_cli(cls, argv: Sequence[Any]) -> TrainerArgs:
         """Reads `-f config.yaml --name value ...`; a value of the command line replaces that of the file."""
         content: dict[str, Any] = {}
-        argv = list(argv)
+        argv, file = list(argv), ""
         if argv[:1] == ["-f"]:
+            file = f"{argv[1]}: "
             content, argv = load_type("yaml.safe_load")(Path(argv[1]).read_text()) or {}, argv[2:]
-        merge_args(content, argv)
-        resolve_args(content)
-        return cls.from_dict(content)
+        try:
+            merge_args(content, argv)
+            resolve_args(content)
+            return cls.from_dict(content)
+        except ValueError as error:
+            raise ValueError(f"{file}{error}") from error
 
     @classmethod
     def from_yaml(cls, path: str) -> TrainerArgs:
@@ -275,7 +283,10 @@ class TrainerArgs:
 
     def policy_of(self, policy: Any) -> Any:
         """Returns a policy's name, or the function of this name."""
-        return policy if isinstance(policy, str) and policy in POLICIES else load_type(policy)
+        if isinstance(policy, str) and "." not in policy:
+            one_of("pas_policy", policy, POLICIES)
+            return policy
+        return load_type(policy)
 
     @property
     def input_dtype(self) -> torch.dtype | None:
@@ -373,6 +384,9 @@ class TrainerArgs:
         return dict(self.create_kwarg(getattr(config, f"{stage}_args")))
 
 
+_ADDRESS = re.compile(r" at 0x\w+")  # which differs by process
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key if isinstance(key, (str, int)) else str(key): _plain(item) for key, item in value.items()}
@@ -380,4 +394,6 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else str(value)
+    return (
+        f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else _ADDRESS.sub("", str(value))
+    )

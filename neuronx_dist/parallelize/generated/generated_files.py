@@ -91,6 +91,7 @@ class Generated:
 
     def __init__(self, path: Path, manifest: dict[str, Any], files: dict[str, bytes]) -> None:
         self.path, self.files, self.manifest = path, files, manifest
+        self._weights: Weights | None = None
         self.key = Key(manifest["program"], manifest["choice"])
 
     def text(self, name: str) -> str:
@@ -132,11 +133,16 @@ class Generated:
         )
 
     def weights(self) -> Weights:
-        """Opens the initial weights.
+        """Opens the initial weights, once: an open file stays as it was when another run replaces the folder.
 
         Raises:
             GeneratedFilesError: the weights are not here, or damaged.
         """
+        if self._weights is None:
+            self._weights = self._opened()
+        return self._weights
+
+    def _opened(self) -> Weights:
         if not self.has_weights:
             raise GeneratedFilesError(
                 f"{self.path} has no initial weights: broadcast_strategy did not send them to this rank, or the module "

@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,7 +86,7 @@ def generate(
             )
         key = make_key()
         _generate_here(folder, key, emit, reuse, values(), is_complete)
-        return folder.read(key) if load else None
+        return _opened(folder.read(key)) if load else None
     outcome = _on_rank_0(lambda: _generate_here(folder, make_key(), emit, reuse, values(), is_complete))
     if outcome.is_new and strategy is not BroadcastGenFilesStrategy.NONE:
         _send(folder, strategy)
@@ -160,7 +161,7 @@ def _read_on_all(folder: GeneratedFolder, outcome: _Outcome) -> Generated:
     error: GeneratedFilesError | None = None
     generated: Generated | None = None
     try:
-        generated = folder.read()
+        generated = _opened(folder.read())
         other = "files generated from other inputs" if generated.key.digest != outcome.key_digest else ""
         if not other and outcome.values_digest and generated.values_digest != outcome.values_digest:
             other = "other initial weights"
@@ -178,6 +179,13 @@ def _read_on_all(folder: GeneratedFolder, outcome: _Outcome) -> Generated:
         rank, text = next(iter(failures.items()))
         raise GeneratedFilesError(f"rank {rank} (of {len(failures)} failing ranks): {text}")
     assert generated is not None
+    return generated
+
+
+def _opened(generated: Generated) -> Generated:
+    """Opens the weights before another run can replace them; an error is raised where they are read."""
+    with suppress(GeneratedFilesError):
+        generated.weights()
     return generated
 
 

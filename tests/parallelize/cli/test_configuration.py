@@ -55,6 +55,8 @@ def test_a_file_and_a_command_line(file: str) -> None:
     assert args.precision == {"param": "bf16", "buffer": "none", "input": "none"}
     assert args.create_model().weight.dtype is torch.bfloat16 and args.create_kwarg(args.dataset.val_args) == {"x": "1"}
     assert args.create_hook().on_epoch_end is print and args.to_dict()["vars"]["scale"]["numerator"] == 1
+    args.vars["object"] = object()
+    assert args.to_dict()["vars"]["object"] == "<object object>"  # equal on all ranks
     value = args.create_kwarg(["$!(vars.scale)", "$!{self}"])
     assert float(value[0]) == 0.25 and value[1] is args
     assert load_type(args.log[0].type) is load_type("nnscaler.cli.loggers.TensorBoardLogger") is cli.TensorBoardLogger
@@ -65,6 +67,8 @@ def test_a_file_and_a_command_line(file: str) -> None:
     [
         (["--max_epoch", "2"], "TrainerArgs has no member 'max_epoch'; nearest: max_epochs"),
         (["--seed"], "TrainerArgs.seed: invalid literal for int() with base 10: 'true'"),
+        (["--max_epochs", "0"], "config.yaml: max_epochs must be at least 1, got 0"),
+        (["--pas_policy", "tpp"], "pas_policy 'tpp' is none of "),
         (["--max_epochs", "two"], "TrainerArgs.max_epochs: invalid literal"),
         (["--seed", "$(vars.dime)"], "variable vars.dime is neither in the arguments nor in the environment"),
         (["--seed", "$(max_epochs)", "--max_epochs", "$(seed)"], "depends on itself: seed -> max_epochs -> seed"),
@@ -86,7 +90,9 @@ def test_a_file_and_a_command_line(file: str) -> None:
 )
 def test_errors_name_the_option(file: str, words: list[str], message: str) -> None:
     with pytest.raises((ValueError, KeyError, RuntimeError)) as error:
-        cli.TrainerArgs.from_cli(["-f", file, *words]).create_model()
+        args = cli.TrainerArgs.from_cli(["-f", file, *words])
+        assert args.resolved_pas_policy == "tp"
+        args.create_model()
     assert message in str(error.value)
 
 
@@ -100,11 +106,17 @@ def test_lists_of_the_command_line() -> None:
 
 def test_nnscalers_names_are_this_packages() -> None:
     import nnscaler
+    from nnscaler.cli.loggers.tensorboard import TensorBoardLogger
     from nnscaler.cli.trainer import Trainer
     from nnscaler.graph import IRGraph
+    from nnscaler.graph.parser.register import register_op
     from nnscaler.parallel import build_optimizer
+    from nnscaler.utils import set_default_logger_level
 
     assert Trainer is cli.Trainer and build_optimizer is parallelize.build_optimizer is nnscaler.build_optimizer
+    assert TensorBoardLogger is cli.TensorBoardLogger and register_op is parallelize.register_op
+    assert load_type("nnscaler.cli.loggers.tensorboard.TensorBoardLogger") is TensorBoardLogger
+    assert callable(set_default_logger_level)
     assert IRGraph is nnscaler.IRGraph is parallelize.IRGraph
     neuronx_dist.compat.nnscaler.install()  # twice is once
     part = OptionalComputeConfig(use_zero=False)

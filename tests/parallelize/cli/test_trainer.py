@@ -234,6 +234,45 @@ def test_training_goes_on_in_another_layout(save_type: str, tmp_path: Path) -> N
         assert_same((run, weights), wanted)
 
 
+def test_files_of_an_earlier_run_on_more_ranks_and_of_other_steps(tmp_path: Path) -> None:
+    """A run on two ranks goes on from one on four; files of two steps, as after a killed run, are refused."""
+    options: dict[str, Any] = {"checkpoint": saved(tmp_path, resume_from="last", every_n_train_steps=2)}
+    trained(lambda: arguments(tmp_path / "four", 2, 2, "tp", **options, max_train_steps=2))
+    for steps in (4, 6):
+        run = trained(partial(arguments, tmp_path, 2, 1, "tp", **options, max_train_steps=steps))[0]
+        assert len(run.train) == 2
+    file = tmp_path / "checkpoints/last/1.ckpt"
+    file.unlink()
+    file.symlink_to("../0000-0004/1.ckpt")
+    with pytest.raises(Exception, match="last has files of different steps"):
+        trained(lambda: arguments(tmp_path, 2, 1, "tp", **options, max_train_steps=8))
+
+
+class Dropped(Net):
+    """Whole values that draw random numbers, of a stream that the ranks of a unit share."""
+
+    def forward(self, data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        return super().forward({**data, "x": nn.functional.dropout(data["x"], 0.3, self.training)})
+
+
+def shuffled(dataset: Any, sampler: Any, **options: Any) -> DataLoader[Any]:
+    """A loader whose order is drawn from torch's generator."""
+    return DataLoader(dataset, shuffle=True, **options)
+
+
+def test_training_goes_on_with_the_same_random_numbers(tmp_path: Path) -> None:
+    """A run that stops within an epoch, after an additional validation, and goes on is bit-equal to one run."""
+    options: dict[str, Any] = {"model": {"type": Dropped}, "val_every_n_train_steps": 4}
+    options["dataloader"] = {"type": shuffled, "train_args": {"drop_last": True}}
+    whole, weights = trained(lambda: arguments(tmp_path, 2, 1, "tp", **options))
+    options["checkpoint"] = saved(tmp_path, resume_from="last")
+    with pytest.warns(UserWarning, match="training begins anew"):
+        first, _ = trained(lambda: arguments(tmp_path, 2, 1, "tp", **options, max_train_steps=11))
+    then, weights_then = trained(lambda: arguments(tmp_path, 2, 1, "tp", **options))
+    assert first.train + then.train == whole.train and len(first.train) == 11
+    assert all(torch.equal(weights_then[name], value) for name, value in weights.items())
+
+
 class Positioned(DataLoader[Any]):
     """A loader that goes on from its position, and the numbers of the batches that were read."""
 

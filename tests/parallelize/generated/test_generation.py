@@ -203,6 +203,14 @@ def test_values_that_are_given_take_the_place_of_those_of_an_earlier_run(tmp_pat
     assert torch.equal(second.weights()["weight"], torch.full((4,), 5.0))
 
 
+def test_weights_stay_as_they_were_when_another_run_replaces_them(tmp_path):
+    """Rank 0 may generate the next object's files before another rank has read the weights of this one."""
+    folder = GeneratedFolder(tmp_path, Net)
+    first = generate(folder, make_key, emitted(3))
+    generate(folder, make_key, refused, values=given(5.0))
+    assert torch.equal(first.weights()["weight"], WEIGHTS["weight"])
+
+
 def test_files_of_a_module_on_meta_are_generated_anew_where_values_are_given(tmp_path):
     folder = GeneratedFolder(tmp_path, Net)
     generate(folder, make_key, lambda: Emitted({"gencode0.py": "x = 0"}, None))
