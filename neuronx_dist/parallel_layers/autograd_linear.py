@@ -89,7 +89,8 @@ class ColumnLinear(torch.autograd.Function):
         weights, biases = params[:count], params[count:] or [None] * count
         ctx.save_for_backward(x, *weights)
         ctx.communicator, ctx.sequence_dim, ctx.reduce_dtype = communicator, sequence_dim, reduce_dtype
-        ctx.has_bias = len(params) > count
+        if not is_dynamo_compiling():  # which cannot compile this
+            ctx.set_materialize_grads(False)  # the weight of an output that nothing reads has no gradient
         full = x if sequence_dim is None else comm.all_gather(x, communicator, dim=sequence_dim)
         outs = (F.linear(full, weight, bias) for weight, bias in zip(weights, biases))  # type: ignore[arg-type]
         return tuple(outs) if is_dynamo_compiling() else tuple(map(_writable, outs))
@@ -126,27 +127,29 @@ class ColumnLinear(torch.autograd.Function):
         return tuple(F.linear(full, weight, bias) for weight, bias in zip(params, biases))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:
         x, *weights = ctx.saved_tensors
         communicator, dim = ctx.communicator, ctx.sequence_dim
         count = len(weights)
+        arrived = [i for i, grad in enumerate(grads) if grad is not None]
+        if not arrived:
+            return (None,) * len(ctx.needs_input_grad)
         need_x, need = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
-        need_weights = any(need[:count])
-        flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]  # [tokens, out/t]
+        flat: list[Any] = [None if g is None else g.reshape(-1, g.shape[-1]) for g in grads]  # [tokens, out/t]
         if torch.is_grad_enabled() and not is_dynamo_compiling():  # create_graph=True
             outs = ColumnLinear._linears(communicator, dim, ctx.reduce_dtype, count, x, *weights)
             grad_x, *grad_params = _by_operators(outs, (x, *weights), grads, (need_x, *need))
-            grad_params += [g.sum(0) if need[count + i] else None for i, g in enumerate(flat) if ctx.has_bias]
+            grad_params += _bias_grads(flat, need[count:])
             return (grad_x, None, None, None, None, *grad_params)
         gathering = None
-        if dim is not None and need_weights:
+        if dim is not None and any(need[i] for i in arrived):
             gathering = comm.all_gather(x, communicator, dim=dim, async_op=True)
         reducing = None
         if need_x:
-            grad_x = flat[0].mm(weights[0])
-            for grad, weight in zip(flat[1:], weights[1:]):
-                grad_x.addmm_(grad, weight)
-            grad_x = grad_x.view(*grads[0].shape[:-1], grad_x.shape[-1])
+            grad_x = flat[arrived[0]].mm(weights[arrived[0]])
+            for i in arrived[1:]:
+                grad_x.addmm_(flat[i], weights[i])
+            grad_x = grad_x.view(*grads[arrived[0]].shape[:-1], grad_x.shape[-1])
             if dim is None:
                 reducing = comm.all_reduce(
                     grad_x, communicator, reduce_dtype=ctx.reduce_dtype, out=grad_x, async_op=True
@@ -157,7 +160,7 @@ class ColumnLinear(torch.autograd.Function):
                 )
         if gathering is not None:
             x = gathering.wait()
-        grad_params = _parameter_grads(x, flat, need, count, ctx.has_bias)
+        grad_params = _parameter_grads(x, flat, need)
         return (reducing.wait() if reducing is not None else None, None, None, None, None, *grad_params)
 
 
@@ -246,7 +249,7 @@ class RowLinear(torch.autograd.Function):
                 ctx.gathered = grad if first_half is None else None
         flat = grad.reshape(-1, grad.shape[-1])
         grad_x = flat.mm(weight).view(*grad.shape[:-1], weight.shape[1]) if need[0] else None
-        (grad_weight,) = _parameter_grads(x, (flat,), (need[1],), 1, False)
+        (grad_weight,) = _parameter_grads(x, (flat,), (need[1],))
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
@@ -270,22 +273,25 @@ class ZerosStay(torch.autograd.Function):
 
 
 def _by_operators(
-    outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], need: Sequence[bool]
+    outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], grads: Sequence[Any], need: Sequence[bool]
 ) -> list[torch.Tensor | None]:
     """Gradients of a composition, which can be differentiated again: those of `forward` know no collectives."""
     wanted = [x for x, is_needed in zip(inputs, need) if is_needed]
     if not all(x.requires_grad for x in wanted):  # casts, whose graph is not the inputs'
         raise RuntimeError("create_graph=True: parallel linear layers have no second derivatives under autocast")
-    found = iter(torch.autograd.grad(outs, wanted, grads, create_graph=True) if wanted else ())
+    outs, grads = zip(*[(out, grad) for out, grad in zip(outs, grads) if grad is not None])
+    found = iter(torch.autograd.grad(outs, wanted, grads, create_graph=True, allow_unused=True) if wanted else ())
     return [next(found) if is_needed else None for _, is_needed in zip(inputs, need)]
 
 
 def _parameter_grads(
-    x: torch.Tensor, flat: Sequence[torch.Tensor], need: Sequence[bool], count: int, has_bias: bool
+    x: torch.Tensor, flat: Sequence[torch.Tensor | None], need: Sequence[bool]
 ) -> list[torch.Tensor | None]:
-    """dW = dYᵀ · X and db = Σ dY, where they are needed; `flat` holds each layer's dY as `[tokens, out/t]`."""
+    """dW = dYᵀ · X and db = Σ dY, where they are needed; `flat` holds each layer's dY as `[tokens, out/t]`, or None."""
     flat_x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # also of no features
-    weight_grads: list[torch.Tensor | None] = [g.t().mm(flat_x) if need[i] else None for i, g in enumerate(flat)]
-    if has_bias:
-        weight_grads += [g.sum(0) if need[count + i] else None for i, g in enumerate(flat)]
-    return weight_grads
+    weight_grads = [g.t().mm(flat_x) if g is not None and wanted else None for g, wanted in zip(flat, need)]
+    return weight_grads + _bias_grads(flat, need[len(flat) :])
+
+
+def _bias_grads(flat: Sequence[torch.Tensor | None], need: Sequence[bool]) -> list[torch.Tensor | None]:
+    return [g.sum(0) if g is not None and wanted else None for g, wanted in zip(flat, need)]

@@ -178,6 +178,24 @@ def test_dropout_draws_each_shards_own_mask():
     assert set(a.unique().tolist()) == {0.0, 2.0}
 
 
+def test_the_weight_of_an_output_that_nothing_reads_has_no_gradient():
+    """A zero would let an optimizer decay the weight, which in one process stays as it is."""
+
+    def run() -> Any:
+        torch.manual_seed(0)
+        x, *params = (torch.randn(shape).requires_grad_() for shape in [(3, 4), (2, 4), (5, 4), (2,), (5,)])
+        outputs = composites_module.linears(x, params[:2], params[2:], axis="tp")
+        (grad,) = torch.autograd.grad(outputs[1].square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        second = [param.grad is None for param in params]
+        composites_module.linears(x, params[:2], params[2:], axis="tp")[0].sum().backward()
+        return second, [param.grad is None for param in params]
+
+    for second, both in threads.run(Mesh(2, tp=2), run):
+        assert second == [True, False, True, False]
+        assert both == [False] * 4
+
+
 def test_dropout_that_draws_nothing_is_a_plain_call():
     call = Case(F.dropout, (f(8, 6), 0.5, False), {}).call
     assert {strategy.local.function for strategy in candidates(call, "tp", 2)} == {F.dropout}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,13 @@ def test_an_alternative_costs_what_the_best_plan_with_it_costs() -> None:
     assert count > 8
 
 
-def divided(folder: Path, name: str = "gpt", policy: Any = "tp", ranks: int = 2, **options: Any) -> Any:
-    """Returns the parallel class of a model of the table."""
+def divided(
+    folder: Path, name: str = "gpt", policy: Any = "tp", ranks: int = 2, frozen: Sequence[str] = (), **options: Any
+) -> Any:
+    """Returns the parallel class of a model of the table, with frozen submodules."""
     module, arguments = model(name)
+    for path in frozen:
+        module.get_submodule(path).requires_grad_(False)
     config = ComputeConfig(ranks, ranks, use_end2end="pipeline_nmicros" in options, pas_config=options)
     return parallelize(type(module), arguments, policy, config, gen_savedir=folder, module_fn=lambda: module)
 
@@ -50,8 +55,10 @@ def bytes_of(event: Any) -> int:
 
 
 @pytest.mark.slow
-def test_bytes_are_those_of_the_recorded_collectives(tmp_path: Path) -> None:
-    parallel_class = divided(tmp_path, costs=EAGER)
+@pytest.mark.parametrize("frozen", [[], ["wte", "wpe", "blocks.0"]], ids=str)
+def test_bytes_are_those_of_the_recorded_collectives(frozen: list[str], tmp_path: Path) -> None:
+    """Layer norms of values without a gradient have no collective in backward."""
+    parallel_class = divided(tmp_path, costs=EAGER, frozen=frozen)
     costs, (_, arguments) = explain(parallel_class), model("gpt")
 
     def rank() -> list[Any]:

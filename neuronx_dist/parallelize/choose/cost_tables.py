@@ -203,7 +203,7 @@ class CostTables:
         options = self.options[call]
         moved, backward = self._moved(call), self._has_backward(call)
         types = tuple(
-            (option.share, option.bytes_moved, *map(self.number, (*option.operands, *option.results)))
+            (option.share, self.sent_inside(call, option), *map(self.number, (*option.operands, *option.results)))
             for option in options
         )
 
@@ -217,10 +217,16 @@ class CostTables:
         moved = self._moved(call)
         backward = self._has_backward(call)
         local = sum(self.local(b, t) for b, t in zip(moved, (*option.operands, *option.results), strict=False))
-        sent = [number for number in option.bytes_moved[: 1 + backward] if number]
+        sent = [number for number in self.sent_inside(call, option) if number]
         compute = self.costs.compute(call.flops * option.share, local, backward=backward)
         compute = 0.0 if call.function in CONVERSIONS else compute
         return compute, self.costs.communicate(sum(sent), len(sent))
+
+    def sent_inside(self, call: Call, option: Strategy) -> tuple[int, int]:
+        """Returns the bytes sent inside of a call, forward and backward (for the gradient of its first operand)."""
+        forward, backward = option.bytes_moved
+        needed = self._has_backward(call) and any(operand.requires_grad for operand in operands_of(call)[:1])
+        return forward, backward if needed else 0
 
     def _moved(self, call: Call) -> tuple[int, ...]:
         """Returns the bytes of the tensors that a call reads and writes; a view moves none."""

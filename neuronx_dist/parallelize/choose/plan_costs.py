@@ -114,12 +114,12 @@ def _gap(choice: StrategyChoice, division: Division, seconds: float) -> dict[str
 
 def _inside(choice: StrategyChoice, call: Call, division: Division) -> Iterator[dict[str, Any]]:
     """Yields the collectives inside of a call: those of a composite, or of a conversion on the first axis."""
-    forward, backward = division.strategies[call].bytes_moved
+    forward, backward = choice.tables.sent_inside(call, division.strategies[call])
     _, seconds = choice.tables.seconds(call, division.strategies[call])
     if seconds:
         on = choice.axis if call.outer is None else call.outer.axis
         name = call.name if call.function in CONVERSIONS else f"inside {call.name}"
-        yield _entry(name, on, forward, backward if choice.tables.backward else 0, seconds)
+        yield _entry(name, on, forward, backward, seconds)
 
 
 def _conversions(

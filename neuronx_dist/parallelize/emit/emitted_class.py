@@ -105,7 +105,9 @@ def emit(
         for division, of_division in zip(divisions, stages)
         for stage in of_division
     ]
-    folded_lines, equal_layers = folded([Statements(body.lines, body.returned) for body in stage_bodies], imports)
+    attributes = {path.partition(".")[0] for path in (*stored, *constants.values())}
+    statements = [Statements(body.lines, body.returned) for body in stage_bodies]
+    folded_lines, equal_layers = folded(statements, imports, attributes)
     texts = iter(
         [written(lines, body.returned, body.arguments) for lines, body in zip(folded_lines, stage_bodies, strict=True)]
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -82,22 +82,25 @@ class _Call(NamedTuple):
     method: _Method
 
 
-def folded(bodies: Sequence[Statements], imports: Imports) -> tuple[list[list[Line]], list[str]]:
+def folded(
+    bodies: Sequence[Statements], imports: Imports, attributes: Iterable[str] = ()
+) -> tuple[list[list[Line]], list[str]]:
     """Returns the lines of each method with calls in the place of equal blocks, and the source of the called methods.
 
     Args:
         bodies: the methods of a file.
         imports: names that no value of a new method may have.
+        attributes: names that no new method may have.
     """
-    folder = _Folder(imports)
+    folder = _Folder(imports, attributes)
     lines = folder.fold(list(bodies), 0)
     return lines, [text for method, body in folder.methods for text in _source(method, body)]
 
 
 class _Folder:
-    def __init__(self, imports: Imports) -> None:
+    def __init__(self, imports: Imports, attributes: Iterable[str]) -> None:
         self.imports = imports
-        self.method_names = {*dir(ParallelModule)}
+        self.method_names = {*dir(ParallelModule), *(name for name in attributes if name[0] == "_")}
         self.methods: list[tuple[_Method, Statements]] = []
 
     def fold(self, bodies: Sequence[Statements], depth: int) -> list[list[Line]]:
@@ -309,7 +312,7 @@ def _with_loops(entries: Sequence[Line | _Call], returned: str) -> Iterator[Line
         if carried is None:
             yield _line(entry.method, entry.block, path_mark(entry.block.prefix), entry.block.inputs)
         else:
-            yield from _loop(run, carried)
+            yield from _loop(run, carried, readers)
 
 
 def _carried(call: _Call, following: _Call, readers: Mapping[str, int]) -> dict[int, int] | None:
@@ -332,8 +335,12 @@ def _carried(call: _Call, following: _Call, readers: Mapping[str, int]) -> dict[
     return carried
 
 
-def _loop(run: Sequence[_Call], carried: Mapping[int, int]) -> Iterator[Line]:
-    """Yields the lines of a loop: the carried values have the names of the last results."""
+def _loop(run: Sequence[_Call], carried: Mapping[int, int], read: Iterable[str]) -> Iterator[Line]:
+    """Yields the lines of a loop: the carried values have the names of the last results.
+
+    Args:
+        read: names that the method reads, none of which the loop's index may have.
+    """
     first, last = run[0].block, run[-1].block
     stem, _, number = first.prefix.rpartition(".")
     inputs = list(first.inputs)
@@ -341,8 +348,7 @@ def _loop(run: Sequence[_Call], carried: Mapping[int, int]) -> Iterator[Line]:
         name = value_mark(last.results[result])
         yield Line(inputs[position], name, module=first.prefix, spans=first.spans)
         inputs[position] = name
-    used = {name for text in (*inputs, *map(value_mark, last.results)) for name in names_in(text)}
-    index = fresh("i", used)
+    index = fresh("i", {*read, *last.results})
     bounds = f"{number}, " if int(number) else ""
     head = f"for {index} in range({bounds}{int(number) + len(run)}):"
     yield _line(run[0].method, last, f"{path_mark(stem)}[{index}]", inputs)._replace(loop=head)

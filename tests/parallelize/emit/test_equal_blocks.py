@@ -51,10 +51,12 @@ class Net(nn.Module):
         return torch.stack(results).square().mean() if self.all_results else x.square().mean()
 
 
-def emitted(module: nn.Module, policy: Any = "tp", *, is_proven: bool = True, **options: Any) -> EmittedProgram:
+def emitted(
+    module: nn.Module, policy: Any = "tp", *, is_proven: bool = True, argument: str = "tokens", **options: Any
+) -> EmittedProgram:
     """Returns the source of a module on two ranks, and proves it."""
     config = ComputeConfig(2, 2, use_end2end=True, pas_config={"costs": EAGER, **options})
-    example = Example(module.double(), {"tokens": torch.arange(8).reshape(2, 4) % 5})
+    example = Example(module.double(), {argument: torch.arange(8).reshape(2, 4) % 5})
     program = emitted_program(example, [divide(example.program(training=True), policy, config)])
     if is_proven:
         verify(program)
@@ -122,6 +124,26 @@ def test_values_and_weights_from_outside_are_arguments() -> None:
     assert source.count("self.shared.weight") == 1
     head, call = calls(emitted(Shared(9), is_proven=False).source)
     assert head == "for i in range(1, 9):" and "shared_weight_R" in call and "sin" in call
+
+
+class Named(Net):
+    """An argument and a module with the names that a loop's index and the method of the layers would have."""
+
+    def __init__(self) -> None:
+        super().__init__([Layer(), Layer()])
+        self._layers = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, i: torch.Tensor) -> torch.Tensor:
+        x = self.table(i)
+        for layer in self.layers:
+            x = layer(x)
+        return (self._layers(x) * i[..., None]).square().mean()
+
+
+@pytest.mark.slow
+def test_an_index_and_a_method_have_other_names_than_arguments_and_modules() -> None:
+    source = emitted(Named(), argument="i").source
+    assert "for i_2 in range(2):" in source and "self._layers_(self.layers[i_2], " in source, source
 
 
 @pytest.mark.slow
