@@ -8,17 +8,21 @@ which `hf.swap` divides them, and the sizes of its attention.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from ..model_shape import Heads, ModelShape, padded_heads
 from ..nearest import nearest
 
 __all__ = ["MODELS", "Block", "Weight", "Workload", "workload_of"]
+
+#: Share of a model's parameters that may be missing or too many in its sizes: further norms, biases of experts.
+UNCOUNTED = 1e-3
 
 
 class Weight(NamedTuple):
@@ -308,7 +312,7 @@ def workload_of(model: Any) -> Workload:
 
     Args:
         model: a `Workload`; a name of `MODELS`; a Hugging Face config, the path of one or of its folder; or a module
-            with a `config`, on meta too, whose number of parameters is compared.
+            with a `config`, on meta too. The number of parameters is compared with that of the model, on meta.
 
     Raises:
         ValueError: there is no such model; a size is missing; or the parameters are not those of the sizes.
@@ -321,22 +325,17 @@ def workload_of(model: Any) -> Workload:
         return _of_path(Path(model))
     config = getattr(model, "config", None)
     if config is None:
-        return _of_config(model)
+        return _counted(model, _of_config(model))
     workload = _of_config(config)
-    count = sum(param.numel() for param in model.parameters())
-    if count != workload.num_parameters:
-        raise ValueError(
-            f"plan: {type(model).__name__} has {count:,} parameters, and the sizes of its config give "
-            f"{workload.num_parameters:,}: the planner knows decoders of Llama's form (gated feed-forward layers, "
-            "experts, latent attention); pass a `Workload` with the weights of its layers"
-        )
+    _compare(type(model).__name__, sum(param.numel() for param in model.parameters()), workload)
     return workload
 
 
 def _of_path(path: Path) -> Workload:
     path = path / "config.json" if path.is_dir() else path
     if path.suffix == ".json" and path.is_file():
-        return replace(_of_config(_Attributes(json.loads(path.read_text()))), name=path.parent.name or str(path))
+        config = _config_of_file(path)
+        return replace(_counted(config, _of_config(config)), name=path.absolute().parent.name or str(path))
     close = nearest(str(path), MODELS)
     raise ValueError(
         f"there is no model {str(path)!r}: pass one of {', '.join(MODELS)}, or a folder with a config.json; nearest: "
@@ -344,11 +343,44 @@ def _of_path(path: Path) -> Workload:
     )
 
 
-class _Attributes:
-    """A dict, read by attributes."""
+def _config_of_file(path: Path) -> Any:
+    """Returns the config of a file, with transformers' defaults for what the file leaves out."""
+    from transformers import AutoConfig
 
-    def __init__(self, content: dict[str, Any]) -> None:
-        vars(self).update(content)
+    try:
+        return AutoConfig.from_pretrained(path)
+    except Exception as error:  # of any type, by what the file lacks
+        text = " ".join(str(error).split())[:300]
+        raise ValueError(f"plan: {path} is no config that transformers reads: {text}") from error
+
+
+def _counted(config: Any, workload: Workload) -> Workload:
+    """Returns the workload of a config whose model has as many parameters.
+
+    Raises:
+        ValueError: transformers builds no causal language model of it, or one with other parameters.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        name = type(config).__name__
+        raise ValueError(f"plan: no causal language model can be built of {name}: {text}") from error
+    _compare(type(module).__name__, sum(param.numel() for param in module.parameters()), workload)
+    return workload
+
+
+def _compare(model: str, count: int, workload: Workload) -> None:
+    """Raises a ValueError if a model's parameters are not those of its sizes, up to norms and biases."""
+    if abs(count - workload.num_parameters) > UNCOUNTED * count:
+        raise ValueError(
+            f"plan: {model} has {count:,} parameters, and the sizes of its config give "
+            f"{workload.num_parameters:,}: the planner knows decoders of Llama's form (gated feed-forward layers, "
+            "experts, latent attention); pass a `Workload` with the weights of its layers"
+        )
 
 
 def _of_config(config: Any) -> Workload:
@@ -381,7 +413,13 @@ def _of_config(config: Any) -> Workload:
         qkv_bias = bias or model_type in ("qwen2", "qwen2_moe")
         norms = model_type.startswith("qwen3")
         attention = _attention(
-            hidden, heads, kv_heads, key_dim, bias=qkv_bias, norms=norms, out_bias=bias and not norms
+            hidden,
+            heads,
+            kv_heads,
+            key_dim,
+            bias=qkv_bias,
+            norms=norms,
+            out_bias=bias and not model_type.startswith("glm"),
         )
     experts, per_token = int(shape.experts or 0), int(read("num_experts_per_tok", 0) or 0)
     norms_weight = _vectors(hidden)

@@ -26,6 +26,7 @@ from tests.support.llama import tiny_llama
 from tests.support.pages import run_page
 from tests.support.paths import DOCS, ROOT
 
+SMALL: dict[str, Any] = dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, intermediate_size=128)
 JOB: dict[str, Any] = dict(global_batch=64, seq_len=4096, cluster="h100", devices=8)
 
 
@@ -132,21 +133,28 @@ def test_impossible_jobs(changes: dict[str, Any], words: list[str]) -> None:
 
 
 def test_models_by_name_config_folder_and_module(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, OPTConfig
+    from transformers import AutoModelForCausalLM, BertConfig, GemmaConfig, OPTConfig, PhiConfig
 
     config = tiny_llama(tie_word_embeddings=True, attention_bias=True)
     config.save_pretrained(tmp_path / "tiny")
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
-        other = AutoModelForCausalLM.from_config(
-            OPTConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, intermediate_size=128)
-        )
+        other = AutoModelForCausalLM.from_config(OPTConfig(**SMALL))
     of_module = workload_of(module)
     assert of_module == workload_of(config)
     assert replace(workload_of(tmp_path / "tiny"), name="llama") == of_module
     assert of_module.num_parameters == sum(param.numel() for param in module.parameters())
     with pytest.raises(ValueError, match="OPTForCausalLM has .* parameters, and the sizes of its config give"):
         workload_of(other)
+    folder = tmp_path / "gemma"  # whose file leaves out that the head is tied
+    GemmaConfig(**SMALL).save_pretrained(folder)
+    content = json.loads((folder / "config.json").read_text())
+    assert content.pop("tie_word_embeddings")
+    (folder / "config.json").write_text(json.dumps(content))
+    assert workload_of(folder).tied
+    for wrong in (PhiConfig(**SMALL), BertConfig(**SMALL)):
+        with pytest.raises(ValueError, match="has .* parameters, and the sizes of its config give"):
+            workload_of(wrong)
     with pytest.raises(ValueError, match="there is no model 'lama-8b': .*nearest: llama-8b"):
         workload_of("lama-8b")
     with pytest.raises(ValueError, match="has no layers"):
