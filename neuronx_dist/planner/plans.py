@@ -398,7 +398,7 @@ def _checked(constraints: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
                 f"{', '.join(CONSTRAINTS)}"
             )
         is_collection = isinstance(value, Collection) and not isinstance(value, str)
-        values = tuple(value) if is_collection else (value,)
+        values = tuple(dict.fromkeys(value)) if is_collection else (value,)
         known = CONSTRAINTS[name]
         for one in values:
             if known is None:
@@ -413,7 +413,7 @@ def _checked(constraints: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def _shown(values: Collection[Any]) -> str:
-    return " or ".join(map(str, values))
+    return " or ".join("none" if value == "" else str(value) for value in values)
 
 
 def _nothing(predictor: Predictor, job: Job) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +20,13 @@ import torch
 from ..model_shape import Heads, ModelShape, padded_heads
 from ..nearest import nearest
 
-__all__ = ["MODELS", "Block", "Weight", "Workload", "workload_of"]
+__all__ = ["MODELS", "Block", "Weight", "Workload", "config_of", "workload_of"]
 
 #: Share of a model's parameters that may be missing or too many in its sizes: further norms, biases of experts.
 UNCOUNTED = 1e-3
+
+
+_SCALED_LOGITS = ("logits_scaling", "logit_scale", "final_logit_softcapping")  # of Granite, Cohere, Gemma 2
 
 
 class Weight(NamedTuple):
@@ -112,6 +116,7 @@ class Workload:
         shared_experts: a layer with experts has others too, which all tokens share.
         divides_attention: tp divides the heads; False: all tp ranks compute the same attention.
         tied: the head's weight is that of the embedding.
+        fuses_loss: `hf.swap` can fuse the loss; False: the model scales its logits first.
         source: where the sizes stand.
     """
 
@@ -131,6 +136,7 @@ class Workload:
     shared_experts: bool = False
     divides_attention: bool = True
     source: str = ""
+    fuses_loss: bool = True
 
     @property
     def layers(self) -> int:
@@ -169,6 +175,18 @@ class Workload:
         heads = self.local_sizes(tp).heads
         degree = tp if self.divides_attention else 1
         return heads.heads // degree, heads.kv_heads * heads.replicas // degree
+
+    def inner_norms(self, block: Block, tp: int) -> tuple[int, int]:
+        """Returns of the norms inside of attention the elements of a token on a rank, and the number of its rows.
+
+        They normalise each head's queries and keys (Qwen 3), or the latent queries and keys (DeepSeek).
+        """
+        vectors = [weight for weight in block.weights if len(weight.shape) == 1]
+        if any(weight.split == "partial" for weight in vectors):
+            rows = sum(self.rank_heads(tp))
+            return rows * self.key_dim, rows
+        latent = [weight.shape[0] for weight in vectors if weight.split == "whole"]
+        return sum(latent), len(latent)
 
     def layer_kinds(self) -> list[int]:
         """Returns the index of the block of each layer."""
@@ -332,26 +350,34 @@ def workload_of(model: Any) -> Workload:
 
 
 def _of_path(path: Path) -> Workload:
-    path = path / "config.json" if path.is_dir() else path
-    if path.suffix == ".json" and path.is_file():
-        config = _config_of_file(path)
-        return replace(_counted(config, _of_config(config)), name=path.absolute().parent.name or str(path))
-    close = nearest(str(path), MODELS)
-    raise ValueError(
-        f"there is no model {str(path)!r}: pass one of {', '.join(MODELS)}, or a folder with a config.json; nearest: "
-        f"{close}"
-    )
+    if not path.is_dir() and path.suffix != ".json":
+        close = nearest(str(path), MODELS)
+        raise ValueError(
+            f"there is no model {str(path)!r}: pass one of {', '.join(MODELS)}, or a folder with a config.json; "
+            f"nearest: {close}"
+        )
+    config = config_of(path)
+    folder = path.absolute() if path.is_dir() else path.absolute().parent
+    return replace(_counted(config, _of_config(config)), name=folder.name)
 
 
-def _config_of_file(path: Path) -> Any:
-    """Returns the config of a file, with transformers' defaults for what the file leaves out."""
+def config_of(path: str | PathLike[str]) -> Any:
+    """Returns the Hugging Face config of a folder or a file, with transformers' defaults for what it leaves out.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: transformers cannot read it.
+    """
     from transformers import AutoConfig
 
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no config {file}: pass the folder or config.json of a Hugging Face model")
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(file)
     except Exception as error:  # of any type, by what the file lacks
         text = " ".join(str(error).split())[:300]
-        raise ValueError(f"plan: {path} is no config that transformers reads: {text}") from error
+        raise ValueError(f"{file} is no config that transformers reads: {text}") from error
 
 
 def _counted(config: Any, workload: Workload) -> Workload:
@@ -451,4 +477,5 @@ def _of_config(config: Any) -> Workload:
         shared_experts=bool(experts and read("n_shared_experts")),
         divides_attention=not read("kv_lora_rank"),
         source="config",
+        fuses_loss=not any(read(name) for name in _SCALED_LOGITS),
     )

@@ -59,6 +59,10 @@ def test_why_not_says_how_much_slower_and_by_what() -> None:
     slower = plans(constraints={"tp": 4, "pp": 2})[0].seconds.total / found[0].seconds.total - 1
     assert text.startswith("tp 4, pp 2: at best tp 4, pp 2") and f"{slower:+.1%}" in text
     assert "collectives of tp" in text
+    assert found.why_not(recompute="").startswith("recompute none: at best")
+    assert len(plans(constraints={"tp": [8, 8], "schedule": "1f1b"}, top_k=50)) == len(
+        {plan.candidate for plan in plans(constraints={"tp": [8], "schedule": "1f1b"}, top_k=50)}
+    )
     assert "no layout of llama-8b on 8 x h100 is possible" in found.why_not(tp=3)
     with pytest.raises(PlanError, match="there is no constraint 'tensor'"):
         found.why_not(tensor=2)
@@ -186,6 +190,14 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert "of the best plan" in capsys.readouterr().out
     assert main([*COMMAND, "--pareto", "--top", "1"]) == 0
     assert capsys.readouterr().out.count("GiB") > 3
+    model = tmp_path / "model.py"
+    model.write_text(
+        "from transformers import *\ndef fn():\n    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2))"
+    )
+    assert main(["plan", "--model", f"{model}:fn", *COMMAND[3:], "--seq-len", "2048", "--top", "1"]) == 0
+    assert "llama (666.9 M parameters) on 8 x h100" in capsys.readouterr().out
+    assert main([*COMMAND, "--json", "--why-not", "virtual_pipeline_size=5"]) == 0
+    assert "interleaved (5 chunks)" in json.loads(capsys.readouterr().out)["why_not"]
     assert main([*COMMAND, "--tp", "3"]) == 1
     assert "tp 3 excludes all" in capsys.readouterr().err
     assert main(["plan", "--model", "none", *COMMAND[3:]]) == 2
