@@ -87,6 +87,8 @@ def groups(workload: Workload, world: int, job: Job) -> Iterator[Group]:
         return
     dtypes = job.values("dtype", ["bfloat16"])
     for tp in job.values("tp", divisors(world, _MOST_TP)):
+        if tp > 1 and workload.joined:
+            continue
         heads = padded_heads(workload.heads, workload.kv_heads, tp)
         pads = heads.pads(workload.heads, workload.kv_heads), workload.vocab % tp != 0
         if world % tp or workload.intermediate % tp or not _allows(job, pads):

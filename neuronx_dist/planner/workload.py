@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from ..model_shape import Heads, ModelShape, padded_heads
 from ..nearest import nearest
@@ -27,6 +28,8 @@ UNCOUNTED = 1e-3
 
 
 _SCALED_LOGITS = ("logits_scaling", "logit_scale", "final_logit_softcapping")  # of Granite, Cohere, Gemma 2
+
+_JOINED = ("qkv_proj", "gate_up_proj")  # of Phi-3, GLM
 
 
 class Weight(NamedTuple):
@@ -118,6 +121,8 @@ class Workload:
         tied: the head's weight is that of the embedding.
         fuses_loss: `hf.swap` can fuse the loss; False: the model scales its logits first.
         source: where the sizes stand.
+        joined: weights that are several in one, as Phi-3's qkv_proj: over tp their outputs are gathered, which is not
+            counted, so that tp is 1; "": none.
     """
 
     name: str
@@ -137,6 +142,7 @@ class Workload:
     divides_attention: bool = True
     source: str = ""
     fuses_loss: bool = True
+    joined: str = ""
 
     @property
     def layers(self) -> int:
@@ -346,7 +352,7 @@ def workload_of(model: Any) -> Workload:
         return _counted(model, _of_config(model))
     workload = _of_config(config)
     _compare(type(model).__name__, sum(param.numel() for param in model.parameters()), workload)
-    return workload
+    return replace(workload, joined=_joined(model))
 
 
 def _of_path(path: Path) -> Workload:
@@ -396,7 +402,13 @@ def _counted(config: Any, workload: Workload) -> Workload:
         name = type(config).__name__
         raise ValueError(f"plan: no causal language model can be built of {name}: {text}") from error
     _compare(type(module).__name__, sum(param.numel() for param in module.parameters()), workload)
-    return workload
+    return replace(workload, joined=_joined(module))
+
+
+def _joined(module: Any) -> str:
+    """Returns the name of the first weight of a module that is several in one, or ""."""
+    linear = (name.rpartition(".")[2] for name, layer in module.named_modules() if isinstance(layer, nn.Linear))
+    return next((name for name in linear if name in _JOINED), "")
 
 
 def _compare(model: str, count: int, workload: Workload) -> None:

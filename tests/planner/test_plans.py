@@ -137,7 +137,7 @@ def test_impossible_jobs(changes: dict[str, Any], words: list[str]) -> None:
 
 
 def test_models_by_name_config_folder_and_module(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, BertConfig, GemmaConfig, OPTConfig, PhiConfig
+    from transformers import AutoModelForCausalLM, BertConfig, GemmaConfig, OPTConfig, Phi3Config, PhiConfig
 
     config = tiny_llama(tie_word_embeddings=True, attention_bias=True)
     config.save_pretrained(tmp_path / "tiny")
@@ -156,6 +156,10 @@ def test_models_by_name_config_folder_and_module(tmp_path: Path) -> None:
     assert content.pop("tie_word_embeddings")
     (folder / "config.json").write_text(json.dumps(content))
     assert workload_of(folder).tied
+    joined = workload_of(Phi3Config(**SMALL, pad_token_id=0))
+    assert {plan.layout.tp for plan in plans(joined, seq_len=2048)} == {1}
+    with pytest.raises(PlanError, match="tp is 1 for phi3: what tp sends of its joined weights, qkv_proj, is"):
+        plans(joined, constraints={"tp": 2})
     for wrong in (PhiConfig(**SMALL), BertConfig(**SMALL)):
         with pytest.raises(ValueError, match="has .* parameters, and the sizes of its config give"):
             workload_of(wrong)
