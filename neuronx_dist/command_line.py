@@ -1,10 +1,15 @@
-"""Common code of the commands: making parsers, and reading a number of at least 1."""
+"""Common code of the commands: making parsers, reading a number of at least 1, and importing `file.py:function`."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
 
-__all__ = ["command_parser", "count"]
+__all__ = ["command_parser", "count", "load_object"]
 
 
 def command_parser(description: str, examples: str) -> argparse.ArgumentParser:
@@ -19,3 +24,55 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text}")
     return int(text)
+
+
+def load_object(name: str, file: str = "", advice: str = "") -> Any:
+    """Imports `file.py:name` or `package.module:name`, and returns the object; a bare `name` is looked up in `file`."""
+    module_name, _, attribute = name.rpartition(":")
+    module_name = module_name or file
+    if not module_name:
+        raise _usage_error(f"{name!r} names no file: write file.py:function")
+    module = _module(module_name)
+    value: Any = module
+    for part in attribute.split("."):
+        if not hasattr(value, part):
+            raise _usage_error(f"{module_name} has no {attribute!r}; it has {_listed(module)}{advice}")
+        value = getattr(value, part)
+    return value
+
+
+_modules: dict[str, Any] = {}
+
+
+def _module(name: str) -> Any:
+    if name in _modules:
+        return _modules[name]
+    if name.endswith(".py"):
+        path = Path(name).resolve()
+        if not path.is_file():
+            raise _usage_error(f"there is no file {name} (seen from {Path.cwd()})")
+        if str(path.parent) not in sys.path:
+            sys.path.insert(0, str(path.parent))  # as Python does for a script: it may import its neighbours
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules.setdefault(path.stem, module)
+        spec.loader.exec_module(module)
+    else:
+        if not {"", str(Path.cwd())} & {*sys.path}:
+            sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; the console script does not
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise _usage_error(f"cannot import {name}: {error}") from None
+    _modules[name] = module
+    return module
+
+
+def _listed(module: Any) -> str:
+    defined = [n for n, x in vars(module).items() if callable(x) and getattr(x, "__module__", "") == module.__name__]
+    return ", ".join(defined) or "no functions"
+
+
+def _usage_error(text: str) -> argparse.ArgumentError:
+    return argparse.ArgumentError(None, text)

@@ -224,7 +224,7 @@ def test_lazy_names_are_the_only_doors_up():
     assert dict(doors) == DOORS_UP
     assert sorted(set(by_name)) == [
         "neuronx_dist.__main__",
-        "neuronx_dist.checking.command",  # the user's own module
+        "neuronx_dist.command_line",  # the user's own module
         "neuronx_dist.compat",  # what the user asks for
         "neuronx_dist.compat.neuronx_distributed",
         "neuronx_dist.compat.nxd_names",  # modules in the place of NxD's

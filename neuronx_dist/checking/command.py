@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
-from ..command_line import command_parser
+from ..command_line import command_parser, load_object
 from ..spmd.axes import mesh_of
 from .api import check
 
@@ -75,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
         argparse.ArgumentError: the command names something that is not there.
     """
     file = args.model.rpartition(":")[0]
-    model_fn = _load(args.model, "")
-    inputs = _load(args.inputs or "example_inputs", file, "" if args.inputs else "; add it, or give --inputs")
+    model_fn = load_object(args.model)
+    inputs = load_object(args.inputs or "example_inputs", file, "" if args.inputs else "; add it, or give --inputs")
     try:
         mesh = _sizes(args.mesh)
         mesh_of(mesh)
@@ -87,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
         inputs,
         mesh,
         options=dict(_option(text) for text in args.option),
-        step=_load(args.step, file) if args.step else None,
-        optimizer=_load(args.optimizer, file) if args.optimizer else None,
+        step=load_object(args.step, file) if args.step else None,
+        optimizer=load_object(args.optimizer, file) if args.optimizer else None,
         level=None if args.level == "none" else args.level,
         numeric=args.numeric,
         time_limit=args.time_limit,
@@ -102,54 +98,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _usage_error(text: str) -> argparse.ArgumentError:
     return argparse.ArgumentError(None, text)
-
-
-def _load(name: str, file: str, advice: str = "") -> Any:
-    """Imports `file.py:name` or `package.module:name`, and returns the object; a bare `name` is looked up in `file`."""
-    module_name, _, attribute = name.rpartition(":")
-    module_name = module_name or file
-    if not module_name:
-        raise _usage_error(f"{name!r} names no file: write file.py:function")
-    module = _module(module_name)
-    value: Any = module
-    for part in attribute.split("."):
-        if not hasattr(value, part):
-            raise _usage_error(f"{module_name} has no {attribute!r}; it has {_listed(module)}{advice}")
-        value = getattr(value, part)
-    return value
-
-
-_modules: dict[str, Any] = {}
-
-
-def _module(name: str) -> Any:
-    if name in _modules:
-        return _modules[name]
-    if name.endswith(".py"):
-        path = Path(name).resolve()
-        if not path.is_file():
-            raise _usage_error(f"there is no file {name} (seen from {Path.cwd()})")
-        if str(path.parent) not in sys.path:
-            sys.path.insert(0, str(path.parent))  # as Python does for a script: it may import its neighbours
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(path.stem, module)
-        spec.loader.exec_module(module)
-    else:
-        if not {"", str(Path.cwd())} & {*sys.path}:
-            sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; the console script does not
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            raise _usage_error(f"cannot import {name}: {error}") from None
-    _modules[name] = module
-    return module
-
-
-def _listed(module: Any) -> str:
-    defined = [n for n, x in vars(module).items() if callable(x) and getattr(x, "__module__", "") == module.__name__]
-    return ", ".join(defined) or "no functions"
 
 
 def _sizes(text: str) -> dict[str, int]:

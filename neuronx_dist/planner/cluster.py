@@ -219,7 +219,9 @@ class Cluster:
             ClusterError: the cluster has no figure for the dtype.
         """
         if dtype not in self.flops:
-            raise ClusterError(f"cluster {self.name} has no flops of {dtype}: it has {', '.join(self.flops)}")
+            raise ClusterError(
+                f"cluster {self.name} has no flops of {dtype}: plan with the dtype {' or '.join(self.flops)} (--dtype)"
+            )
         return self.flops[dtype]
 
     def as_dict(self) -> dict[str, Any]:

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..command_line import command_parser, count
+import torch
+
+from ..command_line import command_parser, count, load_object
 from ..planning.plan import PlanError
 from .candidate import RECOMPUTED
 from .cluster import PRESETS, Cluster, ClusterError
@@ -30,7 +32,8 @@ examples:
   $ torchrun --nproc-per-node 8 -m neuronx_dist plan measure --tp 8 --save ours.json
   $ torchrun --nproc-per-node 8 -m neuronx_dist plan validate --model ./Llama --plan a.plan.json --cluster ours.json
 
-models: {", ".join(MODELS)}; or a folder or file of a Hugging Face config
+models: {", ".join(MODELS)}; a folder or file of a Hugging Face config; or
+  file.py:model_fn, a function that returns a config or a Hugging Face model, which is built on meta
 clusters: {", ".join(PRESETS)}; or the file of a measured one
 """
 _FLAGS = ("sequence_parallel", "zero1", "fused_loss", "compiled", "pad_heads", "pad_vocab")
@@ -47,7 +50,10 @@ def arguments() -> argparse.ArgumentParser:
         choices=["measure", "validate"],
         help="on every rank of a job: measure the cluster, or train steps of a saved plan; without it: plan",
     )
-    add("--model", help="a name, or the folder or config.json of a Hugging Face model")
+    add(
+        "--model",
+        help="a name, the folder or config.json of a Hugging Face model, or file.py:model_fn",
+    )
     add("--cluster", metavar="NAME", help="a preset, or the JSON file of a cluster")
     add("--devices", type=count, help="number of devices; by default those of the cluster")
     add("--batch", type=count, help="sequences of a step, of all devices together")
@@ -96,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
             validate_plan(args, cluster)
             return 0
         plans = plan(
-            args.model,
+            _model(args.model),
             global_batch=args.batch,
             seq_len=args.seq_len,
             cluster=cluster,
@@ -104,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
             top_k=args.top,
         )
         _show(plans, args)
-    except (PlanError, ClusterError, FileNotFoundError) as error:
+    except (PlanError, ClusterError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     except ValueError as error:
@@ -118,6 +124,9 @@ def _show(plans: Plans, args: argparse.Namespace) -> None:
         plans[0].save(args.save)
     if args.report:
         Path(args.report).write_text(report(plans))
+    if args.json and args.why_not:
+        print(json.dumps({"why_not": plans.why_not(**_pairs(args.why_not))}))
+        return
     if args.json:
         shown = plans.pareto() if args.pareto else plans
         print(json.dumps([one.as_dict() for one in shown], indent=1))
@@ -130,6 +139,14 @@ def _show(plans: Plans, args: argparse.Namespace) -> None:
         print(f"\nplan 1: {plans.explain()}")
     if args.save:
         print(f"\nsaved plan 1 as {args.save}")
+
+
+def _model(name: str) -> Any:
+    """Returns the model that `file.py:function` builds, on meta; or else the name."""
+    if ":" not in name or Path(name).exists():
+        return name
+    with torch.device("meta"):
+        return load_object(name)()
 
 
 def _cluster(name: str, devices: int | None) -> Cluster:

@@ -12,6 +12,7 @@ from ..parallel_layers.parallel_state import initialize_model_parallel
 from .cluster import Cluster
 from .plans import LayoutPlan
 from .validation import validate
+from .workload import config_of
 
 __all__ = ["measure", "validate_plan"]
 
@@ -36,9 +37,7 @@ def measure(args: argparse.Namespace) -> None:
 
 def validate_plan(args: argparse.Namespace, cluster: Cluster) -> None:
     """Trains steps of a saved plan on this job; rank 0 shows and saves prediction and measurement."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(args.model)
+    config = config_of(args.model)
     plan = LayoutPlan.load(args.plan, config, cluster)
     layout = plan.layout
     _join(tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep)

@@ -398,7 +398,7 @@ def _checked(constraints: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
                 f"{', '.join(CONSTRAINTS)}"
             )
         is_collection = isinstance(value, Collection) and not isinstance(value, str)
-        values = tuple(value) if is_collection else (value,)
+        values = tuple(dict.fromkeys(value)) if is_collection else (value,)
         known = CONSTRAINTS[name]
         for one in values:
             if known is None:
@@ -413,7 +413,7 @@ def _checked(constraints: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def _shown(values: Collection[Any]) -> str:
-    return " or ".join(map(str, values))
+    return " or ".join("none" if value == "" else str(value) for value in values)
 
 
 def _nothing(predictor: Predictor, job: Job) -> str:
@@ -455,6 +455,8 @@ def _ways_out(predictor: Predictor, job: Job, limit: float) -> Iterator[str]:
             excluding = True
             words = LayoutPlan(*found[0], workload, cluster).words()
             yield f"the constraints exclude all together; without any: {words}"
+    if workload.joined and job.fixed.get("tp", (1,)) != (1,):
+        yield f"tp is 1 for {workload.name}: what tp sends of its joined weights, {workload.joined}, is not modelled"
     if excluding:
         return
     if workload.max_positions is not None and job.seq_len > workload.max_positions:

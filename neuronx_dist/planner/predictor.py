@@ -68,7 +68,7 @@ class Predictor:
         whole = Piece(tuple(block.layers for block in self.workload.blocks), True, True)
         options = [
             ("", fused, compiled)
-            for fused in fixed.get("fused_loss", [True])
+            for fused in fixed.get("fused_loss", [self.workload.fuses_loss])
             for compiled in fixed.get("compiled", [False])
         ]
         return num_microbatches / pp * min(self._piece(whole, sizes, option).seconds for option in options)
@@ -126,7 +126,7 @@ class Predictor:
             computed.cp,
             computed.ep,
             total.again.total,
-            span - layout.num_microbatches * busy[slowest],
+            max(0.0, span - layout.num_microbatches * busy[slowest]),  # 0 up to rounding in ZB-V
             reduction,
             optimizer,
         )

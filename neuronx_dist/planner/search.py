@@ -87,6 +87,8 @@ def groups(workload: Workload, world: int, job: Job) -> Iterator[Group]:
         return
     dtypes = job.values("dtype", ["bfloat16"])
     for tp in job.values("tp", divisors(world, _MOST_TP)):
+        if tp > 1 and workload.joined:
+            continue
         heads = padded_heads(workload.heads, workload.kv_heads, tp)
         pads = heads.pads(workload.heads, workload.kv_heads), workload.vocab % tp != 0
         if world % tp or workload.intermediate % tp or not _allows(job, pads):
@@ -126,7 +128,8 @@ def _allows(job: Job, pads: tuple[bool, bool]) -> bool:
 def candidates(workload: Workload, world: int, job: Job, group: Group) -> Iterator[list[Candidate]]:
     """Yields the candidates of a group: lists of those that differ in recomputation alone, less of it first."""
     sizes = group.sizes
-    for schedule, chunks in SCHEDULES if group.pp > 1 else SCHEDULES[:1]:
+    others = {("interleaved", n) for n in job.values("virtual_pipeline_size", []) if n > 1} - {*SCHEDULES}
+    for schedule, chunks in (*SCHEDULES, *sorted(others)) if group.pp > 1 else SCHEDULES[:1]:
         if schedule not in job.values("schedule", [schedule]):
             continue
         if chunks not in job.values("virtual_pipeline_size", [chunks]):
@@ -152,7 +155,7 @@ def candidates(workload: Workload, world: int, job: Job, group: Group) -> Iterat
                 virtual_pipeline_size=chunks,
             )
             recomputed = sorted(job.values("recompute", RECOMPUTED), key=RECOMPUTED.index)
-            for fused_loss in job.values("fused_loss", [True]):
+            for fused_loss in job.values("fused_loss", [workload.fuses_loss]):
                 for compiled in job.values("compiled", [False]):
                     yield [Candidate(layout, recompute, fused_loss, compiled) for recompute in recomputed]
 

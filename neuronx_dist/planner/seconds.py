@@ -161,8 +161,10 @@ def layer_seconds(
     if recompute == "full":
         again = forward
     elif recompute == "norms":
-        norms = 2 * _norm_bytes(sizes, compiled) * sizes.shard_tokens * workload.hidden
-        again = PassSeconds(pointwise=norms / cluster.bandwidth + 2 * (1 if compiled else 7) * cluster.launch)
+        inner, rows = workload.inner_norms(block, sizes.tp)
+        norms = _norm_bytes(sizes, compiled) * (2 * sizes.shard_tokens * workload.hidden + sizes.tokens * inner)
+        number = 4 if rows else 2
+        again = PassSeconds(pointwise=norms / cluster.bandwidth + number * _norm_calls(compiled) * cluster.launch)
     return PartSeconds(forward, backward, again)
 
 
@@ -191,6 +193,10 @@ def _norm_bytes(sizes: RankSizes, compiled: bool) -> int:
     return cast + 8 + 4 + 8 + (4 + item if item < 4 else 0) + 2 * item
 
 
+def _norm_calls(compiled: bool) -> int:
+    return 1 if compiled else 7
+
+
 def _pointwise(workload: Workload, block: Block, sizes: RankSizes, compiled: bool) -> tuple[int, float]:
     """Returns the number of calls outside of products in a layer's forward, and the bytes that they read and write."""
     item, hidden = sizes.item, workload.hidden
@@ -201,6 +207,10 @@ def _pointwise(workload: Workload, block: Block, sizes: RankSizes, compiled: boo
     moved: float = sizes.shard_tokens * hidden * between
     moved += sizes.tokens * (block.intermediate / sizes.tp * inside + rotated * of_rotation) * item
     calls = 6 if compiled else 28
+    elements, rows = workload.inner_norms(block, sizes.tp)
+    if rows:  # of queries and of keys
+        moved += sizes.tokens * elements * _norm_bytes(sizes, compiled)
+        calls += 2 * _norm_calls(compiled)
     if block.experts:  # rows are put in the order of their experts, and back
         moved += sizes.tokens * workload.experts_per_token * hidden * 6 * item
         calls += 12

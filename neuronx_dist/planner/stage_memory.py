@@ -8,6 +8,7 @@ element, a layer saves for backward
     inputs of products  2 T e h
     attention           T e (2 a + 2 k), and 4 bytes for each head: queries, output, keys, values
     feed-forward        4 T e f / tp            gate, activation, up, product
+    norms of heads      T (4 n + 4 r + e n)     of n elements in r rows: Qwen 3's queries and keys, DeepSeek's latents
 
 With recomputation of a whole layer it saves its input, t e h.
 """
@@ -84,7 +85,11 @@ def layer_bytes(workload: Workload, block: Block, sizes: RankSizes, recompute: s
     feed_forward = 4 * inside * item * width
     if block.experts:  # rows in the order of their experts, and their results
         feed_forward += 2 * inside * workload.experts_per_token * hidden * item
-    saved = norms + inputs + attention + feed_forward
+    elements, rows = workload.inner_norms(block, sizes.tp)
+    inner = inside * ((4 + item) * elements + 4 * rows)
+    if not workload.divides_attention:  # latent rows enter products; heads are joined of two parts each
+        attention += inside * item * (elements + 2 * local_heads * workload.key_dim)
+    saved = norms + inner + inputs + attention + feed_forward
     temporary = 2 * inside * width * item
     temporary += inside * hidden * (2 * item + sizes.summed_item) if sizes.tp > 1 else inside * hidden * item // 2
     halved = inside * item * (of_head * (local_heads + local_kv_heads) // 2 + 2 * width + 4 * hidden)
@@ -92,7 +97,8 @@ def layer_bytes(workload: Workload, block: Block, sizes: RankSizes, recompute: s
         again = saved - (between * hidden * 4 if item >= 4 else 0)  # the first norm's input is the layer's
         return LayerBytes(between * item * hidden, again + temporary, again + halved)
     if recompute == "norms":
-        return LayerBytes(saved - norms + 2 * between * item * hidden, temporary + norms / 2, halved + norms)
+        kept = 2 * between * item * hidden + inside * item * elements
+        return LayerBytes(saved - norms - inner + kept, temporary + norms / 2, halved + norms)
     return LayerBytes(saved, temporary, halved)
 
 

@@ -113,7 +113,7 @@ def _key_value_traffic(workload: Workload, block: Block, sizes: RankSizes) -> It
     local = workload.local_sizes(sizes.tp, sizes.ep)
     replicas = local.heads.replicas
     if replicas > 1 and workload.divides_attention:
-        axis = f"tp%{replicas}" if replicas < sizes.tp else "tp"
+        axis = f"tp%{replicas}"
         for weight in block.weights:
             if weight.split == "key_value":
                 yield Sent("all_reduce", axis, prod(weight.local(local)) * sizes.summed_item, 0, weight.number)
@@ -134,12 +134,13 @@ def attention_traffic(workload: Workload, sizes: RankSizes) -> list[Sent]:
             repeats = degree // kv_heads if degree % kv_heads == 0 else heads // kv_heads
         return kv_heads * repeats * dims
 
-    def elements(degree: int) -> int:
+    def sent_by(degree: int) -> tuple[int, int]:  # elements and messages
         hops = 3 * (sizes.cp // degree - 1)
-        return tokens * (hops * row(degree) + 2 * (heads * dims + row(degree)) * (degree - 1) // degree)
+        elements = tokens * (hops * row(degree) + 2 * (heads * dims + row(degree)) * (degree - 1) // degree)
+        return elements, hops + (0 if degree == 1 else 4 if workload.key_dim == workload.value_dim else 8)
 
     degrees = [n for n in range(1, sizes.cp + 1) if sizes.cp % n == 0 and heads % n == 0]
-    degree = min(degrees, key=elements)
+    degree = min(degrees, key=sent_by)
     sent = []
     if degree > 1:
         axis = "cp" if degree == sizes.cp else f"cp%{degree}"

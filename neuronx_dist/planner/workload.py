@@ -8,17 +8,28 @@ which `hf.swap` divides them, and the sizes of its attention.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
+from torch import nn
 
 from ..model_shape import Heads, ModelShape, padded_heads
 from ..nearest import nearest
 
-__all__ = ["MODELS", "Block", "Weight", "Workload", "workload_of"]
+__all__ = ["MODELS", "Block", "Weight", "Workload", "config_of", "workload_of"]
+
+#: Share of a model's parameters that may be missing or too many in its sizes: further norms, biases of experts.
+UNCOUNTED = 1e-3
+
+
+_SCALED_LOGITS = ("logits_scaling", "logit_scale", "final_logit_softcapping")  # of Granite, Cohere, Gemma 2
+
+_JOINED = ("qkv_proj", "gate_up_proj")  # of Phi-3, GLM
 
 
 class Weight(NamedTuple):
@@ -108,7 +119,10 @@ class Workload:
         shared_experts: a layer with experts has others too, which all tokens share.
         divides_attention: tp divides the heads; False: all tp ranks compute the same attention.
         tied: the head's weight is that of the embedding.
+        fuses_loss: `hf.swap` can fuse the loss; False: the model scales its logits first.
         source: where the sizes stand.
+        joined: weights that are several in one, as Phi-3's qkv_proj: over tp their outputs are gathered, which is not
+            counted, so that tp is 1; "": none.
     """
 
     name: str
@@ -127,6 +141,8 @@ class Workload:
     shared_experts: bool = False
     divides_attention: bool = True
     source: str = ""
+    fuses_loss: bool = True
+    joined: str = ""
 
     @property
     def layers(self) -> int:
@@ -165,6 +181,18 @@ class Workload:
         heads = self.local_sizes(tp).heads
         degree = tp if self.divides_attention else 1
         return heads.heads // degree, heads.kv_heads * heads.replicas // degree
+
+    def inner_norms(self, block: Block, tp: int) -> tuple[int, int]:
+        """Returns of the norms inside of attention the elements of a token on a rank, and the number of its rows.
+
+        They normalise each head's queries and keys (Qwen 3), or the latent queries and keys (DeepSeek).
+        """
+        vectors = [weight for weight in block.weights if len(weight.shape) == 1]
+        if any(weight.split == "partial" for weight in vectors):
+            rows = sum(self.rank_heads(tp))
+            return rows * self.key_dim, rows
+        latent = [weight.shape[0] for weight in vectors if weight.split == "whole"]
+        return sum(latent), len(latent)
 
     def layer_kinds(self) -> list[int]:
         """Returns the index of the block of each layer."""
@@ -308,7 +336,7 @@ def workload_of(model: Any) -> Workload:
 
     Args:
         model: a `Workload`; a name of `MODELS`; a Hugging Face config, the path of one or of its folder; or a module
-            with a `config`, on meta too, whose number of parameters is compared.
+            with a `config`, on meta too. The number of parameters is compared with that of the model, on meta.
 
     Raises:
         ValueError: there is no such model; a size is missing; or the parameters are not those of the sizes.
@@ -321,34 +349,76 @@ def workload_of(model: Any) -> Workload:
         return _of_path(Path(model))
     config = getattr(model, "config", None)
     if config is None:
-        return _of_config(model)
+        return _counted(model, _of_config(model))
     workload = _of_config(config)
-    count = sum(param.numel() for param in model.parameters())
-    if count != workload.num_parameters:
-        raise ValueError(
-            f"plan: {type(model).__name__} has {count:,} parameters, and the sizes of its config give "
-            f"{workload.num_parameters:,}: the planner knows decoders of Llama's form (gated feed-forward layers, "
-            "experts, latent attention); pass a `Workload` with the weights of its layers"
-        )
-    return workload
+    _compare(type(model).__name__, sum(param.numel() for param in model.parameters()), workload)
+    return replace(workload, joined=_joined(model))
 
 
 def _of_path(path: Path) -> Workload:
-    path = path / "config.json" if path.is_dir() else path
-    if path.suffix == ".json" and path.is_file():
-        return replace(_of_config(_Attributes(json.loads(path.read_text()))), name=path.parent.name or str(path))
-    close = nearest(str(path), MODELS)
-    raise ValueError(
-        f"there is no model {str(path)!r}: pass one of {', '.join(MODELS)}, or a folder with a config.json; nearest: "
-        f"{close}"
-    )
+    if not path.is_dir() and path.suffix != ".json":
+        close = nearest(str(path), MODELS)
+        raise ValueError(
+            f"there is no model {str(path)!r}: pass one of {', '.join(MODELS)}, or a folder with a config.json; "
+            f"nearest: {close}"
+        )
+    config = config_of(path)
+    folder = path.absolute() if path.is_dir() else path.absolute().parent
+    return replace(_counted(config, _of_config(config)), name=folder.name)
 
 
-class _Attributes:
-    """A dict, read by attributes."""
+def config_of(path: str | PathLike[str]) -> Any:
+    """Returns the Hugging Face config of a folder or a file, with transformers' defaults for what it leaves out.
 
-    def __init__(self, content: dict[str, Any]) -> None:
-        vars(self).update(content)
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: transformers cannot read it.
+    """
+    from transformers import AutoConfig
+
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no config {file}: pass the folder or config.json of a Hugging Face model")
+    try:
+        return AutoConfig.from_pretrained(file)
+    except Exception as error:  # of any type, by what the file lacks
+        text = " ".join(str(error).split())[:300]
+        raise ValueError(f"{file} is no config that transformers reads: {text}") from error
+
+
+def _counted(config: Any, workload: Workload) -> Workload:
+    """Returns the workload of a config whose model has as many parameters.
+
+    Raises:
+        ValueError: transformers builds no causal language model of it, or one with other parameters.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        name = type(config).__name__
+        raise ValueError(f"plan: no causal language model can be built of {name}: {text}") from error
+    _compare(type(module).__name__, sum(param.numel() for param in module.parameters()), workload)
+    return replace(workload, joined=_joined(module))
+
+
+def _joined(module: Any) -> str:
+    """Returns the name of the first weight of a module that is several in one, or ""."""
+    linear = (name.rpartition(".")[2] for name, layer in module.named_modules() if isinstance(layer, nn.Linear))
+    return next((name for name in linear if name in _JOINED), "")
+
+
+def _compare(model: str, count: int, workload: Workload) -> None:
+    """Raises a ValueError if a model's parameters are not those of its sizes, up to norms and biases."""
+    if abs(count - workload.num_parameters) > UNCOUNTED * count:
+        raise ValueError(
+            f"plan: {model} has {count:,} parameters, and the sizes of its config give "
+            f"{workload.num_parameters:,}: the planner knows decoders of Llama's form (gated feed-forward layers, "
+            "experts, latent attention); pass a `Workload` with the weights of its layers"
+        )
 
 
 def _of_config(config: Any) -> Workload:
@@ -381,7 +451,13 @@ def _of_config(config: Any) -> Workload:
         qkv_bias = bias or model_type in ("qwen2", "qwen2_moe")
         norms = model_type.startswith("qwen3")
         attention = _attention(
-            hidden, heads, kv_heads, key_dim, bias=qkv_bias, norms=norms, out_bias=bias and not norms
+            hidden,
+            heads,
+            kv_heads,
+            key_dim,
+            bias=qkv_bias,
+            norms=norms,
+            out_bias=bias and not model_type.startswith("glm"),
         )
     experts, per_token = int(shape.experts or 0), int(read("num_experts_per_tok", 0) or 0)
     norms_weight = _vectors(hidden)
@@ -413,4 +489,5 @@ def _of_config(config: Any) -> Workload:
         shared_experts=bool(experts and read("n_shared_experts")),
         divides_attention=not read("kv_lora_rank"),
         source="config",
+        fuses_loss=not any(read(name) for name in _SCALED_LOGITS),
     )

@@ -2,6 +2,7 @@
 
 command.py             the subcommand: joins a launcher's job, or starts ranks on this host
 flags.py               flags in groups, their defaults and refusals, `run.json` and back
+auto_layout.py         `--auto`: the fastest layout by `nxd.plan`
 training_run.py        the run of a rank, from its flags to the saved folder
 loop.py                `train_step`, and the loop around it: evaluation, checkpoints, signals, non-finite values
 causal_lm.py           config, model, optimizer and learning rate of a rank; the check of its program

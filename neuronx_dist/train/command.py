@@ -14,6 +14,7 @@ import torch
 from ..comm import run_command
 from ..comm.launchers import export_place
 from . import rank_exit
+from .auto_layout import choose_layout
 from .causal_lm import model_shape
 from .flags import check_flags, layout_of, parser, processes_of
 from .training_run import run_rank
@@ -30,6 +31,9 @@ examples:
   a laptop: one process, then 2 x 2 of them
   $ neuronx-dist train
   $ neuronx-dist train --tp 2 --pp 2 --steps 20
+
+  the layout that is predicted to be the fastest on 4 ranks
+  $ neuronx-dist train --nproc 4 --auto
 
   a host with 8 GPUs, from a folder of Hugging Face's; Ctrl-C ends the run with a checkpoint
   $ neuronx-dist train --nproc 8 --tp 2 --pp 2 --zero1 --dtype bfloat16 --model models/llama --out runs/mine
@@ -72,9 +76,15 @@ def run(args: argparse.Namespace) -> int:
         started = rank_exit.launcher_size() if "RANK" in os.environ else None
         if started is not None and args.nproc not in (None, "auto", started):
             raise ValueError(f"--nproc {args.nproc}: the launcher has started {started} ranks; leave --nproc out")
-        if started is not None or args.check is not None:
+        if started is not None and args.auto:
+            rank_exit.say(choose_layout(args, words, started)[0])
+        if started is not None or (args.check is not None and not args.auto):
             return run_rank(args)
         size = processes_of(args, torch.accelerator.device_count())
+        if args.auto:
+            why, flags = choose_layout(args, words, size)
+            rank_exit.say(why)
+            words = [*(word for word in words if word != "--auto"), *flags]
         layout = layout_of(args, size)
         layout.check(model_shape(args), data=args.data or (), out=args.out if args.resume is None else None)
     except ValueError as error:

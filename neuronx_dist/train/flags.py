@@ -22,7 +22,7 @@ from ..planning.recompute import parse_bytes
 
 __all__ = ["check_flags", "layout_of", "parser", "processes_of", "recomputation_of", "record_of"]
 
-_OF_ONE_RUN = ("out", "resume", "config", "check", "verify", "profile", "nproc")
+_OF_ONE_RUN = ("out", "resume", "config", "check", "verify", "profile", "nproc", "auto")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -76,6 +76,7 @@ def parser(description: str, examples: str) -> argparse.ArgumentParser:
         "below take. Ranks of torchrun, srun, mpirun or neuronx-dist run start no others",
         type=_number_or_auto,
     )
+    switch("--auto", "the layout that `neuronx-dist plan` predicts to be the fastest; flags that are given stay")
     flag("--tp", 1, "tensor-parallel size")
     flag("--pp", 1, "pipeline-parallel size; data parallelism takes the rest of the ranks")
     flag("--cp", 1, "context-parallel size: ranks among which each sequence is divided, in zig-zag order")
@@ -189,6 +190,10 @@ def processes_of(args: argparse.Namespace, accelerators: int) -> int:
     """
     if args.nproc == "auto" and not accelerators:
         raise ValueError("--nproc auto counts accelerators, and torch sees none on this host: give a number")
+    if args.auto and args.nproc is None and not accelerators:
+        raise ValueError("--auto chooses a layout for a number of ranks, and torch sees no accelerator: give --nproc")
+    if args.auto and args.nproc is None:
+        return accelerators
     least = lcm(args.tp * args.pp * args.cp, args.tp * args.pp * args.ep)
     return int({"auto": accelerators, None: least}.get(args.nproc, args.nproc))
 

@@ -26,6 +26,7 @@ from tests.support.llama import tiny_llama
 from tests.support.pages import run_page
 from tests.support.paths import DOCS, ROOT
 
+SMALL: dict[str, Any] = dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, intermediate_size=128)
 JOB: dict[str, Any] = dict(global_batch=64, seq_len=4096, cluster="h100", devices=8)
 
 
@@ -58,6 +59,10 @@ def test_why_not_says_how_much_slower_and_by_what() -> None:
     slower = plans(constraints={"tp": 4, "pp": 2})[0].seconds.total / found[0].seconds.total - 1
     assert text.startswith("tp 4, pp 2: at best tp 4, pp 2") and f"{slower:+.1%}" in text
     assert "collectives of tp" in text
+    assert found.why_not(recompute="").startswith("recompute none: at best")
+    assert len(plans(constraints={"tp": [8, 8], "schedule": "1f1b"}, top_k=50)) == len(
+        {plan.candidate for plan in plans(constraints={"tp": [8], "schedule": "1f1b"}, top_k=50)}
+    )
     assert "no layout of llama-8b on 8 x h100 is possible" in found.why_not(tp=3)
     with pytest.raises(PlanError, match="there is no constraint 'tensor'"):
         found.why_not(tensor=2)
@@ -132,21 +137,32 @@ def test_impossible_jobs(changes: dict[str, Any], words: list[str]) -> None:
 
 
 def test_models_by_name_config_folder_and_module(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, OPTConfig
+    from transformers import AutoModelForCausalLM, BertConfig, GemmaConfig, OPTConfig, Phi3Config, PhiConfig
 
     config = tiny_llama(tie_word_embeddings=True, attention_bias=True)
     config.save_pretrained(tmp_path / "tiny")
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
-        other = AutoModelForCausalLM.from_config(
-            OPTConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, intermediate_size=128)
-        )
+        other = AutoModelForCausalLM.from_config(OPTConfig(**SMALL))
     of_module = workload_of(module)
     assert of_module == workload_of(config)
     assert replace(workload_of(tmp_path / "tiny"), name="llama") == of_module
     assert of_module.num_parameters == sum(param.numel() for param in module.parameters())
     with pytest.raises(ValueError, match="OPTForCausalLM has .* parameters, and the sizes of its config give"):
         workload_of(other)
+    folder = tmp_path / "gemma"  # whose file leaves out that the head is tied
+    GemmaConfig(**SMALL).save_pretrained(folder)
+    content = json.loads((folder / "config.json").read_text())
+    assert content.pop("tie_word_embeddings")
+    (folder / "config.json").write_text(json.dumps(content))
+    assert workload_of(folder).tied
+    joined = workload_of(Phi3Config(**SMALL, pad_token_id=0))
+    assert {plan.layout.tp for plan in plans(joined, seq_len=2048)} == {1}
+    with pytest.raises(PlanError, match="tp is 1 for phi3: what tp sends of its joined weights, qkv_proj, is"):
+        plans(joined, constraints={"tp": 2})
+    for wrong in (PhiConfig(**SMALL), BertConfig(**SMALL)):
+        with pytest.raises(ValueError, match="has .* parameters, and the sizes of its config give"):
+            workload_of(wrong)
     with pytest.raises(ValueError, match="there is no model 'lama-8b': .*nearest: llama-8b"):
         workload_of("lama-8b")
     with pytest.raises(ValueError, match="has no layers"):
@@ -178,6 +194,14 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert "of the best plan" in capsys.readouterr().out
     assert main([*COMMAND, "--pareto", "--top", "1"]) == 0
     assert capsys.readouterr().out.count("GiB") > 3
+    model = tmp_path / "model.py"
+    model.write_text(
+        "from transformers import *\ndef fn():\n    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2))"
+    )
+    assert main(["plan", "--model", f"{model}:fn", *COMMAND[3:], "--seq-len", "2048", "--top", "1"]) == 0
+    assert "llama (666.9 M parameters) on 8 x h100" in capsys.readouterr().out
+    assert main([*COMMAND, "--json", "--why-not", "virtual_pipeline_size=5"]) == 0
+    assert "interleaved (5 chunks)" in json.loads(capsys.readouterr().out)["why_not"]
     assert main([*COMMAND, "--tp", "3"]) == 1
     assert "tp 3 excludes all" in capsys.readouterr().err
     assert main(["plan", "--model", "none", *COMMAND[3:]]) == 2

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import GraniteConfig, LlamaConfig, Qwen3Config
 
 from neuronx_dist import comm, spmd
 from neuronx_dist.pipeline.schedule import Costs, simulate, training_schedule
@@ -219,6 +219,8 @@ PLAYED = {
         "",
     ),
     "cp 2, ZeRO-1": (Layout(2, cp=2, zero1=True, **G), ""),
+    "Qwen 3, tp 2, SP": (Layout(2, tp=2, sequence_parallel=True, **G), ""),
+    "Qwen 3": (Layout(1, **G), "norms"),
 }
 
 
@@ -229,7 +231,8 @@ PLAYED = {
 def test_peaks_are_those_that_are_played(name: str) -> None:
     """At most 1 % below, and 2 % above, on each stage: `estimate_memory` is itself compared with real processes."""
     layout, recompute = PLAYED[name]
-    config = LlamaConfig(
+    config = (Qwen3Config if "Qwen" in name else LlamaConfig)(
+        head_dim=128,  # norms of heads save as much as those of layers
         hidden_size=1024,
         intermediate_size=3584,
         num_attention_heads=8,
@@ -251,6 +254,7 @@ def test_peaks_are_those_that_are_played(name: str) -> None:
 # --- plans train
 
 
+TINY: dict[str, Any] = dict(num_hidden_layers=4, hidden_size=32, num_attention_heads=4, intermediate_size=64)
 TOY = ({"tp": 2, "pp": 2, "schedule": "1f1b"}, {"pp": 2, "schedule": "zb_v"}, {"cp": 2, "recompute": "full"})
 
 
@@ -269,6 +273,11 @@ def test_recommended_plans_train_with_the_losses_of_one_process() -> None:
         candidate.layout.check(config)
         for _, losses, _ in comm.threads.run(candidate.layout.mesh(), train, candidate, config):
             assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_model_that_scales_its_logits_is_planned_without_the_fused_loss() -> None:
+    assert toy_plan(LlamaConfig(**TINY), {}).fused_loss
+    assert not toy_plan(GraniteConfig(**TINY), {}).fused_loss
 
 
 @pytest.mark.slow

@@ -40,6 +40,8 @@ CASES: dict[str, tuple[Candidate, dict[str, Any]]] = {
     "dp 2": (case(2), {}),
     "dp 4, ZeRO-1": (case(4, zero1=True), dict(intermediate_size=44)),
     "cp 2": (case(2, cp=2), {}),
+    "cp 4, equally many bytes by heads and by rings": (case(4, cp=4), {}),
+    "tp 4, one kv head": (case(4, tp=4), dict(num_key_value_heads=1)),
     "cp 4, ZeRO-1": (case(4, cp=4, zero1=True), dict(num_attention_heads=6, num_key_value_heads=3, hidden_size=24)),
     "tp 2, cp 2": (case(4, tp=2, cp=2), {}),
     "all": (case(8, tp=2, pp=2, zero1=True, num_microbatches=2, **SP), dict(tie_word_embeddings=True)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+import neuronx_dist as nxd
 from neuronx_dist import __main__
 from neuronx_dist.comm import run_command
 from neuronx_dist.train import command
+from neuronx_dist.train.auto_layout import cluster_of_host
+from neuronx_dist.train.causal_lm import load_config
+from neuronx_dist.train.flags import layout_of
 
 
 @pytest.fixture
@@ -49,6 +54,31 @@ def test_a_rank_starts_no_ranks(started: Any, monkeypatch: pytest.MonkeyPatch, c
     assert [args.tp for args in started] == [1, 8, 2] and not hasattr(started[0], "words")
     assert __main__.main(["train", "--nproc", "4"]) == 2
     assert "--nproc 4: the launcher has started 2 ranks; leave --nproc out" in capsys.readouterr().err
+
+
+def test_auto_takes_the_fastest_plan(started: Any, capsys: Any) -> None:
+    """The flags of the plan go to the ranks, after those that are given."""
+    assert __main__.main("train --nproc 4 --auto --tp 2 --steps 3 --global-batch 32".split()) == 7
+    (call,) = started
+    words = call.training_script_args[3:]
+    assert words[:7] == "train --nproc 4 --tp 2 --steps 3".split() and "--auto" not in words
+    args = command.arguments().parse_args(words[1:])
+    best = nxd.plan(
+        load_config(args)[0],
+        global_batch=32,
+        seq_len=128,
+        cluster=cluster_of_host("cpu", 4),
+        constraints={"tp": 2, "dtype": "float32"},
+        top_k=1,
+    )[0]
+    layout = layout_of(args, 4)
+    assert replace(layout, schedule=best.layout.schedule) == best.layout and args.fused_loss
+    out = capsys.readouterr().out
+    assert f"--auto: {best.words()}\n" in out and "s a step by the cpu preset" in out and "the next one: +" in out
+    assert __main__.main("train --nproc 4 --auto --tp 3".split()) == 2
+    assert "tp 3 excludes all; without it: " in capsys.readouterr().err
+    assert __main__.main("train --auto".split()) == 2
+    assert "torch sees no accelerator: give --nproc" in capsys.readouterr().err
 
 
 def test_what_cannot_work_is_refused_before_ranks_start(started: Any, tmp_path: Path, capsys: Any) -> None:

@@ -1,0 +1,96 @@
+"""`--auto`: the layout that `nxd.plan` predicts to be the fastest of those that the other flags allow."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..planner.cluster import Cluster
+from ..planner.plans import LayoutPlan, plan
+from ..planner.presets import PRESETS
+from ..planning.layout import format_bytes
+from .causal_lm import load_config
+
+__all__ = ["choose_layout", "cluster_of_host"]
+
+# Flags that are constraints where they are given, with their defaults and the planner's names.
+_FLAGS: dict[str, tuple[Any, str]] = {
+    **{name: (1, name) for name in ("tp", "pp", "cp", "ep", "virtual_pipeline_size")},
+    **{name: (False, name) for name in ("sequence_parallel", "zero1", "fused_loss")},
+    "microbatches": (4, "num_microbatches"),
+    "schedule": (None, "schedule"),
+    "recompute": ("none", "recompute"),
+}
+
+
+def choose_layout(args: argparse.Namespace, words: Sequence[str], size: int) -> tuple[str, list[str]]:
+    """Sets the flags of the fastest plan; returns why it, in four lines, and the flags as words.
+
+    Raises:
+        ValueError: no plan fits, or the device has no preset; the message says what would work.
+    """
+    if args.check is not None or args.verify:
+        raise ValueError("--auto chooses the layout of a run: leave out --check and --verify")
+    cluster = cluster_of_host(args.device, size)
+    fixed: dict[str, Any] = {"dtype": args.dtype}
+    for name, (default, constraint) in _FLAGS.items():
+        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        if value != default or any(word.partition("=")[0] == flag for word in words):
+            fixed[constraint] = "" if value == "none" else value
+    batch = dict(global_batch=args.global_batch, seq_len=args.seq_len)
+    plans = plan(load_config(args)[0], **batch, cluster=cluster, constraints=fixed, top_k=2)
+    best = plans[0]
+    chosen = _flags_of(best)
+    vars(args).update(chosen)
+    slower = (
+        f"{plans[1].seconds.total / best.seconds.total - 1:+.1%} for {plans[1].words()}" if plans[1:] else "no other"
+    )
+    bubble = best.seconds.bubble / best.seconds.total
+    lines = [
+        f"--auto: {best.words()}",
+        f"  {best.seconds.total:.4g} s a step by the {cluster.name} preset, MFU {best.mfu:.1%}, {bubble:.1%} waiting",
+        f"  {format_bytes(best.peak)} of {format_bytes(cluster.memory)} a device, {best.margin:.0%} left",
+        f"  the next one: {slower}",
+    ]
+    return "\n".join(lines), _words_of(chosen)
+
+
+def cluster_of_host(device: str, size: int) -> Cluster:
+    """Returns the preset of this machine's accelerator, or of the cpu, with so many ranks.
+
+    Raises:
+        ValueError: no preset is of this accelerator.
+    """
+    accelerator = torch.accelerator.current_accelerator() if device == "auto" else torch.device(device)
+    if accelerator is None or accelerator.type == "cpu":
+        one = Cluster.preset("cpu")
+        return replace(one, devices=size, devices_per_host=size, links=(replace(one.links[0], span=size),))
+    name = torch.cuda.get_device_name() if accelerator.type == "cuda" else accelerator.type
+    preset = next((key for key in PRESETS if key.upper() in name.upper().replace("-", " ").split()), None)
+    if preset is None:
+        raise ValueError(f"--auto has no speeds of {name}: use `neuronx-dist plan measure`, and the flags of its plan")
+    return Cluster.preset(preset, size)
+
+
+def _flags_of(best: LayoutPlan) -> dict[str, Any]:
+    layout = best.layout
+    names = ("tp", "pp", "cp", "ep", "sequence_parallel", "zero1", "pad_heads", "pad_vocab", "virtual_pipeline_size")
+    return {
+        **{name: getattr(layout, name) for name in names},
+        "microbatches": layout.num_microbatches,
+        "schedule": layout.schedule if layout.pp > 1 else None,
+        "recompute": best.candidate.recompute or "none",
+        "fused_loss": best.candidate.fused_loss,
+    }
+
+
+def _words_of(chosen: dict[str, Any]) -> list[str]:
+    words: list[str] = []
+    for name, value in chosen.items():
+        if value is not None and value is not False:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words
