@@ -124,10 +124,9 @@ class LayoutPlan:
             value = getattr(seconds, field.name)
             if value:
                 lines.append(f"  {TERMS[field.name]:46} {value:10.4g} s  {value / total:6.1%}")
-        left = format_bytes(self.cluster.memory - self.peak)
-        lines.append(
-            f"peak {format_bytes(self.peak)} of {format_bytes(self.cluster.memory)}: {left} ({self.margin:.0%}) left"
-        )
+        left, rest = format_bytes(abs(self.cluster.memory - self.peak)), abs(self.margin)
+        words = f"{left} ({rest:.0%}) left" if self.margin >= 0 else f"{left} ({rest:.0%}) too much, it does not fit"
+        lines.append(f"peak {format_bytes(self.peak)} of {format_bytes(self.cluster.memory)}: {words}")
         shown = (
             range(len(self.stages)) if len(self.stages) <= 6 else [0, 1, 2, len(self.stages) - 2, len(self.stages) - 1]
         )

@@ -102,6 +102,9 @@ def test_a_file_is_edited_loaded_and_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     edited = LayoutPlan.load(path, "llama-8b", where)
     assert edited.candidate == replace(best.candidate, recompute="full") and edited.peak < best.peak
+    content["job"]["recompute"], content["microbatches"] = "", 1
+    path.write_text(json.dumps(content))
+    assert re.search(r"GiB \(\d+%\) too much, it does not fit\n", LayoutPlan.load(path, "llama-8b", where).explain())
     with pytest.raises(PlanError) as refused:
         LayoutPlan.load(path, "llama-70b", where.of(16))
     assert "8,030,261,248 parameters in the plan, llama-70b with 70,553,706,496 here" in str(refused.value)
@@ -116,7 +119,7 @@ def test_a_file_is_edited_loaded_and_refused(tmp_path: Path) -> None:
         LayoutPlan.load(path, "llama-8b", where)
     content["job"] = {"cp": "two"}
     path.write_text(json.dumps(content))
-    with pytest.raises(PlanError, match="job: cp has 'two', and not a int"):
+    with pytest.raises(PlanError, match="job: cp has 'two', which is no int"):
         Plan.load(path)
 
 

@@ -103,6 +103,7 @@ def test_what_cannot_work_is_refused_before_ranks_start(started: Any, tmp_path: 
         ("--data /no/such/folder", "no file or folder /no/such/folder"),
         ("--out .", ". exists, and a run does not write over another"),
         ("--model /no/such/model", "has no config.json"),
+        ("--model a.gguf", "which `neuronx-dist convert` writes from a GGUF file"),
         (f"--model {tmp_path / 'model'} --tp 4", "6 attention heads"),
         (f"--model {tmp_path / 'nested'} --pp 3", "3 pipeline stages for 2 layers"),
         ("--resume", "--resume needs --out"),
