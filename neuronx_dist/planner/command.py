@@ -90,9 +90,9 @@ def run(args: argparse.Namespace) -> int:
         argparse.ArgumentError: an argument is missing.
     """
     needed: dict[str | None, list[str]] = {"measure": [], "validate": ["model", "cluster", "plan"]}
-    for name in needed.get(args.task, ["model", "cluster", "batch", "seq_len"]):
-        if getattr(args, name) is None:
-            raise argparse.ArgumentError(None, f"the following argument is required: --{name.replace('_', '-')}")
+    names = needed.get(args.task, ["model", "cluster", "batch", "seq_len"])
+    if missing := [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is None]:
+        raise argparse.ArgumentError(None, f"the following arguments are required: {', '.join(missing)}")
     try:
         if args.task == "measure":
             measure(args)
@@ -110,20 +110,20 @@ def run(args: argparse.Namespace) -> int:
             top_k=args.top,
         )
         _show(plans, args)
-    except (PlanError, ClusterError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    except ValueError as error:
-        print(f"neuronx-dist plan: {error}", file=sys.stderr)
-        return 2
+    except (ValueError, OSError) as error:
+        print(f"neuronx-dist plan: {str(error).removeprefix('plan: ')}", file=sys.stderr)
+        return 1 if isinstance(error, (PlanError, ClusterError, OSError)) else 2
     return 0
 
 
 def _show(plans: Plans, args: argparse.Namespace) -> None:
+    written = []
     if args.save:
         plans[0].save(args.save)
+        written.append(f"saved plan 1 as {args.save}")
     if args.report:
         Path(args.report).write_text(report(plans))
+        written.append(f"wrote the page {args.report}")
     if args.json and args.why_not:
         print(json.dumps({"why_not": plans.why_not(**_pairs(args.why_not))}))
         return
@@ -133,12 +133,12 @@ def _show(plans: Plans, args: argparse.Namespace) -> None:
         return
     if args.why_not:
         print(plans.why_not(**_pairs(args.why_not)))
-        return
-    print(plans.table(plans.pareto()) if args.pareto else plans)
-    if args.explain:
-        print(f"\nplan 1: {plans.explain()}")
-    if args.save:
-        print(f"\nsaved plan 1 as {args.save}")
+    else:
+        print(plans.table(plans.pareto()) if args.pareto else plans)
+        if args.explain:
+            print(f"\nplan 1: {plans.explain()}")
+    if written:
+        print("\n" + "\n".join(written))
 
 
 def _model(name: str) -> Any:

@@ -96,8 +96,25 @@ class LayoutPlan:
             words.append(f"recompute {candidate.recompute}")
         return ", ".join(words)
 
+    def train_flags(self) -> str:
+        """Returns the flags of `neuronx-dist train` for this layout, without those of the model and the data."""
+        layout, candidate = self.layout, self.candidate
+        options: dict[str, Any] = {"nproc": layout.world_size}
+        options |= {name: size for name in ("tp", "pp", "cp", "ep") if (size := getattr(layout, name)) > 1}
+        switches = ("sequence_parallel", "zero1", "pad_heads", "pad_vocab")
+        options |= {name: "" for name in switches if getattr(layout, name)}
+        options |= {"fused_loss": ""} if candidate.fused_loss else {}
+        options |= {"recompute": candidate.recompute} if candidate.recompute else {}
+        if layout.pp > 1:
+            options["schedule"] = layout.schedule
+        if layout.virtual_pipeline_size > 1:
+            options["virtual_pipeline_size"] = layout.virtual_pipeline_size
+        options |= {"microbatches": layout.num_microbatches, "global_batch": layout.global_batch}
+        options |= {"seq_len": layout.seq_len, "dtype": layout.dtype}
+        return " ".join(f"--{name.replace('_', '-')} {value}".rstrip() for name, value in options.items())
+
     def explain(self) -> str:
-        """Returns the seconds by term and the bytes by stage, as text."""
+        """Returns the seconds by term, the bytes by stage and the command that trains in this layout, as text."""
         seconds, total = self.seconds, self.seconds.total
         lines = [
             self.words(),
@@ -107,10 +124,9 @@ class LayoutPlan:
             value = getattr(seconds, field.name)
             if value:
                 lines.append(f"  {TERMS[field.name]:46} {value:10.4g} s  {value / total:6.1%}")
-        left = format_bytes(self.cluster.memory - self.peak)
-        lines.append(
-            f"peak {format_bytes(self.peak)} of {format_bytes(self.cluster.memory)}: {left} ({self.margin:.0%}) left"
-        )
+        left, rest = format_bytes(abs(self.cluster.memory - self.peak)), abs(self.margin)
+        words = f"{left} ({rest:.0%}) left" if self.margin >= 0 else f"{left} ({rest:.0%}) too much, it does not fit"
+        lines.append(f"peak {format_bytes(self.peak)} of {format_bytes(self.cluster.memory)}: {words}")
         shown = (
             range(len(self.stages)) if len(self.stages) <= 6 else [0, 1, 2, len(self.stages) - 2, len(self.stages) - 1]
         )
@@ -118,7 +134,7 @@ class LayoutPlan:
         for name in (*StageBytes._fields[:-1], "peak"):
             cells = [format_bytes(getattr(self.stages[stage], name)).rjust(10) for stage in shown]
             lines.append("  ".join([name.ljust(14), *cells]))
-        return "\n".join(lines)
+        return "\n".join([*lines, f"to train in this layout: neuronx-dist train {self.train_flags()}"])
 
     @property
     def plan(self) -> Plan:

@@ -249,7 +249,7 @@ def _typed(value: Any, type_: type, where: str) -> Any:
         PlanError: it has another type.
     """
     if not isinstance(value, type_) or (type_ is int and isinstance(value, bool)):
-        raise PlanError(f"{where} has {short(value)}, and not a {type_.__name__}")
+        raise PlanError(f"{where} has {short(value)}, which is no {type_.__name__}")
     return value
 
 

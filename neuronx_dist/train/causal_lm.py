@@ -62,7 +62,8 @@ def model_shape(args: Namespace) -> ModelShape:
 def _config_file(args: Namespace) -> Path:
     file = Path(args.model) / "config.json"
     if not file.is_file():
-        raise ValueError(f"--model {args.model} has no config.json: give the folder of a Hugging Face model")
+        gguf = ", which `neuronx-dist convert` writes from a GGUF file" if args.model.endswith(".gguf") else ""
+        raise ValueError(f"--model {args.model} has no config.json: give the folder of a Hugging Face model{gguf}")
     return file
 
 

@@ -17,6 +17,7 @@ from . import rank_exit
 from .auto_layout import choose_layout
 from .causal_lm import model_shape
 from .flags import check_flags, layout_of, parser, processes_of
+from .run_folder import check_resume
 from .training_run import run_rank
 
 __all__ = ["arguments", "run"]
@@ -80,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
             rank_exit.say(choose_layout(args, words, started)[0])
         if started is not None or (args.check is not None and not args.auto):
             return run_rank(args)
+        check_resume(args)
         size = processes_of(args, torch.accelerator.device_count())
         if args.auto:
             why, flags = choose_layout(args, words, size)

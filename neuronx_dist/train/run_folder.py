@@ -12,13 +12,32 @@ from typing import Any
 from .. import comm
 from ..checkpoint.api import has_checkpoint
 from ..checkpoint.errors import CheckpointError
+from ..checkpoint.storage import open_storage
+from ..checkpoint.tags import CheckpointFolder
 from ..planning.layout import Layout
 from . import rank_exit
 from .run_checkpoints import folder_of
 
-__all__ = ["choose_folder", "make_folder"]
+__all__ = ["check_resume", "choose_folder", "make_folder"]
 
 _PATIENCE = 10.0  # seconds until another host sees a new folder; network file systems remember what was not there
+
+
+def check_resume(args: Namespace) -> None:
+    """Refuses `--resume` and `--resume TAG` of a checkpoint that is not there.
+
+    Raises:
+        ValueError: there is no complete checkpoint, or none of this tag.
+    """
+    if args.resume in (None, "auto"):
+        return
+    if not has_checkpoint(folder_of(args)):
+        raise ValueError(f"--resume: there is no complete checkpoint in {folder_of(args)}; --resume auto starts anew")
+    if args.resume:
+        try:
+            CheckpointFolder(open_storage(folder_of(args))).find(args.resume)
+        except CheckpointError as error:
+            raise ValueError(f"--resume {args.resume}: {error}") from None
 
 
 def choose_folder(args: Namespace, layout: Layout) -> list[Any]:
@@ -100,8 +119,8 @@ def _choice(args: Namespace, layout: Layout, launches: list[Any], again: bool) -
             raise ValueError(f"--resume auto: {out} is not the folder of a run, it has no run.json; give another --out")
         if (out / "model").exists() and not has_checkpoint(folder_of(args)):
             raise ValueError(f"--resume auto: {out} has a run that has ended, and no checkpoint; give another --out")
-    elif not has_checkpoint(folder_of(args)):
-        raise ValueError(f"--resume: there is no complete checkpoint in {folder_of(args)}; --resume auto starts anew")
+    else:
+        check_resume(args)
     return args.out, args.resume
 
 

@@ -22,6 +22,8 @@ from neuronx_dist.planner.plans import LayoutPlan, Plans
 from neuronx_dist.planner.seconds import StepSeconds
 from neuronx_dist.planner.workload import workload_of
 from neuronx_dist.planning.plan import Plan, PlanError
+from neuronx_dist.train.command import arguments
+from neuronx_dist.train.flags import layout_of
 from tests.support.llama import tiny_llama
 from tests.support.pages import run_page
 from tests.support.paths import DOCS, ROOT
@@ -51,6 +53,20 @@ def test_a_plan_adds_up() -> None:
         assert 0 < plan.mfu < 0.7
     text = found[0].explain()
     assert f"{found[0].seconds.total:.4g} s a step" in text and "matrix products" in text and "activations" in text
+
+
+def test_the_flags_of_a_plan_are_its_layout() -> None:
+    parser = arguments()
+    for limits in ({}, {"pp": 4, "schedule": ["interleaved", "zb_v"], "recompute": "norms"}, {"tp": 4, "cp": 2}):
+        for plan in plans(constraints=limits, top_k=3):
+            flags = parser.parse_args(plan.train_flags().split())
+            layout = plan.layout if plan.layout.pp > 1 else replace(plan.layout, schedule=None)
+            assert layout_of(flags, flags.nproc) == layout
+            assert (flags.fused_loss, flags.recompute) == (
+                plan.candidate.fused_loss,
+                plan.candidate.recompute or "none",
+            )
+            assert plan.explain().endswith(f"neuronx-dist train {plan.train_flags()}")
 
 
 def test_why_not_says_how_much_slower_and_by_what() -> None:
@@ -86,6 +102,9 @@ def test_a_file_is_edited_loaded_and_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     edited = LayoutPlan.load(path, "llama-8b", where)
     assert edited.candidate == replace(best.candidate, recompute="full") and edited.peak < best.peak
+    content["job"]["recompute"], content["microbatches"] = "", 1
+    path.write_text(json.dumps(content))
+    assert re.search(r"GiB \(\d+%\) too much, it does not fit\n", LayoutPlan.load(path, "llama-8b", where).explain())
     with pytest.raises(PlanError) as refused:
         LayoutPlan.load(path, "llama-70b", where.of(16))
     assert "8,030,261,248 parameters in the plan, llama-70b with 70,553,706,496 here" in str(refused.value)
@@ -100,7 +119,7 @@ def test_a_file_is_edited_loaded_and_refused(tmp_path: Path) -> None:
         LayoutPlan.load(path, "llama-8b", where)
     content["job"] = {"cp": "two"}
     path.write_text(json.dumps(content))
-    with pytest.raises(PlanError, match="job: cp has 'two', and not a int"):
+    with pytest.raises(PlanError, match="job: cp has 'two', which is no int"):
         Plan.load(path)
 
 
@@ -207,7 +226,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert main(["plan", "--model", "none", *COMMAND[3:]]) == 2
     assert "there is no model 'none'" in capsys.readouterr().err
     assert main([*COMMAND, "--cluster", "h1000"]) == 1
-    assert "there is no cluster" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("neuronx-dist plan: there is no cluster")
+    assert main([*COMMAND, "--why-not", "tp=4", "--save", str(path)]) == 0
+    assert f"saved plan 1 as {path}" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -69,3 +69,10 @@ def test_missing_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None
     assert "required: --plan" in capsys.readouterr().err
     assert main(["plan", "--model", "llama-8b", "--cluster", "cpu", "--batch", "8"]) == 2
     assert "required: --seq-len" in capsys.readouterr().err
+    assert main(["plan", "--model", "llama-8b"]) == 2
+    assert "required: --cluster, --batch, --seq-len" in capsys.readouterr().err
+
+
+def test_validate_asks_for_the_folder_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "validate", "--model", "llama-8b", "--cluster", "cpu", "--plan", "a.json"]) == 1
+    assert "neuronx-dist plan: there is no config llama-8b: pass the folder" in capsys.readouterr().err

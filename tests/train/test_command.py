@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 
 import neuronx_dist as nxd
 from neuronx_dist import __main__
+from neuronx_dist.checkpoint.tags import DONE, MARKER
 from neuronx_dist.comm import run_command
 from neuronx_dist.train import command
 from neuronx_dist.train.auto_layout import cluster_of_host
@@ -87,6 +88,9 @@ def test_what_cannot_work_is_refused_before_ranks_start(started: Any, tmp_path: 
     nested = {"text_config": {"num_hidden_layers": 2, "num_attention_heads": 4}}
     (tmp_path / "nested" / "config.json").write_text(json.dumps(nested))
     (tmp_path / "run.json").write_text(json.dumps({"flags": {"tp": 3}}))
+    (tmp_path / "checkpoints" / "step_3").mkdir(parents=True)
+    for name in (MARKER, DONE):
+        (tmp_path / "checkpoints" / "step_3" / name).touch()
     for flags, message in (
         ("--tp 3", "4 key/value heads (shared by 8 query heads) cannot be split over tp 3"),
         (f"--config {tmp_path / 'run.json'}", "cannot be split over tp 3"),
@@ -99,9 +103,12 @@ def test_what_cannot_work_is_refused_before_ranks_start(started: Any, tmp_path: 
         ("--data /no/such/folder", "no file or folder /no/such/folder"),
         ("--out .", ". exists, and a run does not write over another"),
         ("--model /no/such/model", "has no config.json"),
+        ("--model a.gguf", "which `neuronx-dist convert` writes from a GGUF file"),
         (f"--model {tmp_path / 'model'} --tp 4", "6 attention heads"),
         (f"--model {tmp_path / 'nested'} --pp 3", "3 pipeline stages for 2 layers"),
         ("--resume", "--resume needs --out"),
+        (f"--tp 2 --out {tmp_path / 'new'} --resume", "there is no complete checkpoint in"),
+        (f"--tp 2 --out {tmp_path} --resume step_4", "step_4: there is no checkpoint 'step_4' in"),
         ("--overlap", "--overlap needs --zero1"),
         ("--steps 0", "--steps must be at least 1, not 0"),
         ("--seq-len 1", "--seq-len must be at least 2, not 1: each token is predicted from those before it"),
