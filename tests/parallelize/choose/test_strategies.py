@@ -43,7 +43,7 @@ def test_a_softmax_over_one_position_is_cut_along_other_dims():
 def test_experts_are_cut_in_every_dtype_of_the_grouped_product():
     """Columns and rows of the weights: torch's form for meta tensors takes bfloat16 alone."""
     offsets = torch.tensor([8, 16], dtype=torch.int32)
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         tokens, weights = parameter(16, 32).detach().to(dtype), parameter(2, 32, 64).detach().to(dtype)
         found = by_name(call_of(F.grouped_mm, tokens.requires_grad_(), weights.requires_grad_(), offs=offsets))
         assert found["S(2) of operand 1"] == ((R, S(2), R), (S(1),))
