@@ -21,7 +21,8 @@ class Explanation(dict[str, Any]):
     `stage_seconds` are those of each pipeline stage, `step_seconds` those of a step. `parameter_bytes` (with gradients
     and optimizer state) and `saved_bytes` (for backward) are those of a rank. `gap` is the fraction of `seconds` above
     a lower bound, `gap_of`. `collectives` has the sums of each operator, `calls` a row for each call: its strategy,
-    its share of all that, and its other strategies with the seconds that the best plan with them takes longer.
+    its share of all that, and its other strategies with the seconds that the best plan with them takes longer, at most
+    these if `alternatives_exact` is False: then the search is approximate.
     """
 
     def __str__(self) -> str:
@@ -30,6 +31,7 @@ class Explanation(dict[str, Any]):
     def table(self, rows: int | None = _ROWS) -> str:
         """Returns the costs as text; `rows`: number of calls, those of most seconds first; None: all, in order."""
         costs, calls = self["costs"], self["calls"]
+        next_best = "next best" if self.get("alternatives_exact", True) else "next best (approximate)"
         gap = "not known" if self["gap"] is None else f"{self['gap']:.2%}"
         stages = ", ".join(map(_time, self["stage_seconds"]))
         lines = [
@@ -61,7 +63,7 @@ class Explanation(dict[str, Any]):
         if sums:
             lines += ["", *_aligned(("collective", "axis", "times", "sent forward", "backward", "in all"), sums)]
         ordered = calls if rows is None else sorted(calls, key=lambda row: -row["seconds"] * row["times"])[:rows]
-        lines += ["", *_aligned(_HEAD, [_row(row) for row in ordered])]
+        lines += ["", *_aligned((*_HEAD, next_best), [_row(row) for row in ordered])]
         if len(ordered) < len(calls):
             rest = sum(row["seconds"] * row["times"] for row in calls) - sum(r["seconds"] * r["times"] for r in ordered)
             lines.append(f"and {len(calls) - len(ordered)} more kinds of calls: {_time(rest)}; table(None) lists all")
@@ -92,7 +94,7 @@ def explain(parallel: ParallelModule | type[ParallelModule]) -> Explanation:
     return Explanation(name=module_class.__name__, layout=layout, **plan["costs"])
 
 
-_HEAD = ("times", "call", "strategy", "all", "collectives", "saved each", "next best")
+_HEAD = ("times", "call", "strategy", "all", "collectives", "saved each")
 
 
 def _row(row: Mapping[str, Any]) -> tuple[Any, ...]:

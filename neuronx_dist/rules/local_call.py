@@ -19,6 +19,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from .containers import Arguments, edited, substituted
 from .spec import Dims, Rule, Spec
@@ -37,6 +38,8 @@ __all__ = [
 ]
 
 _ENDS = ("sum", "mean")  # kinds of `Spec.reduced` in which shards give summands
+# Kernels that want rows of 16 bytes; that for meta tensors takes bfloat16 alone, those of devices float32 and float16.
+_GROUPED = [f for f in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)) if f is not None]
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,8 @@ def _scaled(arguments: Arguments, cuts: Sequence[tuple[int, int]]) -> Iterator[A
 
 def _returns(function: Callable[..., Any], arguments: Arguments, shapes: Sequence[tuple[int, ...]]) -> bool:
     """Returns True if a call on meta tensors has results of these shapes, or torch has no kernel for it."""
+    if function in _GROUPED:
+        return all(x.shape[-1] * x.itemsize % 16 == 0 for x in tensors_of(arguments[0]) if x.is_floating_point())
     try:
         results = tensors_of(function(*arguments[0], **arguments[1]))
     except NotImplementedError:  # a function without a kernel for meta tensors

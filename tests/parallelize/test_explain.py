@@ -118,6 +118,13 @@ def test_a_limit_of_memory_costs_seconds() -> None:
     assert free["gap"] == 0.0 and tight["gap"] == pytest.approx(1 - free["seconds"] / tight["seconds"])
 
 
+def test_alternatives_of_a_search_that_limits_conversions_are_approximate(tmp_path: Path) -> None:
+    costs = explain(divided(tmp_path, "mlp", costs=EAGER))
+    assert costs["alternatives_exact"] and "(approximate)" not in str(costs)
+    costs["alternatives_exact"] = False
+    assert "next best (approximate)" in str(costs)
+
+
 def test_what_is_no_parallel_module() -> None:
     with pytest.raises(TypeError, match="explain takes a module or class that parallelize returned, got Linear"):
         explain(nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from neuronx_dist import Mesh
 from neuronx_dist.comm import threads
 from neuronx_dist.parallelize import ComputeConfig, parallelize
+from neuronx_dist.planning.costs import CPU
 from neuronx_dist.program.record import record_program
 from neuronx_dist.program.recording import TracingError
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
@@ -146,8 +149,12 @@ def test_grouped_products(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     program = assert_equal(model, MIXTRAL.inputs())
     assert [call.name for call in program.calls].count("_grouped_mm") == 4
     assert not [record for record in logged if record.levelno >= logging.ERROR]
-    parallelize(model, MIXTRAL.inputs(), "tp", ComputeConfig(2, 2), gen_savedir=tmp_path, load_module=False)
+    config = ComputeConfig(2, 2, pas_config={"costs": replace(CPU, flops=1e6)})  # so slow that all is divided
+    parallelize(model, MIXTRAL.inputs(), "tp", config, gen_savedir=tmp_path, load_module=False)
     assert "values: equal to one process" in next(tmp_path.rglob("proof.txt")).read_text()
+    costs = json.loads(next(tmp_path.rglob("plan.json")).read_text())["costs"]
+    strategies = {row["strategy"] for row in costs["calls"] if row["function"] == "_grouped_mm"}
+    assert strategies == {"S(2, stride=2) of operand 1", "S(1) of operand 0"}  # columns, and rows
 
 
 def test_what_fails_on_values_too_says_why() -> None:

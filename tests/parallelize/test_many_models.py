@@ -11,9 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallelize.support.many_models import COLUMNS, MANY, cell, installed, rows, write
+from tests.parallelize.support.many_models import COLUMNS, MANY, PLANS, cell, installed, others, rows, write
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+# Configurations with a plan whose models are refused: why.
+REFUSED = {
+    "DiffusionGemmaTextConfig": "ValueError",  # returns a cache
+    "Gemma3nTextConfig": "TracingError",  # writes parameters in forward
+    "HiggsAudioV2Config": "TracingError",  # branches on values
+}
 FEW = {"Mixtral": "tp2", "DeepSeek V3": "pp2", "BLOOM": "autodist4", "ALBERT": "tp2"}
 
 
@@ -26,6 +32,12 @@ def test_model(package: str, name: str, tmp_path: Path) -> None:
     if os.environ.get("NXD_UPDATE_TEXTS"):
         write(package, name, found)
     assert rows().get((package, name), found) == found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*others(), *REFUSED])
+def test_tp_of_other_configurations(name: str, tmp_path: Path) -> None:
+    assert cell(PLANS, name, "tp2", tmp_path) == (f"refused, {REFUSED[name]}" if name in REFUSED else "exact")
 
 
 @pytest.mark.parametrize("name, layout", FEW.items(), ids=lambda each: each.replace(" ", "-"))

@@ -68,6 +68,22 @@ class Solution(NamedTuple):
     cost: float
 
 
+class _Attempt(NamedTuple):
+    """A search, exact or simpler.
+
+    Attributes:
+        left_whole: calls that every rank makes in full.
+        forms: number of types that a value of many consumers may be converted to; None: any number.
+        tied: False: each consumer of a parameter chooses the parameter's type.
+        has_bound: False: calls that depend on parameters are left whole, so that no bound of other divisions is known.
+    """
+
+    left_whole: set[Call]
+    forms: int | None = None
+    tied: bool = True
+    has_bound: bool = True
+
+
 class StrategyChoice:
     """The choice to be made in a program: the strategies of each call, the types of each leaf, and their costs."""
 
@@ -81,27 +97,25 @@ class StrategyChoice:
         # From exact to simpler; the next attempt is made if a table would be too large, as where all layers read the
         # same value, or the same weights, which couple their variables.
         whole = independent if negligible else set()
-        self._last = independent, 1, False
-        self._attempts: list[tuple[set[Call], int | None, bool]]
-        self._attempts = [(whole, None, True), *((independent, forms, True) for forms in (None, 2, 1)), self._last]
-        self._build(*self._attempts.pop(0))
+        self._attempts = [_Attempt(whole), *(_Attempt(independent, forms) for forms in (None, 2, 1))]
+        self._attempts += [_Attempt(independent, 1, tied=False)]
+        self._build(self._attempts.pop(0))
         self.price = 0.0  # of memory, of the division that `fitting` returned
         self._least = 0.0  # seconds of the fastest division
 
-    def _build(self, left_whole: set[Call], forms: int | None, tied: bool) -> None:
-        """Computes the options of each call, and their tables.
-
-        Args:
-            left_whole: calls that every rank makes in full.
-            forms: number of types that a value of many consumers may be converted to; None: any number.
-            tied: False: each consumer of a parameter chooses the parameter's type.
-        """
-        self.left_whole, self.forms = left_whole, forms
-        self.options = self._possible(self.candidates, left_whole)
-        backward = self.program.training
+    def _build(self, attempt: _Attempt) -> None:
+        """Computes the options of each call, and their tables."""
+        self._attempt, (self.left_whole, self.forms, tied, _) = attempt, attempt
+        self.options = self._possible(self.candidates)
+        backward, forms = self.program.training, self.forms
         self.tables = CostTables(
             self.program, self.size, self.costs, self.options, self.types, backward=backward, forms=forms, tied=tied
         )
+
+    @property
+    def alternatives_are_exact(self) -> bool:
+        """Whether the search limits no conversions: otherwise `alternatives` may be cheaper than it returns."""
+        return self.forms is None
 
     def _leaf_types(self, candidates: Mapping[Call, Sequence[Strategy]]) -> dict[Value, list[SpmdType]]:
         """Returns the types that each leaf may have: a parameter I, or the shards that its consumers want."""
@@ -124,9 +138,7 @@ class StrategyChoice:
             types[value] = left
         return types
 
-    def _possible(
-        self, candidates: Mapping[Call, Sequence[Strategy]], left_whole: set[Call]
-    ) -> dict[Call, list[Strategy]]:
+    def _possible(self, candidates: Mapping[Call, Sequence[Strategy]]) -> dict[Call, list[Strategy]]:
         """Returns the strategies whose operand types are reachable, the fastest for each combination of types."""
         reachable_types: dict[Value, set[SpmdType]] = {value: set(types) for value, types in self.types.items()}
         options: dict[Call, list[Strategy]] = {}
@@ -136,7 +148,7 @@ class StrategyChoice:
             for strategy in candidates[call]:
                 if not self.constraints.allows(call, strategy):
                     continue
-                if (call in left_whole or self.size == 1) and not is_whole(strategy):
+                if (call in self.left_whole or self.size == 1) and not is_whole(strategy):
                     continue
                 wants = zip(operands, strategy.operands, strict=True)
                 if all(reachable(value, reachable_types[value], want, self.size) for value, want in wants):
@@ -188,10 +200,8 @@ class StrategyChoice:
         tables += [self.tables.only(call, strategy) for call, strategy in (forced or {}).items()]
         try:
             choice = minimize(self.tables.sizes, tables, limit=LARGEST)
-        except TooLarge:
-            if not self._attempts:
-                raise
-            self._build(*self._attempts.pop(0))
+        except TooLarge as error:
+            self._build(self._attempts.pop(0) if self._attempts else self._with_fewer_calls(error.variables))
             return self.solve(price, forced)
         except Impossible as impossible:
             owners = [self.tables.owner[variable] for variable in impossible.variables]
@@ -214,9 +224,15 @@ class StrategyChoice:
         """Returns for each call its strategies with the seconds that the program takes longer with them, at best.
 
         Memory is in these seconds at the price of the division that `fitting` returned. Strategies that cannot be
-        combined with the rest are left out.
+        combined with the rest are left out. Weights whose consumers chose their types one by one have the types of the
+        division that `fitting` returned.
         """
         tables = self.tables.all(self.price)
+        if any(self.tables.copies.values()):
+            choice = self._with_types(minimize(self.tables.sizes, tables, limit=LARGEST).values)
+            choice.price = self.price
+            choice.solve(self.price)
+            return choice.alternatives()
         found = minimize(self.tables.sizes, tables, limit=LARGEST, marginals=True)
         alternatives = {}
         for call, options in self.options.items():
@@ -227,6 +243,8 @@ class StrategyChoice:
     def least(self) -> float | None:
         """Returns seconds that no division of these constraints is below, at any memory; None: they are not known."""
         least = self._least
+        if not self._attempt.has_bound:
+            return None
         if self.forms is not None:
             tables = self.tables.all(0.0, relaxed=True)
             try:
@@ -234,6 +252,21 @@ class StrategyChoice:
             except TooLarge:
                 return None
         return least - sum(sum(self.tables.seconds(call, self.options[call][0])) for call in self.left_whole)
+
+    def _with_fewer_calls(self, variables: Sequence[int]) -> _Attempt:
+        """Returns an attempt that leaves the calls of too large a table whole, such as those of a recurrence.
+
+        Raises:
+            PlanError: the plan names strategies of all of them.
+        """
+        owners = dict.fromkeys(self.tables.owner[variable] for variable in variables)
+        calls = {x for x in owners if isinstance(x, Call) and not self.constraints.strategies.get(x)} - self.left_whole
+        if not calls:
+            raise PlanError(
+                f"the search of a division over {self.size} ranks is too large, at {_listed([*owners])}: use the "
+                f"policy 'dp', 'data' or 'pp', or name the strategies of fewer calls"
+            ) from None
+        return _Attempt(self.left_whole | calls, 1, tied=False, has_bound=False)
 
     def _with_types(self, values: Sequence[int]) -> StrategyChoice:
         """Returns the choice in which a parameter has the type that most of its consumers have chosen."""
@@ -246,8 +279,8 @@ class StrategyChoice:
         choice = StrategyChoice(
             self.program, self.axis, self.size, self.costs, constraints, lambda call, size: self.candidates[call]
         )
-        choice._build(*self._last)
-        choice._attempts.clear()
+        choice._attempts = [*self._attempts]
+        choice._build(self._attempt)
         return choice
 
     def fitting(self, memory: float | None, *, stages: int = 1) -> Division:

@@ -4,7 +4,8 @@ seconds              forward and backward of one microbatch, computing and colle
 bytes                what a rank sends, and what it holds: parameters with gradients and optimizer state, and what
                      is saved for backward
 alternatives         of a call: each of its strategies, with the seconds that the best division that has it takes
-                     longer than the best one
+                     longer than the best one; `alternatives_exact` is False if the search limits conversions or has
+                     fixed the types of shared weights, so that they may be cheaper
 gap                  the seconds above a lower bound of all divisions, as a fraction of the seconds
 """
 
@@ -92,6 +93,7 @@ def plan_costs(choice: StrategyChoice, division: Division) -> dict[str, Any]:
         "parameter_bytes": round(held.parameters / len(stages)),
         "saved_bytes": round(held.activations),
         **_gap(choice, division, seconds),
+        "alternatives_exact": choice.alternatives_are_exact,
         "collectives": list(collectives.values()),
         "calls": list(rows.values()),
     }

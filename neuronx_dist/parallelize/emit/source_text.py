@@ -160,8 +160,10 @@ def _container(x: Any, imports: Imports, text: Callable[[Any], str]) -> str:
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         fields = [field for field in dataclasses.fields(x) if field.init]
         return f"{imports.name(kind)}({', '.join(f'{f.name}={text(getattr(x, f.name))}' for f in fields)})"
-    advice = ": draw without generator=, or pass the numbers as an argument" if kind is torch.Generator else ""
-    raise ValueError(f"a {kind.__name__} cannot be written into a program: {x!r}{advice}")
+    advice = "draw without generator=, or pass the numbers as an argument"
+    if kind is not torch.Generator:
+        advice = "wrap the module in one that takes and returns tensors, numbers, strings and containers of them"
+    raise ValueError(f"a {kind.__name__} cannot be written into a program: {x!r}: {advice}")
 
 
 def call_text(

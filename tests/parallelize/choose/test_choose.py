@@ -259,24 +259,45 @@ def test_values_that_many_calls_read_are_chosen_in_time():
         assert conversion(value, have, want, 2) is not None
 
 
-def test_layers_that_share_their_weights_are_divided_as_if_the_search_were_exact(monkeypatch):
+def shared_layers():
+    """Three residual blocks with the same weights; types in which both weights are sharded."""
     lines = Lines(torch.float32)
     up, down = lines.parameter("up", 4096, 1024), lines.parameter("down", 1024, 4096)
     x = lines.input("x", 512, 1024)
     for _ in range(3):
         h = lines(torch.relu, lines(F.linear, x, up))
         x = lines(torch.add, x, lines(F.linear, h, down))
-    program = lines.program(lines(torch.sum, x))
-    shards = Constraints(types={up: (S(0), S(1)), down: (S(0), S(1))})
-    exact_choice = choose(program, "tp", 2, costs=H100, constraints=shards)
+    types = {up: (S(0), S(1)), down: (S(0), S(1))}
+    return lines.program(lines(torch.sum, x)), types
+
+
+def test_layers_that_share_their_weights_are_divided_as_if_the_search_were_exact(monkeypatch):
+    program, types = shared_layers()
+    constraints = Constraints(types=types)
+    exact_choice = choose(program, "tp", 2, costs=H100, constraints=constraints)
     monkeypatch.setattr(exact, "LARGEST", 500)
-    attempts = []
-    build = StrategyChoice._build
-    monkeypatch.setattr(StrategyChoice, "_build", lambda self, *how: (attempts.append(how[1:]), build(self, *how)))
-    division = choose(program, "tp", 2, costs=H100, constraints=shards)
-    assert (1, False) in attempts
+    problem = StrategyChoice(program, "tp", 2, H100, constraints, lambda call, size: candidates(call, "tp", size))
+    division = problem.fitting(None)
+    assert any(problem.tables.copies.values()) and not problem.alternatives_are_exact
     assert division.types == exact_choice.types
+    up, down = types
     assert (division.types[up], division.types[down]) == (S(0), S(1))
+    # Alternatives are of these types, too: the strategy of the division is the best one, and no other one gains.
+    for call, options in problem.alternatives().items():
+        assert min(more for _, more in options) == 0.0
+        assert [more for option, more in options if option is division.strategies[call]] == [0.0]
+
+
+def test_a_search_that_is_too_large_leaves_the_calls_of_its_largest_table_whole(monkeypatch):
+    program, types = shared_layers()
+    monkeypatch.setattr(exact, "LARGEST", 150)
+    problem = StrategyChoice(program, "tp", 2, H100, Constraints(), lambda call, size: candidates(call, "tp", size))
+    division = problem.fitting(None)
+    assert problem.left_whole and problem.least() is None
+    assert all(exact.is_whole(division.strategies[call]) for call in problem.left_whole)
+    every = Constraints({call: [lambda strategy: True] for call in program.calls})
+    with pytest.raises(PlanError, match=r"search .* too large, at .*linear\(.*: use the policy 'dp', "):
+        choose(program, "tp", 2, costs=H100, constraints=every)
 
 
 def test_what_is_kept_for_backward():

@@ -40,6 +40,17 @@ def test_a_softmax_over_one_position_is_cut_along_other_dims():
     assert by_name(call_of(F.softmax, parameter(4, 1), -1))["S(0) of operand 0"] == ((S(0),), (S(0),))
 
 
+def test_experts_are_cut_in_every_dtype_of_the_grouped_product():
+    """Columns and rows of the weights: torch's form for meta tensors takes bfloat16 alone."""
+    offsets = torch.tensor([8, 16], dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        tokens, weights = parameter(16, 32).detach().to(dtype), parameter(2, 32, 64).detach().to(dtype)
+        found = by_name(call_of(F.grouped_mm, tokens.requires_grad_(), weights.requires_grad_(), offs=offsets))
+        assert found["S(2) of operand 1"] == ((R, S(2), R), (S(1),))
+        assert found["S(1) of operand 0"] == ((S(1), S(1), R), (P,))
+        assert "S(2) of operand 1" not in by_name(call_of(F.grouped_mm, tokens, weights, offs=offsets), 32)
+
+
 def test_blocks_of_a_fused_projection():
     """qkv in one weight: `chunk(3)` keeps a cut of each third, and the linear layer before it offers that cut."""
     linear = call_of(F.linear, parameter(4, 8), parameter(12, 8))

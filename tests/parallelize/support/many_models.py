@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuronx_dist.parallelize import EmittedProgramError
+from neuronx_dist.program.recording import TracingError
+from tests.hf.every_plan import inputs_of, model_of
 from tests.parallelize.support import matrix, models
 from tests.shard_tensor.support.model_of import Model
 from tests.shard_tensor.support.models import PACKAGES
@@ -44,6 +46,9 @@ OTHERS_OF_TRANSFORMERS = (
     "ConvNextForImageClassification",
     "DPTForSemanticSegmentation",
 )
+
+PLANS = "plans"
+"""The package of tiny models of all configurations of transformers with a tensor-parallel plan."""
 
 LEFT_OUT = ("CrossFormer",)
 """It runs in float32 only, where gradients of its biases before softmax, zero in exact numbers, are rounding alone."""
@@ -98,11 +103,18 @@ class _Float32(TorchDispatchMode):
         return result
 
 
+def _made(package: str, name: str) -> Made:
+    if package == PLANS:
+        model = model_of(name)
+        return model, inputs_of(model)
+    return MANY[package, name]()
+
+
 def case_of(package: str, name: str) -> matrix.Case:
     """A module, its arguments, and the tolerance: float32's if forward computes anything in float32."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        module, arguments = MANY[package, name]()
+        module, arguments = _made(package, name)
         config: Any = getattr(module, "config", None)
         if package == "transformers" and hasattr(config, "use_cache"):
             config.use_cache = False
@@ -127,7 +139,7 @@ def cell(package: str, name: str, layout: str, folder: Path) -> str:
         ranks = matrix.on_threads(key, layout, folder, optimizers=["SGD"])
     except EmittedProgramError:
         raise
-    except ValueError as error:  # TracingError and PlanError are, too
+    except (ValueError, TracingError) as error:  # PlanError is a ValueError
         return f"refused, {type(error).__name__}"
     matrix.assert_same([runs[0] for runs in ranks], wanted, matrix.case(key).tolerance)
     return "exact"
@@ -139,10 +151,17 @@ def rows() -> dict[tuple[str, str], list[str]]:
     return {(package, name): cells.split(" | ") for package, name, cells in found}
 
 
+def others() -> list[str]:
+    """Returns the configurations that the page names as exact under tp over two ranks."""
+    return re.findall(r"`(\w+Config)`", PAGE.read_text())
+
+
 def write(package: str, name: str, found: list[str]) -> None:
     """Writes a row of the page, in the order of `MANY`."""
     table = rows() | {(package, name): found}
-    head, _, _ = PAGE.read_text().partition("| package |")
+    head, _, rest = PAGE.read_text().partition("| package |")
+    _, _, tail = rest.partition("|\n\n")  # the page's sections behind the table
     titles = ["package", "model", *COLUMNS.values()]
     lines = [f"| `{key[0]}` | {key[1]} | {' | '.join(table[key])} |" for key in MANY if key in table]
-    PAGE.write_text(head + "\n".join([f"| {' | '.join(titles)} |", f"|{' --- |' * len(titles)}", *lines]) + "\n")
+    text = "\n".join([f"| {' | '.join(titles)} |", f"|{' --- |' * len(titles)}", *lines])
+    PAGE.write_text(f"{head}{text}\n\n{tail}")
