@@ -7,9 +7,9 @@ traffic.py       the collectives of a step, counted
 seconds.py       seconds of parts of a model, of a pipeline, of a reduction
 simulation.py    seconds of a pipeline, by a pass over its tasks
 stage_memory.py  bytes of a rank, by stage, in closed form
-simulation.py    the seconds of a pipeline's step, by its schedule
 predictor.py     `Predictor`: seconds and bytes of a candidate; computed once what candidates share
 search.py        the fastest candidates that fit, exact, by bounds
+layout_plan.py   `LayoutPlan`: a layout with its predictions, as text, flags and file
 plans.py         `nxd.plan`, `Plans`: tables, explanations, what does not work and what would
 report.py        the plans as one HTML file
 command.py       `neuronx-dist plan`; job_commands.py: `plan measure` and `plan validate`
@@ -20,7 +20,8 @@ calibration.py   errors of predictions; a cluster corrected by measured steps
 from .calibration import calibrated
 from .candidate import Candidate
 from .cluster import Cluster, ClusterError, Link
-from .plans import LayoutPlan, Plans, plan
+from .layout_plan import LayoutPlan
+from .plans import Plans, plan
 from .predictor import Predictor
 from .validation import Validation, validate
 from .workload import Workload, workload_of

@@ -10,7 +10,7 @@ from ..comm.launch import init_distributed
 from ..mesh import Mesh
 from ..parallel_layers.parallel_state import initialize_model_parallel
 from .cluster import Cluster
-from .plans import LayoutPlan
+from .layout_plan import LayoutPlan
 from .validation import validate
 from .workload import config_of
 

@@ -10,23 +10,21 @@ plans[0].save("llama.plan.json")
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cached_property
-from os import PathLike
 from typing import Any
 
 from ..nearest import nearest
-from ..planning.layout import DTYPES, Layout, format_bytes, format_count
-from ..planning.plan import JobPlan, Plan, PlanError
-from .candidate import RECOMPUTED, Candidate
+from ..planning.layout import DTYPES, format_bytes, format_count
+from ..planning.plan import PlanError
+from .candidate import RECOMPUTED
 from .cluster import Cluster
+from .layout_plan import TERMS, LayoutPlan
 from .predictor import Predictor
 from .search import MARGIN, SCHEDULES, Found, Job, groups, search, smallest
-from .seconds import StepSeconds
-from .stage_memory import StageBytes
-from .workload import Workload, workload_of
+from .workload import workload_of
 
-__all__ = ["CONSTRAINTS", "TERMS", "LayoutPlan", "Plans", "plan"]
+__all__ = ["CONSTRAINTS", "Plans", "plan"]
 
 _DEGREES = ("tp", "pp", "cp", "ep", "dp", "num_microbatches", "micro_batch", "virtual_pipeline_size")
 #: Names of constraints, with the values that they can have; None: positive integers.
@@ -36,181 +34,6 @@ CONSTRAINTS: dict[str, tuple[Any, ...] | None] = {
     "recompute": RECOMPUTED,
     "schedule": tuple(dict.fromkeys(name for name, _ in SCHEDULES)),
     "dtype": DTYPES,
-}
-
-
-@dataclass(frozen=True)
-class LayoutPlan:
-    """A layout that fits, with what it is predicted to take.
-
-    Attributes:
-        candidate: the layout and the options of its step.
-        seconds: of a step, by term.
-        stages: bytes of a rank, by stage.
-        workload, cluster: what it was predicted for.
-    """
-
-    candidate: Candidate
-    seconds: StepSeconds
-    stages: tuple[StageBytes, ...]
-    workload: Workload
-    cluster: Cluster
-
-    @property
-    def layout(self) -> Layout:
-        return self.candidate.layout
-
-    @property
-    def peak(self) -> float:
-        """Bytes of the rank that needs most."""
-        return max(stage.peak for stage in self.stages)
-
-    @property
-    def margin(self) -> float:
-        """Share of a device's memory that is left."""
-        return 1 - self.peak / self.cluster.memory
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second and device."""
-        layout = self.layout
-        return layout.global_batch * layout.seq_len / self.seconds.total / layout.world_size
-
-    @property
-    def mfu(self) -> float:
-        """Share of the peak that the model's operations are, without those that are computed again."""
-        flops = self.workload.flops_per_token(self.layout.seq_len) * self.tokens_per_second
-        return flops / self.cluster.peak[self.layout.dtype]
-
-    def words(self) -> str:
-        """Returns the layout in a line."""
-        layout, candidate = self.layout, self.candidate
-        degrees = [("tp", layout.tp), ("pp", layout.pp), ("cp", layout.cp), ("ep", layout.ep), ("dp", layout.dp)]
-        words = [f"{name} {size}" for name, size in degrees if size > 1] or ["one device"]
-        words += ["SP"] * layout.sequence_parallel + ["ZeRO-1"] * layout.zero1
-        words.append(f"{layout.num_microbatches} x {layout.micro_batch}")
-        if layout.pp > 1:
-            chunks = f" ({layout.virtual_pipeline_size} chunks)" if layout.virtual_pipeline_size > 1 else ""
-            words.append(f"{layout.schedule}{chunks}")
-        if candidate.recompute:
-            words.append(f"recompute {candidate.recompute}")
-        return ", ".join(words)
-
-    def train_flags(self) -> str:
-        """Returns the flags of `neuronx-dist train` for this layout, without those of the model and the data."""
-        layout, candidate = self.layout, self.candidate
-        options: dict[str, Any] = {"nproc": layout.world_size}
-        options |= {name: size for name in ("tp", "pp", "cp", "ep") if (size := getattr(layout, name)) > 1}
-        switches = ("sequence_parallel", "zero1", "pad_heads", "pad_vocab")
-        options |= {name: "" for name in switches if getattr(layout, name)}
-        options |= {"fused_loss": ""} if candidate.fused_loss else {}
-        options |= {"recompute": candidate.recompute} if candidate.recompute else {}
-        if layout.pp > 1:
-            options["schedule"] = layout.schedule
-        if layout.virtual_pipeline_size > 1:
-            options["virtual_pipeline_size"] = layout.virtual_pipeline_size
-        options |= {"microbatches": layout.num_microbatches, "global_batch": layout.global_batch}
-        options |= {"seq_len": layout.seq_len, "dtype": layout.dtype}
-        return " ".join(f"--{name.replace('_', '-')} {value}".rstrip() for name, value in options.items())
-
-    def explain(self) -> str:
-        """Returns the seconds by term, the bytes by stage and the command that trains in this layout, as text."""
-        seconds, total = self.seconds, self.seconds.total
-        lines = [
-            self.words(),
-            f"{total:.4g} s a step, {self.tokens_per_second:,.0f} tokens/s a device, MFU {self.mfu:.1%}",
-        ]
-        for field in fields(seconds):
-            value = getattr(seconds, field.name)
-            if value:
-                lines.append(f"  {TERMS[field.name]:46} {value:10.4g} s  {value / total:6.1%}")
-        left, rest = format_bytes(abs(self.cluster.memory - self.peak)), abs(self.margin)
-        words = f"{left} ({rest:.0%}) left" if self.margin >= 0 else f"{left} ({rest:.0%}) too much, it does not fit"
-        lines.append(f"peak {format_bytes(self.peak)} of {format_bytes(self.cluster.memory)}: {words}")
-        shown = (
-            range(len(self.stages)) if len(self.stages) <= 6 else [0, 1, 2, len(self.stages) - 2, len(self.stages) - 1]
-        )
-        lines.append("  ".join(["stage".ljust(14), *(str(stage).rjust(10) for stage in shown)]))
-        for name in (*StageBytes._fields[:-1], "peak"):
-            cells = [format_bytes(getattr(self.stages[stage], name)).rjust(10) for stage in shown]
-            lines.append("  ".join([name.ljust(14), *cells]))
-        return "\n".join([*lines, f"to train in this layout: neuronx-dist train {self.train_flags()}"])
-
-    @property
-    def plan(self) -> Plan:
-        """Returns the plan that a file holds."""
-        layout, candidate = self.layout, self.candidate
-        return Plan(
-            tp=layout.tp,
-            pp=layout.pp,
-            dp=layout.dp,
-            schedule=str(layout.schedule),
-            microbatches=layout.num_microbatches,
-            job=JobPlan(
-                cp=layout.cp,
-                ep=layout.ep,
-                sequence_parallel=layout.sequence_parallel,
-                zero1=layout.zero1,
-                pad_heads=layout.pad_heads,
-                pad_vocab=layout.pad_vocab,
-                virtual_pipeline_size=layout.virtual_pipeline_size,
-                global_batch=layout.global_batch,
-                seq_len=layout.seq_len,
-                dtype=layout.dtype,
-                recompute=candidate.recompute,
-                fused_loss=candidate.fused_loss,
-                model=self.workload.name,
-                num_parameters=self.workload.num_parameters,
-            ),
-        )
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Writes the plan's file, which `Plan.load` reads."""
-        self.plan.save(path)
-
-    @classmethod
-    def load(cls, path: str | PathLike[str], model: Any, cluster: Cluster) -> LayoutPlan:
-        """Reads a plan's file, which may have been edited, and predicts its step.
-
-        Raises:
-            PlanError: the file is no plan of `nxd.plan`, or was made for another model or number of devices, or its
-                layout is impossible; the message lists the differences.
-        """
-        planned, workload = Plan.load(path), workload_of(model)
-        if planned.job is None:
-            raise PlanError(f"{path} is a plan of `parallelize`, which has no batch: use a file of `nxd.plan`")
-        candidate = _candidate_of(planned, workload, cluster.devices, str(path))
-        predictor = Predictor(workload, cluster)
-        stages = tuple(predictor.stage_bytes(candidate, stage) for stage in range(candidate.layout.pp))
-        return cls(candidate, predictor.seconds(candidate), stages, workload, cluster)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the plan and its figures as data for JSON."""
-        figures = {"seconds": self.seconds.total, "tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
-        return {
-            "layout": asdict(self.layout) | {"dp": self.layout.dp},
-            "recompute": self.candidate.recompute,
-            "fused_loss": self.candidate.fused_loss,
-            **figures,
-            "terms": asdict(self.seconds),
-            "peak": self.peak,
-            "margin": self.margin,
-            "stages": [stage._asdict() | {"peak": stage.peak} for stage in self.stages],
-        }
-
-
-#: Terms of `StepSeconds`, in words.
-TERMS = {
-    "products": "matrix products",
-    "attention": "attention",
-    "pointwise": "pointwise operations, empty calls",
-    "tp": "collectives of tp",
-    "cp": "messages of attention over cp",
-    "ep": "tokens to experts over ep",
-    "recomputation": "forwards computed again",
-    "bubble": "waiting in the pipeline, with messages",
-    "reduction": "reduction of gradients, gathers of ZeRO-1",
-    "optimizer": "optimizer",
 }
 
 
@@ -361,43 +184,6 @@ def plan(
     if not found:
         raise PlanError(f"plan: {_nothing(predictor, job)}")
     return Plans(predictor, job, found)
-
-
-def _candidate_of(planned: Plan, workload: Workload, devices: int, path: str) -> Candidate:
-    """Returns the candidate that a plan describes.
-
-    Raises:
-        PlanError: it was planned for another model or number of devices, or it is impossible.
-    """
-    job = planned.job
-    assert job is not None
-    differences = []
-    if job.num_parameters != workload.num_parameters:
-        differences.append(
-            f"model: {job.model} with {job.num_parameters:,} parameters in the plan, {workload.name} with "
-            f"{workload.num_parameters:,} here"
-        )
-    ranks = planned.tp * planned.pp * planned.dp * job.cp
-    if ranks != devices:
-        degrees = f"tp={planned.tp} x pp={planned.pp} x cp={job.cp} x dp={planned.dp} = {ranks}"
-        differences.append(f"devices: {degrees} in the plan, {devices} here")
-    if job.recompute not in RECOMPUTED:
-        differences.append(f"recompute: {job.recompute!r} in the plan; known are {', '.join(map(repr, RECOMPUTED))}")
-    if differences:
-        raise PlanError("\n  - ".join([f"{path} was made for another job:", *differences]))
-    of_layout = {field.name for field in fields(Layout)} & {*job._fields}
-    layout = Layout(
-        devices,
-        tp=planned.tp,
-        pp=planned.pp,
-        num_microbatches=planned.microbatches,
-        schedule=planned.schedule,
-        **{name: getattr(job, name) for name in of_layout},
-    )
-    problems = layout.problems(workload.shape)
-    if problems:
-        raise PlanError("\n  - ".join([f"{path} cannot work:", *problems]))
-    return Candidate(layout, job.recompute, job.fused_loss)
 
 
 def _checked(constraints: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:

@@ -13,7 +13,8 @@ from ..pipeline.timeline.scene import draw
 from ..pipeline.timeline.svg import svg
 from ..planning.layout import format_bytes, format_count
 from .cluster import Cluster
-from .plans import TERMS, LayoutPlan, Plans, plan
+from .layout_plan import TERMS, LayoutPlan
+from .plans import Plans, plan
 from .predictor import Predictor
 from .stage_memory import StageBytes
 

@@ -31,8 +31,8 @@ from ..planning.layout import Layout, format_bytes
 from ..planning.meter import measure_peak
 from ..planning.recompute import recompute
 from ..weights.materialize import materialize
+from .layout_plan import LayoutPlan
 from .measure import fingerprint
-from .plans import LayoutPlan
 
 __all__ = ["Measured", "TrainingJob", "Validation", "validate"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..planner.cluster import Cluster
-from ..planner.plans import LayoutPlan, plan
+from ..planner.plans import plan
 from ..planner.presets import PRESETS
 from ..planning.layout import format_bytes
 from .causal_lm import load_config
@@ -44,8 +44,7 @@ def choose_layout(args: argparse.Namespace, words: Sequence[str], size: int) -> 
     batch = dict(global_batch=args.global_batch, seq_len=args.seq_len)
     plans = plan(load_config(args)[0], **batch, cluster=cluster, constraints=fixed, top_k=2)
     best = plans[0]
-    chosen = _flags_of(best)
-    vars(args).update(chosen)
+    vars(args).update(best.train_options())
     slower = (
         f"{plans[1].seconds.total / best.seconds.total - 1:+.1%} for {plans[1].words()}" if plans[1:] else "no other"
     )
@@ -56,7 +55,7 @@ def choose_layout(args: argparse.Namespace, words: Sequence[str], size: int) -> 
         f"  {format_bytes(best.peak)} of {format_bytes(cluster.memory)} a device, {best.margin:.0%} left",
         f"  the next one: {slower}",
     ]
-    return "\n".join(lines), _words_of(chosen)
+    return "\n".join(lines), best.train_flags(batch=False)
 
 
 def cluster_of_host(device: str, size: int) -> Cluster:
@@ -74,23 +73,3 @@ def cluster_of_host(device: str, size: int) -> Cluster:
     if preset is None:
         raise ValueError(f"--auto has no speeds of {name}: use `neuronx-dist plan measure`, and the flags of its plan")
     return Cluster.preset(preset, size)
-
-
-def _flags_of(best: LayoutPlan) -> dict[str, Any]:
-    layout = best.layout
-    names = ("tp", "pp", "cp", "ep", "sequence_parallel", "zero1", "pad_heads", "pad_vocab", "virtual_pipeline_size")
-    return {
-        **{name: getattr(layout, name) for name in names},
-        "microbatches": layout.num_microbatches,
-        "schedule": layout.schedule if layout.pp > 1 else None,
-        "recompute": best.candidate.recompute or "none",
-        "fused_loss": best.candidate.fused_loss,
-    }
-
-
-def _words_of(chosen: dict[str, Any]) -> list[str]:
-    words: list[str] = []
-    for name, value in chosen.items():
-        if value is not None and value is not False:
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return words

@@ -18,7 +18,8 @@ import torch
 import neuronx_dist as nxd
 from neuronx_dist.__main__ import main
 from neuronx_dist.planner.cluster import Cluster
-from neuronx_dist.planner.plans import LayoutPlan, Plans
+from neuronx_dist.planner.layout_plan import LayoutPlan
+from neuronx_dist.planner.plans import Plans
 from neuronx_dist.planner.seconds import StepSeconds
 from neuronx_dist.planner.workload import workload_of
 from neuronx_dist.planning.plan import Plan, PlanError
@@ -59,14 +60,14 @@ def test_the_flags_of_a_plan_are_its_layout() -> None:
     parser = arguments()
     for limits in ({}, {"pp": 4, "schedule": ["interleaved", "zb_v"], "recompute": "norms"}, {"tp": 4, "cp": 2}):
         for plan in plans(constraints=limits, top_k=3):
-            flags = parser.parse_args(plan.train_flags().split())
+            flags = parser.parse_args(plan.train_flags())
             layout = plan.layout if plan.layout.pp > 1 else replace(plan.layout, schedule=None)
             assert layout_of(flags, flags.nproc) == layout
             assert (flags.fused_loss, flags.recompute) == (
                 plan.candidate.fused_loss,
                 plan.candidate.recompute or "none",
             )
-            assert plan.explain().endswith(f"neuronx-dist train {plan.train_flags()}")
+            assert plan.explain().endswith(f"neuronx-dist train {' '.join(plan.train_flags())}")
 
 
 def test_why_not_says_how_much_slower_and_by_what() -> None:
