@@ -90,7 +90,8 @@ def _header(weights: WeightSource, names: Sequence[str]) -> bytes:
     for name in names:
         dtype = weights.dtype(name)
         if dtype not in _DTYPE_NAMES:
-            raise ValueError(f"{name} has dtype {dtype}, which safetensors does not support")
+            advice = ": hold torch.view_as_real of it, and view_as_complex in forward" if dtype.is_complex else ""
+            raise ValueError(f"{name} has dtype {dtype}, which safetensors does not support{advice}")
         end = start + _nbytes(weights, name)
         entries[name] = {
             "dtype": _DTYPE_NAMES[dtype],

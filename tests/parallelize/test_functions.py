@@ -157,6 +157,13 @@ def test_grouped_products(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert strategies == {"S(2, stride=2) of operand 1", "S(1) of operand 0"}  # columns, and rows
 
 
+def test_a_complex_buffer_is_refused(tmp_path: Path) -> None:
+    module = nn.Linear(4, 4)
+    module.register_buffer("turns", torch.ones(4, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="turns has dtype torch.complex64, .*: hold torch.view_as_real of it"):
+        parallelize(module, {"input": torch.ones(2, 4)}, "tp", ComputeConfig(2, 2), gen_savedir=tmp_path)
+
+
 def test_what_fails_on_values_too_says_why() -> None:
     with pytest.raises(RuntimeError, match="broadcast|must match"):
         record_program(Function(lambda self, x: x[:2] + self.weight[:3]), {"x": sample()}, training=True)

@@ -19,6 +19,9 @@ REFUSED = {
     "DiffusionGemmaTextConfig": "ValueError",  # returns a cache
     "Gemma3nTextConfig": "TracingError",  # writes parameters in forward
     "HiggsAudioV2Config": "TracingError",  # branches on values
+    "Llama4VisionConfig": "ValueError",  # has a complex buffer
+    "LongcatFlashConfig": "TracingError",  # asks which experts have tokens
+    "UnlimitedOcrTextConfig": "ValueError",  # reads storage within vmap
 }
 FEW = {"Mixtral": "tp2", "DeepSeek V3": "pp2", "BLOOM": "autodist4", "ALBERT": "tp2"}
 
@@ -47,7 +50,7 @@ def test_a_few_models(name: str, layout: str, tmp_path: Path) -> None:
 
 def test_the_page() -> None:
     table = rows()
-    assert [*table] == [key for key in MANY if key in table] and len(table) >= 60
+    assert [*table] == [*MANY]
     found = [text for cells in table.values() for text in cells]
     assert len(found) == len(table) * len(COLUMNS)
-    assert found.count("exact") >= 0.95 * len(found)
+    assert set(found) == {"exact"}

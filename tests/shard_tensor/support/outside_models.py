@@ -86,7 +86,7 @@ def made(model: Model) -> nn.Module:
     torch.manual_seed(0)
     module = model.make().double().train()
     for each in module.modules():
-        for name in ("p", "drop_prob"):
+        for name in ("p", "drop_prob", "dropout_prob"):
             if isinstance(getattr(each, name, None), float):
                 setattr(each, name, 0.0)
     for param in module.parameters():
