@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
-import gc
 import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -197,15 +195,9 @@ def _serve(connection: Connection, stacks: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    imported = 0
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         while True:
-            if len(sys.modules) > imported:  # no garbage: Trainer and Lightning collect it in each run, by 0.2 s of CPU
-                imported = len(sys.modules)
-                gc.collect()
-                gc.freeze()
-                gc.set_threshold(20_000, 20, 20)
             try:
                 payload, *place = connection.recv()
             except EOFError:
