@@ -19,9 +19,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from .containers import Arguments, edited, substituted
+from .others import GROUPED_PRODUCTS
 from .spec import Dims, Rule, Spec
 
 __all__ = [
@@ -38,8 +38,6 @@ __all__ = [
 ]
 
 _ENDS = ("sum", "mean")  # kinds of `Spec.reduced` in which shards give summands
-# Kernels that want rows of 16 bytes; that for meta tensors takes bfloat16 alone, those of devices float32 and float16.
-_GROUPED = [f for f in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)) if f is not None]
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,7 @@ def _scaled(arguments: Arguments, cuts: Sequence[tuple[int, int]]) -> Iterator[A
 
 def _returns(function: Callable[..., Any], arguments: Arguments, shapes: Sequence[tuple[int, ...]]) -> bool:
     """Returns True if a call on meta tensors has results of these shapes, or torch has no kernel for it."""
-    if function in _GROUPED:
+    if function in GROUPED_PRODUCTS:  # rows of 16 bytes; the kernel for meta tensors takes bfloat16 alone
         return all(x.shape[-1] * x.itemsize % 16 == 0 for x in tensors_of(arguments[0]) if x.is_floating_point())
     try:
         results = tensors_of(function(*arguments[0], **arguments[1]))

@@ -19,7 +19,7 @@ from .spec import RULES, Spec, along, derive, labels, operands, rule
 from .splits import cut
 from .views import FIRST, ViewLabels, as_int
 
-__all__: list[str] = []
+__all__ = ["GROUPED_PRODUCTS"]
 
 # --- equal values in other memory ---
 
@@ -241,10 +241,11 @@ def grouped_mm(input: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Te
     return Spec(tuple(ins), (out,), sizes, reduced, fixed)
 
 
-for _name in ("grouped_mm", "_grouped_mm"):
-    for _place in (torch, F):
-        if hasattr(_place, _name):
-            rule(getattr(_place, _name), linear=((0,), (1,)))(grouped_mm)
+# Products of groups of rows; torch 2.9 has those with an underscore alone.
+_NAMES = ("grouped_mm", "_grouped_mm")
+GROUPED_PRODUCTS = [getattr(place, name) for place in (torch, F) for name in _NAMES if hasattr(place, name)]
+for _function in GROUPED_PRODUCTS:
+    rule(_function, linear=((0,), (1,)))(grouped_mm)
 
 
 @rule(torch.native_layer_norm)

@@ -49,6 +49,14 @@ def test_nnscalers_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ]
 
 
+def test_the_planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (names,) = run_page("planner.md")
+    assert len(names["plans"]) == 10 and {plan.layout.tp for plan in names["plans"]} <= {4, 8}
+    loaded = names["LayoutPlan"].load("llama.plan.json", "llama-70b", names["cluster"])
+    assert loaded.words() == names["plans"][0].words()
+
+
 @pytest.mark.filterwarnings("ignore:swap. Model")
 def test_start_a_loop_and_its_two_diffs_have_one_loss_and_the_check_finds_what_was_forgotten():
     (_, loop), (_, tensor_parallel), _, _, (_, pipeline) = blocks_of("start.md")

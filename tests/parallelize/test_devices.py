@@ -24,6 +24,9 @@ ON_CPU = {
     "policies.py": "a name of costs",
     "state_dicts.py": "the mesh's device, if that is another one",
     "whole_mesh.py": "a check on fake tensors, which are there",
+    "checkpoints.py": "files of nnScaler's trainer, read before they are loaded",
+    "mixed_module.py": "weights of a file, read before they are loaded",
+    "trainer_args.py": "weights of a file, read before they are loaded",
 }
 
 

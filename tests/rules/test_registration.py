@@ -124,7 +124,7 @@ def test_a_program_of_all_three_is_divided(tmp_path: Any) -> None:
     )
     text = next(tmp_path.rglob("gencode0.py")).read_text()
     assert all(f"import {way} as {way}_2" in text for way in WAYS)
-    assert "# [4, 4] S(1)" in text, "columns of one product are divided"
+    assert "# [4, 4 of 8] S(1)" in text, "columns of one product are divided"
 
 
 def test_a_plan_of_an_earlier_rule_is_not_used() -> None:
