@@ -59,7 +59,10 @@ def batches_of(kind: str, mesh: nxd.Mesh, count: int, state: Any = None) -> tupl
     return [[n for dp in sorted(by_dp) for n in by_dp[dp][step]] for step in range(count)], states[0]
 
 
-@pytest.mark.parametrize("kind", ["sampler", "stream", "shuffled stream", "iterable"])
+@pytest.mark.parametrize(
+    "kind",
+    ["sampler", "iterable", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("stream", "shuffled stream"))],
+)
 def test_batches_and_resumed_batches_are_those_of_one_process(kind: str) -> None:
     expected, _ = batches_of(kind, LAYOUTS["dp1"], 13)
     for begin in (0, 5):  # two epochs: the rows of a batch differ, and all rows of an epoch do

@@ -104,6 +104,7 @@ def test_a_hand_written_model(tp: int) -> None:
     assert derived(model(), IDS, tp) == {}
 
 
+@pytest.mark.slow
 def test_a_norm_of_heads_by_hand() -> None:
     of = model(make=BlockOf, attention=NormOfHeads)
     assert derived(of, IDS, 2) == {}

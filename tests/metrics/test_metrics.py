@@ -257,6 +257,7 @@ def test_collectives_are_ranges_of_the_profiler() -> None:
 # --- Trainer ---
 
 
+@pytest.mark.slow
 def test_trainers_logs(tmp_path: Path) -> None:
     class Rows(torch.utils.data.Dataset[Any]):
         def __len__(self) -> int:
