@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from .. import comm
+from .. import accelerator, comm
 from ..nearest import nearest
 from ..planning.costs import Costs
 from .measure import device_memory, fingerprint, measure_groups, measure_speeds
@@ -130,8 +130,7 @@ class Cluster:
             seconds: about how long it takes; more is steadier.
         """
         in_job = comm.is_initialized()
-        device = comm.current().backend.device if in_job else torch.accelerator.current_accelerator()
-        device = device or torch.device("cpu")
+        device = comm.current().backend.device if in_job else torch.device(accelerator.current_type() or "cpu")
         marks = fingerprint(device)
         hosts = comm.gather_objects(marks["host"]) if in_job else [marks["host"]]
         speeds = measure_speeds(device, seconds / 2)

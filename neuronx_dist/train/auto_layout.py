@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .. import accelerator
 from ..planner.cluster import Cluster
 from ..planner.plans import plan
 from ..planner.presets import PRESETS
@@ -64,11 +65,11 @@ def cluster_of_host(device: str, size: int) -> Cluster:
     Raises:
         ValueError: no preset is of this accelerator.
     """
-    accelerator = torch.accelerator.current_accelerator() if device == "auto" else torch.device(device)
-    if accelerator is None or accelerator.type == "cpu":
+    kind = (accelerator.current_type() or "cpu") if device == "auto" else torch.device(device).type
+    if kind == "cpu":
         one = Cluster.preset("cpu")
         return replace(one, devices=size, devices_per_host=size, links=(replace(one.links[0], span=size),))
-    name = torch.cuda.get_device_name() if accelerator.type == "cuda" else accelerator.type
+    name = torch.cuda.get_device_name() if kind == "cuda" else kind
     preset = next((key for key in PRESETS if key.upper() in name.upper().replace("-", " ").split()), None)
     if preset is None:
         raise ValueError(f"--auto has no speeds of {name}: use `neuronx-dist plan measure`, and the flags of its plan")
