@@ -23,11 +23,9 @@ import torch
 from .. import comm
 from ..accelerator.streams import synchronize
 from ..gradients.reduce import reduce_gradients
-from ..hf.model_plan import transformer_layer_class
-from ..hf.swap import swap
 from ..optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
-from ..pipeline.model import NxDPPModel
 from ..planning.layout import Layout, format_bytes
+from ..planning.memory import pipelined
 from ..planning.meter import measure_peak
 from ..planning.recompute import recompute
 from ..weights.materialize import materialize
@@ -86,25 +84,8 @@ class TrainingJob:
         device = comm.current().backend.device
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, layout.dtype))
-        swap(
-            module,
-            sequence_parallel=layout.sequence_parallel,
-            pad_heads=layout.pad_heads,
-            pad_vocab=layout.pad_vocab,
-            inplace_logits=True,
-            fused_loss=fused_loss,
-        )
         self.zero1 = layout.zero1
-        self.model: Any = NxDPPModel(
-            module,
-            transformer_layer_cls=transformer_layer_class(module),
-            num_microbatches=layout.num_microbatches,
-            virtual_pipeline_size=layout.virtual_pipeline_size,
-            schedule=layout.schedule,
-            output_loss_value_spec={"loss": True, "logits": False},
-            auto_partition=True,
-            use_zero1_optimizer=layout.zero1,
-        )
+        self.model: Any = pipelined(module, layout, fused_loss=fused_loss)
         if recomputed:
             recompute(self.model, recomputed)
         materialize(self.model, 0, device=device)

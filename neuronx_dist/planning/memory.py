@@ -31,7 +31,7 @@ from .layout import Layout, format_bytes, format_count
 from .meter import MemoryMeter, MemoryPhase, measure_peak
 from .recompute import recompute
 
-__all__ = ["MemoryEstimate", "StageMemory", "estimate_memory", "measure_peak", "optimizer_bytes"]
+__all__ = ["MemoryEstimate", "StageMemory", "estimate_memory", "measure_peak", "optimizer_bytes", "pipelined"]
 
 GRADIENTS, OPTIMIZER = "gradients", "optimizer"
 ACTIVATIONS, LOGITS, BUFFERS = "activations", "logits", "buffers"
@@ -163,6 +163,28 @@ def estimate_memory(
     return MemoryEstimate(num_parameters, tuple(stages))
 
 
+def pipelined(module: nn.Module, layout: Layout, *, fused_loss: bool) -> NxDPPModel:
+    """Returns a Hugging Face causal LM on the meta device, swapped in place and cut into the stages of a layout."""
+    swap(
+        module,
+        sequence_parallel=layout.sequence_parallel,
+        pad_heads=layout.pad_heads,
+        pad_vocab=layout.pad_vocab,
+        inplace_logits=True,
+        fused_loss=fused_loss,
+    )
+    return NxDPPModel(
+        module,
+        transformer_layer_cls=transformer_layer_class(module),
+        num_microbatches=layout.num_microbatches,
+        virtual_pipeline_size=layout.virtual_pipeline_size,
+        schedule=layout.schedule,
+        output_loss_value_spec={"loss": True, "logits": False},
+        auto_partition=True,
+        use_zero1_optimizer=layout.zero1,
+    )
+
+
 def _play(
     layout: Layout,
     config: Any,
@@ -183,24 +205,7 @@ def _play(
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, layout.dtype))
         num_parameters = sum(param.numel() for param in module.parameters())
-        swap(
-            module,
-            sequence_parallel=layout.sequence_parallel,
-            pad_heads=layout.pad_heads,
-            pad_vocab=layout.pad_vocab,
-            inplace_logits=True,
-            fused_loss=fused_loss,
-        )
-        model = NxDPPModel(
-            module,
-            transformer_layer_cls=transformer_layer_class(module),
-            num_microbatches=layout.num_microbatches,
-            virtual_pipeline_size=layout.virtual_pipeline_size,
-            schedule=layout.schedule,
-            output_loss_value_spec={"loss": True, "logits": False},
-            auto_partition=True,
-            use_zero1_optimizer=layout.zero1,
-        )
+        model = pipelined(module, layout, fused_loss=fused_loss)
         inputs = _batch(layout)
         if recomputation is not None:
             state = optimizer_bytes(layout, optimizer_class, options)
