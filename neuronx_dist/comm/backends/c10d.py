@@ -145,7 +145,7 @@ class C10dCommunicator(Communicator):
     ) -> tuple[WorkLike, list[torch.Tensor]]:
         """On gloo each large tensor travels alone, and only the others are packed."""
         rows = self.size if verb == "reduce_scatter" else 1
-        alone = [self._gloo and x.nbytes >= LARGE * rows and x.dtype in _GLOO_DTYPES for x in xs]
+        alone = [self._gloo and x.nbytes >= LARGE[verb] * rows and x.dtype in _GLOO_DTYPES for x in xs]
         if not any(alone):
             return super().start_coalesced(verb, xs, op, outs)
         works: list[WorkLike] = []

@@ -232,15 +232,23 @@ def test_which_collective_gathers(monkeypatch, backend, megabytes, started):
         assert seen == ["recv 2", "send 1", "recv 1", "send 2"] and torch.equal(gathered[0], x)
 
 
-@pytest.mark.parametrize("dtype, travel_alone", [(torch.float32, [LARGE]), (torch.int16, [])])
-def test_which_tensors_of_a_list_travel_alone(monkeypatch, dtype, travel_alone):
-    """Large tensors of gloo's dtypes travel alone; the others as bytes in a buffer."""
+@pytest.mark.parametrize(
+    "verb, numel, dtype, is_alone",
+    [
+        ("all_reduce", LARGE["all_reduce"] // 4, torch.float32, True),
+        ("all_reduce", LARGE["all_reduce"] // 4 - 1, torch.float32, False),
+        ("all_reduce", LARGE["all_reduce"], torch.int16, False),
+        ("all_gather", LARGE["all_gather"] // 4, torch.float32, True),
+        ("all_gather", LARGE["all_gather"] // 4 - 1, torch.float32, False),
+    ],
+)
+def test_which_tensors_of_a_list_travel_alone(monkeypatch, verb, numel, dtype, is_alone):
+    """Large tensors of gloo's dtypes travel alone; the others as bytes in a buffer. An all_reduce costs more time."""
     alone: list[int] = []
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     monkeypatch.setattr(c10d, "start_alone", lambda comm, verb, x, *_: alone.append(x.numel()) or (DONE, x))
-    here = c10d.C10dCommunicator(SimpleNamespace(allreduce=lambda *args: DONE), "tp", (0, 1), 0, None)
-    work, results = here.start_coalesced(
-        "all_reduce", [torch.ones(4, dtype=dtype), torch.ones(LARGE, dtype=dtype)], "sum", [None, None]
-    )
-    work.wait()
-    assert alone == travel_alone and [x.numel() for x in results] == [4, LARGE]
+    monkeypatch.setattr(c10d.C10dCommunicator, "start_all_reduce", lambda *args: DONE)
+    monkeypatch.setattr(c10d.C10dCommunicator, "start_all_gather", lambda *args: DONE)
+    here = c10d.C10dCommunicator(SimpleNamespace(), "tp", (0, 1), 0, None)
+    here.start_coalesced(verb, [torch.ones(4, dtype=dtype), torch.ones(numel, dtype=dtype)], "sum", [None, None])
+    assert alone == [numel] * is_alone
