@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import comm
+from .. import comm, spmd
+from ..attention import Keys, attention
 from ..comm.context import AxisLike
 from ..comm.ranks.rank_numbers import concrete
 from ..parallel_layers.autograd_linear import ColumnLinear, call
@@ -21,11 +22,15 @@ from ..sharded_functions.cross_entropy import cross_entropy_of_shard
 from ..sharded_functions.norms import batch_norm, batch_norm_of_channels, group_norm, layer_norm, rms_norm
 from ..sharded_functions.softmax import log_softmax, softmax
 from ..sharded_functions.vocabulary import check_ids, embedding
+from ..spmd import R, S
+from ..spmd.local_code import on_own_shard
 from ..spmd.random import TENSOR_PARALLEL, streams
+from ..spmd.watching import active
 
 __all__ = [
     "batch_norm",
     "batch_norm_of_channels",
+    "causal_attention",
     "cross_entropy",
     "dropout",
     "embedding",
@@ -33,6 +38,7 @@ __all__ = [
     "layer_norm",
     "linears",
     "log_softmax",
+    "ring_attention",
     "rms_norm",
     "scaled_dot_product_attention",
     "softmax",
@@ -108,3 +114,73 @@ def dropout(
 def scaled_dot_product_attention(*args: Any, shared_axis: str | None = None, **kwargs: Any) -> Tensor:
     """Attention with dropout of a shard of the batch, the heads or the queries; masks as those of `dropout`."""
     return _with_local_numbers(shared_axis, F.scaled_dot_product_attention, *args, **kwargs)
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    axis: AxisLike,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of S(2) queries to S(2) keys and values, which go around the ranks: S(2).
+
+    A checker follows torch's function on gathered keys in its place, which has the same types.
+
+    Args:
+        query, key, value: `[batch, heads, positions/n, width]`, in the order of the ranks.
+        attn_mask: `[.., queries/n or 1, keys]`, for all keys.
+    """
+    if active() is not None:
+        key, value = (spmd.all_gather(x, axis, src=S(2), dst=R) for x in (key, value))
+        return _with_all_keys(query, key, value, attn_mask, axis, is_causal, scale)
+    count, ranks = key.shape[2], comm.size(axis)
+    runs = tuple(((rank * count, (rank + 1) * count),) for rank in range(ranks))
+    queries = _positions(query, axis)
+    keys = Keys((count,) * ranks, False, queries, runs) if is_causal else Keys((count,) * ranks)
+    mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
+    return attention(query, key, value, keys, axis, mask=mask, scale=_scale(query, scale))
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, axis: AxisLike, scale: float | None = None
+) -> Tensor:
+    """Causal attention of S(2) queries to all keys and values, which are R: S(2). Computes no masked block."""
+    if active() is not None:
+        return _with_all_keys(query, key, value, None, axis, True, scale)
+    keys = Keys((key.shape[2],), False, _positions(query, axis), (((0, key.shape[2]),),))
+    return attention(query, key, value, keys, scale=_scale(query, scale))
+
+
+def _positions(query: Tensor, axis: AxisLike) -> tuple[tuple[int, int]]:
+    """Returns the positions of this rank's queries."""
+    first = int(comm.rank(axis)) * query.shape[2]
+    return ((first, first + query.shape[2]),)
+
+
+def _scale(query: Tensor, scale: float | None) -> float:
+    return query.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _with_all_keys(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    axis: AxisLike,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Attention of S(2) queries to R keys and values by torch's function, which a checker follows."""
+
+    def visible() -> Tensor:
+        ((first, end),) = _positions(query, axis)
+        rows, columns = (torch.arange(*run, device=query.device) for run in ((first, end), (0, key.shape[2])))
+        return rows[:, None] >= columns
+
+    if is_causal:
+        mask = on_own_shard(visible, {axis: S(0)})()
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)

@@ -153,6 +153,7 @@ class OuterCall(NamedTuple):
         operands, results: types on the first axis.
         bytes_moved: bytes that a rank sends along the first axis in the call itself, forward and backward.
         whole: the call of the global program; None if the call is a conversion.
+        steps: as in `Strategy`.
     """
 
     axis: str
@@ -160,6 +161,7 @@ class OuterCall(NamedTuple):
     results: tuple[SpmdType, ...]
     bytes_moved: tuple[int, int]
     whole: Call | None
+    steps: int = 0
 
 
 class LocalCall(NamedTuple):
@@ -178,8 +180,10 @@ class Strategy(NamedTuple):
         operands: type of each tensor operand, in the order of the rules' operands.
         results: type of each result.
         local: the call that a rank makes.
-        share: the fraction of the call's computation that a rank does: 1 or 1 / size.
+        share: the fraction of the call's computation that a rank does, of ranks that do more than others the largest.
         bytes_moved: bytes that a rank sends in the call itself, forward and backward (composites).
+        steps: number of messages in which a rank sends them while it computes, forward; backward has twice as many.
+            0: a collective each, for whose end the rank waits.
     """
 
     name: str
@@ -188,6 +192,7 @@ class Strategy(NamedTuple):
     local: LocalCall
     share: float = 1.0
     bytes_moved: tuple[int, int] = (0, 0)
+    steps: int = 0
 
 
 @dataclass

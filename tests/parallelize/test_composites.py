@@ -85,6 +85,30 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], dict
         {},
         {"batch_norm_of_channels": ((S(1), R, R), S(1))},
     ),
+    "causal": (
+        F.scaled_dot_product_attention,
+        (f(2, 4, 8, 6), f(2, 2, 8, 6), f(2, 2, 8, 3)),
+        {"is_causal": True, "enable_gqa": True},
+        {"ring_attention": ((S(2), S(2), S(2)), S(2)), "causal_attention": ((S(2), R, R), S(2))},
+    ),
+    "other keys": (
+        F.scaled_dot_product_attention,
+        (f(2, 2, 4, 6), f(2, 2, 8, 6), f(2, 2, 8, 6)),
+        {"scale": 0.3},
+        {"ring_attention": ((S(2), S(2), S(2)), S(2))},
+    ),
+    "masked": (
+        F.scaled_dot_product_attention,
+        (f(2, 2, 8, 6), f(2, 2, 8, 6), f(2, 2, 8, 6), f(8, 8) > 0.2),
+        {},
+        {"ring_attention": ((S(2), S(2), S(2), S(0)), S(2))},
+    ),
+    "padded": (
+        F.scaled_dot_product_attention,
+        (f(2, 2, 4, 6), f(2, 2, 8, 6), f(2, 2, 8, 6), torch.tensor([[[[True] * 6 + [False] * 2]], [[[True] * 8]]])),
+        {},
+        {"ring_attention": ((S(2), S(2), S(2), R), S(2))},
+    ),
 }
 
 
@@ -105,6 +129,8 @@ def test_pieces(name, size):
 
 def bytes_sent(event: Any, size: int) -> int:
     """Bytes that a rank sends for a collective of float64."""
+    if event.verb == "exchange":  # a message of the ring
+        return 8 * prod(event.shape)
     parts = (size - 1) * 8 * prod(event.shape)
     return 2 * parts // size if event.verb == "all_reduce" else parts
 
@@ -146,6 +172,8 @@ def test_running_statistics(name):
         (F.cross_entropy, (f(6, 8), ids(6), f(8)), {}),
         (F.cross_entropy, (f(6, 8), f(6, 8)), {}),
         (F.softmax, (f(3, 2), 1), {}),
+        (F.scaled_dot_product_attention, (f(2, 2, 1, 6), f(2, 2, 8, 6), f(2, 2, 8, 6)), {"is_causal": True}),
+        (F.scaled_dot_product_attention, (f(2, 8, 6),) * 3, {"is_causal": True}),
     ],
 )
 def test_options_that_a_composite_does_not_have(function, args, kwargs):

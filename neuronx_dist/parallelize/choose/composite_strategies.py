@@ -34,6 +34,9 @@ class Composite(NamedTuple):
         reduced: elements of what the ranks reduce, forward and backward.
         gathered: elements of this rank that all others receive, forward.
         whole: operands that stay R although they have the label.
+        also: a label that is cut beside; None: there is none.
+        ring: elements of all keys and values, of which each rank's go around the ranks; 0: there is no ring.
+        causal: the last rank has nearly twice as many visible scores as all ranks have on average.
     """
 
     function: Callable[..., Any]
@@ -42,6 +45,9 @@ class Composite(NamedTuple):
     reduced: tuple[int, int] = (0, 0)
     gathered: int = 0
     whole: frozenset[int] = frozenset()
+    also: int | None = None
+    ring: int = 0
+    causal: bool = False
 
 
 Named = dict[str, Any]
@@ -146,6 +152,32 @@ def _batch_norm(named: Named, spec: Spec, label: int, axis: str) -> Composite | 
     return Composite(composites.batch_norm_of_channels, (args, kwargs), reduced=(gathered, 0), whole=frozenset((1, 2)))
 
 
+def _attention(named: Named, spec: Spec, label: int, axis: str) -> Composite | None:
+    """Cuts the keys with the queries, so that keys go around; or the queries of a causal attention alone."""
+    query, key, value = tensors = [named[name] for name in ("query", "key", "value")]
+    mask, causal = named.get("attn_mask"), bool(named.get("is_causal"))
+    batches = {x.shape[: 1 if named.get("enable_gqa") else 2] for x in tensors}
+    if named.get("dropout_p") or len(batches) > 1 or {len(x.shape) for x in tensors} != {4}:
+        return None
+    of_query, of_key, *of_mask = ([*dims] for dims in spec.ins if dims is not None)
+    queries, kwargs = of_query[2], _given(named, "scale") | {"axis": axis}
+    if (label,) == queries and causal and mask is None:
+        return Composite(composites.causal_attention, ((query, key, value), kwargs), causal=True)
+    if (label,) != of_key[2] or not queries or (causal and mask is not None):
+        return None
+    operands: tuple[Any, ...] = query, key, value
+    whole: frozenset[int] = frozenset()
+    if mask is not None:
+        if mask.differentiable or mask.shape[-1:] != key.shape[2:3] or len(mask.shape) > 4:
+            return None
+        operands = (*operands, mask)
+        whole = whole if queries in of_mask[-1] else frozenset((3,))
+    kwargs |= _given(named, "is_causal")
+    ring = prod(key.shape) + prod(value.shape)
+    function = composites.ring_attention
+    return Composite(function, (operands, kwargs), whole=whole, also=queries[0], ring=ring, causal=causal)
+
+
 _NORMS = "input normalized_shape weight bias eps"
 _TABLE: list[tuple[tuple[Any, ...], str, Builder]] = [
     ((F.embedding,), "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse", _embedding),
@@ -161,6 +193,11 @@ _TABLE: list[tuple[tuple[Any, ...], str, Builder]] = [
     ((F.layer_norm, torch.layer_norm), _NORMS, _last_dims_norm(composites.layer_norm, True)),
     ((F.rms_norm, torch.rms_norm), "input normalized_shape weight eps", _last_dims_norm(composites.rms_norm, False)),
     ((F.group_norm, torch.group_norm), "input num_groups weight bias eps", _group_norm),
+    (
+        (F.scaled_dot_product_attention,),
+        "query key value attn_mask dropout_p is_causal scale enable_gqa",
+        _attention,
+    ),
     ((F.batch_norm,), "input running_mean running_var weight bias training momentum eps", _batch_norm),
 ]
 # of each function the names of its arguments in order, and what makes its composites

@@ -202,25 +202,25 @@ class CostTables:
         """Seconds of a call under each of its strategies, forward and backward."""
         options = self.options[call]
         moved, backward = self._moved(call), self._has_backward(call)
-        types = tuple(
-            (option.share, self.sent_inside(call, option), *map(self.number, (*option.operands, *option.results)))
-            for option in options
-        )
+        types = tuple(tuple(map(self.number, (*option.operands, *option.results))) for option in options)
+        work = tuple((option.share, option.steps, self.sent_inside(call, option)) for option in options)
 
         def build() -> torch.Tensor:
             return _rounded_row([sum(self.seconds(call, option)) for option in options])
 
-        return self._once(("call", types, moved, call.flops, backward, call.function in CONVERSIONS), build)
+        return self._once(("call", types, work, moved, call.flops, backward, call.function in CONVERSIONS), build)
 
     def seconds(self, call: Call, option: Strategy) -> tuple[float, float]:
         """Seconds of a call under a strategy, forward and backward: of computing, and of collectives inside of it."""
         moved = self._moved(call)
         backward = self._has_backward(call)
         local = sum(self.local(b, t) for b, t in zip(moved, (*option.operands, *option.results), strict=False))
-        sent = [number for number in self.sent_inside(call, option) if number]
         compute = self.costs.compute(call.flops * option.share, local, backward=backward)
         compute = 0.0 if call.function in CONVERSIONS else compute
-        return compute, self.costs.communicate(sum(sent), len(sent))
+        sent, sent_back = self.sent_inside(call, option)
+        messages = bool(sent) * (option.steps or 1) + bool(sent_back) * (2 * option.steps or 1)
+        seconds = self.costs.communicate(sent + sent_back, messages)
+        return compute, max(0.0, seconds - compute) if option.steps else seconds
 
     def sent_inside(self, call: Call, option: Strategy) -> tuple[int, int]:
         """Returns the bytes sent inside of a call, forward and backward (for the gradient of its first operand)."""

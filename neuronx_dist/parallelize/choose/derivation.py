@@ -16,6 +16,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from ...checking.types.judge import Judgement, Operand, judge
 from ...mesh import part_of
@@ -54,6 +55,7 @@ class Template(NamedTuple):
     """A strategy of all calls with the same facts.
 
     `arguments`: with slots; None: the arguments of the call. `function`: a composite; None: the call's function.
+    `share`: of the call's computation; None: 1 / size if a label is cut. The others as in `Strategy`.
     """
 
     name: str
@@ -62,6 +64,8 @@ class Template(NamedTuple):
     arguments: Arguments | None
     function: Callable[..., Any] | None = None
     bytes_moved: tuple[int, int] = (0, 0)
+    steps: int = 0
+    share: float | None = None
 
 
 class Derivation(NamedTuple):
@@ -111,7 +115,8 @@ def derive(facts: Facts) -> Derivation:
             derivation.refusals.append(Refusal(name, reason))
         else:
             assert not isinstance(results, str)
-            derivation.templates.append(with_rank_mask(facts, Template(name, types, results, arguments)))
+            template = Template(name, types, results, arguments, share=_share(facts, spec, label))
+            derivation.templates.append(with_rank_mask(facts, template))
     if facts.varies:
         derivation.templates.extend(
             _composites(facts, spec) if spec is not None else _strategies_of_like_constructors(facts)
@@ -312,6 +317,19 @@ def rejection_reason(facts: Facts, types: Sequence[SpmdType], results: Sequence[
     return ""
 
 
+def _share(facts: Facts, spec: Spec | None, label: int | None) -> float | None:
+    """Returns the fraction of the computation that a rank does, None: 1 / size.
+
+    If the features of an attention's values are cut, each rank computes all scores.
+    """
+    if spec is None or facts.function is not F.scaled_dot_product_attention or spec.ins[2] is None:
+        return None
+    if label is None or label not in spec.ins[2][-1]:
+        return None
+    width, values = facts.slots[0].shape[-1], facts.slots[2].shape[-1]
+    return (width + values / facts.size) / (width + values)
+
+
 def _local_tensor(facts: Facts, types: Sequence[SpmdType]) -> Callable[[TensorSlot], torch.Tensor]:
     types_of = dict(zip(facts.slots, types))
     return lambda slot: _meta(local_shape(slot.shape, types_of.get(slot, R), facts.size), slot.dtype)
@@ -345,16 +363,28 @@ def _composites(facts: Facts, spec: Spec) -> Iterator[Template]:
         composite = composite_of(facts.function, facts.arguments, spec, label, facts.axis)
         if composite is None:
             continue
-        shards = [cuts(dims or (), spec, label) for dims in spec.ins]
+        labels = [label] if composite.also is None else [composite.also, label]
+        shards = [_first_cut(dims or (), spec, labels) for dims in spec.ins]
         types = tuple(shard if shard and i not in composite.whole else R for i, shard in enumerate(shards))
-        results = tuple(cuts(dims, spec, label) or composite.ended for dims in spec.outs)
+        results = tuple(_first_cut(dims, spec, labels) or composite.ended for dims in spec.outs)
         if not rejection_reason(facts, types, results):
             itemsize = max(4, facts.slots[0].dtype.itemsize)
             forward, backward = (2 * n * itemsize * (facts.size - 1) // facts.size for n in composite.reduced)
             forward += composite.gathered * itemsize * (facts.size - 1)
+            sent = composite.ring // facts.size * (facts.size - 1)  # keys and values; in backward their gradients too
+            forward += sent * facts.slots[0].dtype.itemsize
+            backward += sent * (facts.slots[0].dtype.itemsize + itemsize)
             first = next(index for index, spmd_type in enumerate(types) if spmd_type is not R)
             name = f"{composite.function.__name__} of {types[first]} of operand {first}"
-            yield Template(name, types, results, composite.arguments, composite.function, (forward, backward))
+            how = composite.arguments, composite.function, (forward, backward)
+            steps = facts.size - 1 if composite.ring else 0
+            share = (2 - 1 / facts.size) / facts.size if composite.causal else None
+            yield Template(name, types, results, *how, steps, share)
+
+
+def _first_cut(dims: Any, spec: Spec, labels: Sequence[int]) -> Shard | None:
+    """Returns the type of a tensor that is cut along the first of these labels that it has."""
+    return next((shard for shard in (cuts(dims, spec, label) for label in labels) if shard is not None), None)
 
 
 def _local(facts: Facts, spec: Spec, label: int, types: Sequence[SpmdType]) -> Arguments | None:

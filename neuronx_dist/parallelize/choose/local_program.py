@@ -99,7 +99,8 @@ class _LocalProgramBuilder:
             return forms.pop(0) if len(forms) > 1 else forms[0]
 
         args, kwargs = substituted((strategy.local.args, strategy.local.kwargs), Value, local)
-        on_first = OuterCall(self.division.axis, strategy.operands, strategy.results, strategy.bytes_moved, global_call)
+        types = strategy.operands, strategy.results
+        on_first = OuterCall(self.division.axis, *types, strategy.bytes_moved, global_call, strategy.steps)
         call = replace(
             global_call,
             function=strategy.local.function,

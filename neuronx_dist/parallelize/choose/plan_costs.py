@@ -118,7 +118,7 @@ def _inside(choice: StrategyChoice, call: Call, division: Division) -> Iterator[
     """Yields the collectives inside of a call: those of a composite, or of a conversion on the first axis."""
     forward, backward = choice.tables.sent_inside(call, division.strategies[call])
     _, seconds = choice.tables.seconds(call, division.strategies[call])
-    if seconds:
+    if forward or backward:
         on = choice.axis if call.outer is None else call.outer.axis
         name = call.name if call.function in CONVERSIONS else f"inside {call.name}"
         yield _entry(name, on, forward, backward, seconds)

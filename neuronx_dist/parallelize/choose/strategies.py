@@ -43,14 +43,17 @@ def candidates(call: Call, axis: str, size: int, *, strides: Sequence[int] = ())
         if template.arguments is not None:
             args, kwargs = substituted(template.arguments, TensorSlot, value)
         types = template.operands, template.results
-        share = 1 / size if any(isinstance(spmd_type, Shard) for spmd_type in (*types[0], *types[1])) else 1.0
+        share = template.share
+        if share is None:
+            share = 1 / size if any(isinstance(spmd_type, Shard) for spmd_type in (*types[0], *types[1])) else 1.0
         local = LocalCall(template.function or call.function, args, kwargs)
         on_first = call.outer.bytes_moved if call.outer else (0, 0)
         sent = tuple(
             sent_here + int(sent_on_first * share)
             for sent_here, sent_on_first in zip(template.bytes_moved, on_first, strict=True)
         )
-        strategies.append(Strategy(template.name, *types, local, share, (sent[0], sent[1])))
+        steps = template.steps or (call.outer.steps if call.outer else 0)
+        strategies.append(Strategy(template.name, *types, local, share, (sent[0], sent[1]), steps))
     return strategies
 
 
