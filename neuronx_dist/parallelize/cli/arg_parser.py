@@ -22,6 +22,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from ...nearest import nearest
 
 __all__ = [
+    "MODULES",
     "TYPE",
     "VALUE",
     "VALUE_TYPE",
@@ -33,13 +34,23 @@ __all__ = [
 ]
 
 TYPE, VALUE_TYPE, VALUE = "__type", "__value_type", "value"
-_NNSCALER, _HERE = "nnscaler", __package__.rpartition(".")[0]
+_HERE = __package__.rpartition(".")[0]
+# Modules of nnScaler that have another name below `neuronx_dist.parallelize`.
+MODULES = {
+    "cli.loggers.logger_base": "cli.loggers",
+    "cli.loggers.tensorboard": "cli.loggers",
+    "cli.loggers.wandb": "cli.loggers",
+    "graph": "policy.graph",
+    "graph.graph": "policy.graph",
+    "graph.parser.register": "",
+    "graph.segment": "policy.graph",
+    "ir.operator": "policy.graph",
+    "parallel": "",
+    "runtime.f16_optimizer": "train.optimizer",
+    "runtime.module": "train.parallel_module",
+}
 _VARIABLE = re.compile(r"\$(?:\(([^)]+)\)|\{([^}]+)\})")
 Data = TypeVar("Data")
-
-
-class _KeyNotFoundError(KeyError):
-    """A variable is neither in the arguments nor in the environment."""
 
 
 def parse_args(argv: Sequence[Any]) -> dict[str, Any]:
@@ -135,7 +146,7 @@ def _variable(args: Any, name: str) -> Any:
             value = value[int(key) if isinstance(value, list) else key]
     except (KeyError, IndexError, TypeError, ValueError):
         if name not in os.environ:
-            raise _KeyNotFoundError(f"variable {name} is neither in the arguments nor in the environment") from None
+            raise KeyError(f"variable {name} is neither in the arguments nor in the environment") from None
         return os.environ[name]
     return value
 
@@ -236,10 +247,13 @@ def load_type(name: Any) -> Any:
     """
     if not isinstance(name, str):
         return name
-    path = re.sub(r"^(nnscaler\.cli\.loggers)\.[a-z_]+\.", r"\1.", name).split(".")  # one file here
-    path[:1] = _HERE.split(".") if path[0] == _NNSCALER and len(path) > 1 else path[:1]
+    path = name.split(".")
     found: Any = builtins
     rest = path
+    if path[0] == "nnscaler" and len(path) > 1:
+        length = next((n for n in range(len(path), 1, -1) if ".".join(path[1:n]) in MODULES), 1)
+        place = MODULES.get(".".join(path[1:length]), "")
+        path = f"{_HERE}.{place}".strip(".").split(".") + path[length:]
     for length in range(len(path), 0, -1) if not hasattr(builtins, path[0]) else ():
         module = ".".join(path[:length])
         try:
