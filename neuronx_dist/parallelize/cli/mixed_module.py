@@ -13,9 +13,10 @@ from ...torch_internals.tensors import pytree
 from ..api import parallelize
 from ..config import ComputeConfig
 from ..train.optimizer import sync_grad_when
-from ..train.parallel_module import ParallelModule
+from ..train.parallel_module import ParallelModule, loss_of
 from .arg_parser import load_type
-from .trainer_args import ModuleParallelizeConfig, TrainerArgs
+from .component_args import ModuleParallelizeConfig
+from .trainer_args import TrainerArgs
 
 __all__ = ["MixedModule", "parallel_model"]
 
@@ -33,7 +34,7 @@ class MixedModule:
         for number, sample in enumerate(real, 1):
             with sync_grad_when(number == len(real)):
                 output = self.model(sample)
-                (output if isinstance(output, torch.Tensor) else output[0]).backward()
+                loss_of(output).backward()
             outputs.append(output)
         return outputs
 
@@ -49,7 +50,7 @@ def parallel_model(args: TrainerArgs, sample: Any, load_module: bool) -> nn.Modu
         ValueError: the model has no submodule of a class that is to be parallelized.
     """
     if not args.model.parallel_modules:
-        config = _with_options(args, args.units, args.pas_policy)
+        config = _with_options(args, args.compute_config, args.pas_policy)
         first = [*inspect.signature(args.model_type.forward).parameters][1]
         options = _options(args, args, load_module)
         made: Any = parallelize(
@@ -89,9 +90,9 @@ def _replace(
 def _submodule(
     child: nn.Module, module: ModuleParallelizeConfig, args: TrainerArgs, load_module: bool
 ) -> ParallelModule | None:
-    config = replace(args.units, use_end2end=False, use_async_reducer=False)
+    config = replace(args.compute_config, use_end2end=False, use_async_reducer=False)
     if module.compute_config is not None:
-        config = module.compute_config.resolve(args.units)
+        config = module.compute_config.resolve(args.compute_config)
     policy = module.pas_policy or args.pas_policy
     if module.tracing_from_weights:
         child.load_state_dict(torch.load(module.tracing_from_weights, map_location="cpu", weights_only=True))

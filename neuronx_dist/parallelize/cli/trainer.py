@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -26,14 +25,16 @@ from ...parallel_layers.parallel_state import process_group
 from ..train.parallel_module import ParallelModule
 from . import checkpoints
 from .arg_parser import load_type
+from .component_args import AggregatedOutputs
 from .mixed_module import MixedModule, fixed, parallel_model
 from .train_hook import AggregatedTrainHook, TrainHook
-from .trainer_args import AggregatedOutputs, TrainerArgs
+from .trainer_args import TrainerArgs
 
 __all__ = ["TrainStatus", "Trainer"]
 
 logger = logging.getLogger(__name__)
 _STAGES = ("train", "val", "test")
+_NO_BATCH = "the data set of training has no batch: it needs micro_batch_size rows for each unit"
 
 
 @dataclass
@@ -131,11 +132,12 @@ class Trainer:
             self.dataset[stage] = args.create_dataset(stage)
             if self.dataset[stage] is not None:
                 self.dataloader[stage] = args.create_dataloader(stage, self.dataset[stage])
-                self._check_batches(stage)
         if not hasattr(self.dataloader["train"], "__len__"):
             raise ValueError(
                 "the data loader of training has no length, so that an epoch has no number of steps: give it __len__"
             )
+        if not len(self.dataloader["train"]):
+            raise ValueError(_NO_BATCH)
         self.total_train_steps_per_epoch = -(-len(self.dataloader["train"]) // args.update_freq)
         epochs = args.max_epochs and args.max_epochs * self.total_train_steps_per_epoch
         self.max_train_steps = min(filter(None, (epochs, args.max_train_steps)))
@@ -152,26 +154,18 @@ class Trainer:
     def _first_sample(self) -> Any:
         if self.train_args.dummy_sample_gen_fn:
             return load_type(self.train_args.dummy_sample_gen_fn)(self.train_args)
-        loader = self.train_args.create_dataloader("train", num_workers=0)
+        no_workers = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+        given = self.train_args.dataloader.train_args
+        loader = self.train_args.create_dataloader("train", **{k: v for k, v in no_workers.items() if k in given})
         sample = next(iter(loader), None)
         if hasattr(loader, "close"):
             loader.close()
         if sample is None:
-            raise ValueError("the data set of training has no batch: it needs micro_batch_size rows for each unit")
+            raise ValueError(_NO_BATCH)
         return sample
 
     def _on_device(self, sample: Any) -> Any:
         return fixed(sample, self.train_args.input_dtype, comm.current().backend.device)
-
-    def _check_batches(self, stage: str) -> None:
-        rows = self.train_args.micro_batch_size * self.train_args.scaling_factor
-        loader, dataset = self.dataloader[stage], self.dataset[stage]
-        if not getattr(loader, "drop_last", True) and hasattr(dataset, "__len__") and len(dataset) % rows:
-            warnings.warn(
-                f"the {stage} data set has {len(dataset)} rows, which {rows} (micro_batch_size * units) do not divide: "
-                "the last batch has another shape than the recorded one; pass drop_last=True to the data loader",
-                stacklevel=2,
-            )
 
     # --- training
 
@@ -358,7 +352,7 @@ class Trainer:
         path = config.get_resume_checkpoint()
         if path is None or config.resume_from is None:
             return
-        content = checkpoints.read(path, self.model, config.resume_from.with_merged)
+        content = checkpoints.read(path, self.model, self.optimizer, config.resume_from.with_merged)
         if path.is_file() and config.resume_from.convert_fn:
             content = load_type(config.resume_from.convert_fn)(content)
         self.hook.on_load_checkpoint(self, content)
