@@ -41,7 +41,7 @@ def register_op(
     emit_fn: Any = None,
     transform_rules: Any = None,
 ) -> Callable[[Any], Any]:
-    """Decorator that registers a function or a `torch.autograd.Function` with an annotation (see `annotation.py`).
+    """Registers a function, a `torch.autograd.Function` or its `apply` with an annotation (`annotation.py`).
 
     The decorated function replaces the original in its module, so that existing functions can be registered too, before
     others import them by name. A Function is called by `apply` as before.
@@ -72,6 +72,9 @@ def register_op(
     read = Annotation.read(annotation) if isinstance(annotation, str) else annotation
 
     def register(target: Any) -> Any:
+        function = getattr(target, "__self__", None)
+        if isinstance(function, type) and issubclass(function, torch.autograd.Function):  # target is its `apply`
+            return register(function).apply
         is_function = isinstance(target, type) and issubclass(target, torch.autograd.Function)
         inner = target.apply if is_function else target
         signature = inspect.signature(target.forward if is_function else target)
