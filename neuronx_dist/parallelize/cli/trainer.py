@@ -195,26 +195,21 @@ class Trainer:
         bar = _Progress(self, f"epoch {epoch}", first)
         for idx, batches in enumerate(self._batches("train", first), first):
             loss = self._train_one(epoch, idx, batches, bar)
-            done, is_last = status.finished_train_steps, idx + 1 == self.total_train_steps_per_epoch
-            val_loss: float | None = None
-            if self._is_due(args.val_every_n_train_steps, done) or (
-                is_last and self._is_due(args.val_every_n_epochs, epoch + 1)
-            ):
-                val_loss = self._validate(loss)
-            every = args.checkpoint.every_n_train_steps
-            if (
-                done == self.max_train_steps
-                or self._is_due(every, done)
-                or (is_last and self._is_due(args.checkpoint.every_n_epochs, epoch + 1))
-            ):
-                self._save(self._validate(loss) if val_loss is None else val_loss)
-            if done == self.max_train_steps:
+            is_end = status.finished_train_steps == self.max_train_steps
+            is_validated = self._is_due(args.val_every_n_train_steps, args.val_every_n_epochs)
+            if is_validated:
+                loss = self._validate(loss)
+            if is_end or self._is_due(args.checkpoint.every_n_train_steps, args.checkpoint.every_n_epochs):
+                self._save(loss if is_validated else self._validate(loss))
+            if is_end:
                 break
         bar.close()
 
-    @staticmethod
-    def _is_due(every: int | None, count: int) -> bool:
-        return bool(every) and count % every == 0  # type: ignore[operator]
+    def _is_due(self, every_steps: int | None, every_epochs: int | None) -> bool:
+        done = self.train_status.finished_train_steps
+        epochs, steps = divmod(done, self.total_train_steps_per_epoch)
+        ends_epoch = not steps and every_epochs and not epochs % every_epochs
+        return bool(ends_epoch or (every_steps and not done % every_steps))
 
     def _batches(self, stage: str, skipped: int = 0) -> Iterator[list[Any]]:
         """Yields the microbatches of each step; those of the first `skipped` steps are drawn, and not yielded."""
@@ -244,8 +239,9 @@ class Trainer:
         return batches + [self.dummy_input] * (self.train_args.update_freq - len(batches))
 
     def _aggregated(self, outputs: list[Any]) -> AggregatedOutputs:
-        aggregate = self.train_args.resolved_aggregate_outputs_fn or AggregatedOutputs.aggregate
-        result: AggregatedOutputs = aggregate(outputs, self.sync_group)
+        result = (self.train_args.resolved_aggregate_outputs_fn or AggregatedOutputs.aggregate)(
+            outputs, self.sync_group
+        )
         if not isinstance(result, AggregatedOutputs):
             raise TypeError(f"aggregate_outputs_fn must return AggregatedOutputs, got {type(result).__name__}")
         return result
@@ -261,9 +257,7 @@ class Trainer:
         optimizer.zero_grad()
         hook.after_zero_grad(self)
         hook.on_train_step_start(self, batches)
-        outputs = self._steps.train_step(samples, [number >= len(batches) for number in range(len(samples))])[
-            : len(batches)
-        ]
+        outputs = self._steps.train_step(samples, [n >= len(batches) for n in range(len(samples))])[: len(batches)]
         hook.on_train_step_end(self, outputs)
         aggregated = self._aggregated(outputs)
         loss = _reduced(aggregated.loss_sum, args.optimizer.loss_reduction, aggregated)
@@ -357,31 +351,23 @@ class Trainer:
             content = load_type(config.resume_from.convert_fn)(content)
         self.hook.on_load_checkpoint(self, content)
         checkpoints.load_states(content, self.model, self.optimizer)
-        if content.get("lr_scheduler"):
-            if not self.lr_scheduler:
-                raise ValueError(
-                    f"{path} has the state of a learning rate scheduler, but lr_scheduler is not configured"
-                )
-            self.lr_scheduler.load_state_dict(content["lr_scheduler"])
+        rates, position = content.get("lr_scheduler"), content.get("dataloader")
+        if isinstance(position, list):  # merged files list the values of all ranks
+            position = position[0] if all(other == position[0] for other in position) else None
+        if rates and not self.lr_scheduler:
+            raise ValueError(f"{path} has the state of a learning rate scheduler, but lr_scheduler is not configured")
+        if position is not None and not self._keeps_position:
+            raise ValueError(f"{path} has the position of a data loader, but this data loader has no load_state_dict")
+        if rates:
+            self.lr_scheduler.load_state_dict(rates)
+        if position is not None:
+            self.dataloader["train"].load_state_dict(position)
+            self.dataloader_resumed = True
         if content.get("train_status"):
             self.train_status = TrainStatus(**content["train_status"])
         states = content.get("rng_states")
-        self._random_states = states if isinstance(states, dict) else None  # merged files list those of all ranks
-        self._resume_position(content.get("dataloader"))
+        self._random_states = states if isinstance(states, dict) else None
         self.hook.after_load_checkpoint(self, content)
-
-    def _resume_position(self, state: Any) -> None:
-        """Loads the position of the data loader; of merged files, if it is the same on all ranks."""
-        if isinstance(state, list):
-            state = state[0] if all(other == state[0] for other in state) else None
-        if state is None:
-            return
-        if not self._keeps_position:
-            raise ValueError(
-                "the checkpoint has the position of a data loader, and this data loader has no load_state_dict"
-            )
-        self.dataloader["train"].load_state_dict(state)
-        self.dataloader_resumed = True
 
 
 class _Progress:
@@ -392,7 +378,7 @@ class _Progress:
         self._count, self._bar = first, None
         self._every = args.log_progress_every_n_train_steps if trainer.rank == 0 else None
         if trainer.rank == 0 and args.enable_progress_bar:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # tqdm is not installed
                 self._bar = load_type("tqdm.tqdm")(total=self._total, initial=first, desc=name)
 
     def show(self, metrics: dict[str, Any]) -> None:
