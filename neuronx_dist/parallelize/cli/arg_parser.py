@@ -15,7 +15,7 @@ import importlib
 import os
 import re
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -175,7 +175,7 @@ def deserialize_dataclass(value: Any, cls: type[Data]) -> Data:
             continue
         item = metadata["normalize"](item) if "normalize" in metadata else item
         try:
-            item = _typed(item, None if metadata.get("skip_deserialization") else hints[name])
+            item = _typed(item, Any if metadata.get("skip_deserialization") else hints[name])
         except (TypeError, ValueError, SyntaxError) as error:
             raise ValueError(f"{cls.__name__}.{name}: {error}") from error
         if item is not None:
@@ -185,25 +185,24 @@ def deserialize_dataclass(value: Any, cls: type[Data]) -> Data:
 
 def _typed(value: Any, hint: Any) -> Any:
     """Returns a value in the type of an annotation; the type of a value under a union is guessed."""
-    hint = _without_none(hint)
-    if value is None:
-        return None
     kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, types.UnionType):
+        others = [part for part in parts if part is not type(None)]
+        return _typed(value, others[0] if len(others) == 1 else Any)
     if kind in (list, tuple, dict) and isinstance(value, str):
         value = ast.literal_eval(value)
     if kind in (list, tuple) and isinstance(value, (list, tuple, dict)):
-        items: Iterable[Any] = value
         if isinstance(value, dict):
-            items = _listed({int(index): item for index, item in value.items()})
-        return kind(None if item is None else _typed(item, parts[0] if parts else None) for item in items)
+            value = _listed({int(index): item for index, item in value.items()})
+        return kind(_typed(item, parts[0] if parts else Any) for item in value)
     if kind is dict and isinstance(value, dict) and parts:
         return {_typed(key, parts[0]): _typed(item, parts[1]) for key, item in value.items()}
-    if not isinstance(kind, type) or kind in (list, tuple, dict):
+    if kind is Any or not isinstance(kind, type) or kind in (list, tuple, dict):
         return _guessed(value)
-    if is_dataclass(kind):
-        return value if isinstance(value, kind) else deserialize_dataclass(value, kind)
-    if isinstance(value, kind):
+    if value is None or isinstance(value, kind):
         return value
+    if is_dataclass(kind):
+        return deserialize_dataclass(value, kind)
     if issubclass(kind, enum.Enum):
         return kind[value] if value in kind.__members__ else kind(value)
     if kind is bool and isinstance(value, str):
@@ -211,14 +210,6 @@ def _typed(value: Any, hint: Any) -> Any:
             raise ValueError(f"{value!r} is neither true nor false")
         return value.lower() in ("true", "1")
     return kind(value) if kind in (int, str, bool, float) else value
-
-
-def _without_none(hint: Any) -> Any:
-    """Returns X for Optional[X], None (any type) for other unions and for Any."""
-    if get_origin(hint) in (Union, types.UnionType):
-        others = [part for part in get_args(hint) if part is not type(None)]
-        hint = others[0] if len(others) == 1 else None
-    return None if hint is Any else hint
 
 
 def _guessed(value: Any) -> Any:
@@ -229,14 +220,10 @@ def _guessed(value: Any) -> Any:
         return {_guessed(key): _guessed(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(map(_guessed, value))
-    if not isinstance(value, str):
-        return value
-    if value in ("true", "false"):
-        return value == "true"
     try:
-        return ast.literal_eval(value)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return value
+        return {"true": True, "false": False}[value] if value in ("true", "false") else ast.literal_eval(value)
+    except (TypeError, ValueError, SyntaxError, MemoryError, RecursionError):
+        return value  # no text, or no literal
 
 
 def load_type(name: Any) -> Any:
