@@ -10,37 +10,19 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial, wraps
+from pkgutil import iter_modules
 from types import ModuleType
+from typing import Any
 
 from .. import comm, parallelize
 from ..parallel_layers.parallel_state import destroy_model_parallel
 from ..parallelize import cli
-from ..parallelize.cli import arg_parser, loggers, train, train_hook, trainer, trainer_args
-from ..parallelize.policy import graph
-from ..parallelize.train import parallel_module
+from ..parallelize.cli.arg_parser import MODULES, load_type
 
 __all__ = ["install"]
-
-_MODULES: dict[str, ModuleType] = {
-    "cli": cli,
-    "cli.arg_parser": arg_parser,
-    "cli.loggers": loggers,
-    "cli.loggers.logger_base": loggers,
-    "cli.loggers.tensorboard": loggers,
-    "cli.loggers.wandb": loggers,
-    "cli.train": train,
-    "cli.train_hook": train_hook,
-    "cli.trainer": trainer,
-    "cli.trainer_args": trainer_args,
-    "graph": graph,
-    "graph.graph": graph,
-    "graph.parser.register": parallelize,
-    "graph.segment": graph,
-    "ir.operator": graph,
-    "parallel": parallelize,
-    "runtime.module": parallel_module,
-    "utils": ModuleType("nnscaler.utils"),
-}
 
 
 def set_default_logger_level(level: int | str) -> None:
@@ -48,7 +30,41 @@ def set_default_logger_level(level: int | str) -> None:
     logging.basicConfig(level=level, force=True)
 
 
-_MODULES["utils"].__dict__["set_default_logger_level"] = set_default_logger_level
+def rank_zero_only(fn: Callable[..., None]) -> Callable[..., None]:
+    """Returns the function as one that does nothing on ranks other than 0."""
+
+    @wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        if not comm.is_initialized() or comm.rank("world") == 0:
+            fn(*args, **kwargs)
+
+    return wrapped
+
+
+def constant_folding(constant_folding: bool = True) -> AbstractContextManager[None]:
+    """Returns an empty context: shapes and plain numbers are constants of a recording in any case."""
+    return nullcontext()
+
+
+def fold_constant(a: Any) -> Any:
+    """Returns the value: shapes and plain numbers are constants of a recording in any case."""
+    return a
+
+
+_FUNCTIONS: dict[str, dict[str, Any]] = {
+    "": {
+        "constant_folding": constant_folding,
+        "fold_constant": fold_constant,
+        "init": comm.launch.init_distributed,
+        "no_constant_folding": partial(constant_folding, False),
+        "uninit": destroy_model_parallel,
+    },
+    "utils": {
+        "load_type": load_type,
+        "rank_zero_only": rank_zero_only,
+        "set_default_logger_level": set_default_logger_level,
+    },
+}
 
 
 def install() -> None:
@@ -63,18 +79,23 @@ def install() -> None:
             f"nnscaler is imported already, from {getattr(present, '__file__', None)}: import "
             "neuronx_dist.compat.nnscaler before anything that imports nnscaler"
         )
-    top = ModuleType("nnscaler", __doc__)
-    top.__dict__.update({name: getattr(parallelize, name) for name in parallelize.__all__})
-    top.__dict__.update(init=comm.launch.init_distributed, uninit=destroy_model_parallel, is_neuronx_dist=True)
-    modules = {"nnscaler": top}
-    for name, module in _MODULES.items():
-        parent, _, child = f"nnscaler.{name}".rpartition(".")
-        setattr(modules.setdefault(parent, ModuleType(parent)), child, module)
-        modules[f"nnscaler.{name}"] = module
+    modules = {"": ModuleType("nnscaler", __doc__), "utils": ModuleType("nnscaler.utils")}
+    modules[""].__dict__.update({name: getattr(parallelize, name) for name in parallelize.__all__})
+    modules[""].__dict__["is_neuronx_dist"] = True
+    for name, functions in _FUNCTIONS.items():
+        modules[name].__dict__.update(functions)
+    names = {"cli": "cli", **{f"cli.{file.name}": f"cli.{file.name}" for file in iter_modules(cli.__path__)}, **MODULES}
+    for name, path in names.items():
+        modules[name] = load_type(f"{parallelize.__name__}.{path}".strip("."))
+    for name in [*names, "utils"]:
+        while name:
+            parent, _, child = name.rpartition(".")
+            holder = modules.setdefault(parent, ModuleType(f"nnscaler.{parent}"))
+            setattr(holder, child, modules[name])
+            name = parent
     for module in modules.values():
         module.__dict__.setdefault("__path__", [])  # so that submodules are looked for
-    top.__dict__.update(ir=modules["nnscaler.ir"], runtime=modules["nnscaler.runtime"])
-    sys.modules.update(modules)
+    sys.modules.update({f"nnscaler.{name}".strip("."): module for name, module in modules.items()})
 
 
 install()

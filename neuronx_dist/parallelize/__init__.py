@@ -35,6 +35,7 @@ from .train.state_dicts import (
     load_deduped_state_dict,
     load_merged_state_dict,
     load_merged_state_dicts,
+    load_sharded_state_dict,
     merge_state_dicts,
 )
 
@@ -55,6 +56,7 @@ __all__ = [
     "load_deduped_state_dict",
     "load_merged_state_dict",
     "load_merged_state_dicts",
+    "load_sharded_state_dict",
     "merge_state_dicts",
     "parallelize",
     "register_op",

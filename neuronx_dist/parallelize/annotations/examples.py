@@ -11,6 +11,7 @@ import torch
 
 from ...rules.local_call import tensors_of
 from ...rules.spec import Spec
+from ...torch_internals.tensors import version_of
 from .annotation import Annotation, AnnotationError
 from .registered import Operator, is_tensor
 
@@ -78,8 +79,16 @@ def verify(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None
     annotation, bound = op.annotation(args, kwargs), op.bound(args, kwargs)
     spec = op.spec(*args, **kwargs)
     dims_of = dict(zip(op.operand_names(args, kwargs), spec.ins))
+    tensors = {name: value for name, value in bound.items() if is_tensor(value)}
+    versions = {name: version_of(value) for name, value in tensors.items()}
     with torch.no_grad():
         whole = tensors_of(op.function(*args, **kwargs))
+        written = [name for name, value in tensors.items() if version_of(value) != versions[name]]
+        if written and any(label not in spec.fixed for label in spec.sizes):
+            raise AnnotationError(
+                f"register_op: {op.name} writes to its argument {written[0]}: return a new tensor, as x + y in place "
+                "of x.add_(y)"
+            )
         if [tuple(result.shape) for result in whole] != [_shape(dims, spec.sizes) for dims in spec.outs]:
             raise AnnotationError(
                 f"register_op: {op.name} returns shapes {_shapes(whole)}, but annotation {annotation.text!r} expects "

@@ -36,8 +36,12 @@ def register_op(
     example: Callable[[], Example] | None = None,
     linear: Sequence[int] | None = None,
     random: bool = False,
+    code_impl_pattern: str = "import",
+    input_gen_fn: Any = None,
+    emit_fn: Any = None,
+    transform_rules: Any = None,
 ) -> Callable[[Any], Any]:
-    """Decorator that registers a function or a `torch.autograd.Function` with an annotation (see `annotation.py`).
+    """Registers a function, a `torch.autograd.Function` or its `apply` with an annotation (`annotation.py`).
 
     The decorated function replaces the original in its module, so that existing functions can be registered too, before
     others import them by name. A Function is called by `apply` as before.
@@ -52,13 +56,25 @@ def register_op(
             text and the other arguments have defaults.
         linear: numbers of the operands in each of which the function is linear; None: measured on the example.
         random: True if the function draws random numbers; it is then not verified.
+        code_impl_pattern, input_gen_fn: accepted for compatibility: emitted code imports the function, and costs follow
+            from shapes.
+        emit_fn, transform_rules: refused: they write nnScaler's code.
 
     Raises:
+        NotImplementedError: `emit_fn` or `transform_rules` is passed.
         AnnotationError: the annotation cannot be read, or pieces make up something else, forward or backward.
     """
+    if emit_fn is not None or transform_rules:
+        raise NotImplementedError(
+            "register_op: emit_fn and transform_rules write nnScaler's code, and are not supported: leave them out. A "
+            "rank calls the function on its shards, as the annotation says; mark a dim with ^ that it must have whole"
+        )
     read = Annotation.read(annotation) if isinstance(annotation, str) else annotation
 
     def register(target: Any) -> Any:
+        function = getattr(target, "__self__", None)
+        if isinstance(function, type) and issubclass(function, torch.autograd.Function):  # target is its `apply`
+            return register(function).apply
         is_function = isinstance(target, type) and issubclass(target, torch.autograd.Function)
         inner = target.apply if is_function else target
         signature = inspect.signature(target.forward if is_function else target)

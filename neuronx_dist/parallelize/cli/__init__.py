@@ -11,10 +11,11 @@ train_hook.py, loggers.py   what a run calls at its events, and with its figures
 Names are nnScaler's, of files too: `nnscaler.cli.trainer` is `neuronx_dist.parallelize.cli.trainer`.
 """
 
+from .component_args import AggregatedOutputs
 from .loggers import LoggerBase, TensorBoardLogger, WandbLogger
 from .train_hook import TrainHook
 from .trainer import Trainer, TrainStatus
-from .trainer_args import AggregatedOutputs, TrainerArgs
+from .trainer_args import TrainerArgs
 
 __all__ = [
     "AggregatedOutputs",

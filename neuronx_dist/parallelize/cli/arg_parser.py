@@ -15,13 +15,14 @@ import importlib
 import os
 import re
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ...nearest import nearest
 
 __all__ = [
+    "MODULES",
     "TYPE",
     "VALUE",
     "VALUE_TYPE",
@@ -33,13 +34,23 @@ __all__ = [
 ]
 
 TYPE, VALUE_TYPE, VALUE = "__type", "__value_type", "value"
-_NNSCALER, _HERE = "nnscaler", __package__.rpartition(".")[0]
+_HERE = __package__.rpartition(".")[0]
+# Modules of nnScaler that have another name below `neuronx_dist.parallelize`.
+MODULES = {
+    "cli.loggers.logger_base": "cli.loggers",
+    "cli.loggers.tensorboard": "cli.loggers",
+    "cli.loggers.wandb": "cli.loggers",
+    "graph": "policy.graph",
+    "graph.graph": "policy.graph",
+    "graph.parser.register": "",
+    "graph.segment": "policy.graph",
+    "ir.operator": "policy.graph",
+    "parallel": "",
+    "runtime.f16_optimizer": "train.optimizer",
+    "runtime.module": "train.parallel_module",
+}
 _VARIABLE = re.compile(r"\$(?:\(([^)]+)\)|\{([^}]+)\})")
 Data = TypeVar("Data")
-
-
-class _KeyNotFoundError(KeyError):
-    """A variable is neither in the arguments nor in the environment."""
 
 
 def parse_args(argv: Sequence[Any]) -> dict[str, Any]:
@@ -135,7 +146,7 @@ def _variable(args: Any, name: str) -> Any:
             value = value[int(key) if isinstance(value, list) else key]
     except (KeyError, IndexError, TypeError, ValueError):
         if name not in os.environ:
-            raise _KeyNotFoundError(f"variable {name} is neither in the arguments nor in the environment") from None
+            raise KeyError(f"variable {name} is neither in the arguments nor in the environment") from None
         return os.environ[name]
     return value
 
@@ -164,7 +175,7 @@ def deserialize_dataclass(value: Any, cls: type[Data]) -> Data:
             continue
         item = metadata["normalize"](item) if "normalize" in metadata else item
         try:
-            item = _typed(item, None if metadata.get("skip_deserialization") else hints[name])
+            item = _typed(item, Any if metadata.get("skip_deserialization") else hints[name])
         except (TypeError, ValueError, SyntaxError) as error:
             raise ValueError(f"{cls.__name__}.{name}: {error}") from error
         if item is not None:
@@ -174,25 +185,24 @@ def deserialize_dataclass(value: Any, cls: type[Data]) -> Data:
 
 def _typed(value: Any, hint: Any) -> Any:
     """Returns a value in the type of an annotation; the type of a value under a union is guessed."""
-    hint = _without_none(hint)
-    if value is None:
-        return None
     kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, types.UnionType):
+        others = [part for part in parts if part is not type(None)]
+        return _typed(value, others[0] if len(others) == 1 else Any)
     if kind in (list, tuple, dict) and isinstance(value, str):
         value = ast.literal_eval(value)
     if kind in (list, tuple) and isinstance(value, (list, tuple, dict)):
-        items: Iterable[Any] = value
         if isinstance(value, dict):
-            items = _listed({int(index): item for index, item in value.items()})
-        return kind(None if item is None else _typed(item, parts[0] if parts else None) for item in items)
+            value = _listed({int(index): item for index, item in value.items()})
+        return kind(_typed(item, parts[0] if parts else Any) for item in value)
     if kind is dict and isinstance(value, dict) and parts:
         return {_typed(key, parts[0]): _typed(item, parts[1]) for key, item in value.items()}
-    if not isinstance(kind, type) or kind in (list, tuple, dict):
+    if kind is Any or not isinstance(kind, type) or kind in (list, tuple, dict):
         return _guessed(value)
-    if is_dataclass(kind):
-        return value if isinstance(value, kind) else deserialize_dataclass(value, kind)
-    if isinstance(value, kind):
+    if value is None or isinstance(value, kind):
         return value
+    if is_dataclass(kind):
+        return deserialize_dataclass(value, kind)
     if issubclass(kind, enum.Enum):
         return kind[value] if value in kind.__members__ else kind(value)
     if kind is bool and isinstance(value, str):
@@ -200,14 +210,6 @@ def _typed(value: Any, hint: Any) -> Any:
             raise ValueError(f"{value!r} is neither true nor false")
         return value.lower() in ("true", "1")
     return kind(value) if kind in (int, str, bool, float) else value
-
-
-def _without_none(hint: Any) -> Any:
-    """Returns X for Optional[X], None (any type) for other unions and for Any."""
-    if get_origin(hint) in (Union, types.UnionType):
-        others = [part for part in get_args(hint) if part is not type(None)]
-        hint = others[0] if len(others) == 1 else None
-    return None if hint is Any else hint
 
 
 def _guessed(value: Any) -> Any:
@@ -218,14 +220,10 @@ def _guessed(value: Any) -> Any:
         return {_guessed(key): _guessed(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(map(_guessed, value))
-    if not isinstance(value, str):
-        return value
-    if value in ("true", "false"):
-        return value == "true"
     try:
-        return ast.literal_eval(value)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return value
+        return {"true": True, "false": False}[value] if value in ("true", "false") else ast.literal_eval(value)
+    except (TypeError, ValueError, SyntaxError, MemoryError, RecursionError):
+        return value  # no text, or no literal
 
 
 def load_type(name: Any) -> Any:
@@ -236,10 +234,13 @@ def load_type(name: Any) -> Any:
     """
     if not isinstance(name, str):
         return name
-    path = re.sub(r"^(nnscaler\.cli\.loggers)\.[a-z_]+\.", r"\1.", name).split(".")  # one file here
-    path[:1] = _HERE.split(".") if path[0] == _NNSCALER and len(path) > 1 else path[:1]
+    path = name.split(".")
     found: Any = builtins
     rest = path
+    if path[0] == "nnscaler" and len(path) > 1:
+        length = next((n for n in range(len(path), 1, -1) if ".".join(path[1:n]) in MODULES), 1)
+        place = MODULES.get(".".join(path[1:length]), "")
+        path = f"{_HERE}.{place}".strip(".").split(".") + path[length:]
     for length in range(len(path), 0, -1) if not hasattr(builtins, path[0]) else ():
         module = ".".join(path[:length])
         try:

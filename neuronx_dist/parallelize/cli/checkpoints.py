@@ -12,9 +12,15 @@ import torch
 from torch import nn
 
 from ... import comm
-from ..train.layouts import layout_of
-from ..train.state_dicts import deduped_state_dict, load_deduped_state_dict, load_merged_state_dict, merge_state_dicts
-from .trainer_args import CheckpointConfig
+from ..train.layouts import LAYOUT, layout_of
+from ..train.state_dicts import (
+    deduped_state_dict,
+    load_deduped_state_dict,
+    load_merged_state_dict,
+    load_sharded_state_dict,
+    merge_state_dicts,
+)
+from .component_args import CheckpointConfig
 
 __all__ = ["load_states", "merged", "read", "save", "states_of"]
 
@@ -33,23 +39,19 @@ def states_of(config: CheckpointConfig, model: nn.Module, optimizer: Any) -> dic
 def load_states(content: dict[str, Any], model: nn.Module, optimizer: Any) -> None:
     """Loads the states of `read` into a rank's model and optimizer. All ranks call it together."""
     saved = content.get("train_args", {}).get("checkpoint", {}).get("save_type", "merged")
-    if saved == "sharded":
-        model.load_state_dict(content["model"])
-        optimizer.load_state_dict(content["optimizer"])
-    else:
-        load = load_deduped_state_dict if saved == "deduped" else load_merged_state_dict
-        load(model, content["model"], optimizer, content["optimizer"])
+    loads: dict[str, Any] = {"sharded": load_sharded_state_dict, "deduped": load_deduped_state_dict}
+    loads.get(saved, load_merged_state_dict)(model, content["model"], optimizer, content["optimizer"])
 
 
 def save(content: dict[str, Any], config: CheckpointConfig, name: str, is_best: bool) -> None:
     """Writes this rank's file of a checkpoint, and points `last` and `best` to it. All ranks call it together."""
-    rank, folder = _rank(), Path(config.save_dir)
+    rank, size, folder = int(comm.rank("world")), comm.size("world"), Path(config.save_dir)
     path = folder / name / f"{rank}.ckpt"
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")  # a reader finds a complete file, or none
     torch.save(content, part)
     part.replace(path)
-    _barrier()
+    comm.barrier()
     names = ["last"] * config.save_last + ["best"] * (config.save_best and is_best)
     for place in (folder / other / path.name for other in names):
         place.parent.mkdir(exist_ok=True)
@@ -60,35 +62,31 @@ def save(content: dict[str, Any], config: CheckpointConfig, name: str, is_best: 
         else:
             shutil.copy(path, part)
         part.replace(place)
-    _barrier()
-    if rank % int(os.environ.get("LOCAL_WORLD_SIZE", _size())) == 0:
+    comm.barrier()
+    if rank % int(os.environ.get("LOCAL_WORLD_SIZE", size)) == 0:
         for number, file in (item for other in [name, *names] for item in _files(folder / other).items()):
-            if number >= _size():  # of an earlier run on more ranks
+            if number >= size:  # of an earlier run on more ranks
                 file.unlink(missing_ok=True)
-        _expire(folder, config.keep_last_n_checkpoints)
-    _barrier()
+        if config.keep_last_n_checkpoints:
+            _expire(folder, config.keep_last_n_checkpoints)
+    comm.barrier()
 
 
 def _files(path: Path) -> dict[int, Path]:
     return {int(file.stem): file for file in path.glob("*.ckpt") if file.stem.isdigit()}
 
 
-def _expire(folder: Path, count: int | None) -> None:
+def _expire(folder: Path, count: int) -> None:
     """Removes all but the last checkpoints, and those that `last` and `best` point to."""
-    if count is None:
-        return
     linked = {path.resolve().parent.name for path in folder.glob("*/*.ckpt") if path.is_symlink()}
-    steps = {
-        path: int(path.name.rpartition("-")[2])
-        for path in folder.iterdir()
-        if path.is_dir() and path.name not in ("last", "best") and path.name.rpartition("-")[2].isdigit()
-    }
-    for path in sorted(steps, key=steps.__getitem__)[:-count]:
+    steps = {path: path.name.rpartition("-")[2] for path in folder.glob("*-*") if path.is_dir()}
+    saved = sorted((path for path, step in steps.items() if step.isdigit()), key=lambda path: int(steps[path]))
+    for path in saved[:-count]:
         if path.name not in linked:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def read(path: Path, model: nn.Module, with_merged: bool | None) -> dict[str, Any]:
+def read(path: Path, model: nn.Module, optimizer: Any, with_merged: bool | None) -> dict[str, Any]:
     """Returns the content of a file, or of this rank's file in a folder; merged, if another layout saved it.
 
     All ranks call it together, and all see the folder.
@@ -103,16 +101,16 @@ def read(path: Path, model: nn.Module, with_merged: bool | None) -> dict[str, An
         raise ValueError(
             f"checkpoint {path} has the files of ranks {sorted(files)}: a file of each rank is needed, from 0"
         )
-    content = _load(files[_rank()]) if len(files) == _size() else None
-    is_same = content is not None and _layout(content["model"]) == _layout(model.state_dict())
-    status = content and content.get("train_status")
-    every = comm.gather_objects((is_same, status)) if comm.is_initialized() else [(is_same, status)]
-    is_same = all(same for same, _ in every)
-    if any(other != every[0][1] for _, other in every):
+    content = _load(files[int(comm.rank("world"))]) if len(files) == comm.size("world") else None
+    here = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    is_same = content is not None and _layout(content) == _layout(here)
+    same, statuses = zip(*comm.gather_objects((is_same, content and content.get("train_status"))))
+    if any(status != statuses[0] for status in statuses):
         raise ValueError(
-            f"checkpoint {path} has files of different steps, {[other for _, other in every]}: a run has ended while "
-            f"it replaced them; resume from a checkpoint of one step in {path.parent}"
+            f"checkpoint {path} has files of different steps, {[*statuses]}: a run has ended while it replaced them; "
+            f"resume from a checkpoint of one step in {path.parent}"
         )
+    is_same = all(same)
     if with_merged is False and not is_same:
         raise ValueError(
             f"checkpoint {path} was saved by {len(files)} ranks in another layout: leave with_merged=None to merge it"
@@ -120,9 +118,9 @@ def read(path: Path, model: nn.Module, with_merged: bool | None) -> dict[str, An
     return content if content is not None and is_same and not with_merged else merged([*files.values()])
 
 
-def _layout(state: Any) -> Any:
-    layout = layout_of(state)
-    return layout.plan_ngpus, layout.runtime_ngpus, layout.index, layout.specs, layout.elsewhere
+def _layout(content: dict[str, Any]) -> Any:
+    layout, rows = layout_of(content["model"]), content["optimizer"][LAYOUT]["rows"]
+    return layout.plan_ngpus, layout.runtime_ngpus, layout.index, layout.specs, layout.elsewhere, rows
 
 
 def merged(files: Sequence[Path | str]) -> dict[str, Any]:
@@ -149,16 +147,3 @@ def _load(path: Path | str) -> dict[str, Any]:
     """Returns the content of a file: tensors and plain data."""
     content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return content
-
-
-def _rank() -> int:
-    return int(comm.current().rank) if comm.is_initialized() else 0
-
-
-def _size() -> int:
-    return comm.current().mesh.world_size if comm.is_initialized() else 1
-
-
-def _barrier() -> None:
-    if comm.is_initialized():
-        comm.barrier()

@@ -14,33 +14,9 @@ from ... import comm
 from ...accelerator.machine import has_double
 from ...nearest import nearest
 from ..config import ComputeConfig
+from ..train.parallel_module import loss_of
 from .arg_parser import TYPE, deserialize_dataclass, load_type
 from .train_hook import EVENTS
-
-__all__ = [
-    "DTYPES",
-    "AggregatedOutputs",
-    "Arguments",
-    "CheckpointConfig",
-    "DataloaderConfig",
-    "DatasetConfig",
-    "DatasetSamplerConfig",
-    "DebugConfig",
-    "HookConfig",
-    "HookMapConfig",
-    "LRSchedulerConfig",
-    "LogConfig",
-    "ModelConfig",
-    "ModuleParallelizeConfig",
-    "OptimizerConfig",
-    "OptionalComputeConfig",
-    "ResumeOptions",
-    "check_type",
-    "hook_config",
-    "made",
-    "one_of",
-    "precisions",
-]
 
 Arguments = dict[str, Any]
 REDUCTIONS = ("mean", "sum", "per-token-mean")
@@ -60,20 +36,29 @@ def precisions(value: Any) -> dict[str, str]:
     Raises:
         ValueError: a precision, or what has it, is unknown.
     """
-    given = value if isinstance(value, dict) else dict.fromkeys(("param", "buffer", "input"), value or "none")
-    precision = {**dict.fromkeys(("param", "buffer", "input"), "none"), **given}
-    for name, dtype in precision.items():
+    parts = ("param", "buffer", "input")
+    given = value if isinstance(value, dict) else dict.fromkeys(parts, value or "none")
+    for name, dtype in given.items():
         one_of(f"precision of {name!r}", dtype, DTYPES)
-        one_of("precision: part", name, ("param", "buffer", "input"))
-    return precision
+        one_of("precision: part", name, parts)
+    return {**dict.fromkeys(parts, "none"), **given}
 
 
 def one_of(what: str, value: Any, values: Any) -> None:
+    """Raises ValueError if a value is none of some values."""
     if value not in values:
         raise ValueError(f"{what} {value!r} is none of {', '.join(map(repr, values))}")
 
 
+def at_least_one(config: Any, *names: str) -> None:
+    """Raises ValueError if a number of these names is neither None nor at least 1."""
+    for name in names:
+        if getattr(config, name) is not None and getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
+
+
 def check_type(config: Any) -> None:
+    """Raises ValueError if a component has no class."""
     if not config.type:
         raise ValueError(f"{type(config).__name__}.type is required: the path of a class or function, or itself")
 
@@ -97,9 +82,7 @@ class AggregatedOutputs:
         cls,
         loss_outputs: Sequence[Any],
         sync_group: Any = None,
-        loss_fn: Callable[[Any], torch.Tensor] = lambda output: (
-            output if isinstance(output, torch.Tensor) else output[0]
-        ),
+        loss_fn: Callable[[Any], torch.Tensor] = loss_of,
         ntokens_fn: Callable[[Any], Any] | None = None,
     ) -> AggregatedOutputs:
         """Sums losses, and tokens, over the microbatches and units.
@@ -107,7 +90,7 @@ class AggregatedOutputs:
         Args:
             loss_outputs: the results of forward for the microbatches of this unit.
             sync_group: accepted for compatibility: the units of the current mesh.
-            loss_fn, ntokens_fn: return the loss and the number of tokens of a result.
+            loss_fn, ntokens_fn: return the loss (default: the first tensor) and the number of tokens of a result.
         """
         losses = torch.stack([loss_fn(output).detach() for output in loss_outputs])
         dtype = torch.float64 if has_double(losses.device.type) else torch.float32
@@ -310,14 +293,11 @@ class CheckpointConfig:
                 "save_type 'merged' is what Trainer.merge_checkpoint writes: train with 'sharded' or 'deduped'"
             )
         one_of("save_type", self.save_type, ("sharded", "deduped"))
-        counts = {name: getattr(self, name) for name in ("every_n_train_steps", "every_n_epochs")}
-        if None not in counts.values():
+        if None not in (self.every_n_train_steps, self.every_n_epochs):
             raise ValueError("every_n_train_steps and every_n_epochs are both set: checkpoints follow one of them")
-        if not any(count is not None for count in counts.values()):
+        if self.every_n_train_steps is None and self.every_n_epochs is None:
             self.every_n_epochs = 1
-        for name, count in {**counts, "keep_last_n_checkpoints": self.keep_last_n_checkpoints}.items():
-            if count is not None and count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
+        at_least_one(self, "every_n_train_steps", "every_n_epochs", "keep_last_n_checkpoints")
 
     def get_resume_checkpoint(self) -> Path | None:
         """Returns the folder or file to go on from; None: training begins anew."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +48,12 @@ class TensorBoardLogger(LoggerBase):
     def log_metrics(self, metrics: Mapping[str, Any], step: int, *, tag: str | None = None) -> None:
         if _is_first():
             tag = tag or ""
-            if tag not in self._writers:
-                self._writers[tag] = TensorBoard(self.folder / tag)
+            self._writers[tag] = self._writers.get(tag) or TensorBoard(self.folder / tag)
             self._writers[tag](step, metrics)
 
     def finalize(self) -> None:
-        for writer in self._writers.values():
-            writer.close()
-        self._writers.clear()
+        while self._writers:
+            self._writers.popitem()[1].close()
 
 
 class WandbLogger(LoggerBase):
@@ -65,13 +64,11 @@ class WandbLogger(LoggerBase):
     """
 
     def __init__(self, **arguments: Any) -> None:
-        self._arguments = arguments
+        self._init = partial(load_type("wandb.init"), **arguments) if _is_first() else None
         self._run: Any = None
-        self._init = load_type("wandb.init") if _is_first() else None
 
     def setup(self, config: Mapping[str, Any]) -> None:
-        if self._init is not None:
-            self._run = self._init(**self._arguments, config=dict(config))
+        self._run = self._init and self._init(config=dict(config))
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int, *, tag: str | None = None) -> None:
         if self._run is not None:
@@ -83,4 +80,4 @@ class WandbLogger(LoggerBase):
 
 
 def _is_first() -> bool:
-    return not comm.is_initialized() or comm.current().rank == 0
+    return not comm.is_initialized() or comm.rank("world") == 0

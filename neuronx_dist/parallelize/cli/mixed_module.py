@@ -13,9 +13,10 @@ from ...torch_internals.tensors import pytree
 from ..api import parallelize
 from ..config import ComputeConfig
 from ..train.optimizer import sync_grad_when
-from ..train.parallel_module import ParallelModule
+from ..train.parallel_module import ParallelModule, loss_of
 from .arg_parser import load_type
-from .trainer_args import ModuleParallelizeConfig, TrainerArgs
+from .component_args import ModuleParallelizeConfig
+from .trainer_args import TrainerArgs
 
 __all__ = ["MixedModule", "parallel_model"]
 
@@ -33,7 +34,7 @@ class MixedModule:
         for number, sample in enumerate(real, 1):
             with sync_grad_when(number == len(real)):
                 output = self.model(sample)
-                (output if isinstance(output, torch.Tensor) else output[0]).backward()
+                loss_of(output).backward()
             outputs.append(output)
         return outputs
 
@@ -49,12 +50,9 @@ def parallel_model(args: TrainerArgs, sample: Any, load_module: bool) -> nn.Modu
         ValueError: the model has no submodule of a class that is to be parallelized.
     """
     if not args.model.parallel_modules:
-        config = _with_options(args, args.units, args.pas_policy)
-        first = [*inspect.signature(args.model_type.forward).parameters][1]
-        options = _options(args, args, load_module)
-        made: Any = parallelize(
-            args.model_type, {first: sample}, args.resolved_pas_policy, config, module_fn=args.create_model, **options
-        )
+        inputs = {[*inspect.signature(args.model_type.forward).parameters][1]: sample}
+        options = {"module_fn": args.create_model}
+        made = _parallelized(args, args, args.model_type, inputs, args.compute_config, load_module, **options)
         return made() if load_module else None
     model = args.create_model()
     wanted = {load_type(module.type): module for module in args.model.parallel_modules}
@@ -89,41 +87,47 @@ def _replace(
 def _submodule(
     child: nn.Module, module: ModuleParallelizeConfig, args: TrainerArgs, load_module: bool
 ) -> ParallelModule | None:
-    config = replace(args.units, use_end2end=False, use_async_reducer=False)
+    config = replace(args.compute_config, use_end2end=False, use_async_reducer=False)
     if module.compute_config is not None:
-        config = module.compute_config.resolve(args.units)
-    policy = module.pas_policy or args.pas_policy
+        config = module.compute_config.resolve(args.compute_config)
     if module.tracing_from_weights:
         child.load_state_dict(torch.load(module.tracing_from_weights, map_location="cpu", weights_only=True))
     arguments = load_type(module.forward_args_gen_fn)(args)  # of several classes, maybe
     taken = inspect.signature(child.forward).parameters
-    parallel: Any = parallelize(
-        child,
-        {name: fixed(value, args.input_dtype, None) for name, value in arguments.items() if name in taken},
-        args.policy_of(policy),
-        _with_options(args, config, policy),
-        **_options(module, args, load_module),
-    )
-    return parallel
+    inputs = {name: fixed(value, args.input_dtype, None) for name, value in arguments.items() if name in taken}
+    return _parallelized(args, module, child, inputs, config, load_module)
 
 
-def _options(module: Any, args: TrainerArgs, load_module: bool) -> dict[str, Any]:
-    """Returns options of `parallelize`, from a submodule's configuration where that has them."""
-    names = {"gen_savedir": "gen_savedir", "reuse": "gen_reuse", "instance_name": "instance_name"}
+def _parallelized(
+    args: TrainerArgs,
+    part: ModuleParallelizeConfig | TrainerArgs,
+    module: Any,
+    inputs: dict[str, Any],
+    config: ComputeConfig,
+    load_module: bool,
+    **options: Any,
+) -> Any:
+    """Calls `parallelize` with the options of a submodule's configuration, or where it has none of `args`."""
+
+    def option(name: str) -> Any:
+        return getattr(args if getattr(part, name) is None else part, name)
+
     if load_module:  # without a process group files are sent to no rank
-        names["broadcast_strategy"] = "broadcast_strategy"
-    values = {
-        option: getattr(module, name) if getattr(module, name) is not None else getattr(args, name)
-        for option, name in names.items()
-    }
-    return {**values, "load_module": load_module}
-
-
-def _with_options(args: TrainerArgs, config: ComputeConfig, policy: Any) -> ComputeConfig:
-    """Adds the number of microbatches for a pipeline, of which `update_freq` is the name in nnScaler."""
-    if policy not in ("pp", "hybrid", "autodist") or "pipeline_nmicros" in config.pas_config:
-        return config
-    return replace(config, pas_config={"update_freq": args.update_freq, **config.pas_config})
+        options["broadcast_strategy"] = option("broadcast_strategy")
+    policy = option("pas_policy")
+    if policy in ("pp", "hybrid", "autodist") and "pipeline_nmicros" not in config.pas_config:
+        config = replace(config, pas_config={"update_freq": args.update_freq, **config.pas_config})
+    return parallelize(
+        module,
+        inputs,
+        args.policy_of(policy),
+        config,
+        gen_savedir=option("gen_savedir"),
+        reuse=option("gen_reuse"),
+        instance_name=option("instance_name"),
+        load_module=load_module,
+        **options,
+    )
 
 
 def fixed(sample: Any, dtype: torch.dtype | None, device: torch.device | None) -> Any:

@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -26,14 +25,16 @@ from ...parallel_layers.parallel_state import process_group
 from ..train.parallel_module import ParallelModule
 from . import checkpoints
 from .arg_parser import load_type
+from .component_args import AggregatedOutputs
 from .mixed_module import MixedModule, fixed, parallel_model
 from .train_hook import AggregatedTrainHook, TrainHook
-from .trainer_args import AggregatedOutputs, TrainerArgs
+from .trainer_args import TrainerArgs
 
 __all__ = ["TrainStatus", "Trainer"]
 
 logger = logging.getLogger(__name__)
 _STAGES = ("train", "val", "test")
+_NO_BATCH = "the data set of training has no batch: it needs micro_batch_size rows for each unit"
 
 
 @dataclass
@@ -131,11 +132,12 @@ class Trainer:
             self.dataset[stage] = args.create_dataset(stage)
             if self.dataset[stage] is not None:
                 self.dataloader[stage] = args.create_dataloader(stage, self.dataset[stage])
-                self._check_batches(stage)
         if not hasattr(self.dataloader["train"], "__len__"):
             raise ValueError(
                 "the data loader of training has no length, so that an epoch has no number of steps: give it __len__"
             )
+        if not len(self.dataloader["train"]):
+            raise ValueError(_NO_BATCH)
         self.total_train_steps_per_epoch = -(-len(self.dataloader["train"]) // args.update_freq)
         epochs = args.max_epochs and args.max_epochs * self.total_train_steps_per_epoch
         self.max_train_steps = min(filter(None, (epochs, args.max_train_steps)))
@@ -152,26 +154,18 @@ class Trainer:
     def _first_sample(self) -> Any:
         if self.train_args.dummy_sample_gen_fn:
             return load_type(self.train_args.dummy_sample_gen_fn)(self.train_args)
-        loader = self.train_args.create_dataloader("train", num_workers=0)
+        no_workers = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+        given = self.train_args.dataloader.train_args
+        loader = self.train_args.create_dataloader("train", **{k: v for k, v in no_workers.items() if k in given})
         sample = next(iter(loader), None)
         if hasattr(loader, "close"):
             loader.close()
         if sample is None:
-            raise ValueError("the data set of training has no batch: it needs micro_batch_size rows for each unit")
+            raise ValueError(_NO_BATCH)
         return sample
 
     def _on_device(self, sample: Any) -> Any:
         return fixed(sample, self.train_args.input_dtype, comm.current().backend.device)
-
-    def _check_batches(self, stage: str) -> None:
-        rows = self.train_args.micro_batch_size * self.train_args.scaling_factor
-        loader, dataset = self.dataloader[stage], self.dataset[stage]
-        if not getattr(loader, "drop_last", True) and hasattr(dataset, "__len__") and len(dataset) % rows:
-            warnings.warn(
-                f"the {stage} data set has {len(dataset)} rows, which {rows} (micro_batch_size * units) do not divide: "
-                "the last batch has another shape than the recorded one; pass drop_last=True to the data loader",
-                stacklevel=2,
-            )
 
     # --- training
 
@@ -201,26 +195,21 @@ class Trainer:
         bar = _Progress(self, f"epoch {epoch}", first)
         for idx, batches in enumerate(self._batches("train", first), first):
             loss = self._train_one(epoch, idx, batches, bar)
-            done, is_last = status.finished_train_steps, idx + 1 == self.total_train_steps_per_epoch
-            val_loss: float | None = None
-            if self._is_due(args.val_every_n_train_steps, done) or (
-                is_last and self._is_due(args.val_every_n_epochs, epoch + 1)
-            ):
-                val_loss = self._validate(loss)
-            every = args.checkpoint.every_n_train_steps
-            if (
-                done == self.max_train_steps
-                or self._is_due(every, done)
-                or (is_last and self._is_due(args.checkpoint.every_n_epochs, epoch + 1))
-            ):
-                self._save(self._validate(loss) if val_loss is None else val_loss)
-            if done == self.max_train_steps:
+            is_end = status.finished_train_steps == self.max_train_steps
+            is_validated = self._is_due(args.val_every_n_train_steps, args.val_every_n_epochs)
+            if is_validated:
+                loss = self._validate(loss)
+            if is_end or self._is_due(args.checkpoint.every_n_train_steps, args.checkpoint.every_n_epochs):
+                self._save(loss if is_validated else self._validate(loss))
+            if is_end:
                 break
         bar.close()
 
-    @staticmethod
-    def _is_due(every: int | None, count: int) -> bool:
-        return bool(every) and count % every == 0  # type: ignore[operator]
+    def _is_due(self, every_steps: int | None, every_epochs: int | None) -> bool:
+        done = self.train_status.finished_train_steps
+        epochs, steps = divmod(done, self.total_train_steps_per_epoch)
+        ends_epoch = not steps and every_epochs and not epochs % every_epochs
+        return bool(ends_epoch or (every_steps and not done % every_steps))
 
     def _batches(self, stage: str, skipped: int = 0) -> Iterator[list[Any]]:
         """Yields the microbatches of each step; those of the first `skipped` steps are drawn, and not yielded."""
@@ -250,8 +239,9 @@ class Trainer:
         return batches + [self.dummy_input] * (self.train_args.update_freq - len(batches))
 
     def _aggregated(self, outputs: list[Any]) -> AggregatedOutputs:
-        aggregate = self.train_args.resolved_aggregate_outputs_fn or AggregatedOutputs.aggregate
-        result: AggregatedOutputs = aggregate(outputs, self.sync_group)
+        result = (self.train_args.resolved_aggregate_outputs_fn or AggregatedOutputs.aggregate)(
+            outputs, self.sync_group
+        )
         if not isinstance(result, AggregatedOutputs):
             raise TypeError(f"aggregate_outputs_fn must return AggregatedOutputs, got {type(result).__name__}")
         return result
@@ -267,9 +257,7 @@ class Trainer:
         optimizer.zero_grad()
         hook.after_zero_grad(self)
         hook.on_train_step_start(self, batches)
-        outputs = self._steps.train_step(samples, [number >= len(batches) for number in range(len(samples))])[
-            : len(batches)
-        ]
+        outputs = self._steps.train_step(samples, [n >= len(batches) for n in range(len(samples))])[: len(batches)]
         hook.on_train_step_end(self, outputs)
         aggregated = self._aggregated(outputs)
         loss = _reduced(aggregated.loss_sum, args.optimizer.loss_reduction, aggregated)
@@ -358,36 +346,28 @@ class Trainer:
         path = config.get_resume_checkpoint()
         if path is None or config.resume_from is None:
             return
-        content = checkpoints.read(path, self.model, config.resume_from.with_merged)
+        content = checkpoints.read(path, self.model, self.optimizer, config.resume_from.with_merged)
         if path.is_file() and config.resume_from.convert_fn:
             content = load_type(config.resume_from.convert_fn)(content)
         self.hook.on_load_checkpoint(self, content)
         checkpoints.load_states(content, self.model, self.optimizer)
-        if content.get("lr_scheduler"):
-            if not self.lr_scheduler:
-                raise ValueError(
-                    f"{path} has the state of a learning rate scheduler, but lr_scheduler is not configured"
-                )
-            self.lr_scheduler.load_state_dict(content["lr_scheduler"])
+        rates, position = content.get("lr_scheduler"), content.get("dataloader")
+        if isinstance(position, list):  # merged files list the values of all ranks
+            position = position[0] if all(other == position[0] for other in position) else None
+        if rates and not self.lr_scheduler:
+            raise ValueError(f"{path} has the state of a learning rate scheduler, but lr_scheduler is not configured")
+        if position is not None and not self._keeps_position:
+            raise ValueError(f"{path} has the position of a data loader, but this data loader has no load_state_dict")
+        if rates:
+            self.lr_scheduler.load_state_dict(rates)
+        if position is not None:
+            self.dataloader["train"].load_state_dict(position)
+            self.dataloader_resumed = True
         if content.get("train_status"):
             self.train_status = TrainStatus(**content["train_status"])
         states = content.get("rng_states")
-        self._random_states = states if isinstance(states, dict) else None  # merged files list those of all ranks
-        self._resume_position(content.get("dataloader"))
+        self._random_states = states if isinstance(states, dict) else None
         self.hook.after_load_checkpoint(self, content)
-
-    def _resume_position(self, state: Any) -> None:
-        """Loads the position of the data loader; of merged files, if it is the same on all ranks."""
-        if isinstance(state, list):
-            state = state[0] if all(other == state[0] for other in state) else None
-        if state is None:
-            return
-        if not self._keeps_position:
-            raise ValueError(
-                "the checkpoint has the position of a data loader, and this data loader has no load_state_dict"
-            )
-        self.dataloader["train"].load_state_dict(state)
-        self.dataloader_resumed = True
 
 
 class _Progress:
@@ -398,7 +378,7 @@ class _Progress:
         self._count, self._bar = first, None
         self._every = args.log_progress_every_n_train_steps if trainer.rank == 0 else None
         if trainer.rank == 0 and args.enable_progress_bar:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # tqdm is not installed
                 self._bar = load_type("tqdm.tqdm")(total=self._total, initial=first, desc=name)
 
     def show(self, metrics: dict[str, Any]) -> None:

@@ -27,52 +27,8 @@ from ..config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from ..policy.policies import POLICIES
 from ..train.optimizer import build_optimizer
 from .arg_parser import TYPE, VALUE, VALUE_TYPE, deserialize_dataclass, load_type, merge_args, resolve_args
-from .component_args import (
-    DTYPES,
-    AggregatedOutputs,
-    Arguments,
-    CheckpointConfig,
-    DataloaderConfig,
-    DatasetConfig,
-    DatasetSamplerConfig,
-    DebugConfig,
-    HookConfig,
-    HookMapConfig,
-    LogConfig,
-    LRSchedulerConfig,
-    ModelConfig,
-    ModuleParallelizeConfig,
-    OptimizerConfig,
-    OptionalComputeConfig,
-    ResumeOptions,
-    check_type,
-    hook_config,
-    made,
-    one_of,
-    precisions,
-)
+from .component_args import *  # noqa: F403
 from .train_hook import EVENTS, TrainHook
-
-__all__ = [
-    "AggregatedOutputs",
-    "CheckpointConfig",
-    "ComputeConfig",
-    "DataloaderConfig",
-    "DatasetConfig",
-    "DatasetSamplerConfig",
-    "DebugConfig",
-    "HookConfig",
-    "HookMapConfig",
-    "LRSchedulerConfig",
-    "LogConfig",
-    "ModelConfig",
-    "ModuleParallelizeConfig",
-    "OptimizerConfig",
-    "OptionalComputeConfig",
-    "ResumeOptions",
-    "TrainerArgs",
-    "load_type",
-]
 
 
 @dataclass
@@ -100,7 +56,7 @@ class TrainerArgs:
 
     init_module: str | None = None
     vars: Arguments = field(default_factory=dict)
-    compute_config: ComputeConfig | None = None
+    compute_config: ComputeConfig = None  # type: ignore[assignment]  # required
     gen_savedir: str = "./.nnscaler"
     gen_reuse: str = "auto"
     pas_policy: Any = "autodist"
@@ -139,9 +95,7 @@ class TrainerArgs:
         for name in ("model", "optimizer", "dataset", "dataloader", "dataset_sampler", "lr_scheduler"):
             if getattr(self, name) is not None:
                 check_type(getattr(self, name))
-        for name in ("max_epochs", "max_train_steps", "micro_batch_size", "grad_accumulation_steps"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        at_least_one(self, "max_epochs", "max_train_steps", "micro_batch_size", "grad_accumulation_steps")
         if self.max_epochs is None and self.max_train_steps is None:
             raise ValueError("max_epochs or max_train_steps is required")
         of_step = self.micro_batch_size * self.scaling_factor
@@ -242,15 +196,9 @@ class TrainerArgs:
         return value
 
     @property
-    def units(self) -> ComputeConfig:
-        """The configuration of the job."""
-        assert self.compute_config is not None
-        return self.compute_config
-
-    @property
     def scaling_factor(self) -> int:
         """Number of units."""
-        return self.units.units
+        return self.compute_config.units
 
     @property
     def update_freq(self) -> int:
@@ -337,11 +285,11 @@ class TrainerArgs:
         config = self.dataset_sampler or DatasetSamplerConfig()
         arguments = self._arguments(config, stage) or self._arguments(config, "train")
         rank = comm.current().rank if comm.is_initialized() else int(os.environ.get("RANK", 0))
-        place = {"num_replicas": self.scaling_factor, "rank": rank // self.units.plan_ngpus}
+        place = {"num_replicas": self.scaling_factor, "rank": rank // self.compute_config.plan_ngpus}
         return load_type(config.type)(**{**arguments, "dataset": dataset, **place})
 
     def create_dataloader(self, stage: str = "train", dataset: Any = None, **options: Any) -> Any:
-        """Makes the loader of this unit's microbatches; None: there is no such data set.
+        """Makes the loader of this unit's microbatches, which are full; None: there is no such data set.
 
         Args:
             options: arguments that replace the configured ones.
@@ -359,7 +307,18 @@ class TrainerArgs:
         elif self.dataset_sampler:
             raise ValueError("dataset_sampler: an IterableDataset has none, and gives the rows of a unit itself")
         arguments |= {"dataset": dataset, "batch_size": self.micro_batch_size, **options}
-        return load_type(self.dataloader.type)(**arguments)
+        loader = load_type(self.dataloader.type)(**arguments)
+        sampler: Any = getattr(loader, "sampler", None)
+        rows = len(sampler) % self.micro_batch_size if hasattr(sampler, "__len__") else 0
+        if rows and not getattr(loader, "drop_last", True):
+            warnings.warn(
+                f"the last batch of the {stage} data set has {rows} rows of each unit, not micro_batch_size="
+                f"{self.micro_batch_size}, for which the model is recorded: it is left out, as with drop_last=True in "
+                f"dataloader.{stage}_args",
+                stacklevel=2,
+            )
+            loader = load_type(self.dataloader.type)(**{**arguments, "drop_last": True})
+        return loader
 
     def create_lr_scheduler(self, optimizer: Any) -> Any:
         """Makes the scheduler of learning rates, or None."""
@@ -384,9 +343,6 @@ class TrainerArgs:
         return dict(self.create_kwarg(getattr(config, f"{stage}_args")))
 
 
-_ADDRESS = re.compile(r" at 0x\w+")  # which differs by process
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key if isinstance(key, (str, int)) else str(key): _plain(item) for key, item in value.items()}
@@ -394,6 +350,6 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    return (
-        f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else _ADDRESS.sub("", str(value))
-    )
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return re.sub(r" at 0x\w+", "", str(value))  # an address differs by process

@@ -195,6 +195,9 @@ def _pipelined(graph: IRGraph, config: ComputeConfig, stages: int, ranks: int) -
     schedule = config.pas_config.get("pipeline_scheduler", "1f1b")
     config.apply_pipeline_scheduler(graph, stages, microbatches, schedule)
     graph.pipeline_ranks = ranks
+    pivots = _names(config.pas_config.get("pipeline_pivots"))
+    if pivots:
+        graph.pivots = list(dict.fromkeys(_inside(graph, module, "pipeline_pivots")[0] for module in pivots))
     return graph
 
 
@@ -247,9 +250,6 @@ def _autodist(graph: IRGraph, config: ComputeConfig) -> Division:
             attempt.memory = options["mem_constraint"] * GB
         for module in _names(options.get("recompute_modules")):
             attempt.recompute(_inside(attempt, module, "recompute_modules"))
-        if options.get("pipeline_pivots"):
-            firsts = [_inside(attempt, module, "pipeline_pivots")[0] for module in _names(options["pipeline_pivots"])]
-            attempt.pivots = list(dict.fromkeys(firsts))
         try:
             division = attempt.divide()
         except PlanError as error:
@@ -321,12 +321,11 @@ _OF_NNSCALER = frozenset(
     "max_pipeline_unbalance_ratio recompute_ratio".split()
 )
 _COMMON = {"costs"}
-_PIPELINE = {"pipeline_nmicros", "pipeline_scheduler", "update_freq"}
+_PIPELINE = {"pipeline_nmicros", "pipeline_pivots", "pipeline_scheduler", "update_freq"}
 _AUTODIST = {
     "mem_constraint",
     "task_name",  # of the run: nothing depends on it
     "pipeline_nstages",
-    "pipeline_pivots",
     "max_partition_degree",
     "recompute_modules",
     "load_plan_path",

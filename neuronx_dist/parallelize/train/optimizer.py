@@ -8,13 +8,14 @@
 
 With `use_zero` its state is sharded over the units (`NeuronZero1Optimizer`). Then the shards have the summed gradients,
 which are None before the sum; the parameters keep the gradients of their unit. Without it a parameter's `.grad` is the
-gradient of its unit before the sum, and the sum after it.
+gradient of its unit before the sum, and the sum after it. A `MixedPrecisionAdam` has shards in both cases: fp32 copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
@@ -23,6 +24,7 @@ from torch import nn
 
 from ... import comm
 from ...gradients.elementwise import refuse_not_elementwise
+from ...gradients.gradient import parameters_of
 from ...gradients.in_backward import paused
 from ...mesh import Mesh
 from ...optimizer.muon import is_muon_class
@@ -35,9 +37,49 @@ from .optimizer_layout import Rows, optimizer_layout
 from .parallel_module import ParallelModule
 from .reducer import Hook, Reducer
 
-__all__ = ["ParallelOptimizer", "build_optimizer", "parallel_modules", "sync_grad_when"]
+__all__ = [
+    "MixedPrecisionAdam",
+    "MixedPrecisionAdamW",
+    "MixedPrecisionF16OptimizerMixin",
+    "ParallelOptimizer",
+    "build_optimizer",
+    "parallel_modules",
+    "sync_grad_when",
+]
 
 _EXTRA = "parallelize.optimizers"
+
+
+class MixedPrecisionF16OptimizerMixin(torch.optim.Optimizer):
+    """Marks an optimizer of bf16 or fp16 parameters, whose update and state are those of fp32 copies.
+
+    `build_optimizer` makes the copies, with `use_zero` a shard of each, and casts them to the parameters after a step.
+    """
+
+    f16_params: list[nn.Parameter]
+    fp32_params: list[nn.Parameter]
+
+    @classmethod
+    def build_fp32_params(cls, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Returns the parameters themselves, for constructors of nnScaler's scripts."""
+        return list(params)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        low = next((param for param in parameters_of(self) if param.dtype.itemsize < 4), None)
+        if low is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}.step: a parameter is {low.dtype} and has no fp32 copy, without which small "
+                f"updates are lost: pass the class to build_optimizer(model, {type(self).__name__}, ...)"
+            )
+        return super().step(closure)
+
+
+class MixedPrecisionAdam(MixedPrecisionF16OptimizerMixin, torch.optim.Adam):
+    """`torch.optim.Adam` of fp32 copies; the name is nnScaler's."""
+
+
+class MixedPrecisionAdamW(MixedPrecisionF16OptimizerMixin, torch.optim.AdamW):
+    """`torch.optim.AdamW` of fp32 copies; the name is nnScaler's."""
 
 
 @runtime_checkable
@@ -109,8 +151,9 @@ def build_optimizer(
     optimizer = optimizer_fn(params, **kwargs)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer_fn {optimizer_fn!r} made a {type(optimizer).__name__}, not a torch optimizer")
-    if config is not None and config.use_zero and comm.is_initialized():
-        optimizer = _sharded(optimizer, config)
+    is_mixed = isinstance(optimizer, MixedPrecisionF16OptimizerMixin)
+    if config is not None and (config.use_zero or is_mixed) and comm.is_initialized():
+        optimizer = _sharded(optimizer, config, is_mixed)
     for parallel_module in modules.values():
         _check_update(type(optimizer), parallel_module)
     reducers, other = _reducers(module, modules, config, isinstance(optimizer, NeuronZero1Optimizer))
@@ -242,9 +285,14 @@ class _Synchronized(torch.optim.Optimizer):
         self._gradient_sync.add_post_hook(fn)
 
 
-def _sharded(optimizer: torch.optim.Optimizer, config: ComputeConfig) -> NeuronZero1Optimizer:
-    """Wraps an optimizer of whole parameters in ZeRO-1: shards replace the parameters in its groups."""
+def _sharded(optimizer: torch.optim.Optimizer, config: ComputeConfig, in_fp32: bool) -> NeuronZero1Optimizer:
+    """Wraps an optimizer of whole parameters in ZeRO-1: shards replace the parameters in its groups.
 
+    Args:
+        in_fp32: shards of low-precision parameters are fp32; without `use_zero` each is the whole parameter's.
+    """
+    if not config.use_zero:
+        config = replace(config, use_zero=True, zero_ngroups=config.units)
     size = config.units // config.zero_ngroups
     rows = Rows(size, comm.rank("dp") % size)
 
@@ -262,11 +310,11 @@ def _sharded(optimizer: torch.optim.Optimizer, config: ComputeConfig) -> NeuronZ
     return NeuronZero1Optimizer(
         [dict(group) for group in optimizer.param_groups],
         of_shards,
-        optimizer_dtype=next(iter(dtypes)) if len(dtypes) == 1 else None,
+        optimizer_dtype=next(iter(dtypes)) if len(dtypes) == 1 and not in_fp32 else None,
         grad_clipping=False,
         sharding_groups=config.zero_groups(comm.current().mesh),
         bucket_cap_mb_reduce_scatter=config.reducer_bucket_cap_mb or 0,
-        save_master_weights=len(dtypes) > 1,
+        save_master_weights=len(dtypes) > 1 or in_fp32,
         overlap=config.use_async_reducer,
         average=False,
     )

@@ -35,7 +35,7 @@ from .random_stream import whole_values
 from .recorded_arguments import at_path, check_arguments
 from .stored import Stored
 
-__all__ = ["Container", "ParallelModule", "pipelined"]
+__all__ = ["Container", "ParallelModule", "loss_of", "pipelined"]
 
 
 def pipelined(module: ParallelModule) -> Pipelined | None:
@@ -350,7 +350,7 @@ class ParallelModule(Container):
             with buffers_kept(self) if dummies[number] else nullcontext():
                 result = self.run(sample)
             if not dummies[number]:
-                loss = _loss_of(result)
+                loss = loss_of(result)
                 # Reductions that start in backward start in the last one.
                 with nullcontext() if number == last else paused(self.parameters()):
                     (loss if scale_fn is None else scale_fn(loss)).backward()
@@ -459,7 +459,7 @@ def _holders(stored: Stored, ranks: int) -> list[int]:
     return sorted({stage % ranks for stage in stored.stages})
 
 
-def _loss_of(result: Any) -> torch.Tensor:
+def loss_of(result: Any) -> torch.Tensor:
     """Returns the first result of forward, the loss.
 
     Raises:

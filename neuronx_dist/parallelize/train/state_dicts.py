@@ -32,6 +32,7 @@ __all__ = [
     "load_deduped_state_dict",
     "load_merged_state_dict",
     "load_merged_state_dicts",
+    "load_sharded_state_dict",
     "merge_state_dicts",
 ]
 
@@ -156,6 +157,25 @@ def load_deduped_state_dict(
     module.load_state_dict(state)
     if optimizer is not None and optimizer_state_dict is not None:
         _load_deduped_optimizer(optimizer, optimizer_state_dict, tied)
+
+
+def load_sharded_state_dict(
+    module: nn.Module,
+    module_state_dict: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer | None = None,
+    optimizer_state_dict: dict[str, Any] | None = None,
+    *,
+    device: str | torch.device | None = None,
+) -> None:
+    """Loads what `module.state_dict()` and `optimizer.state_dict()` returned on this rank in the same layout.
+
+    Args:
+        device: the module is moved there first; None: to the mesh's device, unless that is a CPU or there is no mesh.
+    """
+    _move(module, device)
+    module.load_state_dict(module_state_dict)
+    if optimizer is not None and optimizer_state_dict is not None:
+        optimizer.load_state_dict(optimizer_state_dict)
 
 
 load_merged_state_dicts = load_merged_state_dict

@@ -102,6 +102,7 @@ def test_stars_questions_numbers_and_functions_of_the_inputs():
         ("m k^ -> m", lambda x: x.sum(), "returns shapes \\[\\[\\]\\], but annotation .* expects \\[\\[6\\]\\]"),
         ("m, n^ -> m", lambda x: x, "has 1 parameters, but annotation .* has 2 inputs"),
         ("m k -> (m k)", lambda x: x.t().reshape(-1), "two halves along"),
+        ("m k -> m k", lambda x: x.add_(1), "writes to its argument x: return a new tensor"),
     ],
 )
 def test_what_is_wrong_is_refused(annotation, function, message):
@@ -218,7 +219,7 @@ def test_the_checker_sees_one_call_and_its_types():
     """Rows of x cut: S(0) in, S(0) out; k cut: P; a fixed dim cut: refused with the annotation."""
     apply = Cubed.apply
     try:
-        register_op("m k+, k+ n -> m n", "cubed")(Cubed)
+        register_op("m k+, k+ n -> m n", "cubed")(Cubed.apply)
         x, w = torch.randn(4, 4), torch.randn(4, 6)
         assert torch.equal(Cubed.apply(x, w), apply(x, w))
         with nxd.comm.as_rank(nxd.Mesh(2, tp=2), 0), spmd.typecheck():

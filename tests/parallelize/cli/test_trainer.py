@@ -44,6 +44,13 @@ class Net(nn.Module):
         return (x - data["y"]).square().mean(), 2
 
 
+class Named(Net):
+    """The same with a dict as result."""
+
+    def forward(self, data: dict[str, torch.Tensor]) -> dict[str, Any]:  # type: ignore[override]
+        return dict(zip(("loss", "tokens"), super().forward(data)))
+
+
 class Rows(Dataset[dict[str, torch.Tensor]]):
     """Random rows in float64."""
 
@@ -119,18 +126,18 @@ def trained(make: Callable[[], dict[str, Any]], stages: int = 1) -> tuple[Run, d
 
 
 def plain(
-    units: int, optimizer: str = "sgd", epochs: int = 2, divide: Callable[[int], float] = float
+    units: int, optimizer: str = "sgd", epochs: int = 2, divide: Callable[[int], float] = float, rows: int = ROWS
 ) -> tuple[Run, Any]:
     """The same in one process: gradients of all microbatches of all units, divided by `divide(microbatches)`."""
     run, net = Run(), Net()
     cls, settings = OPTIMIZERS[optimizer]
     stepper = cls(net.parameters(), **settings)
     scheduler = torch.optim.lr_scheduler.StepLR(stepper, 1, 0.5)
-    samplers = [DistributedSampler(Rows(ROWS), units, unit) for unit in range(units)]
+    samplers = [DistributedSampler(Rows(rows), units, unit) for unit in range(units)]
     for epoch in range(epochs):
         for sampler in samplers:
             sampler.set_epoch(epoch)
-        loaders = [[*DataLoader(Rows(ROWS), 2, sampler=sampler, drop_last=True)] for sampler in samplers]
+        loaders = [[*DataLoader(Rows(rows), 2, sampler=sampler, drop_last=True)] for sampler in samplers]
         for step in range(0, len(loaders[0]), 2):
             losses = [net(batch)[0] for loader in loaders for batch in loader[step : step + 2]]
             run.train.append(sum(map(float, map(torch.Tensor.detach, losses))) / len(losses))
@@ -153,11 +160,10 @@ def assert_same(has: tuple[Run, Any], wanted: tuple[Run, Any]) -> None:
 @pytest.mark.parametrize(
     "plan, units, policy, stages, optimizer, options",
     [
-        (1, 1, "dp", 1, "sgd", {}),
         (1, 2, "dp", 1, "adam", {"use_zero": True}),
         (2, 1, "tp", 1, "adam", {}),
         (2, 2, "tp", 1, "sgd", {}),
-        (2, 2, "pp", 2, "adam", {}),
+        (2, 2, "pp", 2, "adam", {"model": {"type": Named}}),
     ],
 )
 def test_losses_and_weights_are_those_of_a_plain_loop(
@@ -166,6 +172,69 @@ def test_losses_and_weights_are_those_of_a_plain_loop(
     """30 rows: an epoch ends within a step."""
     has = trained(lambda: arguments(tmp_path, plan, units, policy, optimizer=optimizer, **options), stages)
     assert_same(has, plain(units, optimizer))
+
+
+def test_a_last_batch_of_fewer_rows_is_left_out(tmp_path: Path) -> None:
+    """31 rows in batches of two, 9 of validation."""
+    options = arguments(tmp_path, model={"type": Named})
+    options["dataset"] = {"type": Rows, "train_args": {"size": 31}, "val_args": {"size": 9, "seed": 1}}
+    with (
+        pytest.warns(UserWarning, match="last batch of the train data set has 1 rows of each unit, not micro_batch"),
+        pytest.warns(UserWarning, match="last batch of the val data set has 1 rows"),
+    ):
+        has = trained(lambda: {**options, "dataloader": {}})
+    wanted = plain(1, rows=31)
+    net = Net()
+    net.load_state_dict(wanted[1])
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(0))[:8]  # the sampler's
+    batches = [{name: value[rows] for name, value in vars(Rows(9, 1)).items()} for rows in order.view(4, 2)]
+    losses = [float(net(batch)[0].detach()) for batch in batches]
+    wanted[0].val = [has[0].val[0], sum(losses) / 4]
+    assert_same(has, wanted)
+    options["dataset"] = {"type": Rows, "train_args": {"size": 1}}
+    with pytest.raises(ValueError, match="the data set of training has no batch: it needs micro_batch_size rows"):
+        trained(lambda: {**options, "dataloader": {}})
+
+
+MIXED = {"type": "nnscaler.runtime.f16_optimizer.MixedPrecisionAdam", "args": {"lr": 1e-3}}
+
+
+def test_fp32_copies_of_bf16_weights(tmp_path: Path) -> None:
+    """Two units, with and without ZeRO, the second half from the other checkpoint: bit-equal to one process."""
+    net = Net().bfloat16()
+    copies = [nn.Parameter(parameter.detach().float()) for parameter in net.parameters()]
+    adam, losses = torch.optim.Adam(copies, lr=1e-3), []
+    samplers = [DistributedSampler(Rows(16), 2, unit, shuffle=False) for unit in range(2)]
+    for step in range(4):
+        gradients: list[list[torch.Tensor]] = []
+        for sampler in samplers:
+            for batch in [*DataLoader(Rows(16), 2, sampler=sampler)][step % 2 * 2 :][:2]:
+                loss = net({name: value.bfloat16() for name, value in batch.items()})[0]
+                loss.backward()
+                losses.append(float(loss.detach()))
+            gradients.append([parameter.grad for parameter in net.parameters()])  # type: ignore[misc]
+            net.zero_grad()
+        for copy, *of_units in zip(copies, *gradients):
+            copy.grad = sum(of_units).float() / 4  # type: ignore[union-attr]
+        adam.step()
+        for copy, parameter in zip(copies, net.parameters()):
+            parameter.data.copy_(copy.data)
+
+    def options(zero: bool, steps: int) -> dict[str, Any]:
+        checkpoint = saved(tmp_path, resume_from="last")
+        made = arguments(
+            tmp_path / str(zero), 1, 2, use_zero=zero, precision="bf16", checkpoint=checkpoint, max_train_steps=steps
+        )
+        made["dataset"] = {"type": Rows, "train_args": {"size": 16}}
+        made["dataset_sampler"] = {"train_args": {"shuffle": False}}
+        return {**made, "optimizer": MIXED, "lr_scheduler": None}
+
+    with pytest.warns(UserWarning, match="training begins anew"):
+        run = trained(lambda: options(False, 2))[0]
+    then, weights = trained(lambda: options(True, 4))
+    assert run.train + then.train == [sum(losses[step : step + 4]) / 4 for step in range(0, 16, 4)]
+    assert all(torch.equal(weights[name], value) for name, value in net.state_dict().items())
+    assert any(not torch.equal(copy, parameter) for copy, parameter in zip(copies, net.parameters()))
 
 
 def counted(outputs: list[Any], group: Any) -> AggregatedOutputs:

@@ -115,11 +115,13 @@ def test_autodist_tries_pipelines_and_fits_memory():
         divide(mlp(2, 16), "autodist", config(2, recompute_modules="layer.9"))
 
 
-def test_autodist_begins_stages_at_pivots():
+def test_stages_begin_at_pivots():
     """The stages have unequal numbers of layers; without a number of microbatches, `update_freq` is it."""
     options = {"pipeline_pivots": "layers.1,layers.6", "update_freq": (8, 1), "pipeline_nstages": 2, "task_name": "run"}
     division = divide(mlp(8, 16), "autodist", config(2, _mine=1, **options))
     assert (division.stages, division.microbatches, division.pipeline_ranks) == ([0, 12], 8, 2)
+    del options["task_name"]
+    assert [divide(mlp(8, 16), policy, config(2, **options)).stages for policy in ("pp", "hybrid")] == [[0, 12]] * 2
     with pytest.raises(PlanError, match="4 stages need 3 calls at which one may begin, not 2"):
         divide(mlp(8, 16), "autodist", config(4, **options | {"pipeline_nstages": 4}))
     with pytest.raises(PlanError, match="pipeline_pivots: module 'layer' has no operation"):
