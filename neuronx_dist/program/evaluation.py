@@ -143,8 +143,8 @@ def _reads_values(target: Callable[..., Any] | str, where: str) -> TracingError:
     loop = ", or, for experts, to_experts, expert_product and to_tokens of neuronx_dist.program.experts"
     return TracingError(
         f"{where}: {name_of(target)} needs the values of a tensor that depends on the model's inputs. The forward is "
-        f"recorded once for all batches of a shape, so it cannot branch on values: use torch.where(condition, a, b) or a mask"
-        f"{loop if experts else ''}."
+        f"recorded once for all batches of a shape, so it cannot branch on values: use torch.where(condition, a, b) or "
+        f"a mask{loop if experts else ''}."
     )
 
 
