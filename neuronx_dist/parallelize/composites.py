@@ -16,14 +16,17 @@ from torch import Tensor
 from .. import comm, spmd
 from ..attention import Keys, attention
 from ..comm.context import AxisLike
+from ..comm.rank_selection import in_one_program
 from ..comm.ranks.rank_numbers import concrete
+from ..modules.moe.dispatch import Dispatch, exchange_rows
 from ..parallel_layers.autograd_linear import ColumnLinear, call
+from ..program import experts as _experts
 from ..sharded_functions.cross_entropy import cross_entropy_of_shard
 from ..sharded_functions.norms import batch_norm, batch_norm_of_channels, group_norm, layer_norm, rms_norm
 from ..sharded_functions.softmax import log_softmax, softmax
 from ..sharded_functions.vocabulary import check_ids, embedding
-from ..spmd import R, S
-from ..spmd.local_code import on_own_shard
+from ..spmd import P, R, S, V
+from ..spmd.local_code import local_map, on_own_shard
 from ..spmd.random import TENSOR_PARALLEL, streams
 from ..spmd.watching import active
 
@@ -34,6 +37,7 @@ __all__ = [
     "cross_entropy",
     "dropout",
     "embedding",
+    "expert_product",
     "group_norm",
     "layer_norm",
     "linears",
@@ -42,6 +46,8 @@ __all__ = [
     "rms_norm",
     "scaled_dot_product_attention",
     "softmax",
+    "to_experts",
+    "to_tokens",
 ]
 
 
@@ -184,3 +190,88 @@ def _with_all_keys(
     if is_causal:
         mask = on_own_shard(visible, {axis: S(0)})()
     return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
+
+
+# --- experts, of which a rank has some. A check, which has no values, counts with equally many rows on all ranks.
+
+
+def to_experts(
+    tokens: Tensor, index: Tensor, experts: int, *, axis: AxisLike, exchanged: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`experts.to_experts` for this rank's experts: their rows and offsets, both S(0) of those of all experts.
+
+    Args:
+        tokens, index: R, those of all ranks; or, if `exchanged`, S(0): rows are sent to the ranks of their experts.
+    """
+
+    def of_this_rank(tokens: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        if in_one_program(tokens) and _experts.has_values(tokens):
+            raise ValueError(
+                f"to_experts: experts are divided over {axis}, and how many rows a rank has depends on values, which "
+                f"no program of {tokens.device.type} knows: divide their columns and rows, by a policy that partitions "
+                "expert_product along another dim than that of the experts"
+            )
+        if not exchanged:
+            choices, counts = _choices_here(index, experts, axis)
+            rows = tokens.index_select(0, choices // index.shape[1])
+        elif _experts.has_values(tokens):
+            route = Dispatch(index, experts, axis=axis)
+            rows, counts = route.to_experts(tokens), torch.tensor(route.sizes, device=index.device)
+        else:
+            rows = _exchanged_evenly(tokens.index_select(0, index.reshape(-1)), axis)
+            counts = index.new_zeros(experts // comm.size(axis))
+        return rows, counts.cumsum(0, dtype=torch.int32)
+
+    result: tuple[Tensor, Tensor] = local_map(of_this_rank, out_types={axis: S(0)})(tokens, index)
+    return result
+
+
+def expert_product(
+    rows: Tensor, matrices: Tensor, offsets: Tensor, bias: Tensor | None = None, *, axis: AxisLike
+) -> Tensor:
+    """`experts.expert_product` of this rank's experts: S(0), as all operands are."""
+    result: Tensor = local_map(_experts.expert_product, out_types={axis: S(0)})(rows, matrices, offsets, bias)
+    return result
+
+
+def to_tokens(
+    rows: Tensor, weights: Tensor, index: Tensor, experts: int, *, axis: AxisLike, exchanged: bool = False
+) -> Tensor:
+    """`experts.to_tokens` of the S(0) rows of this rank's experts: P, or S(0) if rows are `exchanged`.
+
+    Args:
+        weights, index: R, those of all ranks; or, if `exchanged`, S(0).
+    """
+
+    def of_this_rank(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        if exchanged and _experts.has_values(rows):
+            return Dispatch(index, experts, axis=axis).to_tokens(rows, weights)
+        if exchanged:
+            chosen = _exchanged_evenly(rows, axis).unflatten(0, weights.shape)
+            return (chosen * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+        choices, _ = _choices_here(index, experts, axis)
+        weighted = rows * weights.reshape(-1).index_select(0, choices).unsqueeze(-1)
+        result = weighted.new_zeros(len(index), rows.shape[1]).index_add(0, choices // index.shape[1], weighted)
+        return result.to(rows.dtype)
+
+    result: Tensor = local_map(of_this_rank, out_types={axis: S(0) if exchanged else P})(rows, weights, index)
+    return result
+
+
+def _exchanged_evenly(rows: Tensor, axis: AxisLike) -> Tensor:
+    """Exchanges equally many rows with each rank."""
+    sizes = [len(rows) // comm.size(axis)] * comm.size(axis)
+    return exchange_rows(rows, sizes, sizes, axis)
+
+
+def _choices_here(index: Tensor, experts: int, axis: AxisLike) -> tuple[Tensor, Tensor]:
+    """Returns the choices of this rank's experts, as numbers in `index.flatten()` in order of experts, and counts."""
+    size = comm.size(axis)
+    here = experts // size
+    if not _experts.has_values(index):
+        choices = index.reshape(-1)[: index.numel() // size].clone()
+        return spmd.trust(choices, axis, V), index.new_zeros(here)
+    numbers = index.reshape(-1) - concrete(comm.rank(axis)) * here
+    choices = ((numbers >= 0) & (numbers < here)).nonzero().squeeze(1)
+    numbers, order = torch.sort(numbers[choices], stable=True)
+    return choices[order], torch.bincount(numbers, minlength=here)

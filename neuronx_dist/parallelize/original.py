@@ -65,6 +65,12 @@ def example_of(
                 f"{type(module).__name__}: submodule {name} is already parallelized, and parallel modules cannot be "
                 "nested: parallelize either the outer module or its parts"
             )
+    for name, x in (*module.named_parameters(), *module.named_buffers()):
+        if x.layout is not torch.strided:
+            raise ValueError(
+                f"{type(module).__name__}: {name} has layout {x.layout}, which generated files do not store: hold its "
+                "to_dense(), and make it sparse in forward; or delete it, if forward does not read it"
+            )
     _check_arguments(module, arguments, config)
     arguments = dict(arguments)
     if not (config.use_end2end or config.inference_only):

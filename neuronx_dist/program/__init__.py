@@ -7,7 +7,7 @@ recorder.py       runs the forward and records its calls; graph_nodes.py: the gr
 effects.py        the memory that a call changes; isolation.py: temporary changes around the recorded module;
                   checkpointed_spans.py: the activation checkpoints around each call
 evaluation.py     the result of a call; fake_mode.py: fake tensors, at little cost for repeated calls;
-                  on_values.py: layers and functions that need values
+                  on_values.py: layers and functions that need values; experts.py: experts without a loop over them
 program.py        `Program`, `Call`, `Value`, `Division`: a forward as a line of calls, and its division over ranks;
                   names that emitted files reserve; a run of a program on plain tensors
 record.py         a module's forward as a `Program`; translate.py: from graph to program, with builder.py, in_place.py,

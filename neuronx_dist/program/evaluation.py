@@ -139,9 +139,12 @@ def _reads_values(target: Callable[..., Any] | str, where: str) -> TracingError:
             f"are known. If leaf_module_cls names its class, leave it out: what does not depend on the model's inputs "
             f"is then computed, and the forward may branch on it. Otherwise use torch.where or a mask."
         )
+    experts = name_of(target) in ("where", "nonzero", "unique", "argwhere")  # which tokens an expert has
+    loop = ", or, for experts, to_experts, expert_product and to_tokens of neuronx_dist.program.experts"
     return TracingError(
         f"{where}: {name_of(target)} needs the values of a tensor that depends on the model's inputs. The forward is "
-        f"recorded once for all batches of a shape, so it cannot branch on values: use torch.where or a mask."
+        f"recorded once for all batches of a shape, so it cannot branch on values: use torch.where(condition, a, b) or "
+        f"a mask{loop if experts else ''}."
     )
 
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..comm.backends.shapes import ShapesBackend
 from ..comm.base import Communicator
 from ..comm.errors import CommError
 from ..mesh import Mesh
+from .experts import experts_of_transformers
 from .python_state import PythonState
 
 __all__ = ["ShapesOfStage", "restored", "without_cache", "without_loops_over_experts", "without_memos"]
@@ -74,31 +74,33 @@ def restored(module: nn.Module) -> Iterator[PythonState]:
 
 
 _recordings: Counter[tuple[int, str]] = Counter()  # (id of a config, attribute) -> number of recordings that changed it
+_before: dict[tuple[int, str], Any] = {}  # by the same key the value before the first of them
 _lock = threading.Lock()
 
 
 @contextmanager
 def without_cache(module: nn.Module) -> Iterator[None]:
     """Switches off `config.use_cache`, the key/value cache of Hugging Face models, which a pipeline cannot use."""
-    with _configured(module, "use_cache", True, False):
+    with _configured(module, "use_cache", (True,), False):
         yield
 
 
 @contextmanager
 def without_loops_over_experts(module: nn.Module) -> Iterator[None]:
-    """Makes Hugging Face's experts compute by grouped products, in place of a loop over the experts with tokens.
+    """Makes Hugging Face's experts compute by `experts.py`, in place of a loop over the experts with tokens.
 
-    The loop asks for values. Products for each token, with copies of weights, serve dtypes without a grouped product.
+    The loop asks for values. Other implementations, which compute the same, are replaced too.
     """
-    dtypes = {x.dtype for x in module.parameters()}
-    form = "grouped_mm" if dtypes <= {torch.float32, torch.bfloat16, torch.float16} else "batched_mm"
-    with _configured(module, "_experts_implementation", "eager", form):
+    known: Any = sys.modules.get("transformers.integrations.moe")
+    if hasattr(known, "ALL_EXPERTS_FUNCTIONS"):
+        known.ALL_EXPERTS_FUNCTIONS.register(_RECORDED, experts_of_transformers)
+    with _configured(module, "_experts_implementation", ("eager", "grouped_mm", "batched_mm"), _RECORDED):
         yield
 
 
 @contextmanager
-def _configured(module: nn.Module, attribute: str, old: Any, new: Any) -> Iterator[None]:
-    """Replaces a value of an attribute in all configs of the model.
+def _configured(module: nn.Module, attribute: str, old: tuple[Any, ...], new: Any) -> Iterator[None]:
+    """Replaces the values `old` of an attribute in all configs of the model.
 
     Ranks that are threads may share one config: the last rank to leave restores the value.
     """
@@ -107,9 +109,11 @@ def _configured(module: nn.Module, attribute: str, old: Any, new: Any) -> Iterat
         changed = {
             (key, attribute): c
             for key, c in configs.items()
-            if (key, attribute) in _recordings or getattr(c, attribute, None) == old
+            if (key, attribute) in _recordings or getattr(c, attribute, None) in old
         }
+        before = {key: getattr(config, attribute) for key, config in changed.items()}  # setting one sets those inside
         for key, config in changed.items():
+            _before.setdefault(key, before[key])
             _recordings[key] += 1
             setattr(config, attribute, new)
     try:
@@ -120,9 +124,10 @@ def _configured(module: nn.Module, attribute: str, old: Any, new: Any) -> Iterat
                 _recordings[key] -= 1
                 if not _recordings[key]:
                     del _recordings[key]
-                    setattr(config, attribute, old)
+                    setattr(config, attribute, _before.pop(key))
 
 
+_RECORDED = "neuronx_dist"  # the name of our implementation of experts
 _running: list[None] = []  # one entry for each running recording
 
 

@@ -158,7 +158,7 @@ CASES: dict[str, Callable[[], None]] = {
         layer, partial(_row, input_is_parallel=True, reduce_output=False), split=_own_features, join=_sum_of_partials
     ),
     "Dispatch.__init__:comm.all_to_all#1": counted_rows,
-    "Dispatch._exchange:spmd.all_to_all#1": experts,
+    "exchange_rows:spmd.all_to_all#1": experts,
     "_Journey.start:comm.exchange#1": partial(experts, shared=True),
     "ExpertFusedLinear._used_bias:spmd.convert#1": partial(experts, ep=1, tp=2, bias=True),
     "GroupLimitedRouter.update_bias:comm.all_reduce#1": moved_bias,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ... import comm, spmd
+from ...comm.context import AxisLike
 from ...comm.rank_selection import in_one_program
 from ...gradients.gradient import DATA_AXES
 from ...parallel_layers.mappings import enter_expert_parallel_region, exit_expert_parallel_region
@@ -27,7 +28,7 @@ from ...spmd import S, V
 from ...spmd.local_code import local_map
 from ...torch_internals.fake_tensors import FakeTensor
 
-__all__ = ["Dispatch", "Slots", "experts_here", "has_values", "route_of"]
+__all__ = ["Dispatch", "Slots", "exchange_rows", "experts_here", "has_values", "route_of"]
 
 
 def experts_here(num_experts: int) -> int:
@@ -78,20 +79,23 @@ class Dispatch:
         expert_index: the k experts of each token, `[tokens, k]`.
         num_experts: of all ranks.
         capacity: rows of one expert from this rank; further ones are dropped, and count 0. None: all of them.
+        axis: over which the experts are divided, in place of ep.
 
     Attributes:
         sizes: number of rows of each expert of this rank.
     """
 
-    def __init__(self, expert_index: torch.Tensor, num_experts: int, capacity: int | None = None) -> None:
-        self.top_k = expert_index.shape[1]
+    def __init__(
+        self, expert_index: torch.Tensor, num_experts: int, capacity: int | None = None, axis: AxisLike = "ep"
+    ) -> None:
+        self.top_k, self._axis = expert_index.shape[1], axis
         choices = expert_index.reshape(-1)
         if capacity is not None:
             fits, _ = _fits(expert_index, num_experts, capacity)
             choices = choices.where(fits.flatten(), num_experts)
         order = choices.argsort(stable=True)
-        counts = torch.bincount(choices, minlength=num_experts + 1)[:num_experts].view(comm.size("ep"), -1)
-        received = comm.all_to_all(counts, "ep")  # [ep, experts/ep], by the rank that sends
+        counts = torch.bincount(choices, minlength=num_experts + 1)[:num_experts].view(comm.size(axis), -1)
+        received = comm.all_to_all(counts, axis)  # [ep, experts/ep], by the rank that sends
         sent, arrived = torch.stack((counts, received)).tolist()  # the one time that the host waits
         self._sent_sizes, self._received_sizes = list(map(sum, sent)), list(map(sum, arrived))
         self.sizes: list[int] = list(map(sum, zip(*arrived)))
@@ -128,9 +132,13 @@ class Dispatch:
         chosen = rows.new_zeros(weights.numel(), rows.shape[1]).index_copy(0, self._choices, rows)
         return (chosen.unflatten(0, weights.shape) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
-    @staticmethod
-    def _exchange(rows: torch.Tensor, sizes: list[int], received: list[int]) -> torch.Tensor:
-        return spmd.all_to_all(rows, "ep", src=V, dst=V, input_split_sizes=sizes, output_split_sizes=received)
+    def _exchange(self, rows: torch.Tensor, sizes: list[int], received: list[int]) -> torch.Tensor:
+        return exchange_rows(rows, sizes, received, self._axis)
+
+
+def exchange_rows(rows: torch.Tensor, sizes: list[int], received: list[int], axis: AxisLike) -> torch.Tensor:
+    """Sends `sizes` rows to each rank, and returns those that arrive: `received` from each."""
+    return spmd.all_to_all(rows, axis, src=V, dst=V, input_split_sizes=sizes, output_split_sizes=received)
 
 
 class _Journey:
@@ -191,7 +199,7 @@ class _Wait(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         journey = ctx.journey
         if torch.is_grad_enabled():  # create_graph: an exchange that can be differentiated again
-            return Dispatch._exchange(grad, journey.received, journey.sizes), None
+            return exchange_rows(grad, journey.received, journey.sizes, "ep"), None
         journey.back = _Journey(journey.received, journey.sizes)
         return journey.back.start(grad), None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...program import experts
 from ...rules import Spec
-from ...rules.local_call import Arguments
-from ...spmd.types import I, P, R, SpmdType
+from ...rules.local_call import Arguments, TensorSlot
+from ...spmd.types import I, P, R, Shard, SpmdType
 from .. import composites
+from .conversions import RowsOfExperts
 
-__all__ = ["DRAWING", "Composite", "composite_of"]
+__all__ = ["DRAWING", "EXPERTS", "TOKENS", "Composite", "composite_of", "expert_composites"]
 
 DRAWING: dict[Callable[..., Any], Callable[..., Any]] = {
     F.dropout: composites.dropout,
@@ -202,3 +204,51 @@ _TABLE: list[tuple[tuple[Any, ...], str, Builder]] = [
 ]
 # of each function the names of its arguments in order, and what makes its composites
 _BUILDERS = {function: (names.split(), build) for functions, names, build in _TABLE for function in functions}
+
+# Functions of which a rank computes those of its experts. The routing decides how many rows a rank has: bytes and
+# seconds are those of equally many.
+EXPERTS = {getattr(experts, name): getattr(composites, name) for name in ("to_experts", "expert_product", "to_tokens")}
+
+
+class ExpertComposite(NamedTuple):
+    """A strategy that divides the experts: fields of `derivation.Template`."""
+
+    name: str
+    operands: tuple[SpmdType, ...]
+    results: tuple[SpmdType, ...]
+    arguments: Arguments
+    function: Callable[..., Any]
+    bytes_moved: tuple[int, int]
+
+
+def expert_composites(
+    function: Callable[..., Any], arguments: Arguments, slots: Sequence[TensorSlot], axis: str, size: int
+) -> Iterator[ExpertComposite]:
+    """Yields the strategies of a function of `EXPERTS` that divide the experts, of all tokens and of S(0) tokens."""
+    args, kwargs = arguments
+    product = function is experts.expert_product
+    count = slots[1].shape[0] if product else args[-1]
+    choices = slots[0].shape[0] if product else slots[-1].shape[0] * slots[-1].shape[1]
+    if count % size or choices % size:
+        return
+    for exchanged in (False, True):
+        if exchanged and not product and (choices % size**2 or slots[-1].shape[0] % size):
+            continue
+        rows, tokens = RowsOfExperts(0, exchanged=exchanged), Shard(0) if exchanged else R
+        options = {} if product or not exchanged else {"exchanged": True}
+        sent = 0
+        operands: tuple[SpmdType, ...] = (tokens, tokens)
+        results: tuple[SpmdType, ...] = (rows, rows)
+        if product:
+            operands, results = (rows, Shard(0), rows, Shard(0))[: len(slots)], (rows,)
+        elif function is experts.to_tokens:
+            operands, results = (rows, tokens, tokens), (Shard(0) if exchanged else P,)
+        if options:  # a row for each choice, and a number for each expert
+            sent = choices // size * slots[0].shape[-1] * slots[0].dtype.itemsize * (size - 1) // size
+        counted = count * 8 * (size - 1) // size if options else 0
+        local = args, {**kwargs, **options, "axis": axis}
+        name = f"experts, {TOKENS[exchanged]}"
+        yield ExpertComposite(name, operands, results, local, EXPERTS[function], (sent + counted, sent))
+
+
+TOKENS = {False: "all tokens on each rank", True: "tokens exchanged"}

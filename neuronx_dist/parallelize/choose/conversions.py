@@ -7,6 +7,7 @@ all-reduce, and (n-1)/n of its shard of B/n bytes in an all-to-all. The backward
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ... import spmd
@@ -14,7 +15,21 @@ from ...program.program import Call, LocalCall, Program, Value
 from ...spmd.rows import ROWS, Key
 from ...spmd.types import I, P, R, Shard, SpmdType
 
-__all__ = ["OPERATORS", "Conversion", "bytes_sent", "conversion", "has_type", "read_once", "suffix"]
+__all__ = ["OPERATORS", "Conversion", "RowsOfExperts", "bytes_sent", "conversion", "has_type", "read_once", "suffix"]
+
+
+@dataclass(frozen=True, repr=False)
+class RowsOfExperts(Shard):
+    """S(0) of rows in order of experts, cut between experts: the routing decides how many rows a rank has.
+
+    Nothing converts such a tensor: it goes from `to_experts` to `to_tokens`.
+
+    Attributes:
+        exchanged: the tokens are S(0), and rows travel between the ranks; False: each rank has all tokens.
+    """
+
+    exchanged: bool = False
+
 
 PRODUCTS = {"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm"}  # whose backward reads no result
 OPERATORS = {
@@ -52,6 +67,8 @@ class Conversion(NamedTuple):
 def has_type(has: SpmdType, wanted: SpmdType, value: Value) -> bool:
     """Returns whether a value of type `has` is of type `wanted` too: equal copies without gradient are both R and I."""
     if isinstance(has, Shard) and isinstance(wanted, Shard):
+        if isinstance(has, RowsOfExperts) or isinstance(wanted, RowsOfExperts):
+            return has == wanted
         return (has.dim, has.stride) == (wanted.dim, wanted.stride)
     letters = {has.letter, wanted.letter}
     return has.scale == wanted.scale and (len(letters) == 1 or (letters == {"R", "I"} and not value.requires_grad))

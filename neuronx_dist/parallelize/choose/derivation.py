@@ -27,7 +27,8 @@ from ...rules.local_call import Arguments, TensorSlot, local_arguments, spec_of
 from ...spmd.errors import Violation
 from ...spmd.tensor_type import TensorType
 from ...spmd.types import I, P, R, Shard, SpmdType
-from .composite_strategies import DRAWING, composite_of
+from .composite_strategies import DRAWING, EXPERTS, TOKENS, composite_of, expert_composites
+from .conversions import RowsOfExperts
 
 __all__ = [
     "Derivation",
@@ -89,6 +90,7 @@ class Facts(NamedTuple):
     axis: str
     size: int
     strides: tuple[int, ...]
+    routed: bool = False  # it reads rows of experts
     outer: OuterCall | None = None  # its types on the first of two axes
     original: tuple[Callable[..., Any], Arguments] | None = None  # the global call that a composite replaces
 
@@ -121,6 +123,7 @@ def derive(facts: Facts) -> Derivation:
         derivation.templates.extend(
             _composites(facts, spec) if spec is not None else _strategies_of_like_constructors(facts)
         )
+        derivation.templates.extend(_over_experts(facts, derivation.templates))
     if why:
         derivation.refusals.append(Refusal("S", why))
     return derivation
@@ -265,7 +268,7 @@ def cuts(dims: Any, spec: Spec, label: int, stride: int = 1) -> Shard | None:
 def results_of(facts: Facts, spec: Spec, affine: bool, types: Sequence[SpmdType]) -> tuple[SpmdType, ...] | str:
     """Returns the types of the results, or the reason why the operands' types are not allowed."""
     outer = facts.outer
-    known = [{outer.axis: spmd_type} for spmd_type in outer.operands] if outer else [{}] * len(types)
+    known = [{outer.axis: _plain(spmd_type)} for spmd_type in outer.operands] if outer else [{}] * len(types)
     judged = [
         Operand(TensorType.of({**first, facts.axis: spmd_type}, R), slot.differentiable)
         for first, spmd_type, slot in zip(known, types, facts.slots, strict=True)
@@ -279,7 +282,7 @@ def results_of(facts: Facts, spec: Spec, affine: bool, types: Sequence[SpmdType]
         return f"its types would rest on an assumption: {judgement.assumed[0]}"
     if outer is not None:
         for spmd_type, type_ in zip(outer.results, judgement.types, strict=True):
-            if _plain(type_.get(outer.axis) or R) != spmd_type:
+            if _plain(type_.get(outer.axis) or R) != _plain(spmd_type):
                 return f"on {outer.axis} its result would become {type_.get(outer.axis)} instead of {spmd_type}"
     return tuple(_plain(type_.get(facts.axis) or R) for type_ in judgement.types)
 
@@ -385,6 +388,29 @@ def _composites(facts: Facts, spec: Spec) -> Iterator[Template]:
 def _first_cut(dims: Any, spec: Spec, labels: Sequence[int]) -> Shard | None:
     """Returns the type of a tensor that is cut along the first of these labels that it has."""
     return next((shard for shard in (cuts(dims, spec, label) for label in labels) if shard is not None), None)
+
+
+def _over_experts(facts: Facts, templates: Sequence[Template]) -> list[Template]:
+    """Returns the strategies that cut rows between experts: those of `to_experts` and what its rows go through.
+
+    A call of which any equal pieces of dim 0 are computed alone, with the same integers, computes other pieces too.
+    """
+    if facts.function in EXPERTS:
+        args = facts.function, facts.arguments, facts.slots, facts.axis, facts.size
+        return [Template(*composite[:4], *composite[4:]) for composite in expert_composites(*args)]
+    routed: list[Template] = []
+    for template in templates if facts.routed and not facts.random else ():
+        shards = {x for x in (*template.operands, *template.results) if isinstance(x, Shard)}
+        cut = shards == {Shard(0)} and all(isinstance(x, Shard) for x in template.results)
+        if cut and template.arguments in (None, facts.arguments) and template.function is None:
+            for exchanged, words in TOKENS.items():
+                rows = RowsOfExperts(0, exchanged=exchanged)
+                operands, results = (
+                    tuple(rows if isinstance(x, Shard) else x for x in types)
+                    for types in (template.operands, template.results)
+                )
+                routed.append(Template(f"experts, {words}", operands, results, template.arguments))
+    return routed
 
 
 def _local(facts: Facts, spec: Spec, label: int, types: Sequence[SpmdType]) -> Arguments | None:

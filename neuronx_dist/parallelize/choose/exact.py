@@ -23,7 +23,7 @@ from ...planning.plan import PlanError
 from ...program.program import Call, Division, Program, Strategy, Value, operands_of
 from ...spmd.types import I, R, S, Shard, SpmdType
 from .cost_tables import Constraints, CostTables, HeldBytes, reachable
-from .strategies import candidates, strides_of
+from .strategies import candidates, routed_calls, strides_of
 
 __all__ = ["Constraints", "Solution", "StrategyChoice", "balanced", "choose", "is_whole", "stage_starts"]
 
@@ -52,10 +52,10 @@ def choose(
     Raises:
         PlanError: the constraints contradict one another, or nothing fits the memory; names the calls or the bytes.
     """
-    strides = strides_of(program)
+    strides, routed = strides_of(program), routed_calls(program)
 
     def strategies(call: Call, size: int) -> list[Strategy]:
-        return candidates(call, axis, size, strides=strides)
+        return candidates(call, axis, size, strides=strides, routed=routed)
 
     return StrategyChoice(program, axis, size, costs, constraints or Constraints(), strategies).fitting(memory)
 

@@ -5,10 +5,11 @@ They are derived (`derivation.py`) once for all calls with the same function, ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from math import gcd
 from typing import Any
 
+from ...program.experts import to_experts, to_tokens
 from ...program.program import Call, LocalCall, Program, Strategy, Value, operands_of
 from ...rules import RULES, operands
 from ...rules.containers import substituted
@@ -17,22 +18,25 @@ from ...spmd.types import Shard
 from .derivation import Derivation, Facts, Refusal
 from .second_axis import derive_second
 
-__all__ = ["Refusal", "candidates", "facts_of", "frozen", "refusals", "strides_of"]
+__all__ = ["Refusal", "candidates", "facts_of", "frozen", "refusals", "routed_calls", "strides_of"]
 
 _derived: dict[Any, Derivation] = {}
 
 
-def candidates(call: Call, axis: str, size: int, *, strides: Sequence[int] = ()) -> list[Strategy]:
+def candidates(
+    call: Call, axis: str, size: int, *, strides: Sequence[int] = (), routed: Container[Call] = ()
+) -> list[Strategy]:
     """Returns the strategies of a call on an axis of `size` ranks.
 
     Args:
         strides: numbers of blocks that the program cuts tensors into: labels may be sharded within such blocks, too.
+        routed: calls of the program that read rows of experts (`routed_calls`).
 
     Returns:
         At least the strategy "R": all ranks compute the global call.
     """
     values: list[Value] = []
-    facts = facts_of(call, axis, size, tuple(strides), values)
+    facts = facts_of(call, axis, size, tuple(strides), values)._replace(routed=call in routed)
 
     def value(slot: TensorSlot) -> Value:
         return values[slot.number]
@@ -82,6 +86,7 @@ def facts_of(call: Call, axis: str, size: int, strides: tuple[int, ...], values:
         axis,
         size,
         strides,
+        False,
         call.outer and call.outer._replace(bytes_moved=(0, 0), whole=None),
         _original(call),
     )
@@ -123,6 +128,17 @@ def frozen(x: Any) -> Any:
     if isinstance(x, slice):
         return slice, x.start, x.stop, x.step
     return type(x), x
+
+
+def routed_calls(program: Program) -> frozenset[Call]:
+    """Returns the calls between `to_experts` and `to_tokens`, which read rows in order of experts."""
+    calls: set[Call] = set()
+    values: set[Value] = set()
+    for call in program.calls:
+        if call.function is to_experts or not values.isdisjoint(operands_of(call)):
+            calls.add(call)
+            values.update(call.results if call.function is not to_tokens else ())
+    return frozenset(calls)
 
 
 CUTS = ("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split")

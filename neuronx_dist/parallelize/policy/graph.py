@@ -28,7 +28,7 @@ from ..choose.cost_tables import Constraints
 from ..choose.exact import StrategyChoice, is_whole, stage_starts
 from ..choose.local_program import LocalProgram, local_program
 from ..choose.plan_costs import plan_costs
-from ..choose.strategies import candidates, refusals, strides_of
+from ..choose.strategies import candidates, refusals, routed_calls, strides_of
 from ..config import ComputeConfig, Pipeline, divisors_near
 from .operations import Algorithm, IRDataOperation, IRFwOperation, IRSegment, Node, SubNode, cuts_operand
 from .two_axes import SecondAxis
@@ -75,7 +75,7 @@ class IRGraph:
         self.stage_seconds: list[float] = []
         self._candidates: dict[tuple[Call, str, int], list[Strategy]] = {}
         self._data = IRDataOperation("data", "", values=program.inputs)
-        self._strides = strides_of(program)
+        self._strides, self._routed = strides_of(program), routed_calls(program)
         self.operations = [
             IRFwOperation(
                 call.name, call.module, call=call, strategies=self._strategies, recompute=bool(call.checkpoints)
@@ -147,7 +147,7 @@ class IRGraph:
     def _strategies(self, call: Call, size: int | None = None) -> list[Strategy]:
         key = call, self.axis, size or self.size
         if key not in self._candidates:
-            self._candidates[key] = candidates(*key, strides=self._strides)
+            self._candidates[key] = candidates(*key, strides=self._strides, routed=self._routed)
         return self._candidates[key]
 
     # Verbs.

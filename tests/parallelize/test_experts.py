@@ -1,0 +1,213 @@
+"""Experts on different ranks: functions beside a loop over them, whole modules beside one process, the choice."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from neuronx_dist import Mesh, comm
+from neuronx_dist.comm import threads
+from neuronx_dist.parallelize import ComputeConfig, build_optimizer, composites, explain, parallelize
+from neuronx_dist.parallelize.choose.exact import choose
+from neuronx_dist.parallelize.policy.graph import IRGraph
+from neuronx_dist.planning.costs import H100
+from neuronx_dist.program.experts import expert_product, to_experts, to_tokens
+from neuronx_dist.program.record import record_program
+from neuronx_dist.program.recording import TracingError
+from neuronx_dist.weights.shard_spec import gather_full, spec_of
+
+EXPERTS, TOKENS, TOP_K, WIDTH, INNER = 4, 16, 2, 8, 6
+ROUTES = {
+    "balanced": torch.stack((torch.arange(TOKENS) % 4, (torch.arange(TOKENS) + 1) % 4), 1),
+    "one rank": torch.tensor([[2, 3]]).repeat(TOKENS, 1),  # the first rank of two has no rows
+    "uneven": torch.rand(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(0)).topk(TOP_K).indices.clamp(max=2),
+}
+
+
+def loop(x: Tensor, index: Tensor, weights: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
+    """Computes the experts one by one, for all tokens."""
+    shares = torch.zeros(len(x), EXPERTS, dtype=x.dtype).scatter_add(1, index, weights)
+    rows = (F.silu(x @ up[expert] + bias[expert]) @ down[expert] for expert in range(EXPERTS))
+    return sum(shares[:, expert : expert + 1] * row for expert, row in enumerate(rows))  # type: ignore[return-value]
+
+
+def grouped(x: Tensor, index: Tensor, weights: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
+    rows, offsets = to_experts(x, index, EXPERTS)
+    rows = expert_product(F.silu(expert_product(rows, up, offsets, bias)), down, offsets)
+    return to_tokens(rows, weights, index, EXPERTS)
+
+
+def operands(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Tokens, weights of the choices, and the experts' matrices."""
+    shapes = ((TOKENS, WIDTH), (TOKENS, TOP_K), (EXPERTS, WIDTH, INNER), (EXPERTS, INNER), (EXPERTS, INNER, WIDTH))
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def results_of(run: Any, index: Tensor, given: list[Tensor]) -> list[Tensor]:
+    """A result, and the gradients of all operands."""
+    x, weights, *matrices = given
+    result = run(x, index, weights, *matrices)
+    (result * torch.arange(result.numel()).view(result.shape).to(result)).sum().backward()
+    return [result.detach(), *(operand.grad for operand in given)]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_functions_compute_what_a_loop_does(route: str) -> None:
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        wanted = results_of(loop, ROUTES[route], operands(dtype))
+        for a, b in zip(results_of(grouped, ROUTES[route], operands(dtype)), wanted, strict=True):
+            assert (a - b).norm() <= tolerance * b.norm()
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("exchanged", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_rank_has_some_of_the_experts(route: str, size: int, exchanged: bool) -> None:
+    """Results and gradients that the ranks have parts of, added up or put together: float64 at 1e-10."""
+    wanted = results_of(loop, ROUTES[route], operands())
+
+    def rank() -> list[Tensor]:
+        x, weights, *matrices = operands()
+        index, number, options = ROUTES[route], int(comm.rank("tp")), {"axis": "tp", "exchanged": exchanged}
+        here = [part.detach().chunk(size)[number].requires_grad_() for part in matrices]
+        if exchanged:
+            x, weights = (part.detach().chunk(size)[number].requires_grad_() for part in (x, weights))
+            index = index.chunk(size)[number]
+        rows, offsets = composites.to_experts(x, index, EXPERTS, **options)
+        rows = composites.expert_product(rows, here[0], offsets, here[1], axis="tp")
+        rows = composites.expert_product(F.silu(rows), here[2], offsets, axis="tp")
+        result = composites.to_tokens(rows, weights, index, EXPERTS, **options)
+        scale = torch.arange(TOKENS * WIDTH).view(TOKENS, WIDTH).to(result)
+        (result * (scale.chunk(size)[number] if exchanged else scale)).sum().backward()
+        return [result.detach(), *(operand.grad for operand in (x, weights, *here))]  # type: ignore[misc]
+
+    parts = zip(*threads.run(Mesh(size, tp=size), rank), strict=True)
+    for number, (computed, whole) in enumerate(zip(parts, wanted, strict=True)):
+        together = sum(computed) if number < 3 and not exchanged else torch.cat(computed)
+        torch.testing.assert_close(together, whole, rtol=1e-10, atol=1e-10)
+
+
+class Moe(nn.Module):
+    """A router, experts, a shared expert, a balancing loss; the choice of the experts is an argument."""
+
+    def __init__(self, run: Any = grouped) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.run = run
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False, dtype=torch.float64)
+        self.shared = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.up, self.bias, self.down = (nn.Parameter(x.detach()) for x in operands()[2:])
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        shares = self.router(x).softmax(-1)
+        out = self.run(x, index, shares.gather(1, index), self.up, self.bias, self.down) + self.shared(x)
+        return (out - x).pow(2).sum() + 0.1 * EXPERTS * shares.mean(0).pow(2).sum()
+
+
+def over_experts(exchanged: bool, graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    """Policy that divides the experts, with all tokens on each rank or exchanged ones."""
+    for node in graph.select(name="to_tokens"):
+        graph.constraints.strategies[node.call] = [lambda strategy: ("exchanged" in strategy.name) == exchanged]
+    for node in graph.select(name="expert_product"):
+        parts = graph.partition(node, node.algorithm("dim"), idx=1, dim=0, num=config.plan_ngpus)
+        for device, part in enumerate(parts):
+            graph.assign(part, device)
+    return graph
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchanged", [False, True])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_a_module_learns_as_in_one_process(size: int, exchanged: bool, tmp_path: Path) -> None:
+    """Three steps of SGD, each with another route; bytes are those recorded of a balanced route."""
+    arguments = {"x": operands()[0], "index": ROUTES["balanced"]}
+    config = ComputeConfig(size, size)
+    cls: Any = parallelize(Moe, arguments, partial(over_experts, exchanged), config, gen_savedir=tmp_path)
+
+    def rank() -> tuple[list[float], list[Tensor], list[Any]]:
+        parallel = cls()
+        optimizer = build_optimizer(parallel, torch.optim.SGD, lr=1e-3)
+        losses, events = [], []
+        for route in ROUTES.values():
+            with comm.record() as calls:
+                loss = parallel(arguments["x"], route)
+                loss.backward()
+            events.append([*calls])
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert parallel.up.shape == (EXPERTS // size, WIDTH, INNER)
+        return losses, [gather_full(p.detach(), spec_of(p)) for p in parallel.parameters()], events[0]
+
+    whole, losses = Moe(loop), []
+    optimizer = torch.optim.SGD(whole.parameters(), lr=1e-3)
+    for route in ROUTES.values():
+        loss = whole(arguments["x"], route)
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found, weights, events in threads.run(config.mesh(), rank):
+        assert found == pytest.approx(losses, rel=1e-10)
+        for a, b in zip(weights, whole.parameters(), strict=True):
+            torch.testing.assert_close(a, b.detach(), rtol=1e-10, atol=1e-10)
+        sent = sum(bytes_of(event, size) for event in events)
+    predicted = sum(entry["forward_bytes"] + entry["backward_bytes"] for entry in explain(cls)["collectives"])
+    assert predicted == sent > 0
+
+
+def bytes_of(event: Any, size: int) -> int:
+    """Bytes that a rank sends for a collective."""
+    here = event.dtype.itemsize * prod(event.shape)  # of an exchange what is for other ranks
+    others = {"all_reduce": 2 / size, "all_gather": 1, "exchange": 1 / (size - 1)}.get(event.verb, 1 / size)
+    return int(here * others * (size - 1))
+
+
+def chosen(top_k: int, experts: int, size: int) -> set[str]:
+    """Returns how `choose` divides experts with bfloat16 weights by the costs of an H100."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(1024, experts)
+            self.up, self.down = (nn.Parameter(torch.empty(experts, *s)) for s in ((1024, 2048), (2048, 1024)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights, index = self.router(x).softmax(-1).topk(top_k)
+            rows, offsets = to_experts(x, index, experts)
+            rows = expert_product(F.silu(expert_product(rows, self.up, offsets)), self.down, offsets)
+            return x + to_tokens(rows, weights, index, experts)
+
+    with torch.device("meta"):
+        module, x = Layer().bfloat16(), torch.empty(8192, 1024, dtype=torch.bfloat16)
+    program = record_program(module, {"x": x.requires_grad_()}, training=True)
+    strategies = choose(program, "tp", size, costs=H100).strategies
+    return {strategies[call].name for call in program.calls if call.name == "to_tokens"}
+
+
+def test_tokens_are_exchanged_where_that_sends_less() -> None:
+    """A row goes to each of its k experts; otherwise each rank needs all tokens."""
+    assert chosen(1, 8, 8) == {"experts, tokens exchanged"}
+    assert chosen(8, 64, 2) == {"experts, all tokens on each rank"}
+    assert not any("experts" in name for name in chosen(2, 6, 4))  # 6 experts are not divided by 4
+
+
+def test_a_loop_over_experts_is_refused_with_the_way_out() -> None:
+    """Mistral's reference code asks which tokens an expert has."""
+
+    def asking(x: Tensor, index: Tensor, weights: Tensor, *matrices: Tensor) -> Tensor:
+        token, choice = torch.where(index == 0)
+        return torch.zeros_like(x).index_add(0, token, weights[token, choice, None] * x[token])
+
+    arguments = {"x": operands()[0], "index": ROUTES["balanced"]}
+    with pytest.raises(TracingError, match=r"where needs the values .* expert_product and to_tokens of neuronx_dist"):
+        record_program(Moe(asking), arguments, training=True)
