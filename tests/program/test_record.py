@@ -105,9 +105,13 @@ class ConvNet(nn.Module):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_both_modes(training: bool) -> None:
-    """Batch norm writes its statistics, dropout draws: in training only."""
+def test_both_modes(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch norm writes its statistics, dropout draws: in training only. In a job, torch's may be on GPUs only."""
     module = ConvNet()
+    with monkeypatch.context() as job:
+        job.setattr(torch.distributed, "is_initialized", lambda: True)
+        synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(ConvNet())
+        record_program(synchronised, {"x": torch.randn(2, 3, 8, 8)}, training=training)
     program = assert_equal(module, {"x": torch.randn(2, 3, 8, 8)}, training)
     assert module.training and program.training is training
     calls = {call.name: call for call in program.calls}
