@@ -125,6 +125,19 @@ def test_both_modes(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+ops = torch.ops  # any attribute of which is a namespace
+
+
+def test_a_global_module_has_no_state() -> None:
+    class Quantized(nn.Module):
+        bits = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ops.quantized.embedding_bag_byte_rowwise_offsets(x) if self.bits else x.relu()
+
+    assert_equal(Quantized(), {"x": torch.randn(3)})
+
+
 def test_frozen_submodules_stay_frozen() -> None:
     """A module that is in training, with a part that is not, is recorded as it is."""
     module = ConvNet()

@@ -394,7 +394,9 @@ def _errors(has: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor],
 
 
 def _grad(x: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(x) if x.grad is None else x.grad.detach()
+    if x.grad is None:
+        return torch.zeros_like(x)
+    return x.grad.detach().to_dense() if x.grad.is_sparse else x.grad.detach()
 
 
 def _copy(x: Any) -> Any:
