@@ -183,7 +183,10 @@ class Body:
         inplace = read_once(value, self.program, self.consumers) and self._made_here(value, spans)
         text = call_text(*how.call(_Text(source), division.axis, inplace=inplace), self.imports, _text)
         comment = self._described(value, wanted)
-        self.lines.append(Line(text, value_mark(name), comment, module, where, spans=spans, converts=True))
+        is_vector = value.kind == "parameter" and len(value.shape) == 1 and (has, wanted) == (I, R)
+        vector = (value.shape, value.dtype, division.axis, value.outer) if is_vector else ()
+        line = Line(text, value_mark(name), comment, module, where, spans=spans, converts=True, vector=vector)
+        self.lines.append(line)
         self.names[value, wanted] = name
         return value_mark(name)
 
