@@ -67,7 +67,7 @@ def exchanging(graph: IRGraph, config: ComputeConfig) -> IRGraph:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "policy"), [pytest.param(2, "tp", marks=pytest.mark.full), (4, exchanging)], ids=["sums", "exchange"]
+    ("ranks", "policy"), [(2, exchanging), pytest.param(4, "tp", marks=pytest.mark.full)], ids=["exchange", "sums"]
 )
 def test_a_recommendation_model_trains_as_in_one_process(ranks: int, policy: Any, tmp_path: Path) -> None:
     """3 steps of SGD: losses and all gradients; one all-to-all for all tables."""
@@ -100,7 +100,9 @@ def test_a_recommendation_model_trains_as_in_one_process(ranks: int, policy: Any
         assert exchanged == [(BATCH, len(ROWS) + 1, WIDTH // ranks)] * (policy == exchanging)
 
 
-@pytest.mark.parametrize(("ranks", "operator"), [(4, "reduce_scatter"), (16, "all_to_all")])
+@pytest.mark.parametrize(
+    ("ranks", "operator"), [pytest.param(4, "reduce_scatter", marks=pytest.mark.full), (16, "all_to_all")]
+)
 def test_the_choice_sends_no_more_than_whole_tables_on_ranks(ranks: int, operator: str) -> None:
     """Either sums of the pairs' products, or one exchange for all tables and the dense features, there and back."""
     rows, width, batch = [1_000_000, 40_000, 3_000_000, 700_000] * 6, 128, 65536
