@@ -292,12 +292,13 @@ def _proven(emitted: EmittedProgram, smaller: EmittedProgram | None, config: Com
     if not_run:
         text = f"{example.name}: types are proven, {NOT_COMPARED}: {not_run}; {HOW}, and the same policy"
         warnings.warn(text, stacklevel=3)
-    call = unsynchronised_norm(emitted.divisions[0].whole) if config.units > 1 else None
+    call = unsynchronised_norm(example.module, emitted.divisions[0].whole) if config.units > 1 else None
     if call is not None:
         text = (
             f"{example.name}: {call.where}: batch norm takes its statistics of the batch of one unit, and there are "
             f"{config.units}, so that results and running statistics differ from those of the global batch. The ranks "
-            "inside a unit share statistics: use one unit with the policy 'data', or a norm that does not mix samples"
+            "inside a unit share statistics; for statistics over all units pass "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)"
         )
         proof.append(text)
         warnings.warn(text, stacklevel=3)

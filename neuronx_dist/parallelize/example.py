@@ -17,7 +17,12 @@ from ..program.record import record_program
 from ..program.recording import TracingError, describe
 from ..torch_internals.tensors import pytree
 
-__all__ = ["Example"]
+__all__ = ["Example", "synchronised_norms"]
+
+
+def synchronised_norms(module: nn.Module) -> set[str]:
+    """Returns the paths of all `nn.SyncBatchNorm`, whose statistics in training are over all units."""
+    return {path for path, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..program.program import Call, Program, Value
 from ..program.record import check_arguments
 from ..torch_internals.tensors import pytree
 from .config import ComputeConfig
-from .example import Example
+from .example import Example, synchronised_norms
 from .train.parallel_module import ParallelModule
 
 __all__ = [
@@ -64,6 +64,11 @@ def example_of(
             raise ValueError(
                 f"{type(module).__name__}: submodule {name} is already parallelized, and parallel modules cannot be "
                 "nested: parallelize either the outer module or its parts"
+            )
+        if isinstance(child, nn.SyncBatchNorm) and child.process_group is not None:
+            raise ValueError(
+                f"{type(module).__name__}: SyncBatchNorm {name} has a process_group, and its statistics are over all "
+                "units: leave process_group=None"
             )
     for name, x in (*module.named_parameters(), *module.named_buffers()):
         if x.layout is not torch.strided:
@@ -161,11 +166,12 @@ def check_outputs(module: nn.Module, program: Program, config: ComputeConfig) ->
         )
 
 
-def unsynchronised_norm(program: Program) -> Call | None:
-    """Returns the first batch norm of a program that takes its statistics of the batch."""
+def unsynchronised_norm(module: nn.Module, program: Program) -> Call | None:
+    """Returns the first batch norm of a program that takes its statistics of the batch of one unit."""
+    synchronised = synchronised_norms(module)
     for call in program.calls if program.training else ():
         training = call.args[5] if len(call.args) > 5 else call.kwargs.get("training", False)
-        if call.function in (torch.batch_norm, F.batch_norm) and training:
+        if call.function in (torch.batch_norm, F.batch_norm) and training and call.module not in synchronised:
             return call
     return None
 

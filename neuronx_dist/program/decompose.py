@@ -8,6 +8,8 @@ Element counts written here are global: a strategy that shards a dim does not ch
     cross entropy, nll          sum / (target != ignore_index).sum()
     other losses                sum / number of elements (kl_div's "batchmean": / number of rows)
 
+Embeddings with `sparse=True` get dense gradients, of equal values: sums over ranks, ZeRO and clipping take no others.
+
 The elements of a 16-bit loss are computed in 16 bits, as in torch; their sum and the division in float32.
 
 Not rewritten: means over some dims (on shards they are P("avg"), which an all-reduce averages), losses with class
@@ -90,6 +92,13 @@ def _loss(builder: Builder, call: Call) -> Value | None:
     return _over(builder, call, options, math.prod(torch.broadcast_shapes(*shapes)))
 
 
+def _dense_gradient(builder: Builder, call: Call) -> None:
+    bound = inspect.signature(call.function).bind(*call.args, **call.kwargs)
+    if bound.arguments.get("sparse"):
+        bound.arguments["sparse"] = False
+        call.args, call.kwargs = bound.args, bound.kwargs
+
+
 def _over(builder: Builder, call: Call, options: dict[str, Any], count: Value | int) -> Value:
     named = {name: value for name, value in options.items() if _is_given(call, name, value)}
     operands = [named.pop(name) for name in _OPERANDS if name in named]
@@ -115,6 +124,8 @@ _REWRITES: dict[Callable[..., Any], Callable[[Builder, Call], Value | None]] = {
     torch.Tensor.mean: _mean,
     F.cross_entropy: _cross_entropy,
     F.nll_loss: _cross_entropy,
+    F.embedding: _dense_gradient,
+    F.embedding_bag: _dense_gradient,
     **dict.fromkeys(
         [
             F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,

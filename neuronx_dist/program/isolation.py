@@ -16,10 +16,22 @@ from ..comm.backends.shapes import ShapesBackend
 from ..comm.base import Communicator
 from ..comm.errors import CommError
 from ..mesh import Mesh
+from ..shared_context import Replacement
 from .experts import experts_of_transformers
 from .python_state import PythonState
 
-__all__ = ["ShapesOfStage", "restored", "without_cache", "without_loops_over_experts", "without_memos"]
+__all__ = [
+    "ShapesOfStage",
+    "restored",
+    "without_cache",
+    "without_loops_over_experts",
+    "without_memos",
+    "without_synchronised_norms",
+]
+
+
+without_synchronised_norms = Replacement(nn.SyncBatchNorm, forward=nn.BatchNorm1d.forward)
+"""A context in which each `nn.SyncBatchNorm` computes what it computes in one process, also in a job, and on CPU."""
 
 
 class ShapesOfStage(ShapesBackend):

@@ -79,7 +79,7 @@ class PythonState:
         walk: list[tuple[str, Any]] = [("", module)]
         while walk:
             path, x = walk.pop()
-            if isinstance(x, (*_PLAIN, torch.Tensor)) or id(x) in self._seen:
+            if isinstance(x, (*_PLAIN, torch.Tensor, ModuleType)) or id(x) in self._seen:
                 continue
             self._seen[id(x)] = x  # alive, so that no other object gets its id
             walk += reversed([*self._within(path, x)])
@@ -136,7 +136,7 @@ class PythonState:
             if _content_of(x):
                 self._saved.append(_Saved("", partial(_content_of, x), partial(_fill_cell, x), _content_of(x)))
                 yield from _content_of(x).items()
-        elif hasattr(x, "__dict__") and not isinstance(x, (type, ModuleType)) and _is_state(type(x)):
+        elif hasattr(x, "__dict__") and not isinstance(x, type) and _is_state(type(x)):
             yield from self._of_dict(path, vars(x))
             yield from self._of_class(type(x))
 

@@ -14,7 +14,7 @@ from ..mesh import Mesh
 from ..nearest import nearest
 from ..rules.bodies import BODIES
 from ..torch_internals.tensors import pytree
-from .isolation import restored, without_loops_over_experts
+from .isolation import restored, without_loops_over_experts, without_synchronised_norms
 from .program import Program
 from .python_state import RandomState
 from .recorder import record
@@ -42,7 +42,12 @@ def record_program(module: nn.Module, arguments: Mapping[str, Any], *, training:
     """
     check_arguments(module, arguments)
     forward = _Forward(module, arguments)
-    with without_loops_over_experts(module), restored(module) as state, comm.as_rank(Mesh(1), 0):
+    with (
+        without_loops_over_experts(module),
+        without_synchronised_norms,
+        restored(module) as state,
+        comm.as_rank(Mesh(1), 0),
+    ):
         if module.training != training:
             module.train(training)
         before = RandomState()

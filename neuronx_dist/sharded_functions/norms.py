@@ -160,19 +160,20 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
     *,
-    axis: AxisLike,
+    axis: AxisLike | None,
     count: int,
+    units: AxisLike | None = None,
 ) -> Tensor:
     """Batch norm in training, where samples or places are sharded, `count` elements a channel: sharded like `input`.
 
     Running statistics are those of all ranks, the same on each.
+
+    Args:
+        axis: shards the samples or places; None: each rank has all of a unit.
+        units: an axis along which ranks have other samples, `count` of each: statistics are over all; None: none.
     """
-    x = wide(input)
-    mean, squares = moments(x, (0, *range(2, x.dim())), _equal_parts(count, axis))
-    _update(running_mean, mean.flatten(), momentum)
-    _update(running_var, squares.flatten() / (count - 1), momentum)
-    y = standardised(x, mean, squares, (axis,), count, eps)
-    return affine(y, weight, bias, input.dtype, x.dim() - 2)
+    parts = [] if axis is None else _equal_parts(count, axis)
+    return _batch_norm(input, running_mean, running_var, weight, bias, momentum, eps, parts, count, units)
 
 
 def batch_norm_of_channels(
@@ -185,18 +186,59 @@ def batch_norm_of_channels(
     eps: float = 1e-5,
     *,
     axis: AxisLike,
+    units: AxisLike | None = None,
 ) -> Tensor:
     """Batch norm in training of S(1) channels, whose running statistics are whole on every rank: S(1).
 
-    The ranks' new statistics, two numbers a channel, are gathered.
+    The ranks' new statistics, two numbers a channel, are gathered. `units`: as in `batch_norm`.
     """
+    if units is not None:
+        count = input.numel() // input.shape[1]
+        return _batch_norm(input, running_mean, running_var, weight, bias, momentum, eps, [], count, units, axis)
     dims = (0, *range(2, input.dim()))
     with torch.no_grad():
-        statistics = torch.stack((wide(input).mean(dims), wide(input).var(dims)))
-        mean, variance = spmd.all_gather(statistics, axis, src=S(1), dst=R).unbind(0)
+        _update_channels(running_mean, running_var, wide(input).mean(dims), wide(input).var(dims), momentum, axis)
+    return F.batch_norm(input, None, None, weight, bias, True, momentum, eps)
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+    parts: Parts,
+    count: int,
+    units: AxisLike | None,
+    channels: AxisLike | None = None,
+) -> Tensor:
+    """Batch norm over `parts` and `units`; `channels`: the axis that shards them, and no running statistics."""
+    size = 1 if units is None else len(comm.communicator(units).ranks)
+    if units is not None and size > 1:
+        parts, count = [*parts, (units, (count,) * size)], count * size
+    x = wide(input)
+    mean, squares = moments(x, (0, *range(2, x.dim())), parts)
+    _update_channels(running_mean, running_var, mean.flatten(), squares.flatten() / (count - 1), momentum, channels)
+    y = standardised(x, mean, squares, [axis for axis, _ in parts], count, eps)
+    return affine(y, weight, bias, input.dtype, x.dim() - 2)
+
+
+@torch.no_grad()
+def _update_channels(
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    momentum: float,
+    channels: AxisLike | None,
+) -> None:
+    """Updates running statistics; `channels`: the axis that shards the new ones, and not the running ones."""
+    if channels is not None:
+        mean, variance = spmd.all_gather(torch.stack((mean, variance)), channels, src=S(1), dst=R).unbind(0)
     _update(running_mean, mean, momentum)
     _update(running_var, variance, momentum)
-    return F.batch_norm(input, None, None, weight, bias, True, momentum, eps)
 
 
 @torch.no_grad()

@@ -329,6 +329,9 @@ def test_arguments_of_other_shapes_and_values_are_refused(tmp_path: Path) -> Non
 def test_a_parallel_module_inside_is_refused(tmp_path: Path) -> None:
     module, arguments = model("mlp")
     outer = nn.Sequential(parallelized(module, arguments, tmp_path))
+    norm = nn.Sequential(nn.SyncBatchNorm(4, process_group=object()))
+    with pytest.raises(ValueError, match="Sequential: SyncBatchNorm 0 has a process_group, .* process_group=None"):
+        parallelized(norm, {"input": X}, tmp_path)
     with pytest.raises(ValueError, match="Sequential: submodule 0 is already parallelized"):
         parallelized(outer, {"input": X}, tmp_path)
 

@@ -229,7 +229,7 @@ CASES: dict[str, Callable[[], None]] = {
     "merged_moments:spmd.all_gather#1": functions_of_shards.moments_of_shards,
     "for_shards:spmd.convert#1": functions_of_shards.moments_of_shards,
     "scaled_by_rms:spmd.all_reduce#1": functions_of_shards.rms_of_shards,
-    "batch_norm_of_channels:spmd.all_gather#1": composites.running_statistics,
+    "_update_channels:spmd.all_gather#1": composites.running_statistics,
     "ring_attention:spmd.all_gather#1": composites.checked_ring,
     "_by_operators:spmd.all_reduce#1": partial(cross_entropy, transform=True),
     "norm_of:comm.all_reduce#1": norms,

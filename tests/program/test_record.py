@@ -105,9 +105,13 @@ class ConvNet(nn.Module):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_both_modes(training: bool) -> None:
-    """Batch norm writes its statistics, dropout draws: in training only."""
+def test_both_modes(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch norm writes its statistics, dropout draws: in training only. In a job, torch's may be on GPUs only."""
     module = ConvNet()
+    with monkeypatch.context() as job:
+        job.setattr(torch.distributed, "is_initialized", lambda: True)
+        synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(ConvNet())
+        record_program(synchronised, {"x": torch.randn(2, 3, 8, 8)}, training=training)
     program = assert_equal(module, {"x": torch.randn(2, 3, 8, 8)}, training)
     assert module.training and program.training is training
     calls = {call.name: call for call in program.calls}
@@ -119,6 +123,19 @@ def test_both_modes(training: bool) -> None:
     assert [value.path for value in program.buffers] == (
         ["norm.running_mean", "norm.running_var", *["norm.num_batches_tracked"] * training]
     )
+
+
+ops = torch.ops  # any attribute of which is a namespace
+
+
+def test_a_global_module_has_no_state() -> None:
+    class Quantized(nn.Module):
+        bits = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ops.quantized.embedding_bag_byte_rowwise_offsets(x) if self.bits else x.relu()
+
+    assert_equal(Quantized(), {"x": torch.randn(3)})
 
 
 def test_frozen_submodules_stay_frozen() -> None:

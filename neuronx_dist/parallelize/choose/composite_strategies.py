@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...program import experts
+from ...program.program import LocalCall
 from ...rules import Spec
 from ...rules.local_call import Arguments, TensorSlot
 from ...spmd.types import I, P, R, Shard, SpmdType
 from .. import composites
 from .conversions import RowsOfExperts
 
-__all__ = ["DRAWING", "EXPERTS", "TOKENS", "Composite", "composite_of", "expert_composites"]
+__all__ = ["DRAWING", "EXPERTS", "TOKENS", "Composite", "composite_of", "expert_composites", "over_units"]
 
 DRAWING: dict[Callable[..., Any], Callable[..., Any]] = {
     F.dropout: composites.dropout,
@@ -178,6 +179,22 @@ def _attention(named: Named, spec: Spec, label: int, axis: str) -> Composite | N
     ring = prod(key.shape) + prod(value.shape)
     function = composites.ring_attention
     return Composite(function, (operands, kwargs), whole=whole, also=queries[0], ring=ring, causal=causal)
+
+
+def over_units(local: LocalCall) -> LocalCall:
+    """Returns a rank's call of batch norm with statistics over all units, or the call, if it takes no statistics."""
+    function, args, kwargs = local
+    if function is F.batch_norm:
+        named = {**dict(zip(_BUILDERS[function][0], args)), **kwargs}
+        if not named.get("training"):
+            return local
+        input = named["input"]
+        count = prod(input.shape) // input.shape[1]
+        function, args = composites.batch_norm, (input, named["running_mean"], named["running_var"])
+        kwargs = {**_given(named, "weight bias momentum eps"), "axis": None, "count": count}
+    elif function not in (composites.batch_norm, composites.batch_norm_of_channels):
+        return local
+    return LocalCall(function, args, {**kwargs, "units": "dp"})
 
 
 _NORMS = "input normalized_shape weight bias eps"

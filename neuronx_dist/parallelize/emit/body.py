@@ -21,6 +21,7 @@ from ...program.program import (
 )
 from ...spmd.types import I, R, Shard, SpmdType
 from ...torch_internals.tensors import pytree
+from ..choose.composite_strategies import over_units
 from ..choose.conversions import OPERATORS, conversion, has_type, read_once, suffix
 from ..choose.stages import StageCalls
 from .lines import Line, path_mark, value_mark
@@ -46,6 +47,7 @@ class Body:
         stage: StageCalls,
         *,
         is_last: bool = True,
+        synchronised: Collection[str] = (),
     ) -> None:
         """Writes the lines.
 
@@ -53,12 +55,13 @@ class Body:
             constants: the attribute by which the module keeps each constant.
             stage: the method takes the arguments of forward, then the received values.
             is_last: the method returns the results of the program; else a tuple of the values that the stage sends.
+            synchronised: paths of the modules whose batch norm has statistics over all units.
 
         Raises:
             ValueError: no operator does a conversion, or a file cannot name a function or container.
         """
         self.division = division
-        self.constants = constants
+        self.constants, self.synchronised = constants, synchronised
         self.program = division.program
         self.imports = imports
         self.lines: list[Line] = []
@@ -102,7 +105,8 @@ class Body:
                 spmd_type = types.pop(0) if len(types) > 1 else types[0]
             return self._name(x, spmd_type)
 
-        function, args, kwargs = strategy.local
+        is_synchronised = call.module in self.synchronised and self.program.training
+        function, args, kwargs = over_units(strategy.local) if is_synchronised else strategy.local
         if "inplace" in kwargs and function in OPERATORS.values() and not self._overwrites(args[0], call, spans):
             kwargs = {name: item for name, item in kwargs.items() if name != "inplace"}
         text = call_text(function, args, kwargs, self.imports, variable, call.where)
@@ -179,7 +183,10 @@ class Body:
         inplace = read_once(value, self.program, self.consumers) and self._made_here(value, spans)
         text = call_text(*how.call(_Text(source), division.axis, inplace=inplace), self.imports, _text)
         comment = self._described(value, wanted)
-        self.lines.append(Line(text, value_mark(name), comment, module, where, spans=spans, converts=True))
+        is_vector = value.kind == "parameter" and len(value.shape) == 1 and (has, wanted) == (I, R)
+        vector = (value.shape, value.dtype, division.axis, value.outer) if is_vector else ()
+        line = Line(text, value_mark(name), comment, module, where, spans=spans, converts=True, vector=vector)
+        self.lines.append(line)
         self.names[value, wanted] = name
         return value_mark(name)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from ...mesh import part_of
 from ...program.program import Division, Program, Value, argument_name, dotted, local_shape, values_in
 from ...torch_internals.tensors import pytree
 from ..choose.stages import StageCalls, schedule_of, stages_of
-from ..example import Example
+from ..example import Example, synchronised_norms
 from ..train.stored import Stored, constants_of, stored_of
 from .body import Body, shape_text
 from .equal_blocks import Statements, folded
@@ -65,7 +65,8 @@ def emitted_program(example: Example, divisions: Sequence[Division]) -> EmittedP
     """
     stored = stored_of(example.module, *divisions)
     signature = inspect.signature(example.module.forward)
-    source = emit(*divisions, name=example.name, stored=stored, signature=signature)
+    synchronised = synchronised_norms(example.module)
+    source = emit(*divisions, name=example.name, stored=stored, signature=signature, synchronised=synchronised)
     return EmittedProgram(example, list(divisions), source, stored, constants_of(*divisions))
 
 
@@ -76,6 +77,7 @@ def emit(
     name: str = "Divided",
     stored: Mapping[str, Stored] | None = None,
     signature: inspect.Signature | None = None,
+    synchronised: Collection[str] = (),
 ) -> str:
     """Returns the source of a `ParallelModule` that runs a division.
 
@@ -85,6 +87,7 @@ def emit(
         name: of the class.
         stored: the tensors that the module keeps, by `stored_of`; None: those that the programs read.
         signature: of the original forward; None: the arguments of the program.
+        synchronised: paths of the modules whose batch norm has statistics over all units.
 
     Raises:
         ValueError: no operator does a conversion; a file cannot name a function or container; the schedule does not fit
@@ -101,7 +104,7 @@ def emit(
     modes = ("train_", "eval_") if evaluation is not None else ("",)
     stages = [stages_of(division) for division in divisions]
     stage_bodies = [
-        Body(division, imports, constants, stage, is_last=stage is of_division[-1])
+        Body(division, imports, constants, stage, is_last=stage is of_division[-1], synchronised=synchronised)
         for division, of_division in zip(divisions, stages)
         for stage in of_division
     ]

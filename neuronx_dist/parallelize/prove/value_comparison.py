@@ -24,7 +24,7 @@ import torch
 
 from ...comm.backends import threads
 from ...mesh import Mesh
-from ...program.isolation import restored
+from ...program.isolation import restored, without_synchronised_norms
 from ...program.program import Division, Program, Value, operands_of, run_program
 from ...program.repeated import check_repeated
 from ...torch_internals.tensors import pytree
@@ -310,7 +310,13 @@ def _run_original(example: Example, program: Program, tensors: Mapping[Value, to
     module = example.module
     state = {name: _copy(x) for name, x in _stored(program, tensors).items()}
     copies = [_copy(x) for x in _inputs(program, tensors)]
-    with restored(module), without_checkpoints(), torch.set_grad_enabled(program.training), deterministic():
+    with (
+        restored(module),
+        without_synchronised_norms,
+        without_checkpoints(),
+        torch.set_grad_enabled(program.training),
+        deterministic(),
+    ):
         module.train(program.training)
         arguments = pytree.tree_unflatten(copies, program.structure)
         direction = "forward"
@@ -388,7 +394,9 @@ def _errors(has: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor],
 
 
 def _grad(x: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(x) if x.grad is None else x.grad.detach()
+    if x.grad is None:
+        return torch.zeros_like(x)
+    return x.grad.detach().to_dense() if x.grad.is_sparse else x.grad.detach()
 
 
 def _copy(x: Any) -> Any:

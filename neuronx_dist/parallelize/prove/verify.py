@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from ... import comm
 from ...checking.api import check
 from ...mesh import Mesh
 from ...program.program import Division, Program, Value, values_in
 from ...spmd.declarations import get_local_type
 from ...spmd.errors import SpmdTypeError
-from ...spmd.types import R
+from ...spmd.types import R, SpmdType, V
 from ...torch_internals.tensors import pytree
 from ..emit.emitted_class import EmittedProgram
 from .boundaries import compare_stages
@@ -109,7 +111,8 @@ def check_types(
     """Checks the types of a source on all ranks of a division, and returns the report of `spmd.check`.
 
     A line that reads the weight of another layer has the right types, and a smaller module may have fewer layers: so
-    forward must also read each parameter and buffer that its program reads.
+    forward must also read each parameter and buffer that its program reads. A source that communicates over the units
+    (batch norm) is checked on two of them, too, up to the gradients of parameters, which the job sums.
 
     Raises:
         EmittedProgramError: it found a problem.
@@ -130,21 +133,30 @@ def check_types(
         results = [x for x in tensors if x.requires_grad]
         if training and results:
             sum(x.sum() for x in results).backward()  # type: ignore[union-attr]
-            if optimizer is not None:  # nothing is trained
+            if optimizer is not None and comm.size("dp") == 1:  # something is trained
                 optimizer.step()
 
-    leaves = [division.types_of(x) if isinstance(x, Value) else None for x in division.program.arguments]
-    in_types = pytree.tree_unflatten(leaves, division.program.structure)
+    def in_types(**units: SpmdType) -> Any:
+        program = division.program
+        leaves = [{**division.types_of(x), **units} if isinstance(x, Value) else None for x in program.arguments]
+        return pytree.tree_unflatten(leaves, program.structure)
+
     with imported(source, division.ranks, constants=constants) as emitted:
         compare_stages(emitted, division)
         mesh = Mesh(division.ranks, tp=division.ranks, tp_replicas=division.size if division.outer else 1)
-        report = check(lambda: emitted(init_params=False), dict(arguments), mesh, step=step, in_types=in_types)
-    if not report.ok:
-        raise EmittedProgramError(f"the types of an emitted program are wrong:\n{report}")
+        meshes = [(mesh, in_types())]
+        if 'units="dp"' in source:
+            meshes.append((replace(mesh, world_size=2 * division.ranks), in_types(dp=V)))
+        reports = []
+        for on, types in meshes:
+            report = check(lambda: emitted(init_params=False), dict(arguments), on, step=step, in_types=types)
+            if not report.ok:
+                raise EmittedProgramError(f"the types of an emitted program are wrong:\n{report}")
+            reports.append(str(report))
     if missing:
         paths = ", ".join(sorted(missing))
         raise EmittedProgramError(f"an emitted program does not read {paths}, but the module's forward does")
-    return str(report)
+    return "; ".join(reports)
 
 
 class _Noted(dict[str, Any]):

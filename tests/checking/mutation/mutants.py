@@ -261,7 +261,7 @@ EXEMPT = {
             "_OneNode.backward:spmd.all_reduce",
             "_merged:spmd.all_gather",
             "_with_total:spmd.convert",
-            "batch_norm_of_channels:spmd.all_gather",
+            "_update_channels:spmd.all_gather",
             "entropy_of_shard:spmd.all_reduce",
             "for_shards:spmd.convert",
             "merged_moments:spmd.all_gather",

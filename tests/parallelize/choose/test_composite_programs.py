@@ -12,7 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from neuronx_dist.parallelize import ComputeConfig
+from neuronx_dist import Mesh, comm
+from neuronx_dist.comm import threads
+from neuronx_dist.parallelize import ComputeConfig, build_optimizer, parallelize
+from neuronx_dist.weights.shard_spec import gather_full, spec_of
 from tests.parallelize.support.parity import assert_equal, trained, trained_parallel
 
 pytestmark = pytest.mark.slow
@@ -107,3 +110,64 @@ def test_trained(make: Callable[[], Any], names: tuple[str, ...], tmp_path: Path
     (source,) = tmp_path.rglob("gencode0.py")
     for name in names:
         assert f"composites.{name.split()[0]}(" in source.read_text()
+
+
+class Synchronised(nn.Module):
+    """A batch norm that torch has converted to `nn.SyncBatchNorm`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.last = nn.Conv2d(8, 4, 1)
+        nn.SyncBatchNorm.convert_sync_batchnorm(self)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.last(self.norm(self.conv(image)).relu())
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        "",
+        pytest.param("batch_norm of S(0) of operand 0", marks=pytest.mark.full),
+        "batch_norm_of_channels of S(1) of operand 0",
+    ],
+)
+def test_batch_norm_over_units(taken: str, tmp_path: Path) -> None:
+    """Two units of 1 and 2 ranks: results, gradients and statistics of one process over the batch of both."""
+    torch.manual_seed(0)
+    module, tp = Synchronised().double(), 2 if taken else 1
+    images, weights = torch.randn(2, 4, 3, 4, 4).double() * 2 + 3, torch.randn(2, 4, 4, 4, 4).double()
+
+    def step(module: nn.Module, optimizer: Any, image: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        image = image.clone().requires_grad_()
+        optimizer.zero_grad()
+        result = module(image)
+        (result * weight).sum().backward()
+        optimizer.step()
+        named = module.named_parameters()
+        gradients = {name: gather_full(x.grad, spec_of(x)) for name, x in named if x.grad is not None}
+        assert image.grad is not None
+        return {"result": result, "gradient": image.grad, **gradients, **dict(module.named_buffers())}
+
+    def rank() -> tuple[int, dict[str, Tensor]]:
+        policy = Taken(taken) if taken else "dp"
+        parallel: Any = parallelize(
+            module, {"image": images[0]}, policy, ComputeConfig(tp, 2 * tp), gen_savedir=tmp_path
+        )
+        assert f"composites.{(taken or 'batch_norm').split()[0]}(" in parallel.SOURCE and "units" in parallel.SOURCE
+        assert "batch norm takes its statistics" not in parallel.PROOF
+        optimizer, unit = build_optimizer(parallel, SGD), comm.rank("dp")
+        for _ in range(2):
+            found = step(parallel, optimizer, images[unit], weights[unit])
+        return unit, found
+
+    ranks = threads.run(Mesh(2 * tp, tp=tp), rank)
+    optimizer = SGD(module.parameters())
+    for _ in range(2):
+        wanted = step(module, optimizer, images.flatten(0, 1), weights.flatten(0, 1))
+    for unit, found in ranks:
+        assert found.keys() == wanted.keys()
+        for name, x in wanted.items():
+            x = x.unflatten(0, (2, -1))[unit] if name in ("result", "gradient") else x
+            torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-10, msg=name)

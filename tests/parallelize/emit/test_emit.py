@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from neuronx_dist import Mesh
+from neuronx_dist import Mesh, comm
 from neuronx_dist.comm import threads
+from neuronx_dist.parallelize import ComputeConfig, parallelize
 from neuronx_dist.parallelize.emit.emitted_class import emit
 from neuronx_dist.parallelize.prove.emitted import imported
 from neuronx_dist.parallelize.train.stored import stored_of
@@ -39,6 +42,28 @@ def test_a_division_equals_one_process(size: int) -> None:
         assert names == list(module.state_dict())
         torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(whole, gradients, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_ranks_sum_the_gradients_of_a_layer_s_vectors_in_one_collective(tmp_path: Path) -> None:
+    """Per layer two all-reduces for 4 parameters, of the same bytes, one for the vectors; gradients of one process."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2)]
+    module, x = nn.Sequential(*layers).double(), torch.randn(4, 8, dtype=torch.float64)
+    module(x).square().sum().backward()
+    wanted = {name: parameter.grad for name, parameter in module.named_parameters()}
+
+    def rank() -> tuple[dict[str, Any], list[Any]]:
+        parallel: Any = parallelize(module, {"input": x}, "data", ComputeConfig(2), gen_savedir=tmp_path)
+        loss = parallel(x).square().sum()
+        with comm.record() as calls:
+            loss.backward()
+        summed = [call.shape for call in calls if call.verb == "all_reduce"]
+        return {name: parameter.grad for name, parameter in parallel.named_parameters()}, summed
+
+    for gradients, summed in threads.run(Mesh(2, tp=2), rank):
+        assert sorted(summed) == [(3, 8), (3, 8), (8, 8), (8, 8)]
+        torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-12)
 
 
 def test_the_text_of_a_file() -> None:

@@ -26,7 +26,8 @@ from tests.support.source_edits import SourceEdit
 EAGER = Costs(flops=1e6, bandwidth=1e7, launch=1e-9, link_bandwidth=1e9, link_latency=1e-9)
 
 _LINE = re.compile(
-    r"^(?P<head>\s+(?P<name>\w+) = )spmd\.(?P<call>(?P<op>\w+)\((?P<operand>[^,]+), .*\))(?P<tail>  #.*)$"
+    r"^(?P<head>\s+(?P<name>[\w, ]+) = )spmd\."
+    r"(?P<call>(?P<op>\w+)\((?P<operand>.+?), \"tp.*?\))(?P<tail>(\.unbind\(\))?  #.*)$"
 )
 
 
