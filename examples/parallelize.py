@@ -19,6 +19,7 @@ from torch import nn
 
 from neuronx_dist.comm.launchers import export_place
 from neuronx_dist.parallelize import ComputeConfig, IRGraph, ParallelModule, build_optimizer, parallelize
+from neuronx_dist.parallelize import explain as costs_of
 from neuronx_dist.parallelize.policy.operations import IRFwOperation
 from neuronx_dist.parallelize.policy.policies import POLICIES
 from neuronx_dist.program.decompose import decomposed
@@ -77,7 +78,9 @@ def main() -> None:
     parser.add_argument(
         "--policy", default="autodist", help=f"{', '.join(POLICIES)}, or the path of a plan; default: autodist"
     )
-    parser.add_argument("--plan-ngpus", type=positive, help="ranks of a unit; all of them, if it is not given")
+    parser.add_argument(
+        "--plan-ngpus", type=positive, help="ranks of a unit; default: autodist chooses them, else all of them"
+    )
     parser.add_argument("--steps", type=positive, default=5, help="default: 5")
     parser.add_argument("--explain", action="store_true", help="print the program, and why it is that one")
     parser.add_argument("--verify", action="store_true", help="compare with one process")
@@ -90,8 +93,10 @@ def main() -> None:
     alone: Any = copy.deepcopy(original)
     sample = {"data": sample_of(options.model, 0)}
     try:
-        pipeline = {"pipeline_nmicros": MICROBATCHES} if options.policy in ("pp", "hybrid") else {}
-        config = ComputeConfig(options.plan_ngpus or world, world, use_end2end=True, pas_config=pipeline)
+        is_open = options.policy == "autodist" and options.plan_ngpus is None  # autodist chooses the ranks of a unit
+        pipeline = {"pipeline_nmicros": MICROBATCHES} if is_open or options.policy in ("pp", "hybrid") else {}
+        unit: dict[str, Any] = {} if is_open else {"plan_ngpus": options.plan_ngpus or world}
+        config = ComputeConfig(**unit, runtime_ngpus=world, use_end2end=True, pas_config=pipeline)
         with tempfile.TemporaryDirectory() as folder:  # each rank has its own, so that rank 0 sends the files
             strategy = "all" if world > 1 else "none"
             model: Any = parallelize(
@@ -99,8 +104,9 @@ def main() -> None:
             )
     except (ValueError, RuntimeError) as error:  # on rank 0 what is wrong with the options; the others hear of it
         sys.exit(f"parallelize.py: {error}" if rank == 0 else 2)
+    config = model.compute_config
     if options.explain and rank == 0:
-        print(model.SOURCE)
+        print(costs_of(model).table(0), model.SOURCE, sep="\n\n")
         explain(alone, sample, config)
     losses = train(model, build_optimizer(model, torch.optim.SGD, lr=0.1), options, config, rank)
     if rank == 0:

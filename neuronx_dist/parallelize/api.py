@@ -7,6 +7,7 @@ Rank 0 does this, unless there are files of an earlier run; afterwards every ran
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -178,9 +179,11 @@ def parallelize(
     if generated is None:
         return None
     loaded = _loaded(generated, compute_config)
-    if is_own_mesh and loaded.RANKS > 1:
+    if comm.is_initialized() and compute_config.is_open and not is_own_mesh:
+        loaded.compute_config.check_mesh(comm.current().mesh)
+    if is_own_mesh and (loaded.RANKS > 1 or compute_config.is_open):
         destroy_model_parallel()
-        _join(compute_config, loaded.RANKS)
+        _join(loaded.compute_config, loaded.RANKS)
     return loaded if is_class else _on_device_of(example().module, loaded(init_module_params))
 
 
@@ -207,7 +210,7 @@ def _join(config: ComputeConfig, stages: int = 1) -> bool:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return False
         init_distributed()
-    mesh = config.mesh(stages)
+    mesh = config.with_unit(1, False).mesh(stages)
     initialize_model_parallel(mesh.tp, mesh.pp, topology=mesh.topology)
     return True
 
@@ -232,6 +235,7 @@ def _emitted(
         recorded: programs that were recorded earlier of the same module; missing ones are recorded.
     """
     divisions = _divisions(example, policy, config, recorded)
+    config = config.with_unit(divisions[0].ranks * divisions[0].pipeline_ranks, divisions[0].zero1)
     emitted = emitted_program(example, divisions)
     compared = None
     if smaller is not None and any(too_large(division.whole) for division in divisions):
@@ -241,7 +245,7 @@ def _emitted(
         CODE: emitted.source,
         CONSTANTS: constants_text(emitted.constants),
         PROOF: "\n".join(proof),
-        PLAN: plan_of(divisions[0], units=config.units, with_costs=True).text(),
+        PLAN: plan_of(divisions[0], units=config.units, zero1=bool(config.use_zero), with_costs=True).text(),
     }
     names = dict(emitted.names)
     for division in divisions:  # the names of constants in the whole program, for a program of a rank
@@ -324,6 +328,7 @@ def _divisions(example: Example, policy: Any, config: ComputeConfig, recorded: S
     if config.inference_only:
         return [divide(programs[False], policy, config)]
     division = divide(programs[True], policy, config)
+    config = config.with_unit(division.ranks * division.pipeline_ranks, division.zero1)
     return [division] if False not in programs else [division, divide_like(division, programs[False], config)]
 
 
@@ -340,6 +345,9 @@ def _stored_programs(folder: GeneratedFolder, key: Key, example: Example) -> lis
 
 
 def _loaded(generated: Generated, config: ComputeConfig) -> type[ParallelModule]:
+    if config.is_open:
+        plan = json.loads(generated.text(PLAN))
+        config = config.with_unit(plan["tp"] * plan["pp"], plan["zero1"])
     constants = constants_from_text(generated.text(CONSTANTS))
     loaded = parallel_class(generated.module(CODE), config, generated.weights, constants)
     loaded.IN_EVALUATION = generated.key.choice.get("mode") == repr(EVALUATION)

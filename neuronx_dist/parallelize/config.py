@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,6 +26,7 @@ Member = TypeVar("Member", bound=Enum)
 
 TRACE_STRATEGIES = ("cuda_run_cpu_offload", "cpu", "cuda", "meta", "reuse_cache")
 _OPTIONS = {"ReuseType": "reuse", "BroadcastGenFilesStrategy": "broadcast_strategy"}
+_NUMBERS = "pipeline_nmicros", "pipeline_nstages", "pp_size", "tp_size", "seed", "max_partition_degree", "step_samples"
 # nnScaler's names of schedules, and those of `choose.stages.schedule_of`. 1f1b_plus differs from 1F1B for stages on all
 # ranks of a unit, which no policy makes; infer_pipe is the forwards of 1F1B.
 SCHEDULES = {
@@ -104,11 +105,12 @@ class ComputeConfig:
     """The ranks of a parallel module, and the options of its training.
 
     Attributes:
-        plan_ngpus: ranks of a unit.
+        plan_ngpus: ranks of a unit. None: the policy `autodist` chooses it, or a plan has it; the `compute_config` of
+            the parallel module has the chosen number.
         runtime_ngpus: ranks of the job. None: those of the current mesh, else of `WORLD_SIZE`, else one unit.
         constant_folding, trace_strategy: accepted for compatibility: values that depend on no input and no parameter
             are computed on every rank, and recording runs on fake tensors whatever the device.
-        use_zero: shard the optimizer's state over units (stage 1).
+        use_zero: shard the optimizer's state over units (stage 1). None: chosen together with `plan_ngpus`, else False.
         zero_ngroups: number of groups of units, each of which shards one copy of the state; 1 without `use_zero`.
         zero_use_reduce_scatter: accepted for compatibility: ZeRO reduce-scatters gradients in any case.
         inference_only: the module has no backward.
@@ -124,11 +126,11 @@ class ComputeConfig:
         TypeError: a value has the wrong type.
     """
 
-    plan_ngpus: int
+    plan_ngpus: int = None  # type: ignore[assignment]  # an int in every module
     runtime_ngpus: int | None = None
     constant_folding: bool = False
     trace_strategy: str = "cuda_run_cpu_offload"
-    use_zero: bool = False
+    use_zero: bool | None = None
     zero_ngroups: int = 1
     zero_use_reduce_scatter: bool = False
     inference_only: bool = False
@@ -139,11 +141,12 @@ class ComputeConfig:
     user_config: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _positive("plan_ngpus", self.plan_ngpus)
+        if not self.is_open:
+            _positive("plan_ngpus", self.plan_ngpus)
         if self.runtime_ngpus is None:
-            object.__setattr__(self, "runtime_ngpus", _ranks_of_job(self.plan_ngpus))
+            object.__setattr__(self, "runtime_ngpus", _ranks_of_job(1 if self.is_open else self.plan_ngpus))
         _positive("runtime_ngpus", self.runtime_ngpus)
-        if self.world_size % self.plan_ngpus:
+        if not self.is_open and self.world_size % self.plan_ngpus:
             near = _multiples_near(self.world_size, self.plan_ngpus)
             raise ValueError(
                 f"ComputeConfig: runtime_ngpus={self.runtime_ngpus} is not a multiple of plan_ngpus={self.plan_ngpus}: "
@@ -177,7 +180,7 @@ class ComputeConfig:
     def _check_pas_config(self) -> None:
         """Checks the options that all policies read in the same way; each policy refuses unknown names."""
         config = self.pas_config
-        for name in ("pipeline_nmicros", "pipeline_nstages", "pp_size", "tp_size", "seed", "max_partition_degree"):
+        for name in _NUMBERS:
             number = config.get(name)
             if number is None or (name == "pipeline_nstages" and number == "auto"):
                 continue
@@ -187,7 +190,11 @@ class ComputeConfig:
             schedule_named(config["pipeline_scheduler"])
 
     def _check_zero(self) -> None:
-        if self.use_zero not in (0, 1):
+        if self.is_open:
+            if self.zero_ngroups != 1:
+                raise ValueError("ComputeConfig: zero_ngroups counts groups of units: pass plan_ngpus, ranks of a unit")
+            return
+        if self.use_zero not in (0, 1, None):
             raise ValueError(
                 f"ComputeConfig: use_zero={self.use_zero!r} is not supported: pass True for ZeRO stage 1 (sharded "
                 "optimizer state), or False"
@@ -210,8 +217,26 @@ class ComputeConfig:
         return self.runtime_ngpus
 
     @property
+    def is_open(self) -> bool:
+        """Whether the ranks of a unit are not chosen yet."""
+        return self.plan_ngpus is None
+
+    def with_unit(self, ranks: int, use_zero: bool) -> ComputeConfig:
+        """Returns the configuration with units of this many ranks, and ZeRO or not, if they are not chosen yet."""
+        return replace(self, plan_ngpus=ranks, use_zero=use_zero) if self.is_open else self
+
+    @property
     def units(self) -> int:
-        """Number of units."""
+        """Number of units.
+
+        Raises:
+            ValueError: the ranks of a unit are not chosen yet.
+        """
+        if self.is_open:
+            raise ValueError(
+                "ComputeConfig: plan_ngpus is not chosen yet: pass it, or read the compute_config of the module that "
+                "parallelize returns with the policy 'autodist'"
+            )
         return self.world_size // self.plan_ngpus
 
     @property
@@ -240,6 +265,10 @@ class ComputeConfig:
 
     def check_mesh(self, mesh: Mesh) -> None:
         """Raises ValueError unless a job of this mesh consists of these units."""
+        if self.is_open:
+            if mesh.world_size != self.runtime_ngpus:
+                raise ValueError(f"the configuration is for {self.runtime_ngpus} ranks, but the job's mesh is {mesh}")
+            return
         if mesh.dp != self.units or mesh.world_size != self.runtime_ngpus:
             raise ValueError(
                 f"the configuration is for {self.units} units of {self.plan_ngpus} ranks, but the job's mesh is "

@@ -48,6 +48,7 @@ class Explanation(dict[str, Any]):
             f"costs: {costs['flops'] / 1e12:g} TFLOP/s, {costs['bandwidth'] / 1e9:g} GB/s, link "
             f"{costs['link_bandwidth'] / 1e9:g} GB/s and {costs['link_latency'] * 1e6:g} us, launch "
             f"{costs['launch'] * 1e6:g} us; sums over units and the optimizer are not counted",
+            *(_job_lines(self["job"]) if "job" in self else []),
         ]
         sums = [
             (
@@ -92,6 +93,26 @@ def explain(parallel: ParallelModule | type[ParallelModule]) -> Explanation:
     parts = f" (as {plan['tp'] // plan['second']} x {plan['second']})" if plan["second"] > 1 else ""
     layout = " x ".join(f"{name}={size}" for name, size in axes.items() if size > 1) + parts or "one rank"
     return Explanation(name=module_class.__name__, layout=layout, **plan["costs"])
+
+
+def _job_lines(job: Mapping[str, Any]) -> list[str]:
+    """Returns the comparison of whole jobs: the chosen one first, then by seconds, or by their lower bound."""
+    memory = "any memory" if job["memory"] is None else f"{_size(job['memory'])} of a rank"
+    lines = [
+        "",
+        f"whole job, for {memory}: {job['chosen']}, {_time(job['seconds'])} a step of {job['samples']} samples "
+        f"({_time(job['waiting_seconds'])} waiting, {_time(job['recomputing_seconds'])} recomputing, "
+        f"{_time(job['update_seconds'])} reduction and optimizer), {_size(job['peak_bytes'])} of a rank; gap "
+        f"{job['gap']:.2%} to a lower bound of all jobs",
+    ]
+
+    def row(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+        seconds, size = entry["seconds_per_sample"], entry["bytes"]
+        shown = f"at least {_time(entry['at_least'])}" if seconds is None else _time(seconds)
+        return entry["job"], shown, "" if size is None else _size(size), entry["recomputed"] or "", entry["why"]
+
+    compared = sorted(job["compared"], key=lambda entry: entry["seconds_per_sample"] or entry["at_least"])
+    return [*lines, *_aligned(("job", "a sample", "a rank", "recomputed", ""), [row(entry) for entry in compared])]
 
 
 _HEAD = ("times", "call", "strategy", "all", "collectives", "saved each")

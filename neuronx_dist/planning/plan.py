@@ -63,7 +63,6 @@ class JobPlan(NamedTuple):
     cp: int = 1
     ep: int = 1
     sequence_parallel: bool = False
-    zero1: bool = False
     pad_heads: bool = False
     pad_vocab: bool = False
     virtual_pipeline_size: int = 1
@@ -82,6 +81,7 @@ class Plan:
 
     Attributes:
         tp, pp, dp: ranks along each axis; `tp * pp` ranks are a unit, which holds one model.
+        zero1: dp shards the optimizer's state; `parallelize` reads it where the plan decides `plan_ngpus`.
         second: ranks along the second axis, if tp consists of two; 1: it is one axis.
         schedule: a name of `pipeline.schedule`, or "chimera_direct"; `microbatches`: number of microbatches of a step.
         stages: index of the first call of each pipeline stage.
@@ -97,6 +97,7 @@ class Plan:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    zero1: bool = False
     second: int = 1
     schedule: str = "1f1b"
     microbatches: int = 1
@@ -219,6 +220,7 @@ def _decoded(content: dict[str, Any]) -> dict[str, Any]:
     decoded = dict(content)
     for name, default in (("stages", [0]), ("recompute", []), ("layers", []), ("calls", []), ("second_calls", [])):
         decoded[name] = _typed(content.get(name, default), list, name)
+    decoded["zero1"] = _typed(content.get("zero1", False), bool, "zero1")
     decoded["schedule"] = _typed(content.get("schedule", Plan.schedule), str, "schedule")
     decoded["stages"] = tuple(_typed(stage, int, "stages") for stage in decoded["stages"])
     if content.get("job") is not None:

@@ -212,6 +212,7 @@ class Division:
         schedule, microbatches: the pipeline schedule, a name of `pipeline.schedule`, and its number of microbatches.
         pipeline_ranks: stage s is on group s % pipeline_ranks of a stage's ranks.
         outer: the division of the global program over the first of two axes; None if there is one axis.
+        zero1: units shard the optimizer's state, if the policy chose the units.
         costs: computes what the division costs, by the choice that made it; None: nothing knows that.
     """
 
@@ -226,6 +227,7 @@ class Division:
     microbatches: int = 1
     pipeline_ranks: int = 1
     outer: Division | None = None
+    zero1: bool = False
     costs: Callable[[], dict[str, Any]] | None = field(default=None, repr=False, compare=False)
 
     @property

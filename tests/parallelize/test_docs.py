@@ -44,6 +44,16 @@ def test_examples(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert all(torch.isfinite(x).all() for x in first.values())
 
 
+def test_the_whole_job_of_example_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    example = next(code for title, code in BLOCKS.items() if title.startswith("Example 3"))
+    end2end = example[: example.index("config = ")]
+    file = tmp_path / "whole_job.py"
+    file.write_text(f"from neuronx_dist.parallelize import explain\n{end2end}{BLOCKS['The whole job']}")
+    compiled = compile(file.read_text(), str(file), "exec")
+    threads.run(Mesh(2), lambda: exec(compiled, {"__name__": "whole_job"}))
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import combinations
 from math import inf, prod
 from typing import NamedTuple
@@ -104,9 +104,17 @@ class CostTables:
         self._cache: dict[object, torch.Tensor] = {}
         self._wants: dict[Value, list[tuple[Call, Wants]]] = {}
         self._sources: dict[Value, tuple[int, ...]] = {}
-        self._saved: set[Value] = set()
+        self.saved: set[Value] = set()  # values that a backward reads
+        self.update: Callable[[Value], float] | None = None
         self._describe()
         self._count = len(self.sizes)
+
+    @cached_property
+    def forward(self) -> CostTables:
+        """The tables of the same program without backward, for `times`."""
+        return CostTables(
+            self.program, self.size, self.costs, self.options, self.types, backward=False, forms=1, tied=False
+        )
 
     # The variables.
 
@@ -128,7 +136,7 @@ class CostTables:
                 reads = [wanted[i] for i, operand in enumerate(operands) if operand is value]
                 self._wants.setdefault(value, []).append((call, tuple(map(frozenset, zip(*reads, strict=True)))))
             if saves(call):
-                self._saved.update(operands)
+                self.saved.update(operands)
             for index, result in enumerate(call.results):
                 self._sources[result] = tuple(self.number(option.results[index]) for option in options)
             self._add(call, len(options))
@@ -161,15 +169,18 @@ class CostTables:
             yield self._seconds(call), (self.variable[call],)
         for value in self.program.parameters:
             variables = [*self.copies[value].values()] if value in self.copies else [self.variable.get(value)]
-            for variable in variables if price else ():
+            for variable in variables if price or self.update else ():
                 if variable is not None:
-                    share = price / len(variables)
-                    held = tuple(share * self._parameter_bytes(value, self._types[t]) for t in self._sources[value])
+                    types = [self._types[t] for t in self._sources[value]]
+                    held = tuple(
+                        (price * self.parameter_bytes(value, t) + self.update_seconds(value, t)) / len(variables)
+                        for t in types
+                    )
                     yield self._once(("parameter", held), partial(_rounded_row, held)), (variable,)
         for value, wants in self._wants.items():
             if relaxed and len(wants) > self.few:
                 continue
-            yield from self._conversions(value, wants, price if value in self._saved else 0.0)
+            yield from self._conversions(value, wants, price if value in self.saved else 0.0)
         yield from self._outputs()
 
     def only(self, call: Call, strategy: Strategy) -> tuple[torch.Tensor, Scope]:
@@ -178,11 +189,27 @@ class CostTables:
             self.variable[call],
         )
 
-    def times(self, chosen: Mapping[Call, Strategy], type_of: Callable[[Value], SpmdType]) -> list[float]:
-        """Seconds of each call in a division, including the conversions that it is the first to need."""
+    def update_seconds(self, value: Value, type_: SpmdType) -> float:
+        """Seconds of reducing and updating a rank's part of a parameter, which count as one microbatch's; 0 by default.
+
+        `update` has the seconds of the whole parameter.
+        """
+        return self.local(self.update(value), type_) if self.update else 0.0
+
+    def times(
+        self,
+        chosen: Mapping[Call, Strategy],
+        type_of: Callable[[Value], SpmdType],
+        calls: Sequence[Call] | None = None,
+    ) -> list[float]:
+        """Seconds of each call in a division, including the conversions that it is the first to need.
+
+        Args:
+            calls: those of one stage; None: all.
+        """
         paid: set[tuple[Value, int]] = set()
         times = []
-        for call in self.program.calls:
+        for call in self.program.calls if calls is None else calls:
             seconds = float(self._seconds(call)[self.options[call].index(chosen[call])])
             for value, want in zip(operands_of(call), map(self.number, chosen[call].operands), strict=True):
                 if (value, want) not in paid:
@@ -242,7 +269,8 @@ class CostTables:
         """Bytes of a tensor on one rank."""
         return nbytes / self.size if isinstance(type_, Shard) else nbytes
 
-    def _parameter_bytes(self, value: Value, type_: SpmdType) -> float:
+    def parameter_bytes(self, value: Value, type_: SpmdType) -> float:
+        """Bytes of a parameter on one rank, with its gradient and the optimizer's state."""
         nbytes = value.nbytes
         if value.requires_grad and self.backward:
             nbytes += value.nbytes + self.costs.optimizer_bytes * prod(value.shape)
@@ -323,14 +351,23 @@ class CostTables:
         counted: set[tuple[Value, SpmdType]] = set()
         for call in self.program.calls if self.backward else ():
             for value, want in zip(operands_of(call), chosen[call].operands, strict=True):
-                if value in self._saved and want != types.get(value) and (value, want) not in counted:
+                if value in self.saved and want != types.get(value) and (value, want) not in counted:
                     counted.add((value, want))
                     saved[call] = saved.get(call, 0.0) + self.local(value.nbytes, want)
         return saved
 
+    def held_by(self, chosen: Mapping[Call, Strategy], types: Mapping[Value, SpmdType]) -> list[float]:
+        """Returns the bytes that a rank holds of each call: parameters that it is the first to read, and saved ones."""
+        saved, counted, sizes = self.saved_by(chosen, types), set[Value](), []
+        for call in self.program.calls:
+            first = {x for x in operands_of(call) if x.kind == "parameter"} - counted
+            counted |= first
+            sizes.append(saved.get(call, 0.0) + sum(self.parameter_bytes(value, types[value]) for value in first))
+        return sizes
+
     def held(self, chosen: Mapping[Call, Strategy], types: Mapping[Value, SpmdType]) -> HeldBytes:
         """Returns the bytes that a rank holds at the end of forward."""
-        parameters = sum(self._parameter_bytes(value, types[value]) for value in self.program.parameters)
+        parameters = sum(self.parameter_bytes(value, types[value]) for value in self.program.parameters)
         activations = sum(self.saved_by(chosen, types).values())
         return HeldBytes(parameters, activations)
 

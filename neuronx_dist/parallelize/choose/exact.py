@@ -99,6 +99,7 @@ class StrategyChoice:
         whole = independent if negligible else set()
         self._attempts = [_Attempt(whole), *(_Attempt(independent, forms) for forms in (None, 2, 1))]
         self._attempts += [_Attempt(independent, 1, tied=False)]
+        self._update: Callable[[Value], float] | None = None
         self._build(self._attempts.pop(0))
         self.price = 0.0  # of memory, of the division that `fitting` returned
         self._least = 0.0  # seconds of the fastest division
@@ -111,6 +112,11 @@ class StrategyChoice:
         self.tables = CostTables(
             self.program, self.size, self.costs, self.options, self.types, backward=backward, forms=forms, tied=tied
         )
+        self.tables.update = self._update
+
+    def count_updates(self, update: Callable[[Value], float] | None) -> None:
+        """Adds to the cost the seconds of reducing and updating parameters: `update`, of the whole parameter."""
+        self._update = self.tables.update = update
 
     @property
     def alternatives_are_exact(self) -> bool:
@@ -280,6 +286,7 @@ class StrategyChoice:
             self.program, self.axis, self.size, self.costs, constraints, lambda call, size: self.candidates[call]
         )
         choice._attempts = [*self._attempts]
+        choice._update = self._update
         choice._build(self._attempt)
         return choice
 

@@ -92,7 +92,7 @@ def plan_costs(choice: StrategyChoice, division: Division) -> dict[str, Any]:
         "step_seconds": seconds + (microbatches - 1) * slowest,
         "parameter_bytes": round(held.parameters / len(stages)),
         "saved_bytes": round(held.activations),
-        **_gap(choice, division, seconds),
+        **_gap(choice, division, seconds + sum(tables.update_seconds(x, t) for x, t in division.types.items())),
         "alternatives_exact": choice.alternatives_are_exact,
         "collectives": list(collectives.values()),
         "calls": list(rows.values()),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...planner.cluster import Cluster
 from ...torch_internals.tensors import pytree
 from ..annotations.register import registrations
 from ..config import ComputeConfig
@@ -72,11 +73,11 @@ def key_of(example: Example, policy: Any, config: ComputeConfig, **others: Any) 
         "python": sys.version.split()[0],
         **value_entries("policy", _read(policy)),
     }
-    for name, value in {**vars(config), **others}.items():
+    options = {name: _figures(value) for name, value in config.pas_config.items()}
+    if options.get("load_plan_path"):
+        options["load_plan_path"] = _read(options["load_plan_path"])
+    for name, value in {**vars(config), "pas_config": options, **others}.items():
         choice |= value_entries(name, value)
-    plan = config.pas_config.get("load_plan_path")
-    if plan:
-        choice |= value_entries("pas_config", {**config.pas_config, "load_plan_path": _read(plan)})
     return Key(program, choice)
 
 
@@ -84,6 +85,11 @@ def _read(value: Any) -> Any:
     """Returns a digest of a plan's file; any other value as it is."""
     is_file = isinstance(value, (str, PathLike)) and Path(value).is_file()
     return f"file {digest(Path(value).read_bytes())}" if is_file else value
+
+
+def _figures(value: Any) -> Any:
+    """Returns the numbers of a cluster, as text; any other value as it is."""
+    return repr(value) if isinstance(value, Cluster) else value
 
 
 def _shown(old: str | None, new: str | None) -> str:

@@ -299,9 +299,9 @@ class IRGraph:
             division.pipeline_ranks = self.groups
             division.stages = [starts[self._number[segment.operations[0]]] for segment in self._segments]
             if not division.stages:
-                allowed = None if self.pivots is None else {starts[self._number[node]] for node in self.pivots}
+                allowed = None if self.pivots is None else {starts[number] for number in self.starts_allowed or ()}
                 division.stages = _before(starts, stage_starts(problem, division, self.pipeline.nstages, allowed))
-        division.recompute = [(starts[first], starts[last]) for first, last in self._recomputed()]
+        division.recompute = [(starts[first], starts[last]) for first, last in self.recomputed]
         times = problem.tables.times(division.strategies, division.type_of)
         bounds = [*division.stages, len(times)]
         self.stage_seconds = [sum(times[first:last]) for first, last in zip(bounds, bounds[1:], strict=False)]
@@ -366,8 +366,14 @@ class IRGraph:
     def _stage_of(self, node: Node) -> int:
         return next((n for n, segment in enumerate(self._segments) if node in segment.operations), 0)
 
-    def _recomputed(self) -> list[tuple[int, int]]:
-        """Returns (first, end) of each span of calls that is computed again in backward."""
+    @property
+    def starts_allowed(self) -> set[int] | None:
+        """Numbers of the calls at which a stage may begin; None: all."""
+        return None if self.pivots is None else {self._number[node] for node in self.pivots}
+
+    @property
+    def recomputed(self) -> list[tuple[int, int]]:
+        """(first, end) of each span of calls that is computed again in backward."""
         around = [(node.call.checkpoints or (node.span,)) if node.recompute else () for node in self.operations]
         spans: set[tuple[int, int]] = set()
         for depth in range(max(map(len, around), default=0)):

@@ -15,14 +15,15 @@ from .graph import IRGraph
 __all__ = ["apply_plan", "plan_of"]
 
 
-def plan_of(division: Division, *, units: int = 1, with_costs: bool = False) -> Plan:
-    """Returns the plan of a division; `units`: number of units of ranks that train together."""
+def plan_of(division: Division, *, units: int = 1, zero1: bool = False, with_costs: bool = False) -> Plan:
+    """Returns the plan of a division; `units`: number of units that train together; `zero1`: they shard the state."""
     first, program = division.outer or division, division.whole
     position = {start: number for number, start in enumerate(_starts(division))}
     return Plan(
         tp=division.ranks,
         pp=division.pipeline_ranks,
         dp=units,
+        zero1=zero1,
         second=division.size if division.outer else 1,
         schedule=division.schedule,
         microbatches=division.microbatches,

@@ -5,7 +5,7 @@
     data        cuts the batch (dim 0 of the first input) inside a unit
     pp          as many pipeline stages as ranks
     hybrid      pipeline stages, with weights cut over the ranks of each stage
-    autodist    the fastest division that fits the memory
+    autodist    the fastest division that fits the memory; without `plan_ngpus` the fastest job (whole_job.py)
 
 A policy may also be a `planning.Plan`, the path of one, or a function `(IRGraph, ComputeConfig) -> IRGraph`.
 """
@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from ...nearest import nearest
+from ...planner.cluster import Cluster
 from ...planning.costs import CPU, H100, Costs
 from ...planning.plan import Plan, PlanError
 from ...program.program import Division, Program, Strategy, Value
@@ -28,8 +30,9 @@ from ..config import ComputeConfig, divisors_near
 from .graph import IRGraph
 from .operations import IRFwOperation
 from .plans import apply_plan
+from .whole_job import JobChoice, link_of, memory_of
 
-__all__ = ["POLICIES", "Policy", "costs_of", "divide", "divide_like"]
+__all__ = ["POLICIES", "Policy", "costs_of", "divide", "divide_like", "whole_job"]
 
 Policy = str | Plan | PathLike[str] | Callable[[IRGraph, ComputeConfig], IRGraph]
 COSTS = {"h100": H100, "cpu": CPU}
@@ -43,24 +46,33 @@ def divide(program: Program, policy: Policy, config: ComputeConfig) -> Division:
         PlanError: the policy or an option is unknown, or the policy does not fit the configuration or the program.
         ValueError: the policy makes a pipeline of a module that is not end2end.
     """
-    graph = IRGraph(program, config, costs=costs_of(config))
-    if isinstance(policy, str) and policy in POLICIES:
-        function, options = POLICIES[policy]
-        _check_options(policy, config, options)
-        if policy == "autodist":
-            return _autodist(graph, config)
-    elif isinstance(policy, Plan):
-        function = _planned(policy)
-    elif isinstance(policy, PathLike) or isinstance(policy, str) and Path(policy).is_file():
-        function = _planned(Plan.load(policy))
-    elif callable(policy):
-        function = policy
-    else:
+    plan = _plan_in(policy, config)
+    if plan is None and not callable(policy) and policy not in POLICIES:
         raise PlanError(
             f"unknown policy {policy!r}, and no file has this name; nearest: "
             f"{nearest(str(policy), POLICIES)}. A policy is one of {', '.join(POLICIES)}, a Plan, the path of a plan's "
             "file, or a function of (IRGraph, ComputeConfig)"
         )
+    if isinstance(policy, str) and policy in POLICIES:
+        _check_options(policy, config, POLICIES[policy][1])
+    if config.is_open and plan is None:
+        if policy == "autodist":
+            return whole_job(program, config).division()
+        raise PlanError(
+            f"the policy {getattr(policy, '__name__', policy)!r} needs plan_ngpus, the ranks of a unit: pass "
+            "ComputeConfig(plan_ngpus=...); 'autodist' chooses it, and a plan has it"
+        )
+    if plan is not None:
+        config = config.with_unit(plan.tp * plan.pp, plan.zero1)
+    graph = IRGraph(program, config, costs=costs_of(config))
+    if plan is not None:
+        division = apply_plan(plan, graph).divide()
+        division.zero1 = plan.zero1
+        return division
+    if policy == "autodist":
+        return _autodist(graph, config)
+    function = POLICIES[policy][0] if isinstance(policy, str) else policy
+    assert callable(function)
     decided = function(graph, config)
     if not isinstance(decided, IRGraph):
         raise PlanError(f"the policy {getattr(policy, '__name__', policy)} must return the graph, got {decided!r}")
@@ -90,16 +102,26 @@ def _store_as(division: Division, graph: IRGraph) -> None:
     }
 
 
-def _planned(plan: Plan) -> Callable[[IRGraph, ComputeConfig], IRGraph]:
-    return lambda graph, config: apply_plan(plan, graph)
+def _plan_in(policy: Policy, config: ComputeConfig) -> Plan | None:
+    """Returns the plan that a policy is, or that `autodist` loads."""
+    if policy == "autodist" and config.pas_config.get("load_plan_path"):
+        return Plan.load(config.pas_config["load_plan_path"])
+    if isinstance(policy, PathLike) or isinstance(policy, str) and policy not in POLICIES and Path(policy).is_file():
+        return Plan.load(policy)
+    return policy if isinstance(policy, Plan) else None
 
 
 def costs_of(config: ComputeConfig) -> Costs:
+    """Returns the speeds of the ranks of a unit, by the option `costs`."""
     costs = config.pas_config.get("costs", "h100")
+    if isinstance(costs, Cluster):
+        return costs.costs(config.plan_ngpus)
     if isinstance(costs, Costs):
         return costs
     if costs not in COSTS:
-        raise PlanError(f"pas_config['costs']={costs!r} is unknown; there are {', '.join(COSTS)}, or a planning Costs")
+        raise PlanError(
+            f"pas_config['costs']={costs!r} is unknown; there are {', '.join(COSTS)}, a planning Costs, or a Cluster"
+        )
     return COSTS[costs]
 
 
@@ -195,6 +217,10 @@ def _pipelined(graph: IRGraph, config: ComputeConfig, stages: int, ranks: int) -
     schedule = config.pas_config.get("pipeline_scheduler", "1f1b")
     config.apply_pipeline_scheduler(graph, stages, microbatches, schedule)
     graph.pipeline_ranks = ranks
+    return _with_pivots(graph, config)
+
+
+def _with_pivots(graph: IRGraph, config: ComputeConfig) -> IRGraph:
     pivots = _names(config.pas_config.get("pipeline_pivots"))
     if pivots:
         graph.pivots = list(dict.fromkeys(_inside(graph, module, "pipeline_pivots")[0] for module in pivots))
@@ -240,18 +266,11 @@ def _takes(types: tuple[SpmdType, ...]) -> Callable[[Strategy], bool]:
 
 def _autodist(graph: IRGraph, config: ComputeConfig) -> Division:
     """Returns the fastest division that fits the memory, among all numbers of stages."""
-    options = config.pas_config
-    if options.get("load_plan_path"):
-        return apply_plan(Plan.load(options["load_plan_path"]), graph).divide()
     best: tuple[float, Division] | None = None
     refused: list[str] = []
     for attempt, what in _attempts(graph, config):
-        if options.get("mem_constraint"):
-            attempt.memory = options["mem_constraint"] * GB
-        for module in _names(options.get("recompute_modules")):
-            attempt.recompute(_inside(attempt, module, "recompute_modules"))
         try:
-            division = attempt.divide()
+            division = _with_options(attempt, config).divide()
         except PlanError as error:
             refused.append(f"{what}: {error}")
             continue
@@ -261,6 +280,28 @@ def _autodist(graph: IRGraph, config: ComputeConfig) -> Division:
     if best is None:
         raise PlanError("\n  - ".join(["autodist found no plan:", *refused]))
     return best[1]
+
+
+def _with_options(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    """Returns a graph with the limit of memory and the recomputed modules of `autodist`."""
+    options = config.pas_config
+    if options.get("mem_constraint"):
+        graph.memory = options["mem_constraint"] * GB
+    for module in _names(options.get("recompute_modules")):
+        graph.recompute(_inside(graph, module, "recompute_modules"))
+    return graph
+
+
+def whole_job(program: Program, config: ComputeConfig) -> JobChoice:
+    """Returns the choice of a job of all ranks: units, pipeline, ZeRO, recomputation and division together."""
+    costs = config.pas_config.get("costs", "h100")
+    speeds = costs.of(config.world_size) if isinstance(costs, Cluster) else costs_of(config)
+
+    def graph_of(ranks: int) -> IRGraph:
+        unit = replace(config, plan_ngpus=ranks, runtime_ngpus=ranks, use_zero=False)
+        return _with_pivots(_with_options(IRGraph(program, unit, costs=link_of(speeds, program, ranks)), unit), unit)
+
+    return JobChoice(program, config, speeds, graph_of, memory_of(config))
 
 
 def _attempts(graph: IRGraph, config: ComputeConfig) -> Iterator[tuple[IRGraph, str]]:
@@ -332,6 +373,7 @@ _AUTODIST = {
     "save_plan_path",
     "explore_pipeline",
     "explore_axes",
+    "step_samples",
 }
 POLICIES: dict[str, tuple[Callable[[IRGraph, ComputeConfig], Any], set[str]]] = {
     "dp": (_dp, _COMMON),

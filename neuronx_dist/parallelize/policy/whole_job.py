@@ -1,0 +1,340 @@
+"""The whole job of `autodist` without `plan_ngpus`: units, pipeline stages, ZeRO, recomputation, division, by one cost.
+
+    for each number of tp ranks        the exact search of `choose/exact.py`, whose cost has the update of parameters
+    for each job with these ranks      stages, recomputation, and the seconds and bytes of `choose/job_costs.py`
+    chosen                             the least seconds per sample among the jobs that fit the memory of a rank
+
+Jobs are compared in the order of a lower bound of their seconds; those whose bound is above the best are not divided.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from math import inf
+from typing import Any, NamedTuple
+
+from ...planner.cluster import Cluster
+from ...planner.presets import PRESETS
+from ...planning.costs import Costs
+from ...planning.layout import format_bytes
+from ...planning.plan import PlanError
+from ...program.program import Division, Program
+from ..choose.exact import StrategyChoice, balanced, stage_starts
+from ..choose.job_costs import DividedUnit, Job, JobCosts, Links, staged
+from ..choose.plan_costs import plan_costs
+from ..config import ComputeConfig, schedule_named
+from .graph import IRGraph
+
+__all__ = ["JobChoice", "link_of", "memory_of"]
+
+MARGIN = 0.95  # of a device's memory, as in the planner
+STEPS = 12  # prices of memory, each 16 times the last one
+REFINED = 4  # bisections between the last two
+
+
+def link_of(costs: Costs | Cluster, program: Program, size: int, stride: int = 1) -> Costs:
+    """Returns the speeds of `size` ranks that are `stride` apart: of a cluster by the link that joins them."""
+    if isinstance(costs, Costs):
+        return costs
+    dtypes = Counter({"float32": 0})
+    for value in program.parameters:
+        dtypes[str(value.dtype).removeprefix("torch.")] += value.nbytes
+    return costs.costs(size, stride, dtype=dtypes.most_common(1)[0][0])
+
+
+def memory_of(config: ComputeConfig) -> float | None:
+    """Returns the bytes that a rank may hold: `mem_constraint`, else 95 % of the device of the costs; None: unknown."""
+    limit, costs = config.pas_config.get("mem_constraint"), config.pas_config.get("costs", "h100")
+    if limit:
+        return float(limit * 10**9)
+    if isinstance(costs, Cluster):
+        return MARGIN * costs.memory
+    return MARGIN * PRESETS[costs].memory if isinstance(costs, str) else None
+
+
+class _Found(NamedTuple):
+    job: Job
+    division: Division
+    costs: JobCosts
+    price: float
+
+    @property
+    def per_sample(self) -> float:
+        return self.costs.seconds / self.job.samples
+
+
+@dataclass
+class _Row:
+    """A job in the comparison: a lower bound of its seconds per sample, and what is known beside it."""
+
+    job: Job
+    bound: float
+    found: _Found | None = None
+    why: str = ""
+    needs: float = inf
+
+
+@dataclass
+class JobChoice:
+    """The choice of a job of `config.world_size` ranks.
+
+    Attributes:
+        graph_of: makes the graph of a program on this many ranks of a stage, with the options of the policy.
+        memory: bytes that a rank may hold; None: any number.
+    """
+
+    program: Program
+    config: ComputeConfig
+    costs: Costs | Cluster
+    graph_of: Callable[[int], IRGraph]
+    memory: float | None
+    _graphs: dict[int, tuple[IRGraph, StrategyChoice, float]] = field(default_factory=dict)
+    _solved: dict[Any, tuple[Division, float]] = field(default_factory=dict)
+
+    def division(self) -> Division:
+        """Returns the division of the fastest job, whose costs have the comparison.
+
+        Raises:
+            PlanError: no job fits the memory, or the options allow none; says by how much, and what would fit.
+        """
+        rows = sorted(self.rows(), key=lambda row: row.bound)
+        best: _Found | None = None
+        for row in rows:
+            if best is not None and row.bound >= best.per_sample:
+                row.why = "its lower bound is above the best"
+                continue
+            try:
+                self._compare(row, best.per_sample if best else inf)
+            except ValueError as error:  # of the cut into stages
+                row.why = str(error)
+            if row.found and (best is None or row.found.per_sample < best.per_sample):
+                best = row.found
+        if best is None:
+            raise self._nothing_fits(rows)
+        _, choice, _ = self._divided_over(best.job.tp)
+        choice.count_updates(self._update(best.job))
+        choice.solve(0.0)
+        choice.price = best.price
+        best.division.costs = partial(self._costs, choice, best, rows)
+        best.division.recompute = best.costs.recompute
+        return best.division
+
+    def rows(self) -> list[_Row]:
+        """Returns the jobs that the options allow, with lower bounds of their seconds.
+
+        Raises:
+            PlanError: there are none.
+        """
+        jobs = list(self._jobs())
+        if not jobs:
+            options = {name: self.config.pas_config.get(name) for name in ("pipeline_nstages", "step_samples")}
+            asked = ", ".join(f"{name}={value}" for name, value in options.items() if value)
+            raise PlanError(
+                f"autodist: no job of {self.config.world_size} ranks goes with {asked}: units times stages times tp "
+                f"ranks must be {self.config.world_size}, and units must divide step_samples"
+            )
+        rows = []
+        for job in jobs:
+            links = self._links(job)
+            update = sum(job.update_seconds(value, links) for value in self.program.parameters)
+            try:
+                least = self._divided_over(job.tp)[2]
+            except (
+                PlanError
+            ):  # over so many ranks the search is too large, or the options contradict: `division` says it
+                least = 0.0
+            rows.append(_Row(job, self._bound(job, least, update)))
+        return rows
+
+    def _jobs(self) -> Iterator[Job]:
+        options, ranks = self.config.pas_config, self.config.world_size
+        most, stages = options.get("max_partition_degree") or ranks, options.get("pipeline_nstages", "auto")
+        pipelines = self.config.use_end2end and not self.config.inference_only and options.get("explore_pipeline", True)
+        zero1 = [False, True] if self.config.use_zero is None else [self.config.use_zero]
+        for tp in (d for d in range(1, min(most, ranks) + 1) if ranks % d == 0):
+            for pp in (d for d in range(1, ranks // tp + 1) if ranks // tp % d == 0):
+                units = ranks // tp // pp
+                count = self._microbatches(units)
+                allowed = pp == stages if stages not in ("auto", None) else pp == 1 or pipelines
+                if allowed and count:
+                    shards = zero1 if units > 1 and not self.config.inference_only else [False]
+                    yield from (Job(units, pp, tp, one, count, not self.config.inference_only) for one in shards)
+
+    def _microbatches(self, units: int) -> int:
+        """Returns the number of microbatches of a unit; 0: the samples of a step cannot be divided into units."""
+        options = self.config.pas_config
+        total, frequency = options.get("step_samples"), options.get("update_freq") or 1
+        if total:
+            return 0 if total % units else int(total // units)
+        number = options.get("pipeline_nmicros")
+        return int(number or (frequency[0] if isinstance(frequency, (list, tuple)) else frequency))
+
+    def _bound(self, job: Job, seconds: float, update: float) -> float:
+        """Returns seconds per sample that no division of a job is below.
+
+        Before its first task and after its last one a stage waits for the other stages.
+
+        Args:
+            seconds: the least of a microbatch; `update`: of the parameters on all ranks of a unit.
+        """
+        links, passes = self._links(job), job.microbatches + job.pp - 1
+        latency = job.latency(links) if any(job.update_seconds(x, links) for x in self.program.parameters) else 0.0
+        return (passes * seconds / job.pp + update / job.tp / job.pp + latency) / job.samples
+
+    def _links(self, job: Job) -> Links:
+        axes = (job.tp, 1), (job.pp, job.tp), (job.units, job.tp * job.pp)
+        return Links(*(link_of(self.costs, self.program, size, stride) for size, stride in axes))
+
+    def _update(self, job: Job) -> Callable[[Any], float] | None:
+        """Returns the seconds of updating a whole parameter, as a part of one microbatch's."""
+        links, passes = self._links(job), job.microbatches + job.pp - 1
+        return lambda value: job.update_seconds(value, links) / passes
+
+    def _divided_over(self, tp: int) -> tuple[IRGraph, StrategyChoice, float]:
+        """Returns the graph and the choice over this many ranks, and the least seconds of a microbatch (0: unknown)."""
+        if tp not in self._graphs:
+            graph = self.graph_of(tp)
+            choice = graph.problem()
+            choice.solve(0.0)
+            self._graphs[tp] = graph, choice, choice.least() or 0.0
+        return self._graphs[tp]
+
+    def _solve(self, job: Job, price: float) -> tuple[Division, float]:
+        """Returns the best division at a price of memory, and, without one, a bound of its cost."""
+        _, choice, _ = self._divided_over(job.tp)
+        key = job.tp, price, job.units, job.zero1, job.microbatches + job.pp
+        if (key, choice.tables) not in self._solved:  # a search that became too large has other strategies
+            choice.count_updates(self._update(job))
+            division = choice.solve(price).division
+            self._solved[key, choice.tables] = division, (choice.least() or 0.0) if not price else 0.0
+        return self._solved[key, choice.tables]
+
+    def _compare(self, row: _Row, best: float) -> None:
+        """Divides a job at rising prices of memory, until it fits without recomputation; the fastest counts."""
+        job = row.job
+        division, cost = self._solve(job, 0.0)
+        row.bound = max(row.bound, self._bound(job, cost, 0.0))
+        if row.bound >= best:
+            row.why = "its lower bound is above the best"
+            return
+        if self._try(row, division, 0.0) or job.tp == 1:  # one rank has one division
+            return
+        self._smallest(row)
+        if self.memory is None or row.needs > self.memory:
+            return
+        low = high = 0.0
+        for price in self._prices:
+            low, high = high, price
+            if self._try(row, self._solve(job, high)[0], high):
+                break
+        for _ in range(REFINED if low else 0):
+            middle = (low * high) ** 0.5
+            if self._try(row, self._solve(job, middle)[0], middle):
+                high = middle
+            else:
+                low = middle
+
+    @cached_property
+    def _prices(self) -> list[float]:
+        start = 1e-3 / max(sum(value.nbytes for value in self.program.parameters), 1.0)  # a millisecond for all of them
+        return [start * 16.0**step for step in range(STEPS)]
+
+    def _smallest(self, row: _Row) -> None:
+        """Divides a job so that a rank needs the least bytes."""
+        self._try(row, self._solve(row.job, self._prices[-1])[0], self._prices[-1])
+
+    def _try(self, row: _Row, division: Division, price: float) -> bool:
+        """Counts a division of a job, if it fits; returns whether it does so without additional recomputation."""
+        job = row.job
+        graph, choice, _ = self._divided_over(job.tp)
+        schedule = schedule_named(self.config.pas_config.get("pipeline_scheduler", "1f1b")) if job.pp > 1 else "1f1b"
+        for starts in self._cuts(choice, division, job, graph.starts_allowed):
+            pipeline = staged(division, starts, job, schedule)
+            costs = DividedUnit(choice, pipeline, graph.recomputed).costs(job, self._links(job), schedule, self.memory)
+            row.needs = min(row.needs, max(costs.peaks))
+            if self.memory is not None and max(costs.peaks) > self.memory:
+                if row.found is None:
+                    row.why = f"needs at least {format_bytes(int(row.needs), is_decimal=True)} on a rank"
+                continue
+            found = _Found(job, pipeline, costs, price)
+            if row.found is None or found.per_sample < row.found.per_sample:
+                row.found, row.why = found, ""
+            if len(costs.recompute) == len(graph.recomputed):
+                return True
+        return False
+
+    def _cuts(
+        self, choice: StrategyChoice, division: Division, job: Job, allowed: set[int] | None
+    ) -> Iterator[list[int]]:
+        """Yields the first calls of the stages: cut by seconds, then, for a limit of memory, by bytes."""
+        if job.pp == 1:
+            yield [0]
+            return
+        yield stage_starts(choice, division, job.pp, allowed)
+        if self.memory is not None:
+            sizes = choice.tables.held_by(division.strategies, division.types)
+            waits = [0.0 if allowed is None or number in allowed else inf for number in range(len(sizes))]
+            yield balanced(sizes, waits, job.pp)
+
+    def _nothing_fits(self, rows: list[_Row]) -> PlanError:
+        ranks = self.config.world_size
+        shown = partial(format_bytes, is_decimal=True)
+        least = min(rows, key=lambda row: row.needs)
+        if self.memory is None or least.needs == inf:
+            return PlanError("\n  - ".join(["autodist found no job:", *(f"{row.job}: {row.why}" for row in rows)]))
+        more = next((n for n in (2 * ranks, 4 * ranks, 8 * ranks) if self._fits(n)), 0)
+        return PlanError(
+            f"autodist: no job of {ranks} ranks fits {shown(int(self.memory))} on a rank: the smallest, {least.job}, "
+            f"needs {shown(int(least.needs))} with its blocks recomputed, {shown(int(least.needs - self.memory))} "
+            f"too many: use {f'{more} ranks' if more else 'a smaller example'}, or pas_config mem_constraint="
+            f"{least.needs / 1e9:.4g}"
+        )
+
+    def _fits(self, ranks: int) -> bool:
+        """Returns whether a job of this many ranks fits the memory."""
+        choice = replace(self, config=replace(self.config, runtime_ngpus=ranks), _graphs=self._graphs, _solved={})
+        with suppress(ValueError):
+            for row in choice.rows():
+                with suppress(ValueError):
+                    choice._smallest(row)
+                    if row.found:
+                        return True
+        return False
+
+    def _costs(self, choice: StrategyChoice, best: _Found, rows: list[_Row]) -> dict[str, Any]:
+        costs, bound = best.costs, min([best.per_sample, *(row.bound for row in rows)])
+        return {
+            **plan_costs(choice, best.division),
+            "job": {
+                "chosen": str(best.job),
+                "units": best.job.units,
+                "zero1": best.job.zero1,
+                "samples": best.job.samples,
+                "microbatches": best.job.microbatches,
+                "seconds": costs.seconds,
+                "waiting_seconds": costs.waiting,
+                "update_seconds": costs.update,
+                "recomputing_seconds": costs.again,
+                "seconds_per_sample": best.per_sample,
+                "peak_bytes": max(map(round, costs.peaks)),
+                "memory": self.memory,
+                "gap": (best.per_sample - bound) / best.per_sample,
+                "compared": [_shown(row, best) for row in rows],
+            },
+        }
+
+
+def _shown(row: _Row, best: _Found) -> dict[str, Any]:
+    found = row.found
+    return {
+        "job": str(row.job),
+        "seconds_per_sample": found.per_sample if found else None,
+        "at_least": row.bound,
+        "bytes": round(max(found.costs.peaks)) if found else None,
+        "recomputed": len(found.costs.recompute) if found else 0,
+        "why": "chosen" if found and found.job == best.job else row.why,
+    }
