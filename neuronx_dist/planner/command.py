@@ -15,6 +15,7 @@ from ..planning.plan import PlanError
 from .candidate import RECOMPUTED
 from .cluster import PRESETS, Cluster, ClusterError
 from .job_commands import measure, validate_plan
+from .layout_plan import LayoutPlan
 from .plans import CONSTRAINTS, Plans, plan
 from .report import report
 from .workload import MODELS
@@ -47,8 +48,9 @@ def arguments() -> argparse.ArgumentParser:
     add(
         "task",
         nargs="?",
-        choices=["measure", "validate"],
-        help="on every rank of a job: measure the cluster, or train steps of a saved plan; without it: plan",
+        choices=["explain", "measure", "validate"],
+        help="explain a saved plan; or, on every rank of a job, measure the cluster, or train steps of a saved plan; "
+        "without it: plan",
     )
     add(
         "--model",
@@ -64,13 +66,14 @@ def arguments() -> argparse.ArgumentParser:
     add("--pareto", action="store_true", help="the front of time against memory in place of the fastest plans")
     add("--save", metavar="FILE", help="write the best plan, the measured cluster, or the validation to a file")
     add("--seconds", type=float, default=20.0, help="of `measure`: about how long (%(default)s)")
-    add("--plan", metavar="FILE", help="of `validate`: a saved plan")
+    add("--plan", metavar="FILE", help="of `explain` and `validate`: a saved plan")
     add("--steps", type=count, default=5, help="of `validate`: number of timed steps (%(default)s)")
     add(
         "--report",
         metavar="FILE",
         help="write an HTML page: ranks, a simulated step, memory, terms, what would change it",
     )
+    add("--no-check", action="store_true", help="show plans whose programs are not type-checked")
     add("--json", action="store_true", help="all figures as JSON")
     fixed = parser.add_argument_group("constraints: values that are not searched; several values: any of them")
     for name in _NUMBERS:
@@ -84,12 +87,13 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints plans, or runs `measure` or `validate`; returns 0, or 1 if there is no plan.
+    """Prints plans, or runs `explain`, `measure` or `validate`; returns 0, or 1 if there is no plan.
 
     Raises:
         argparse.ArgumentError: an argument is missing.
     """
-    needed: dict[str | None, list[str]] = {"measure": [], "validate": ["model", "cluster", "plan"]}
+    of_file = ["model", "cluster", "plan"]
+    needed: dict[str | None, list[str]] = {"measure": [], "explain": of_file, "validate": of_file}
     names = needed.get(args.task, ["model", "cluster", "batch", "seq_len"])
     if missing := [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is None]:
         raise argparse.ArgumentError(None, f"the following arguments are required: {', '.join(missing)}")
@@ -101,6 +105,10 @@ def run(args: argparse.Namespace) -> int:
         if args.task == "validate":
             validate_plan(args, cluster)
             return 0
+        if args.task == "explain":
+            one = LayoutPlan.load(args.plan, _model(args.model), cluster)
+            print(json.dumps(one.as_dict(), indent=1) if args.json else one.explain())
+            return 0
         plans = plan(
             _model(args.model),
             global_batch=args.batch,
@@ -108,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
             cluster=cluster,
             constraints=_constraints(args),
             top_k=args.top,
+            check=not args.no_check,
         )
         _show(plans, args)
     except (ValueError, OSError) as error:

@@ -213,6 +213,7 @@ def _sensitivity(plans: Plans) -> list[list[str]]:
                     cluster=cluster,
                     constraints=job.fixed,
                     top_k=1,
+                    check=False,
                 )
             except ValueError:
                 rows.append([words, "no plan fits", ""])
