@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +308,10 @@ def _ways_out(predictor: Predictor, job: Job, limit: float) -> Iterator[str]:
     """Yields what would work: without one of the constraints, with more devices."""
     workload, cluster = predictor.workload, predictor.cluster
     excluding = False
+    least = [min(job.fixed.get(name, (1,))) for name in ("dp", "num_microbatches", "micro_batch")]
+    if job.global_batch < prod(least):
+        words = "dp {} x {} microbatches of {}".format(*least)
+        yield f"a batch of {job.global_batch} is smaller than {words} = {prod(least)}: use a batch of {prod(least)}"
     for name in job.fixed:
         found = search(predictor, job.without(name), 1, limit)
         if found:

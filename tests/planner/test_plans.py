@@ -132,7 +132,10 @@ IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
     (dict(model="llama-70b"), ["does not fit: the smallest layout", "it fits on "]),
     (dict(model="llama-8b", constraints={"zero1": False, "tp": 1, "pp": 1, "cp": 1}), ["excludes all; without it"]),
     (dict(seq_len=200_000), ["is longer than the model's 131072 positions"]),
-    (dict(global_batch=3, seq_len=1024, constraints={"dp": 8}), ["dp 8 excludes all"]),
+    (
+        dict(global_batch=3, seq_len=1024, constraints={"dp": 8}),
+        ["a batch of 3 is smaller than dp 8 x 1 microbatches of 1 = 8: use a batch of 8", "dp 8 excludes all"],
+    ),
     (dict(devices=296), ["no layout of llama-8b", "use 288 or 304 devices", "use a global batch of 74"]),
     (dict(constraints={"tp": 0}), ["tp must be a positive integer, got 0"]),
     (dict(constraints={"schedule": "1f1"}), ["schedule must be one of '1f1b'"]),
@@ -228,6 +231,18 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert "there is no model 'none'" in capsys.readouterr().err
     assert main([*COMMAND, "--cluster", "h1000"]) == 1
     assert capsys.readouterr().err.startswith("neuronx-dist plan: there is no cluster")
+    for words, said in (
+        (["--model", f"{model}:json"], "has no 'json'"),
+        (["--model", str(model)], "names a file: write "),
+        (["--model", "meta-llama/None"], "the cache of the Hugging Face Hub has no config of it: run `hf download"),
+        (["--cluster", "none.json"], "--cluster none.json: there is no such file"),
+        (["--save", "none/a.json"], "there is no folder none (seen from "),
+        (["--why-not", "tp"], "'tp' has no value: write name=value"),
+    ):
+        assert main([*COMMAND, "--top", "1", *words]) in (1, 2)
+        assert said in capsys.readouterr().err
+    assert main(["plan", "explain", "--plan", str(path), *COMMAND[1:5], "--cluster", "h100"]) == 0
+    assert "to train in this layout: neuronx-dist train --tp" in capsys.readouterr().out
     assert main([*COMMAND, "--why-not", "tp=4", "--save", str(path)]) == 0
     assert f"saved plan 1 as {path}" in capsys.readouterr().out
 
