@@ -239,7 +239,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["--save", "none/a.json"], "there is no folder none (seen from "),
         (["--why-not", "tp"], "'tp' has no value: write name=value"),
     ):
-        assert main([*COMMAND, "--top", "1", *words]) in (1, 2)
+        assert main([*COMMAND, "--tp", "2", "--pp", "1", "--top", "1", *words]) in (1, 2)
         assert said in capsys.readouterr().err
     assert main(["plan", "explain", "--plan", str(path), *COMMAND[1:5], "--cluster", "h100"]) == 0
     assert "to train in this layout: neuronx-dist train --tp" in capsys.readouterr().out
