@@ -123,8 +123,8 @@ def run(args: argparse.Namespace) -> int:
         _show(plans, args)
     except FileNotFoundError as error:
         folder = Path(error.filename or "").parent
-        missing = f"no file {error.filename}" if folder.is_dir() else f"no folder {folder}"
-        print(f"neuronx-dist plan: there is {missing} (seen from {Path.cwd()})", file=sys.stderr)
+        absent = f"no file {error.filename}" if folder.is_dir() else f"no folder {folder}"
+        print(f"neuronx-dist plan: there is {absent} (seen from {Path.cwd()})", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
         print(f"neuronx-dist plan: {str(error).removeprefix('plan: ')}", file=sys.stderr)
