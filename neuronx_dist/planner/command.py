@@ -121,13 +121,13 @@ def run(args: argparse.Namespace) -> int:
             check=not args.no_check,
         )
         _show(plans, args)
-    except FileNotFoundError as error:
-        folder = Path(error.filename or "").parent
-        absent = f"no file {error.filename}" if folder.is_dir() else f"no folder {folder}"
-        print(f"neuronx-dist plan: there is {absent} (seen from {Path.cwd()})", file=sys.stderr)
-        return 1
     except (ValueError, OSError) as error:
-        print(f"neuronx-dist plan: {str(error).removeprefix('plan: ')}", file=sys.stderr)
+        text = str(error).removeprefix("plan: ")
+        if isinstance(error, FileNotFoundError) and error.filename is not None:
+            folder = Path(error.filename).parent
+            absent = f"file {error.filename}" if folder.is_dir() else f"folder {folder}"
+            text = f"there is no {absent} (seen from {Path.cwd()})"
+        print(f"neuronx-dist plan: {text}", file=sys.stderr)
         return 1 if isinstance(error, (PlanError, ClusterError, OSError)) else 2
     return 0
 
