@@ -10,6 +10,7 @@ stage_memory.py  bytes of a rank, by stage, in closed form
 predictor.py     `Predictor`: seconds and bytes of a candidate; computed once what candidates share
 search.py        the fastest candidates that fit, exact, by bounds
 layout_plan.py   `LayoutPlan`: a layout with its predictions, as text, flags and file
+plan_check.py    a plan's program, type-checked before it is shown
 plans.py         `nxd.plan`, `Plans`: tables, explanations, what does not work and what would
 report.py        the plans as one HTML file
 command.py       `neuronx-dist plan`; job_commands.py: `plan measure` and `plan validate`

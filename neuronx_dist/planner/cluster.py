@@ -121,6 +121,29 @@ class Cluster:
         )
 
     @classmethod
+    def of_this_host(cls, devices: int, device_type: str | None = None) -> Cluster:
+        """Returns the preset of this machine's accelerator, or of the cpu, with so many devices.
+
+        Args:
+            device_type: "cuda", "cpu", ...; None: the accelerator's, or "cpu".
+
+        Raises:
+            ClusterError: no preset is of this accelerator.
+        """
+        device_type = device_type or accelerator.current_type() or "cpu"
+        if device_type == "cpu":
+            one = cls.preset("cpu")
+            links = (replace(one.links[0], span=devices),)
+            return replace(one, devices=devices, devices_per_host=devices, links=links)
+        name = torch.cuda.get_device_name() if device_type == "cuda" else device_type
+        preset = next((key for key in PRESETS if key.upper() in name.upper().replace("-", " ").split()), None)
+        if preset is None:
+            raise ClusterError(
+                f"no preset has the speeds of {name}: use `neuronx-dist plan measure`, and its plan's flags"
+            )
+        return cls.preset(preset, devices)
+
+    @classmethod
     def measure(cls, name: str = "measured", *, seconds: float = 20.0) -> Cluster:
         """Measures this job's devices, and the links of its mesh's groups; alone, without a mesh, this device.
 

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from ..command_line import command_parser, count, load_object
-from ..planning.plan import PlanError
+from ..planning.plan import Plan, PlanError
 from .candidate import RECOMPUTED
 from .cluster import PRESETS, Cluster, ClusterError
 from .job_commands import measure, validate_plan
+from .layout_plan import LayoutPlan
 from .plans import CONSTRAINTS, Plans, plan
-from .report import report
+from .report import save_report
 from .workload import MODELS
 
 __all__ = ["arguments", "run"]
@@ -47,8 +48,9 @@ def arguments() -> argparse.ArgumentParser:
     add(
         "task",
         nargs="?",
-        choices=["measure", "validate"],
-        help="on every rank of a job: measure the cluster, or train steps of a saved plan; without it: plan",
+        choices=["explain", "measure", "validate"],
+        help="explain a saved plan; or, on every rank of a job, measure the cluster, or train steps of a saved plan; "
+        "without it: plan",
     )
     add(
         "--model",
@@ -64,13 +66,14 @@ def arguments() -> argparse.ArgumentParser:
     add("--pareto", action="store_true", help="the front of time against memory in place of the fastest plans")
     add("--save", metavar="FILE", help="write the best plan, the measured cluster, or the validation to a file")
     add("--seconds", type=float, default=20.0, help="of `measure`: about how long (%(default)s)")
-    add("--plan", metavar="FILE", help="of `validate`: a saved plan")
+    add("--plan", metavar="FILE", help="of `explain` and `validate`: a saved plan")
     add("--steps", type=count, default=5, help="of `validate`: number of timed steps (%(default)s)")
     add(
         "--report",
         metavar="FILE",
-        help="write an HTML page: ranks, a simulated step, memory, terms, what would change it",
+        help="write an HTML page, or its picture as PNG: ranks, a simulated step, memory, what would change it",
     )
+    add("--no-check", action="store_true", help="show plans whose programs are not type-checked")
     add("--json", action="store_true", help="all figures as JSON")
     fixed = parser.add_argument_group("constraints: values that are not searched; several values: any of them")
     for name in _NUMBERS:
@@ -84,12 +87,13 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints plans, or runs `measure` or `validate`; returns 0, or 1 if there is no plan.
+    """Prints plans, or runs `explain`, `measure` or `validate`; returns 0, or 1 if there is no plan.
 
     Raises:
         argparse.ArgumentError: an argument is missing.
     """
-    needed: dict[str | None, list[str]] = {"measure": [], "validate": ["model", "cluster", "plan"]}
+    of_file = ["model", "cluster", "plan"]
+    needed: dict[str | None, list[str]] = {"measure": [], "explain": of_file, "validate": of_file}
     names = needed.get(args.task, ["model", "cluster", "batch", "seq_len"])
     if missing := [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is None]:
         raise argparse.ArgumentError(None, f"the following arguments are required: {', '.join(missing)}")
@@ -99,7 +103,13 @@ def run(args: argparse.Namespace) -> int:
             return 0
         cluster = _cluster(args.cluster, args.devices)
         if args.task == "validate":
-            validate_plan(args, cluster)
+            validate_plan(args, cluster, _model(args.model))
+            return 0
+        if args.task == "explain":
+            planned = Plan.load(args.plan)
+            ranks = planned.tp * planned.pp * planned.dp * (planned.job.cp if planned.job else 1)
+            one = LayoutPlan.load(args.plan, _model(args.model), cluster if args.devices else cluster.of(ranks))
+            print(json.dumps(one.as_dict(), indent=1) if args.json else one.explain())
             return 0
         plans = plan(
             _model(args.model),
@@ -108,10 +118,16 @@ def run(args: argparse.Namespace) -> int:
             cluster=cluster,
             constraints=_constraints(args),
             top_k=args.top,
+            check=not args.no_check,
         )
         _show(plans, args)
     except (ValueError, OSError) as error:
-        print(f"neuronx-dist plan: {str(error).removeprefix('plan: ')}", file=sys.stderr)
+        text = str(error).removeprefix("plan: ")
+        if isinstance(error, FileNotFoundError) and error.filename is not None:
+            folder = Path(error.filename).parent
+            absent = f"file {error.filename}" if folder.is_dir() else f"folder {folder}"
+            text = f"there is no {absent} (seen from {Path.cwd()})"
+        print(f"neuronx-dist plan: {text}", file=sys.stderr)
         return 1 if isinstance(error, (PlanError, ClusterError, OSError)) else 2
     return 0
 
@@ -122,8 +138,8 @@ def _show(plans: Plans, args: argparse.Namespace) -> None:
         plans[0].save(args.save)
         written.append(f"saved plan 1 as {args.save}")
     if args.report:
-        Path(args.report).write_text(report(plans))
-        written.append(f"wrote the page {args.report}")
+        save_report(plans, args.report)
+        written.append(f"wrote the report {args.report}")
     if args.json and args.why_not:
         print(json.dumps({"why_not": plans.why_not(**_pairs(args.why_not))}))
         return
@@ -142,15 +158,37 @@ def _show(plans: Plans, args: argparse.Namespace) -> None:
 
 
 def _model(name: str) -> Any:
-    """Returns the model that `file.py:function` builds, on meta; or else the name."""
-    if ":" not in name or Path(name).exists():
-        return name
-    with torch.device("meta"):
-        return load_object(name)()
+    """Returns the model or config that `file.py:function` builds, on meta; the file of a config; or else the name.
+
+    Raises:
+        ValueError: the file needs a function, the function returns something else, or the folder is not there.
+    """
+    path = Path(name)
+    if path.suffix == ".py":
+        raise ValueError(f"--model {name} names a file: write {name}:function, of one that returns a config or a model")
+    if ":" in name and not path.exists():
+        with torch.device("meta"):
+            model = load_object(name)()
+        if not hasattr(getattr(model, "config", model), "get_text_config"):
+            raise ValueError(f"--model {name} returned {model!r:.60}: return a Hugging Face config or model")
+        return model
+    if "/" in name and not path.exists():
+        from transformers.utils.hub import cached_file
+
+        file = cached_file(name, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
+        if file is None:
+            raise ValueError(
+                f"--model {name}: there is no such folder (seen from {Path.cwd()}), and the cache of the Hugging Face "
+                f"Hub has no config of it: run `hf download {name} config.json`, or pass one of {', '.join(MODELS)}"
+            )
+        return file
+    return name
 
 
 def _cluster(name: str, devices: int | None) -> Cluster:
     if name.endswith(".json") or Path(name).is_file():
+        if not Path(name).is_file():
+            raise ClusterError(f"--cluster {name}: there is no such file (seen from {Path.cwd()})")
         cluster = Cluster.load(name)
         return cluster if devices is None else cluster.of(devices)
     return Cluster.preset(name, devices)
@@ -164,10 +202,16 @@ def _constraints(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _pairs(text: str) -> dict[str, Any]:
-    """Parses `tp=4,zero1=true`."""
+    """Parses `tp=4,zero1=true`.
+
+    Raises:
+        PlanError: a name has no value.
+    """
     pairs: dict[str, Any] = {}
     for pair in text.split(","):
-        name, _, value = pair.partition("=")
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise PlanError(f"--why-not {text}: {pair!r} has no value: write name=value, such as tp=4,zero1=true")
         word = value.strip()
         known: dict[str, Any] = {"true": True, "false": False, "none": ""}
         pairs[name.strip().replace("-", "_")] = int(word) if word.isdecimal() else known.get(word.lower(), word)

@@ -35,12 +35,17 @@ def measure(args: argparse.Namespace) -> None:
         print(f"saved as {path}")
 
 
-def validate_plan(args: argparse.Namespace, cluster: Cluster) -> None:
+def validate_plan(args: argparse.Namespace, cluster: Cluster, model: Any) -> None:
     """Trains steps of a saved plan on this job; rank 0 shows and saves prediction and measurement."""
-    config = config_of(args.model)
+    config = config_of(model) if isinstance(model, str) else getattr(model, "config", model)
     plan = LayoutPlan.load(args.plan, config, cluster)
     layout = plan.layout
     _join(tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep)
+    if comm.size("world") != layout.world_size:
+        raise ValueError(
+            f"the plan {args.plan} is of {layout.world_size} ranks, this job has {comm.size('world')}: run torchrun "
+            f"--nproc-per-node {layout.world_size} -m neuronx_dist plan validate ..."
+        )
     result = validate(plan, config, steps=args.steps)
     if comm.rank("world") == 0:
         print(result)

@@ -253,5 +253,6 @@ def _candidate_of(planned: Plan, workload: Workload, devices: int, path: str) ->
     )
     problems = layout.problems(workload.shape)
     if problems:
+        problems.append(f"the nearest layout that works: {layout.nearest(workload.shape)}")
         raise PlanError("\n  - ".join([f"{path} cannot work:", *problems]))
     return Candidate(layout, job.recompute, job.fused_loss)

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
+from math import prod
+from pathlib import Path
 from typing import Any
 
 from ..nearest import nearest
@@ -20,9 +22,10 @@ from ..planning.plan import PlanError
 from .candidate import RECOMPUTED
 from .cluster import Cluster
 from .layout_plan import TERMS, LayoutPlan
+from .plan_check import problem_of
 from .predictor import Predictor
 from .search import MARGIN, SCHEDULES, Found, Job, groups, search, smallest
-from .workload import workload_of
+from .workload import MODELS, Workload, config_of, workload_of
 
 __all__ = ["CONSTRAINTS", "Plans", "plan"]
 
@@ -38,19 +41,49 @@ CONSTRAINTS: dict[str, tuple[Any, ...] | None] = {
 
 
 class Plans(Sequence[LayoutPlan]):
-    """The fastest layouts of a job, fastest first.
+    """The fastest layouts of a job, fastest first; each is type-checked when it is first read.
 
     Attributes:
         workload, cluster, job: what was planned.
+        refused: plans that the type checker refused, in words, with the reason.
     """
 
-    def __init__(self, predictor: Predictor, job: Job, found: Sequence[Found]) -> None:
+    def __init__(
+        self, predictor: Predictor, job: Job, found: Sequence[Found], *, config: Any = None, checked: bool = True
+    ) -> None:
         self.workload, self.cluster, self.job = predictor.workload, predictor.cluster, job
-        self._predictor = predictor
-        self._plans = [self._plan(one) for one in found]
+        self.refused: dict[str, str] = {}
+        self._predictor, self._found, self._config, self._is_checked = predictor, found, config, checked
 
-    def _plan(self, found: Found) -> LayoutPlan:
-        return LayoutPlan(*found, self.workload, self.cluster)
+    @cached_property
+    def _plans(self) -> list[LayoutPlan]:
+        """The plans that pass; of more candidates, where none of the fastest does."""
+        found, wanted = self._found, len(self._found)
+        while True:
+            plans = [plan for one in found if (plan := self._plan(one)) is not None]
+            if plans or len(found) < wanted or wanted > 100:
+                break
+            wanted *= 3
+            found = search(self._predictor, self.job, wanted, self.cluster.memory * (1 - MARGIN))
+        if not plans:
+            head = "plan: the type checker refuses all plans; check=False (--no-check) shows them"
+            raise PlanError("\n  - ".join([head, *self._refusals()]))
+        return plans
+
+    def _plan(self, found: Found) -> LayoutPlan | None:
+        """Returns the plan, or None where the type checker refuses its program."""
+        plan = LayoutPlan(*found, self.workload, self.cluster)
+        if self._is_checked and (problem := problem_of(plan.candidate, self.workload, self._config)):
+            self.refused[plan.words()] = problem
+            return None
+        return plan
+
+    def _refusals(self) -> list[str]:
+        """Returns a line for each different problem: the plans that have it, and what it is."""
+        plans: dict[str, list[str]] = {}
+        for words, problem in self.refused.items():
+            plans.setdefault(problem.partition("\n")[0], []).append(words)
+        return [f"{'; '.join(words)}: {problem}" for problem, words in plans.items()]
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -97,11 +130,28 @@ class Plans(Sequence[LayoutPlan]):
             ).rstrip()
             for row in rows
         ]
-        return "\n".join([title, "", *lines])
+        refusals = [f"not shown, as the type checker refuses it: {text}" for text in self._refusals()[:3]]
+        return "\n".join([title, "", *lines, *[""] * bool(refusals), *refusals])
 
     def explain(self) -> str:
         """Returns the best plan in detail."""
         return self._plans[0].explain()
+
+    def why(self) -> str:
+        """Returns why the best plan is chosen, in four lines: layout, seconds, memory, and the next plan."""
+        best, cluster = self[0], self.cluster
+        bubble = best.seconds.bubble / best.seconds.total
+        slower = (
+            f"{self[1].seconds.total / best.seconds.total - 1:+.1%} for {self[1].words()}" if self[1:] else "no other"
+        )
+        lines = [
+            best.words(),
+            f"  {best.seconds.total:.4g} s a step by the {cluster.name} preset, MFU {best.mfu:.1%}, "
+            f"{bubble:.1%} waiting",
+            f"  {format_bytes(best.peak)} of {format_bytes(cluster.memory)} a device, {best.margin:.0%} left",
+            f"  the next one: {slower}",
+        ]
+        return "\n".join(lines)
 
     @cached_property
     def front(self) -> list[LayoutPlan]:
@@ -112,7 +162,8 @@ class Plans(Sequence[LayoutPlan]):
             found = search(self._predictor, self.job, 1, limit)
             if not found:
                 break
-            front.append(self._plan(found[0]))
+            if (smaller := self._plan(found[0])) is not None:
+                front.append(smaller)
             limit = found[0].peak * 0.97
         return front
 
@@ -132,6 +183,8 @@ class Plans(Sequence[LayoutPlan]):
         if not found:
             return f"{words}: {_nothing(self._predictor, asked)}"
         best, other = self._plans[0], self._plan(found[0])
+        if other is None:
+            return "\n".join([f"{words}: the type checker refuses the best plan", *self._refusals()])
         slower = other.seconds.total / best.seconds.total - 1
         lines = [f"{words}: at best {other.words()}: {other.seconds.total:.4g} s, {slower:+.1%} of the best plan"]
         lines.append(f"  the best plan: {best.words()}: {best.seconds.total:.4g} s")
@@ -152,6 +205,7 @@ def plan(
     devices: int | None = None,
     constraints: Mapping[str, Any] | None = None,
     top_k: int = 10,
+    check: bool = True,
 ) -> Plans:
     """Returns the fastest layouts that fit into the memory of the devices, with 5 % of it left free.
 
@@ -165,6 +219,8 @@ def plan(
         devices: number of devices; None: those of the cluster.
         constraints: values, or collections of values, by the names of `CONSTRAINTS`: `{"tp": 8, "zero1": True}`.
         top_k: number of plans.
+        check: type-check each plan before it is shown, with fewer layers and ranks; one that fails is not shown, and
+            reported in `Plans.refused`. False: do not.
 
     Raises:
         PlanError: no layout is possible, or none fits; the message names the constraint that excludes all, and the
@@ -183,7 +239,14 @@ def plan(
     found = search(predictor, job, top_k, cluster.memory * (1 - MARGIN))
     if not found:
         raise PlanError(f"plan: {_nothing(predictor, job)}")
-    return Plans(predictor, job, found)
+    return Plans(predictor, job, found, config=_config_of(model), checked=check)
+
+
+def _config_of(model: Any) -> Any:
+    """Returns the Hugging Face config of a model; None: there is none."""
+    if isinstance(model, Workload) or (isinstance(model, str) and model in MODELS):
+        return None
+    return config_of(model) if isinstance(model, (str, Path)) else getattr(model, "config", model)
 
 
 def _checked(constraints: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
@@ -245,6 +308,10 @@ def _ways_out(predictor: Predictor, job: Job, limit: float) -> Iterator[str]:
     """Yields what would work: without one of the constraints, with more devices."""
     workload, cluster = predictor.workload, predictor.cluster
     excluding = False
+    least = [min(job.fixed.get(name, (1,))) for name in ("dp", "num_microbatches", "micro_batch")]
+    if job.global_batch < prod(least):
+        words = "dp {} x {} microbatches of {}".format(*least)
+        yield f"a batch of {job.global_batch} is smaller than {words} = {prod(least)}: use a batch of {prod(least)}"
     for name in job.fixed:
         found = search(predictor, job.without(name), 1, limit)
         if found:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from ..pipeline.schedule import Costs, simulate
@@ -18,7 +23,10 @@ from .plans import Plans, plan
 from .predictor import Predictor
 from .stage_memory import StageBytes
 
-__all__ = ["report"]
+__all__ = ["report", "save_report"]
+
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
+_WIDTH = 1200  # pixels of a PNG
 
 _COLOURS = (
     "#4269d0",
@@ -133,6 +141,46 @@ def report(plans: Plans) -> str:
     )
 
 
+def save_report(plans: Plans, path: str | PathLike[str]) -> None:
+    """Writes the report as an HTML page, or, by the name of the file, as PNG.
+
+    Raises:
+        ValueError: a PNG needs a browser, Chromium or one of its kind, which is not installed.
+    """
+    path = Path(path)
+    page = report(plans)
+    if path.suffix.lower() == ".png":
+        _draw_png(page, path)
+    else:
+        path.write_text(page)
+
+
+def _draw_png(page: str, path: Path) -> None:
+    """Draws a page with a browser without a window, which is opened twice: for the height, and for the picture."""
+    browser = next((found for name in _BROWSERS if (found := shutil.which(name))), None)
+    if browser is None:
+        raise ValueError(f"{path}: a PNG is drawn by one of {', '.join(_BROWSERS)}: install one, or write .html")
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "page.html"
+        measure = "<script>document.title = document.documentElement.scrollHeight</script></body>"
+        file.write_text(page.replace("</body>", measure))
+        flags = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            f"--user-data-dir={folder}/profile",
+        ]
+        command = [browser, *flags, f"--window-size={_WIDTH},1000"]
+        options: dict[str, Any] = dict(capture_output=True, text=True, timeout=120, check=True)
+        dom = subprocess.run([*command, "--dump-dom", file.as_uri()], **options).stdout
+        height = dom.partition("<title>")[2].partition("</title>")[0]
+        command[-1] = f"--window-size={_WIDTH},{height}"
+        subprocess.run([*command, f"--screenshot={path.absolute()}", file.as_uri()], **options)
+
+
 def _row(number: int, one: LayoutPlan) -> list[str]:
     terms = {name: getattr(one.seconds, name) for name in TERMS if name != "products"}
     most = max(terms, key=terms.__getitem__)
@@ -213,6 +261,7 @@ def _sensitivity(plans: Plans) -> list[list[str]]:
                     cluster=cluster,
                     constraints=job.fixed,
                     top_k=1,
+                    check=False,
                 )
             except ValueError:
                 rows.append([words, "no plan fits", ""])

@@ -18,6 +18,7 @@ from typing import Any
 from ..mesh import Mesh
 from ..model_shape import ModelShape, padded_heads, stage_layers
 from ..pipeline.schedule import Schedule, prove, training_schedule
+from .nearest_layout import nearest_layout, words_of_changes
 
 __all__ = ["Layout", "LayoutError", "format_bytes", "format_count"]
 
@@ -26,12 +27,18 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class LayoutError(ValueError):
-    """Error: a layout cannot work; `problems` has a sentence per reason, with the numbers and what would work."""
+    """Error: a layout cannot work.
 
-    def __init__(self, problems: list[str]) -> None:
-        self.problems = problems
+    Attributes:
+        problems: a sentence per reason, with the numbers and what would work.
+        nearest: the flags of the nearest layout that works, "--tp 2 --microbatches 8"; "": degrees are not the reason.
+    """
+
+    def __init__(self, problems: list[str], nearest: str = "") -> None:
+        self.problems, self.nearest = problems, nearest
         head = "this layout cannot work" + (f", for {len(problems)} reasons" if len(problems) > 1 else "")
-        super().__init__("\n  - ".join([head + ":", *problems]))
+        last = [f"the nearest layout that works: {nearest}"] if nearest else []
+        super().__init__("\n  ".join(["\n  - ".join([head + ":", *problems]), *last]))
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,7 @@ class Layout:
             LayoutError: lists every problem, with the nearest values that would work.
         """
         problems = self.problems(config)
+        nearest = self.nearest(config) if problems else ""
         for path in data:
             if not Path(path).exists():
                 problems.append(f"data: no file or folder {path} (seen from {Path.cwd()}); give paths that exist")
@@ -111,7 +119,14 @@ class Layout:
             free = _free_name(Path(out))
             problems.append(f"out: {out} exists, and a run does not write over another; use {free}, or move it away")
         if problems:
-            raise LayoutError(problems)
+            raise LayoutError(problems, nearest)
+
+    def nearest(self, config: Any = None) -> str:
+        """Returns the flags by which the nearest layout that fits a model of this config differs; "": there is none."""
+        model = ModelShape() if config is None else ModelShape.of(config)
+        known = self if self.dtype in DTYPES else replace(self, dtype=DTYPES[0])
+        found = nearest_layout(known, model, lambda layout: not layout.problems(model))
+        return "" if found is None else words_of_changes(self, found)
 
     def problems(self, config: Any = None) -> list[str]:
         """Returns the problems of this layout for a model of this config; empty if it fits.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -63,6 +64,26 @@ LAYOUTS: list[Any] = [
 @pytest.mark.parametrize("size,layout", LAYOUTS, ids=lambda value: str(value).replace("per_device_", ""))
 def test_a_layout_trains_as_one_process(size: int, layout: dict[str, Any], tmp_path: Path) -> None:
     compare(ranks(size, tmp_path, **layout), reference(tmp_path))
+
+
+def _chosen(folder: Path, **options: Any) -> tuple[Any, list[str]]:
+    """Trains with layout="auto", and returns the run, and what a rank logs."""
+    said: list[str] = []
+    logger = transformers.logging.get_logger("transformers.trainer")
+    with patch.object(logger, "warning", said.append):
+        return train(folder, True, layout="auto", **options), said
+
+
+@pytest.mark.parametrize("limits", [pytest.param({}, marks=pytest.mark.full), dict(pp=2)], ids=str)
+def test_the_layout_that_is_chosen_trains_as_one_process(limits: dict[str, Any], tmp_path: Path) -> None:
+    """A step has the rows that it has without a plan, 4 on each of 2 ranks: 8, as in one process."""
+    options: dict[str, Any] = dict(rows=[Rows(32)[row] for row in range(32)])
+    expected = reference(tmp_path, per_device_train_batch_size=8, per_device_eval_batch_size=8, **options)
+    found, said = on_ranks(2, _chosen, tmp_path, **limits, **options)
+    compare(found, expected)
+    (words,) = said
+    assert words.startswith("layout='auto': ") and words.count("\n") == 3, words
+    assert all(f"{name} {size}" in words for name, size in limits.items())
 
 
 @pytest.mark.each_value
@@ -186,6 +207,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(auto_find_batch_size=True), "auto_find_batch_size=True .*: set per_device_train_batch_size"),
     (dict(push_to_hub=True), r"push_to_hub=True .*: upload the folder of save_model\(\)"),
     (dict(torch_compile=True), "torch_compile=True .*: compile layers of the model"),
+    (dict(layout="fast"), "layout='fast': use 'auto', or None and tp, pp"),
     (dict(microbatches=0), "microbatches=0 is to be at least 1, or None"),
     (dict(accelerator_config={"split_batches": True}), "accelerator_config with split_batches=True"),
     (dict(accelerator_config={"even_batches": False}), "even_batches=False .*: use dataloader_drop_last=True"),
@@ -213,6 +235,17 @@ def _refusals(folder: str) -> None:
         ValueError, match="compute_loss_func computes the loss of LlamaForCausalLM from logits, which no"
     ):
         trainer(compute_loss_func=len)
+    auto: dict[str, Any] = dict(layout="auto", pp=1)
+    with pytest.raises(ValueError, match="layout='auto' is chosen by Trainer: pass tp, pp, ... to start before"):
+        hf.TrainingArguments(folder, use_cpu=True, **auto).start()
+    with pytest.raises(ValueError, match="plans by the config of a model of transformers, got model_init: pass model="):
+        trainer(auto, model=None, model_init=tiny_model)
+    with pytest.raises(ValueError, match="length of sequences from input_ids of train_dataset, which this Stream does"):
+        trainer(auto, train_dataset=Stream(4))
+    with pytest.raises(ValueError, match="tp 3 excludes all; without it: "):
+        trainer(auto | dict(tp=3), train_dataset=[Rows(8)[row] for row in range(8)])
+    with pytest.raises(ValueError, match="2 processes are not divisible by tp 3 × pp 1 .*\n.* works: --tp 2$"):
+        trainer(dict(pp=1, tp=3))
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ValueError, match="optimizers has a SGD.*pass optimizer_cls_and_kwargs"):

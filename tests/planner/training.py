@@ -11,9 +11,10 @@ from neuronx_dist import comm, hf
 from neuronx_dist.planner.candidate import Candidate
 from tests.support.llama_training import mean_loss, without_float32_inside
 
-__all__ = ["ROWS", "SEQ", "batch", "build", "one_process", "train"]
+__all__ = ["ROWS", "SEQ", "batch", "build", "one_process", "train", "trained"]
 
-ROWS, SEQ = 8, 8
+ROWS, SEQ, LR = 8, 8, 1e-2
+SGD = torch.optim.SGD
 
 
 def _model(config: Any, dtype: str) -> Any:
@@ -28,7 +29,7 @@ def _rows(config: Any) -> torch.Tensor:
     return torch.arange(ROWS * SEQ).mul(7).reshape(ROWS, SEQ) % config.vocab_size
 
 
-def build(candidate: Candidate, config: Any) -> tuple[Any, Any]:
+def build(candidate: Candidate, config: Any, optimizer_class: Any = torch.optim.AdamW) -> tuple[Any, Any]:
     """Returns the rank's model, on meta, and its optimizer."""
     layout = candidate.layout
     module = _model(config, layout.dtype)
@@ -54,7 +55,7 @@ def build(candidate: Candidate, config: Any) -> tuple[Any, Any]:
         nxd.recompute(model, candidate.recompute)
     params = [param for param in model.local_parameters() if param.requires_grad]
     wrapper = nxd.NeuronZero1Optimizer if layout.zero1 else nxd.MasterWeightsOptimizer
-    return model, wrapper(params, torch.optim.AdamW, lr=1e-2)
+    return model, wrapper(params, optimizer_class, lr=LR)
 
 
 def batch(candidate: Candidate, config: Any) -> dict[str, torch.Tensor]:
@@ -82,13 +83,26 @@ def train(candidate: Candidate, config: Any, steps: int = 2) -> tuple[int, list[
     return int(comm.rank("pp")), losses, calls
 
 
-def one_process(config: Any, steps: int = 2) -> list[float]:
-    """Returns the losses of the model in one process, in float64, with the same initial weights."""
+def trained(candidate: Candidate, config: Any, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Returns the losses of steps of SGD, and the whole model's weights after them."""
+    model, optimizer = build(candidate, config, SGD)
+    hf.materialize(model, seed=0)
+    optimizer.init_zero()
+    losses = []
+    for _ in range(steps):
+        losses.append(float(model.run_train(**batch(candidate, config))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: weight.clone() for name, weight in hf.full_state_dict(model).items()}
 
-    def rank_main() -> list[float]:
-        module = _model(config, "float64")
+
+def one_process(config: Any, steps: int = 3, dtype: str = "float64") -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Returns what `trained` does, of the model in one process, with the same initial weights."""
+
+    def rank_main() -> tuple[list[float], dict[str, torch.Tensor]]:
+        module = _model(config, dtype)
         hf.materialize(module, seed=0)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        optimizer = SGD(module.parameters(), lr=LR)
         rows, losses = _rows(config), []
         for _ in range(steps):
             loss = mean_loss(module(input_ids=rows).logits, rows)
@@ -97,6 +111,6 @@ def one_process(config: Any, steps: int = 2) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
-        return losses
+        return losses, module.state_dict()
 
     return comm.threads.run(nxd.Mesh(1), rank_main)[0]

@@ -173,6 +173,43 @@ def test_the_suggested_values_work(case):
             Layout(**{**options, "world_size": int(value)}).check(config)
 
 
+@pytest.mark.parametrize(
+    "options, config, flags",
+    [
+        (dict(world_size=6, tp=4, global_batch=12), PLAIN, "--tp 2"),  # tp 6 divides no heads
+        (dict(world_size=2, tp=2), SMOLLM, "--pad-heads"),
+        (dict(world_size=4, tp=2, num_microbatches=4, global_batch=30), PLAIN, "--microbatches 5"),
+        (dict(world_size=2, num_microbatches=4, global_batch=3), PLAIN, "--pp 2 --microbatches 3"),
+        (
+            dict(world_size=8, pp=8, schedule="zb_v", num_microbatches=8, global_batch=8),
+            PLAIN,
+            "--pp 4 --microbatches 4",
+        ),
+        (dict(world_size=2, pp=2, schedule=STUCK, num_microbatches=2, global_batch=2), PLAIN, "without --schedule"),
+        (dict(world_size=2, tp=2, sequence_parallel=True, seq_len=127), PLAIN, "without --sequence-parallel"),
+        (
+            dict(world_size=7, tp=2, seq_len=4096, dtype="int8"),
+            PLAIN,
+            "--tp 1 --global-batch 7 --seq-len 2048 --dtype float32",
+        ),
+        (dict(world_size=1), ModelShape(heads=9, kv_heads=4), ""),
+    ],
+)
+def test_the_nearest_layout_that_works(options, config, flags):
+    """The message ends with the flags of the nearest layout."""
+    with pytest.raises(LayoutError) as caught:
+        Layout(**options).check(config)
+    assert caught.value.nearest == flags
+    assert str(caught.value).endswith(f"\n  the nearest layout that works: {flags}") == bool(flags)
+
+
+def test_the_nearest_of_many_layouts_is_found_in_time():
+    start = time.process_time()
+    with pytest.raises(LayoutError, match="works: --tp 4 --pp 8 --global-batch 1024$"):
+        Layout(1024, tp=3, pp=7, global_batch=1023, seq_len=128).check(PLAIN)
+    assert time.process_time() - start < 1
+
+
 def test_all_problems_come_at_once():
     layout = Layout(world_size=6, tp=4, pp=32, num_microbatches=2, global_batch=3, seq_len=127, sequence_parallel=True)
     with pytest.raises(LayoutError) as caught:
@@ -432,8 +469,8 @@ PICTURES = {
 
 def test_every_refusal_in_full():
     def text(options, config):
-        problems = Layout(**options).problems(config)
-        return str(LayoutError(problems))
+        layout = Layout(**options)
+        return str(LayoutError(layout.problems(config), layout.nearest(config)))
 
     texts = {name: text(options, config) for name, (options, config, _) in TEXTS.items()}
     assert all(" cannot work" in text and "\n  - " in text for text in texts.values())

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf
@@ -144,7 +143,7 @@ def config(options: Options) -> LlamaConfig:
     )
 
 
-def _norm_in_its_own_dtype(self: LlamaRMSNorm, x: torch.Tensor) -> torch.Tensor:
+def _norm_in_its_own_dtype(self: Any, x: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
 
 
@@ -152,7 +151,7 @@ def without_float32_inside(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Hugging Face's norm rounds to float32 in the middle, where a last bit of float64 may become one of float32."""
     if dtype == torch.float64:
         for module in model.modules():
-            if isinstance(module, LlamaRMSNorm):
+            if type(module).__name__.endswith("RMSNorm"):
                 module.forward = types.MethodType(_norm_in_its_own_dtype, module)  # type: ignore[method-assign]
     return model
 

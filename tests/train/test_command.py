@@ -17,8 +17,8 @@ import neuronx_dist as nxd
 from neuronx_dist import __main__
 from neuronx_dist.checkpoint.tags import DONE, MARKER
 from neuronx_dist.comm import run_command
+from neuronx_dist.planner import Cluster
 from neuronx_dist.train import command
-from neuronx_dist.train.auto_layout import cluster_of_host
 from neuronx_dist.train.causal_lm import load_config
 from neuronx_dist.train.flags import layout_of
 
@@ -68,9 +68,10 @@ def test_auto_takes_the_fastest_plan(started: Any, capsys: Any) -> None:
         load_config(args)[0],
         global_batch=32,
         seq_len=128,
-        cluster=cluster_of_host("cpu", 4),
+        cluster=Cluster.of_this_host(4, "cpu"),
         constraints={"tp": 2, "dtype": "float32"},
         top_k=1,
+        check=False,
     )[0]
     layout = layout_of(args, 4)
     assert replace(layout, schedule=best.layout.schedule) == best.layout and args.fused_loss

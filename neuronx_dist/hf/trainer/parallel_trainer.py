@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from ...trainer.accelerator import rows_of_all
 from ..loss import causal_lm_loss
 from ..model_plan import UnsupportedModelError, transformer_layer_class
 from ..swap import is_swapped, return_whole_logits, swap
+from .chosen_layout import choose_layout
 from .exchanges import LabelShare, by_data_rank, compare_batches, from_last_stage, mean_over_data, whole_logits
 from .trainer_checkpoints import CheckpointsMixin
 from .training_arguments import TrainingArguments
@@ -84,7 +86,9 @@ class ParallelTrainerMixin(CheckpointsMixin):
     _compared: tuple[Any, int] = (None, 0)  # an epoch's batches, and the steps in which they were compared
 
     def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
-        super().__init__(self._without_adapters(model), *args, **kwargs)
+        model = self._without_adapters(model)
+        self._choose_layout(model, *args, **kwargs)
+        super().__init__(model, *args, **kwargs)
         self.is_distributed_loading_by_transformers = True  # accelerate wraps the model in no DistributedDataParallel
         if self._has_parallel_loss(self.model):
             self.label_smoother = None  # the loss smooths labels itself
@@ -108,6 +112,21 @@ class ParallelTrainerMixin(CheckpointsMixin):
                 f"Trainer: the forward of this {model} was replaced, as TRL does, and may read weights, of which a "
                 f"rank has shards: use tp=1 in place of tp={run.tp}"
             )
+
+    def _choose_layout(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Chooses what `layout="auto"` leaves open, without what this Trainer or its model would be refused with."""
+        given = signature(super().__init__).bind_partial(model, *args, **kwargs).arguments
+        run = given.get("args")
+        if getattr(run, "layout", None) is None:
+            return
+        limits: dict[str, Any] = {}
+        if self._computes_loss() or given.get("compute_loss_func") is not None:
+            limits |= dict(pp=1, cp=1)
+        if "forward" in vars(model or self):
+            limits |= dict(tp=1)
+        if self.lora_config is not None or hasattr(model, "peft_config"):
+            limits |= dict(tp=1, pp=1, cp=1, ep=1)
+        choose_layout(run, model, given.get("train_dataset"), **limits)
 
     # --- the model
 

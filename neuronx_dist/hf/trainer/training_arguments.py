@@ -10,6 +10,7 @@ import transformers
 from ... import comm
 from ...comm.launch import init_distributed
 from ...parallel_layers.parallel_state import initialize_model_parallel
+from ...planning.layout import Layout
 
 __all__ = ["TrainingArguments"]
 
@@ -47,6 +48,9 @@ class TrainingArguments(transformers.TrainingArguments):
         microbatches: into which a pipeline divides each batch; None: one for each row. A batch that it does not divide
             (the last of an epoch, one of evaluation) has the largest number of microbatches that divides both.
         recompute: "full", "attention", "norms" or a class of modules: what backward computes again; None: nothing.
+        layout: "auto": `Trainer` sets all of these, but those that are not their defaults, as `nxd.plan` predicts the
+            fastest step of `per_device_train_batch_size` x `gradient_accumulation_steps` x ranks rows, and logs why.
+            None: they stay as they are.
 
     Raises:
         ValueError: an argument of transformers that a parallel run does not obey, with the reason and the way.
@@ -66,6 +70,7 @@ class TrainingArguments(transformers.TrainingArguments):
     context_parallel: str = field(default="auto", metadata={"help": "Attention over cp: auto, ring, ulysses, ..."})
     pad_heads: bool = field(default=False, metadata={"help": "Add heads of zeros where tp does not divide them."})
     pad_vocab: bool = field(default=False, metadata={"help": "Add rows of zeros where tp does not divide the words."})
+    layout: str | None = field(default=None, metadata={"help": "auto: the layout that is predicted to be the fastest."})
 
     def __post_init__(self) -> None:
         for name, reason in _REFUSED.items():
@@ -75,6 +80,10 @@ class TrainingArguments(transformers.TrainingArguments):
             raise ValueError(
                 "TrainingArguments: train_sampling_strategy='batch_rebalance' is not supported here: it divides "
                 "batches over the whole world: use 'group_by_length'"
+            )
+        if self.layout not in (None, "auto"):
+            raise ValueError(
+                f"TrainingArguments: layout={self.layout!r}: use 'auto', or None and tp, pp, cp, ep, zero1"
             )
         if self.microbatches is not None and self.microbatches < 1:
             raise ValueError(f"TrainingArguments: microbatches={self.microbatches} is to be at least 1, or None")
@@ -106,10 +115,13 @@ class TrainingArguments(transformers.TrainingArguments):
         """Joins the job, and lays its ranks out as these degrees say; a second call changes nothing.
 
         Raises:
-            ValueError: the degrees do not divide the world.
+            ValueError: the degrees do not divide the world, with the nearest that do, or are not chosen yet.
             RuntimeError: another layout is there already, or accelerate does not know this device.
         """
+        if self.layout is not None:
+            raise ValueError("TrainingArguments: layout='auto' is chosen by Trainer: pass tp, pp, ... to start before")
         init_distributed(self.device.type)
+        Layout(self.world_size, self.tp, self.pp, self.cp, self.ep, global_batch=self.world_size).check()
         initialize_model_parallel(self.tp, self.pp, self.cp, self.ep)
         if self.world_size != comm.size("world"):
             raise RuntimeError(

@@ -1,0 +1,91 @@
+"""Plans are type-checked before they are shown; one that fails is not, and is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import neuronx_dist as nxd
+from neuronx_dist.planner import plan_check, plans
+from neuronx_dist.planner.candidate import Candidate
+from neuronx_dist.planner.plan_check import problem_of, small_candidate
+from neuronx_dist.planner.workload import workload_of
+from neuronx_dist.planning.layout import Layout
+from neuronx_dist.planning.plan import PlanError
+from tests.support.llama import tiny_llama
+
+JOB: dict[str, Any] = dict(global_batch=8, seq_len=16, cluster="h100", devices=4, top_k=1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(plan_check, "_known", {})
+
+
+def test_no_degree_above_one_becomes_one() -> None:
+    workload = workload_of("mixtral-8x7b")
+    layout = Layout(1024, tp=4, pp=8, cp=4, ep=8, global_batch=1024, num_microbatches=16, seq_len=8192)
+    small = small_candidate(
+        Candidate(replace(layout, schedule="interleaved", virtual_pipeline_size=4)), workload
+    ).layout
+    assert (small.tp, small.pp, small.cp, small.ep, small.dp, small.virtual_pipeline_size) == (2, 2, 2, 2, 2, 2)
+    assert not small.problems(workload.shape)
+    for tp, kept in ((8, 2), (16, 16)):  # 8 key/value heads, of which 16 ranks have replicas
+        assert small_candidate(Candidate(replace(layout, tp=tp)), workload).layout.tp == kept
+
+
+@pytest.mark.slow
+def test_a_plan_that_fails_is_not_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The search is made to propose a tp that divides no heads, and then no other layout."""
+    config, original = tiny_llama(), plans.search
+    legal = nxd.plan(config, **JOB, constraints={"tp": 2, "pp": 2})
+    assert len(legal) == 1 and not legal.refused
+    assert len((tmp_path / "cache" / "neuronx_dist" / "checked_plans.txt").read_text().split()) == 1
+
+    def illegal(*args: Any) -> Any:
+        found = original(*args)[0]
+        layout = replace(found.candidate.layout, tp=3, pp=1, world_size=3, sequence_parallel=False)
+        wrong = found._replace(candidate=replace(found.candidate, layout=layout))
+        return [wrong, found] if legal_too else [wrong]
+
+    monkeypatch.setattr(plans, "search", illegal)
+    legal_too = True
+    found = nxd.plan(config, **JOB, constraints={"tp": 2, "pp": 2})
+    assert len(found) == 1 and found[0].layout.tp == 2 and "tp 3" in next(iter(found.refused))
+    assert "\nnot shown, as the type checker refuses it: tp 3" in str(found)
+    assert len(nxd.plan(config, **JOB, constraints={"tp": 2, "pp": 2}, check=False)) == 2
+    legal_too = False
+    with pytest.raises(PlanError, match=r"refuses all plans; check=False \(--no-check\) shows them\n  - tp 3"):
+        len(nxd.plan(config, **JOB, constraints={"tp": 2, "pp": 2}))
+
+
+@pytest.mark.slow
+def test_a_kind_that_has_passed_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that does not divide the sequences is found; what has passed is not played again by another process."""
+    workload = workload_of("llama-1b")
+    candidate = Candidate(Layout(2, cp=2, global_batch=8, seq_len=16, dtype="bfloat16"))
+    with monkeypatch.context() as broken:
+        broken.setattr(plan_check, "get_batch_on_this_context_parallel_rank", lambda batch, **options: batch)
+        assert problem_of(candidate, workload)
+    plan_check._known.clear()
+    assert problem_of(candidate, workload) == ""
+    plan_check._known.clear()
+    monkeypatch.setattr(plan_check, "_checked", lambda *args: "played again")
+    assert problem_of(candidate, workload) == ""
+    assert problem_of(replace(candidate, recompute="full"), workload) == "played again"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", pytest.param("deepseek-v3", marks=pytest.mark.full)])
+def test_architectures_by_name(model: str) -> None:
+    """The config that stands for a name has the parameters of its workload."""
+    workload = workload_of(model)
+    config = plan_check._config_of(workload)
+    assert workload_of(config).num_parameters == workload.num_parameters
+    ep = 2 if workload.experts else 1
+    layout = Layout(4, tp=2, ep=ep, global_batch=8, seq_len=16, dtype="bfloat16", zero1=True)
+    assert problem_of(Candidate(layout, fused_loss=workload.fuses_loss), workload) == ""
