@@ -37,7 +37,6 @@ def run_rank(args: Namespace) -> int:
     Returns:
         The exit code, for ends that are the same on all ranks; others leave by `rank_exit`.
     """
-    rank_exit.start(quiet=args.check is not None)  # the report of a check is all that is printed
     rank = rank_exit.launcher_rank()
     try:  # refuse what cannot work before anything is allocated
         world = int(os.environ.get("WORLD_SIZE", "1"))
