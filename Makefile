@@ -161,10 +161,10 @@ $(STAMP_DOCS): requirements-docs.txt $(STAMP)
 	@$(PIP) --quiet -r requirements-docs.txt
 	@touch $@
 
-docs: $(STAMP_DOCS)  ## build the documentation site in build/site, run the notebook, and look at its width where there is Chromium
+docs: $(STAMP_DOCS)  ## build the documentation site in build/site, run the notebook, and look for overflow where there is Chromium
 	$(PY) -m sphinx -E -W --keep-going -q -b html $(if $(REPOSITORY),-D repository=$(REPOSITORY)) docs build/site
 	$(PY) -m marimo -q export html examples/tour.py -f -o build/site/tour.html
-	$(PY) -m tests.support.site_width build/site
+	$(PY) -m tests.support.site_overflow build/site
 	@echo 'docs: build/site/index.html'
 
 docs-links: $(STAMP_DOCS)  ## ask the servers of external links (not a part of CI)
