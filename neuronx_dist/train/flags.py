@@ -179,6 +179,14 @@ def parser(description: str, examples: str) -> argparse.ArgumentParser:
     )
     flag("--profile", 0, "steps that torch.profiler records on every rank, from the third on: --out/profile.rank0.json")
 
+    flag(
+        "--prompt",
+        None,
+        "text that the model goes on with by its likeliest tokens, after the training and, if it begins with weights, "
+        "before; default: a random text after the training",
+        metavar="TEXT",
+    )
+
     group = top.add_argument_group("instead of training, and before it")
     flag(
         "--check",
