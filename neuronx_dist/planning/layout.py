@@ -7,10 +7,11 @@ print(layout.picture(config))   # ranks as pp (down) x dp (boxes) x tp (within a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
+from math import inf, prod
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from ..model_shape import ModelShape, padded_heads, stage_layers
 from ..pipeline.schedule import Schedule, prove, training_schedule
 from .nearest_layout import nearest_layout, words_of_changes
 
-__all__ = ["Layout", "LayoutError", "format_bytes", "format_count"]
+__all__ = ["Layout", "LayoutError", "format_bytes", "format_count", "parse_bytes"]
 
 AnyPath = str | PathLike[str]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -376,6 +377,24 @@ def format_bytes(count: float, *, is_decimal: bool = False) -> str:
             return f"{count:.1f} {unit}{infix}B" if unit else f"{count:.0f} B"
         count /= base
     return f"{count:.1f} T{infix}B"
+
+
+def parse_bytes(text: str | float) -> int:
+    """Bytes of "24 GB" (powers of 1000) or "24 GiB" (of 1024), or of a number.
+
+    Raises:
+        ValueError: it is no such number, or not more than 0.
+    """
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        count = float(text)
+    else:
+        found = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(i?)B\s*", str(text), re.IGNORECASE)
+        if not found or found[1].count(".") > 1 or found[1] == ".":
+            raise ValueError(f'memory={text!r} is no number of bytes: write "24 GB" or "24 GiB"')
+        count = float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " ")
+    if not 0 < count < inf:
+        raise ValueError(f"memory={text!r} must be more than 0, and finite")
+    return int(count)
 
 
 def format_count(count: float) -> str:

@@ -12,8 +12,6 @@ with that set is played, on the schedule of the pipeline, and if it is above the
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -35,12 +33,10 @@ from ..weights.partial_model import partial_model
 from ..weights.wrappers import wrapper_of
 from .costs import CPU, H100, Costs
 from .fake_rank import WireBackend, on_fakes, playing, run_step
-from .layout import format_bytes
+from .layout import format_bytes, parse_bytes
 from .meter import MemoryMeter
 
-__all__ = ["Recomputation", "least_time", "parse_bytes", "recompute"]
-
-_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+__all__ = ["Recomputation", "least_time", "recompute"]
 
 
 class Part(NamedTuple):
@@ -155,24 +151,6 @@ def recompute(
     for unit, words in plan.options:
         _apply(model, unit, words, offload)
     return plan.recomputation
-
-
-def parse_bytes(text: str | float) -> int:
-    """Bytes of "24 GB" (powers of 1000) or "24 GiB" (of 1024), or of a number.
-
-    Raises:
-        ValueError: it is no such number, or not more than 0.
-    """
-    if isinstance(text, (int, float)) and not isinstance(text, bool):
-        count = float(text)
-    else:
-        found = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(i?)B\s*", str(text), re.IGNORECASE)
-        if not found or found[1].count(".") > 1 or found[1] == ".":
-            raise ValueError(f'memory={text!r} is no number of bytes: write "24 GB" or "24 GiB"')
-        count = float(found[1]) * (1024 if found[3] else 1000) ** _UNITS[found[2].upper()]
-    if not 0 < count < math.inf:
-        raise ValueError(f"memory={text!r} must be more than 0, and finite")
-    return int(count)
 
 
 # --- a copy of the model on fake tensors ------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """`neuronx-dist train`: a Hugging Face causal LM, trained on text in any layout; checkpoints, figures, one-line errors.
 
 command.py             the subcommand: joins a launcher's job, or starts ranks on this host
-flags.py               flags in groups, their defaults and refusals, `run.json` and back
+flags.py               flags in groups, their defaults and refusals, sizes of the model, `run.json` and back
 auto_layout.py         `--auto`: the fastest layout by `nxd.plan`
 training_run.py        the run of a rank, from its flags to the saved folder
 loop.py                `train_step`, and the loop around it: evaluation, checkpoints, signals, non-finite values

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,16 +14,15 @@ import torch
 from .. import comm, hf
 from ..checking import api as checking
 from ..comm.rank_selection import XLA
-from ..model_shape import ModelShape
 from ..optimizer import MasterWeightsOptimizer, MuonAdamW, NeuronZero1Optimizer, muon_groups
 from ..parallel_layers.random import model_parallel_manual_seed
 from ..pipeline.model import NxDPPModel
 from ..planning.layout import Layout
 from ..planning.memory import optimizer_bytes
 from ..planning.recompute import recompute
-from .flags import layout_of, recomputation_of
+from .flags import config_file, default_sizes, layout_of, recomputation_of
 
-__all__ = ["TrainingState", "build", "check", "load_config", "make_optimizer", "model_shape"]
+__all__ = ["TrainingState", "build", "check", "load_config", "make_optimizer"]
 
 _INPUTS = ["input_ids", "labels", "num_items_in_batch"]
 
@@ -39,34 +35,6 @@ class TrainingState(NamedTuple):
     schedule: Any
 
 
-def _default_sizes(args: Namespace) -> dict[str, Any]:
-    """Sizes of the model without --model: a byte-level Llama, or Mixtral with --experts."""
-    sizes = dict(hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8)
-    if args.experts:
-        sizes |= dict(intermediate_size=256, num_local_experts=args.experts, num_experts_per_tok=2)
-    return {**sizes, "num_key_value_heads": 4, "max_position_embeddings": 1024, "vocab_size": 256}
-
-
-def model_shape(args: Namespace) -> ModelShape:
-    """Sizes of the model, read without transformers, whose import takes seconds.
-
-    Raises:
-        ValueError: the folder of --model has no config.json.
-    """
-    if args.model is None:
-        return ModelShape.of(SimpleNamespace(**_default_sizes(args)))
-    config = json.loads(_config_file(args).read_text())
-    return ModelShape.of(SimpleNamespace(**config.get("text_config", config)))
-
-
-def _config_file(args: Namespace) -> Path:
-    file = Path(args.model) / "config.json"
-    if not file.is_file():
-        gguf = ", which `neuronx-dist convert` writes from a GGUF file" if args.model.endswith(".gguf") else ""
-        raise ValueError(f"--model {args.model} has no config.json: give the folder of a Hugging Face model{gguf}")
-    return file
-
-
 def load_config(args: Namespace) -> tuple[Any, Any]:
     """Returns the model's config, and its tokenizer if its folder has one.
 
@@ -77,8 +45,8 @@ def load_config(args: Namespace) -> tuple[Any, Any]:
 
     if args.model is None:
         config_class = MixtralConfig if args.experts else LlamaConfig
-        return config_class(**_default_sizes(args), bos_token_id=None, eos_token_id=0), None
-    folder = _config_file(args).parent
+        return config_class(**default_sizes(args), bos_token_id=None, eos_token_id=0), None
+    folder = config_file(args).parent
     has_tokenizer = any((folder / name).exists() for name in ("tokenizer_config.json", "tokenizer.json"))
     return AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
 

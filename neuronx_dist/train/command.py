@@ -11,16 +11,17 @@ import sys
 
 import torch
 
-from ..comm import run_command
 from ..comm.launchers import export_place
+from ..lazy_names import lazy_names
 from . import rank_exit
-from .auto_layout import choose_layout
-from .causal_lm import model_shape
-from .flags import check_flags, layout_of, parser, processes_of
-from .run_folder import check_resume
-from .training_run import run_rank
+from .flags import check_flags, layout_of, model_shape, parser, processes_of
 
 __all__ = ["arguments", "run"]
+
+# Loaded where they are needed: models, checker and checkpoints take seconds, and a wrong flag needs none of them.
+_late = lazy_names(
+    __name__, {"auto_layout": "train", "run_command": "comm", "run_folder": "train", "training_run": "train"}
+)
 
 _DESCRIPTION = """\
 Trains a Hugging Face causal LM on text, with tensor, sequence, pipeline, context, expert and data parallelism, ZeRO-1.
@@ -78,13 +79,14 @@ def run(args: argparse.Namespace) -> int:
         if started is not None and args.nproc not in (None, "auto", started):
             raise ValueError(f"--nproc {args.nproc}: the launcher has started {started} ranks; leave --nproc out")
         if started is not None and args.auto:
-            rank_exit.say(choose_layout(args, words, started)[0])
+            rank_exit.say(_late("auto_layout").choose_layout(args, words, started)[0])
         if started is not None or (args.check is not None and not args.auto):
-            return run_rank(args)
-        check_resume(args)
+            return _train(args)
+        if args.resume is not None:
+            _late("run_folder").check_resume(args)
         size = processes_of(args, torch.accelerator.device_count())
         if args.auto:
-            why, flags = choose_layout(args, words, size)
+            why, flags = _late("auto_layout").choose_layout(args, words, size)
             rank_exit.say(why)
             words = [*(word for word in words if word != "--auto"), *flags]
         layout = layout_of(args, size)
@@ -94,9 +96,16 @@ def run(args: argparse.Namespace) -> int:
             raise argparse.ArgumentError(None, str(error)) from None
         rank_exit.leave(str(error), rank_exit.WRONG_USE)
     if size == 1:
-        return run_rank(args)
+        return _train(args)
     rank_exit.say(f"{rank_exit.NAME}: {size} ranks start on this host")
     options = ["--standalone", "--nproc-per-node", str(size), "--no-python", sys.executable, "-u", "-c", _RANK, "train"]
+    run_command = _late("run_command")
     ranks = run_command.arguments().parse_args(options)
     ranks.training_script_args += words  # which argparse would take for abbreviations of torchrun's options
-    return run_command.run(ranks)
+    return int(run_command.run(ranks))
+
+
+def _train(args: argparse.Namespace) -> int:
+    """Trains as this rank, which takes over Ctrl-C before the imports that take seconds."""
+    rank_exit.start(quiet=args.check is not None)  # the report of a check is all that is printed
+    return int(_late("training_run").run_rank(args))

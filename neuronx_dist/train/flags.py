@@ -1,4 +1,4 @@
-"""The flags of `neuronx-dist train`, in groups; their defaults and refusals, and `run.json` as flags again."""
+"""The flags of `neuronx-dist train`, in groups: defaults, refusals, sizes of the model, `run.json` as flags again."""
 
 from __future__ import annotations
 
@@ -13,14 +13,25 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from math import lcm
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ..metrics import PEAKS, peak_flops
+from ..model_shape import ModelShape
 from ..pipeline.schedule.selection import NAMES as SCHEDULES
-from ..planning.layout import Layout
-from ..planning.recompute import parse_bytes
+from ..planning.layout import Layout, parse_bytes
 
-__all__ = ["check_flags", "layout_of", "parser", "processes_of", "recomputation_of", "record_of"]
+__all__ = [
+    "check_flags",
+    "config_file",
+    "default_sizes",
+    "layout_of",
+    "model_shape",
+    "parser",
+    "processes_of",
+    "recomputation_of",
+    "record_of",
+]
 
 _OF_ONE_RUN = ("out", "resume", "config", "check", "verify", "profile", "nproc", "auto")
 
@@ -37,6 +48,8 @@ class _Parser(argparse.ArgumentParser):
         if flags.config is not None:
             try:
                 earlier = _words_of(flags.config, flags)
+            except FileNotFoundError:
+                self.error(f"--config {flags.config}: no such file; give the run.json of an earlier run's folder")
             except (OSError, ValueError) as error:
                 self.error(f"--config {flags.config}: {error}")
             flags, rest = super().parse_known_args([*earlier, *words])
@@ -166,6 +179,14 @@ def parser(description: str, examples: str) -> argparse.ArgumentParser:
     )
     flag("--profile", 0, "steps that torch.profiler records on every rank, from the third on: --out/profile.rank0.json")
 
+    flag(
+        "--prompt",
+        None,
+        "text that the model goes on with by its likeliest tokens, after the training and, if it begins with weights, "
+        "before; default: a random text after the training",
+        metavar="TEXT",
+    )
+
     group = top.add_argument_group("instead of training, and before it")
     flag(
         "--check",
@@ -222,7 +243,10 @@ def _words_of(path: str, known: argparse.Namespace) -> list[str]:
     Raises:
         ValueError: the file has no flags, or some that do not exist.
     """
-    record = json.loads(Path(path).read_text())
+    try:
+        record = json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no run.json: it is not JSON ({error})") from None
     flags = record.get("flags") if isinstance(record, dict) else None
     if not isinstance(flags, dict):
         raise ValueError("no run.json: it has no object `flags`")
@@ -247,10 +271,15 @@ def check_flags(args: argparse.Namespace) -> None:
     """
     least = {"steps": 1, "seq_len": 2, "warmup": 0, "grad_clip": 0, "log_every": 1, "data_limit": 0, "check_limit": 0}
     least |= {"save_every": 0, "keep": 0, "eval_every": 0, "min_lr": 0, "experts": 0, "profile": 0}
+    least |= dict.fromkeys(("tp", "pp", "cp", "ep", "microbatches", "virtual_pipeline_size", "global_batch"), 1)
     for name, value in least.items():
         if getattr(args, name) < value:
             why = ": each token is predicted from those before it" if name == "seq_len" else ""
             raise ValueError(f"--{name.replace('_', '-')} must be at least {value}, not {getattr(args, name)}{why}")
+    if args.schedule is not None and args.pp == 1 and not (args.auto or args.verify):
+        raise ValueError(
+            f"--schedule {args.schedule} is of a pipeline, and --pp is 1: give --pp 2 or more, or leave it out"
+        )
     if isinstance(args.peak, str) and peak_flops(args.peak) is None:
         raise ValueError(f"--peak {args.peak} is neither a number nor one of {', '.join(PEAKS)}")
     if isinstance(args.peak, float) and not args.peak > 0:
@@ -271,6 +300,39 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--lr must be above 0, not {args.lr:g}")
     if args.min_lr > args.lr:
         raise ValueError(f"--min-lr must be at most --lr, {args.lr:g}, not {args.min_lr:g}")
+
+
+def default_sizes(args: argparse.Namespace) -> dict[str, Any]:
+    """Sizes of the model without --model: a byte-level Llama, or Mixtral with --experts."""
+    sizes = dict(hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8)
+    if args.experts:
+        sizes |= dict(intermediate_size=256, num_local_experts=args.experts, num_experts_per_tok=2)
+    return {**sizes, "num_key_value_heads": 4, "max_position_embeddings": 1024, "vocab_size": 256}
+
+
+def model_shape(args: argparse.Namespace) -> ModelShape:
+    """Sizes of the model, read without transformers, whose import takes seconds.
+
+    Raises:
+        ValueError: the folder of --model has no config.json.
+    """
+    if args.model is None:
+        return ModelShape.of(SimpleNamespace(**default_sizes(args)))
+    config = json.loads(config_file(args).read_text())
+    return ModelShape.of(SimpleNamespace(**config.get("text_config", config)))
+
+
+def config_file(args: argparse.Namespace) -> Path:
+    """Returns the config.json in the folder of --model.
+
+    Raises:
+        ValueError: there is none.
+    """
+    file = Path(args.model) / "config.json"
+    if not file.is_file():
+        gguf = ", which `neuronx-dist convert` writes from a GGUF file" if args.model.endswith(".gguf") else ""
+        raise ValueError(f"--model {args.model} has no config.json: give the folder of a Hugging Face model{gguf}")
+    return file
 
 
 def record_of(args: argparse.Namespace, layout: Layout, launches: list[Any]) -> dict[str, Any]:

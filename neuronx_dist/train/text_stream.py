@@ -116,16 +116,24 @@ class TextStream:
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens)
 
-    def continuation(self, folder: Path, prompt: str, count: int = 160) -> str:
-        """Continues a prompt with a saved model, which is loaded like any Hugging Face model."""
+    def continuation(self, folder: str | Path, prompt: str | None) -> str:
+        """Returns a prompt and its likeliest continuation by a saved model, loaded as any Hugging Face model.
+
+        Args:
+            prompt: None: a random continuation of "def ".
+        """
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(folder)
-        ids = torch.tensor([self.encode(prompt)])
-        end = self.tokenizer.eos_token_id
-        tokens = model.generate(ids, max_new_tokens=count, do_sample=True, temperature=0.7, top_k=20, pad_token_id=end)
+        ids = torch.tensor([self.encode("def " if prompt is None else prompt)])
+        options: dict[str, Any] = dict(max_new_tokens=160, do_sample=True, temperature=0.7, top_k=20)
+        if prompt is not None:
+            options = dict(max_new_tokens=64, do_sample=False)
+        tokens = model.generate(
+            ids, attention_mask=torch.ones_like(ids), pad_token_id=self.tokenizer.eos_token_id, **options
+        )
         return self.decode(tokens[0].tolist())
 
     def _windows(self, stream: torch.Tensor, starts: list[int]) -> dict[str, torch.Tensor]:

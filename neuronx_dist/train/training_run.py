@@ -37,7 +37,6 @@ def run_rank(args: Namespace) -> int:
     Returns:
         The exit code, for ends that are the same on all ranks; others leave by `rank_exit`.
     """
-    rank_exit.start(quiet=args.check is not None)  # the report of a check is all that is printed
     rank = rank_exit.launcher_rank()
     try:  # refuse what cannot work before anything is allocated
         world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -104,6 +103,8 @@ def _run_in_folder(
     except CheckpointError as error:  # of the newest checkpoint another attempt may read what this one could not
         named = args.resume not in (None, "", "auto")
         leave_together(str(error), rank_exit.WRONG_USE if named or isinstance(error, CheckpointMismatch) else 1)
+    if rank == 0 and done == 0 and args.prompt is not None and args.model is not None and hf.has_weights(args.model):
+        print(f"\nbefore training the model goes on:\n{text.continuation(args.model, args.prompt)}\n", flush=True)
     title = f"tp {layout.tp} × pp {layout.pp} × dp {layout.dp}" + f" × cp {layout.cp}" * (layout.cp > 1)
     meter = _make_meter(args, config, device, memory)
     shown = dict(out=args.out, log_every=args.log_every, active=rank == 0, title=title, done=done, meter=meter)
@@ -131,7 +132,7 @@ def _run_in_folder(
     if not isfinite(progress.mean_loss(1)):
         rank_exit.say("the last loss is not finite: the model writes no text")
     elif rank == 0:
-        print("\nthe model goes on:\n" + text.continuation(folder, "def "))
+        print(f"\nafter {args.steps} steps the model goes on:\n{text.continuation(folder, args.prompt)}")
 
 
 def _check_before_launch(args: Namespace, config: Any, layout: Layout) -> str | None:

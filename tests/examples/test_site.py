@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import site_width
+from tests.support import site_overflow
 from tests.support.paths import DOCS
 
 pytest.importorskip("sphinx", reason="make docs installs Sphinx")
@@ -95,10 +95,26 @@ def test_a_public_name_without_a_docstring_is_named(site: Any, monkeypatch: pyte
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_wide_page_is_noticed(tmp_path: Any) -> None:
-    browser = site_width.browser()
+def test_overflow_of_pages_and_pictures_is_noticed(tmp_path: Any) -> None:
+    browser = site_overflow.browser()
     if browser is None:
         pytest.skip("no chromium here")
-    (tmp_path / "narrow.html").write_text("<p>words")
-    (tmp_path / "wide.html").write_text("<div style='width: 900px'>words</div>")
-    assert site_width.wide_pages(browser, tmp_path) == ["wide.html: 908 pixels in a window of 400"]
+    scroller = "<div style='overflow: auto'><p style='width: 900px'>words</div><details><p>words</details>"
+    pages = {
+        "right.html": f"<p>words{scroller}",
+        "wide.html": "<p style='width: 900px'>words",
+        "box.html": "<div style='width: 200px'><b style='display: block; width: 210px'>words</b></div>",
+        "word.html": f"<p style='width: 90px'>{'w' * 60}",
+        "cut.html": "<p style='width: 90px; overflow: hidden; white-space: nowrap'>words, words and more words",
+        "low.html": "<p style='height: 30px; overflow: hidden'>words<br>words<br>words",
+        "off.html": "<p style='position: absolute; left: -50px'>words",
+        "picture.html": "<svg width=50 height=50><text x=30 y=20>words</text></svg>",
+        "right.svg": "<svg xmlns='http://www.w3.org/2000/svg' width='99' height='50'><text y='20'>words</text></svg>",
+        "cut.svg": "<svg xmlns='http://www.w3.org/2000/svg' width='99' height='50'><text y='51'>words</text></svg>",
+    }
+    for name, text in pages.items():
+        (tmp_path / name).write_text(text if name.endswith("svg") else f"<!doctype html>{text}")
+    found = site_overflow.overflows(browser, [tmp_path])
+    both = {line.split(": ")[0].partition("/")[2] for line in found}
+    assert both == {name for name in pages if not name.startswith("right")}, found
+    assert any('wide.html: <p> "words": 8 to 908, ' in line for line in found), found

@@ -22,9 +22,9 @@ from transformers.modeling_utils import AttentionInterface
 import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.planning.layout import format_bytes
+from neuronx_dist.planning.layout import format_bytes, parse_bytes
 from neuronx_dist.planning.meter import measure_peak
-from neuronx_dist.planning.recompute import least_time, parse_bytes
+from neuronx_dist.planning.recompute import least_time
 from tests.hf.models import SIZES, VOCAB, llama_config, reference_model
 from tests.support.pool import processes
 

@@ -239,7 +239,7 @@ def fit(
     data, dp = rows(), comm.size("dp") if options is not None else 1
     sampler: Any = DistributedSampler(data, 1, 0) if options is None else None  # else Lightning makes it
     loader = DataLoader(data, batch_size=4 // dp, sampler=sampler)
-    held_out = DataLoader(rows(1)[: ROWS // 2], batch_size=4 // dp)  # type: ignore[arg-type]
+    held_out = DataLoader(rows(1)[: ROWS // 4], batch_size=4 // dp)  # type: ignore[arg-type]
     module_class = module_class or (Whole if options and options.get("swap") else Llama)
     module = module_class(optimizer, 0.5 if optimizer is torch.optim.SGD else 0.01)
     trainer.fit(module, loader, held_out, ckpt_path=resumed)

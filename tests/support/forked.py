@@ -36,7 +36,7 @@ from tests.support.paths import ROOT
 __all__ = ["Result", "run", "run_to_the_end"]
 
 PRELOADED = (
-    "torch, neuronx_dist, neuronx_dist.hf, neuronx_dist.train.command, transformers.models.llama.modeling_llama, "
+    "torch, neuronx_dist, neuronx_dist.hf, neuronx_dist.train.training_run, transformers.models.llama.modeling_llama, "
     "matplotlib.pyplot, fsspec"
 )
 

@@ -32,6 +32,7 @@ TIMEOUT = 120.0  # seconds for one run
 # The workers fork from a process that has imported what most of their tests use; a module that is missing is left out.
 _PRELOADED = ["torch", "pytest", "neuronx_dist", "neuronx_dist.hf", "transformers.models.llama.modeling_llama"]
 _PRELOADED += ["neuronx_dist.checking", "neuronx_dist.parallelize", "neuronx_dist.shard_tensor", "lightning.pytorch"]
+_PRELOADED += ["neuronx_dist.hf.trainer", "datasets"]
 _AFTERMATH = 1.0  # seconds the other ranks get to tell their own failure, after the first
 
 

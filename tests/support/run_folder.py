@@ -26,7 +26,7 @@ def check(folder: Path, steps: int) -> str:
     finite = all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in rows)
     assert finite, "a loss or norm is not finite"
     first, last = rows[0]["loss"], rows[-1]["loss"]
-    assert last < first, f"the loss did not fall: {first} to {last}"
+    assert last < first or steps < 10, f"the loss did not fall: {first} to {last}"
     record = json.loads((folder / "run.json").read_text())
     assert record["flags"]["steps"] == steps and record["layout"] and record["versions"], f"run.json: {record}"
     images = [path for path in folder.rglob("*.png") if path.read_bytes().startswith(b"\x89PNG")]

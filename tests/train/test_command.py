@@ -18,7 +18,7 @@ from neuronx_dist import __main__
 from neuronx_dist.checkpoint.tags import DONE, MARKER
 from neuronx_dist.comm import run_command
 from neuronx_dist.planner import Cluster
-from neuronx_dist.train import command
+from neuronx_dist.train import command, training_run
 from neuronx_dist.train.causal_lm import load_config
 from neuronx_dist.train.flags import layout_of
 
@@ -28,7 +28,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
     """Arguments of `neuronx-dist run`, which is not run, or of the rank that this process would be."""
     calls: list[argparse.Namespace] = []
     monkeypatch.setattr(run_command, "run", lambda args: calls.append(args) or 7)
-    monkeypatch.setattr(command, "run_rank", lambda args: calls.append(args) or 0)
+    monkeypatch.setattr(command.rank_exit, "start", lambda **_: None)
+    monkeypatch.setattr(training_run, "run_rank", lambda args: calls.append(args) or 0)
     return calls
 
 
@@ -98,7 +99,11 @@ def test_what_cannot_work_is_refused_before_ranks_start(started: Any, tmp_path: 
         ("--nproc 3 --tp 2", "3 processes are not divisible by tp 2"),
         ("--nproc auto", "torch sees none on this host: give a number"),
         ("--nproc 0", "expected an integer of at least 1, or auto, got 0"),
-        ("--tp 0", "tp must be a positive integer, not 0"),
+        ("--tp 0", "--tp must be at least 1, not 0"),
+        ("--tp 2 --cp -2", "--cp must be at least 1, not -2"),
+        ("--tp 2 --schedule zb_v", "--schedule zb_v is of a pipeline, and --pp is 1"),
+        ("--config /no/run.json", "--config /no/run.json: no such file; give the run.json of an earlier run"),
+        (f"--config {__file__}", "no run.json: it is not JSON ("),
         ("--global-batch 6", "a global batch of 6 is not divisible by dp 1 × 4 microbatches = 4"),
         ("--pp 5", "5 pipeline stages for 4 layers"),
         ("--data /no/such/folder", "no file or folder /no/such/folder"),

@@ -23,7 +23,7 @@ _PAGE = """\
 <meta name="viewport" content="width=device-width">
 <title>%(title)s</title>
 <style>
-body { margin: 0; background: %(light_page)s }
+body { margin: 0; background: %(light_page)s } main { overflow-x: auto }
 @media (prefers-color-scheme: dark) { body { background: %(dark_page)s } }
 svg { display: block; margin: 12px auto; min-width: %(width)dpx; max-width: %(max_width)dpx; height: auto }
 #tip { position: fixed; display: none; padding: 6px 10px; border-radius: 6px; background: #1d2733; color: #fff;
@@ -32,7 +32,7 @@ svg { display: block; margin: 12px auto; min-width: %(width)dpx; max-width: %(ma
 %(style)s</style>
 </head>
 <body>
-%(svg)s
+<main>%(svg)s</main>
 <div id="tip"></div>
 <script>
 const svg = document.querySelector("svg"), tip = document.getElementById("tip");
