@@ -23,7 +23,7 @@ from .seconds import (
 from .simulation import Simulator
 from .stage_memory import StageBytes, ends_bytes, layer_bytes
 from .traffic import Piece, merged, message_bytes, pieces_of, reduction_traffic, stage_weights
-from .workload import Workload
+from .model_sizes import Workload
 
 __all__ = ["Predictor"]
 

@@ -10,7 +10,7 @@ element, a layer saves for backward
     feed-forward        4 T e f / tp            gate, activation, up, product
     norms of heads      T (4 n + 4 r + e n)     of n elements in r rows: Qwen 3's queries and keys, DeepSeek's latents
 
-With recomputation of a whole layer it saves its input, t e h.
+With recomputation of a whole layer it saves its input, t e h. Layers of other models are played (`played_layers.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from .candidate import RankSizes
 from .traffic import chunk_tokens
-from .workload import Block, Workload
+from .model_sizes import Block, Workload
 
 __all__ = ["EndBytes", "LayerBytes", "StageBytes", "ends_bytes", "layer_bytes"]
 
@@ -93,6 +93,11 @@ def layer_bytes(workload: Workload, block: Block, sizes: RankSizes, recompute: s
     temporary = 2 * inside * width * item
     temporary += inside * hidden * (2 * item + sizes.summed_item) if sizes.tp > 1 else inside * hidden * item // 2
     halved = inside * item * (of_head * (local_heads + local_kv_heads) // 2 + 2 * width + 4 * hidden)
+    if workload.bytes_of is not None:
+        played = workload.bytes_of.bytes(sizes, "norms" if recompute == "norms" else "")
+        if recompute == "full":
+            return LayerBytes(between * item * hidden, played.saved + played.temporary, played.saved + halved)
+        return LayerBytes(played.saved, played.temporary, halved)
     if recompute == "full":
         again = saved - (between * hidden * 4 if item >= 4 else 0)  # the first norm's input is the layer's
         return LayerBytes(between * item * hidden, again + temporary, again + halved)
@@ -123,8 +128,13 @@ def ends_bytes(workload: Workload, sizes: RankSizes, fused: bool) -> EndBytes:
     """
     item, hidden = sizes.item, workload.hidden
     columns = workload.head.local(workload.local_sizes(sizes.tp))[0]
-    saved = sizes.shard_tokens * (4 * hidden + 4 + 2 * item * hidden)
+    saved: float = sizes.shard_tokens * (4 * hidden + 4 + 2 * item * hidden)
     wide = max(4, item)
+    played = None if workload.bytes_of is None else workload.bytes_of.bytes(sizes, "")
+    if played is not None:
+        saved = played.end
+    if not fused and played is not None:
+        return EndBytes(saved, played.loss, sizes.tokens * columns * item)
     if not fused:
         logits = sizes.tokens * columns
         return EndBytes(saved, logits * (item + wide) + sizes.tokens * hidden * item, logits * item)
