@@ -236,20 +236,23 @@ class Predictor:
         chunks, total = schedule.num_chunks, layout.num_microbatches * schedule.num_chunks
         in_flight = schedule.peak_in_flight(stage)
         activations, loss, temporary = once.stage.activations, once.stage.loss, once.stage.temporary
-        end, waiting, spare = in_flight / chunks, 0, 2.0 * self._sides(schedule, stage)
-        if layout.schedule == "zb_v":  # the last chunk's backward follows its forward
-            end, spare, temporary = 1.0, 3.0, temporary + once.halved / chunks
+        ends, waiting = 1, 0  # the last chunk's backward follows its forward
+        sides = self._sides(schedule, stage) / chunks
+        spare = 2 * sides
+        if layout.schedule == "zb_v":
+            spare, temporary = 3, temporary + once.halved / chunks
         if layout.schedule == "zb_h1":  # the halves of a backward are `stage` microbatches apart
+            ends = in_flight
             waiting = min(in_flight - 1, stage)
             loss += once.kept * waiting
             temporary += once.halved + once.kept * (waiting + 1)
         return once.stage._replace(
             activations=(activations - once.end) * (in_flight - waiting) / chunks
-            + once.end * (end - waiting)
+            + once.end * (ends - waiting)
             + once.between * waiting,
             loss=loss,
             temporary=temporary,
-            messages=once.stage.messages * (self._sides(schedule, stage) * in_flight / chunks + spare),
+            messages=once.stage.messages * (sides * in_flight + spare),
             first_gradients=float(total > in_flight),
         )
 
