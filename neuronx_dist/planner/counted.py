@@ -18,6 +18,7 @@ from torch import nn
 
 from .. import comm
 from ..hf.context_parallel import check_context_parallel
+from ..hf.dropout import check_dropout
 from ..hf.model_plan import LOCAL_OUTPUT, ModelPlan, UnsupportedModelError, leaf_of, parent_of, stack_of, surroundings
 from ..hf.plan_reading import end_of, read_plan
 from ..hf.sequence_parallel import check_sequence_parallel
@@ -58,6 +59,8 @@ def counted(module: Any) -> Workload:
     layers = [_weights_of_layer(module, plan, name) for name in _layers(module, stack, shape.layers)]
     embedding, head = module.get_submodule(plan.embedding), module.get_submodule(plan.head)
     first, last = _outside(module, plan, stack)
+    if not _accepts(check_dropout, module, plan, 2, False):
+        gathered = "dropout"
     is_cut = bool(surroundings(module, plan))
     if is_cut:  # these weights see all tokens
         first, last = ([weight._replace(split=weight.split or "whole") for weight in end] for end in (first, last))
@@ -91,7 +94,8 @@ def counted(module: Any) -> Workload:
         fuses_loss=fuses_loss(module.config),
         undivided=leaf_of(gathered),
         pads_heads=all(plan.has_plain_attention(name) for name in plan.attentions),
-        allows_sequence_parallel=_accepts(check_sequence_parallel, module, plan),
+        allows_sequence_parallel=_accepts(check_sequence_parallel, module, plan)
+        and _accepts(check_dropout, module, plan, 2, True),
         allows_context_parallel=_accepts(check_context_parallel, module, plan, "auto"),
         first=tuple(first),
         last=tuple(last),

@@ -1,7 +1,7 @@
-"""Bytes that a layer of any model saves for backward: three layers are played on fake tensors, as `estimate_memory`.
+"""Bytes that a layer of any model saves for backward: a few layers are played on fake tensors, as `estimate_memory`.
 
 `stage_memory.py` has them in closed form for Llama's layers. Others differ by their norms, activations and joined
-projections; a play of a sequence on one tp rank counts what they save, which is proportional to the tokens.
+projections; a play on one tp rank counts what they save, which is proportional to the tokens where these are many.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from .candidate import RankSizes
 
 __all__ = ["Played", "PlayedLayers"]
 
-_LAYERS = 3  # the one in the middle is measured
+_LAYERS, _MEASURED = 4, 2  # the third one: during the second one inputs of the first one are freed
+_TOKENS = 8192  # of a play, at most: with fewer, gradients of weights count beside those of activations
 
 
 class Played(NamedTuple):
@@ -31,7 +32,7 @@ class Played(NamedTuple):
 
     Attributes:
         saved, temporary: that a layer saves for backward; most in its backward, beside what all layers save.
-        end: saved by what stands between the last layer and the head.
+        end: saved outside of the layers, by the last norm above all.
         loss: most of logits and their gradients, if the loss is not fused.
     """
 
@@ -58,7 +59,8 @@ class PlayedLayers:
 
     def bytes(self, sizes: RankSizes, recomputed: str) -> Played:
         """Returns the bytes of a microbatch; `recomputed`: "" or "norms"."""
-        key = sizes.tp, sizes.sequence_parallel, sizes.seq_len, sizes.dtype, recomputed
+        rows = min(sizes.micro_batch, max(2, _TOKENS // sizes.seq_len))
+        key = sizes.tp, sizes.sequence_parallel, rows, sizes.seq_len, sizes.dtype, recomputed
         if key not in self._played:
             layout = Layout(
                 sizes.tp,
@@ -66,16 +68,17 @@ class PlayedLayers:
                 sequence_parallel=sizes.sequence_parallel,
                 pad_heads=True,
                 pad_vocab=True,
+                global_batch=rows,
                 seq_len=sizes.seq_len,
                 dtype=sizes.dtype,
             )
             self._played[key] = _play(self._config, layout, recomputed)
-        sequences = sizes.tokens / sizes.seq_len
-        return Played(*(sequences * nbytes for nbytes in self._played[key]))
+        of_tokens = sizes.tokens / (rows * sizes.seq_len)
+        return Played(*(of_tokens * nbytes for nbytes in self._played[key]))
 
 
 def _play(config: Any, layout: Layout, recomputed: str) -> Played:
-    """Plays a step of one sequence, after which gradients exist."""
+    """Plays a step of a microbatch that is not the first one: gradients exist."""
     from transformers import AutoModelForCausalLM
 
     device = torch.device("cpu")
@@ -87,7 +90,7 @@ def _play(config: Any, layout: Layout, recomputed: str) -> Played:
         model = pipelined(module, layout, fused_loss=False)
         if recomputed:
             recompute(model, recomputed)
-        ids = torch.zeros(1, layout.seq_len, dtype=torch.long, device="meta")
+        ids = torch.zeros(layout.global_batch, layout.seq_len, dtype=torch.long, device="meta")
         inputs = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.ones((), device="meta")}
         played, batch = stack.enter_context(on_fakes(model, inputs, meter, device))
         for param in played.local_parameters():
@@ -96,11 +99,12 @@ def _play(config: Any, layout: Layout, recomputed: str) -> Played:
         whole = played.original_module
         for number, name in enumerate(transformer_layers(played)):
             whole.get_submodule(name).register_forward_pre_hook(partial(watch.begins, number), with_kwargs=True)
-        whole.get_submodule(name).register_forward_hook(watch.ends)
         whole.get_output_embeddings().register_forward_pre_hook(partial(watch.begins, _LAYERS), with_kwargs=True)
+        before_all = meter.current
         run_step(played, batch)
     before, peaks = watch.before, watch.peaks
-    return Played(before[2] - before[1], peaks[1], before[_LAYERS] - watch.after, peaks[_LAYERS])
+    saved = before[_MEASURED + 1] - before[_MEASURED]
+    return Played(saved, peaks[_MEASURED], before[_LAYERS] - before_all - _LAYERS * saved, peaks[_LAYERS])
 
 
 class _Watch:
@@ -110,7 +114,6 @@ class _Watch:
         self._meter = meter
         self.before: dict[int, int] = {}  # bytes where the layer begins
         self.peaks: dict[int, int] = {}  # of a layer's backward, beside the bytes where it begins
-        self.after = 0  # bytes after the last layer
         self._start = 0
 
     def begins(self, number: int, module: Any, args: Any, kwargs: Any) -> None:
@@ -121,9 +124,6 @@ class _Watch:
         self.before[number] = self._meter.current
         if number == _LAYERS:
             self._phase(number)
-
-    def ends(self, module: Any, args: Any, output: Any) -> None:
-        self.after = self.after or self._meter.current
 
     def _is_over(self, number: int, grad: torch.Tensor) -> None:
         """Ends the backward of a layer, and begins that of the one before it."""
