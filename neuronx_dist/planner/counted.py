@@ -1,4 +1,4 @@
-"""Sizes of a Hugging Face model, counted in its module on meta: its weights, and how the plan of `hf.swap` divides them.
+"""Sizes of a Hugging Face model, counted in its module on meta, by the plan of `hf.swap`, which divides its weights.
 
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(GPT2Config())
@@ -59,15 +59,16 @@ def counted(module: Any) -> Workload:
     layers = [_weights_of_layer(module, plan, name) for name in _layers(module, stack, shape.layers)]
     embedding, head = module.get_submodule(plan.embedding), module.get_submodule(plan.head)
     first, last = _outside(module, plan, stack)
-    if not _accepts(check_dropout, module, plan, 2, False):
-        gathered = "dropout"
     is_cut = bool(surroundings(module, plan))
     if is_cut:  # these weights see all tokens
         first, last = ([weight._replace(split=weight.split or "whole") for weight in end] for end in (first, last))
     projections = [name for name in plan.styles if parent_of(name) in plan.attentions and plan.styles[name] == "row"]
-    gathered = next((name for name, style in plan.styles.items() if style in ("gathered_column", "split_row")), "")
+    of_style = {style: name for name, style in reversed(plan.styles.items())}
+    gathered = of_style.get("gathered_column") or of_style.get("split_row", "")
     if not projections and not gathered:
         raise _refused(module, "its plan divides no attention")
+    if not _accepts(check_dropout, module, plan, 2, False):
+        gathered = "dropout"
     vocab, hidden = embedding.weight.shape
     heads, kv_heads = shape.heads, shape.kv_heads or shape.heads
     dim = _head_dim(module, shape, projections)
@@ -78,8 +79,7 @@ def counted(module: Any) -> Workload:
     return Workload(
         name=model_type,
         blocks=tuple(
-            Block(len(list(equal)), weights, width, columns > width, norms, fused)
-            for weights, equal in groupby(layers)
+            Block(len(list(equal)), weights, width, columns > width, norms, fused) for weights, equal in groupby(layers)
         ),
         hidden=hidden,
         heads=heads,
@@ -163,7 +163,9 @@ def _weight(module: nn.Module, plan: ModelPlan, name: str, key: str, param: nn.P
     elif style in ("", "whole", "local_heads") and not is_matrix:
         split = ""
     else:
-        raise _refused(module, f"{name}.{key} {tuple(param.shape)} is whole on every rank of tp ({style or 'no'} style)")
+        raise _refused(
+            module, f"{name}.{key} {tuple(param.shape)} is whole on every rank of tp ({style or 'no'} style)"
+        )
     return Weight(tuple(param.shape), split, products=int(is_matrix))
 
 
@@ -172,12 +174,16 @@ def _outside(module: Any, plan: ModelPlan, stack: str) -> tuple[list[Weight], li
     ends = {id(param) for side in ("input", "output") for param in end_of(module, side).parameters()}
     first: list[Weight] = []
     last: list[Weight] = []
+    after_layers = False
     for name, param in module.named_parameters():
         if name.startswith(f"{stack}.") or id(param) in ends:
+            after_layers = after_layers or name.startswith(f"{stack}.")
             continue
         if any(isinstance(part, nn.Linear) for part in (module.get_submodule(parent_of(name)),)):
             raise _refused(module, f"{name} {tuple(param.shape)} is a matrix beside the layers")
         before = any(word in name for word in _BEFORE_LAYERS)
+        if not before and not after_layers:  # a pipeline refuses it
+            raise _refused(module, f"{name} is registered before its layers and used after them")
         (first if before else last).append(Weight(tuple(param.shape), products=0))
     return first, last
 
@@ -192,7 +198,7 @@ def _head_dim(module: nn.Module, shape: ModelShape, projections: list[str]) -> i
 
 
 def _feed_forward(module: nn.Module, plan: ModelPlan, stack: str) -> tuple[int, int]:
-    """Returns the columns of a layer's feed-forward matrices, of gate and input together, and what its last one takes."""
+    """Returns the columns of a layer's feed-forward matrices, gate and input together, and the rows of its last one."""
     columns = width = 0
     for name in _names(plan, f"{stack}.0"):
         layer: Any = module.get_submodule(name)

@@ -24,7 +24,7 @@ from .candidate import RankSizes
 __all__ = ["Played", "PlayedLayers"]
 
 _LAYERS, _MEASURED = 4, 2  # the third one: during the second one inputs of the first one are freed
-_TOKENS = 8192  # of a play, at most: with fewer, gradients of weights count beside those of activations
+_TOKENS = 4096  # of a play, at most: with fewer, gradients of weights count beside those of activations
 
 
 class Played(NamedTuple):

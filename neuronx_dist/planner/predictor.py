@@ -11,6 +11,7 @@ from ..pipeline.schedule import Schedule
 from ..planning.layout import Layout
 from .candidate import Candidate, RankSizes
 from .cluster import Cluster
+from .model_sizes import Workload
 from .seconds import (
     PartSeconds,
     StepSeconds,
@@ -23,7 +24,6 @@ from .seconds import (
 from .simulation import Simulator
 from .stage_memory import EndBytes, StageBytes, ends_bytes, layer_bytes
 from .traffic import Piece, merged, message_bytes, pieces_of, reduction_traffic, stage_weights
-from .model_sizes import Workload
 
 __all__ = ["Predictor"]
 
@@ -103,8 +103,10 @@ class Predictor:
             ranks = dp * sizes.cp
             sharded = dense / ranks + expert / (ranks // sizes.ep if sizes.ep > 1 else ranks)
             numel, state = (dense + expert) / pp, sharded / pp * self._state(sizes)
-            layers = [layer_bytes(self.workload, block, sizes, "") for block in self.workload.blocks]
-            temporary = min(layer.saved + layer.temporary for layer in layers)
+            temporary = 0.0
+            if self.workload.bytes_of is None:  # a play takes longer than the bound saves
+                layers = [layer_bytes(self.workload, block, sizes, "") for block in self.workload.blocks]
+                temporary = min(layer.saved + layer.temporary for layer in layers)
             self._cache[key] = numel * sizes.item + state + max(numel * sizes.item, temporary)
         return self._cache[key]
 

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from ..model_shape import padded_heads
 from ..planning.layout import Layout
 from .candidate import RECOMPUTED, Candidate, RankSizes, schedule_of
+from .model_sizes import Workload
 from .predictor import Predictor
 from .seconds import StepSeconds
 from .stage_memory import StageBytes
-from .model_sizes import Workload
 
 __all__ = ["MARGIN", "SCHEDULES", "Found", "Job", "candidates", "groups", "search", "smallest"]
 

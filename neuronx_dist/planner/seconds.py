@@ -21,8 +21,8 @@ from math import prod
 from ..planning.layout import Layout
 from .candidate import RankSizes
 from .cluster import Cluster
-from .traffic import Sent, embedding_traffic, head_traffic, layer_traffic, message_bytes
 from .model_sizes import Block, Weight, Workload
+from .traffic import Sent, embedding_traffic, head_traffic, layer_traffic, message_bytes
 
 __all__ = [
     "PartSeconds",
@@ -165,7 +165,9 @@ def layer_seconds(
         is_one = compiled or block.fused_norms
         elements = block.norms * sizes.shard_tokens * workload.hidden + sizes.tokens * inner
         calls = (block.norms + (2 if rows else 0)) * _norm_calls(is_one)
-        again = PassSeconds(pointwise=_norm_bytes(sizes, is_one) * elements / cluster.bandwidth + calls * cluster.launch)
+        again = PassSeconds(
+            pointwise=_norm_bytes(sizes, is_one) * elements / cluster.bandwidth + calls * cluster.launch
+        )
     return PartSeconds(forward, backward, again)
 
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .candidate import RankSizes
-from .traffic import chunk_tokens
 from .model_sizes import Block, Workload
+from .traffic import chunk_tokens
 
 __all__ = ["EndBytes", "LayerBytes", "StageBytes", "ends_bytes", "layer_bytes"]
 

@@ -1,6 +1,6 @@
 """`Workload`: the sizes of a language model that the planner calculates with, from a name, a config or a module.
 
-    workload_of("llama-70b").num_parameters      # 70553706496
+workload_of("llama-70b").num_parameters      # 70553706496
 """
 
 from __future__ import annotations
