@@ -6,7 +6,7 @@ A model is an embedding, blocks of equal layers, a last norm and a head, maybe w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -40,23 +40,7 @@ class Weight(NamedTuple):
 
     def local(self, sizes: LocalSizes) -> tuple[int, ...]:
         """Returns the shape of a rank's shard."""
-        shape = list(self.shape)
-        if self.is_expert:
-            shape[0] //= sizes.ep
-        rows = 1 if self.is_expert else 0
-        if self.split == "rows":
-            shape[rows] //= sizes.tp
-        elif self.split == "columns":
-            shape[-1] //= sizes.tp
-        elif self.split == "vocab":
-            shape[rows] = -(-shape[rows] // sizes.tp)
-        elif self.split == "query":
-            shape[0] = shape[0] // sizes.whole_heads * sizes.heads.heads // sizes.tp
-        elif self.split == "heads":
-            shape[-1] = shape[-1] // sizes.whole_heads * sizes.heads.heads // sizes.tp
-        elif self.split == "key_value":
-            shape[0] = shape[0] // sizes.whole_kv_heads * sizes.heads.kv_heads * sizes.heads.replicas // sizes.tp
-        return tuple(shape)
+        return _local_shape(self, sizes)
 
 
 class LocalSizes(NamedTuple):
@@ -67,6 +51,27 @@ class LocalSizes(NamedTuple):
     heads: Heads
     whole_heads: int
     whole_kv_heads: int
+
+
+@lru_cache(maxsize=4096)
+def _local_shape(weight: Weight, sizes: LocalSizes) -> tuple[int, ...]:
+    shape = list(weight.shape)
+    if weight.is_expert:
+        shape[0] //= sizes.ep
+    rows = 1 if weight.is_expert else 0
+    if weight.split == "rows":
+        shape[rows] //= sizes.tp
+    elif weight.split == "columns":
+        shape[-1] //= sizes.tp
+    elif weight.split == "vocab":
+        shape[rows] = -(-shape[rows] // sizes.tp)
+    elif weight.split == "query":
+        shape[0] = shape[0] // sizes.whole_heads * sizes.heads.heads // sizes.tp
+    elif weight.split == "heads":
+        shape[-1] = shape[-1] // sizes.whole_heads * sizes.heads.heads // sizes.tp
+    elif weight.split == "key_value":
+        shape[0] = shape[0] // sizes.whole_kv_heads * sizes.heads.kv_heads * sizes.heads.replicas // sizes.tp
+    return tuple(shape)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -189,7 +190,7 @@ class Predictor:
         if key not in self._cache:
             sizes = candidate.sizes
             pieces = self.pieces(candidate.schedule)
-            distinct = {piece: self._piece(piece, sizes, options).tasks for chunks in pieces for piece in chunks}
+            distinct = {piece: self._piece(piece, sizes, options).tasks for piece in {*chain(*pieces)}}
             self._cache[key] = [[distinct[piece] for piece in chunks] for chunks in pieces]
         return self._cache[key]
 
@@ -269,7 +270,22 @@ class Predictor:
 
     def peak(self, candidate: Candidate) -> float:
         """Returns the bytes of the rank that needs most."""
-        return max(self.stage_bytes(candidate, stage).peak for stage in range(candidate.layout.pp))
+        return max(self.stage_bytes(candidate, stage).peak for stage in self._fullest(candidate))
+
+    def _fullest(self, candidate: Candidate) -> list[int]:
+        """Returns the stages one of which needs most: of equal ones that with most forwards in flight."""
+        layout, schedule = candidate.layout, candidate.schedule
+        if layout.pp == 1 or layout.schedule == "zb_h1":
+            return list(range(layout.pp))
+        key = "fullest", type(schedule), schedule.num_stages, schedule.num_chunks, schedule.num_microbatches
+        if key not in self._cache:
+            total, fullest = schedule.num_microbatches * schedule.num_chunks, dict[Any, tuple[int, int]]()
+            for stage, piece in enumerate(self.stages(candidate)):
+                in_flight = schedule.peak_in_flight(stage)
+                kind = piece, self._sides(schedule, stage), total > in_flight
+                fullest[kind] = max(fullest.get(kind, (-1, 0)), (in_flight, stage))
+            self._cache[key] = [stage for _, stage in fullest.values()]
+        return self._cache[key]
 
     def _bytes_of_one(self, candidate: Candidate, stage: Piece) -> OneMicrobatch:
         """Returns the bytes of a stage with one microbatch in flight."""

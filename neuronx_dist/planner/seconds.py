@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from math import prod
+from operator import attrgetter
 
 from ..planning.layout import Layout
 from .candidate import RankSizes
@@ -68,11 +69,7 @@ class PassSeconds:
         return PassSeconds(*(x * factor for x in _values(self)))
 
 
-_PASS = tuple(field.name for field in fields(PassSeconds))
-
-
-def _values(seconds: PassSeconds) -> tuple[float, ...]:
-    return tuple(getattr(seconds, name) for name in _PASS)
+_values = attrgetter(*(field.name for field in fields(PassSeconds)))
 
 
 @dataclass(frozen=True)
