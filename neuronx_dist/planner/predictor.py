@@ -316,7 +316,7 @@ class Predictor:
                 optimizer=sharded * self._state(sizes),
                 activations=saved + end.saved,
                 loss=end.loss,
-                temporary=temporary,
+                temporary=max(0.0, temporary - end.saved),  # which is freed before the last layer's backward
                 messages=message_bytes(self.workload, sizes) if layout.pp > 1 else 0.0,
                 step=of_step + elements.temporary / dense * max(4, item),
             )
