@@ -270,7 +270,7 @@ def test_peaks_are_those_that_are_played(name: str) -> None:
         intermediate_size=3584,
         num_attention_heads=8,
         num_key_value_heads=4,
-        num_hidden_layers=6,
+        num_hidden_layers=8 if layout.virtual_pipeline_size > 1 else 6,  # 6 in 4 chunks: 1.4 % on the last stage
         vocab_size=16384,
         max_position_embeddings=512,
         **(dict.fromkeys(_WITHOUT_DROPOUT, 0.0) if family != "Phi" else {}),
