@@ -1,12 +1,13 @@
 """The planner: which layout for a model on a cluster, how long is a step, how wrong is the prediction?
 
 cluster.py       `Cluster`: speeds and sizes of devices and links; presets.py: by data sheets; measure.py: measured
-workload.py      `Workload`: the sizes of a model, by name, from a config or a module
+workload.py      models by name, and `workload_of`: the sizes of any model
+model_sizes.py   `Workload`: weights by layer, and how tp divides each; counted.py: from a module
 candidate.py     `Candidate`: a layout and the options of its step
 traffic.py       the collectives of a step, counted
 seconds.py       seconds of parts of a model, of a pipeline, of a reduction
 simulation.py    seconds of a pipeline, by a pass over its tasks
-stage_memory.py  bytes of a rank, by stage, in closed form
+stage_memory.py  bytes of a rank, by stage, in closed form; played_layers.py: of layers that are not Llama's, played
 predictor.py     `Predictor`: seconds and bytes of a candidate; computed once what candidates share
 search.py        the fastest candidates that fit, exact, by bounds
 layout_plan.py   `LayoutPlan`: a layout with its predictions, as text, flags and file

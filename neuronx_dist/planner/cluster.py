@@ -13,7 +13,7 @@ collective over n ranks, of which m are inside one part of a link's parts, a ran
     all_gather, reduce_scatter, broadcast   bytes (1 - m / n) / m     the m ranks share what their part needs
     all_reduce                              twice that
     all_to_all                              bytes (1 - m / n)
-    send, recv, permute                     bytes, over the outermost link of the group alone
+    send, recv, permute, exchange           bytes: every rank sends to its neighbour, and the slowest link counts alone
 
 Chunks pass all links at once, so that the slowest link counts. Latencies of the links add up, each log2 of its number
 of parts times, and `in_step` of the outermost counts once. (Thakur et al., Optimization of Collective Communication
@@ -219,13 +219,13 @@ class Cluster:
             joined = min(size, max(1, link.span // stride))
             if joined > inside:
                 outside = 1 - inside / size
-                if kind in RINGS:
+                if kind in MESSAGES:
+                    slowest = max(slowest, nbytes / link.bandwidth + link.latency)
+                elif kind in RINGS:
                     slowest = max(slowest, nbytes * outside / inside / link.bandwidth)
-                elif kind in MESSAGES:
-                    slowest, latency = nbytes / link.bandwidth, 0.0
                 else:
                     slowest = max(slowest, nbytes * outside / link.bandwidth)
-                latency += link.latency * (1 if kind in MESSAGES else ceil(log2(joined / inside)))
+                latency += 0.0 if kind in MESSAGES else link.latency * ceil(log2(joined / inside))
                 in_step, inside = link.in_step, joined
         return passes * slowest + latency + (in_step if between_products else 0.0)
 

@@ -252,6 +252,8 @@ def _candidate_of(planned: Plan, workload: Workload, devices: int, path: str) ->
         **{name: getattr(job, name) for name in of_layout},
     )
     problems = layout.problems(workload.shape)
+    if not workload.divides(layout.tp):
+        problems.append(f"tp {layout.tp} does not divide all weights of {workload.name}")
     if problems:
         problems.append(f"the nearest layout that works: {layout.nearest(workload.shape)}")
         raise PlanError("\n  - ".join([f"{path} cannot work:", *problems]))

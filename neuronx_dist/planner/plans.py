@@ -324,8 +324,8 @@ def _ways_out(predictor: Predictor, job: Job, limit: float) -> Iterator[str]:
             excluding = True
             words = LayoutPlan(*found[0], workload, cluster).words()
             yield f"the constraints exclude all together; without any: {words}"
-    if workload.joined and job.fixed.get("tp", (1,)) != (1,):
-        yield f"tp is 1 for {workload.name}: what tp sends of its joined weights, {workload.joined}, is not modelled"
+    if workload.undivided and job.fixed.get("tp", (1,)) != (1,):
+        yield f"tp is 1 for {workload.name}: what tp sends of its joined weights, {workload.undivided}, is not modelled"
     if excluding:
         return
     if workload.max_positions is not None and job.seq_len > workload.max_positions:

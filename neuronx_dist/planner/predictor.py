@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from ..pipeline.schedule import Schedule
 from ..planning.layout import Layout
 from .candidate import Candidate, RankSizes
 from .cluster import Cluster
+from .model_sizes import Workload
 from .seconds import (
     PartSeconds,
     StepSeconds,
@@ -21,19 +23,39 @@ from .seconds import (
     reduction_seconds,
 )
 from .simulation import Simulator
-from .stage_memory import StageBytes, ends_bytes, layer_bytes
+from .stage_memory import EndBytes, StageBytes, ends_bytes, layer_bytes
 from .traffic import Piece, merged, message_bytes, pieces_of, reduction_traffic, stage_weights
-from .workload import Workload
 
 __all__ = ["Predictor"]
 
 
 class Elements(NamedTuple):
-    """Numbers of elements of a stage's weights on a rank: all but experts, and experts; the largest weight."""
+    """Numbers of elements of a stage's weights on a rank.
+
+    Attributes:
+        dense, expert: of all but experts, and of experts.
+        temporary: most of AdamW at one time: two of a weight's size, and one of the weight before it.
+    """
 
     dense: int
     expert: int
-    largest: int
+    temporary: int
+
+
+class OneMicrobatch(NamedTuple):
+    """Bytes of a stage with one microbatch in flight.
+
+    Attributes:
+        stage: all of them; messages are those of one.
+        end: of the activations those that the last norm saves; `kept`: that the loss holds until its backward.
+        halved, between: as in `LayerBytes`, of all layers.
+    """
+
+    stage: StageBytes
+    end: float
+    kept: float
+    halved: float
+    between: float
 
 
 class TimedPiece(NamedTuple):
@@ -82,8 +104,10 @@ class Predictor:
             ranks = dp * sizes.cp
             sharded = dense / ranks + expert / (ranks // sizes.ep if sizes.ep > 1 else ranks)
             numel, state = (dense + expert) / pp, sharded / pp * self._state(sizes)
-            layers = [layer_bytes(self.workload, block, sizes, "") for block in self.workload.blocks]
-            temporary = min(layer.saved + layer.temporary for layer in layers)
+            temporary = 0.0
+            if self.workload.bytes_of is None:  # a play takes longer than the bound saves
+                layers = [layer_bytes(self.workload, block, sizes, "") for block in self.workload.blocks]
+                temporary = min(layer.saved + layer.temporary for layer in layers)
             self._cache[key] = numel * sizes.item + state + max(numel * sizes.item, temporary)
         return self._cache[key]
 
@@ -166,7 +190,7 @@ class Predictor:
         if key not in self._cache:
             sizes = candidate.sizes
             pieces = self.pieces(candidate.schedule)
-            distinct = {piece: self._piece(piece, sizes, options).tasks for chunks in pieces for piece in chunks}
+            distinct = {piece: self._piece(piece, sizes, options).tasks for piece in {*chain(*pieces)}}
             self._cache[key] = [[distinct[piece] for piece in chunks] for chunks in pieces]
         return self._cache[key]
 
@@ -209,63 +233,94 @@ class Predictor:
     def stage_bytes(self, candidate: Candidate, stage: int) -> StageBytes:
         """Returns the bytes of a rank of a stage."""
         layout, schedule = candidate.layout, candidate.schedule
-        once, kept, halved = self._bytes_of_one(candidate, self.stages(candidate)[stage])
+        once = self._bytes_of_one(candidate, self.stages(candidate)[stage])
         if layout.pp == 1:
-            return once._replace(first_gradients=float(layout.num_microbatches > 1))
+            return once.stage._replace(first_gradients=float(layout.num_microbatches > 1))
         chunks, total = schedule.num_chunks, layout.num_microbatches * schedule.num_chunks
         in_flight = schedule.peak_in_flight(stage)
-        activations = once.activations * in_flight / chunks
-        loss, message = once.loss, once.messages
-        if layout.schedule in ("zb_h1", "zb_v"):  # backwards in halves
-            activations += halved / chunks
-        if layout.schedule == "zb_h1":  # the halves are `stage` microbatches apart
-            loss += kept * (min(in_flight, stage + 1) - 1)
-        return once._replace(
-            activations=activations,
+        activations, loss, temporary = once.stage.activations, once.stage.loss, once.stage.temporary
+        ends, waiting = 1, 0  # the last chunk's backward follows its forward
+        sides = self._sides(schedule, stage) / chunks
+        spare = 2 * sides
+        if layout.schedule == "zb_v":
+            spare, temporary = 3, temporary + once.halved / chunks
+        if layout.schedule == "zb_h1":  # the halves of a backward are `stage` microbatches apart
+            ends = in_flight
+            waiting = min(in_flight - 1, stage)
+            loss += once.kept * waiting
+            temporary += once.halved + once.kept * (waiting + 1)
+        return once.stage._replace(
+            activations=(activations - once.end) * (in_flight - waiting) / chunks
+            + once.end * (ends - waiting)
+            + once.between * waiting,
             loss=loss,
-            messages=message * (in_flight + (6 if layout.schedule == "zb_v" else 3)),
+            temporary=temporary,
+            messages=once.stage.messages * (sides * in_flight + spare),
             first_gradients=float(total > in_flight),
         )
 
+    def _sides(self, schedule: Schedule, stage: int) -> int:
+        """Returns how many neighbours the chunks of a stage have; each sends and is sent to."""
+        key = "sides", type(schedule), schedule.num_stages, schedule.num_chunks, stage
+        if key not in self._cache:
+            last = schedule.num_virtual_stages - 1
+            places = [schedule.virtual_stage(stage, chunk) for chunk in range(schedule.num_chunks)]
+            self._cache[key] = sum((place > 0) + (place < last) for place in places)
+        return self._cache[key]
+
     def peak(self, candidate: Candidate) -> float:
         """Returns the bytes of the rank that needs most."""
-        return max(self.stage_bytes(candidate, stage).peak for stage in range(candidate.layout.pp))
+        return max(self.stage_bytes(candidate, stage).peak for stage in self._fullest(candidate))
 
-    def _bytes_of_one(self, candidate: Candidate, stage: Piece) -> tuple[StageBytes, float, float]:
-        """Returns the bytes of a stage with one microbatch in flight; kept by the loss; between halves of a backward.
+    def _fullest(self, candidate: Candidate) -> list[int]:
+        """Returns the stages one of which needs most: of equal ones that with most forwards in flight."""
+        layout, schedule = candidate.layout, candidate.schedule
+        if layout.pp == 1 or layout.schedule == "zb_h1":
+            return list(range(layout.pp))
+        key = "fullest", type(schedule), schedule.num_stages, schedule.num_chunks, schedule.num_microbatches
+        if key not in self._cache:
+            total, fullest = schedule.num_microbatches * schedule.num_chunks, dict[Any, tuple[int, int]]()
+            for stage, piece in enumerate(self.stages(candidate)):
+                in_flight = schedule.peak_in_flight(stage)
+                kind = piece, self._sides(schedule, stage), total > in_flight
+                fullest[kind] = max(fullest.get(kind, (-1, 0)), (in_flight, stage))
+            self._cache[key] = [stage for _, stage in fullest.values()]
+        return self._cache[key]
 
-        Messages are those of one.
-        """
+    def _bytes_of_one(self, candidate: Candidate, stage: Piece) -> OneMicrobatch:
+        """Returns the bytes of a stage with one microbatch in flight."""
         layout, sizes = candidate.layout, candidate.sizes
         dense, expert = self._degrees(layout)
         key = "stage bytes", stage, sizes, candidate.recompute, candidate.fused_loss, dense, expert
-        found: tuple[StageBytes, float, float] | None = self._cache.get(key)
+        found: OneMicrobatch | None = self._cache.get(key)
         if found is None:
             elements = self.elements(stage, sizes)
             numel, item = elements.dense + elements.expert, sizes.item
             sharded = elements.dense / dense + elements.expert / expert
-            saved = temporary = loss = kept = halved = 0.0
+            saved = temporary = halved = between = 0.0
             for index, layers in enumerate(stage.layers):
                 if layers:
                     of_layer = layer_bytes(self.workload, self.workload.blocks[index], sizes, candidate.recompute)
                     saved += layers * of_layer.saved
                     halved += layers * of_layer.halved
+                    between += layers * of_layer.between
                     temporary = max(temporary, of_layer.temporary)
+            end = EndBytes(0.0, 0.0, 0.0)
             if stage.last:
-                of_end, loss, kept = ends_bytes(self.workload, sizes, candidate.fused_loss)
-                saved += of_end
+                end = ends_bytes(self.workload, sizes, candidate.fused_loss)
+                between += 3 * sizes.shard_tokens * self.workload.hidden * item  # input, gradient, normalised input
             of_step = sharded * max(4, item) if item < 4 or dense > 1 else 0.0  # gradients of masters
             bytes_of_stage = StageBytes(
                 weights=numel * item,
                 gradients=numel * item,
                 optimizer=sharded * self._state(sizes),
-                activations=saved,
-                loss=loss,
-                temporary=temporary,
+                activations=saved + end.saved,
+                loss=end.loss,
+                temporary=max(0.0, temporary - end.saved),  # which is freed before the last layer's backward
                 messages=message_bytes(self.workload, sizes) if layout.pp > 1 else 0.0,
-                step=of_step + 2 * elements.largest / dense * max(4, item),
+                step=of_step + elements.temporary / dense * max(4, item),
             )
-            found = self._cache[key] = bytes_of_stage, kept, halved
+            found = self._cache[key] = OneMicrobatch(bytes_of_stage, end.saved, end.kept, halved, between)
         return found
 
     @staticmethod
@@ -295,15 +350,16 @@ class Predictor:
         key = "elements", stage, sizes.tp, sizes.ep
         if key not in self._cache:
             local = self.workload.local_sizes(sizes.tp, sizes.ep)
-            dense = expert = largest = 0
+            dense = expert = temporary = before = 0
             for weight, count in stage_weights(self.workload, stage):
                 numel = prod(weight.local(local))
-                largest = max(largest, numel)
+                temporary = max(temporary, 2 * numel + (numel if count > 1 else before))
+                before = numel
                 if weight.is_expert:
                     expert += numel * count
                 else:
                     dense += numel * count
-            self._cache[key] = Elements(dense, expert, largest)
+            self._cache[key] = Elements(dense, expert, temporary)
         return self._cache[key]
 
     @staticmethod

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from ..model_shape import padded_heads
 from ..planning.layout import Layout
 from .candidate import RECOMPUTED, Candidate, RankSizes, schedule_of
+from .model_sizes import Workload
 from .predictor import Predictor
 from .seconds import StepSeconds
 from .stage_memory import StageBytes
-from .workload import Workload
 
 __all__ = ["MARGIN", "SCHEDULES", "Found", "Job", "candidates", "groups", "search", "smallest"]
 
@@ -87,13 +87,15 @@ def groups(workload: Workload, world: int, job: Job) -> Iterator[Group]:
         return
     dtypes = job.values("dtype", ["bfloat16"])
     for tp in job.values("tp", divisors(world, _MOST_TP)):
-        if tp > 1 and workload.joined:
+        if not workload.divides(tp):
             continue
         heads = padded_heads(workload.heads, workload.kv_heads, tp)
         pads = heads.pads(workload.heads, workload.kv_heads), workload.vocab % tp != 0
-        if world % tp or workload.intermediate % tp or not _allows(job, pads):
+        if world % tp or not _allows(job, pads):
             continue
         sequence = job.values("sequence_parallel", [False, True] if tp > 1 else [False])
+        if not workload.allows_sequence_parallel:
+            sequence = [sharded for sharded in sequence if not sharded]
         for pp in job.values("pp", divisors(world // tp, workload.layers)):
             if world // tp % pp or pp > workload.layers:
                 continue
@@ -101,6 +103,8 @@ def groups(workload: Workload, world: int, job: Job) -> Iterator[Group]:
             experts = [n for n in divisors(workload.experts) if rest % n == 0] if workload.experts else [1]
             for cp in job.values("cp", divisors(rest)):
                 dp = rest // cp
+                if cp > 1 and not workload.allows_context_parallel:
+                    continue
                 if rest % cp or batch % dp or (cp > 1 and seq_len % (2 * cp)) or dp not in job.values("dp", [dp]):
                     continue
                 for ep in job.values("ep", experts):

@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from math import prod
+from operator import attrgetter
 
 from ..planning.layout import Layout
 from .candidate import RankSizes
 from .cluster import Cluster
+from .model_sizes import Block, Weight, Workload
 from .traffic import Sent, embedding_traffic, head_traffic, layer_traffic, message_bytes
-from .workload import Block, Weight, Workload
 
 __all__ = [
     "PartSeconds",
@@ -68,11 +69,7 @@ class PassSeconds:
         return PassSeconds(*(x * factor for x in _values(self)))
 
 
-_PASS = tuple(field.name for field in fields(PassSeconds))
-
-
-def _values(seconds: PassSeconds) -> tuple[float, ...]:
-    return tuple(getattr(seconds, name) for name in _PASS)
+_values = attrgetter(*(field.name for field in fields(PassSeconds)))
 
 
 @dataclass(frozen=True)
@@ -162,9 +159,12 @@ def layer_seconds(
         again = forward
     elif recompute == "norms":
         inner, rows = workload.inner_norms(block, sizes.tp)
-        norms = _norm_bytes(sizes, compiled) * (2 * sizes.shard_tokens * workload.hidden + sizes.tokens * inner)
-        number = 4 if rows else 2
-        again = PassSeconds(pointwise=norms / cluster.bandwidth + number * _norm_calls(compiled) * cluster.launch)
+        is_one = compiled or block.fused_norms
+        elements = block.norms * sizes.shard_tokens * workload.hidden + sizes.tokens * inner
+        calls = (block.norms + (2 if rows else 0)) * _norm_calls(is_one)
+        again = PassSeconds(
+            pointwise=_norm_bytes(sizes, is_one) * elements / cluster.bandwidth + calls * cluster.launch
+        )
     return PartSeconds(forward, backward, again)
 
 
@@ -201,12 +201,14 @@ def _pointwise(workload: Workload, block: Block, sizes: RankSizes, compiled: boo
     """Returns the number of calls outside of products in a layer's forward, and the bytes that they read and write."""
     item, hidden = sizes.item, workload.hidden
     rotated = sum(workload.rank_heads(sizes.tp)) * workload.key_dim
-    between = 2 * _norm_bytes(sizes, compiled) + 2 * 3 * item  # per element of the residual stream: norms, additions
-    inside = 3 if compiled else 5  # gate and up are read, and a product is written
+    is_one = compiled or block.fused_norms
+    # Per element of the residual stream: norms, additions.
+    between = block.norms * _norm_bytes(sizes, is_one) + 2 * 3 * item
+    inside = (3 if compiled else 5) if block.gated else 2  # gate and up are read, and a product is written
     of_rotation = 2 if compiled else 10
     moved: float = sizes.shard_tokens * hidden * between
     moved += sizes.tokens * (block.intermediate / sizes.tp * inside + rotated * of_rotation) * item
-    calls = 6 if compiled else 28
+    calls = block.norms * _norm_calls(is_one) + (4 if compiled else 14)
     elements, rows = workload.inner_norms(block, sizes.tp)
     if rows:  # of queries and of keys
         moved += sizes.tokens * elements * _norm_bytes(sizes, compiled)
@@ -276,11 +278,11 @@ def ends_seconds(
 
 
 def message_seconds(workload: Workload, layout: Layout, sizes: RankSizes, cluster: Cluster) -> float:
-    """Returns the seconds of a message between stages."""
+    """Returns the seconds of a message between stages, by the slowest link between any two that follow one another."""
     if layout.pp == 1:
         return 0.0
     stride = layout.tp * layout.cp * layout.dp
-    return cluster.collective("send", message_bytes(workload, sizes), 2, stride)
+    return cluster.collective("send", message_bytes(workload, sizes), layout.pp, stride)
 
 
 def reduction_seconds(sent: Iterable[Sent], numel: int, layout: Layout, sizes: RankSizes, cluster: Cluster) -> float:

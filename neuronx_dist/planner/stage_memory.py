@@ -10,7 +10,7 @@ element, a layer saves for backward
     feed-forward        4 T e f / tp            gate, activation, up, product
     norms of heads      T (4 n + 4 r + e n)     of n elements in r rows: Qwen 3's queries and keys, DeepSeek's latents
 
-With recomputation of a whole layer it saves its input, t e h.
+With recomputation of a whole layer it saves its input, t e h. Layers of other models are played (`played_layers.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .candidate import RankSizes
+from .model_sizes import Block, Workload
 from .traffic import chunk_tokens
-from .workload import Block, Workload
 
 __all__ = ["EndBytes", "LayerBytes", "StageBytes", "ends_bytes", "layer_bytes"]
 
@@ -64,12 +64,14 @@ class LayerBytes(NamedTuple):
     Attributes:
         saved: for backward.
         temporary: of its backward.
-        halved: saved between the two halves of a backward, beside `saved`: gradients of the outputs of products.
+        halved: more in a backward's first half, which saves the gradients of the outputs of products for the second.
+        between: held between the halves: those gradients, and the inputs of products and of norms' weights.
     """
 
     saved: float
     temporary: float
     halved: float
+    between: float
 
 
 def layer_bytes(workload: Workload, block: Block, sizes: RankSizes, recompute: str) -> LayerBytes:
@@ -92,14 +94,22 @@ def layer_bytes(workload: Workload, block: Block, sizes: RankSizes, recompute: s
     saved = norms + inner + inputs + attention + feed_forward
     temporary = 2 * inside * width * item
     temporary += inside * hidden * (2 * item + sizes.summed_item) if sizes.tp > 1 else inside * hidden * item // 2
-    halved = inside * item * (of_head * (local_heads + local_kv_heads) // 2 + 2 * width + 4 * hidden)
+    of_inputs = of_head * local_kv_heads + workload.key_dim * local_heads + (1 + block.gated) * width
+    halved = inside * item * (of_inputs + 4 * hidden)
+    held = halved + inside * item * (2 * hidden + workload.value_dim * local_heads + width)
+    held += block.norms * between * item * hidden
+    if workload.bytes_of is not None:
+        played = workload.bytes_of.bytes(sizes, "norms" if recompute == "norms" else "")
+        if recompute == "full":
+            return LayerBytes(between * item * hidden, played.saved + played.temporary, played.saved + halved, held)
+        return LayerBytes(played.saved, played.temporary, halved, held)
     if recompute == "full":
         again = saved - (between * hidden * 4 if item >= 4 else 0)  # the first norm's input is the layer's
-        return LayerBytes(between * item * hidden, again + temporary, again + halved)
+        return LayerBytes(between * item * hidden, again + temporary, again + halved, held)
     if recompute == "norms":
         kept = 2 * between * item * hidden + inside * item * elements
-        return LayerBytes(saved - norms - inner + kept, temporary + norms / 2, halved + norms)
-    return LayerBytes(saved, temporary, halved)
+        return LayerBytes(saved - norms - inner + kept, temporary + norms / 2, halved + norms, held)
+    return LayerBytes(saved, temporary, halved, held)
 
 
 class EndBytes(NamedTuple):
@@ -123,15 +133,20 @@ def ends_bytes(workload: Workload, sizes: RankSizes, fused: bool) -> EndBytes:
     """
     item, hidden = sizes.item, workload.hidden
     columns = workload.head.local(workload.local_sizes(sizes.tp))[0]
-    saved = sizes.shard_tokens * (4 * hidden + 4 + 2 * item * hidden)
+    saved: float = sizes.shard_tokens * (4 * hidden + 4 + 2 * item * hidden)
     wide = max(4, item)
+    played = None if workload.bytes_of is None else workload.bytes_of.bytes(sizes, "")
+    if played is not None:
+        saved = played.end
+    if not fused and played is not None:
+        return EndBytes(saved, played.loss, sizes.tokens * columns * item)
     if not fused:
         logits = sizes.tokens * columns
         return EndBytes(saved, logits * (item + wide) + sizes.tokens * hidden * item, logits * item)
     tokens = chunk_tokens(workload, sizes)
     of_inputs = sizes.tokens * hidden * item
     kept = columns * hidden * wide + of_inputs
-    of_chunk = tokens * columns * item * (1 if item < 4 else 2)
+    of_chunk = tokens * columns * item
     if item < 4:
         of_chunk += columns * hidden * (item + (wide if tokens < sizes.tokens else 0))
     gathered = of_inputs if sizes.sequence_parallel else 0

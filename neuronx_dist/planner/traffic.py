@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..model_shape import stage_layers
 from ..pipeline.schedule import Schedule
 from .candidate import Candidate, RankSizes
-from .workload import Block, Weight, Workload
+from .model_sizes import Block, Weight, Workload
 
 __all__ = [
     "Piece",
@@ -162,10 +162,9 @@ def embedding_traffic(workload: Workload, sizes: RankSizes) -> list[Sent]:
     if sizes.tp == 1:
         return []
     elements = sizes.tokens * workload.hidden
-    if sizes.sequence_parallel:
-        gathered = Sent("all_gather", "tp", elements * sizes.item, 0, 1)
-        return [Sent("reduce_scatter", "tp", elements * sizes.summed_item, 1), gathered]
-    return [Sent("all_reduce", "tp", elements * sizes.summed_item, 1)]
+    verb = "reduce_scatter" if sizes.sequence_parallel and not workload.is_cut_after_positions else "all_reduce"
+    gathered = [Sent("all_gather", "tp", elements * sizes.item, 0, 1)] * sizes.sequence_parallel
+    return [Sent(verb, "tp", elements * sizes.summed_item, 1), *gathered]
 
 
 def head_traffic(workload: Workload, sizes: RankSizes, fused: bool) -> list[Sent]:
@@ -176,10 +175,10 @@ def head_traffic(workload: Workload, sizes: RankSizes, fused: bool) -> list[Sent
     summed = sizes.tokens * workload.hidden * sizes.summed_item
     sent: list[Sent] = []
     if sizes.sequence_parallel:
-        sent.append(Sent("all_gather", "tp", whole, 1, 0 if fused else 1))
-        sent.append(Sent("reduce_scatter", "tp", summed, 0, 1))
-    else:
-        sent.append(Sent("all_reduce", "tp", summed, 0, 1))
+        again = not fused and not workload.is_cut_after_positions  # the head's input, for its weight's gradient
+        sent.append(Sent("all_gather", "tp", whole, 1, int(again)))
+    scatters = sizes.sequence_parallel and not workload.is_cut_after_positions
+    sent.append(Sent("reduce_scatter" if scatters else "all_reduce", "tp", summed, 0, 1))
     for tokens, count in _chunks(workload, sizes) if fused else [(sizes.tokens, 1)]:
         sent.append(Sent("all_reduce", "tp", tokens * sizes.item, count))
         sent.append(Sent("all_reduce", "tp", 2 * tokens * wide, count))
@@ -211,14 +210,17 @@ def message_bytes(workload: Workload, sizes: RankSizes) -> int:
 def stage_weights(workload: Workload, stage: Piece) -> list[tuple[Weight, int]]:
     """Returns the parameters of a stage, `merged`, and the number of each, in the order of the model."""
     found: list[tuple[Weight, int]] = []
+    first, last = workload.outside
     if stage.first:
-        found.append((workload.embedding, 1))
+        found += [(weight, 1) for weight in first]
     for block, layers in zip(workload.blocks, stage.layers):
         found += [(weight, weight.number) for _ in range(layers) for weight in block.weights]
     if stage.last:
-        found.append((workload.norm, 1))
+        found += [(weight, 1) for weight in last]
         if not (workload.tied and stage.first):  # a tied weight, on the last stage alone, is this stage's copy
             found.append((workload.head, 1))
+        if workload.head_bias:
+            found.append((Weight((workload.vocab,), "vocab", products=0), 1))
     return found
 
 

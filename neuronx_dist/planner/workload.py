@@ -1,212 +1,27 @@
 """`Workload`: the sizes of a language model that the planner calculates with, from a name, a config or a module.
 
-    workload_of("llama-70b").num_parameters      # 70553706496
-
-A model is an embedding, blocks of equal layers, a last norm and a head. Of a layer its weights count, with the way in
-which `hf.swap` divides them, and the sizes of its attention.
+workload_of("llama-70b").num_parameters      # 70553706496
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 
-from ..model_shape import Heads, ModelShape, padded_heads
+from ..model_shape import ModelShape
 from ..nearest import nearest
+from .counted import counted, fuses_loss, has_experts_or_latents
+from .model_sizes import Block, Weight, Workload
 
 __all__ = ["MODELS", "Block", "Weight", "Workload", "config_of", "workload_of"]
 
-#: Share of a model's parameters that may be missing or too many in its sizes: further norms, biases of experts.
+#: Share of the parameters of a model with experts or latent attention that its config may miss: a router's biases.
 UNCOUNTED = 1e-3
-
-
-_SCALED_LOGITS = ("logits_scaling", "logit_scale", "final_logit_softcapping")  # of Granite, Cohere, Gemma 2
-
-_JOINED = ("qkv_proj", "gate_up_proj")  # of Phi-3, GLM
-
-
-class Weight(NamedTuple):
-    """Equal parameters of a layer.
-
-    Attributes:
-        shape: `[rows, columns]`, of a vector `[rows]`, of experts `[experts, rows, columns]`.
-        split: the dim that tp divides: "rows" or "columns"; heads that may be padded, "query" (rows), "key_value"
-            (rows), "heads" (columns); "vocab" (rows, padded); "": none, and under sequence parallelism its gradient is
-            a part of a sum over tp; "partial": none, and it always is, as that of a norm of a rank's heads; "whole":
-            none, and it never is.
-        number: of these parameters in a layer.
-        products: times that a token is multiplied by it: the experts of a token; 0: it is no matrix of a product.
-    """
-
-    shape: tuple[int, ...]
-    split: str = ""
-    number: int = 1
-    products: int = 1
-
-    @property
-    def is_expert(self) -> bool:
-        return len(self.shape) == 3
-
-    def local(self, sizes: LocalSizes) -> tuple[int, ...]:
-        """Returns the shape of a rank's shard."""
-        shape = list(self.shape)
-        if self.is_expert:
-            shape[0] //= sizes.ep
-        rows = 1 if self.is_expert else 0
-        if self.split == "rows":
-            shape[rows] //= sizes.tp
-        elif self.split == "columns":
-            shape[-1] //= sizes.tp
-        elif self.split == "vocab":
-            shape[rows] = -(-shape[rows] // sizes.tp)
-        elif self.split == "query":
-            shape[0] = shape[0] // sizes.whole_heads * sizes.heads.heads // sizes.tp
-        elif self.split == "heads":
-            shape[-1] = shape[-1] // sizes.whole_heads * sizes.heads.heads // sizes.tp
-        elif self.split == "key_value":
-            shape[0] = shape[0] // sizes.whole_kv_heads * sizes.heads.kv_heads * sizes.heads.replicas // sizes.tp
-        return tuple(shape)
-
-
-class LocalSizes(NamedTuple):
-    """Degrees that divide weights, and the heads after padding."""
-
-    tp: int
-    ep: int
-    heads: Heads
-    whole_heads: int
-    whole_kv_heads: int
-
-
-@dataclass(frozen=True)
-class Block:
-    """Equal layers that follow one another.
-
-    Attributes:
-        layers: number of layers.
-        weights: parameters of a layer.
-        intermediate: width of the feed-forward layer, of all active experts together.
-    """
-
-    layers: int
-    weights: tuple[Weight, ...]
-    intermediate: int
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters of a layer."""
-        return sum(prod(weight.shape) * weight.number for weight in self.weights)
-
-    @property
-    def experts(self) -> bool:
-        return any(weight.is_expert for weight in self.weights)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Sizes of a causal language model.
-
-    Attributes:
-        key_dim, value_dim: width of a head's queries and keys, and of its values.
-        experts, experts_per_token: of a layer with experts; 0: none.
-        shared_experts: a layer with experts has others too, which all tokens share.
-        divides_attention: tp divides the heads; False: all tp ranks compute the same attention.
-        tied: the head's weight is that of the embedding.
-        fuses_loss: `hf.swap` can fuse the loss; False: the model scales its logits first.
-        source: where the sizes stand.
-        joined: weights that are several in one, as Phi-3's qkv_proj: over tp their outputs are gathered, which is not
-            counted, so that tp is 1; "": none.
-    """
-
-    name: str
-    blocks: tuple[Block, ...]
-    hidden: int
-    heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    intermediate: int
-    vocab: int
-    tied: bool = False
-    max_positions: int | None = None
-    experts: int = 0
-    experts_per_token: int = 0
-    shared_experts: bool = False
-    divides_attention: bool = True
-    source: str = ""
-    fuses_loss: bool = True
-    joined: str = ""
-
-    @property
-    def layers(self) -> int:
-        return sum(block.layers for block in self.blocks)
-
-    @property
-    def shape(self) -> ModelShape:
-        """Returns the sizes that `Layout.check` reads."""
-        sizes = (self.layers, self.hidden, self.heads, self.kv_heads, self.intermediate, self.vocab)
-        return ModelShape(*sizes, self.max_positions, self.experts or None)
-
-    @property
-    def embedding(self) -> Weight:
-        return Weight((self.vocab, self.hidden), "vocab", products=0)
-
-    @property
-    def head(self) -> Weight:
-        return Weight((self.vocab, self.hidden), "vocab")
-
-    @property
-    def norm(self) -> Weight:
-        return Weight((self.hidden,), products=0)
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters; a tied weight counts once."""
-        ends = self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
-        return ends + sum(block.layers * block.num_parameters for block in self.blocks)
-
-    def local_sizes(self, tp: int, ep: int = 1) -> LocalSizes:
-        heads = padded_heads(self.heads, self.kv_heads, tp if self.divides_attention else 1)
-        return LocalSizes(tp, ep, heads, self.heads, self.kv_heads)
-
-    def rank_heads(self, tp: int) -> tuple[int, int]:
-        """Returns the query and key/value heads of a rank."""
-        heads = self.local_sizes(tp).heads
-        degree = tp if self.divides_attention else 1
-        return heads.heads // degree, heads.kv_heads * heads.replicas // degree
-
-    def inner_norms(self, block: Block, tp: int) -> tuple[int, int]:
-        """Returns of the norms inside of attention the elements of a token on a rank, and the number of its rows.
-
-        They normalise each head's queries and keys (Qwen 3), or the latent queries and keys (DeepSeek).
-        """
-        vectors = [weight for weight in block.weights if len(weight.shape) == 1]
-        if any(weight.split == "partial" for weight in vectors):
-            rows = sum(self.rank_heads(tp))
-            return rows * self.key_dim, rows
-        latent = [weight.shape[0] for weight in vectors if weight.split == "whole"]
-        return sum(latent), len(latent)
-
-    def layer_kinds(self) -> list[int]:
-        """Returns the index of the block of each layer."""
-        return [index for index, block in enumerate(self.blocks) for _ in range(block.layers)]
-
-    def flops_per_token(self, seq_len: int) -> float:
-        """Operations of the model per token, forward and backward: 6 per weight of a product, causal attention half."""
-        weights = sum(
-            block.layers * prod(weight.shape[-2:]) * weight.number * weight.products
-            for block in self.blocks
-            for weight in block.weights
-        )
-        attention = self.layers * self.heads * (self.key_dim + self.value_dim) * seq_len  # 2 products, half of s each
-        return 6 * (weights + self.vocab * self.hidden) + 3 * attention
 
 
 def _vectors(hidden: int, number: int = 2) -> Weight:
@@ -336,10 +151,11 @@ def workload_of(model: Any) -> Workload:
 
     Args:
         model: a `Workload`; a name of `MODELS`; a Hugging Face config, the path of one or of its folder; or a module
-            with a `config`, on meta too. The number of parameters is compared with that of the model, on meta.
+            with a `config`, on meta too. The weights of a config are those of its module, made on meta.
 
     Raises:
-        ValueError: there is no such model; a size is missing; or the parameters are not those of the sizes.
+        ValueError: there is no such model; `hf.swap` refuses it; or the planner cannot describe it. The message names
+            what the planner does not know.
     """
     if isinstance(model, Workload):
         return model
@@ -347,12 +163,17 @@ def workload_of(model: Any) -> Workload:
         return MODELS[model](model)
     if isinstance(model, (str, Path)):
         return _of_path(Path(model))
-    config = getattr(model, "config", None)
-    if config is None:
-        return _counted(model, _of_config(model))
-    workload = _of_config(config)
-    _compare(type(model).__name__, sum(param.numel() for param in model.parameters()), workload)
-    return replace(workload, joined=_joined(model))
+    module = _module_of(model) if getattr(model, "config", None) is None else model
+    if not has_experts_or_latents(module.config):
+        return counted(module)
+    workload, count = _of_config(module.config), sum(param.numel() for param in module.parameters())
+    if abs(count - workload.num_parameters) > UNCOUNTED * count:
+        raise ValueError(
+            f"plan: {type(module).__name__} has {count:,} parameters, and the sizes of its config give "
+            f"{workload.num_parameters:,}: the planner knows experts as Mixtral's, Qwen 3's and DeepSeek's; pass a "
+            "`Workload` with the weights of its layers"
+        )
+    return workload
 
 
 def _of_path(path: Path) -> Workload:
@@ -362,9 +183,8 @@ def _of_path(path: Path) -> Workload:
             f"there is no model {str(path)!r}: pass one of {', '.join(MODELS)}, or a folder with a config.json; "
             f"nearest: {close}"
         )
-    config = config_of(path)
     folder = path.absolute() if path.is_dir() else path.absolute().parent
-    return replace(_counted(config, _of_config(config)), name=folder.name)
+    return replace(workload_of(config_of(path)), name=folder.name)
 
 
 def config_of(path: str | PathLike[str]) -> Any:
@@ -386,42 +206,25 @@ def config_of(path: str | PathLike[str]) -> Any:
         raise ValueError(f"{file} is no config that transformers reads: {text}") from error
 
 
-def _counted(config: Any, workload: Workload) -> Workload:
-    """Returns the workload of a config whose model has as many parameters.
+def _module_of(config: Any) -> Any:
+    """Returns the module of a config, on meta.
 
     Raises:
-        ValueError: transformers builds no causal language model of it, or one with other parameters.
+        ValueError: transformers builds no causal language model of it.
     """
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config)
+            return AutoModelForCausalLM.from_config(config)
     except Exception as error:
         text = " ".join(str(error).split())[:300]
         name = type(config).__name__
         raise ValueError(f"plan: no causal language model can be built of {name}: {text}") from error
-    _compare(type(module).__name__, sum(param.numel() for param in module.parameters()), workload)
-    return replace(workload, joined=_joined(module))
-
-
-def _joined(module: Any) -> str:
-    """Returns the name of the first weight of a module that is several in one, or ""."""
-    linear = (name.rpartition(".")[2] for name, layer in module.named_modules() if isinstance(layer, nn.Linear))
-    return next((name for name in linear if name in _JOINED), "")
-
-
-def _compare(model: str, count: int, workload: Workload) -> None:
-    """Raises a ValueError if a model's parameters are not those of its sizes, up to norms and biases."""
-    if abs(count - workload.num_parameters) > UNCOUNTED * count:
-        raise ValueError(
-            f"plan: {model} has {count:,} parameters, and the sizes of its config give "
-            f"{workload.num_parameters:,}: the planner knows decoders of Llama's form (gated feed-forward layers, "
-            "experts, latent attention); pass a `Workload` with the weights of its layers"
-        )
 
 
 def _of_config(config: Any) -> Workload:
+    """Returns the sizes of a model with experts or latent attention."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     shape = ModelShape.of(config)
     names = ("layers", "hidden", "heads", "intermediate", "vocab")
@@ -447,18 +250,8 @@ def _of_config(config: Any) -> Workload:
             hidden, heads, read("q_lora_rank"), int(read("kv_lora_rank")), nope, rope, value_dim
         )
     else:
-        model_type = str(read("model_type", ""))
-        qkv_bias = bias or model_type in ("qwen2", "qwen2_moe")
-        norms = model_type.startswith("qwen3")
-        attention = _attention(
-            hidden,
-            heads,
-            kv_heads,
-            key_dim,
-            bias=qkv_bias,
-            norms=norms,
-            out_bias=bias and not model_type.startswith("glm"),
-        )
+        norms = str(read("model_type", "")).startswith("qwen3")
+        attention = _attention(hidden, heads, kv_heads, key_dim, bias=bias, norms=norms, out_bias=bias)
     experts, per_token = int(shape.experts or 0), int(read("num_experts_per_tok", 0) or 0)
     norms_weight = _vectors(hidden)
     dense = Block(layers, (*attention, *_dense(hidden, intermediate), norms_weight), intermediate)
@@ -489,5 +282,5 @@ def _of_config(config: Any) -> Workload:
         shared_experts=bool(experts and read("n_shared_experts")),
         divides_attention=not read("kv_lora_rank"),
         source="config",
-        fuses_loss=not any(read(name) for name in _SCALED_LOGITS),
+        fuses_loss=fuses_loss(config),
     )

@@ -125,7 +125,7 @@ def _piece_size(logits: torch.Tensor) -> int:
     """Number of logits that are computed on at a time."""
     if _seen_whole(logits):
         return logits.numel()
-    return _IN_CACHE if _on("cpu", logits) else _IN_MEMORY
+    return _IN_CACHE if logits.device.type == "cpu" else _IN_MEMORY  # of fake tensors too, by which memory is estimated
 
 
 def _on(device_type: str, logits: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import neuronx_dist as nxd
 from neuronx_dist.__main__ import main
@@ -160,18 +161,18 @@ def test_impossible_jobs(changes: dict[str, Any], words: list[str]) -> None:
 
 
 def test_models_by_name_config_folder_and_module(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, BertConfig, GemmaConfig, OPTConfig, Phi3Config, PhiConfig
+    from transformers import AutoModelForCausalLM, BertConfig, GemmaConfig, OPTConfig, Phi3Config
 
     config = tiny_llama(tie_word_embeddings=True, attention_bias=True)
     config.save_pretrained(tmp_path / "tiny")
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
-        other = AutoModelForCausalLM.from_config(OPTConfig(**SMALL))
+        other = AutoModelForCausalLM.from_config(OPTConfig(**SMALL, word_embed_proj_dim=64))
     of_module = workload_of(module)
     assert of_module == workload_of(config)
     assert replace(workload_of(tmp_path / "tiny"), name="llama") == of_module
     assert of_module.num_parameters == sum(param.numel() for param in module.parameters())
-    with pytest.raises(ValueError, match="OPTForCausalLM has .* parameters, and the sizes of its config give"):
+    with pytest.raises(ValueError, match="OPTForCausalLM cannot be planned: .*final_layer_norm.* before its layers"):
         workload_of(other)
     folder = tmp_path / "gemma"  # whose file leaves out that the head is tied
     GemmaConfig(**SMALL).save_pretrained(folder)
@@ -180,16 +181,37 @@ def test_models_by_name_config_folder_and_module(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(content))
     assert workload_of(folder).tied
     joined = workload_of(Phi3Config(**SMALL, pad_token_id=0))
-    assert {plan.layout.tp for plan in plans(joined, seq_len=2048)} == {1}
+    only: dict[str, Any] = {"micro_batch": 1, "recompute": "", "pp": 1}
+    assert {plan.layout.tp for plan in plans(joined, seq_len=2048, constraints=only)} == {1}
     with pytest.raises(PlanError, match="tp is 1 for phi3: what tp sends of its joined weights, qkv_proj, is"):
-        plans(joined, constraints={"tp": 2})
-    for wrong in (PhiConfig(**SMALL), BertConfig(**SMALL)):
-        with pytest.raises(ValueError, match="has .* parameters, and the sizes of its config give"):
-            workload_of(wrong)
+        plans(joined, seq_len=2048, constraints={**only, "tp": 2})
+    with pytest.raises(ValueError, match="BertLMHeadModel cannot be planned: .* is a matrix beside the layers"):
+        workload_of(BertConfig(**SMALL))
     with pytest.raises(ValueError, match="there is no model 'lama-8b': .*nearest: llama-8b"):
         workload_of("lama-8b")
-    with pytest.raises(ValueError, match="has no layers"):
+    with pytest.raises(ValueError, match="no causal language model can be built of object"):
         workload_of(object())
+
+
+def test_weights_are_counted_in_models_of_other_forms() -> None:
+    """Two matrices or three, joined projections, learned positions, biases, one to four norms in a layer."""
+    for family, norms, gated in (
+        ("GPT2", 2, False),
+        ("GPTNeoX", 2, False),
+        ("Phi", 1, False),
+        ("Starcoder2", 2, False),
+        ("Gemma2", 4, True),
+        ("Gemma3Text", 4, True),
+        ("Bloom", 2, False),
+    ):
+        config = getattr(transformers, f"{family}Config")(**SMALL, vocab_size=256, num_key_value_heads=2, head_dim=16)
+        with torch.device("meta"):
+            module = transformers.AutoModelForCausalLM.from_config(config)
+        workload = workload_of(module)
+        assert workload.num_parameters == sum(param.numel() for param in module.parameters()), family
+        assert (workload.layers, workload.blocks[0].norms, workload.blocks[0].gated) == (2, norms, gated)
+    assert not workload_of(transformers.GPT2Config(**SMALL)).allows_sequence_parallel  # it has dropout
+    assert not workload_of(transformers.BloomConfig(**SMALL)).allows_context_parallel  # its positions are in the scores
 
 
 # --- the command

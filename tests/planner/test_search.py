@@ -9,7 +9,8 @@ from itertools import product
 from typing import Any
 
 import pytest
-from transformers import GraniteConfig, LlamaConfig, Qwen3Config
+import transformers
+from transformers import GraniteConfig, LlamaConfig
 
 from neuronx_dist.pipeline.schedule import Costs, simulate, training_schedule
 from neuronx_dist.planner.candidate import RECOMPUTED, Candidate
@@ -186,6 +187,29 @@ def test_terms_are_their_closed_forms() -> None:
     assert Predictor(even, where).seconds(Candidate(pp4)).bubble > seconds.bubble  # messages are waited for
 
 
+def test_messages_take_the_slowest_link_between_neighbouring_stages() -> None:
+    """Hosts of two: stages of one rank, of which 0 and 1 share a host, and 1 and 2 do not."""
+    links, nbytes = cluster(4).links, 2048 * 1024 * 2
+    seconds = {}
+    for pp in (2, 4):
+        layout = Layout(pp, pp=pp, num_microbatches=4, global_batch=4, seq_len=2048, dtype="bfloat16")
+        seconds[pp] = Predictor(small(), cluster(4)).message_seconds(Candidate(layout))
+    assert seconds[2] == pytest.approx(nbytes / links[0].bandwidth + links[0].latency, rel=1e-12)
+    assert seconds[4] == pytest.approx(nbytes / links[1].bandwidth + links[1].latency, rel=1e-12)
+    slow = replace(cluster(4), links=(replace(links[0], bandwidth=1e9), links[1]))  # inside of hosts: it counts too
+    assert Predictor(small(), slow).message_seconds(Candidate(layout)) == pytest.approx(nbytes / 1e9 + 5e-6, rel=1e-12)
+
+
+def test_tp_divides_all_weights() -> None:
+    """tp 4 divides the 64 of the dense layers, and not the 6 of an expert."""
+    sizes = dict(num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=2, vocab_size=64)
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=64, intermediate_size=64, moe_intermediate_size=6, num_experts=4, num_experts_per_tok=2, **sizes
+    )
+    found = {group.sizes.tp for group in groups(workload_of(config), 4, Job(8, 32, {}))}
+    assert found == {1, 2}
+
+
 # --- sizes and bytes
 
 
@@ -219,34 +243,47 @@ PLAYED = {
     "cp 2, ZeRO-1": (Layout(2, cp=2, zero1=True, **G), ""),
     "Qwen 3, tp 2, SP": (Layout(2, tp=2, sequence_parallel=True, **G), ""),
     "Qwen 3": (Layout(1, **G), "norms"),
+    "float32, ZeRO-1": (Layout(2, zero1=True, **{**G, "dtype": "float32"}), ""),
+    "pp 4": (Layout(4, pp=4, **G), ""),
+    "ZB-H1": (Layout(4, pp=4, schedule="zb_h1", **G), ""),
+    "ZB-V": (Layout(4, pp=4, schedule="zb_v", **G), ""),
+    "GPT2, tp 2, pp 2, SP": (Layout(4, tp=2, pp=2, sequence_parallel=True, **G), ""),
+    "Phi, norms": (Layout(2, tp=2, **{**G, "num_microbatches": 1}), "norms"),
+    "GPTNeoX": (Layout(2, tp=2, **{**G, "num_microbatches": 1}), ""),
+    "Starcoder2": (Layout(4, tp=2, pp=2, sequence_parallel=True, **G), ""),
+    "Gemma2": (Layout(4, tp=2, pp=2, sequence_parallel=True, **G), ""),
+    "Gemma3Text, float32": (Layout(2, zero1=True, **{**G, "dtype": "float32"}), ""),
 }
+_FULL = ("one device", "float32, ZeRO-1", "ZB-V", "Phi, norms", "GPTNeoX", "Starcoder2", "Gemma3Text, float32")
+_WITHOUT_DROPOUT = (*("resid_pdrop", "embd_pdrop", "attn_pdrop"), *("residual_dropout", "embedding_dropout"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * (name == "one device")) for name in PLAYED]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in _FULL)) for name in PLAYED])
 def test_peaks_are_those_that_are_played(name: str) -> None:
-    """At most 1 % below, and 2 % above, on each stage: `estimate_memory` is itself compared with real processes."""
+    """At most 1.2 % off on each stage, 1 % on the one that needs most."""
     layout, recompute = PLAYED[name]
-    config = (Qwen3Config if "Qwen" in name else LlamaConfig)(
+    family = name.split(",")[0].replace(" ", "")
+    config = getattr(transformers, f"{family}Config", LlamaConfig)(
         head_dim=128,  # norms of heads save as much as those of layers
         hidden_size=1024,
         intermediate_size=3584,
         num_attention_heads=8,
         num_key_value_heads=4,
-        num_hidden_layers=6,
+        num_hidden_layers=8 if layout.virtual_pipeline_size > 1 else 6,  # 6 in 4 chunks: 1.4 % on the last stage
         vocab_size=16384,
         max_position_embeddings=512,
+        **(dict.fromkeys(_WITHOUT_DROPOUT, 0.0) if family != "Phi" else {}),
     )
-    played = estimate_memory(layout, config, fused_loss=True, recomputation={"what": recompute} if recompute else None)
-    predictor, candidate = (
-        Predictor(workload_of(config), cluster(max(2, layout.world_size))),
-        Candidate(layout, recompute),
-    )
+    workload = workload_of(config)
+    what = {"what": recompute} if recompute else None
+    played = estimate_memory(layout, config, fused_loss=workload.fuses_loss, recomputation=what)
+    predictor = Predictor(workload, cluster(max(2, layout.world_size)))
+    candidate = Candidate(layout, recompute, workload.fuses_loss)
     for stage, memory in enumerate(played.stages):
-        assert -0.01 <= predictor.stage_bytes(candidate, stage).peak / memory.peak - 1 <= 0.02
+        assert abs(predictor.stage_bytes(candidate, stage).peak / memory.peak - 1) <= 0.012
         assert predictor.stage_bytes(candidate, stage).weights == memory.num_parameters * candidate.sizes.item
+    assert abs(predictor.peak(candidate) / played.peak - 1) <= 0.01
 
 
 # --- plans train

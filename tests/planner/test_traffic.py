@@ -86,10 +86,27 @@ OTHERS = {
         ),
     ),
     "Qwen 3": (case(2, tp=2), "Qwen3Config", dict(head_dim=8)),
+    "GPT-2": (
+        case(4, tp=2, zero1=True, **SP),
+        "GPT2Config",
+        dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    ),
+    "Pythia": (case(4, tp=2, pp=2, num_microbatches=2, **SP), "GPTNeoXConfig", {}),
+    "Phi": (case(4, tp=2, pp=2, num_microbatches=2, **SP), "PhiConfig", {}),
+    "StarCoder 2": (
+        case(4, tp=2, zero1=True, **SP),
+        "Starcoder2Config",
+        dict.fromkeys(("residual_dropout", "embedding_dropout"), 0.0),
+    ),
+    "Gemma 2": (case(2, tp=2, fused_loss=False, **SP), "Gemma2Config", dict(head_dim=8)),
+    "Gemma 3": (case(4, tp=2, zero1=True, **SP), "Gemma3TextConfig", dict(head_dim=8)),
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.full] * (name in ("Pythia", "StarCoder 2", "Gemma 2"))) for name in OTHERS],
+)
 def test_collectives_of_other_models(name: str) -> None:
     """The number of rows that an expert gets depends on the tokens: these are counted as equally many."""
     import transformers
@@ -101,9 +118,9 @@ def test_collectives_of_other_models(name: str) -> None:
     config = getattr(transformers, of_config)(**{**sizes, **changes})
     config._experts_implementation = "eager"  # grouped products have no float64
     workload = workload_of(config)
-    predicted = _without_rows(step_traffic(workload, candidate, 0))
-    for _, found in comm.threads.run(candidate.layout.mesh(), recorded, candidate, config):
-        assert _without_rows(found) == predicted
+    predicted = [_without_rows(step_traffic(workload, candidate, stage)) for stage in range(candidate.layout.pp)]
+    for stage, found in comm.threads.run(candidate.layout.mesh(), recorded, candidate, config):
+        assert _without_rows(found) == predicted[stage]
 
 
 def _without_rows(counts: Counts) -> Counts:
