@@ -154,7 +154,8 @@ class LayoutPlan:
         for name in (*StageBytes._fields[:-1], "peak"):
             cells = [format_bytes(getattr(self.stages[stage], name)).rjust(10) for stage in shown]
             lines.append("  ".join([name.ljust(14), *cells]))
-        return "\n".join([*lines, f"to train in this layout: neuronx-dist train {' '.join(self.train_flags())}"])
+        flags = " ".join(self.train_flags())
+        return "\n".join([*lines, f"to train in this layout: neuronx-dist train --model FOLDER {flags}"])
 
     @property
     def plan(self) -> Plan:

@@ -184,23 +184,24 @@ def test_where_the_others_wait_is_said_if_no_rank_is_missing(clock, capsys):
     assert "Rank 1 waits in all_reduce of [2] float32 over tp (ranks [0, 1], seen from rank 0)" in text, text
 
 
-@pytest.mark.parametrize("is_missing", [True, False])
-def test_a_wait_beyond_the_hang_timeout_ends_the_job(clock, capsys, is_missing):
+@pytest.mark.parametrize("rank_1", ["elsewhere", "waits", "unseen"])
+def test_a_wait_beyond_the_hang_timeout_ends_the_job(clock, capsys, rank_1):
     ended: list[tuple[int, str]] = []
     here = Places(dist.HashStore(), 0, 1, 0.5)
     watch = SlowWaits(3, 0, 5, here, lambda *words: ended.append(words))
     assert watch.shortest == 5
     with noted("an exchange"):
         for _ in range(10):
-            if not is_missing:
+            if rank_1 != "elsewhere":
                 here.leave()
             looked(watch, clock, 0.5)
         assert not ended
-        here._store.set("place/1" if is_missing else "nothing", json.dumps([1, time.time(), False, 9.0, "y.py:2"]))
+        if rank_1 != "unseen":
+            here._store.set("place/1", json.dumps([1, time.time(), rank_1 == "waits", 9.0, "y.py:2"]))
         here.world_size = 2
         looked(watch, clock, 0.5)
     ((rank, text),) = ended
-    if is_missing:
+    if rank_1 == "elsewhere":
         assert rank == 1 and re.fullmatch(
             r"Rank 1 has not come there: for 9 s it has been at y.py:2; rank 3 has been waiting for 5 s in an exchange "
             r"at \S+.*, and the hang timeout is 5 s",
@@ -208,7 +209,9 @@ def test_a_wait_beyond_the_hang_timeout_ends_the_job(clock, capsys, is_missing):
         )
     else:
         assert rank == 3 and text.startswith("rank 3 has been waiting for 5 s in an exchange at ")
-        assert text.endswith(", and no rank is missing: all wait; the hang timeout is 5 s")
+        waiting = "no rank is missing: all wait"
+        unseen = "rank 1 has not been seen yet: its process starts, or is stopped"
+        assert text.endswith(f", and {waiting if rank_1 == 'waits' else unseen}; the hang timeout is 5 s"), text
     assert capsys.readouterr().err == ""
 
 

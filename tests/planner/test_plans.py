@@ -264,7 +264,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         assert main([*COMMAND, "--tp", "2", "--pp", "1", "--top", "1", *words]) in (1, 2)
         assert said in capsys.readouterr().err
     assert main(["plan", "explain", "--plan", str(path), *COMMAND[1:5], "--cluster", "h100"]) == 0
-    assert "to train in this layout: neuronx-dist train --tp" in capsys.readouterr().out
+    assert "to train in this layout: neuronx-dist train --model FOLDER --tp" in capsys.readouterr().out
     assert main([*COMMAND, "--why-not", "tp=4", "--save", str(path)]) == 0
     assert f"saved plan 1 as {path}" in capsys.readouterr().out
 

@@ -52,10 +52,11 @@ def test_a_refusal_is_the_only_thing_seen(started, tmp_path):
     words = ["--max-restarts", "2", str(EXAMPLES / "train_llama.py"), "--tp", "3", "--out", str(tmp_path / "run")]
     process = started(words, ranks=2, launcher=("neuronx_dist", "run"))
     text, _ = process.communicate(timeout=240)
-    first, refusal, *reasons = text.splitlines()
+    first, refusal, *reasons, nearest = text.splitlines()
     assert first == "neuronx-dist train: 2 processes import torch and transformers ..."
     assert refusal.startswith("neuronx-dist train: this layout cannot work")
     assert reasons and all(line.startswith("  - ") for line in reasons), text
+    assert nearest == "the nearest layout that works: --tp 2"
     assert process.returncode == 2
 
 

@@ -123,8 +123,13 @@ class SlowWaits:
         waiting = f"rank {self.rank} has been waiting for {age:.3g} s in {text}"
         limit = f"the hang timeout is {self.hang_timeout:g} s"
         if found is None:
-            all_wait = "" if self._places is None else f", and no rank is missing: all wait. {others}".rstrip(". ")
-            self._end(self.rank, f"{waiting}{all_wait}; {limit}")
+            if self._places is None:
+                who = ""
+            elif unseen := sorted({*range(self._places.world_size)} - {*self._places.read()}):
+                who = f", and rank {unseen[0]} has not been seen yet: its process starts, or is stopped"
+            else:
+                who = f", and no rank is missing: all wait. {others}".rstrip(". ")
+            self._end(self.rank, f"{waiting}{who}; {limit}")
         else:
             self._end(found.rank, f"{found.text}; {waiting}, and {limit}")
 
