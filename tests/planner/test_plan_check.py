@@ -45,8 +45,11 @@ def test_a_plan_that_fails_is_not_shown(monkeypatch: pytest.MonkeyPatch, tmp_pat
     """The search is made to propose a tp that divides no heads, and then no other layout."""
     config, original = tiny_llama(), plans.search
     legal = nxd.plan(config, **JOB, constraints={"tp": 2, "pp": 2})
+    begun: list[str] = []
+    legal.on_check = begun.append
     assert len(legal) == 1 and not legal.refused
     assert len((tmp_path / "cache" / "neuronx_dist" / "checked_plans.txt").read_text().split()) == 1
+    assert begun == [legal[0].words()]
 
     def illegal(*args: Any) -> Any:
         found = original(*args)[0]

@@ -173,7 +173,7 @@ def _of_a_transpose():
 
 
 def test_an_empty_tensor_of_which_slices_become_shards_is_one():
-    """As DeepSeek-V3 joins keys with and without positions."""
+    """DeepSeek-V3 joins keys with and without positions so."""
     with checked():
         whole = _two_slices(typed(2, 1, 2, grad=True, tp=S(0)).expand(-1, 3, -1))
         assert types(whole * 1) == (R, S(0)) and types(whole.sum(-1)) == (R, S(0))

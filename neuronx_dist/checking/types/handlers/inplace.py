@@ -133,10 +133,12 @@ def shard_zeros(mode: Session, part: Tensor, type_: TensorType) -> None:
     Zeros are a shard too. A slice of the sharded dim itself would be no part of the shard.
     """
     whole = base_of_view(part)
-    notes = (note_of(part), None if whole is None else note_of(whole))
-    if whole is None or any(note is None or note[2:4] != (mode.session, version(part)) for note in notes):
+    if whole is None:
         return
-    for x, note in zip((part, whole), notes):
+    known = [(x, note) for x in (part, whole) if (note := note_of(x)) is not None]
+    if [note[2:4] for _, note in known] != [(mode.session, version(part))] * 2:
+        return
+    for x, note in known:
         types = {axis: s for axis, s in type_ if _has_all(part, whole, s) and note.type.get(axis) is ZERO}
         if types:
             mode.stamp(x, TensorType.of({**note.type.types, **types}, note.type.rest), note.origins, note.extra)
