@@ -22,6 +22,7 @@ from ..modules.moe.dispatch import experts_here, has_values, route_of
 from ..modules.moe.loss_function import load_balancing_loss_func
 from ..spmd import S
 from ..spmd.local_code import local_map, stamp_rows
+from ..spmd.watching import active
 from ..weights.shard_spec import ShardedModule, ShardSpec, set_spec
 from .model_plan import UnsupportedModelError
 
@@ -197,14 +198,16 @@ def declare_rows(model: nn.Module) -> None:
 
 
 def _forget_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    module.__dict__[_ROWS] = next(iter((*args, *kwargs.values())))
+    if active() is not None:
+        module.__dict__[_ROWS] = next(iter((*args, *kwargs.values())))
     forgotten = {name: spmd.forget(x, DATA_AXES) for name, x in kwargs.items()}
     return tuple(spmd.forget(x, DATA_AXES) for x in args), forgotten
 
 
 def _of_this_rank(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
     rows: torch.Tensor = _shard_of_rows(output)
-    stamp_rows(rows, module.__dict__.pop(_ROWS), DATA_AXES)
+    if _ROWS in module.__dict__:
+        stamp_rows(rows, module.__dict__.pop(_ROWS), DATA_AXES)
     return rows
 
 
