@@ -21,13 +21,15 @@ from ..gradients.gradient import DATA_AXES
 from ..modules.moe.dispatch import experts_here, has_values, route_of
 from ..modules.moe.loss_function import load_balancing_loss_func
 from ..spmd import S
-from ..spmd.local_code import local_map
+from ..spmd.local_code import local_map, stamp_rows
+from ..spmd.watching import active
 from ..weights.shard_spec import ShardedModule, ShardSpec, set_spec
 from .model_plan import UnsupportedModelError
 
 __all__ = ["count_all_tokens", "declare_rows", "distribute_experts", "generate_together"]
 
 _ROUTE = "_expert_route"
+_ROWS = "_expert_rows"
 
 
 def distribute_experts(model: nn.Module) -> None:
@@ -196,12 +198,17 @@ def declare_rows(model: nn.Module) -> None:
 
 
 def _forget_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if active() is not None:
+        module.__dict__[_ROWS] = next(iter((*args, *kwargs.values())))
     forgotten = {name: spmd.forget(x, DATA_AXES) for name, x in kwargs.items()}
     return tuple(spmd.forget(x, DATA_AXES) for x in args), forgotten
 
 
 def _of_this_rank(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    return _shard_of_rows(output)
+    rows: torch.Tensor = _shard_of_rows(output)
+    if _ROWS in module.__dict__:
+        stamp_rows(rows, module.__dict__.pop(_ROWS), DATA_AXES)
+    return rows
 
 
 @local_map(out_types={DATA_AXES: S(0)})

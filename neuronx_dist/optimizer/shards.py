@@ -121,7 +121,7 @@ class ParameterShard:
         A master in the parameter's memory is moved to separate memory first. Otherwise the parameter would have new
         rows of this rank beside old rows of other ranks until that step.
         """
-        if self.is_view and not torch.equal(value.to(self.master), self.master):
+        if self.is_view and not value.is_meta and not torch.equal(value.to(self.master), self.master):
             self.is_view = False
             self.master.data = value.to(self.master, copy=True)
         else:

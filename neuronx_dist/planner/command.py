@@ -120,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
             top_k=args.top,
             check=not args.no_check,
         )
+        plans.on_check = lambda words: print(f"type-checking {words} (--no-check: do not)", file=sys.stderr)
         _show(plans, args)
     except (ValueError, OSError) as error:
         text = str(error).removeprefix("plan: ")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
@@ -35,11 +36,14 @@ __all__ = ["problem_of", "small_candidate", "small_config"]
 _known: dict[Any, str] = {}
 
 
-def problem_of(candidate: Candidate, workload: Workload, config: Any = None) -> str:
+def problem_of(
+    candidate: Candidate, workload: Workload, config: Any = None, begins: Callable[[], None] | None = None
+) -> str:
     """Returns what the checker finds wrong with a plan's program; "": nothing, or transformers is not installed.
 
     Args:
         config: the model's Hugging Face config; None: that of the architecture with the weights of the workload.
+        begins: called before a check, which takes seconds; not where the answer is known.
     """
     if find_spec("transformers") is None:
         return ""
@@ -51,6 +55,8 @@ def problem_of(candidate: Candidate, workload: Workload, config: Any = None) -> 
         if passed.is_file() and key in passed.read_text().split():
             _known[key] = ""
         else:
+            if begins is not None:
+                begins()
             _known[key] = _checked(small, small_config(workload, small, config))
             if not _known[key]:
                 _remember(passed, key)
@@ -178,7 +184,7 @@ def _problem(small: Candidate, config: Any, level: str | None) -> str:
     inputs = {"input_ids": ids, "labels": ids}
     if layout.cp > 1:
         inputs["position_ids"] = torch.arange(layout.seq_len).expand_as(ids)
-    report = check(model_fn, inputs, layout.mesh(), step=_step, level=level)
+    report = check(model_fn, inputs, layout.mesh(), step=_step, level=level, confirm=False)
     return "" if report.ok else report.problems[0].message
 
 

@@ -9,9 +9,9 @@ plans[0].save("llama.plan.json")
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class Plans(Sequence[LayoutPlan]):
     Attributes:
         workload, cluster, job: what was planned.
         refused: plans that the type checker refused, in words, with the reason.
+        on_check: called with a plan, in words, before its program is checked; None: nothing is.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Plans(Sequence[LayoutPlan]):
     ) -> None:
         self.workload, self.cluster, self.job = predictor.workload, predictor.cluster, job
         self.refused: dict[str, str] = {}
+        self.on_check: Callable[[str], None] | None = None
         self._predictor, self._found, self._config, self._is_checked = predictor, found, config, checked
 
     @cached_property
@@ -73,9 +75,11 @@ class Plans(Sequence[LayoutPlan]):
     def _plan(self, found: Found) -> LayoutPlan | None:
         """Returns the plan, or None where the type checker refuses its program."""
         plan = LayoutPlan(*found, self.workload, self.cluster)
-        if self._is_checked and (problem := problem_of(plan.candidate, self.workload, self._config)):
-            self.refused[plan.words()] = problem
-            return None
+        if self._is_checked:
+            begins = None if self.on_check is None else partial(self.on_check, plan.words())
+            if problem := problem_of(plan.candidate, self.workload, self._config, begins):
+                self.refused[plan.words()] = problem
+                return None
         return plan
 
     def _refusals(self) -> list[str]:

@@ -22,7 +22,7 @@ from .tensor_type import TensorType, note_of, tensors_in, write
 from .types import SAME, LocalType, Shard, SpmdType, V
 from .watching import Watcher, active
 
-__all__ = ["axes_along", "local_map", "on_own_shard", "stamp_types"]
+__all__ = ["axes_along", "local_map", "on_own_shard", "stamp_rows", "stamp_types"]
 
 Declaration = Mapping[Any, SpmdType] | SpmdType
 
@@ -202,6 +202,22 @@ def stamp_types(x: torch.Tensor, declared: Mapping[Any, SpmdType], watcher: Watc
         for axis in axes_along(group, watcher):
             if types.get(axis, V).letter in "VSR0":
                 types[axis] = V if wanted.letter == "S" and watcher.level != "G" else wanted
+    watcher.stamp(x, TensorType.of(types, note.type.rest), note.origins)
+
+
+def stamp_rows(x: torch.Tensor, like: torch.Tensor, axes: AxisLike) -> None:
+    """Makes the rows of a shard `x` those of `like` in a check: as many blocks, and in the same order, along `axes`."""
+    watcher = active()
+    if watcher is None:
+        return
+    note, rows = watcher.note(x, "rows"), watcher.note(like, "rows")
+    if note is None or rows is None:  # in a backward pass
+        return
+    types = dict(note.type.types)
+    for axis in axes_along(axes, watcher):
+        spmd_type = rows.type.get(axis)
+        if isinstance(spmd_type, Shard) and spmd_type.dim == 0 and isinstance(types.get(axis), Shard):
+            types[axis] = spmd_type.base
     watcher.stamp(x, TensorType.of(types, note.type.rest), note.origins)
 
 

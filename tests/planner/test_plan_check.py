@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 import neuronx_dist as nxd
+from neuronx_dist.modules.moe import dispatch
 from neuronx_dist.planner import plan_check, plans
 from neuronx_dist.planner.candidate import Candidate
 from neuronx_dist.planner.plan_check import problem_of, small_candidate
@@ -43,8 +45,11 @@ def test_a_plan_that_fails_is_not_shown(monkeypatch: pytest.MonkeyPatch, tmp_pat
     """The search is made to propose a tp that divides no heads, and then no other layout."""
     config, original = tiny_llama(), plans.search
     legal = nxd.plan(config, **JOB, constraints={"tp": 2, "pp": 2})
+    begun: list[str] = []
+    legal.on_check = begun.append
     assert len(legal) == 1 and not legal.refused
     assert len((tmp_path / "cache" / "neuronx_dist" / "checked_plans.txt").read_text().split()) == 1
+    assert begun == [legal[0].words()]
 
     def illegal(*args: Any) -> Any:
         found = original(*args)[0]
@@ -89,3 +94,31 @@ def test_architectures_by_name(model: str) -> None:
     ep = 2 if workload.experts else 1
     layout = Layout(4, tp=2, ep=ep, global_batch=8, seq_len=16, dtype="bfloat16", zero1=True)
     assert problem_of(Candidate(layout, fused_loss=workload.fuses_loss), workload) == ""
+
+
+def tiny_mixtral() -> Any:
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8)
+    return transformers.MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, num_local_experts=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        dict(world_size=2, cp=2, ep=2),
+        dict(world_size=4, cp=2, ep=4, global_batch=2),  # one row on each data rank
+        dict(world_size=4, cp=2, global_batch=2),
+        dict(world_size=4, tp=2, ep=2, sequence_parallel=True, zero1=True),
+    ],
+    ids=str,
+)
+def test_experts_beside_other_axes_pass(degrees: dict[str, Any]) -> None:
+    layout = Layout(**{"global_batch": 4, **degrees}, seq_len=16)
+    assert plan_check._problem(Candidate(layout), tiny_mixtral(), "G") == ""
+
+
+@pytest.mark.slow
+def test_rows_that_experts_return_in_another_order_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(world_size=2, cp=2, ep=2, global_batch=4, seq_len=16)
+    monkeypatch.setattr(dispatch, "stamp_rows", lambda *args: None)  # the rows of dim 0, in order
+    assert "does not align" in plan_check._problem(Candidate(layout), tiny_mixtral(), "G")

@@ -56,7 +56,7 @@ from .handlers import (  # noqa: F401 - importing checked_losses, operators and 
     verbs,
 )
 from .handlers.declared_functions import declared_function
-from .handlers.inplace import check_write, note_write, stale
+from .handlers.inplace import check_write, note_write, shard_zeros, stale
 from .handlers.local_scope import local_scope
 from .handlers.lookups import lookup_note
 from .handlers.own_rows import note_whole, placed, rows_note
@@ -364,6 +364,7 @@ class SpmdTypeMode(Session):
         type_ = judgement.types[0]
         check_write(self, call.rule, target, type_, call.tensors, call.notes)
         rows = placed(call.rule, call.args, call.kwargs, call.tensors, call.notes)
+        shard_zeros(self, target, type_)
         result = call.func(*call.args, **call.kwargs)
         extra: Any = batched(call.notes)
         if extra is None:

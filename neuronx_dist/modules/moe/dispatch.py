@@ -25,7 +25,8 @@ from ...comm.rank_selection import in_one_program
 from ...gradients.gradient import DATA_AXES
 from ...parallel_layers.mappings import enter_expert_parallel_region, exit_expert_parallel_region
 from ...spmd import S, V
-from ...spmd.local_code import local_map
+from ...spmd.local_code import local_map, stamp_rows
+from ...spmd.watching import active
 from ...torch_internals.fake_tensors import FakeTensor
 
 __all__ = ["Dispatch", "Slots", "exchange_rows", "experts_here", "has_values", "route_of"]
@@ -224,12 +225,22 @@ class Slots:
 
     def to_experts(self, tokens: torch.Tensor) -> torch.Tensor:
         """`[tokens, h] -> [experts/ep * ep * capacity, h]`, zeros in slots without a token."""
+        _same_rows(tokens, self._index)
         return enter_expert_parallel_region(_into_slots(tokens, self._index, *self._shape)).flatten(0, 2)
 
     def to_tokens(self, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`[rows, h] -> [tokens, h]`, weighted by `[tokens, k]`; 0 of a dropped choice."""
         slots = exit_expert_parallel_region(slots.unflatten(0, (len(self.sizes), -1, self._shape[1])))
-        return _from_slots(slots, self._index, weights)
+        tokens: torch.Tensor = _from_slots(slots, self._index, weights)
+        like = _same_rows(weights, self._index)
+        if like is not None:
+            stamp_rows(tokens, like, DATA_AXES)
+        return tokens
+
+
+def _same_rows(x: torch.Tensor, expert_index: torch.Tensor) -> torch.Tensor | None:
+    """Makes a check refuse rows in another order than their experts; returns a tensor with the rows of both."""
+    return None if active() is None else x.detach()[:, :1] + expert_index[:, :1]
 
 
 @local_map(out_types={DATA_AXES: S(1)})

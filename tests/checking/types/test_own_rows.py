@@ -9,7 +9,8 @@ from neuronx_dist import comm, spmd
 from neuronx_dist.checking.types.mode import SpmdTypeMode
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.spmd import I, R, S, SpmdTypeError
+from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, V
+from tests.checking.types.typed_tensors import checked, typed, types
 
 MESHES = [Mesh(4, tp=4), Mesh(4, tp=2)]
 
@@ -140,3 +141,44 @@ def test_rows_elsewhere_are_refused_on_every_rank_where_they_are(function):
     assert sum(refused) >= 3
     for result, is_refused, of_operator in zip(found, refused, expected):
         assert is_refused or torch.equal(result[1], of_operator[1])
+
+
+def _empty(*shape):
+    return typed(2, 3, tp=S(0)).new_empty(*shape)
+
+
+def _two_slices(second):
+    whole = _empty(2, 3, 6)
+    whole[..., :4].copy_(typed(2, 3, 4, grad=True, tp=S(0)))
+    whole[..., 4:].copy_(second)
+    return whole
+
+
+def _rows_at_one_place():
+    whole = _empty(4, 3)
+    whole[:2].copy_(typed(2, 3, grad=True, tp=S(0)))
+    return whole
+
+
+def _across_rows():
+    whole = _empty(2, 2, 6)
+    whole.as_strided((1, 2, 3), (12, 6, 1), 4).copy_(typed(1, 2, 3, tp=S(1)))
+    return whole
+
+
+def _of_a_transpose():
+    whole = _empty(2, 2, 3)
+    whole.transpose(0, 1).copy_(typed(2, 2, 3, tp=S(0)))
+    return whole
+
+
+def test_an_empty_tensor_of_which_slices_become_shards_is_one():
+    """DeepSeek-V3 joins keys with and without positions so."""
+    with checked():
+        whole = _two_slices(typed(2, 1, 2, grad=True, tp=S(0)).expand(-1, 3, -1))
+        assert types(whole * 1) == (R, S(0)) and types(whole.sum(-1)) == (R, S(0))
+        for call in (_rows_at_one_place, _across_rows, _of_a_transpose):
+            assert types(call() * 1)[1] is V
+        for tp in (R, S(1), P):
+            with pytest.raises(SpmdTypeError):
+                _two_slices(typed(2, 3, 2, grad=True, tp=tp)) * 1

@@ -11,6 +11,7 @@ from neuronx_dist import comm, spmd
 from neuronx_dist.checking.types.piece_order import Jumbled
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.modules.moe.dispatch import Slots
 from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, V
 from neuronx_dist.spmd.tensor_type import type_of
 from neuronx_dist.spmd.types import Dealt
@@ -121,3 +122,19 @@ def _both():
 def test_the_repair_gives_the_values_of_one_process():
     for x, ordered in threads.run(Mesh(2, tp=2), _both):
         assert torch.equal(x, ordered)
+
+
+def test_rows_return_from_experts_as_the_shard_that_they_left_as(mode):
+    def data(*shape, order=ZIGZAG):
+        return typed(*shape, dp=S(0, stride=2, order=order))
+
+    def choices(order=ZIGZAG):
+        return data(8, 3, order=order).topk(2).indices
+
+    tokens, route = data(8, 6), Slots(choices(), 3, 8)
+    slots = route.to_experts(tokens)
+    assert type_of(route.to_tokens(slots, data(8, 2))).get("dp") == S(0, stride=2, order=ZIGZAG)
+    with pytest.raises(SpmdTypeError, match=r"add\(.*stride=2, pieces 0 3 . 1 2 of 4"):
+        route.to_tokens(slots, data(8, 2, order=None))
+    with pytest.raises(SpmdTypeError, match=r"add\(.*stride=2, pieces 0 3 . 1 2 of 4"):
+        Slots(choices(order=None), 3, 8).to_experts(tokens)

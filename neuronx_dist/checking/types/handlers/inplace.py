@@ -20,12 +20,12 @@ from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import NAME, NOTE, READONLY, ZERO_TYPE, Foreign, Note, TensorType, note_of, type_of, version
 from ....spmd.types import SAME, UNIFORM, VARYING, ZERO, R, Shard, SpmdType, V, scaled
 from ....torch_internals.autograd import in_backward
-from ....torch_internals.tensors import is_view, storage_key
+from ....torch_internals.tensors import base_of_view, is_view, storage_key
 from ....torch_internals.transforms import is_functorch_wrapped_tensor
 from ..messages.explain import data_error, shown, write_error
 from ..session import Session
 
-__all__ = ["OVERWRITES", "check_write", "last_write", "note_write", "overwritten", "stale"]
+__all__ = ["OVERWRITES", "check_write", "last_write", "note_write", "overwritten", "shard_zeros", "stale"]
 
 _MOST = 10_000
 
@@ -125,6 +125,36 @@ def note_write(mode: Session, target: Tensor, type_: TensorType, origins: Any, e
         full = target.numel() * target.itemsize == target.untyped_storage().nbytes() and target.is_contiguous()
         seen = target.requires_grad and torch.is_grad_enabled()
         known.kinds[old, new, full, seen] = version(target)
+
+
+def shard_zeros(mode: Session, part: Tensor, type_: TensorType) -> None:
+    """Makes an empty tensor a shard, before a shard is written to slices of its other dims.
+
+    Zeros are a shard too. A slice of the sharded dim itself would be no part of the shard.
+    """
+    whole = base_of_view(part)
+    if whole is None:
+        return
+    known = [(x, note) for x in (part, whole) if (note := note_of(x)) is not None]
+    if [note[2:4] for _, note in known] != [(mode.session, version(part))] * 2:
+        return
+    for x, note in known:
+        types = {axis: s for axis, s in type_ if _has_all(part, whole, s) and note.type.get(axis) is ZERO}
+        if types:
+            mode.stamp(x, TensorType.of({**note.type.types, **types}, note.type.rest), note.origins, note.extra)
+
+
+def _has_all(part: Tensor, whole: Tensor, spmd_type: SpmdType) -> bool:
+    """Returns whether slices of a contiguous tensor have all positions of the dim that is sharded."""
+    if not isinstance(spmd_type, Shard) or spmd_type.part is not None or not whole.is_contiguous():
+        return False
+    if part.stride() != whole.stride() or part.shape[spmd_type.dim] != whole.shape[spmd_type.dim]:
+        return False
+    rest, starts = part.storage_offset() - whole.storage_offset(), []
+    for stride in whole.stride():
+        starts.append(rest // max(stride, 1))
+        rest -= starts[-1] * stride
+    return all(start + size <= full for start, size, full in zip(starts, part.shape, whole.shape))
 
 
 def _has_no_memory(x: Tensor) -> bool:
