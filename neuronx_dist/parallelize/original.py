@@ -19,7 +19,7 @@ from ..program.record import check_arguments
 from ..torch_internals.tensors import pytree
 from .config import ComputeConfig
 from .example import Example, synchronised_norms
-from .train.parallel_module import ParallelModule
+from .train.parallel_module import ParallelModule, check_loss_is_first
 
 __all__ = [
     "check_outputs",
@@ -164,6 +164,8 @@ def check_outputs(module: nn.Module, program: Program, config: ComputeConfig) ->
             f"use_end2end: {type(module).__name__}.forward returns {returns} first; an end2end module returns its loss "
             "first, a tensor of one element: return its mean or sum, or compile with use_end2end=False"
         )
+    if config.use_end2end:
+        check_loss_is_first(pytree.tree_unflatten(program.outputs, program.output_structure))
 
 
 def unsynchronised_norm(module: nn.Module, program: Program) -> Call | None:

@@ -241,7 +241,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert capsys.readouterr().out.count("GiB") > 3
     model = tmp_path / "model.py"
     model.write_text(
-        "from transformers import *\ndef fn():\n    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2))"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "def fn():\n    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2))"
     )
     assert main(["plan", "--model", f"{model}:fn", *COMMAND[3:], "--seq-len", "2048", "--top", "1"]) == 0
     assert "llama (666.9 M parameters) on 8 x h100" in capsys.readouterr().out

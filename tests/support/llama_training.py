@@ -147,11 +147,26 @@ def _norm_in_its_own_dtype(self: Any, x: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
 
 
+@functools.lru_cache
+def _is_rms_norm(norm_class: type[nn.Module]) -> bool:
+    """Returns whether a norm of this class is x / sqrt(mean(x^2) + variance_epsilon) * weight, tried on numbers."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        norm: Any = norm_class(4)
+        x, _ = torch.randn(3, 4), norm.weight.copy_(torch.randn(4))
+        return hasattr(norm, "variance_epsilon") and torch.allclose(norm(x), _norm_in_its_own_dtype(norm, x))
+
+
 def without_float32_inside(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Hugging Face's norm rounds to float32 in the middle, where a last bit of float64 may become one of float32."""
+    """Hugging Face's norm rounds to float32 in the middle, where a last bit of float64 may become one of float32.
+
+    Raises:
+        TypeError: a norm computes something else than Llama's, as Gemma's does.
+    """
     if dtype == torch.float64:
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm"):
+                if not _is_rms_norm(type(module)):
+                    raise TypeError(f"{type(module).__name__} computes something else than LlamaRMSNorm")
                 module.forward = types.MethodType(_norm_in_its_own_dtype, module)  # type: ignore[method-assign]
     return model
 

@@ -132,7 +132,7 @@ def build_optimizer(
     Raises:
         ValueError: parallel modules have different sizes, or are sharded differently; one is inside another; an end2end
             module is not the whole; the mesh has other sizes; an update needs more of the model than a rank has.
-        RuntimeError: the module was compiled for inference only.
+        RuntimeError: the module was compiled for inference only, or fp32 copies need a job and a configuration.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"build_optimizer takes the module, not its parameters: got {type(module).__name__}")
@@ -154,6 +154,8 @@ def build_optimizer(
     is_mixed = isinstance(optimizer, MixedPrecisionF16OptimizerMixin)
     if config is not None and (config.use_zero or is_mixed) and comm.is_initialized():
         optimizer = _sharded(optimizer, config, is_mixed)
+    elif is_mixed:
+        _check_dtypes(optimizer, config)
     for parallel_module in modules.values():
         _check_update(type(optimizer), parallel_module)
     reducers, other = _reducers(module, modules, config, isinstance(optimizer, NeuronZero1Optimizer))
@@ -283,6 +285,18 @@ class _Synchronized(torch.optim.Optimizer):
 
     def register_reducer_post_hook(self, fn: Hook) -> None:
         self._gradient_sync.add_post_hook(fn)
+
+
+def _check_dtypes(optimizer: torch.optim.Optimizer, config: ComputeConfig | None) -> None:
+    """Raises RuntimeError if parameters need fp32 copies, which ranks of a job with a configuration make."""
+    low = next((param.dtype for param in parameters_of(optimizer) if param.dtype.itemsize < 4), None)
+    if low is not None:
+        wanted = (
+            "no module is parallelized: pass compute_config=ComputeConfig(1, number of ranks)"
+            if config is None
+            else "there is no job: call neuronx_dist.init_distributed() before, which is nnscaler.init()"
+        )
+        raise RuntimeError(f"build_optimizer: {type(optimizer).__name__} makes fp32 copies of {low}, but {wanted}")
 
 
 def _sharded(optimizer: torch.optim.Optimizer, config: ComputeConfig, in_fp32: bool) -> NeuronZero1Optimizer:

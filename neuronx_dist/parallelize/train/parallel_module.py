@@ -35,7 +35,7 @@ from .random_stream import whole_values
 from .recorded_arguments import at_path, check_arguments
 from .stored import Stored
 
-__all__ = ["Container", "ParallelModule", "loss_of", "pipelined"]
+__all__ = ["Container", "ParallelModule", "check_loss_is_first", "loss_of", "pipelined"]
 
 
 def pipelined(module: ParallelModule) -> Pipelined | None:
@@ -463,13 +463,24 @@ def loss_of(result: Any) -> torch.Tensor:
     """Returns the first result of forward, the loss.
 
     Raises:
-        ValueError: it is no tensor of one element.
+        ValueError: it is no tensor of one element, or another result is called the loss.
     """
+    check_loss_is_first(result)
     first: Any = next(iter(pytree.tree_leaves(result)), None)
     if not isinstance(first, torch.Tensor) or first.numel() != 1:
         has = f"a tensor of shape {list(first.shape)}" if isinstance(first, torch.Tensor) else repr(first)
         raise ValueError(f"the first result of an end2end module must be its loss, a scalar tensor, not {has}")
     return first
+
+
+def check_loss_is_first(result: Any) -> None:
+    """Raises ValueError if a result is a dict whose "loss" is not its first entry, which is trained on."""
+    names = [*result] if isinstance(result, Mapping) else []
+    if "loss" in names[1:]:
+        raise ValueError(
+            f"forward returns a dict with {names[0]!r} before 'loss', but its first entry is trained on: put 'loss' "
+            "first"
+        )
 
 
 def _detached(result: Any) -> Any:

@@ -174,6 +174,22 @@ def test_losses_and_weights_are_those_of_a_plain_loop(
     assert_same(has, plain(units, optimizer))
 
 
+class LossLast(Net):
+    """The same with another scalar before the loss."""
+
+    def forward(self, data: dict[str, torch.Tensor]) -> dict[str, Any]:  # type: ignore[override]
+        loss = super().forward(data)[0]
+        return {"doubled": 2 * loss, "loss": loss}
+
+
+@pytest.mark.parametrize("policy", ["dp", "parallel_modules"])
+def test_a_loss_that_is_not_the_first_result_is_refused(policy: str, tmp_path: Path) -> None:
+    part = {"type": nn.Linear, "forward_args_gen_fn": linear_arguments}
+    model = {"type": LossLast, "parallel_modules": [part] * (policy == "parallel_modules")}
+    with pytest.raises(Exception, match="'doubled' before 'loss', but its first entry is trained on: put 'loss' first"):
+        trained(partial(arguments, tmp_path, model=model))
+
+
 def test_a_last_batch_of_fewer_rows_is_left_out(tmp_path: Path) -> None:
     """31 rows in batches of two, 9 of validation."""
     options = arguments(tmp_path, model={"type": Named})

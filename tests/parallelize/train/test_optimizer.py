@@ -11,9 +11,15 @@ from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.gradients.accumulation import no_sync
+from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import MuonAdamW, NeuronZero1Optimizer, muon_groups
 from neuronx_dist.parallelize.config import ComputeConfig
-from neuronx_dist.parallelize.train.optimizer import ParallelOptimizer, build_optimizer, sync_grad_when
+from neuronx_dist.parallelize.train.optimizer import (
+    MixedPrecisionAdam,
+    ParallelOptimizer,
+    build_optimizer,
+    sync_grad_when,
+)
 from tests.parallelize.support.training import (
     ADAMW,
     SGD,
@@ -439,6 +445,16 @@ def test_one_rank_without_a_mesh_and_without_parallel_modules(config):
         optimizer.zero_grad()
     close(norms, expected[1])
     close(dict(ours.named_parameters()), dict(module.named_parameters()))
+
+
+def test_fp32_copies_need_a_job_and_a_configuration():
+    """Without them the optimizer would step low-precision parameters; fp32 parameters need no copies."""
+    build_optimizer(nn.Linear(2, 2), MixedPrecisionAdam)
+    module = nn.Linear(2, 2).bfloat16()
+    with pytest.raises(RuntimeError, match="Adam makes fp32 copies of torch.bfloat16, but there is no job: call"):
+        build_optimizer(module, MixedPrecisionAdam, ComputeConfig(1, 1))
+    with pytest.raises(RuntimeError, match=r"but no module is parallelized: pass compute_config=ComputeConfig\(1"):
+        comm.threads.run(Mesh(1), build_optimizer, module, MixedPrecisionAdam)
 
 
 def test_what_does_not_go_together_is_refused():
