@@ -98,8 +98,8 @@ OTHERS = {
         "Starcoder2Config",
         dict.fromkeys(("residual_dropout", "embedding_dropout"), 0.0),
     ),
-    "Gemma 2": (case(2, tp=2, fused_loss=False, **SP), "Gemma2Config", dict(head_dim=8)),
-    "Gemma 3": (case(4, tp=2, zero1=True, **SP), "Gemma3TextConfig", dict(head_dim=8)),
+    "Gemma 2": (case(2, tp=2, fused_loss=False, dtype="float32", **SP), "Gemma2Config", dict(head_dim=8)),
+    "Gemma 3": (case(4, tp=2, zero1=True, dtype="float32", **SP), "Gemma3TextConfig", dict(head_dim=8)),
 }
 
 
