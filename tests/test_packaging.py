@@ -309,9 +309,15 @@ def test_make_train_starts_one_process_for_each_rank():
     if not shutil.which("make"):
         pytest.skip("make is not installed")
     dry = ("make", "--no-print-directory", "-n", "train")  # MAKEFLAGS: these tests run under make themselves
-    command = run(*dry, "TP=4", "PP=1", "ARGS=--steps 3", MAKEFLAGS="").splitlines()[-1]
-    assert "--nproc-per-node 4 " in command and command.endswith("examples/train_llama.py --tp 4 --pp 1 --steps 3")
-    assert "--nproc-per-node 8 " in run(*dry, "TP=2", "PP=2", "NPROC=8", MAKEFLAGS="").splitlines()[-1]
+
+    def command(*words: str) -> str:
+        return " ".join(run(*dry, *words, MAKEFLAGS="").replace("\\\n", "").splitlines()[-1].split())
+
+    small = command("MODEL=", "TP=4", "PP=1", "ARGS=--steps 3")
+    assert "--nproc-per-node 4 " in small and small.endswith("examples/train_llama.py --tp 4 --pp 1 --steps 3")
+    assert "--nproc-per-node 8 " in command("TP=2", "PP=2", "NPROC=8")
+    fine_tuned = command("MODEL=build/smollm2", "ARGS=--steps 3")
+    assert "--model build/smollm2 --pad-heads --steps 8 " in fine_tuned and fine_tuned.endswith(" --steps 3")
 
 
 def test_ci_is_one_executable_file():
