@@ -305,18 +305,19 @@ def test_make_alone_lists_the_targets():
     assert phony and set(phony[1].split()) <= set(listed)
 
 
+def last_command(*words):
+    """Returns the last command that `make train` would run; MAKEFLAGS: these tests run under make themselves."""
+    commands = run("make", "--no-print-directory", "-n", "train", *words, MAKEFLAGS="").replace("\\\n", "")
+    return " ".join(commands.splitlines()[-1].split())
+
+
 def test_make_train_starts_one_process_for_each_rank():
     if not shutil.which("make"):
         pytest.skip("make is not installed")
-    dry = ("make", "--no-print-directory", "-n", "train")  # MAKEFLAGS: these tests run under make themselves
-
-    def command(*words: str) -> str:
-        return " ".join(run(*dry, *words, MAKEFLAGS="").replace("\\\n", "").splitlines()[-1].split())
-
-    small = command("MODEL=", "TP=4", "PP=1", "ARGS=--steps 3")
+    small = last_command("MODEL=", "TP=4", "PP=1", "ARGS=--steps 3")
     assert "--nproc-per-node 4 " in small and small.endswith("examples/train_llama.py --tp 4 --pp 1 --steps 3")
-    assert "--nproc-per-node 8 " in command("TP=2", "PP=2", "NPROC=8")
-    fine_tuned = command("MODEL=build/smollm2", "ARGS=--steps 3")
+    assert "--nproc-per-node 8 " in last_command("TP=2", "PP=2", "NPROC=8")
+    fine_tuned = last_command("MODEL=build/smollm2", "ARGS=--steps 3")
     assert "--model build/smollm2 --pad-heads --steps 8 " in fine_tuned and fine_tuned.endswith(" --steps 3")
 
 
