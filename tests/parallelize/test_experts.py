@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -173,6 +174,27 @@ def test_a_module_learns_as_in_one_process(size: int, policy: Any, exchanged: bo
         sent = sum(bytes_of(event, size) for event in events)
     predicted = sum(entry["forward_bytes"] + entry["backward_bytes"] for entry in explain(cls)["collectives"])
     assert predicted == sent > 0 or policy is recomputed  # which exchanges rows once more
+
+
+def test_experts_behind_a_router_that_each_rank_computes() -> None:
+    """Generates a module whose choice of experts is one value on all ranks (I)."""
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.moe = Moe()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.moe(x, self.moe.router(x).topk(TOP_K).indices)
+
+    def policy(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+        for name in ("linear", "topk", "softmax"):
+            for node in graph.select(name=name):
+                graph.constraints.strategies[node.call] = [lambda strategy: strategy.name == "I"]
+        return over_experts(False, graph, config)
+
+    with tempfile.TemporaryDirectory() as folder:
+        parallelize(Routed(), {"x": operands()[0]}, policy, ComputeConfig(2, 2), gen_savedir=folder, load_module=False)
 
 
 def bytes_of(event: Any, size: int) -> int:
