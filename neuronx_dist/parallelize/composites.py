@@ -269,7 +269,7 @@ def _choices_here(index: Tensor, experts: int, axis: AxisLike) -> tuple[Tensor, 
     size = comm.size(axis)
     here = experts // size
     if not _experts.has_values(index):
-        choices = index.reshape(-1)[: index.numel() // size].clone()
+        choices = index.new_zeros(index.numel() // size)  # not of the type of index, which may be I
         return spmd.trust(choices, axis, V), index.new_zeros(here)
     numbers = index.reshape(-1) - concrete(comm.rank(axis)) * here
     choices = ((numbers >= 0) & (numbers < here)).nonzero().squeeze(1)

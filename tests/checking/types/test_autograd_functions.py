@@ -74,6 +74,20 @@ def test_inside_of_a_checkpoint_an_argument_may_be_a_list(mode):
     assert torch.equal(y, 3 * x)
 
 
+def test_inside_of_a_checkpoint_an_argument_may_have_no_hash(mode):
+    x = typed(4, 4, grad=True)
+    y = torch.utils.checkpoint.checkpoint(lambda x: Scaled.apply(x, {0: 3.0}), x, use_reentrant=False)
+    assert torch.equal(y, 3 * x)
+
+
+def test_inside_of_a_checkpoint_a_decomposed_call_saves_its_tensors_once(mode):
+    """The types of `index_add` are those of a sum, which is computed for them alone."""
+    x, index = typed(4, 4, grad=True, dp=S(0), tp=I), typed(4, tp=I).clamp(0, 3).long()
+    y = torch.utils.checkpoint.checkpoint(lambda x: x.exp().index_add(1, index, x * x), x, use_reentrant=False)
+    (grad,) = torch.autograd.grad(y.sum(), (x,))
+    assert types(grad) == (S(0), I)
+
+
 class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):

@@ -131,7 +131,13 @@ def _hashable(x: Any) -> Any:
     """An argument as a part of a key; for a tensor the properties on which a trial depends."""
     if isinstance(x, Tensor):
         return tuple(x.shape), x.dtype, x.requires_grad
-    return tuple(map(_hashable, x)) if isinstance(x, (list, tuple)) else x
+    if isinstance(x, (list, tuple)):
+        return tuple(map(_hashable, x))
+    try:
+        hash(x)
+    except TypeError:  # a dict, or options with one
+        return repr(x)
+    return x
 
 
 def _itself(x: Any) -> Any:
