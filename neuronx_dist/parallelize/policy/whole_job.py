@@ -143,9 +143,7 @@ class JobChoice:
             update = sum(job.update_seconds(value, links) for value in self.program.parameters)
             try:
                 least = self._divided_over(job.tp)[2]
-            except (
-                PlanError
-            ):  # over so many ranks the search is too large, or the options contradict: `division` says it
+            except PlanError:  # the search is too large, or the options contradict: `division` says which
                 least = 0.0
             rows.append(_Row(job, self._bound(job, least, update)))
         return rows
