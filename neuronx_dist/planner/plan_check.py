@@ -33,19 +33,27 @@ from .workload import Workload
 
 __all__ = ["problem_of", "small_candidate", "small_config"]
 
-_known: dict[Any, str] = {}
+_known: dict[str, tuple[str, str]] = {}
 
 
 def problem_of(
-    candidate: Candidate, workload: Workload, config: Any = None, begins: Callable[[], None] | None = None
+    candidate: Candidate,
+    workload: Workload,
+    config: Any = None,
+    begins: Callable[[], None] | None = None,
+    unproven: Callable[[str], object] | None = None,
 ) -> str:
-    """Returns what the checker finds wrong with a plan's program; "": nothing, or transformers is not installed.
+    """Returns what the checker finds wrong with a plan's program; "": nothing.
 
     Args:
         config: the model's Hugging Face config; None: that of the architecture with the weights of the workload.
         begins: called before a check, which takes seconds; not where the answer is known.
+        unproven: called with the reason if types are not checked: transformers is not installed, or the checker does
+            not type the architecture in any layout, so that programs and collectives alone are compared.
     """
     if find_spec("transformers") is None:
+        if unproven is not None:
+            unproven("transformers is not installed")
         return ""
     small = small_candidate(candidate, workload)
     kind = repr((_sources(), small, replace(workload, name="", source=""), type(config).__name__))
@@ -53,14 +61,17 @@ def problem_of(
     if key not in _known:
         passed = _passed_file()
         if passed.is_file() and key in passed.read_text().split():
-            _known[key] = ""
+            _known[key] = "", ""
         else:
             if begins is not None:
                 begins()
             _known[key] = _checked(small, small_config(workload, small, config))
-            if not _known[key]:
+            if not any(_known[key]):
                 _remember(passed, key)
-    return _known[key]
+    problem, reason = _known[key]
+    if reason and unproven is not None:
+        unproven(reason)
+    return problem
 
 
 @cache
@@ -151,8 +162,8 @@ def _config_of(workload: Workload) -> Any:
     return transformers.LlamaConfig(**sizes, attention_bias=has_bias)
 
 
-def _checked(small: Candidate, config: Any) -> str:
-    """Returns the first problem; of an architecture that no type check accepts, of programs and collectives alone."""
+def _checked(small: Candidate, config: Any) -> tuple[str, str]:
+    """Returns the first problem, and why types are not checked ("": they are)."""
     problem = _problem(small, config, "G")
     if problem:
         degrees: dict[str, Any] = dict(
@@ -160,9 +171,9 @@ def _checked(small: Candidate, config: Any) -> str:
         )
         batch: dict[str, Any] = dict(num_microbatches=1, global_batch=4, schedule=None, virtual_pipeline_size=1)
         plain = Candidate(replace(small.layout, world_size=2, **degrees, **batch), fused_loss=small.fused_loss)
-        if _problem(plain, config, "G"):
-            return _problem(small, config, None)
-    return problem
+        if untyped := _problem(plain, config, "G"):
+            return _problem(small, config, None), untyped
+    return problem, ""
 
 
 def _problem(small: Candidate, config: Any, level: str | None) -> str:

@@ -46,6 +46,7 @@ class Plans(Sequence[LayoutPlan]):
     Attributes:
         workload, cluster, job: what was planned.
         refused: plans that the type checker refused, in words, with the reason.
+        unproven: why types of plans were not checked; empty: they were.
         on_check: called with a plan, in words, before its program is checked; None: nothing is.
     """
 
@@ -54,6 +55,7 @@ class Plans(Sequence[LayoutPlan]):
     ) -> None:
         self.workload, self.cluster, self.job = predictor.workload, predictor.cluster, job
         self.refused: dict[str, str] = {}
+        self.unproven: set[str] = set()
         self.on_check: Callable[[str], None] | None = None
         self._predictor, self._found, self._config, self._is_checked = predictor, found, config, checked
 
@@ -77,7 +79,7 @@ class Plans(Sequence[LayoutPlan]):
         plan = LayoutPlan(*found, self.workload, self.cluster)
         if self._is_checked:
             begins = None if self.on_check is None else partial(self.on_check, plan.words())
-            if problem := problem_of(plan.candidate, self.workload, self._config, begins):
+            if problem := problem_of(plan.candidate, self.workload, self._config, begins, self.unproven.add):
                 self.refused[plan.words()] = problem
                 return None
         return plan
@@ -135,6 +137,7 @@ class Plans(Sequence[LayoutPlan]):
             for row in rows
         ]
         refusals = [f"not shown, as the type checker refuses it: {text}" for text in self._refusals()[:3]]
+        refusals += [f"types are not checked: {reason.partition(chr(10))[0]}" for reason in sorted(self.unproven)]
         return "\n".join([title, "", *lines, *[""] * bool(refusals), *refusals])
 
     def explain(self) -> str:

@@ -79,9 +79,16 @@ def test_a_kind_that_has_passed_is_remembered(monkeypatch: pytest.MonkeyPatch) -
     plan_check._known.clear()
     assert problem_of(candidate, workload) == ""
     plan_check._known.clear()
-    monkeypatch.setattr(plan_check, "_checked", lambda *args: "played again")
+    monkeypatch.setattr(plan_check, "_checked", lambda *args: ("played again", ""))
     assert problem_of(candidate, workload) == ""
     assert problem_of(replace(candidate, recompute="full"), workload) == "played again"
+
+
+def test_plans_of_an_architecture_without_types_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_check, "_problem", lambda small, config, level: "no rule\nfor x" if level else "")
+    found = nxd.plan("llama-1b", **JOB, constraints={"tp": 2, "pp": 2})
+    assert str(found).endswith("\n\ntypes are not checked: no rule") and not found.refused
+    assert not plan_check._passed_file().exists()  # the next process says so too
 
 
 @pytest.mark.slow
