@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import resolve_name
 
+import neuronx_dist.program.experts  # noqa: F401  its functions have rules
 from neuronx_dist.rules import RULES, Rule
 
 FILE = Path(__file__).parent / "registry.txt"
