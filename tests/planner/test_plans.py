@@ -68,7 +68,7 @@ def test_the_flags_of_a_plan_are_its_layout() -> None:
                 plan.candidate.fused_loss,
                 plan.candidate.recompute or "none",
             )
-            assert plan.explain().endswith(f"neuronx-dist train {' '.join(plan.train_flags())}")
+            assert plan.explain().endswith(f"neuronx-dist train --model FOLDER {' '.join(plan.train_flags())}")
 
 
 def test_why_not_says_how_much_slower_and_by_what() -> None:
@@ -160,6 +160,7 @@ def test_impossible_jobs(changes: dict[str, Any], words: list[str]) -> None:
         assert word in str(error.value), str(error.value)
 
 
+@pytest.mark.slow
 def test_models_by_name_config_folder_and_module(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, BertConfig, GemmaConfig, OPTConfig, Phi3Config
 

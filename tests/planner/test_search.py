@@ -300,6 +300,7 @@ def toy_plan(config: Any, constraints: dict[str, Any]) -> Candidate:
     ].candidate
 
 
+@pytest.mark.slow
 def test_a_model_that_scales_its_logits_is_planned_without_the_fused_loss() -> None:
     assert toy_plan(LlamaConfig(**TINY), {}).fused_loss
     assert not toy_plan(GraniteConfig(**TINY), {}).fused_loss

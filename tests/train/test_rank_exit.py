@@ -56,7 +56,7 @@ def test_a_refusal_is_the_only_thing_seen(started, tmp_path):
     assert first == "neuronx-dist train: 2 processes import torch and transformers ..."
     assert refusal.startswith("neuronx-dist train: this layout cannot work")
     assert reasons and all(line.startswith("  - ") for line in reasons), text
-    assert nearest == "the nearest layout that works: --tp 2"
+    assert nearest.strip() == "the nearest layout that works: --tp 2"
     assert process.returncode == 2
 
 
