@@ -124,6 +124,7 @@ def test_to_nxd(model: tuple[Any, Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first_way", [False, True], ids=["trainer", "checkpointing"])
+@pytest.mark.slow
 def test_from_nxd(model: tuple[Any, Path], first_way: bool, tmp_path: Path) -> None:
     whole, folder = model
     if first_way:
@@ -185,6 +186,7 @@ def test_every_target_compares_names_and_shapes(model: tuple[Any, Path], to: str
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["weight_q", "weight_qkv"])
+@pytest.mark.slow
 def test_from_nxd_with_fused_projections(model: tuple[Any, Path], fused: bool, tmp_path: Path) -> None:
     """At tp 4 each of two key/value heads is on two ranks (`kv_size_multiplier=2`), in trn1's order: 0 1 0 1.
 
@@ -298,6 +300,7 @@ def test_what_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("options", [{"to": "hf"}, {"to": "nxd"}, {"to": "nxd", "tp": 2, "xser": True}])
+@pytest.mark.slow
 def test_conversions_have_checksums(model: tuple[Any, Path], options: dict[str, Any], tmp_path: Path) -> None:
     """Each file of weights is listed; one that differs is refused before anything is changed; without sums all load."""
     whole, folder = model

@@ -97,6 +97,7 @@ def test_the_names_and_whole_shapes(mesh, make_optimizer, tmp_path):
 
 @pytest.mark.parametrize("first", [(ONE, adamw), (TP2, zero1), (DP2, zero1)])
 @pytest.mark.parametrize("second", [(ONE, adamw), (TP2, adamw), (DP2, zero1)])
+@pytest.mark.slow
 def test_layouts_and_optimizers_save_the_same(first, second, tmp_path):
     comm.threads.run(first[0], saved, first[1], tmp_path / "a")
     comm.threads.run(second[0], saved, second[1], tmp_path / "b")

@@ -89,6 +89,7 @@ def _same_leaf(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("NxD")) for name in READERS]
 )
+@pytest.mark.slow
 def test_damages_at_random(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reader = READERS[name]
     original = tmp_path / "original"

@@ -82,6 +82,7 @@ def tied() -> Any:
     "make, tp, sequence_parallel",
     [(tied, 1, False), (tied, 2, False), (tied, 4, True), (mixtral, 1, False), (mixtral, 2, True), (mixtral, 4, False)],
 )
+@pytest.mark.slow
 def test_three_steps_are_those_of_one_process(make: Any, tp: int, sequence_parallel: bool, fused: list[int]) -> None:
     whole = make()
     inputs = dict(zip(("input_ids", "labels"), batch(seq=8))) if make is not mixtral else BY_NAME["Mixtral"].inputs()

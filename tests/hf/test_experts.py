@@ -136,6 +136,7 @@ def test_training_is_that_of_one_process(name: str, ep: int, tp: int) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+@pytest.mark.slow
 def test_other_implementations_of_experts(implementation: str) -> None:
     compare("MixtralConfig", 2, 1, implementation=implementation, dtype=torch.float32)
 

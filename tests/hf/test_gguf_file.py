@@ -33,6 +33,7 @@ def expected(file: Path) -> Any:
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("as_folder", [False, True], ids=["file", "folder"])
+@pytest.mark.slow
 def test_into_layouts(file: Path, expected: Any, tp: int, as_folder: bool) -> None:
     def rank() -> None:
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)

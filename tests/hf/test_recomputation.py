@@ -112,6 +112,7 @@ LAYOUTS: dict[str, tuple[Mesh, Callable[[], Any], dict[str, Any]]] = {
 @pytest.mark.each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.slow
 def test_values_are_equal_to_the_bit(parts: str, layout: str) -> None:
     mesh, make, options = LAYOUTS[layout]
     what = dict(PARTS[parts])

@@ -57,6 +57,7 @@ def _saved(folder: Any, **options: Any) -> Any:
         (Mesh(4, tp=4), 4, 1, False),
     ],
 )
+@pytest.mark.slow
 def test_round_trip(tmp_path: Any, mesh: Mesh, heads: int, kv_heads: int, tied: bool) -> None:
     """Folder -> any layout -> folder -> transformers: the same bits, also where heads are padded."""
     reference = _saved(tmp_path / "in", heads=heads, kv_heads=kv_heads, tied=tied)

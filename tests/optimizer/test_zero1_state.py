@@ -21,6 +21,7 @@ from tests.support.synthetic import LAYOUTS, Model
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mesh", [Mesh(1), Mesh(4), Mesh(8, tp=2, pp=2), Mesh(8, pp=2, cp=2)], ids=str)
+@pytest.mark.slow
 def test_resumed_run_is_bit_equal(mesh: Mesh, dtype: torch.dtype, tmp_path: Path) -> None:
     def make(model: Model) -> NeuronZero1Optimizer:
         options = dict(lr=0.1, max_norm=0.5, save_master_weights=dtype == torch.bfloat16)

@@ -38,6 +38,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("mesh", "options"), LAYOUTS, ids=str)
+@pytest.mark.slow
 def test_training_is_that_of_one_process(mesh: Mesh, options: Options) -> None:
     check(mesh, options)
 
@@ -143,6 +144,7 @@ class TiedModel(LanguageModel):
 
 @pytest.mark.parametrize("zero1", [False, True])
 @pytest.mark.parametrize("mesh", [Mesh(4, tp=2, pp=2), Mesh(4, pp=2), Mesh(2, tp=2)], ids=str)
+@pytest.mark.slow
 def test_several_batches_of_a_step_add_up(mesh: Mesh, zero1: bool) -> None:
     """With sequence parallelism and a tied weight, whose gradients each `run_train` of a pipeline sums over ranks."""
     batches = BATCH[:2]

@@ -95,6 +95,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", NETS)
+@pytest.mark.slow
 def test_only_equal_layers_are_one_method(name: str) -> None:
     make, wanted = NETS[name]
     assert re.findall(r"= self\.(_\w+)\(", emitted(make()).source) == wanted

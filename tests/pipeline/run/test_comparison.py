@@ -298,6 +298,7 @@ PASSES: dict[str, tuple[Steps, Steps, str]] = {
 
 
 @pytest.mark.parametrize("difference", PASSES)
+@pytest.mark.slow
 def test_other_passes(difference: str) -> None:
     *steps, message = PASSES[difference]
 

@@ -45,6 +45,7 @@ def equals_one_process(mesh, function, shape, placements, sizes=None, mode="erro
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)], ids=str)
 @pytest.mark.parametrize("function", ONE + MANY, ids=lambda f: f.__name__)
+@pytest.mark.slow
 def test_any_sharded_dim(function, mesh_shape) -> None:
     def rank(mesh):
         for dim in range(3):
