@@ -25,7 +25,7 @@ from .cluster import Cluster, Link
 __all__ = ["LINK_SPEEDS", "SPEEDS", "calibrated", "fit_factors", "mape", "rank_correlation", "regret", "scaled"]
 
 SPEEDS = ("flops", "attention", "bandwidth", "launch")
-LINK_SPEEDS = ("bandwidth", "latency")
+LINK_SPEEDS = ("bandwidth", "latency", "message")
 PRIOR = 0.02  # weight of a factor's squared logarithm beside one observation's: what no observation shows stays
 
 
@@ -113,14 +113,15 @@ def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
 
     Args:
         factors: by name, of `SPEEDS`, and of `LINK_SPEEDS` of a link, as "bandwidth[0]"; missing ones are 1. The factor
-            of "latency" is that of `Link.in_step` too.
+            of "latency" is that of `Link.in_step` too, that of "message" is used where the link has `Link.message`.
     """
     bandwidth = cluster.bandwidth * factors.get("bandwidth", 1.0)
     links = []
     for number, link in enumerate(cluster.links):
-        faster, longer = (factors.get(f"{name}[{number}]", 1.0) for name in LINK_SPEEDS)
+        faster, longer, sent = (factors.get(f"{name}[{number}]", 1.0) for name in LINK_SPEEDS)
         speed = min(link.bandwidth * faster, bandwidth)
-        links.append(Link(link.span, speed, link.latency * longer, link.in_step * longer))
+        message = None if link.message is None else link.message * sent
+        links.append(Link(link.span, speed, link.latency * longer, link.in_step * longer, message))
     return replace(
         cluster,
         flops={dtype: min(x * factors.get("flops", 1.0), cluster.peak[dtype]) for dtype, x in cluster.flops.items()},

@@ -4,7 +4,7 @@ Products, memory and calls are timed on all ranks at the same time, as in a step
 Pointwise results are new tensors, as activations are: on the CPU that costs page faults. Collectives are those of the
 groups of the job's mesh, timed twice: one after another, which shows bandwidth and latency, and each between two
 products, as in a step, which takes longer (2 to 4 times on gloo): ranks wait for one another, and caches are cold. The
-difference is `in_step`.
+difference is `in_step`. Messages from rank to rank and all_to_all, which has no sum, are timed between products alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from math import ceil, log2
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +56,7 @@ class GroupSpeed(NamedTuple):
         bandwidth: bytes per second that a rank sends in a ring.
         latency: seconds for each doubling of the number of ranks.
         in_step: additional seconds between products.
+        message: seconds of a message of no bytes between products.
     """
 
     size: int
@@ -63,6 +64,7 @@ class GroupSpeed(NamedTuple):
     bandwidth: float
     latency: float
     in_step: float
+    message: float
 
 
 def fingerprint(device: torch.device) -> dict[str, str]:
@@ -137,7 +139,7 @@ def measure_groups(device: torch.device, seconds: float) -> list[GroupSpeed]:
 
 def _measure_group(axis: str, size: int, stride: int, device: torch.device, seconds: float) -> GroupSpeed:
     small, large = 16 << 10, (2 << 20) if device.type == "cpu" else (128 << 20)
-    share = seconds / (len(KINDS) * 4)
+    share = seconds / (len(KINDS) * 4 + 4)
     width = 256 if device.type == "cpu" else 4096
     x = torch.randn(width, width, device=device)
     out = torch.empty_like(x)
@@ -164,7 +166,22 @@ def _measure_group(axis: str, size: int, stride: int, device: torch.device, seco
         sent = passes * (large - small) * (1 - 1 / size)
         bandwidths.append(sent / max(times[1] - times[0], 1e-9))
         latencies.append(times[0] / ceil(log2(size)))
-    return GroupSpeed(size, stride, median(bandwidths), median(latencies), median(additions))
+    bandwidth = median(bandwidths)
+    messages = []
+    for send in (_message(axis, size, small, device), _collective("all_to_all", axis, size, small, device)):
+
+        def after_product(send: Callable[[], Any] = send) -> None:
+            product()
+            send()
+
+        messages.append(max(0.0, _agreed_seconds(after_product, device, 2 * share) - alone - small / bandwidth))
+    return GroupSpeed(size, stride, bandwidth, median(latencies), median(additions), mean(messages))
+
+
+def _message(axis: str, size: int, nbytes: int, device: torch.device) -> Callable[[], Any]:
+    """Returns a call in which each rank sends `nbytes` to the next one."""
+    x, pairs = torch.zeros(nbytes // 4, device=device), [(rank, (rank + 1) % size) for rank in range(size)]
+    return lambda: comm.permute(x, axis, pairs)
 
 
 def _collective(kind: str, axis: str, size: int, nbytes: int, device: torch.device) -> Callable[[], Any]:

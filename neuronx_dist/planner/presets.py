@@ -20,12 +20,19 @@ class Link:
         latency: seconds of a collective of no bytes between two parts.
         in_step: additional seconds of a collective that stands between products, as all do in a training step: ranks
             wait for one another, and caches are cold.
+        message: seconds of a message or an all_to_all of no bytes between products; None: `latency + in_step`.
     """
 
     span: int
     bandwidth: float
     latency: float
     in_step: float = 0.0
+    message: float | None = None
+
+    @property
+    def message_latency(self) -> float:
+        """Seconds of a message of no bytes between products."""
+        return self.latency + self.in_step if self.message is None else self.message
 
 
 class Device(NamedTuple):

@@ -25,6 +25,7 @@ def test_all_ranks_measure_the_same_cluster() -> None:
     assert cluster.devices == cluster.devices_per_host == 4
     # tp: neighbours; dp: two apart; one link if they are equally fast
     assert [link.span for link in cluster.links] in ([2, 4], [4])
+    assert all(link.message is not None and link.message >= 0 for link in cluster.links)
     assert set(cluster.flops) == {"float32", "float64"}
     assert all(cluster.flops[dtype] <= cluster.peak[dtype] for dtype in cluster.flops)
     assert cluster.fingerprint["torch"] == torch.__version__ and cluster.fingerprint["ranks"] == "4"
