@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from transformers import LlamaConfig
 import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.comm.context import Context
-from neuronx_dist.planner import Candidate, Cluster, Predictor, workload_of
+from neuronx_dist.planner import Candidate, Cluster, Predictor, Workload, workload_of
 from neuronx_dist.planner.calibration import calibrated, mape, rank_correlation, regret
 from neuronx_dist.planner.validation import TrainingJob
 from neuronx_dist.planning.layout import Layout
@@ -92,11 +93,29 @@ class Case(NamedTuple):
             use_cache=False,
         )
 
+    @property
+    def candidate(self) -> Candidate:
+        return _candidate(self.layout)
+
+    @property
+    def workload(self) -> Workload:
+        return _workload(self.hidden)
+
     def __str__(self) -> str:
         layout = self.layout
         words = [f"{name}{getattr(layout, name)}" for name in ("tp", "pp", "cp", "dp") if getattr(layout, name) > 1]
         words += ["sp"] * layout.sequence_parallel + ["zero1"] * layout.zero1
         return " ".join([f"{layout.world_size} ranks, h{self.hidden}", *words, f"m{layout.num_microbatches}"])
+
+
+@cache  # a fit predicts each case some hundred times
+def _candidate(layout: Layout) -> Candidate:
+    return Candidate(layout)
+
+
+@cache
+def _workload(hidden: int) -> Workload:
+    return workload_of(Case(hidden, Layout(world_size=1)).config)
 
 
 class Step(NamedTuple):
@@ -158,7 +177,7 @@ def predict(cluster: Cluster, case: Case) -> float:
     Where ranks share cores, one that waits in a pipeline leaves its core to others: the step takes as long as all ranks
     compute on average, or as the pipeline with a core for each rank, whichever is longer.
     """
-    total = Predictor(workload_of(case.config), cluster).seconds(Candidate(case.layout)).total
+    total = Predictor(case.workload, cluster).seconds(case.candidate).total
     cores = os.cpu_count() or 1
     if case.layout.pp == 1 or cores >= case.layout.world_size:
         return total
@@ -167,7 +186,7 @@ def predict(cluster: Cluster, case: Case) -> float:
 
 def predict_busy(cluster: Cluster, case: Case) -> float:
     """Returns the predicted seconds in which a rank does not wait, the mean over the stages: its CPU time."""
-    predictor, candidate = Predictor(workload_of(case.config), cluster), Candidate(case.layout)
+    predictor, candidate = Predictor(case.workload, cluster), case.candidate
     stages = [sum(map(sum, chunks)) for chunks in predictor.tasks(candidate)]
     return case.layout.num_microbatches * sum(stages) / len(stages) + sum(predictor.after(candidate))
 

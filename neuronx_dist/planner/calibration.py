@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .cluster import Cluster, Link
+from .cluster import RINGS, Cluster, Link
 
 __all__ = ["LINK_SPEEDS", "SPEEDS", "calibrated", "fit_factors", "mape", "rank_correlation", "regret", "scaled"]
 
@@ -113,15 +113,16 @@ def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
 
     Args:
         factors: by name, of `SPEEDS`, and of `LINK_SPEEDS` of a link, as "bandwidth[0]"; missing ones are 1. The factor
-            of "latency" is that of `Link.in_step` too, that of "message" is used where the link has `Link.message`.
+            of "latency" is that of `Link.in_step` and `Link.between` too, but for messages and all_to_all, whose factor
+            is "message".
     """
     bandwidth = cluster.bandwidth * factors.get("bandwidth", 1.0)
     links = []
     for number, link in enumerate(cluster.links):
         faster, longer, sent = (factors.get(f"{name}[{number}]", 1.0) for name in LINK_SPEEDS)
         speed = min(link.bandwidth * faster, bandwidth)
-        message = None if link.message is None else link.message * sent
-        links.append(Link(link.span, speed, link.latency * longer, link.in_step * longer, message))
+        between = {verb: seconds * (longer if verb in RINGS else sent) for verb, seconds in link.between.items()}
+        links.append(Link(link.span, speed, link.latency * longer, link.in_step * longer, between))
     return replace(
         cluster,
         flops={dtype: min(x * factors.get("flops", 1.0), cluster.peak[dtype]) for dtype, x in cluster.flops.items()},

@@ -18,8 +18,8 @@ collective over n ranks, of which m are inside one part of a link's parts, a ran
 Chunks pass all links at once, so that the slowest link counts. Latencies of the links add up, each log2 of its number
 of parts times, and `in_step` of the outermost counts once. (Thakur et al., Optimization of Collective Communication
 Operations in MPICH, 2005; NCCL's rings and trees.) The latencies of an all_reduce are those of the others: 197 us on
-gloo beside 217 us of an all_gather, back to back. `Link.message` replaces latency and `in_step` of what is sent from
-rank to rank.
+gloo beside 217 us of an all_gather, back to back; between products they differ, and `Link.between` replaces latency and
+`in_step` on a measured link.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ class Cluster:
         groups = measure_groups(device, seconds / 2) if in_job else []
         per_host = hosts.count(hosts[0])
         spans: dict[int, list[Link]] = {}
-        for size, stride, bandwidth, latency, in_step, message in groups:
-            link = Link(size * stride, min(bandwidth, speeds.bandwidth), latency, in_step, message)
+        for size, stride, bandwidth, latency, in_step, between in groups:
+            link = Link(size * stride, min(bandwidth, speeds.bandwidth), latency, in_step, between)
             spans.setdefault(size * stride, []).append(link)
         links = measured_links([max(links, key=_latency) for _, links in sorted(spans.items())], per_host)
         known = next((one.peak for key, one in PRESETS.items() if key.upper() in marks["device"].upper().split()), {})
@@ -199,7 +199,7 @@ class Cluster:
         Args:
             kind: a verb of `comm`: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", ...
             nbytes: bytes of the larger one of a rank's input and result, as `comm.record` counts them.
-            between_products: add `Link.in_step`, or take `Link.message`.
+            between_products: add `Link.in_step`, or take `Link.between`.
 
         Raises:
             ClusterError: there is no such collective, or the group does not fit the cluster.
@@ -220,16 +220,14 @@ class Cluster:
             joined = min(size, max(1, link.span // stride))
             if joined > inside:
                 outside = 1 - inside / size
-                start = link.latency * (1 if kind in MESSAGES else ceil(log2(joined / inside)))
-                in_step = link.in_step
-                if between_products and kind not in RINGS and link.message is not None:
-                    start, in_step = link.message, 0.0
+                measured = link.between.get("send" if kind in MESSAGES else kind) if between_products else None
+                start, in_step = (link.latency, link.in_step) if measured is None else (measured, 0.0)
                 if kind in MESSAGES:
                     slowest = max(slowest, nbytes / link.bandwidth + start)
                 else:
                     share = outside / inside if kind in RINGS else outside
                     slowest = max(slowest, nbytes * share / link.bandwidth)
-                    latency += start
+                    latency += start * ceil(log2(joined / inside))
                 inside = joined
         return passes * slowest + latency + (in_step if between_products else 0.0)
 
@@ -319,9 +317,10 @@ class Cluster:
                 problems.append(f"links[{number}].span must be a positive integer, got {link.span!r}")
             names = ("bandwidth", "latency", "in_step")
             numbers.update({f"links[{number}].{name}": getattr(link, name) for name in names})
-            numbers[f"links[{number}].message"] = link.message_latency
+            between = link.between if isinstance(link.between, Mapping) else {"": link.between}
+            numbers.update({f"links[{number}].between[{verb}]": value for verb, value in between.items()})
         for name, value in numbers.items():
-            may_be_zero = name.endswith(("latency", "in_step", "launch", "message"))
+            may_be_zero = name.endswith(("latency", "in_step", "launch")) or ".between[" in name
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < inf:
                 problems.append(f"{name} must be a number of at least 0, got {value!r}")
             elif value == 0 and not may_be_zero:
@@ -359,7 +358,7 @@ class Cluster:
 def _compare_names(content: Mapping[str, Any], cls: type, where: str) -> None:
     """Raises a ClusterError if fields of a dataclass are missing, or there are others."""
     known = {item.name for item in fields(cls)}
-    optional = {"attention", "fingerprint", "in_step", "message"}
+    optional = {"attention", "fingerprint", "in_step", "between"}
     missing = [name for name in sorted(known - optional) if name not in content]
     unknown = [name for name in content if name not in known]
     if missing:
@@ -387,9 +386,10 @@ def measured_links(links: Sequence[Link], per_host: int) -> list[Link]:
             inner = found[-1]
             pairs = ((inner.bandwidth, link.bandwidth), (_latency(inner), _latency(link)))
             if all(max(pair) <= 2 * min(pair) for pair in pairs):
-                names = ("bandwidth", "latency", "in_step", "message")
-                both = [(name, getattr(inner, name), getattr(link, name)) for name in names]
-                found[-1] = Link(link.span, **{name: (x * y) ** 0.5 for name, x, y in both if None not in (x, y)})
+                names = ("bandwidth", "latency", "in_step")
+                means = {name: (getattr(inner, name) * getattr(link, name)) ** 0.5 for name in names}
+                between = {verb: (inner.between[verb] * link.between[verb]) ** 0.5 for verb in inner.between}
+                found[-1] = Link(link.span, **means, between=between)
                 continue
         found.append(link)
     return found

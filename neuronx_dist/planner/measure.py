@@ -4,7 +4,8 @@ Products, memory and calls are timed on all ranks at the same time, as in a step
 Pointwise results are new tensors, as activations are: on the CPU that costs page faults. Collectives are those of the
 groups of the job's mesh, timed twice: one after another, which shows bandwidth and latency, and each between two
 products, as in a step, which takes longer (2 to 4 times on gloo): ranks wait for one another, and caches are cold. The
-difference is `in_step`. Messages from rank to rank and all_to_all, which has no sum, are timed between products alone.
+difference is `in_step`. Between products the verbs differ (`between`), messages from rank to rank among them. A call is
+one of a small layer: modules, views and autograd take more of its time on a CPU than the operation.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ SIZES = {"cpu": (256, 512, 1024), "accelerator": (1024, 2048, 4096, 8192)}  # of
 AXES = ("tp", "cp", "ep", "dp", "edp", "pp")
 
 
+#: Calls of a Llama's layer, forward and backward, as `seconds.py` counts them: 2 norms of 7, 14 others, 8 products.
+LAYER_CALLS = 3 * (2 * 7 + 14 + 8)
+
+
 class Speeds(NamedTuple):
     """Speeds of a device, the slowest of all ranks.
 
@@ -39,7 +44,7 @@ class Speeds(NamedTuple):
         flops: floating-point operations per second of products, by dtype, the median over sizes; `best`: the largest.
         attention: speed of causal attention's products, relative to that of others of the first dtype.
         bandwidth: bytes per second that a pointwise operation reads and writes.
-        launch: seconds of a call that computes nothing, with its module and its node of autograd.
+        launch: seconds of a call of a layer that computes nothing, with its share of modules, views and autograd.
     """
 
     flops: dict[str, float]
@@ -56,7 +61,8 @@ class GroupSpeed(NamedTuple):
         bandwidth: bytes per second that a rank sends in a ring.
         latency: seconds for each doubling of the number of ranks.
         in_step: additional seconds between products.
-        message: seconds of a message of no bytes between products.
+        between: seconds of a collective of no bytes between products, by verb, for each doubling of the number of
+            ranks; that of messages to the next rank is "send".
     """
 
     size: int
@@ -64,7 +70,7 @@ class GroupSpeed(NamedTuple):
     bandwidth: float
     latency: float
     in_step: float
-    message: float
+    between: dict[str, float]
 
 
 def fingerprint(device: torch.device) -> dict[str, str]:
@@ -107,9 +113,9 @@ def measure_speeds(device: torch.device, seconds: float) -> Speeds:
     attention = 2 * heads * length**2 * width / _seconds(attend, device, share) / flops[dtypes[0]]
     x = torch.zeros((1 << 20) if on_cpu else (64 << 20), device=device)
     bandwidth = 2 * x.nbytes / _seconds(partial(torch.add, x, 1), device, share)
-    little = nn.Sequential(*(nn.Sequential(nn.Linear(1, 1), nn.SiLU()) for _ in range(20))).to(device)
-    one = torch.zeros(1, 1, device=device)
-    launch = _seconds(lambda: little(one).backward(), device, share) / (3 * 40)  # backward has two calls for each
+    layers = nn.Sequential(*(_LeastLayer() for _ in range(4))).to(device)
+    tokens = torch.ones(1, 2, 4, device=device, requires_grad=True)
+    launch = _seconds(lambda: layers(tokens).sum().backward(), device, share) / (4 * LAYER_CALLS)
     mine = Speeds(flops, best, attention, bandwidth, launch)
     ranks: list[Speeds] = comm.gather_objects(mine) if comm.is_initialized() else [mine]
     return Speeds(
@@ -119,6 +125,34 @@ def measure_speeds(device: torch.device, seconds: float) -> Speeds:
         min(one.bandwidth for one in ranks),
         max(one.launch for one in ranks),
     )
+
+
+class _LeastLayer(nn.Module):
+    """Layer of a Llama whose 2 tokens have 4 elements: its time is that of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = ("query", "key", "value", "output", "gate", "up", "down")
+        self.products = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in names})
+        self.scales = nn.ParameterList(torch.ones(4) for _ in range(2))
+
+    def _norm(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.scales[number] * wide.to(x.dtype)
+
+    def _heads(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        heads = self.products[name](x).view(1, 2, 2, 2).transpose(1, 2)
+        return heads if name == "value" else heads * 0.5 + torch.cat((-heads[..., 1:], heads[..., :1]), -1) * 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normalized = self._norm(x, 0)
+        query, key, value = (self._heads(normalized, name) for name in ("query", "key", "value"))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.products["output"](attended.transpose(1, 2).reshape(1, 2, 4))
+        normalized = self._norm(x, 1)
+        gated = F.silu(self.products["gate"](normalized)) * self.products["up"](normalized)
+        return x + self.products["down"](gated)
 
 
 def measure_groups(device: torch.device, seconds: float) -> list[GroupSpeed]:
@@ -139,7 +173,7 @@ def measure_groups(device: torch.device, seconds: float) -> list[GroupSpeed]:
 
 def _measure_group(axis: str, size: int, stride: int, device: torch.device, seconds: float) -> GroupSpeed:
     small, large = 16 << 10, (2 << 20) if device.type == "cpu" else (128 << 20)
-    share = seconds / (len(KINDS) * 4 + 4)
+    share = seconds / (4 * len(KINDS) + 4)
     width = 256 if device.type == "cpu" else 4096
     x = torch.randn(width, width, device=device)
     out = torch.empty_like(x)
@@ -148,34 +182,34 @@ def _measure_group(axis: str, size: int, stride: int, device: torch.device, seco
         torch.mm(x, x, out=out)
 
     alone = _agreed_seconds(product, device, share)
+
+    def between_products(collective: Callable[[], Any]) -> float:
+        def both() -> None:
+            product()
+            collective()
+
+        return _agreed_seconds(both, device, share) - alone
+
+    doublings = ceil(log2(size))
     bandwidths, latencies, additions = [], [], []
     for kind in KINDS:
         passes = 2 if kind == "all_reduce" else 1
-        times = []
-        for nbytes in (small, large):
-            collective = _collective(kind, axis, size, nbytes, device)
-
-            def both(collective: Callable[[], Any] = collective) -> None:
-                product()
-                collective()
-
-            back_to_back = _agreed_seconds(collective, device, share)
-            between = _agreed_seconds(both, device, share) - alone
-            times.append(back_to_back)
-            additions.append(max(0.0, between - back_to_back))
-        sent = passes * (large - small) * (1 - 1 / size)
-        bandwidths.append(sent / max(times[1] - times[0], 1e-9))
-        latencies.append(times[0] / ceil(log2(size)))
-    bandwidth = median(bandwidths)
-    messages = []
-    for send in (_message(axis, size, small, device), _collective("all_to_all", axis, size, small, device)):
-
-        def after_product(send: Callable[[], Any] = send) -> None:
-            product()
-            send()
-
-        messages.append(max(0.0, _agreed_seconds(after_product, device, 2 * share) - alone - small / bandwidth))
-    return GroupSpeed(size, stride, bandwidth, median(latencies), median(additions), mean(messages))
+        collectives = [_collective(kind, axis, size, nbytes, device) for nbytes in (small, large)]
+        times = [_agreed_seconds(collective, device, share) for collective in collectives]
+        additions.append([between_products(one) - time for one, time in zip(collectives, times)])
+        bandwidths.append(passes * (large - small) * (1 - 1 / size) / max(times[1] - times[0], 1e-9))
+        latencies.append(times[0] / doublings)
+    bandwidth, latency = median(bandwidths), median(latencies)
+    between = {
+        kind: max(0.0, alone_latency + mean(added) / doublings)
+        for kind, alone_latency, added in zip(KINDS, latencies, additions)
+    }
+    messages = {"send": (1, _message(axis, size, small, device))}
+    messages["all_to_all"] = (doublings, _collective("all_to_all", axis, size, small, device))
+    for kind, (steps, send) in messages.items():
+        between[kind] = max(0.0, between_products(send) - small / bandwidth) / steps
+    in_step = median(max(0.0, one) for added in additions for one in added)
+    return GroupSpeed(size, stride, bandwidth, latency, in_step, between)
 
 
 def _message(axis: str, size: int, nbytes: int, device: torch.device) -> Callable[[], Any]:

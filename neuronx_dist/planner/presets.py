@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 __all__ = ["PRESETS", "Device", "Link"]
@@ -20,19 +21,18 @@ class Link:
         latency: seconds of a collective of no bytes between two parts.
         in_step: additional seconds of a collective that stands between products, as all do in a training step: ranks
             wait for one another, and caches are cold.
-        message: seconds of a message or an all_to_all of no bytes between products; None: `latency + in_step`.
+        between: measured seconds of a collective of no bytes between products, by verb, in place of
+            `latency + in_step`; that of messages from rank to rank is "send".
     """
 
     span: int
     bandwidth: float
     latency: float
     in_step: float = 0.0
-    message: float | None = None
+    between: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def message_latency(self) -> float:
-        """Seconds of a message of no bytes between products."""
-        return self.latency + self.in_step if self.message is None else self.message
+    def __hash__(self) -> int:
+        return hash((self.span, self.bandwidth, self.latency, self.in_step, *self.between.values()))
 
 
 class Device(NamedTuple):

@@ -44,12 +44,17 @@ def test_collectives_equal_their_closed_forms() -> None:
     )
     assert cluster.collective("all_to_all", size, 32) == pytest.approx(3 / 4 * size / 10e9 + latency)
     assert cluster.collective("all_reduce", size, 1) == 0
-    inner, outer = cluster.links
-    measured = replace(cluster, links=(replace(inner, message=2e-6), replace(outer, message=5e-6)))
-    assert measured.collective("send", size, 4, 8) == pytest.approx(size / 10e9 + 5e-6, rel=1e-12)
-    assert measured.collective("all_to_all", size, 32) == pytest.approx(3 / 4 * size / 10e9 + 2e-6 + 5e-6)
-    for kind in ("all_gather", "all_reduce"):  # ranks wait for all others: a message's latency says nothing
-        assert measured.collective(kind, size, 32) == cluster.collective(kind, size, 32)
+    between = [{"send": 2e-6, "all_reduce": 3e-6}, {"send": 5e-6, "all_reduce": 7e-6}]
+    measured = replace(
+        cluster, links=tuple(replace(link, between=seconds) for link, seconds in zip(cluster.links, between))
+    )
+    assert measured.collective("permute", size, 4, 8) == pytest.approx(size / 10e9 + 5e-6, rel=1e-12)
+    assert measured.collective("all_reduce", size, 4, 8) == pytest.approx(2 * 3 / 4 * size / 10e9 + 2 * 7e-6)
+    assert measured.collective("all_reduce", 0, 32) == pytest.approx(3 * 3e-6 + 2 * 7e-6)
+    assert measured.collective("all_reduce", size, 32, between_products=False) == cluster.collective(
+        "all_reduce", size, 32, between_products=False
+    )
+    assert measured.collective("all_gather", size, 32) == cluster.collective("all_gather", size, 32)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -13,7 +13,11 @@ from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.planner import measure
 from neuronx_dist.planner.calibration import calibrated, mape, rank_correlation, regret
+from neuronx_dist.planner.candidate import Candidate
 from neuronx_dist.planner.cluster import Cluster, Link, measured_links
+from neuronx_dist.planner.seconds import layer_seconds
+from neuronx_dist.planner.workload import workload_of
+from neuronx_dist.planning.layout import Layout
 
 
 def test_all_ranks_measure_the_same_cluster() -> None:
@@ -25,7 +29,7 @@ def test_all_ranks_measure_the_same_cluster() -> None:
     assert cluster.devices == cluster.devices_per_host == 4
     # tp: neighbours; dp: two apart; one link if they are equally fast
     assert [link.span for link in cluster.links] in ([2, 4], [4])
-    assert all(link.message is not None and link.message >= 0 for link in cluster.links)
+    assert all(len(link.between) == 5 and min(link.between.values()) >= 0 for link in cluster.links)
     assert set(cluster.flops) == {"float32", "float64"}
     assert all(cluster.flops[dtype] <= cluster.peak[dtype] for dtype in cluster.flops)
     assert cluster.fingerprint["torch"] == torch.__version__ and cluster.fingerprint["ranks"] == "4"
@@ -38,6 +42,15 @@ def test_groups_of_a_host_that_are_equally_fast_have_one_link() -> None:
     assert [link.span for link in merged] == [4, 8]
     assert merged[0].bandwidth == pytest.approx((8e9 * 4e9) ** 0.5) and merged[1] == slow
     assert measured_links([near, replace(like, bandwidth=3e9)], per_host=4) == [near, replace(like, bandwidth=3e9)]
+
+
+def test_calls_of_the_measured_layer_are_those_that_a_prediction_counts() -> None:
+    """With products, memory and attention of no seconds, a layer takes `launch` times its calls."""
+    workload = workload_of("llama-1b")
+    fast = Cluster("calls", 1, 1, 1e18, {"float32": 1e60}, {"float32": 1e60}, 1e60, 1.0, (Link(1, 1e60, 0.0),))
+    sizes = Candidate(Layout(world_size=1, global_batch=1, seq_len=2, dtype="float32")).sizes
+    layer = layer_seconds(workload, workload.blocks[0], sizes, fast, "", compiled=False)
+    assert sum(layer.tasks) == pytest.approx(measure.LAYER_CALLS + 0.5)  # attention's backward counts as 2.5
 
 
 def test_a_process_alone_measures_its_device() -> None:
