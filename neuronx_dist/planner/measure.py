@@ -14,7 +14,6 @@ import platform
 import time
 from collections.abc import Callable
 from functools import partial
-from math import ceil, log2
 from statistics import mean, median
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from torch.nn import functional as F
 
 from .. import comm
 from ..accelerator.streams import synchronize
+from .presets import hops
 
 __all__ = ["GroupSpeed", "Speeds", "device_memory", "fingerprint", "measure_groups", "measure_speeds"]
 
@@ -54,7 +54,7 @@ class GroupSpeed(NamedTuple):
 
     Attributes:
         bandwidth: bytes per second that a rank sends in a ring.
-        latency: seconds for each doubling of the number of ranks.
+        latency: seconds of a hop, of a ring or a tree.
         in_step: additional seconds between products.
         message: seconds of a message of no bytes between products.
     """
@@ -165,7 +165,7 @@ def _measure_group(axis: str, size: int, stride: int, device: torch.device, seco
             additions.append(max(0.0, between - back_to_back))
         sent = passes * (large - small) * (1 - 1 / size)
         bandwidths.append(sent / max(times[1] - times[0], 1e-9))
-        latencies.append(times[0] / ceil(log2(size)))
+        latencies.append(times[0] / hops(kind, size, 1, size))
     bandwidth = median(bandwidths)
     messages = []
     for send in (_message(axis, size, small, device), _collective("all_to_all", axis, size, small, device)):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, log2
 from typing import NamedTuple
 
-__all__ = ["PRESETS", "Device", "Link"]
+__all__ = ["PRESETS", "Device", "Link", "hops"]
 
 GIB = 1 << 30
 
@@ -17,7 +18,7 @@ class Link:
     Attributes:
         span: number of adjacent ranks that the link joins.
         bandwidth: bytes per second that a rank sends.
-        latency: seconds of a collective of no bytes between two parts.
+        latency: seconds of a hop of no bytes.
         in_step: additional seconds of a collective that stands between products, as all do in a training step: ranks
             wait for one another, and caches are cold.
         message: seconds of a message or an all_to_all of no bytes between products; None: `latency + in_step`.
@@ -33,6 +34,18 @@ class Link:
     def message_latency(self) -> float:
         """Seconds of a message of no bytes between products."""
         return self.latency + self.in_step if self.message is None else self.message
+
+
+def hops(kind: str, size: int, inside: int, joined: int) -> int:
+    """Returns how many latencies of a link pass in a collective, one after another.
+
+    Args:
+        kind: a verb; `size`: number of ranks of the group.
+        inside: ranks of the group in one of the parts that the link joins; `joined`: ranks of the group that it joins.
+    """
+    if kind == "all_reduce":
+        return ceil(log2(joined / inside))
+    return ceil(size / inside) - ceil(size / joined)
 
 
 class Device(NamedTuple):
