@@ -17,7 +17,18 @@ from neuronx_dist.planner.predictor import Predictor
 from neuronx_dist.planner.workload import Block, Weight, Workload, workload_of
 from neuronx_dist.planning.layout import Layout
 
-__all__ = ["TABLES", "Errors", "Point", "Program", "Row", "errors", "fitted", "predicted", "published_points", "seconds"]
+__all__ = [
+    "TABLES",
+    "Errors",
+    "Point",
+    "Program",
+    "Row",
+    "errors",
+    "fitted",
+    "predicted",
+    "published_points",
+    "seconds",
+]
 
 
 class Program(NamedTuple):
@@ -28,20 +39,28 @@ class Program(NamedTuple):
         tp_bytes: bytes of the collectives of a layer over tp, for an element of its input. Here they are 4 gathers in
             bfloat16 and 4 sums in float32, 24 bytes; with sums in bfloat16 16; and 18 with one more gather in backward.
         overlaps: gradients are reduced during backward: the first microbatches' computation hides it.
+        overlaps_tp: collectives over tp pass in pieces beside the products that need or make them.
         sharded_weights: FSDP: weights are gathered in each microbatch's forward and backward.
         compiled: pointwise operations are fused.
+        attention: as `Cluster.attention`, in place of the cluster's; None: the cluster's.
+        recomputed: part of the products of a layer's forward that backward computes again.
     """
 
     gradient_bytes: int = 4
     tp_bytes: int = 18
     overlaps: bool = False
+    overlaps_tp: bool = False
     sharded_weights: bool = False
     compiled: bool = True
+    attention: float | None = None
+    recomputed: float = 0.0
 
 
 MEGATRON = Program()
-BRIDGE = Program(overlaps=True)
-TITAN = Program(tp_bytes=16, overlaps=True, sharded_weights=True)
+# Megatron-LM's README, "Training Speed and Scalability": data, tensor and pipeline communication overlap.
+BRIDGE = Program(overlaps=True, overlaps_tp=True)
+# FlashAttention-2 of torch reaches 0.35 of an H100's peak (arXiv:2407.08608), half of what its products reach.
+TITAN = Program(tp_bytes=16, overlaps=True, sharded_weights=True, attention=0.5)
 NXD = Program(tp_bytes=24)
 
 
@@ -80,12 +99,16 @@ def seconds(row: Row, cluster: Cluster) -> float:
         cluster = replace(
             cluster, flops={**cluster.flops, **faster}, peak={**cluster.peak, **peak}, attention=attention
         )
+    if program.attention is not None:
+        cluster = replace(cluster, attention=cluster.attention * program.attention / row.cluster.attention)
     candidate = Candidate(layout, row.recompute, fused_loss=False, compiled=program.compiled)
     predictor = Predictor(row.workload, cluster)
     step = predictor.seconds(candidate)
     total = step.total
     data, microbatches = layout.dp * layout.cp, layout.num_microbatches
-    total += step.tp * (program.tp_bytes / 24 - 1)
+    tp = step.tp * program.tp_bytes / 24
+    total += (max(0.0, tp - step.products) if program.overlaps_tp else tp) - step.tp
+    total += program.recomputed * step.products / 3
     if data > 1:
         weights = sum(predictor.elements(predictor.stages(candidate)[0], candidate.sizes)[:2])
         scatter = cluster.collective("reduce_scatter", weights * program.gradient_bytes, data, layout.tp)
@@ -154,12 +177,15 @@ def _torchtitan() -> Iterator[Row]:
     """
     preset = Cluster.preset("h100", devices=512)
     slow = replace(preset, memory=96e9, bandwidth=preset.bandwidth * 2.4 / 3.35)
-    eager = TITAN._replace(compiled=False)
+    selective = TITAN._replace(
+        recomputed=0.5
+    )  # every second product of a layer, of "op" in torchtitan's settings of 8B
+    eager = selective._replace(compiled=False)
     for model, devices, shape, microbatches, local, seq_len, rate, program, recompute, products, memory in (
         ("llama-8b", 8, "", 1, 2, 8192, 5762, eager, "", "bfloat16", 82.4),
-        ("llama-8b", 8, "", 1, 2, 8192, 6667, TITAN, "", "bfloat16", 77.0),
+        ("llama-8b", 8, "", 1, 2, 8192, 6667, selective, "", "bfloat16", 77.0),
         ("llama-8b", 128, "", 1, 2, 8192, 5605, eager, "", "bfloat16", 67.0),
-        ("llama-8b", 128, "", 1, 2, 8192, 6514, TITAN, "", "bfloat16", 62.0),
+        ("llama-8b", 128, "", 1, 2, 8192, 6514, selective, "", "bfloat16", 62.0),
         ("llama-8b", 64, "tp8", 1, 12, 8192, 4378, TITAN, "", "bfloat16", 0),
         ("llama-70b", 256, "tp8", 1, 16, 8192, 597, TITAN, "full", "bfloat16", 0),
         ("llama-70b", 256, "tp8", 1, 16, 8192, 810, TITAN, "full", "float8", 0),
@@ -330,7 +356,7 @@ def errors(rows: Sequence[Row], factors: Mapping[str, float]) -> Errors:
 _GROUPS = [(1, 2), (1, 4), (1, 8), *((hosts, ranks) for hosts in (2, 4, 8, 16, 32) for ranks in (1, 2, 4, 8))]
 #: By verb and group: microseconds of the shortest messages, and GB/s beyond them with 1 GiB and with 64 MiB. H100,
 #: NVSwitch, RoCE of 400 Gb/s a GPU: AutoParallel's cost model (meta-pytorch/autoparallel 331b7d9e,
-#: h100_nvswitch_roce_400g.py: its peak bandwidth times its efficiency at the size), fitted to calls of torch.distributed.
+#: h100_nvswitch_roce_400g.py: its bandwidth times its efficiency at the size), fitted to calls of torch.distributed.
 _NCCL: dict[str, tuple[tuple[int, float, float], ...]] = {
     "all_gather": (
         (174, 544, 532), (157, 433, 391), (163, 386, 339), (177, 60.8, 60.8), (189, 116, 107), (195, 210, 176),
