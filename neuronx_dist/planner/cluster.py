@@ -11,7 +11,7 @@ A link joins `span` adjacent ranks; links are listed innermost first. The ranks 
 collective over n ranks, of which m are inside one part of a link's parts, a rank sends over that link
 
     all_gather, reduce_scatter, broadcast   bytes (1 - 1 / n) / m     a ring through all ranks, divided over m ranks
-    all_reduce                              bytes 2 (1 - m / n) / m   a tree of the parts, in which ranks of a part add up
+    all_reduce                              bytes 2 (1 - m / n) / m   a tree of the parts, whose ranks add up first
     all_to_all                              bytes (1 - m / n)
     send, recv, permute, exchange           bytes: every rank sends to its neighbour, and the slowest link counts alone
 
@@ -139,7 +139,7 @@ class Cluster:
             links = (replace(one.links[0], span=devices),)
             return replace(one, devices=devices, devices_per_host=devices, links=links)
         name = torch.cuda.get_device_name() if device_type == "cuda" else device_type
-        preset = next((key for key in PRESETS if key.upper() in name.upper().replace("-", " ").split()), None)
+        preset = _preset_of(name)
         if preset is None:
             raise ClusterError(
                 f"no preset has the speeds of {name}: use `neuronx-dist plan measure`, and its plan's flags"
@@ -167,7 +167,8 @@ class Cluster:
             link = Link(size * stride, min(bandwidth, speeds.bandwidth), latency, in_step, message)
             spans.setdefault(size * stride, []).append(link)
         links = measured_links([max(links, key=_latency) for _, links in sorted(spans.items())], per_host)
-        known = next((one.peak for key, one in PRESETS.items() if key.upper() in marks["device"].upper().split()), {})
+        preset = _preset_of(marks["device"])
+        known = PRESETS[preset].peak if preset else {}
         return cls(
             name=name,
             devices=len(hosts),
@@ -353,6 +354,11 @@ class Cluster:
                     "that of the memory from which a link sends"
                 )
         return problems
+
+
+def _preset_of(name: str) -> str | None:
+    """Returns the name of the preset of a device's name, such as "NVIDIA A100-SXM4-80GB"; None: there is none."""
+    return next((key for key in PRESETS if key.upper() in name.upper().replace("-", " ").split()), None)
 
 
 def _share(kind: str, size: int, inside: int) -> float:

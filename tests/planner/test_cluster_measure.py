@@ -31,6 +31,43 @@ def test_all_ranks_measure_the_same_cluster() -> None:
     assert cluster.fingerprint["torch"] == torch.__version__ and cluster.fingerprint["ranks"] == "4"
 
 
+class LaunchedDevice:
+    """A clock of a host that launches kernels in 8 us, and of a device that runs them; a wait takes 20 us more."""
+
+    def __init__(self) -> None:
+        self.now = self.idle_at = 0.0
+
+    def kernel(self, seconds: float) -> None:
+        self.now += 8e-6
+        self.idle_at = max(self.now, self.idle_at) + seconds
+
+    def wait(self, _: str) -> None:
+        self.now = max(self.now, self.idle_at) + 20e-6
+
+
+def test_a_host_that_launches_ahead_does_not_count() -> None:
+    """A kernel of 10 us takes 10, not 38; a collective of 5 us takes no longer between products."""
+    clock = LaunchedDevice()
+    patches = {
+        "synchronize": clock.wait,
+        "has_streams": lambda _: True,
+        "comm": mock.Mock(gather_objects=lambda x: [x]),
+    }
+    patches["time"] = mock.Mock(perf_counter=lambda: clock.now)
+    patches["_collective"] = lambda kind, axis, size, nbytes, _: partial(
+        clock.kernel, 5e-6 * measure.hops(kind, size, 1, size) + (1 + (kind == "all_reduce")) * nbytes * 7 / 8 / 300e9
+    )
+    patches["_message"] = lambda axis, size, nbytes, _: partial(clock.kernel, 4e-6 + nbytes / 300e9)
+    with mock.patch.multiple(measure, **patches), mock.patch.object(torch, "mm", lambda *_, **__: clock.kernel(2e-4)):
+        assert measure._seconds(partial(clock.kernel, 10e-6), torch.device("meta"), 0.1) == pytest.approx(
+            10e-6, rel=0.03
+        )
+        group = measure._measure_group("tp", 8, 1, torch.device("meta"), 1.0)
+    assert group.bandwidth == pytest.approx(300e9, rel=0.01)
+    assert group.latency == pytest.approx(5e-6, rel=0.02) and group.in_step < 1e-7
+    assert group.message == pytest.approx((4e-6 + 7 * 5e-6) / 2, rel=0.02)  # of a message, and of an all_to_all
+
+
 def test_groups_of_a_host_that_are_equally_fast_have_one_link() -> None:
     """Links that differ by a factor of 2 or more, and links between hosts, stay apart."""
     near, like, slow = Link(2, 8e9, 1e-4, 1e-4), Link(4, 2e9 * 2, 2e-4, 1e-4), Link(8, 1e9, 2e-4, 1e-4)
