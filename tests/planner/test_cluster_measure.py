@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.planner import measure
 from neuronx_dist.planner.calibration import calibrated, mape, rank_correlation, regret
 from neuronx_dist.planner.cluster import Cluster, Link, measured_links
+from neuronx_dist.planner.presets import hops
 
 
 def test_all_ranks_measure_the_same_cluster() -> None:
@@ -48,14 +50,14 @@ class LaunchedDevice:
 def test_a_host_that_launches_ahead_does_not_count() -> None:
     """A kernel of 10 us takes 10, not 38; a collective of 5 us takes no longer between products."""
     clock = LaunchedDevice()
-    patches = {
+    patches: dict[str, Any] = {
         "synchronize": clock.wait,
         "has_streams": lambda _: True,
         "comm": mock.Mock(gather_objects=lambda x: [x]),
     }
     patches["time"] = mock.Mock(perf_counter=lambda: clock.now)
     patches["_collective"] = lambda kind, axis, size, nbytes, _: partial(
-        clock.kernel, 5e-6 * measure.hops(kind, size, 1, size) + (1 + (kind == "all_reduce")) * nbytes * 7 / 8 / 300e9
+        clock.kernel, 5e-6 * hops(kind, size, 1, size) + (1 + (kind == "all_reduce")) * nbytes * 7 / 8 / 300e9
     )
     patches["_message"] = lambda axis, size, nbytes, _: partial(clock.kernel, 4e-6 + nbytes / 300e9)
     with mock.patch.multiple(measure, **patches), mock.patch.object(torch, "mm", lambda *_, **__: clock.kernel(2e-4)):
