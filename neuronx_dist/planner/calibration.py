@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .cluster import RINGS, Cluster, Link
+from .cluster import Cluster, Link
 
 __all__ = ["LINK_SPEEDS", "SPEEDS", "calibrated", "fit_factors", "mape", "rank_correlation", "regret", "scaled"]
 
@@ -121,7 +121,10 @@ def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
     for number, link in enumerate(cluster.links):
         faster, longer, sent = (factors.get(f"{name}[{number}]", 1.0) for name in LINK_SPEEDS)
         speed = min(link.bandwidth * faster, bandwidth)
-        between = {verb: seconds * (longer if verb in RINGS else sent) for verb, seconds in link.between.items()}
+        between = {
+            verb: seconds * (sent if verb in ("send", "all_to_all") else longer)
+            for verb, seconds in link.between.items()
+        }
         links.append(Link(link.span, speed, link.latency * longer, link.in_step * longer, between))
     return replace(
         cluster,

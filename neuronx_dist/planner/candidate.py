@@ -58,6 +58,7 @@ class Candidate:
         fused_loss: that of `hf.swap`.
         compiled: pointwise operations are fused, as by torch.compile; False: each reads and writes memory.
         reduce_dtype: sums over tp are in this dtype, if it is wider: `reduce_dtype` of the parallel layers.
+        overlap: that of `NeuronZero1Optimizer`: weights are gathered during the next forward.
     """
 
     layout: Layout
@@ -65,6 +66,7 @@ class Candidate:
     fused_loss: bool = True
     compiled: bool = False
     reduce_dtype: str = "float32"
+    overlap: bool = False
 
     @cached_property
     def sizes(self) -> RankSizes:

@@ -10,16 +10,17 @@ Presets are data sheets times an efficiency (`PRESETS`); `measure.py` measures a
 A link joins `span` adjacent ranks; links are listed innermost first. The ranks of a group are `stride` apart. Of a
 collective over n ranks, of which m are inside one part of a link's parts, a rank sends over that link
 
-    all_gather, reduce_scatter, broadcast   bytes (1 - m / n) / m     the m ranks share what their part needs
-    all_reduce                              twice that
+    all_gather, reduce_scatter, broadcast   bytes (1 - 1 / n) / m     a ring through all ranks, divided over m ranks
+    all_reduce                              bytes 2 (1 - m / n) / m   a tree of the parts, whose ranks add up first
     all_to_all                              bytes (1 - m / n)
     send, recv, permute, exchange           bytes: every rank sends to its neighbour, and the slowest link counts alone
 
-Chunks pass all links at once, so that the slowest link counts. Latencies of the links add up, each log2 of its number
-of parts times, and `in_step` of the outermost counts once. (Thakur et al., Optimization of Collective Communication
-Operations in MPICH, 2005; NCCL's rings and trees.) The latencies of an all_reduce are those of the others: 197 us on
-gloo beside 217 us of an all_gather, back to back; between products they differ, and `Link.between` replaces latency and
-`in_step` on a measured link.
+Chunks pass all links at once, so that the slowest link counts. Latencies add up: each link's as often as a ring or an
+all_to_all crosses it (n - 1 hops, of which n / m - 1 between parts), or log2 of its number of parts times in a tree.
+`in_step` of the outermost counts once. (Thakur et al., Optimization of Collective Communication Operations in MPICH,
+2005; NCCL gathers and scatters by rings, and reduces by trees between hosts.) The latency of an all_reduce's level is
+that of a hop: 197 us on gloo beside 217 us of an all_gather of 2 ranks, back to back. Between products verbs differ:
+`Link.between` of a measured link replaces `latency` and `in_step`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from math import ceil, inf, log2
+from math import inf
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,15 @@ from .. import accelerator, comm
 from ..nearest import nearest
 from ..planning.costs import Costs
 from .measure import device_memory, fingerprint, measure_groups, measure_speeds
-from .presets import PRESETS, Link
+from .presets import PRESETS, Link, hops
 
 __all__ = ["PRESETS", "Cluster", "ClusterError", "Link"]
 
 FORMAT = "neuronx_dist.cluster"
 VERSION = 1
-RINGS = ("all_gather", "all_reduce", "broadcast", "reduce_scatter")
+RINGS = ("all_gather", "broadcast", "reduce_scatter")
 MESSAGES = ("exchange", "permute", "recv", "send")
+VERBS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter", *MESSAGES)
 
 
 class ClusterError(ValueError):
@@ -137,7 +139,7 @@ class Cluster:
             links = (replace(one.links[0], span=devices),)
             return replace(one, devices=devices, devices_per_host=devices, links=links)
         name = torch.cuda.get_device_name() if device_type == "cuda" else device_type
-        preset = next((key for key in PRESETS if key.upper() in name.upper().replace("-", " ").split()), None)
+        preset = _preset_of(name)
         if preset is None:
             raise ClusterError(
                 f"no preset has the speeds of {name}: use `neuronx-dist plan measure`, and its plan's flags"
@@ -165,7 +167,8 @@ class Cluster:
             link = Link(size * stride, min(bandwidth, speeds.bandwidth), latency, in_step, between)
             spans.setdefault(size * stride, []).append(link)
         links = measured_links([max(links, key=_latency) for _, links in sorted(spans.items())], per_host)
-        known = next((one.peak for key, one in PRESETS.items() if key.upper() in marks["device"].upper().split()), {})
+        preset = _preset_of(marks["device"])
+        known = PRESETS[preset].peak if preset else {}
         return cls(
             name=name,
             devices=len(hosts),
@@ -204,9 +207,8 @@ class Cluster:
         Raises:
             ClusterError: there is no such collective, or the group does not fit the cluster.
         """
-        if kind not in (*RINGS, *MESSAGES, "all_to_all"):
-            verbs = (*RINGS, *MESSAGES, "all_to_all")
-            raise ClusterError(f"there is no collective {kind!r}: use {', '.join(verbs)}")
+        if kind not in VERBS:
+            raise ClusterError(f"there is no collective {kind!r}: use {', '.join(VERBS)}")
         if size == 1:
             return 0.0
         if (size - 1) * stride >= self.devices:
@@ -219,15 +221,13 @@ class Cluster:
         for link in self.links:
             joined = min(size, max(1, link.span // stride))
             if joined > inside:
-                outside = 1 - inside / size
                 measured = link.between.get("send" if kind in MESSAGES else kind) if between_products else None
                 start, in_step = (link.latency, link.in_step) if measured is None else (measured, 0.0)
                 if kind in MESSAGES:
                     slowest = max(slowest, nbytes / link.bandwidth + start)
                 else:
-                    share = outside / inside if kind in RINGS else outside
-                    slowest = max(slowest, nbytes * share / link.bandwidth)
-                    latency += start * ceil(log2(joined / inside))
+                    slowest = max(slowest, nbytes * _share(kind, size, inside) / link.bandwidth)
+                    latency += start * hops(kind, size, inside, joined)
                 inside = joined
         return passes * slowest + latency + (in_step if between_products else 0.0)
 
@@ -353,6 +353,18 @@ class Cluster:
                     "that of the memory from which a link sends"
                 )
         return problems
+
+
+def _preset_of(name: str) -> str | None:
+    """Returns the name of the preset of a device's name, such as "NVIDIA A100-SXM4-80GB"; None: there is none."""
+    return next((key for key in PRESETS if key.upper() in name.upper().replace("-", " ").split()), None)
+
+
+def _share(kind: str, size: int, inside: int) -> float:
+    """Returns the part of a collective's bytes that a rank sends over a link, in one pass."""
+    if kind in RINGS:
+        return (1 - 1 / size) / inside
+    return (1 - inside / size) / (inside if kind == "all_reduce" else 1)
 
 
 def _compare_names(content: Mapping[str, Any], cls: type, where: str) -> None:

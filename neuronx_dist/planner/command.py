@@ -37,7 +37,7 @@ models: {", ".join(MODELS)}; a folder or file of a Hugging Face config; or
   file.py:model_fn, a function that returns a config or a Hugging Face model, which is built on meta
 clusters: {", ".join(PRESETS)}; or the file of a measured one
 """
-_FLAGS = ("sequence_parallel", "zero1", "fused_loss", "compiled", "pad_heads", "pad_vocab")
+_FLAGS = ("sequence_parallel", "zero1", "fused_loss", "compiled", "overlap", "pad_heads", "pad_vocab")
 _NUMBERS = ("tp", "pp", "cp", "ep", "dp", "num_microbatches", "micro_batch", "virtual_pipeline_size")
 
 

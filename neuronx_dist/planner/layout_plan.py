@@ -86,7 +86,7 @@ class LayoutPlan:
         layout, candidate = self.layout, self.candidate
         degrees = [("tp", layout.tp), ("pp", layout.pp), ("cp", layout.cp), ("ep", layout.ep), ("dp", layout.dp)]
         words = [f"{name} {size}" for name, size in degrees if size > 1] or ["one device"]
-        words += ["SP"] * layout.sequence_parallel + ["ZeRO-1"] * layout.zero1
+        words += ["SP"] * layout.sequence_parallel + ["ZeRO-1"] * layout.zero1 + ["overlap"] * candidate.overlap
         words.append(f"{layout.num_microbatches} x {layout.micro_batch}")
         if layout.pp > 1:
             chunks = f" ({layout.virtual_pipeline_size} chunks)" if layout.virtual_pipeline_size > 1 else ""
@@ -112,6 +112,7 @@ class LayoutPlan:
         return {
             **{name: getattr(layout, name) for name in names},
             "fused_loss": self.candidate.fused_loss,
+            "overlap": self.candidate.overlap,
             "recompute": self.candidate.recompute or "none",
             "schedule": layout.schedule if layout.pp > 1 else None,
             "microbatches": layout.num_microbatches,
@@ -180,6 +181,7 @@ class LayoutPlan:
                 dtype=layout.dtype,
                 recompute=candidate.recompute,
                 fused_loss=candidate.fused_loss,
+                overlap=candidate.overlap,
                 model=self.workload.name,
                 num_parameters=self.workload.num_parameters,
             ),
@@ -212,6 +214,7 @@ class LayoutPlan:
             "layout": asdict(self.layout) | {"dp": self.layout.dp},
             "recompute": self.candidate.recompute,
             "fused_loss": self.candidate.fused_loss,
+            "overlap": self.candidate.overlap,
             **figures,
             "terms": asdict(self.seconds),
             "peak": self.peak,
@@ -258,4 +261,4 @@ def _candidate_of(planned: Plan, workload: Workload, devices: int, path: str) ->
     if problems:
         problems.append(f"the nearest layout that works: {layout.nearest(workload.shape)}")
         raise PlanError("\n  - ".join([f"{path} cannot work:", *problems]))
-    return Candidate(layout, job.recompute, job.fused_loss)
+    return Candidate(layout, job.recompute, job.fused_loss, overlap=job.overlap)

@@ -6,6 +6,9 @@ groups of the job's mesh, timed twice: one after another, which shows bandwidth 
 products, as in a step, which takes longer (2 to 4 times on gloo): ranks wait for one another, and caches are cold. The
 difference is `in_step`. Between products the verbs differ (`between`), messages from rank to rank among them. A call is
 one of a small layer: modules, views and autograd take more of its time on a CPU than the operation.
+
+A host that launches kernels of a device waits for them after many calls, so that neither the wait nor, between
+products, its launches count: in a step the host is ahead.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ import platform
 import time
 from collections.abc import Callable
 from functools import partial
-from math import ceil, log2
 from statistics import mean, median
 from typing import Any, NamedTuple
 
@@ -24,12 +26,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from .. import comm
-from ..accelerator.streams import synchronize
+from ..accelerator.machine import module_of
+from ..accelerator.streams import has_streams, synchronize
+from .presets import hops
 
 __all__ = ["GroupSpeed", "Speeds", "device_memory", "fingerprint", "measure_groups", "measure_speeds"]
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 SIZES = {"cpu": (256, 512, 1024), "accelerator": (1024, 2048, 4096, 8192)}  # of products
+_SPAN = 5e-3  # seconds of calls of a device before a wait for it, which takes about 20 us
 AXES = ("tp", "cp", "ep", "dp", "edp", "pp")
 
 
@@ -59,10 +64,9 @@ class GroupSpeed(NamedTuple):
 
     Attributes:
         bandwidth: bytes per second that a rank sends in a ring.
-        latency: seconds for each doubling of the number of ranks.
+        latency: seconds of a hop, of a ring or a tree.
         in_step: additional seconds between products.
-        between: seconds of a collective of no bytes between products, by verb, for each doubling of the number of
-            ranks; that of messages to the next rank is "send".
+        between: seconds of a hop of no bytes between products, by verb; that of messages to the next rank is "send".
     """
 
     size: int
@@ -91,6 +95,9 @@ def device_memory(device: torch.device, ranks_per_host: int) -> int:
     """Returns the bytes of a device; on the CPU the host's memory is shared by its ranks."""
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_host
+    module = module_of(device.type)
+    if hasattr(module, "mem_get_info"):  # torch 2.9 has no other
+        return int(module.mem_get_info(device)[1])
     return int(torch.accelerator.get_memory_info(device)[1])
 
 
@@ -108,9 +115,14 @@ def measure_speeds(device: torch.device, seconds: float) -> Speeds:
             rates.append(2 * size**3 / _seconds(partial(torch.mm, x, x, out=torch.empty_like(x)), device, share))
         flops[dtype], best[dtype] = median(rates), max(rates)
     heads, length, width = (8, 256, 32) if on_cpu else (16, 4096, 128)
-    qkv = torch.randn(3, 1, heads, length, width, device=device).to(getattr(torch, dtypes[0]))
-    attend = partial(F.scaled_dot_product_attention, qkv[0], qkv[1], qkv[2], is_causal=True)
-    attention = 2 * heads * length**2 * width / _seconds(attend, device, share) / flops[dtypes[0]]
+    qkv = torch.randn(3, 1, heads, length, width, device=device, dtype=getattr(torch, dtypes[0]), requires_grad=True)
+    of_output = torch.ones_like(qkv[0])
+
+    def attend() -> None:
+        F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True).backward(of_output)
+
+    operations = (1 + 2.5) * 2 * heads * length**2 * width  # of both passes: `seconds.py`
+    attention = operations / _seconds(attend, device, share) / flops[dtypes[0]]
     x = torch.zeros((1 << 20) if on_cpu else (64 << 20), device=device)
     bandwidth = 2 * x.nbytes / _seconds(partial(torch.add, x, 1), device, share)
     layers = nn.Sequential(*(_LeastLayer() for _ in range(4))).to(device)
@@ -174,8 +186,8 @@ def measure_groups(device: torch.device, seconds: float) -> list[GroupSpeed]:
 def _measure_group(axis: str, size: int, stride: int, device: torch.device, seconds: float) -> GroupSpeed:
     small, large = 16 << 10, (2 << 20) if device.type == "cpu" else (128 << 20)
     share = seconds / (4 * len(KINDS) + 4)
-    width = 256 if device.type == "cpu" else 4096
-    x = torch.randn(width, width, device=device)
+    width, dtype = (256, torch.float32) if device.type == "cpu" else (4096, torch.bfloat16)
+    x = torch.randn(width, width, device=device, dtype=dtype)
     out = torch.empty_like(x)
 
     def product() -> None:
@@ -188,28 +200,28 @@ def _measure_group(axis: str, size: int, stride: int, device: torch.device, seco
             product()
             collective()
 
-        return _agreed_seconds(both, device, share) - alone
+        return max(0.0, _agreed_seconds(both, device, share) - alone)
 
-    doublings = ceil(log2(size))
     bandwidths, latencies, additions = [], [], []
+    between: dict[str, float] = {}
     for kind in KINDS:
         passes = 2 if kind == "all_reduce" else 1
         collectives = [_collective(kind, axis, size, nbytes, device) for nbytes in (small, large)]
-        times = [_agreed_seconds(collective, device, share) for collective in collectives]
-        additions.append([between_products(one) - time for one, time in zip(collectives, times)])
+        back_to_back = [_agreed_seconds(collective, device, share) for collective in collectives]
+        between_them = [between_products(collective) for collective in collectives]
+        times = list(map(min, back_to_back, between_them))  # between products the host's launch takes no time
+        added = [max(0.0, one - time) for one, time in zip(between_them, times)]
         bandwidths.append(passes * (large - small) * (1 - 1 / size) / max(times[1] - times[0], 1e-9))
-        latencies.append(times[0] / doublings)
-    bandwidth, latency = median(bandwidths), median(latencies)
-    between = {
-        kind: max(0.0, alone_latency + mean(added) / doublings)
-        for kind, alone_latency, added in zip(KINDS, latencies, additions)
-    }
+        steps = hops(kind, size, 1, size)
+        latencies.append(times[0] / steps)
+        additions += added
+        between[kind] = (times[0] + mean(added)) / steps
+    bandwidth = median(bandwidths)
     messages = {"send": (1, _message(axis, size, small, device))}
-    messages["all_to_all"] = (doublings, _collective("all_to_all", axis, size, small, device))
+    messages["all_to_all"] = (hops("all_to_all", size, 1, size), _collective("all_to_all", axis, size, small, device))
     for kind, (steps, send) in messages.items():
         between[kind] = max(0.0, between_products(send) - small / bandwidth) / steps
-    in_step = median(max(0.0, one) for added in additions for one in added)
-    return GroupSpeed(size, stride, bandwidth, latency, in_step, between)
+    return GroupSpeed(size, stride, bandwidth, median(latencies), median(additions), between)
 
 
 def _message(axis: str, size: int, nbytes: int, device: torch.device) -> Callable[[], Any]:
@@ -230,23 +242,33 @@ def _seconds(run: Callable[[], Any], device: torch.device, seconds: float) -> fl
     """Returns the median seconds of a call, of as many as fit `seconds`, at least 3; all ranks begin together."""
     if comm.is_initialized():
         comm.barrier()
-    return median(_timed(run, device, max(3, int(seconds / max(_timed(run, device, 1)[0], 1e-7)))))
+    run()
+    return _median_seconds(run, device, seconds, _timed(run, device, 1, 1)[0])
 
 
 def _agreed_seconds(run: Callable[[], Any], device: torch.device, seconds: float) -> float:
     """Returns the median over as many calls as the slowest rank can make in `seconds`; of ranks the largest."""
     run()
-    once = max(comm.gather_objects(_timed(run, device, 1)[0]))
-    times = _timed(run, device, min(200, max(3, int(seconds / max(once, 1e-7)))))
-    return max(comm.gather_objects(median(times)))
+    once = max(comm.gather_objects(_timed(run, device, 1, 1)[0]))
+    return max(comm.gather_objects(_median_seconds(run, device, seconds, once, most=200)))
 
 
-def _timed(run: Callable[[], Any], device: torch.device, count: int) -> list[float]:
+def _median_seconds(
+    run: Callable[[], Any], device: torch.device, seconds: float, once: float, most: int = 1 << 20
+) -> float:
+    """Returns the median seconds of a call; `once`: seconds of a call and a wait for the device."""
+    calls = max(1, int(_SPAN / max(once, 1e-7))) if has_streams(device.type) else 1
+    return median(_timed(run, device, min(most, max(3, int(seconds / max(once * calls, 1e-7)))), calls))
+
+
+def _timed(run: Callable[[], Any], device: torch.device, count: int, calls: int) -> list[float]:
+    """Returns the seconds of a call, `count` times, of `calls` calls before a wait for the device."""
     times = []
     for _ in range(count):
         synchronize(device.type)
         began = time.perf_counter()
-        run()
+        for _ in range(calls):
+            run()
         synchronize(device.type)
-        times.append(time.perf_counter() - began)
+        times.append((time.perf_counter() - began) / calls)
     return times

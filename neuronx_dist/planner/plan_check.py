@@ -119,7 +119,7 @@ def small_candidate(candidate: Candidate, workload: Workload) -> Candidate:
         seq_len=4 * tp * cp,
         virtual_pipeline_size=min(layout.virtual_pipeline_size, 2),
     )
-    return replace(candidate, layout=small, compiled=False)
+    return replace(candidate, layout=small, compiled=False, overlap=False)
 
 
 def small_config(workload: Workload, small: Candidate, config: Any = None) -> Any:

@@ -33,7 +33,9 @@ _DEGREES = ("tp", "pp", "cp", "ep", "dp", "num_microbatches", "micro_batch", "vi
 #: Names of constraints, with the values that they can have; None: positive integers.
 CONSTRAINTS: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(_DEGREES),
-    **dict.fromkeys(("sequence_parallel", "zero1", "pad_heads", "pad_vocab", "fused_loss", "compiled"), (False, True)),
+    **dict.fromkeys(
+        ("sequence_parallel", "zero1", "pad_heads", "pad_vocab", "fused_loss", "compiled", "overlap"), (False, True)
+    ),
     "recompute": RECOMPUTED,
     "schedule": tuple(dict.fromkeys(name for name, _ in SCHEDULES)),
     "dtype": DTYPES,

@@ -159,7 +159,7 @@ class Predictor:
         """Returns the seconds after the last backward, of the stage where they are most: reduction, optimizer."""
         layout, sizes = candidate.layout, candidate.sizes
         of_stages = layout.pp, layout.schedule, layout.virtual_pipeline_size
-        key = "after all", of_stages, layout.zero1, sizes._replace(micro_batch=0)
+        key = "after all", of_stages, layout.zero1, sizes._replace(micro_batch=0), self._beside_key(candidate)
         if key not in self._cache:
             stages = {*self.stages(candidate)}
             self._cache[key] = max((self._stage_after(candidate, stage) for stage in stages), key=sum)
@@ -167,16 +167,27 @@ class Predictor:
 
     def _stage_after(self, candidate: Candidate, stage: Piece) -> tuple[float, float]:
         layout, sizes = candidate.layout, candidate.sizes
-        key = "after", stage, layout.pp, layout.zero1, sizes._replace(micro_batch=0)
+        key = "after", stage, layout.pp, layout.zero1, sizes._replace(micro_batch=0), self._beside_key(candidate)
         if key not in self._cache:
             elements = self.elements(stage, sizes)
             numel = elements.dense + elements.expert
             sent = reduction_traffic(self.workload, candidate, stage)
             dense, expert = self._degrees(layout)
             sharded = elements.dense / dense + elements.expert / expert
-            reduction = reduction_seconds(sent, numel, layout, sizes, self.cluster)
+            beside = {}
+            if candidate.overlap and layout.zero1:
+                options = candidate.recompute, candidate.fused_loss, candidate.compiled
+                beside = {"all_gather": self._piece(stage, sizes, options).tasks[0]}
+            reduction = reduction_seconds(sent, numel, layout, sizes, self.cluster, beside)
             self._cache[key] = reduction, optimizer_seconds(numel, sharded, layout, sizes, self.cluster)
         return self._cache[key]
+
+    @staticmethod
+    def _beside_key(candidate: Candidate) -> tuple[Any, ...]:
+        """Returns what the seconds of computing beside the reduction depend on; (): there is none."""
+        if not (candidate.overlap and candidate.layout.zero1):
+            return ()
+        return candidate.sizes.micro_batch, candidate.recompute, candidate.fused_loss, candidate.compiled
 
     def message_seconds(self, candidate: Candidate) -> float:
         """Returns the seconds of a message between stages."""
@@ -291,7 +302,7 @@ class Predictor:
         """Returns the bytes of a stage with one microbatch in flight."""
         layout, sizes = candidate.layout, candidate.sizes
         dense, expert = self._degrees(layout)
-        key = "stage bytes", stage, sizes, candidate.recompute, candidate.fused_loss, dense, expert
+        key = "stage bytes", stage, sizes, candidate.recompute, candidate.fused_loss, dense, expert, candidate.overlap
         found: OneMicrobatch | None = self._cache.get(key)
         if found is None:
             elements = self.elements(stage, sizes)
@@ -310,6 +321,7 @@ class Predictor:
                 end = ends_bytes(self.workload, sizes, candidate.fused_loss)
                 between += 3 * sizes.shard_tokens * self.workload.hidden * item  # input, gradient, normalised input
             of_step = sharded * max(4, item) if item < 4 or dense > 1 else 0.0  # gradients of masters
+            in_buckets = numel * item if candidate.overlap and dense > 1 else 0  # all of them are under way
             bytes_of_stage = StageBytes(
                 weights=numel * item,
                 gradients=numel * item,
@@ -318,7 +330,7 @@ class Predictor:
                 loss=end.loss,
                 temporary=max(0.0, temporary - end.saved),  # which is freed before the last layer's backward
                 messages=message_bytes(self.workload, sizes) if layout.pp > 1 else 0.0,
-                step=of_step + elements.temporary / dense * max(4, item),
+                step=of_step + in_buckets + elements.temporary / dense * max(4, item),
             )
             found = self._cache[key] = OneMicrobatch(bytes_of_stage, end.saved, end.kept, halved, between)
         return found

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import ceil, log2
 from typing import NamedTuple
 
-__all__ = ["PRESETS", "Device", "Link"]
+__all__ = ["PRESETS", "Device", "Link", "hops"]
 
 GIB = 1 << 30
 
@@ -18,7 +19,7 @@ class Link:
     Attributes:
         span: number of adjacent ranks that the link joins.
         bandwidth: bytes per second that a rank sends.
-        latency: seconds of a collective of no bytes between two parts.
+        latency: seconds of a hop of no bytes.
         in_step: additional seconds of a collective that stands between products, as all do in a training step: ranks
             wait for one another, and caches are cold.
         between: measured seconds of a collective of no bytes between products, by verb, in place of
@@ -33,6 +34,18 @@ class Link:
 
     def __hash__(self) -> int:
         return hash((self.span, self.bandwidth, self.latency, self.in_step, *self.between.values()))
+
+
+def hops(kind: str, size: int, inside: int, joined: int) -> int:
+    """Returns how many latencies of a link pass in a collective, one after another.
+
+    Args:
+        kind: a verb; `size`: number of ranks of the group.
+        inside: ranks of the group in one of the parts that the link joins; `joined`: ranks of the group that it joins.
+    """
+    if kind == "all_reduce":
+        return ceil(log2(joined / inside))
+    return ceil(size / inside) - ceil(size / joined)
 
 
 class Device(NamedTuple):
@@ -72,6 +85,16 @@ def _half(peak: float, **others: float) -> dict[str, float]:
     return {"bfloat16": peak, "float16": peak, **others}
 
 
+def _blackwell(per_host: int, memory: float, peak: dict[str, float], *, span: int) -> Device:
+    """Returns a device of B200s, whose single operations SimuMax 1.2 has timed.
+
+    Parts of the data sheet in its configs/system/b200_bf16_ceperm.json (MooreThreads/SimuMax): products 0.488, the
+    median of 514 in the shapes of Llama and DeepSeek; memory 0.666; an all_gather of 8 0.674; attention 0.35.
+    """
+    links = Link(span, 900e9 * 0.674, 3e-6), Link(0, 50e9 * _NIC, 10e-6)
+    return Device(per_host, memory, peak, 0.488, 8e12 * 0.666, _LAUNCH, links, attention=0.35 / 0.488)
+
+
 _HOPPER = _half(989.4e12, float32=66.9e12, float64=66.9e12, float8=1978.9e12)
 
 #: Devices by name. NVIDIA: data sheets of A100 80GB SXM, H100 SXM, H200 SXM, DGX B200, GB200 NVL72: dense peaks (half
@@ -95,14 +118,9 @@ PRESETS: dict[str, Device] = {
         8, 141e9, _HOPPER, _PRODUCTS, 4.8e12 * _MEMORY, _LAUNCH,
         (Link(8, 450e9 * _NVLINK, 3e-6), Link(0, 50e9 * _NIC, 10e-6)),
     ),
-    "b200": Device(
-        8, 180e9, _half(2250e12, float32=75e12, float64=37e12, float8=4500e12), _PRODUCTS, 8e12 * _MEMORY, _LAUNCH,
-        (Link(8, 900e9 * _NVLINK, 3e-6), Link(0, 50e9 * _NIC, 10e-6)),
-    ),
-    "gb200": Device(
-        4, 186e9, _half(2500e12, float32=80e12, float64=40e12, float8=5000e12), _PRODUCTS, 8e12 * _MEMORY, _LAUNCH,
-        (Link(72, 900e9 * _NVLINK, 3e-6), Link(0, 50e9 * _NIC, 10e-6)),  # NVLink joins the 18 hosts of a rack
-    ),
+    "b200": _blackwell(8, 180e9, _half(2250e12, float32=75e12, float64=37e12, float8=4500e12), span=8),
+    # NVLink joins the 18 hosts of a rack.
+    "gb200": _blackwell(4, 186e9, _half(2500e12, float32=80e12, float64=40e12, float8=5000e12), span=72),
     "trn1": Device(
         32, 16 * GIB, _half(95e12, float32=23.75e12), _PRODUCTS, 410e9 * _MEMORY, _LAUNCH,
         (Link(32, 96e9 * _NVLINK, 3e-6), Link(0, 3.125e9 * _NIC, 15e-6)),

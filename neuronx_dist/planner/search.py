@@ -161,7 +161,12 @@ def candidates(workload: Workload, world: int, job: Job, group: Group) -> Iterat
             recomputed = sorted(job.values("recompute", RECOMPUTED), key=RECOMPUTED.index)
             for fused_loss in job.values("fused_loss", [workload.fuses_loss]):
                 for compiled in job.values("compiled", [False]):
-                    yield [Candidate(layout, recompute, fused_loss, compiled) for recompute in recomputed]
+                    for overlap in job.values("overlap", [False]):
+                        if zero1 or not overlap:
+                            yield [
+                                Candidate(layout, recompute, fused_loss, compiled, overlap=overlap)
+                                for recompute in recomputed
+                            ]
 
 
 def search(predictor: Predictor, job: Job, top_k: int, limit: float) -> list[Found]:

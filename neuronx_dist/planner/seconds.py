@@ -9,12 +9,13 @@
     pipeline                                   the schedule, simulated with the seconds of each stage
     optimizer                                  bytes of weights, gradients and state / bandwidth
 
-Communication and computation do not overlap, as in this package without `overlap=True`.
+Communication and computation do not overlap, but with `Candidate.overlap`: gathers of ZeRO-1's weights, all but the
+first bucket, pass beside the next step's first forward. Its reduce_scatters begin after `run_train`, which pauses them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
 from operator import attrgetter
@@ -285,8 +286,19 @@ def message_seconds(workload: Workload, layout: Layout, sizes: RankSizes, cluste
     return cluster.collective("send", message_bytes(workload, sizes), layout.pp, stride)
 
 
-def reduction_seconds(sent: Iterable[Sent], numel: int, layout: Layout, sizes: RankSizes, cluster: Cluster) -> float:
-    """Returns the seconds of a stage's collectives after the last backward, and of packing their buckets."""
+def reduction_seconds(
+    sent: Iterable[Sent],
+    numel: int,
+    layout: Layout,
+    sizes: RankSizes,
+    cluster: Cluster,
+    beside: Mapping[str, float] | None = None,
+) -> float:
+    """Returns the seconds of a stage's collectives after the last backward, and of packing their buckets.
+
+    Args:
+        beside: seconds of computing beside which all collectives of a verb but one pass, by verb; None: of none.
+    """
     data = layout.dp * layout.cp
     groups = {
         "tp": (layout.tp, 1),
@@ -299,11 +311,13 @@ def reduction_seconds(sent: Iterable[Sent], numel: int, layout: Layout, sizes: R
         total = totals.setdefault((verb, axis), [0, 0])
         total[0] += number * nbytes
         total[1] += number
-    seconds = 0.0
+    seconds, left = 0.0, dict(beside or {})
     for (verb, axis), (nbytes, number) in totals.items():  # seconds are affine in the bytes
         size, stride = groups[axis]
-        seconds += cluster.collective(verb, nbytes, size, stride)
-        seconds += (number - 1) * cluster.collective(verb, 0, size, stride)
+        bucket = cluster.collective(verb, nbytes / number, size, stride)
+        hidden = min((number - 1) * bucket, left.get(verb, 0.0))
+        left[verb] = left.get(verb, 0.0) - hidden
+        seconds += number * bucket - hidden
     if data > 1:
         seconds += 4 * numel * sizes.item / cluster.bandwidth  # into the buckets, and out of them
         seconds += cluster.collective("all_reduce", 8, data, sizes.tp)  # the number of labels

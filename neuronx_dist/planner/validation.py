@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from statistics import median
@@ -62,6 +63,7 @@ class TrainingJob:
         config: config of a Hugging Face causal LM.
         fused_loss: that of `hf.swap`.
         recomputed: argument of `nxd.recompute`; "": nothing is recomputed.
+        overlap: argument of `NeuronZero1Optimizer`.
         optimizer_class: the optimizer that `NeuronZero1Optimizer` or `MasterWeightsOptimizer` wraps.
     """
 
@@ -72,6 +74,7 @@ class TrainingJob:
         *,
         fused_loss: bool = True,
         recomputed: str = "",
+        overlap: bool = False,
         optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
     ) -> None:
         from transformers import AutoModelForCausalLM
@@ -90,7 +93,7 @@ class TrainingJob:
             recompute(self.model, recomputed)
         materialize(self.model, 0, device=device)
         self.params = [param for param in self.model.local_parameters() if param.requires_grad]
-        wrapper = NeuronZero1Optimizer if layout.zero1 else MasterWeightsOptimizer
+        wrapper: Any = partial(NeuronZero1Optimizer, overlap=overlap) if layout.zero1 else MasterWeightsOptimizer
         self.optimizer: Any = wrapper(self.params, optimizer_class)
         rows, columns = layout.micro_batch * layout.num_microbatches, layout.seq_len // layout.cp
         vocab = config.get_text_config().vocab_size
@@ -220,7 +223,8 @@ def validate(plan: LayoutPlan, config: Any, *, steps: int = 5, warmup: int = 2) 
     candidate = plan.candidate
     if candidate.compiled:
         raise ValueError("validate: the plan is of compiled code, and this step is not: plan with compiled=False")
-    job = TrainingJob(candidate.layout, config, fused_loss=candidate.fused_loss, recomputed=candidate.recompute)
+    options: dict[str, Any] = dict(fused_loss=candidate.fused_loss, recomputed=candidate.recompute)
+    job = TrainingJob(candidate.layout, config, **options, overlap=candidate.overlap)
     measured = job.measure(steps, warmup=warmup)
     machine = fingerprint(comm.current().backend.device)
     return Validation(

@@ -57,6 +57,7 @@ class JobPlan(NamedTuple):
 
     Attributes:
         recompute: argument of `nxd.recompute`; "": nothing is recomputed.
+        overlap: argument of `NeuronZero1Optimizer`.
         model, num_parameters: the model that was planned.
     """
 
@@ -71,6 +72,7 @@ class JobPlan(NamedTuple):
     dtype: str = "bfloat16"
     recompute: str = ""
     fused_loss: bool = True
+    overlap: bool = False
     model: str = ""
     num_parameters: int = 0
 

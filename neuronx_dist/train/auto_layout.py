@@ -17,7 +17,7 @@ __all__ = ["choose_layout"]
 # Flags that are constraints where they are given, with their defaults and the planner's names.
 _FLAGS: dict[str, tuple[Any, str]] = {
     **{name: (1, name) for name in ("tp", "pp", "cp", "ep", "virtual_pipeline_size")},
-    **{name: (False, name) for name in ("sequence_parallel", "zero1", "fused_loss")},
+    **{name: (False, name) for name in ("sequence_parallel", "zero1", "fused_loss", "overlap")},
     "microbatches": (4, "num_microbatches"),
     "schedule": (None, "schedule"),
     "recompute": ("none", "recompute"),

@@ -17,7 +17,18 @@ from neuronx_dist.planner.predictor import Predictor
 from neuronx_dist.planner.workload import Block, Weight, Workload, workload_of
 from neuronx_dist.planning.layout import Layout
 
-__all__ = ["TABLES", "Errors", "Program", "Row", "errors", "fitted", "predicted", "published_points", "seconds"]
+__all__ = [
+    "TABLES",
+    "Errors",
+    "Point",
+    "Program",
+    "Row",
+    "errors",
+    "fitted",
+    "predicted",
+    "published_points",
+    "seconds",
+]
 
 
 class Program(NamedTuple):
@@ -28,20 +39,28 @@ class Program(NamedTuple):
         tp_bytes: bytes of the collectives of a layer over tp, for an element of its input. Here they are 4 gathers in
             bfloat16 and 4 sums in float32, 24 bytes; with sums in bfloat16 16; and 18 with one more gather in backward.
         overlaps: gradients are reduced during backward: the first microbatches' computation hides it.
+        overlaps_tp: collectives over tp pass in pieces beside the products that need or make them.
         sharded_weights: FSDP: weights are gathered in each microbatch's forward and backward.
         compiled: pointwise operations are fused.
+        attention: as `Cluster.attention`, in place of the cluster's; None: the cluster's.
+        recomputed: part of the products of a layer's forward that backward computes again.
     """
 
     gradient_bytes: int = 4
     tp_bytes: int = 18
     overlaps: bool = False
+    overlaps_tp: bool = False
     sharded_weights: bool = False
     compiled: bool = True
+    attention: float | None = None
+    recomputed: float = 0.0
 
 
 MEGATRON = Program()
-BRIDGE = Program(overlaps=True)
-TITAN = Program(tp_bytes=16, overlaps=True, sharded_weights=True)
+# Megatron-LM's README, "Training Speed and Scalability": data, tensor and pipeline communication overlap.
+BRIDGE = Program(overlaps=True, overlaps_tp=True)
+# FlashAttention-2 of torch reaches 0.35 of an H100's peak (arXiv:2407.08608), half of what its products reach.
+TITAN = Program(tp_bytes=16, overlaps=True, sharded_weights=True, attention=0.5)
 NXD = Program(tp_bytes=24)
 
 
@@ -80,12 +99,16 @@ def seconds(row: Row, cluster: Cluster) -> float:
         cluster = replace(
             cluster, flops={**cluster.flops, **faster}, peak={**cluster.peak, **peak}, attention=attention
         )
+    if program.attention is not None:
+        cluster = replace(cluster, attention=cluster.attention * program.attention / row.cluster.attention)
     candidate = Candidate(layout, row.recompute, fused_loss=False, compiled=program.compiled)
     predictor = Predictor(row.workload, cluster)
     step = predictor.seconds(candidate)
     total = step.total
     data, microbatches = layout.dp * layout.cp, layout.num_microbatches
-    total += step.tp * (program.tp_bytes / 24 - 1)
+    tp = step.tp * program.tp_bytes / 24
+    total += (max(0.0, tp - step.products) if program.overlaps_tp else tp) - step.tp
+    total += program.recomputed * step.products / 3
     if data > 1:
         weights = sum(predictor.elements(predictor.stages(candidate)[0], candidate.sizes)[:2])
         scatter = cluster.collective("reduce_scatter", weights * program.gradient_bytes, data, layout.tp)
@@ -154,12 +177,15 @@ def _torchtitan() -> Iterator[Row]:
     """
     preset = Cluster.preset("h100", devices=512)
     slow = replace(preset, memory=96e9, bandwidth=preset.bandwidth * 2.4 / 3.35)
-    eager = TITAN._replace(compiled=False)
+    selective = TITAN._replace(
+        recomputed=0.5
+    )  # every second product of a layer, of "op" in torchtitan's settings of 8B
+    eager = selective._replace(compiled=False)
     for model, devices, shape, microbatches, local, seq_len, rate, program, recompute, products, memory in (
         ("llama-8b", 8, "", 1, 2, 8192, 5762, eager, "", "bfloat16", 82.4),
-        ("llama-8b", 8, "", 1, 2, 8192, 6667, TITAN, "", "bfloat16", 77.0),
+        ("llama-8b", 8, "", 1, 2, 8192, 6667, selective, "", "bfloat16", 77.0),
         ("llama-8b", 128, "", 1, 2, 8192, 5605, eager, "", "bfloat16", 67.0),
-        ("llama-8b", 128, "", 1, 2, 8192, 6514, TITAN, "", "bfloat16", 62.0),
+        ("llama-8b", 128, "", 1, 2, 8192, 6514, selective, "", "bfloat16", 62.0),
         ("llama-8b", 64, "tp8", 1, 12, 8192, 4378, TITAN, "", "bfloat16", 0),
         ("llama-70b", 256, "tp8", 1, 16, 8192, 597, TITAN, "full", "bfloat16", 0),
         ("llama-70b", 256, "tp8", 1, 16, 8192, 810, TITAN, "full", "float8", 0),
@@ -326,22 +352,61 @@ def errors(rows: Sequence[Row], factors: Mapping[str, float]) -> Errors:
     return Errors(sum(relative) / len(relative), max(relative), rank_correlation(ours, theirs))
 
 
-def published_points() -> list[tuple[str, float, float]]:
-    """Returns name, predicted and published seconds of collectives of 1 GiB on H100, NVSwitch and RoCE of 400 Gb/s.
+#: Hosts and ranks of a host of the groups of `_NCCL`.
+_GROUPS = [(1, 2), (1, 4), (1, 8), *((hosts, ranks) for hosts in (2, 4, 8, 16, 32) for ranks in (1, 2, 4, 8))]
+#: By verb and group: microseconds of the shortest messages, and GB/s beyond them with 1 GiB and with 64 MiB. H100,
+#: NVSwitch, RoCE of 400 Gb/s a GPU: AutoParallel's cost model (meta-pytorch/autoparallel 331b7d9e,
+#: h100_nvswitch_roce_400g.py: its bandwidth times its efficiency at the size), fitted to calls of torch.distributed.
+_NCCL: dict[str, tuple[tuple[int, float, float], ...]] = {
+    "all_gather": (
+        (174, 544, 532), (157, 433, 391), (163, 386, 339), (177, 60.8, 60.8), (189, 116, 107), (195, 210, 176),
+        (210, 323, 136), (174, 53.7, 50.5), (189, 102, 95), (219, 199, 193), (273, 328, 265), (188, 48.3, 48.3),
+        (211, 97.9, 95.1), (265, 194, 204), (362, 305, 196), (205, 46.5, 43.4), (262, 94.8, 95.3), (348, 194, 167),
+        (526, 243, 112), (214, 45.8, 41.8), (409, 95.2, 101.8), (532, 183, 109), (871, 151, 54),
+    ),
+    "reduce_scatter": (
+        (152, 535, 416), (167, 438, 404), (168, 392, 392), (177, 80.3, 65.0), (181, 121, 105), (179, 209, 167),
+        (219, 377, 147), (165, 57.3, 50.3), (175, 100, 92), (219, 197, 196), (259, 369, 279), (175, 50.4, 47.8),
+        (199, 98.2, 93.2), (259, 195, 193), (345, 358, 187), (202, 47.2, 40.5), (266, 95.5, 96.3), (363, 193, 170),
+        (524, 258, 111), (221, 45.7, 42.5), (404, 94.2, 99.8), (541, 176, 110), (876, 158, 52),
+    ),
+    "all_reduce": (
+        (161, 348, 289), (152, 244, 219), (160, 212, 189), (176, 41.9, 35.4), (205, 87.3, 58.1), (189, 165, 99),
+        (181, 193, 143), (174, 29.5, 26.3), (173, 54.0, 46.1), (180, 99.6, 93.9), (185, 188, 110), (164, 25.9, 25.7),
+        (174, 50.6, 45.4), (190, 97.5, 83.9), (192, 171, 63), (180, 24.5, 20.5), (181, 49.1, 44.6), (186, 94.7, 58.0),
+        (191, 122, 65), (181, 23.8, 21.2), (192, 48.4, 39.4), (194, 89.6, 64.2), (207, 130, 63),
+    ),
+    "all_to_all": (
+        (34, 630, 535), (35, 447, 390), (41, 374, 339), (53, 75.7, 74.8), (72, 94.2, 90.1), (82, 93.7, 87.2),
+        (108, 82.5, 77.8), (57, 61.1, 59.1), (83, 60.2, 54.7), (94, 57.7, 53.1), (131, 55.8, 47.4), (65, 46.0, 42.0),
+        (94, 50.0, 46.6), (117, 49.2, 38.2), (174, 46.8, 39.2), (112, 47.3, 42.4), (158, 49.8, 41.1),
+        (174, 45.9, 37.0), (324, 43.4, 37.7), (188, 46.8, 42.4), (292, 48.5, 42.0), (332, 44.5, 39.4),
+        (636, 43.0, 42.1),
+    ),
+}  # fmt: skip
 
-    AutoParallel's cost model (meta-pytorch/autoparallel, h100_nvswitch_roce_400g.py): latency and bandwidth of
-    nccl-tests, for (hosts, ranks of a host).
+
+class Point(NamedTuple):
+    """A published collective: its predicted and its published seconds."""
+
+    verb: str
+    hosts: int
+    ranks: int
+    predicted: float
+    published: float
+
+
+def published_points(nbytes: int) -> list[Point]:
+    """Returns the points of NCCL of 1 GiB or 64 MiB.
+
+    The source times a call from an idle device, so that its shortest message is the host's launch: 152 to 157 us, 34 of
+    an all_to_all. A step's host launches ahead: the least time of a verb is left out.
     """
-    table = {
-        "all_gather": ((157, 433), (163, 386), (177, 61), (210, 323), (188, 48), (362, 305), (214, 46), (871, 264)),
-        "reduce_scatter": ((167, 438), (168, 392), (177, 80), (219, 377), (175, 50), (345, 359), (221, 46), (876, 301)),
-        "all_reduce": ((152, 244), (160, 212), (176, 42), (181, 193), (164, 26), (192, 171), (181, 24), (207, 130)),
-        "all_to_all": ((35, 447), (41, 374), (53, 77), (108, 83), (65, 46), (174, 47), (188, 47), (636, 43)),
-    }
-    groups = ((1, 4), (1, 8), (2, 1), (2, 8), (8, 1), (8, 8), (32, 1), (32, 8))
     cluster, points = Cluster.preset("h100", devices=256), []
-    for verb, cells in table.items():
-        for (hosts, ranks), (microseconds, gigabytes) in zip(groups, cells, strict=True):
-            ours = cluster.collective(verb, 2**30, hosts * ranks, 1 if ranks > 1 else 8)
-            points.append((f"{verb} {hosts} x {ranks}", ours, microseconds * 1e-6 + 2**30 / (gigabytes * 1e9)))
+    for verb, cells in _NCCL.items():
+        launch = min(microseconds for microseconds, *_ in cells)
+        for (hosts, ranks), (microseconds, *rates) in zip(_GROUPS, cells, strict=True):
+            rate = rates[0 if nbytes == 1 << 30 else 1]
+            ours = cluster.collective(verb, nbytes, hosts * ranks, 8 // ranks)
+            points.append(Point(verb, hosts, ranks, ours, (microseconds - launch) * 1e-6 + nbytes / (rate * 1e9)))
     return points

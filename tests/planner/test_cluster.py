@@ -23,26 +23,29 @@ def two_levels(devices: int = 32) -> Cluster:
 def test_collectives_equal_their_closed_forms() -> None:
     cluster, size = two_levels(), 1e9
     inside = {
-        "all_gather": 3 / 4 * size / 100e9 + 2 * 1e-6,
+        "all_gather": 3 / 4 * size / 100e9 + 3 * 1e-6,
         "all_reduce": 2 * 3 / 4 * size / 100e9 + 2 * 1e-6,
-        "all_to_all": 3 / 4 * size / 100e9 + 2 * 1e-6,
+        "all_to_all": 3 / 4 * size / 100e9 + 3 * 1e-6,
         "send": size / 100e9 + 1e-6,
     }
     for kind, seconds in inside.items():
         assert cluster.collective(kind, size, 4, 2, between_products=False) == pytest.approx(seconds, rel=1e-12)
     between = {
-        "all_gather": 3 / 4 * size / 10e9 + 2 * 10e-6 + 20e-6,  # one rank of each host
+        "all_gather": 3 / 4 * size / 10e9 + 3 * 10e-6 + 20e-6,  # one rank of each host
         "all_reduce": 2 * 3 / 4 * size / 10e9 + 2 * 10e-6 + 20e-6,
-        "all_to_all": 3 / 4 * size / 10e9 + 2 * 10e-6 + 20e-6,
+        "all_to_all": 3 / 4 * size / 10e9 + 3 * 10e-6 + 20e-6,
         "send": size / 10e9 + 10e-6 + 20e-6,
     }
     for kind, seconds in between.items():
         assert cluster.collective(kind, size, 4, 8) == pytest.approx(seconds, rel=1e-12)
-    latency = 3 * 1e-6 + 2 * 10e-6 + 20e-6  # 8 ranks of each of 4 hosts share what the host needs: 3/4 of it over 8
-    assert cluster.collective("all_gather", size, 32) == pytest.approx(
-        max(31 / 32 / 100e9, 3 / 32 / 10e9) * size + latency
+    ring = 28 * 1e-6 + 3 * 10e-6 + 20e-6  # of 32 ranks on 4 hosts: 31 hops, 3 between hosts
+    assert cluster.collective("all_gather", size, 32) == pytest.approx(31 / 32 * size / 8 / 10e9 + ring)
+    assert cluster.collective("all_gather", size, 8, 4) == pytest.approx(7 / 8 * size / 2 / 10e9 + 54e-6)  # 2 of a host
+    assert cluster.collective("all_to_all", size, 32) == pytest.approx(3 / 4 * size / 10e9 + ring)
+    tree = 3 * 1e-6 + 2 * 10e-6 + 20e-6  # each of 8 ranks sends an eighth of the sum of its host
+    assert cluster.collective("all_reduce", size, 32) == pytest.approx(
+        2 * max(31 / 32 / 100e9, 3 / 4 / 8 / 10e9) * size + tree
     )
-    assert cluster.collective("all_to_all", size, 32) == pytest.approx(3 / 4 * size / 10e9 + latency)
     assert cluster.collective("all_reduce", size, 1) == 0
     between = [{"send": 2e-6, "all_reduce": 3e-6}, {"send": 5e-6, "all_reduce": 7e-6}]
     measured = replace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ from neuronx_dist.planner import measure
 from neuronx_dist.planner.calibration import calibrated, mape, rank_correlation, regret
 from neuronx_dist.planner.candidate import Candidate
 from neuronx_dist.planner.cluster import Cluster, Link, measured_links
+from neuronx_dist.planner.presets import hops
 from neuronx_dist.planner.seconds import layer_seconds
 from neuronx_dist.planner.workload import workload_of
 from neuronx_dist.planning.layout import Layout
@@ -33,6 +35,44 @@ def test_all_ranks_measure_the_same_cluster() -> None:
     assert set(cluster.flops) == {"float32", "float64"}
     assert all(cluster.flops[dtype] <= cluster.peak[dtype] for dtype in cluster.flops)
     assert cluster.fingerprint["torch"] == torch.__version__ and cluster.fingerprint["ranks"] == "4"
+
+
+class LaunchedDevice:
+    """A clock of a host that launches kernels in 8 us, and of a device that runs them; a wait takes 20 us more."""
+
+    def __init__(self) -> None:
+        self.now = self.idle_at = 0.0
+
+    def kernel(self, seconds: float) -> None:
+        self.now += 8e-6
+        self.idle_at = max(self.now, self.idle_at) + seconds
+
+    def wait(self, _: str) -> None:
+        self.now = max(self.now, self.idle_at) + 20e-6
+
+
+def test_a_host_that_launches_ahead_does_not_count() -> None:
+    """A kernel of 10 us takes 10, not 38; a collective of 5 us takes no longer between products."""
+    clock = LaunchedDevice()
+    patches: dict[str, Any] = {
+        "synchronize": clock.wait,
+        "has_streams": lambda _: True,
+        "comm": mock.Mock(gather_objects=lambda x: [x]),
+    }
+    patches["time"] = mock.Mock(perf_counter=lambda: clock.now)
+    patches["_collective"] = lambda kind, axis, size, nbytes, _: partial(
+        clock.kernel, 5e-6 * hops(kind, size, 1, size) + (1 + (kind == "all_reduce")) * nbytes * 7 / 8 / 300e9
+    )
+    patches["_message"] = lambda axis, size, nbytes, _: partial(clock.kernel, 4e-6 + nbytes / 300e9)
+    with mock.patch.multiple(measure, **patches), mock.patch.object(torch, "mm", lambda *_, **__: clock.kernel(2e-4)):
+        assert measure._seconds(partial(clock.kernel, 10e-6), torch.device("meta"), 0.1) == pytest.approx(
+            10e-6, rel=0.03
+        )
+        group = measure._measure_group("tp", 8, 1, torch.device("meta"), 1.0)
+    assert group.bandwidth == pytest.approx(300e9, rel=0.01)
+    assert group.latency == pytest.approx(5e-6, rel=0.02) and group.in_step < 1e-7
+    assert group.between.pop("send") == pytest.approx(4e-6, rel=0.02)
+    assert len(group.between) == 4 and list(group.between.values()) == pytest.approx([5e-6] * 4, rel=0.05)
 
 
 def test_groups_of_a_host_that_are_equally_fast_have_one_link() -> None:

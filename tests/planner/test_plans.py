@@ -59,15 +59,19 @@ def test_a_plan_adds_up() -> None:
 
 def test_the_flags_of_a_plan_are_its_layout() -> None:
     parser = arguments()
-    for limits in ({}, {"pp": 4, "schedule": ["interleaved", "zb_v"], "recompute": "norms"}, {"tp": 4, "cp": 2}):
+    for limits in (
+        {},
+        {"pp": 4, "schedule": ["interleaved", "zb_v"], "recompute": "norms"},
+        {"tp": 4, "cp": 2},
+        {"overlap": True},
+    ):
         for plan in plans(constraints=limits, top_k=3):
             flags = parser.parse_args(plan.train_flags())
             layout = plan.layout if plan.layout.pp > 1 else replace(plan.layout, schedule=None)
             assert layout_of(flags, flags.nproc) == layout
-            assert (flags.fused_loss, flags.recompute) == (
-                plan.candidate.fused_loss,
-                plan.candidate.recompute or "none",
-            )
+            candidate = plan.candidate
+            assert (flags.fused_loss, flags.recompute) == (candidate.fused_loss, candidate.recompute or "none")
+            assert flags.overlap == candidate.overlap == ("overlap" in limits)
             assert plan.explain().endswith(f"neuronx-dist train --model FOLDER {' '.join(plan.train_flags())}")
 
 

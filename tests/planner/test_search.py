@@ -19,6 +19,7 @@ from neuronx_dist.planner.plans import plan
 from neuronx_dist.planner.predictor import Predictor
 from neuronx_dist.planner.search import MARGIN, SCHEDULES, Job, candidates, groups, search
 from neuronx_dist.planner.simulation import Simulator
+from neuronx_dist.planner.traffic import reduction_traffic
 from neuronx_dist.planner.workload import MODELS, Workload, workload_of
 from neuronx_dist.planning.layout import Layout
 from neuronx_dist.planning.memory import estimate_memory
@@ -31,7 +32,7 @@ def cluster(devices: int, memory: float = 80 * GIB, **changes: Any) -> Cluster:
     """Hosts of two devices, so that small worlds have two levels of links."""
     links = (Link(2, 300e9, 5e-6), Link(devices, 20e9, 20e-6)) if devices > 2 else (Link(2, 300e9, 5e-6),)
     sizes: dict[str, Any] = dict(flops={"bfloat16": 4e14}, peak={"bfloat16": 1e15}, bandwidth=2e12, launch=2e-6)
-    return Cluster("test", devices, min(2, devices), memory, links=links, **{**sizes, **changes})
+    return Cluster("test", devices, min(2, devices), memory, **{**sizes, "links": links, **changes})
 
 
 def small(**changes: Any) -> Workload:
@@ -40,6 +41,27 @@ def small(**changes: Any) -> Workload:
         **{**sizes, "num_hidden_layers": 6, "vocab_size": 32000, "max_position_embeddings": 8192, **changes}
     )
     return workload_of(config)
+
+
+def test_overlap_hides_all_gathers_but_one_beside_the_next_forward() -> None:
+    """A slow network is hidden as long as a microbatch's forward takes, a fast one but for one bucket."""
+    layout = Layout(4, zero1=True, num_microbatches=2, global_batch=8, seq_len=1024, dtype="bfloat16")
+    plain, workload = Candidate(layout), small()
+    for bandwidth in (1e8, 3e11):
+        there = cluster(4, links=(Link(4, bandwidth, 0.0),))
+        predictor = Predictor(workload, there)
+        without, with_overlap = predictor.seconds(plain), predictor.seconds(replace(plain, overlap=True))
+        sent = reduction_traffic(workload, plain, predictor.stages(plain)[0])
+        gathers = [there.collective(one.verb, one.bytes, 4) for one in sent if one.verb == "all_gather"]
+        forward = predictor.tasks(plain)[0][0][0]
+        assert len(gathers) > 2 and (sum(gathers) > forward) == (bandwidth == 1e8)
+        hidden = min(forward, sum(gathers) * (1 - 1 / len(gathers)))
+        assert without.reduction - with_overlap.reduction == pytest.approx(hidden)
+        assert without.total - with_overlap.total == pytest.approx(hidden)
+        assert predictor.stage_bytes(replace(plain, overlap=True), 0).step > predictor.stage_bytes(plain, 0).step
+    fixed = {"overlap": [True], "zero1": [True, False]}
+    found = plan("llama-1b", global_batch=8, seq_len=1024, cluster=cluster(4), constraints=fixed, check=False)
+    assert all(one.candidate.overlap and one.layout.zero1 for one in found)
 
 
 # --- the search

@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.__main__ import main
+from neuronx_dist.gradients.reduce import reduce_gradients
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.planner import Cluster, LayoutPlan
 from neuronx_dist.planner.validation import TrainingJob, Validation, validate
@@ -51,6 +52,26 @@ def test_all_ranks_get_prediction_and_measurement(tmp_path: Path) -> None:
     result.append(tmp_path / "results.jsonl")
     result.append(tmp_path / "results.jsonl")
     assert Validation.load(tmp_path / "results.jsonl") == [result, result]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_with_overlap_weights_are_awaited_in_the_next_run(overlap: bool) -> None:
+    """The wait for gathers is in the next run, as the planner counts; that for sums of gradients is not in a run."""
+    one = plan(dp=2, zero1=True, overlap=overlap, num_microbatches=2)
+
+    def waits() -> tuple[set[str], set[str]]:
+        job = TrainingJob(one.layout, config(), overlap=one.candidate.overlap)
+        job.step()
+        with comm.record(waits=True) as in_run:
+            job.model.run(job.model.training_schedule, job.inputs)
+        reduce_gradients(job.model, average_over_data=False)
+        with comm.record(waits=True) as in_step:
+            job.optimizer.step()
+        return {call.verb for call in in_run}, {call.verb for call in in_step}
+
+    for in_run, in_step in comm.threads.run(one.layout.mesh(), waits):
+        assert ("wait:all_gather" in in_run, "wait:all_gather" in in_step) == (overlap, not overlap)
+        assert "wait:reduce_scatter" in in_step - in_run
 
 
 def test_another_mesh_and_compiled_code_are_refused() -> None:
