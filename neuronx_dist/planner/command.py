@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..command_line import command_parser, count, load_object
+from ..command_line import command_parser, count, load_object, naming_lines_of
 from ..planning.plan import Plan, PlanError
 from .candidate import RECOMPUTED
 from .cluster import PRESETS, Cluster, ClusterError
@@ -122,6 +123,8 @@ def run(args: argparse.Namespace) -> int:
         )
         plans.on_check = lambda words: print(f"type-checking {words} (--no-check: do not)", file=sys.stderr)
         _show(plans, args)
+    except BrokenPipeError:
+        raise  # of the output's reader: no problem of the plan
     except (ValueError, OSError) as error:
         text = str(error).removeprefix("plan: ")
         if isinstance(error, FileNotFoundError) and error.filename is not None:
@@ -168,11 +171,7 @@ def _model(name: str) -> Any:
     if path.suffix == ".py":
         raise ValueError(f"--model {name} names a file: write {name}:function, of one that returns a config or a model")
     if ":" in name and not path.exists():
-        with torch.device("meta"):
-            model = load_object(name)()
-        if not hasattr(getattr(model, "config", model), "get_text_config"):
-            raise ValueError(f"--model {name} returned {model!r:.60}: return a Hugging Face config or model")
-        return model
+        return _built(name)
     if "/" in name and not path.exists():
         from transformers.utils.hub import cached_file
 
@@ -184,6 +183,28 @@ def _model(name: str) -> Any:
             )
         return file
     return name
+
+
+def _built(name: str) -> Any:
+    with naming_lines_of("--model", name):
+        function = load_object(name)
+        if not callable(function):
+            raise ValueError(f"--model {name} is {function!r:.60}: name a function that returns a config or a model")
+        needed = [
+            str(param)
+            for param in inspect.signature(function).parameters.values()
+            if param.default is param.empty and param.kind not in (param.VAR_POSITIONAL, param.VAR_KEYWORD)
+        ]
+        if needed:
+            raise ValueError(
+                f"--model {name} needs the argument {needed[0]}, and is called without any: give it a default, or name "
+                "a function that needs none"
+            )
+        with torch.device("meta"):
+            model = function()
+    if not hasattr(getattr(model, "config", model), "get_text_config"):
+        raise ValueError(f"--model {name} returned {model!r:.60}: return a Hugging Face config or model")
+    return model
 
 
 def _cluster(name: str, devices: int | None) -> Cluster:

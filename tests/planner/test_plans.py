@@ -17,6 +17,7 @@ import torch
 import transformers
 
 import neuronx_dist as nxd
+from neuronx_dist import command_line
 from neuronx_dist.__main__ import main
 from neuronx_dist.planner import plans as planner_plans
 from neuronx_dist.planner.cluster import Cluster
@@ -269,6 +270,36 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert "to train in this layout: neuronx-dist train --model FOLDER --tp" in capsys.readouterr().out
     assert main([*COMMAND, "--why-not", "tp=4", "--save", str(path)]) == 0
     assert f"saved plan 1 as {path}" in capsys.readouterr().out
+
+
+BROKEN: list[tuple[str, str]] = [
+    ("def fn():\n    return 1 / 0", "fn: model.py:2: ZeroDivisionError: division by zero"),
+    ("def fn():\n    import json\n    return json.loads('x')", "fn: model.py:3: JSONDecodeError: Expecting value"),
+    ("def fn(:", "fn: model.py:1: SyntaxError: invalid syntax"),
+    ("import no_such_module", "fn: model.py:1: ModuleNotFoundError: No module named 'no_such_module'"),
+    ("def fn():\n    open('none.txt')", "fn: model.py:2: FileNotFoundError: [Errno 2] No such file"),
+    ("def fn(size, depth=2): ...", "fn needs the argument size, and is called without any: give it a default"),
+    ("def fn(): ...", "fn returned None: return a Hugging Face config or model"),
+    ("fn = 3", "fn is 3: name a function that returns a config or a model"),
+    ("def other(): ...", "has no 'fn'; it has other"),
+    ("", "has no 'fn'; it has no functions"),
+]
+
+
+@pytest.mark.parametrize("text, said", [*BROKEN, (None, "there is no file none/model.py (seen from ")], ids=str)
+def test_errors_of_a_user_s_file_are_named(
+    text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(command_line, "_modules", {})
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    if text is not None:
+        Path("model.py").write_text(text)
+    name = "none/model.py:fn" if text is None else "model.py:fn"
+    assert main(["plan", "--model", name, *COMMAND[3:]]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("neuronx-dist plan: ") and said in error and error.count("\n") == 1, error
 
 
 @pytest.mark.slow
