@@ -120,10 +120,19 @@ def test_a_file_is_edited_loaded_and_refused(tmp_path: Path) -> None:
     Plan(tp=2).save(path)
     with pytest.raises(PlanError, match="a plan of `parallelize`"):
         LayoutPlan.load(path, "llama-8b", where)
-    content["job"] = {"cp": "two"}
-    path.write_text(json.dumps(content))
-    with pytest.raises(PlanError, match="job: cp has 'two', which is no int"):
-        Plan.load(path)
+    best.save(path)
+    for name, value, message in (
+        ("dp", None, "it has no 'dp', the data-parallel size"),
+        ("dp", 4, "devices: tp=2 x pp=2 x cp=1 x dp=4 = 16 in the plan, 8 here"),
+        ("microbatches", 5, "a global batch of 64 is not divisible by dp 2 × 5 microbatches = 10"),
+        ("recompute", [[0, 2]], "recompute is of a plan of `parallelize`, and has no effect here: leave ()"),
+        ("second", 2, "second is of a plan of `parallelize`"),
+        ("job", {**json.loads(path.read_text())["job"], "cp": "two"}, "job: cp has 'two', which is no int"),
+    ):
+        content = {key: x for key, x in {**json.loads(best.plan.text()), name: value}.items() if x is not None}
+        path.write_text(json.dumps(content))
+        with pytest.raises(PlanError, match=re.escape(message)):
+            LayoutPlan.load(path, "llama-8b", where)
 
 
 IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
