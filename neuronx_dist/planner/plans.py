@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..nearest import nearest
-from ..planning.layout import DTYPES, format_bytes, format_count
+from ..planning.layout import DTYPES, Layout, format_bytes, format_count
 from ..planning.plan import PlanError
 from .candidate import RECOMPUTED
 from .cluster import Cluster
@@ -315,10 +315,7 @@ def _ways_out(predictor: Predictor, job: Job, limit: float) -> Iterator[str]:
     """Yields what would work: without one of the constraints, with more devices."""
     workload, cluster = predictor.workload, predictor.cluster
     excluding = False
-    least = [min(job.fixed.get(name, (1,))) for name in ("dp", "num_microbatches", "micro_batch")]
-    if job.global_batch < prod(least):
-        words = "dp {} x {} microbatches of {}".format(*least)
-        yield f"a batch of {job.global_batch} is smaller than {words} = {prod(least)}: use a batch of {prod(least)}"
+    yield from _reasons(predictor, job)
     for name in job.fixed:
         found = search(predictor, job.without(name), 1, limit)
         if found:
@@ -336,8 +333,7 @@ def _ways_out(predictor: Predictor, job: Job, limit: float) -> Iterator[str]:
     if excluding:
         return
     if workload.max_positions is not None and job.seq_len > workload.max_positions:
-        yield f"seq_len {job.seq_len} is longer than the model's {workload.max_positions} positions"
-        return
+        return  # `_reasons` has it
     if next(groups(workload, cluster.devices, job), None) is None:
         yield from _nearest_possible(predictor, job, limit)
         return
@@ -348,6 +344,36 @@ def _ways_out(predictor: Predictor, job: Job, limit: float) -> Iterator[str]:
             words = LayoutPlan(*found[0], workload, larger.cluster).words()
             yield f"it fits on {cluster.devices * factor} devices: {words}"
             return
+
+
+def _reasons(predictor: Predictor, job: Job) -> Iterator[str]:
+    """Yields what is wrong with the values that are fixed, whatever the others are."""
+    workload, world, batch = predictor.workload, predictor.cluster.devices, job.global_batch
+    one: dict[str, Any] = {name: next(iter(values)) for name, values in job.fixed.items() if len(values) == 1}
+    least = [min(job.fixed.get(name, (1,))) for name in ("dp", "num_microbatches", "micro_batch")]
+    words = "dp {} x {} microbatches of {}".format(*least)
+    if batch < prod(least):
+        yield f"a batch of {batch} is smaller than {words} = {prod(least)}: use a batch of {prod(least)}"
+    elif batch % (share := prod(one.get(name, 1) for name in ("dp", "num_microbatches", "micro_batch"))):
+        near = f"{batch // share * share} or {(batch // share + 1) * share}"
+        yield f"a batch of {batch} is not divisible by {words} = {share}: use a batch of {near}"
+    degrees = {name: one[name] for name in ("tp", "pp", "cp", "dp") if name in one}
+    if "dp" in one and world % prod(degrees.values()):
+        words = " x ".join(f"{name} {size}" for name, size in degrees.items())
+        yield f"{world} devices are not divisible by {words} = {prod(degrees.values())}"
+    elif len(degrees) == 4 and world != prod(degrees.values()):
+        words = " x ".join(f"{name} {size}" for name, size in degrees.items())
+        yield f"{words} are {prod(degrees.values())} ranks, and there are {world} devices"
+    if one.get("cp", 1) > 1 and not workload.allows_context_parallel:
+        yield f"cp {one['cp']}: the attention of {workload.name} is not divided over cp: use cp 1"
+    if one.get("sequence_parallel") and not workload.allows_sequence_parallel:
+        yield f"sequence_parallel True: {workload.name} does not allow it: use False"
+    needs_pipeline = one.get("schedule", "1f1b") != "1f1b" or one.get("virtual_pipeline_size", 1) > 1
+    pp = one.setdefault("pp", 2 if needs_pipeline and world // prod(degrees.values()) % 2 == 0 else 1)
+    microbatches = one.setdefault("num_microbatches", 2 * pp)
+    values = {"pad_heads": True, "pad_vocab": True} | {x.name: one[x.name] for x in fields(Layout) if x.name in one}
+    layout = Layout(world, **values, global_batch=world * microbatches, seq_len=job.seq_len)  # a batch that all divide
+    yield from layout.problems(workload.shape)
 
 
 def _nearest_possible(predictor: Predictor, job: Job, limit: float) -> Iterator[str]:
