@@ -277,7 +277,8 @@ def _checked(constraints: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
                 if not isinstance(one, int) or isinstance(one, bool) or one < 1:
                     raise PlanError(f"plan: {name} must be a positive integer, got {one!r}")
             elif one not in known:
-                raise PlanError(f"plan: {name} must be one of {', '.join(map(repr, known))}, got {one!r}")
+                words = ", ".join("'' (none)" if word == "" else repr(word) for word in known)
+                raise PlanError(f"plan: {name} must be one of {words}, got {one!r}")
         if not values:
             raise PlanError(f"plan: the constraint {name} has no value: leave it out to search all")
         checked[name] = values
@@ -350,13 +351,13 @@ def _reasons(predictor: Predictor, job: Job) -> Iterator[str]:
     """Yields what is wrong with the values that are fixed, whatever the others are."""
     workload, world, batch = predictor.workload, predictor.cluster.devices, job.global_batch
     one: dict[str, Any] = {name: next(iter(values)) for name, values in job.fixed.items() if len(values) == 1}
-    least = [min(job.fixed.get(name, (1,))) for name in ("dp", "num_microbatches", "micro_batch")]
-    words = "dp {} x {} microbatches of {}".format(*least)
-    if batch < prod(least):
-        yield f"a batch of {batch} is smaller than {words} = {prod(least)}: use a batch of {prod(least)}"
-    elif batch % (share := prod(one.get(name, 1) for name in ("dp", "num_microbatches", "micro_batch"))):
+    names, words = ("dp", "num_microbatches", "micro_batch"), "dp {} x {} microbatches of {}"
+    least, sizes = [min(job.fixed.get(name, (1,))) for name in names], [one.get(name, 1) for name in names]
+    if batch < (share := prod(least)):
+        yield f"a batch of {batch} is smaller than {words.format(*least)} = {share}: use a batch of {share}"
+    elif batch % (share := prod(sizes)):
         near = f"{batch // share * share} or {(batch // share + 1) * share}"
-        yield f"a batch of {batch} is not divisible by {words} = {share}: use a batch of {near}"
+        yield f"a batch of {batch} is not divisible by {words.format(*sizes)} = {share}: use a batch of {near}"
     degrees = {name: one[name] for name in ("tp", "pp", "cp", "dp") if name in one}
     if "dp" in one and world % prod(degrees.values()):
         words = " x ".join(f"{name} {size}" for name, size in degrees.items())
@@ -368,6 +369,8 @@ def _reasons(predictor: Predictor, job: Job) -> Iterator[str]:
         yield f"cp {one['cp']}: the attention of {workload.name} is not divided over cp: use cp 1"
     if one.get("sequence_parallel") and not workload.allows_sequence_parallel:
         yield f"sequence_parallel True: {workload.name} does not allow it: use False"
+    if one.get("schedule") == "interleaved":
+        one.setdefault("virtual_pipeline_size", 2)
     needs_pipeline = one.get("schedule", "1f1b") != "1f1b" or one.get("virtual_pipeline_size", 1) > 1
     pp = one.setdefault("pp", 2 if needs_pipeline and world // prod(degrees.values()) % 2 == 0 else 1)
     microbatches = one.setdefault("num_microbatches", 2 * pp)

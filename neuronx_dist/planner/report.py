@@ -191,7 +191,7 @@ def _row(number: int, one: LayoutPlan) -> list[str]:
     most = max(terms, key=terms.__getitem__)
     limit = f"{TERMS[most]} ({terms[most] / one.seconds.total:.0%})"
     seconds = one.seconds
-    waiting = f"{seconds.bubble:.3g} s ({seconds.bubble / seconds.total:.0%})"
+    waiting = f"{seconds.bubble:.3g} s ({seconds.bubble / seconds.total:.1%})"
     figures = [f"{seconds.total:.4g}", f"{one.tokens_per_second:,.0f}", f"{one.mfu:.1%}", waiting]
     return [str(number), one.words(), *figures, format_bytes(one.peak), f"{one.margin:.0%}", limit]
 
