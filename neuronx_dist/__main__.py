@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import os
 import re
+import select
 import sys
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import torch
 
@@ -41,8 +43,31 @@ examples:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a subcommand; returns its exit code: 0 success, 1 a problem, 2 wrong usage. Without words it prints help."""
-    argv = sys.argv[1:] if argv is None else argv
+    """Runs a subcommand; returns its exit code: 0 success, 1 a problem, 2 wrong usage. Without words it prints help.
+
+    141, as of a program that SIGPIPE ends: nobody reads the output any more, as in `neuronx-dist plan ... | head`.
+    """
+    try:
+        code = _run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        unread = [stream for stream in (sys.stdout, sys.stderr) if _is_unread(stream)]
+        if not unread:
+            raise  # another pipe
+        for stream in unread:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # where the exit flushes what is left
+        return 141
+    return code
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Returns whether a stream is a pipe whose reader has ended; what is written to it may be gone from its buffer."""
+    poll = select.poll()
+    poll.register(stream, 0)  # errors are reported always
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _run(argv: list[str]) -> int:
     try:
         if not argv or argv[0] not in SUBCOMMANDS:
             _parser().parse_args(argv or ["--help"])  # `parse_args` exits: help, the version, or an error

@@ -1,4 +1,4 @@
-"""Common code of the commands: making parsers, reading a number of at least 1, and importing `file.py:function`."""
+"""Common code of the commands: parsers, numbers of at least 1, importing `file.py:function` and naming its errors."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import argparse
 import importlib
 import importlib.util
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["command_parser", "count", "load_object"]
+__all__ = ["command_parser", "count", "load_object", "naming_lines_of"]
 
 
 def command_parser(description: str, examples: str) -> argparse.ArgumentParser:
@@ -67,6 +70,28 @@ def _module(name: str) -> Any:
             raise _usage_error(f"cannot import {name}: {error}") from None
     _modules[name] = module
     return module
+
+
+@contextmanager
+def naming_lines_of(option: str, name: str) -> Iterator[None]:
+    """Adds the file and the line to errors that a user's `file.py:function` raises.
+
+    Raises:
+        ValueError: in place of an exception that passed through the file.
+    """
+    file = name.rpartition(":")[0]
+    path = Path(file).resolve()
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.walk_tb(error.__traceback__)
+        lines = [line for frame, line in frames if Path(frame.f_code.co_filename).resolve() == path]
+        if isinstance(error, SyntaxError) and error.filename is not None and Path(error.filename).resolve() == path:
+            lines = [error.lineno or 1]
+        if not lines:
+            raise
+        text = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise ValueError(f"{option} {name}: {file}:{lines[-1]}: {type(error).__name__}: {text}") from error
 
 
 def _listed(module: Any) -> str:

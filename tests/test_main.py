@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
 import shlex
 import sys
@@ -109,3 +110,39 @@ def test_words_and_exit_codes_go_through(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(sys, "argv", ["neuronx-dist", "tool", "--code", "3"])
     assert command.main() == 3
     assert [args.code for args in seen] == [0, 1, 5, 9, 3] and {*imported} == {"neuronx_dist.made_up.tool"}
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("lines", [1, 10_000], ids=["at the end", "in between"])
+def test_a_reader_that_ends_is_no_error(stream: str, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe whose reader has ended, as `head` does: the command sees it when its buffer is full, or at the end."""
+
+    def run(args: argparse.Namespace) -> int:
+        for _ in range(lines):
+            print("words", file=getattr(sys, stream))
+        return 0
+
+    module: Any = ModuleType("neuronx_dist.made_up.tool")
+    module.arguments, module.run = argparse.ArgumentParser, run
+    monkeypatch.setitem(command.SUBCOMMANDS, "tool", ("made_up.tool", "does nothing"))
+    monkeypatch.setattr(importlib, "import_module", lambda name: module)
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w", buffering=1 if stream == "stderr" else -1) as unread, monkeypatch.context() as patch:
+        patch.setattr(sys, stream, unread)
+        assert command.main(["tool"]) == 141
+        print("more words, that go nowhere", file=unread, flush=True)
+
+
+def test_a_pipe_of_the_command_that_breaks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise BrokenPipeError(32, "of a socket")
+
+    module: Any = ModuleType("neuronx_dist.made_up.tool")
+    module.arguments, module.run = argparse.ArgumentParser, run
+    monkeypatch.setitem(command.SUBCOMMANDS, "tool", ("made_up.tool", "does nothing"))
+    monkeypatch.setattr(importlib, "import_module", lambda name: module)
+    monkeypatch.setattr(sys, "stdout", sys.__stdout__)
+    monkeypatch.setattr(sys, "stderr", sys.__stderr__)
+    with pytest.raises(BrokenPipeError, match="of a socket"):
+        command.main(["tool"])

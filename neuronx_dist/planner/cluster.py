@@ -322,7 +322,8 @@ class Cluster:
         for name, value in numbers.items():
             may_be_zero = name.endswith(("latency", "in_step", "launch")) or ".between[" in name
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < inf:
-                problems.append(f"{name} must be a number of at least 0, got {value!r}")
+                quotes = ": write it without quotes" * isinstance(value, str)
+                problems.append(f"{name} must be a number of at least 0, got {value!r}{quotes}")
             elif value == 0 and not may_be_zero:
                 problems.append(f"{name} must be more than 0, got 0")
         return problems

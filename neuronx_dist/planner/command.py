@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..command_line import command_parser, count, load_object
+from ..command_line import command_parser, count, load_object, naming_lines_of
 from ..planning.plan import Plan, PlanError
 from .candidate import RECOMPUTED
 from .cluster import PRESETS, Cluster, ClusterError
@@ -37,6 +39,12 @@ models: {", ".join(MODELS)}; a folder or file of a Hugging Face config; or
   file.py:model_fn, a function that returns a config or a Hugging Face model, which is built on meta
 clusters: {", ".join(PRESETS)}; or the file of a measured one
 """
+# Arguments of a task that are needed, and that it reads besides.
+_TASKS: dict[str, tuple[list[str], list[str]]] = {
+    "explain": (["model", "cluster", "plan"], ["devices", "json"]),
+    "measure": ([], ["tp", "pp", "cp", "ep", "seconds", "save"]),
+    "validate": (["model", "cluster", "plan"], ["devices", "steps", "save"]),
+}
 _FLAGS = ("sequence_parallel", "zero1", "fused_loss", "compiled", "overlap", "pad_heads", "pad_vocab")
 _NUMBERS = ("tp", "pp", "cp", "ep", "dp", "num_microbatches", "micro_batch", "virtual_pipeline_size")
 
@@ -92,11 +100,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         argparse.ArgumentError: an argument is missing.
     """
-    of_file = ["model", "cluster", "plan"]
-    needed: dict[str | None, list[str]] = {"measure": [], "explain": of_file, "validate": of_file}
-    names = needed.get(args.task, ["model", "cluster", "batch", "seq_len"])
-    if missing := [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is None]:
-        raise argparse.ArgumentError(None, f"the following arguments are required: {', '.join(missing)}")
+    _check_flags(args)
     try:
         if args.task == "measure":
             measure(args)
@@ -122,6 +126,8 @@ def run(args: argparse.Namespace) -> int:
         )
         plans.on_check = lambda words: print(f"type-checking {words} (--no-check: do not)", file=sys.stderr)
         _show(plans, args)
+    except BrokenPipeError:
+        raise  # of the output's reader: no problem of the plan
     except (ValueError, OSError) as error:
         text = str(error).removeprefix("plan: ")
         if isinstance(error, FileNotFoundError) and error.filename is not None:
@@ -131,6 +137,32 @@ def run(args: argparse.Namespace) -> int:
         print(f"neuronx-dist plan: {text}", file=sys.stderr)
         return 1 if isinstance(error, (PlanError, ClusterError, OSError)) else 2
     return 0
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Refuses flags that are missing, that the task does not read, or that contradict one another.
+
+    Raises:
+        argparse.ArgumentError: names the flags.
+    """
+    needed, others = _TASKS.get(args.task, (["model", "cluster", "batch", "seq_len"], None))
+    flags = {name: f"--{name.replace('_', '-')}" for name in vars(args)}
+    if missing := [flags[name] for name in needed if getattr(args, name) is None]:
+        raise argparse.ArgumentError(None, f"the following arguments are required: {', '.join(missing)}")
+    unread = {"plan", "seconds", "steps"} if others is None else {*flags} - {"task", *needed, *others}
+    defaults = vars(arguments().parse_args([]))
+    if refused := [flags[name] for name in flags if name in unread and getattr(args, name) != defaults[name]]:
+        advice = f"leave it out of `plan {args.task}`" if args.task else f"name a task: {', '.join(_TASKS)}"
+        raise argparse.ArgumentError(None, f"{refused[0]} has no effect: {advice}")
+    for name in ("pareto", "explain") if args.why_not else ():
+        if getattr(args, name):
+            raise argparse.ArgumentError(None, f"--why-not and {flags[name]}: give one of them")
+    for name in ("save", "report", "plan"):
+        path = Path(getattr(args, name) or "-")
+        if path.is_dir():
+            raise argparse.ArgumentError(None, f"{flags[name]} {path} is a folder: name a file")
+    if args.report and Path(args.report).suffix.lower() not in (".html", ".htm", ".png"):
+        raise argparse.ArgumentError(None, f"--report {args.report}: the name must end in .html or .png")
 
 
 def _show(plans: Plans, args: argparse.Namespace) -> None:
@@ -168,12 +200,10 @@ def _model(name: str) -> Any:
     if path.suffix == ".py":
         raise ValueError(f"--model {name} names a file: write {name}:function, of one that returns a config or a model")
     if ":" in name and not path.exists():
-        with torch.device("meta"):
-            model = load_object(name)()
-        if not hasattr(getattr(model, "config", model), "get_text_config"):
-            raise ValueError(f"--model {name} returned {model!r:.60}: return a Hugging Face config or model")
-        return model
+        return _built(name)
     if "/" in name and not path.exists():
+        if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):  # no name of the Hub
+            raise ValueError(f"--model {name}: there is no such file or folder (seen from {Path.cwd()})")
         from transformers.utils.hub import cached_file
 
         file = cached_file(name, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
@@ -184,6 +214,28 @@ def _model(name: str) -> Any:
             )
         return file
     return name
+
+
+def _built(name: str) -> Any:
+    with naming_lines_of("--model", name):
+        function = load_object(name)
+        if not callable(function):
+            raise ValueError(f"--model {name} is {function!r:.60}: name a function that returns a config or a model")
+        needed = [
+            str(param)
+            for param in inspect.signature(function).parameters.values()
+            if param.default is param.empty and param.kind not in (param.VAR_POSITIONAL, param.VAR_KEYWORD)
+        ]
+        if needed:
+            raise ValueError(
+                f"--model {name} needs the argument {needed[0]}, and is called without any: give it a default, or name "
+                "a function that needs none"
+            )
+        with torch.device("meta"):
+            model = function()
+    if not hasattr(getattr(model, "config", model), "get_text_config"):
+        raise ValueError(f"--model {name} returned {model!r:.60}: return a Hugging Face config or model")
+    return model
 
 
 def _cluster(name: str, devices: int | None) -> Cluster:
@@ -213,6 +265,8 @@ def _pairs(text: str) -> dict[str, Any]:
         name, equals, value = pair.partition("=")
         if not equals:
             raise PlanError(f"--why-not {text}: {pair!r} has no value: write name=value, such as tp=4,zero1=true")
+        if name.strip().replace("-", "_") in pairs:
+            raise PlanError(f"--why-not {text}: {name.strip()} has two values: give one")
         word = value.strip()
         known: dict[str, Any] = {"true": True, "false": False, "none": ""}
         pairs[name.strip().replace("-", "_")] = int(word) if word.isdecimal() else known.get(word.lower(), word)

@@ -134,6 +134,19 @@ class LayoutPlan:
                 words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
         return words
 
+    def train_command(self) -> str:
+        """Returns the command that trains in this layout; where there are several hosts, on each of them."""
+        flags, world, per_host = self.train_flags(), self.layout.world_size, self.cluster.devices_per_host
+        command = "neuronx-dist train"
+        if world > per_host:
+            number = flags.index("--nproc")
+            del flags[number : number + 2]
+            command = (
+                f"neuronx-dist run --nnodes {world // per_host} --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
+                f"--nproc-per-node {per_host} -m neuronx_dist train"
+            )
+        return " ".join([command, "--model FOLDER", *flags])
+
     def explain(self) -> str:
         """Returns the seconds by term, the bytes by stage and the command that trains in this layout, as text."""
         seconds, total = self.seconds, self.seconds.total
@@ -155,8 +168,7 @@ class LayoutPlan:
         for name in (*StageBytes._fields[:-1], "peak"):
             cells = [format_bytes(getattr(self.stages[stage], name)).rjust(10) for stage in shown]
             lines.append("  ".join([name.ljust(14), *cells]))
-        flags = " ".join(self.train_flags())
-        return "\n".join([*lines, f"to train in this layout: neuronx-dist train --model FOLDER {flags}"])
+        return "\n".join([*lines, f"to train in this layout: {self.train_command()}"])
 
     @property
     def plan(self) -> Plan:
@@ -205,7 +217,14 @@ class LayoutPlan:
         candidate = _candidate_of(planned, workload, cluster.devices, str(path))
         predictor = Predictor(workload, cluster)
         stages = tuple(predictor.stage_bytes(candidate, stage) for stage in range(candidate.layout.pp))
-        return cls(candidate, predictor.seconds(candidate), stages, workload, cluster)
+        loaded = cls(candidate, predictor.seconds(candidate), stages, workload, cluster)
+        names = [field.name for field in fields(Plan) if field.name not in ("job", "costs")]
+        if unread := [x for x in names if (getattr(planned, x) or None) != (getattr(loaded.plan, x) or None)]:
+            raise PlanError(
+                f"{path}: {unread[0]} is of a plan of `parallelize`, and has no effect here: leave "
+                f"{getattr(loaded.plan, unread[0])!r} (what is recomputed is the word recompute of job)"
+            )
+        return loaded
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan and its figures as data for JSON."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..nearest import nearest
-from ..planning.layout import DTYPES, format_bytes, format_count
+from ..planning.layout import DTYPES, Layout, format_bytes, format_count
 from ..planning.plan import PlanError
 from .candidate import RECOMPUTED
 from .cluster import Cluster
@@ -279,7 +279,8 @@ def _checked(constraints: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
                 if not isinstance(one, int) or isinstance(one, bool) or one < 1:
                     raise PlanError(f"plan: {name} must be a positive integer, got {one!r}")
             elif one not in known:
-                raise PlanError(f"plan: {name} must be one of {', '.join(map(repr, known))}, got {one!r}")
+                words = ", ".join("'' (none)" if word == "" else repr(word) for word in known)
+                raise PlanError(f"plan: {name} must be one of {words}, got {one!r}")
         if not values:
             raise PlanError(f"plan: the constraint {name} has no value: leave it out to search all")
         checked[name] = values
@@ -317,10 +318,7 @@ def _ways_out(predictor: Predictor, job: Job, limit: float) -> Iterator[str]:
     """Yields what would work: without one of the constraints, with more devices."""
     workload, cluster = predictor.workload, predictor.cluster
     excluding = False
-    least = [min(job.fixed.get(name, (1,))) for name in ("dp", "num_microbatches", "micro_batch")]
-    if job.global_batch < prod(least):
-        words = "dp {} x {} microbatches of {}".format(*least)
-        yield f"a batch of {job.global_batch} is smaller than {words} = {prod(least)}: use a batch of {prod(least)}"
+    yield from _reasons(predictor, job)
     for name in job.fixed:
         found = search(predictor, job.without(name), 1, limit)
         if found:
@@ -338,8 +336,7 @@ def _ways_out(predictor: Predictor, job: Job, limit: float) -> Iterator[str]:
     if excluding:
         return
     if workload.max_positions is not None and job.seq_len > workload.max_positions:
-        yield f"seq_len {job.seq_len} is longer than the model's {workload.max_positions} positions"
-        return
+        return  # `_reasons` has it
     if next(groups(workload, cluster.devices, job), None) is None:
         yield from _nearest_possible(predictor, job, limit)
         return
@@ -350,6 +347,38 @@ def _ways_out(predictor: Predictor, job: Job, limit: float) -> Iterator[str]:
             words = LayoutPlan(*found[0], workload, larger.cluster).words()
             yield f"it fits on {cluster.devices * factor} devices: {words}"
             return
+
+
+def _reasons(predictor: Predictor, job: Job) -> Iterator[str]:
+    """Yields what is wrong with the values that are fixed, whatever the others are."""
+    workload, world, batch = predictor.workload, predictor.cluster.devices, job.global_batch
+    one: dict[str, Any] = {name: next(iter(values)) for name, values in job.fixed.items() if len(values) == 1}
+    names, words = ("dp", "num_microbatches", "micro_batch"), "dp {} x {} microbatches of {}"
+    least, sizes = [min(job.fixed.get(name, (1,))) for name in names], [one.get(name, 1) for name in names]
+    if batch < (share := prod(least)):
+        yield f"a batch of {batch} is smaller than {words.format(*least)} = {share}: use a batch of {share}"
+    elif batch % (share := prod(sizes)):
+        near = f"{batch // share * share} or {(batch // share + 1) * share}"
+        yield f"a batch of {batch} is not divisible by {words.format(*sizes)} = {share}: use a batch of {near}"
+    degrees = {name: one[name] for name in ("tp", "pp", "cp", "dp") if name in one}
+    if "dp" in one and world % prod(degrees.values()):
+        words = " x ".join(f"{name} {size}" for name, size in degrees.items())
+        yield f"{world} devices are not divisible by {words} = {prod(degrees.values())}"
+    elif len(degrees) == 4 and world != prod(degrees.values()):
+        words = " x ".join(f"{name} {size}" for name, size in degrees.items())
+        yield f"{words} are {prod(degrees.values())} ranks, and there are {world} devices"
+    if one.get("cp", 1) > 1 and not workload.allows_context_parallel:
+        yield f"cp {one['cp']}: the attention of {workload.name} is not divided over cp: use cp 1"
+    if one.get("sequence_parallel") and not workload.allows_sequence_parallel:
+        yield f"sequence_parallel True: {workload.name} does not allow it: use False"
+    if one.get("schedule") == "interleaved":
+        one.setdefault("virtual_pipeline_size", 2)
+    needs_pipeline = one.get("schedule", "1f1b") != "1f1b" or one.get("virtual_pipeline_size", 1) > 1
+    pp = one.setdefault("pp", 2 if needs_pipeline and world // prod(degrees.values()) % 2 == 0 else 1)
+    microbatches = one.setdefault("num_microbatches", 2 * pp)
+    values = {"pad_heads": True, "pad_vocab": True} | {x.name: one[x.name] for x in fields(Layout) if x.name in one}
+    layout = Layout(world, **values, global_batch=world * microbatches, seq_len=job.seq_len)  # a batch that all divide
+    yield from layout.problems(workload.shape)
 
 
 def _nearest_possible(predictor: Predictor, job: Job, limit: float) -> Iterator[str]:

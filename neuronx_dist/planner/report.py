@@ -40,6 +40,7 @@ _COLOURS = (
     "#3ca951",
     "#ff8ab7",
 )
+_HEADER = ["", "layout", "s/step", "tokens/s/device", "MFU", "waiting", "peak", "left"]
 _MOST_STAGES = 16
 _PAGE = """\
 <!doctype html>
@@ -57,6 +58,7 @@ td, th { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid var(
 td:nth-child(2), th:nth-child(2), td.text, th.text { text-align: left; }
 td:nth-child(2), td.text { white-space: normal; min-width: 13rem; }
 pre { overflow-x: auto; padding: .8rem; background: var(--soft); border-radius: .3rem; line-height: 1.25; }
+.command { white-space: pre-wrap; overflow-wrap: anywhere; }
 .bar { display: flex; height: 1.1rem; background: var(--soft); }
 .row { display: grid; grid-template-columns: 4.2rem minmax(4rem, 1fr) 5.2rem; gap: .6rem;
   align-items: center; margin: .25rem 0; }
@@ -69,6 +71,8 @@ pre { overflow-x: auto; padding: .8rem; background: var(--soft); border-radius: 
 <body>
 <h1>{{ title }}</h1>
 <p>{{ summary }}</p>
+<p>To train in its layout:</p>
+<pre class="command">{{ command }}</pre>
 <h2>The fastest plans</h2>
 <div class="scroll"><table>
 <tr>{% for cell in header %}<th{{ text if loop.last else '' }}>{{ cell }}</th>{% endfor %}</tr>
@@ -127,7 +131,8 @@ def report(plans: Plans) -> str:
     return environment.from_string(_MACROS + _PAGE).render(
         title=title,
         summary=summary,
-        header=["", "layout", "s/step", "tokens/s/device", "MFU", "peak", "left", "beyond products, most time takes"],
+        command=best.train_command(),
+        header=[*_HEADER, "beyond products, most time takes"],
         rows=[_row(number, one) for number, one in enumerate(plans, 1)],
         term_names=list(zip(TERMS.values(), _COLOURS)),
         term_bars=[_term_bar(number, one, max(x.seconds.total for x in plans)) for number, one in enumerate(plans, 1)],
@@ -185,7 +190,9 @@ def _row(number: int, one: LayoutPlan) -> list[str]:
     terms = {name: getattr(one.seconds, name) for name in TERMS if name != "products"}
     most = max(terms, key=terms.__getitem__)
     limit = f"{TERMS[most]} ({terms[most] / one.seconds.total:.0%})"
-    figures = [f"{one.seconds.total:.4g}", f"{one.tokens_per_second:,.0f}", f"{one.mfu:.1%}"]
+    seconds = one.seconds
+    waiting = f"{seconds.bubble:.3g} s ({seconds.bubble / seconds.total:.1%})"
+    figures = [f"{seconds.total:.4g}", f"{one.tokens_per_second:,.0f}", f"{one.mfu:.1%}", waiting]
     return [str(number), one.words(), *figures, format_bytes(one.peak), f"{one.margin:.0%}", limit]
 
 

@@ -349,6 +349,8 @@ class Layout:
         if self.tp > 1:
             sequence = ", and the sequence between layers" if self.sequence_parallel else ""
             lines.append(f"═  tp: each layer's weights are split{sequence}")
+        if self.cp > 1:
+            lines.append("┊  cp: each sequence is split")
         if self.dp > 1:
             state = ", each keeps its part of the optimizer state (ZeRO-1)" if self.zero1 else ""
             lines.append(f"□  dp: each box sees other sequences, gradients are averaged{state}")

@@ -26,6 +26,13 @@ __all__ = ["PlanError", "CallPlan", "JobPlan", "Plan", "TensorPlan"]
 FORMAT = "neuronx_dist.plan"
 VERSION = 1
 LISTED = 8  # maximum number of differences in a message
+OPTIONAL = ("job", "costs")  # keys that a plan's file may lack
+_MEANING = {
+    "tp": "tensor-parallel size",
+    "pp": "number of pipeline stages",
+    "dp": "data-parallel size",
+    "microbatches": "number of microbatches of a step",
+}
 
 
 class PlanError(ValueError):
@@ -118,6 +125,9 @@ class Plan:
             number = getattr(self, name)
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
                 raise PlanError(f"Plan: {name} must be a positive integer, got {number!r}")
+        for name in ("cp", "ep", "virtual_pipeline_size", "global_batch", "seq_len") if self.job else ():
+            if getattr(self.job, name) < 1:
+                raise PlanError(f"Plan: job: {name} must be a positive integer, got {getattr(self.job, name)}")
         if self.tp % self.second:
             raise PlanError(f"Plan: second={self.second} must divide tp={self.tp}")
         for layer in self.layers:
@@ -169,7 +179,14 @@ class Plan:
         known = [field.name for field in fields(cls)]
         unknown = [name for name in content if name not in known]
         if unknown:
-            raise PlanError(f"{path} is a damaged plan: it has {unknown[0]!r}; a plan has {', '.join(known)}")
+            raise PlanError(
+                f"{path} is a damaged plan: it has {unknown[0]!r}, which is no key of a plan; nearest: "
+                f"{nearest(unknown[0], known)}. A plan has {', '.join(known)}"
+            )
+        missing = [name for name in known if name not in content and name not in OPTIONAL]
+        if missing:
+            words = [f"{name!r}, the {_MEANING[name]}" if name in _MEANING else repr(name) for name in missing]
+            raise PlanError(f"{path} is a damaged plan: it has no {'; no '.join(words)}: add it, or save it anew")
         try:
             return cls(**_decoded(content))
         except PlanError as error:
@@ -220,14 +237,14 @@ def _decoded(content: dict[str, Any]) -> dict[str, Any]:
         PlanError: a field has another type.
     """
     decoded = dict(content)
-    for name, default in (("stages", [0]), ("recompute", []), ("layers", []), ("calls", []), ("second_calls", [])):
-        decoded[name] = _typed(content.get(name, default), list, name)
-    decoded["zero1"] = _typed(content.get("zero1", False), bool, "zero1")
-    decoded["schedule"] = _typed(content.get("schedule", Plan.schedule), str, "schedule")
+    for name in ("stages", "recompute", "layers", "calls", "second_calls"):
+        decoded[name] = _typed(content[name], list, name)
+    decoded["zero1"] = _typed(content["zero1"], bool, "zero1")
+    decoded["schedule"] = _typed(content["schedule"], str, "schedule")
     decoded["stages"] = tuple(_typed(stage, int, "stages") for stage in decoded["stages"])
     if content.get("job") is not None:
         types = {name: type(default) for name, default in JobPlan._field_defaults.items()}
-        decoded["job"] = JobPlan(**_entry(content["job"], types, (), "job"))
+        decoded["job"] = JobPlan(**_entry(content["job"], types, JobPlan._fields, "job"))
     decoded["recompute"] = tuple(_pair(span, int, "recompute") for span in decoded["recompute"])
     decoded["layers"] = tuple(map(_layer, decoded["layers"]))
     for name in ("calls", "second_calls"):
@@ -236,11 +253,8 @@ def _decoded(content: dict[str, Any]) -> dict[str, Any]:
             for call in decoded[name]
         )
     for name in ("parameters", "inputs"):
-        tensors = content.get(name)
-        decoded[name] = {
-            key: _tensor(tensor, f"{name}: {key}")
-            for key, tensor in _typed({} if tensors is None else tensors, dict, name).items()
-        }
+        tensors = _typed(content[name], dict, name)
+        decoded[name] = {key: _tensor(tensor, f"{name}: {key}") for key, tensor in tensors.items()}
     if content.get("costs") is not None:
         _typed(content["costs"], dict, "costs")
     return decoded
@@ -268,8 +282,11 @@ def _entry(value: Any, types: Mapping[str, type], needed: Sequence[str], where: 
     entry = _typed(value, dict, where)
     missing = [name for name in needed if name not in entry]
     unknown = [name for name in entry if name not in types]
-    if missing or unknown:
-        raise PlanError(f"{where} has {short(value)}: {'no ' + missing[0] if missing else 'unknown is ' + unknown[0]}")
+    if unknown:
+        near = nearest(unknown[0], types)
+        raise PlanError(f"{where} has {unknown[0]!r}, which is no key of it; nearest: {near}. It is {short(value)}")
+    if missing:
+        raise PlanError(f"{where} has no {missing[0]!r}. It is {short(value)}")
     return {name: _typed(field, types[name], f"{where}: {name}") for name, field in entry.items()}
 
 

@@ -37,7 +37,7 @@ def compare(found: Any, expected: Any, tolerance: float = 1e-10, step_tolerance:
     for mine, theirs in zip(found["logs"], expected["logs"]):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=step_tolerance)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=tolerance)
-        assert mine["learning_rate"] == theirs["learning_rate"]
+        assert (mine["learning_rate"], mine["epoch"]) == (theirs["learning_rate"], theirs["epoch"])
     assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=step_tolerance)
     assert found["flos"] == expected["flos"]
     assert found["weights"].keys() == expected["weights"].keys()
@@ -75,7 +75,8 @@ def _chosen(folder: Path, **options: Any) -> tuple[Any, list[str]]:
         return train(folder, True, layout="auto", **options), said
 
 
-@pytest.mark.parametrize("limits", [pytest.param({}, marks=pytest.mark.full), dict(pp=2)], ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("limits", [{}, dict(pp=2)], ids=str)
 def test_the_layout_that_is_chosen_trains_as_one_process(limits: dict[str, Any], tmp_path: Path) -> None:
     """A step has the rows that it has without a plan, 4 on each of 2 ranks: 8, as in one process."""
     options: dict[str, Any] = dict(rows=[Rows(32)[row] for row in range(32)])
@@ -85,6 +86,26 @@ def test_the_layout_that_is_chosen_trains_as_one_process(limits: dict[str, Any],
     (words,) = said
     assert words.startswith("layout='auto': ") and words.count("\n") == 3, words
     assert all(f"{name} {size}" in words for name, size in limits.items())
+
+
+def test_the_layout_that_is_chosen_divides_accumulation_anew(tmp_path: Path) -> None:
+    """2 ranks x 2 rows, one at a time: 4 rows a step, which a pipeline loads at once; 13 rows are 4 steps in any way.
+
+    The epoch in the log counts batches: 4/13 after a step of four batches of a row, 1/4 after one of 4 rows.
+    """
+    options: dict[str, Any] = dict(rows=[Rows(13)[row] for row in range(13)], num_train_epochs=1, max_steps=-1)
+    one = dict(per_device_train_batch_size=1, per_device_eval_batch_size=4)
+    found, (words,) = on_ranks(2, _chosen, tmp_path, pp=2, gradient_accumulation_steps=2, **one, **options)
+    assert words.startswith("layout='auto': pp 2, ") and words.count("\n") == 3, words
+    options["per_device_eval_batch_size"] = 8
+    compare(found, reference(tmp_path, per_device_train_batch_size=4, **options))
+    assert [log["epoch"] for log in found["logs"]] == [0.25, 0.5, 0.75, 1.0]
+    by_rows = reference(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4, **options)
+    for log, batches in zip(by_rows["logs"], (4, 8, 12, 13), strict=True):
+        assert log["epoch"] == pytest.approx(batches / 13, abs=1e-4)
+    for log, other in zip(found["logs"], by_rows["logs"], strict=True):
+        log["epoch"] = other["epoch"]
+    compare(found, by_rows)
 
 
 @pytest.mark.each_value
@@ -210,6 +231,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(torch_compile=True), "torch_compile=True .*: compile layers of the model"),
     (dict(layout="fast"), "layout='fast': use 'auto', or None and tp, pp"),
     (dict(microbatches=0), "microbatches=0 is to be at least 1, or None"),
+    (dict(layout="auto", tp=3), "keeps tp=3: (?s:.*)1 processes are not divisible by tp 3 .*: start 3 processes"),
+    (
+        dict(layout="auto", microbatches=2),
+        "chooses microbatches, and microbatches=2 is given: leave one of the",
+    ),
+    (dict(layout="auto", schedule="gpipe"), "with schedule='gpipe': the planner knows '1f1b', .*: use one of them"),
+    (dict(layout="auto", recompute="attention"), "with recompute='attention': the planner knows 'norms', 'full'"),
+    (dict(layout="auto", schedule="1f1b", virtual_pipeline_size=2), "keeps .*virtual_pipeline_size=2.*: use 1; sched"),
     (dict(accelerator_config={"split_batches": True}), "accelerator_config with split_batches=True"),
     (dict(accelerator_config={"even_batches": False}), "even_batches=False .*: use dataloader_drop_last=True"),
 ]
@@ -243,7 +272,7 @@ def _refusals(folder: str) -> None:
         trainer(auto, model=None, model_init=tiny_model)
     with pytest.raises(ValueError, match="length of sequences from input_ids of train_dataset, which this Stream does"):
         trainer(auto, train_dataset=Stream(4))
-    with pytest.raises(ValueError, match="tp 3 excludes all; without it: "):
+    with pytest.raises(ValueError, match=r"layout='auto' keeps tp=3: (?s:.*)2 processes are not divisible by tp 3 "):
         trainer(auto | dict(tp=3), train_dataset=[Rows(8)[row] for row in range(8)])
     with pytest.raises(ValueError, match="2 processes are not divisible by tp 3 × pp 1 .*\n.* works: --tp 2$"):
         trainer(dict(pp=1, tp=3))

@@ -161,7 +161,7 @@ def train(
         assert abs(without.predictions - predicted.predictions).max() < 1e-12
     weights = nxd.hf.full_state_dict(trainer.pipeline or trainer.model) if ours else trainer.model.state_dict()
     logs = [
-        {key: log[key] for key in ("loss", "grad_norm", "learning_rate")}
+        {key: log[key] for key in ("loss", "grad_norm", "learning_rate", "epoch")}
         for log in trainer.state.log_history
         if "loss" in log
     ]

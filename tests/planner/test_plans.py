@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import html
 import json
+import random
 import re
 import runpy
 import subprocess
 import sys
 import time
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from PIL import Image
 
 import neuronx_dist as nxd
+from neuronx_dist import command_line
 from neuronx_dist.__main__ import main
+from neuronx_dist.comm import run_command
 from neuronx_dist.planner import plans as planner_plans
 from neuronx_dist.planner.cluster import Cluster
 from neuronx_dist.planner.layout_plan import LayoutPlan
-from neuronx_dist.planner.plans import Plans
+from neuronx_dist.planner.plans import CONSTRAINTS, Plans
+from neuronx_dist.planner.predictor import Predictor
+from neuronx_dist.planner.report import report, save_report
+from neuronx_dist.planner.search import Job
 from neuronx_dist.planner.seconds import StepSeconds
 from neuronx_dist.planner.workload import workload_of
 from neuronx_dist.planning.plan import Plan, PlanError
 from neuronx_dist.train.command import arguments
 from neuronx_dist.train.flags import layout_of
+from tests.support import site_overflow
 from tests.support.llama import tiny_llama
 from tests.support.paths import DOCS, ROOT
 
@@ -123,20 +132,65 @@ def test_a_file_is_edited_loaded_and_refused(tmp_path: Path) -> None:
     Plan(tp=2).save(path)
     with pytest.raises(PlanError, match="a plan of `parallelize`"):
         LayoutPlan.load(path, "llama-8b", where)
-    content["job"] = {"cp": "two"}
-    path.write_text(json.dumps(content))
-    with pytest.raises(PlanError, match="job: cp has 'two', which is no int"):
-        Plan.load(path)
+    best.save(path)
+    for name, value, message in (
+        ("dp", None, "it has no 'dp', the data-parallel size"),
+        ("dp", 4, "devices: tp=2 x pp=2 x cp=1 x dp=4 = 16 in the plan, 8 here"),
+        ("microbatches", 5, "a global batch of 64 is not divisible by dp 2 × 5 microbatches = 10"),
+        ("recompute", [[0, 2]], "recompute is of a plan of `parallelize`, and has no effect here: leave ()"),
+        ("second", 2, "second is of a plan of `parallelize`"),
+        ("job", {**json.loads(path.read_text())["job"], "cp": "two"}, "job: cp has 'two', which is no int"),
+    ):
+        content = {key: x for key, x in {**json.loads(best.plan.text()), name: value}.items() if x is not None}
+        path.write_text(json.dumps(content))
+        with pytest.raises(PlanError, match=re.escape(message)):
+            LayoutPlan.load(path, "llama-8b", where)
 
 
 IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
-    (dict(constraints={"tp": 3}), ["no layout of llama-8b", "tp 3 excludes all; without it: "]),
-    (dict(constraints={"tp": 2, "dp": 3}), ["dp 3 excludes all; without it: tp 2"]),
+    (
+        dict(constraints={"tp": 3}),
+        [
+            "no layout of llama-8b",
+            "8 processes are not divisible by tp 3 × pp 1 = 3: start 6 or 9 processes, or use tp 2 or 4",
+            "intermediate_size 14336 is not divisible by tp 3",
+            "tp 3 excludes all; without it: ",
+        ],
+    ),
+    (
+        dict(constraints={"tp": 2, "dp": 3}),
+        ["8 devices are not divisible by tp 2 x dp 3 = 6", "dp 3 excludes all; without it: tp 2"],
+    ),
+    (
+        dict(constraints={"tp": 2, "pp": 1, "cp": 1, "dp": 2}),
+        ["tp 2 x pp 1 x cp 1 x dp 2 are 4 ranks, and there are 8 devices", "dp 2 excludes all"],
+    ),
+    (
+        dict(seq_len=4095, constraints={"cp": 2}),
+        ["seq_len 4095 is not divisible by 2 × cp 2 = 4", "use seq_len 4092 or 4096", "cp 2 excludes all"],
+    ),
+    (
+        dict(seq_len=4095, constraints={"tp": 2, "sequence_parallel": True}),
+        ["seq_len 4095 is not divisible by tp 2, as sequence parallelism needs", "sequence_parallel True excludes"],
+    ),
+    (dict(constraints={"ep": 2}), ["ep 2: this model has no experts; use ep 1", "ep 2 excludes all"]),
+    (dict(constraints={"pp": 64}, devices=64), ["64 pipeline stages for 32 layers: use pp 32", "pp 64 excludes all"]),
+    (
+        dict(constraints={"virtual_pipeline_size": 2, "schedule": "1f1b"}),
+        [
+            "has 1 chunk on each stage, not 2 (virtual_pipeline_size): use 1",
+            "schedule 1f1b excludes all; without it: pp 2",
+        ],
+    ),
+    (
+        dict(global_batch=10, constraints={"dp": 4}),
+        ["a batch of 10 is not divisible by dp 4 x 1 microbatches of 1 = 4: use a batch of 8 or 12"],
+    ),
     (dict(constraints={"tp": 8, "pp": 8}), ["tp 8 excludes all", "pp 8 excludes all; without it: tp 8"]),
     (dict(constraints={"num_microbatches": 128}), ["num_microbatches 128 excludes all"]),
     (dict(model="llama-70b"), ["does not fit: the smallest layout", "it fits on "]),
     (dict(model="llama-8b", constraints={"zero1": False, "tp": 1, "pp": 1, "cp": 1}), ["excludes all; without it"]),
-    (dict(seq_len=200_000), ["is longer than the model's 131072 positions"]),
+    (dict(seq_len=200_000), ["is longer than the model's 131072 positions: use at most 131072"]),
     (
         dict(global_batch=3, seq_len=1024, constraints={"dp": 8}),
         ["a batch of 3 is smaller than dp 8 x 1 microbatches of 1 = 8: use a batch of 8", "dp 8 excludes all"],
@@ -152,7 +206,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
 
 def _marked(changes: dict[str, Any], words: list[str]) -> Any:
     """Searches of other numbers of devices take a second."""
-    is_slow = "model" in changes or "devices" in changes
+    is_slow = "model" in changes or changes.get("devices") == 296
     return pytest.param(changes, words, id=str(changes), marks=[pytest.mark.slow] * is_slow)
 
 
@@ -162,6 +216,22 @@ def test_impossible_jobs(changes: dict[str, Any], words: list[str]) -> None:
         plans(**changes)
     for word in words:
         assert word in str(error.value), str(error.value)
+
+
+def test_no_reason_is_given_against_a_layout_that_is_possible() -> None:
+    """Whichever of a plan's values are fixed."""
+    generator, names = random.Random(0), [name for name in CONSTRAINTS if name not in ("compiled", "fused_loss")]
+    for model, limits in (("llama-8b", {}), ("llama-8b", {"pp": [2, 8]}), ("mixtral-8x7b", {"ep": [2, 4]})):
+        found = plans(model, devices=32, constraints={"recompute": "full", **limits}, top_k=20)
+        predictor = Predictor(found.workload, found.cluster)
+        for plan in found:
+            values = {**asdict(plan.layout), "dp": plan.layout.dp, "micro_batch": plan.layout.micro_batch}
+            values |= {"recompute": plan.candidate.recompute}
+            for _ in range(20):
+                fixed = {name: (values[name],) for name in generator.sample(names, generator.randint(1, len(names)))}
+                fixed |= {name: (True,) for name in ("pad_heads", "pad_vocab") if name in fixed}
+                job = Job(plan.layout.global_batch, plan.layout.seq_len, fixed)
+                assert list(planner_plans._reasons(predictor, job)) == [], (plan.words(), fixed)
 
 
 @pytest.mark.slow
@@ -233,10 +303,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert Plan.load(path).tp in (2, 4)
     page = tmp_path / "plan.html"
     assert main([*COMMAND, "--pp", "2", "--top", "2", "--report", str(page)]) == 0
-    html, out = page.read_text(), capsys.readouterr().out
-    assert all(word in html for word in ("stage 1", "8 ranks = pp 2", "twice the batch", "<svg", "matrix products"))
-    assert "src=" not in html and "href=" not in html  # no other file
-    assert all(words in html for words in re.findall(r"^ *\d+  (.*?)  ", out, re.M))
+    text, out = page.read_text(), capsys.readouterr().out
+    assert all(word in text for word in ("stage 1", "8 ranks = pp 2", "twice the batch", "<svg", "matrix products"))
+    assert "src=" not in text and "href=" not in text  # no other file
+    assert all(words in text for words in re.findall(r"^ *\d+  (.*?)  ", out, re.M))
     assert main([*COMMAND, "--json", "--top", "2", "--recompute", "full", "--no-zero1"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [one["recompute"] for one in found] == ["full", "full"] and not found[0]["layout"]["zero1"]
@@ -273,6 +343,123 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert "to train in this layout: neuronx-dist train --model FOLDER --tp" in capsys.readouterr().out
     assert main([*COMMAND, "--why-not", "tp=4", "--save", str(path)]) == 0
     assert f"saved plan 1 as {path}" in capsys.readouterr().out
+
+
+BROKEN: list[tuple[str, str]] = [
+    ("def fn():\n    return 1 / 0", "fn: model.py:2: ZeroDivisionError: division by zero"),
+    ("def fn():\n    import json\n    return json.loads('x')", "fn: model.py:3: JSONDecodeError: Expecting value"),
+    ("def fn(:", "fn: model.py:1: SyntaxError: invalid syntax"),
+    ("import no_such_module", "fn: model.py:1: ModuleNotFoundError: No module named 'no_such_module'"),
+    ("def fn():\n    open('none.txt')", "fn: model.py:2: FileNotFoundError: [Errno 2] No such file"),
+    ("def fn(size, depth=2): ...", "fn needs the argument size, and is called without any: give it a default"),
+    ("def fn(): ...", "fn returned None: return a Hugging Face config or model"),
+    ("fn = 3", "fn is 3: name a function that returns a config or a model"),
+    ("def other(): ...", "has no 'fn'; it has other"),
+    ("", "has no 'fn'; it has no functions"),
+]
+
+
+CONTRADICTIONS: list[tuple[str, str]] = [
+    ("--plan a.json", "--plan has no effect: name a task: explain, measure, validate"),
+    ("--steps 3", "--steps has no effect: name a task"),
+    ("--why-not tp=2 --pareto", "--why-not and --pareto: give one of them"),
+    ("--why-not tp=2 --explain", "--why-not and --explain: give one of them"),
+    ("--save .", "--save . is a folder: name a file"),
+    ("--report a.pdf", "--report a.pdf: the name must end in .html or .png"),
+    ("--model ./none/config.txt", "--model ./none/config.txt: there is no such file or folder (seen from "),
+]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        *((f"{' '.join(COMMAND)} {words}", said) for words, said in CONTRADICTIONS),
+        (
+            "plan explain --model llama-8b --cluster h100 --plan a --tp 2",
+            "--tp has no effect: leave it out of",
+        ),
+        ("plan explain --model llama-8b --cluster h100 --plan .", "--plan . is a folder: name a file"),
+        ("plan measure --model llama-8b", "--model has no effect: leave it out of `plan measure`"),
+        ("plan validate --model llama-8b --cluster h100 --plan a --json", "--json has no effect: leave it out of"),
+        ("plan explain --model llama-8b", "the following arguments are required: --cluster, --plan"),
+    ],
+)
+def test_flags_that_have_no_effect_or_contradict_are_refused(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("neuronx-dist plan: ") and said in error and error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize("text, said", [*BROKEN, (None, "there is no file none/model.py (seen from ")], ids=str)
+def test_errors_of_a_user_s_file_are_named(
+    text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(command_line, "_modules", {})
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    if text is not None:
+        Path("model.py").write_text(text)
+    name = "none/model.py:fn" if text is None else "model.py:fn"
+    assert main(["plan", "--model", name, *COMMAND[3:]]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("neuronx-dist plan: ") and said in error and error.count("\n") == 1, error
+
+
+# --- the report
+
+
+def test_the_report_has_the_waiting_the_command_and_all_signs() -> None:
+    found = plans(constraints={"tp": 2, "cp": 2, "pp": 2}, top_k=2)
+    page = html.unescape(report(found))
+    rows = re.findall(r"<tr>(.*?)</tr>", page, re.S)
+    header, *cells = ([re.sub("<.*?>", "", cell) for cell in re.findall(r"<t[hd].*?>.*?</t[hd]>", row)] for row in rows)
+    for plan, row in zip(found, cells[:2]):
+        seconds = float(row[header.index("waiting")].split(" s ")[0])
+        assert seconds == pytest.approx(plan.seconds.bubble, rel=0.01) and seconds > 0
+        assert row[header.index("layout")] == plan.words()
+    (command,) = re.findall(r'<pre class="command">neuronx-dist train --model FOLDER (.*)</pre>', page)
+    flags = arguments().parse_args(command.split())
+    assert layout_of(flags, flags.nproc) == found[0].layout
+    (picture,) = re.findall(r"<pre>(.*?)</pre>", page, re.S)
+    ranks, _, legend = picture.partition("└")
+    assert all(sign in ranks and f"\n{sign}  " in legend for sign in "═┊")
+
+
+def test_the_command_of_several_hosts_runs_on_each() -> None:
+    command = plans(devices=16, top_k=1)[0].train_command().split()
+    assert command[:2] == ["neuronx-dist", "run"]
+    launch = run_command.arguments().parse_args(command[2:])
+    assert (launch.nnodes, launch.nproc_per_node, launch.training_script) == ("2", "8", "neuronx_dist")
+    assert "--nproc" not in launch.training_script_args
+
+
+def test_a_png_without_a_browser_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(ValueError, match="a.png: a PNG is drawn by one of chromium, .*: install one, or write .html"):
+        save_report(plans(top_k=1), tmp_path / "a.png")
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_png_is_the_page_from_top_to_bottom(tmp_path: Path) -> None:
+    browser = site_overflow.browser()
+    if browser is None:
+        pytest.skip("a PNG is drawn by Chromium, which is not installed here")
+    found, path = plans(constraints={"tp": 2, "cp": 2, "pp": 2}, top_k=2), tmp_path / "a.png"
+    with pytest.raises(FileNotFoundError):
+        save_report(found, tmp_path / "none" / "a.png")
+    save_report(found, path)
+    with Image.open(path) as picture:
+        assert picture.format == "PNG" and picture.width == 1200 and picture.height > 1000
+        grey = picture.convert("L")
+    paper = grey.getpixel((0, 0))
+    ink = [not all(grey.getpixel((x, y)) == paper for x in range(0, 1200, 2)) for y in range(grey.height)]
+    assert any(ink[:100]) and any(ink[-100:]) and not any(ink[-25:])  # title, last sentence, and the margin below it
+    (tmp_path / "a.html").write_text(report(found))
+    assert site_overflow.overflows(browser, [tmp_path]) == []
 
 
 @pytest.mark.slow

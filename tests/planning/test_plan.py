@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import fields, replace
+
 import pytest
 
 from neuronx_dist.parallel_layers.replace import LayerPlan
-from neuronx_dist.planning.plan import CallPlan, Plan, PlanError, TensorPlan
+from neuronx_dist.planning.plan import CallPlan, JobPlan, Plan, PlanError, TensorPlan
 
 PLAN = Plan(
     tp=2,
@@ -39,13 +43,6 @@ def test_saved_and_loaded(tmp_path):
         ("[]", "is no plan: it has no"),
         ('{"format": "other"}', "is no plan: it has no"),
         ('{"format": "neuronx_dist.plan", "version": 99}', "of version 99; this package reads version 1"),
-        ('{"format": "neuronx_dist.plan", "version": 1, "tq": 2}', "is a damaged plan: .*'tq'"),
-        ('{"format": "neuronx_dist.plan", "version": 1, "calls": [{"function": "f"}]}', "is a damaged plan"),
-        ('{"format": "neuronx_dist.plan", "version": 1, "tp": 0}', "tp must be a positive integer, got 0"),
-        (
-            '{"format": "neuronx_dist.plan", "version": 1, "layers": [{"name": "a", "style": "colum"}]}',
-            "layer a has the unknown style 'colum'; nearest: column",
-        ),
     ],
 )
 def test_what_is_no_plan_is_refused(tmp_path, text, why):
@@ -53,6 +50,47 @@ def test_what_is_no_plan_is_refused(tmp_path, text, why):
     path.write_text(text)
     with pytest.raises(PlanError, match=why):
         Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    "edit, why",
+    [
+        ({"tq": 2}, "is a damaged plan: it has 'tq', which is no key of a plan; nearest: tp"),
+        ({"calls": [{"function": "f"}]}, "is a damaged plan: calls has no 'module'. It is "),
+        ({"tp": 0}, "tp must be a positive integer, got 0"),
+        ({"tp": "2"}, "tp must be a positive integer, got '2'"),
+        ({"layers": [{"name": "a", "style": "colum"}]}, "layer a has the unknown style 'colum'; nearest: column"),
+        ({"job": {**JobPlan()._asdict(), "cpu": 1}}, "job has 'cpu', which is no key of it; nearest: cp"),
+        ({"job": {**JobPlan()._asdict(), "cp": 0}}, "job: cp must be a positive integer, got 0"),
+        ({"parameters": None}, "parameters has None, which is no dict"),
+    ],
+)
+def test_an_edit_that_makes_no_plan_is_refused(tmp_path, edit, why):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**json.loads(PLAN.text()), **edit}))
+    with pytest.raises(PlanError, match=re.escape(why)):
+        Plan.load(path)
+
+
+def test_no_key_is_left_out(tmp_path):
+    """A key that is absent is not read as its default: a plan without dp would be one of dp 1."""
+    path, text = tmp_path / "plan.json", replace(PLAN, job=JobPlan(cp=2)).text()
+    for name in (field.name for field in fields(Plan)):
+        content = json.loads(text)
+        del content[name]
+        path.write_text(json.dumps(content))
+        if name in ("job", "costs"):
+            assert getattr(Plan.load(path), name) is None
+        else:
+            with pytest.raises(PlanError, match=f"damaged plan: it has no '{name}'") as refused:
+                Plan.load(path)
+            assert name != "dp" or "it has no 'dp', the data-parallel size: add it" in str(refused.value)
+    for name in JobPlan._fields:
+        content = json.loads(text)
+        del content["job"][name]
+        path.write_text(json.dumps(content))
+        with pytest.raises(PlanError, match=f"damaged plan: job has no '{name}'"):
+            Plan.load(path)
 
 
 def test_a_truncated_file_is_refused(tmp_path):

@@ -6,11 +6,13 @@ from typing import Any
 
 import transformers
 
+from ...pipeline.schedule import training_schedule
 from ...planner.cluster import Cluster
-from ...planner.plans import plan
+from ...planner.plans import CONSTRAINTS, plan
+from ...planning.layout import Layout
 from ..swap import is_swapped
 
-__all__ = ["choose_layout"]
+__all__ = ["choose_layout", "kept_arguments"]
 
 _ROWS = 64  # that are read for the length of sequences
 # Arguments that stay where they are not their defaults, with the planner's names.
@@ -19,6 +21,36 @@ _KEPT = {
     **dict.fromkeys(("sequence_parallel", "zero1"), False),
     **dict.fromkeys(("schedule", "recompute", "fused_loss"), None),
 }
+
+
+def kept_arguments(args: Any) -> dict[str, Any]:
+    """Returns the arguments that are not their defaults, which the plan keeps, as the planner's constraints.
+
+    Raises:
+        ValueError: no plan can have an argument; the message names it.
+    """
+    kept = {name: getattr(args, name) for name, default in _KEPT.items() if getattr(args, name) != default}
+    if args.microbatches is not None:
+        raise ValueError(
+            f"TrainingArguments: layout='auto' chooses microbatches, and microbatches={args.microbatches} is given: "
+            "leave one of the two out"
+        )
+    for name, value in kept.items():
+        known = CONSTRAINTS[name]
+        if known is not None and value not in known:
+            words = ", ".join(repr(word) for word in known if word != "")
+            raise ValueError(
+                f"TrainingArguments: layout='auto' with {name}={value!r}: the planner knows {words}: use one of them, "
+                "or pass tp, pp, ... in place of layout"
+            )
+    try:
+        Layout(args.world_size, args.tp, args.pp, args.cp, args.ep, global_batch=args.world_size).check()
+        stages = max(2, args.pp)
+        training_schedule(stages, 2 * stages, schedule=args.schedule, num_chunks=args.virtual_pipeline_size)
+    except ValueError as error:
+        words = ", ".join(f"{name}={value!r}" for name, value in kept.items())
+        raise ValueError(f"TrainingArguments: layout='auto' keeps {words}: {error}") from None
+    return kept
 
 
 def choose_layout(args: Any, model: Any, rows: Any, **limits: Any) -> None:
@@ -41,7 +73,7 @@ def choose_layout(args: Any, model: Any, rows: Any, **limits: Any) -> None:
             f"TrainingArguments: layout='auto' plans by the config of a model of transformers, got {what:.80}: pass "
             "model=..., or the tp, pp, ... of `neuronx-dist plan` in place of layout"
         )
-    fixed = {name: getattr(args, name) for name, default in _KEPT.items() if getattr(args, name) != default}
+    fixed = kept_arguments(args)
     lengths = _lengths(rows)
     if len(lengths) > 1:  # a batch may have any length, which nothing need divide
         limits |= dict(cp=1, sequence_parallel=False)

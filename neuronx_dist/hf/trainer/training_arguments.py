@@ -11,6 +11,7 @@ from ... import comm
 from ...comm.launch import init_distributed
 from ...parallel_layers.parallel_state import initialize_model_parallel
 from ...planning.layout import Layout
+from .chosen_layout import kept_arguments
 
 __all__ = ["TrainingArguments"]
 
@@ -50,10 +51,11 @@ class TrainingArguments(transformers.TrainingArguments):
         recompute: "full", "attention", "norms" or a class of modules: what backward computes again; None: nothing.
         layout: "auto": `Trainer` sets all of these, but those that are not their defaults, as `nxd.plan` predicts the
             fastest step of `per_device_train_batch_size` x `gradient_accumulation_steps` x ranks rows, and logs why.
-            None: they stay as they are.
+            `microbatches` must be None then. None: they stay as they are.
 
     Raises:
-        ValueError: an argument of transformers that a parallel run does not obey, with the reason and the way.
+        ValueError: an argument of transformers that a parallel run does not obey, with the reason and the way; or one
+            that contradicts `layout`.
     """
 
     tp: int = field(default=1, metadata={"help": "Ranks over which each layer is divided."})
@@ -110,6 +112,8 @@ class TrainingArguments(transformers.TrainingArguments):
                 "TrainingArguments: accelerator_config with even_batches=False is not supported here: data-parallel "
                 "ranks need the same number of batches: use dataloader_drop_last=True"
             )
+        if self.layout is not None:
+            kept_arguments(self)
 
     def start(self) -> None:
         """Joins the job, and lays its ranks out as these degrees say; a second call changes nothing.

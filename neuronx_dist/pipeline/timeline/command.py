@@ -7,14 +7,12 @@ import difflib
 import math
 import runpy
 import shutil
-import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...command_line import command_parser, count
+from ...command_line import command_parser, count, naming_lines_of
 from ..schedule import Costs, Inference, Schedule, training_schedule
 from ..schedule.selection import NAMES, check_sizes
 from .chart import LEGEND, Chart, simulated, text
@@ -137,25 +135,10 @@ def _charts(args: argparse.Namespace) -> list[Chart]:
     if measured:
         stages, microbatches = len(measured.stages), measured.num_microbatches
     for name in args.schedule:
-        with _naming_lines_of(name):
+        with naming_lines_of("--schedule", name):
             schedule = _schedule(name, stages, microbatches, args.chunks)
             charts.append(simulated(name, schedule, costs, measured.unit if measured else ""))
     return charts
-
-
-@contextmanager
-def _naming_lines_of(name: str) -> Iterator[None]:
-    """Adds the file and the line to errors that a user's schedule file raises."""
-    file = name.rpartition(":")[0]
-    try:
-        yield
-    except Exception as error:
-        lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
-        if isinstance(error, SyntaxError) and error.filename == file:
-            lines = [error.lineno or 1]
-        if not lines:
-            raise
-        raise ValueError(f"--schedule {name}: {file}:{lines[-1]}: {type(error).__name__}: {error}") from error
 
 
 def _schedule(name: str, stages: int | None, microbatches: int | None, chunks: int | None) -> Schedule:
