@@ -68,9 +68,4 @@ class AggregatedTrainHook:
     def __getattr__(self, event: str) -> Any:
         if event not in EVENTS:
             raise AttributeError(event)
-
-        def call(*args: Any) -> None:
-            for hook in self.hooks:
-                getattr(hook, event)(*args)
-
-        return call
+        return lambda *args: [getattr(hook, event)(*args) for hook in self.hooks]
