@@ -268,6 +268,13 @@ class LogConfig:
 
 
 @dataclass
+class DebugConfig:
+    """Options for debugging, accepted for compatibility: sums over units are proven when files are made."""
+
+    check_gradient_sync_cross_devices: bool = True
+
+
+@dataclass
 class HookConfig:
     """A hook: a `TrainHook` class, and its arguments, which it receives as one dict."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["EVENTS", "AggregatedTrainHook", "TrainHook"]
+__all__ = ["EVENTS", "AggregatedTrainHook", "TrainHook", "hook_of"]
 
 # Each event, and what a hook receives after the trainer.
 EVENTS = {
@@ -57,6 +57,13 @@ def _method(event: str, arguments: str) -> Callable[..., None]:
 
 for _event, _arguments in EVENTS.items():
     setattr(TrainHook, _event, _method(_event, _arguments))
+
+
+def hook_of(functions: Mapping[str, Any]) -> TrainHook:
+    """Returns a hook that calls a function at each event that has one."""
+    hook = TrainHook()
+    hook.__dict__.update({event: function for event, function in functions.items() if function})
+    return hook
 
 
 class AggregatedTrainHook:

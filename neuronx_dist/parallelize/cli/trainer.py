@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from . import checkpoints
 from .arg_parser import load_type
 from .component_args import AggregatedOutputs
 from .mixed_module import MixedModule, fixed, parallel_model
-from .train_hook import AggregatedTrainHook, TrainHook
+from .train_hook import EVENTS, AggregatedTrainHook, TrainHook, hook_of
 from .trainer_args import TrainerArgs
 
 __all__ = ["TrainStatus", "Trainer"]
@@ -136,7 +137,11 @@ class Trainer:
         self.optimizer = args.create_parallel_optimizer(self.model)
         self.lr_scheduler = args.create_lr_scheduler(self.optimizer)
         self.loggers = args.create_loggers()
-        components = [x for x in (self.model, self.optimizer, self.lr_scheduler) if isinstance(x, TrainHook)]
+        model: Any = self.model
+        if issubclass(args.model_type, TrainHook) and isinstance(model, ParallelModule):  # of no subclass of it
+            model = hook_of({event: partial(getattr(args.model_type, event), model) for event in EVENTS})
+        optimizer = getattr(self.optimizer, "base_optimizer", self.optimizer)  # under ZeRO that of the shards
+        components = [x for x in (model, optimizer, self.lr_scheduler) if isinstance(x, TrainHook)]
         self.hook = AggregatedTrainHook([*components, args.create_hook()])
         for target in self.loggers:
             target.setup(args.to_dict())

@@ -28,7 +28,7 @@ from ..policy.policies import POLICIES
 from ..train.optimizer import build_optimizer
 from .arg_parser import TYPE, VALUE, VALUE_TYPE, deserialize_dataclass, load_type, made, merge_args, resolve_args
 from .component_args import *  # noqa: F403
-from .train_hook import EVENTS, TrainHook
+from .train_hook import hook_of
 
 
 @dataclass
@@ -55,7 +55,7 @@ class TrainerArgs:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: list[LogConfig] = field(default_factory=list)
     hook: Any = None  # HookConfig or HookMapConfig
-    debug: Arguments = field(default_factory=dict)  # accepted: sums over units are proven when files are made
+    debug: DebugConfig = field(default_factory=DebugConfig)
     precision: Any = None  # a name of `DTYPES` ("none": as they are), of all, or by "param", "buffer" and "input"
     micro_batch_size: int = 1  # of a unit
     global_batch_size: int | None = None  # micro_batch_size * units * grad_accumulation_steps
@@ -310,11 +310,7 @@ class TrainerArgs:
         """Makes the hook of `hook`; without one, a hook that does nothing."""
         if isinstance(self.hook, HookConfig):
             return load_type(self.hook.type)(self.create_kwarg(self.hook.args))
-        hook = TrainHook()
-        for event in EVENTS if self.hook is not None else ():
-            if getattr(self.hook, event):
-                setattr(hook, event, load_type(getattr(self.hook, event)))
-        return hook
+        return hook_of({event: load_type(function) for event, function in vars(self.hook or HookMapConfig()).items()})
 
     def _arguments(self, config: DatasetConfig, stage: str) -> Arguments:
         return dict(self.create_kwarg(getattr(config, f"{stage}_args")))
