@@ -52,6 +52,14 @@ def check_type(config: Any) -> None:
 
 
 @dataclass
+class Component:
+    """A component: a class or function, or its path, and its arguments."""
+
+    type: Any = None
+    args: Arguments = field(default_factory=dict)
+
+
+@dataclass
 class AggregatedOutputs:
     """The outputs of all microbatches of all units; `aggregate_outputs_fn` returns one."""
 
@@ -134,11 +142,9 @@ class ModuleParallelizeConfig:
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Component):
     """The model: a subclass of `nn.Module`, its arguments, and the submodules to be parallelized (empty: the whole)."""
 
-    type: Any = None
-    args: Arguments = field(default_factory=dict)
     parallel_modules: list[ModuleParallelizeConfig] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -147,11 +153,9 @@ class ModelConfig:
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(Component):
     """The optimizer, a class or function whose first argument is the parameters, and what it does with gradients."""
 
-    type: Any = None
-    args: Arguments = field(default_factory=dict)
     clip_gnorm: float = 0.0  # the largest norm of all gradients; 0: no clipping
     loss_reduction: str = "mean"  # the loss that is reported
     grad_reduction: str = "mean"
@@ -189,11 +193,9 @@ class DatasetSamplerConfig(DatasetConfig):
 
 
 @dataclass
-class LRSchedulerConfig:
+class LRSchedulerConfig(Component):
     """The scheduler of learning rates, which steps after each "epoch" or "step"."""
 
-    type: Any = None
-    args: Arguments = field(default_factory=dict)
     interval: str = "epoch"
 
     def __post_init__(self) -> None:
@@ -255,11 +257,8 @@ class CheckpointConfig:
 
 
 @dataclass
-class LogConfig:
+class LogConfig(Component):
     """A logger: a class with the methods of `loggers.LoggerBase`, or the name of one of `loggers`."""
-
-    type: Any = None
-    args: Arguments = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_type(self)
@@ -275,11 +274,8 @@ class DebugConfig:
 
 
 @dataclass
-class HookConfig:
+class HookConfig(Component):
     """A hook: a `TrainHook` class, and its arguments, which it receives as one dict."""
-
-    type: Any = None
-    args: Arguments = field(default_factory=dict)
 
 
 HookMapConfig = make_dataclass("HookMapConfig", [(event, Any, None) for event in EVENTS])
