@@ -172,7 +172,7 @@ def _typed(value: Any, hint: Any) -> Any:
     parts = [part for part in get_args(hint) if part is not type(None)]
     if get_origin(hint) in (Union, types.UnionType):
         return _typed(value, parts[0] if len(parts) == 1 else Any)
-    kind: Any = get_origin(hint) or hint
+    kind = get_origin(hint) or hint
     if value is None or kind not in (list, dict, int, str, bool, float) and not is_dataclass(kind):
         return _guessed(value)
     if kind in (list, dict) and isinstance(value, str):
@@ -186,7 +186,7 @@ def _typed(value: Any, hint: Any) -> Any:
     if isinstance(value, kind):
         return value
     if is_dataclass(kind):
-        return deserialize_dataclass(value, kind)
+        return deserialize_dataclass(value, hint)
     if kind is bool and isinstance(value, str):
         if value.lower() not in _BOOLEANS:
             raise ValueError(f"{value!r} is neither true nor false")
