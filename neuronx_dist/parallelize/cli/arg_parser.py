@@ -10,28 +10,17 @@ from __future__ import annotations
 
 import ast
 import builtins
-import enum
 import importlib
 import os
 import re
 import types
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ...nearest import nearest
 
-__all__ = [
-    "MODULES",
-    "TYPE",
-    "VALUE",
-    "VALUE_TYPE",
-    "deserialize_dataclass",
-    "load_type",
-    "merge_args",
-    "parse_args",
-    "resolve_args",
-]
+__all__ = ["MODULES", "deserialize_dataclass", "load_type", "made", "merge_args", "parse_args", "resolve_args"]
 
 TYPE, VALUE_TYPE, VALUE = "__type", "__value_type", "value"
 _HERE = __package__.rpartition(".")[0]
@@ -49,6 +38,7 @@ MODULES = {
     "runtime.f16_optimizer": "train.optimizer",
     "runtime.module": "train.parallel_module",
 }
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _VARIABLE = re.compile(r"\$(?:\(([^)]+)\)|\{([^}]+)\})")
 Data = TypeVar("Data")
 
@@ -151,73 +141,64 @@ def _variable(args: Any, name: str) -> Any:
     return value
 
 
+def made(value: Any) -> Any:
+    """Returns what a dict with `__type` makes, called with the rest of the dict; any other value as it is."""
+    if isinstance(value, dict) and TYPE in value:
+        return load_type(value[TYPE])(**{key: item for key, item in value.items() if key != TYPE})
+    return value
+
+
 def deserialize_dataclass(value: Any, cls: type[Data]) -> Data:
     """Makes an object of a dataclass from nested dicts, whose text is converted to the types of the fields.
-
-    A field's metadata may have "deserialize", which makes its value, "normalize", which runs before the conversion, and
-    "skip_deserialization": its type is not looked at.
 
     Raises:
         ValueError: a member is unknown, or its value does not have its type; or the dataclass refuses the values.
     """
     if not isinstance(value, dict):
         raise ValueError(f"{cls.__name__} is made from a dict of its members, got {value!r}")
-    known = {field.name: field.metadata for field in fields(cls)}  # type: ignore[arg-type]
-    for name in value:
-        if name not in known:
-            raise ValueError(f"{cls.__name__} has no member {name!r}; nearest: {nearest(str(name), known)}")
-    hints = get_type_hints(cls)
-    members: dict[str, Any] = {}
+    hints, members = get_type_hints(cls), {}
     for name, item in value.items():
-        metadata = known[name]
-        if "deserialize" in metadata:
-            members[name] = metadata["deserialize"](item)
-            continue
-        item = metadata["normalize"](item) if "normalize" in metadata else item
+        if name not in hints:
+            raise ValueError(f"{cls.__name__} has no member {name!r}; nearest: {nearest(str(name), hints)}")
         try:
-            item = _typed(item, Any if metadata.get("skip_deserialization") else hints[name])
+            members[name] = _typed(item, hints[name])
         except (TypeError, ValueError, SyntaxError) as error:
             raise ValueError(f"{cls.__name__}.{name}: {error}") from error
-        if item is not None:
-            members[name] = item
-    return cls(**members)
+    return cls(**{name: item for name, item in members.items() if item is not None})
 
 
 def _typed(value: Any, hint: Any) -> Any:
-    """Returns a value in the type of an annotation; the type of a value under a union is guessed."""
-    kind, parts = get_origin(hint) or hint, get_args(hint)
-    if kind in (Union, types.UnionType):
-        others = [part for part in parts if part is not type(None)]
-        return _typed(value, others[0] if len(others) == 1 else Any)
-    if kind in (list, tuple, dict) and isinstance(value, str):
-        value = ast.literal_eval(value)
-    if kind in (list, tuple) and isinstance(value, (list, tuple, dict)):
-        if isinstance(value, dict):
-            value = _listed({int(index): item for index, item in value.items()})
-        return kind(_typed(item, parts[0] if parts else Any) for item in value)
-    if kind is dict and isinstance(value, dict) and parts:
-        return {_typed(key, parts[0]): _typed(item, parts[1]) for key, item in value.items()}
-    if kind is Any or not isinstance(kind, type) or kind in (list, tuple, dict):
+    """Returns a value in the type of an annotation; the type of a value under `Any` is guessed."""
+    parts = [part for part in get_args(hint) if part is not type(None)]
+    if get_origin(hint) in (Union, types.UnionType):
+        return _typed(value, parts[0] if len(parts) == 1 else Any)
+    kind = get_origin(hint) or hint
+    if value is None or kind not in (list, dict, int, str, bool, float) and not is_dataclass(kind):
         return _guessed(value)
-    if value is None or isinstance(value, kind):
+    if kind in (list, dict) and isinstance(value, str):
+        value = ast.literal_eval(value)
+    if kind is list and isinstance(value, dict):
+        value = _listed({int(index): item for index, item in value.items()})
+    if kind is list:
+        return [_typed(item, *parts) for item in value]
+    if kind is dict:
+        return {str(key): _guessed(item) for key, item in dict(value).items()}
+    if isinstance(value, kind):
         return value
     if is_dataclass(kind):
-        return deserialize_dataclass(value, kind)
-    if issubclass(kind, enum.Enum):
-        return kind[value] if value in kind.__members__ else kind(value)
+        return deserialize_dataclass(value, hint)
     if kind is bool and isinstance(value, str):
-        if value.lower() not in ("true", "1", "false", "0"):
+        if value.lower() not in _BOOLEANS:
             raise ValueError(f"{value!r} is neither true nor false")
-        return value.lower() in ("true", "1")
-    return kind(value) if kind in (int, str, bool, float) else value
+        return _BOOLEANS[value.lower()]
+    return kind(made(value))
 
 
 def _guessed(value: Any) -> Any:
     """Returns text as the Python literal that it is, if it is one."""
     if isinstance(value, dict):
-        if value.keys() == {VALUE, VALUE_TYPE}:
-            return value
-        return {_guessed(key): _guessed(item) for key, item in value.items()}
+        is_typed = value.keys() == {VALUE, VALUE_TYPE}
+        return value if is_typed else {_guessed(key): _guessed(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(map(_guessed, value))
     try:
@@ -235,12 +216,11 @@ def load_type(name: Any) -> Any:
     if not isinstance(name, str):
         return name
     path = name.split(".")
-    found: Any = builtins
-    rest = path
     if path[0] == "nnscaler" and len(path) > 1:
         length = next((n for n in range(len(path), 1, -1) if ".".join(path[1:n]) in MODULES), 1)
         place = MODULES.get(".".join(path[1:length]), "")
         path = f"{_HERE}.{place}".strip(".").split(".") + path[length:]
+    found, rest = builtins, path
     for length in range(len(path), 0, -1) if not hasattr(builtins, path[0]) else ():
         module = ".".join(path[:length])
         try:
@@ -251,10 +231,10 @@ def load_type(name: Any) -> Any:
                 raise  # the module is there, and what it imports is not
     for attribute in rest:
         if not hasattr(found, attribute):
-            where = getattr(found, "__name__", found)
             raise RuntimeError(
-                f"{name!r}: {where} has no {attribute!r}; nearest: {nearest(attribute, dir(found))}. A name is that of "
-                "a builtin, or the path of a module that Python can import, then the name in it"
+                f"{name!r}: {getattr(found, '__name__', found)} has no {attribute!r}; nearest: "
+                f"{nearest(attribute, dir(found))}. A name is that of a builtin, or the path of a module, then the "
+                "name in it"
             )
         found = getattr(found, attribute)
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,14 @@ from .component_args import CheckpointConfig
 
 __all__ = ["load_states", "merged", "read", "save", "states_of"]
 
+_load = partial(torch.load, map_location="cpu", weights_only=True)  # tensors and plain data
 _SHARED = ("model", "optimizer", "train_args", "train_status", "lr_scheduler", "rank")  # others are listed by rank
 
 
 def states_of(config: CheckpointConfig, model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """Returns the states of a rank's model and optimizer."""
-    if config.save_type == "deduped":
-        states = deduped_state_dict(model, optimizer)
-    else:
-        states = model.state_dict(), optimizer.state_dict()
+    is_deduped = config.save_type == "deduped"
+    states = deduped_state_dict(model, optimizer) if is_deduped else (model.state_dict(), optimizer.state_dict())
     return dict(zip(("model", "optimizer"), states))
 
 
@@ -124,11 +124,7 @@ def _layout(content: dict[str, Any]) -> Any:
 
 
 def merged(files: Sequence[Path | str]) -> dict[str, Any]:
-    """Returns the content of the files of all ranks as that of one: states of the original model and optimizer.
-
-    Raises:
-        ValueError: the files are of different runs.
-    """
+    """Returns the content of the files of all ranks of one checkpoint: states of the original model and optimizer."""
     contents = sorted(map(_load, files), key=lambda content: int(content["rank"]))
     first = contents[0]
     for content, file in zip(contents, files):
@@ -141,9 +137,3 @@ def merged(files: Sequence[Path | str]) -> dict[str, Any]:
     shared |= {key: first.get(key) for key in ("lr_scheduler", "train_status")}
     others = dict.fromkeys(key for content in contents for key in content if key not in _SHARED)
     return {**shared, **{key: [content.get(key) for content in contents] for key in others}}
-
-
-def _load(path: Path | str) -> dict[str, Any]:
-    """Returns the content of a file: tensors and plain data."""
-    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return content

@@ -1,4 +1,4 @@
-"""The configurations of the trainer's components: classes by name, and their arguments."""
+"""The configurations of the trainer's components: classes by name, and their arguments. Names are nnScaler's."""
 
 from __future__ import annotations
 
@@ -15,27 +15,15 @@ from ...accelerator.machine import has_double
 from ...nearest import nearest
 from ..config import ComputeConfig
 from ..train.parallel_module import loss_of
-from .arg_parser import TYPE, deserialize_dataclass, load_type
+from .arg_parser import deserialize_dataclass
 from .train_hook import EVENTS
 
 Arguments = dict[str, Any]
-REDUCTIONS = ("mean", "sum", "per-token-mean")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "none": None}
 
 
-def made(value: Any) -> Any:
-    """Returns what a dict with `__type` makes, called with the rest of the dict; any other value as it is."""
-    if isinstance(value, dict) and TYPE in value:
-        return load_type(value[TYPE])(**{key: item for key, item in value.items() if key != TYPE})
-    return value
-
-
 def precisions(value: Any) -> dict[str, str]:
-    """Returns the precisions of parameters, buffers and inputs.
-
-    Raises:
-        ValueError: a precision, or what has it, is unknown.
-    """
+    """Returns the precisions of parameters, buffers and inputs; ValueError: one, or what has it, is unknown."""
     parts = ("param", "buffer", "input")
     given = value if isinstance(value, dict) else dict.fromkeys(parts, value or "none")
     for name, dtype in given.items():
@@ -64,18 +52,21 @@ def check_type(config: Any) -> None:
 
 
 @dataclass
+class Component:
+    """A component: a class or function, or its path, and its arguments."""
+
+    type: Any = None
+    args: Arguments = field(default_factory=dict)
+
+
+@dataclass
 class AggregatedOutputs:
-    """The outputs of all microbatches of all units; `aggregate_outputs_fn` returns one.
+    """The outputs of all microbatches of all units; `aggregate_outputs_fn` returns one."""
 
-    Attributes:
-        loss_sum: sum of their losses; `num_batches`: number of microbatches; `num_tokens`: number of tokens.
-        aggregated_outputs: anything else, for hooks.
-    """
-
-    loss_sum: float | None = None
+    loss_sum: float | None = None  # of their losses
     num_batches: int | None = None
     num_tokens: int | None = None
-    aggregated_outputs: Any = None
+    aggregated_outputs: Any = None  # anything else, for hooks
 
     @classmethod
     def aggregate(
@@ -85,11 +76,10 @@ class AggregatedOutputs:
         loss_fn: Callable[[Any], torch.Tensor] = loss_of,
         ntokens_fn: Callable[[Any], Any] | None = None,
     ) -> AggregatedOutputs:
-        """Sums losses, and tokens, over the microbatches and units.
+        """Sums losses and tokens over the results of forward of this unit, and over the units of the current mesh.
 
         Args:
-            loss_outputs: the results of forward for the microbatches of this unit.
-            sync_group: accepted for compatibility: the units of the current mesh.
+            sync_group: accepted for compatibility.
             loss_fn, ntokens_fn: return the loss (default: the first tensor) and the number of tokens of a result.
         """
         losses = torch.stack([loss_fn(output).detach() for output in loss_outputs])
@@ -124,29 +114,20 @@ class OptionalComputeConfig:
 
 @dataclass
 class ModuleParallelizeConfig:
-    """A class of submodules that is parallelized, in place of the whole model.
-
-    Attributes:
-        args: accepted for compatibility: the submodules of the model are parallelized as they are.
-        forward_args_gen_fn: `(TrainerArgs) -> arguments of forward`, by name.
-        tracing_from_weights, tracing_from_weights_prefix: a file of initial weights of the submodule; or the prefix of
-            its weights in that of the model.
-        compute_config, gen_savedir, gen_reuse, pas_policy, broadcast_strategy, instance_name: as those of
-            `TrainerArgs`, which None takes.
-    """
+    """A class of submodules that is parallelized, in place of the whole model; None: as in `TrainerArgs`."""
 
     type: Any = None
-    args: Arguments | None = None
-    forward_args_gen_fn: Any = None
-    tracing_from_weights: str | None = None
-    tracing_from_weights_prefix: str | None = None
+    args: Arguments | None = None  # accepted: the submodules of the model are parallelized as they are
+    forward_args_gen_fn: Any = None  # (TrainerArgs) -> arguments of forward, by name
+    tracing_from_weights: str | None = None  # a file of the submodule's initial weights
+    tracing_from_weights_prefix: str | None = None  # or their prefix in that of the model
     compute_config: OptionalComputeConfig | None = None
     gen_savedir: str | None = None
     gen_reuse: str | None = None
     pas_policy: Any = None
     broadcast_strategy: str | None = None
-    instance_name: str | None = field(default=None, metadata={"normalize": made})
-    precision: Any = field(default=None, metadata={"skip_deserialization": True})
+    instance_name: str | None = None
+    precision: Any = None  # refused
 
     def __post_init__(self) -> None:
         check_type(self)
@@ -157,17 +138,13 @@ class ModuleParallelizeConfig:
         if self.tracing_from_weights and self.tracing_from_weights_prefix:
             raise ValueError("pass tracing_from_weights or tracing_from_weights_prefix, not both")
         if self.precision is not None:
-            raise ValueError(
-                "parallel_modules: precision is that of TrainerArgs: submodules cannot have another one here"
-            )
+            raise ValueError("parallel_modules: precision is that of TrainerArgs: submodules cannot have another one")
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Component):
     """The model: a subclass of `nn.Module`, its arguments, and the submodules to be parallelized (empty: the whole)."""
 
-    type: Any = None
-    args: Arguments = field(default_factory=dict)
     parallel_modules: list[ModuleParallelizeConfig] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -176,27 +153,17 @@ class ModelConfig:
 
 
 @dataclass
-class OptimizerConfig:
-    """The optimizer, and what it does with gradients.
+class OptimizerConfig(Component):
+    """The optimizer, a class or function whose first argument is the parameters, and what it does with gradients."""
 
-    Attributes:
-        type: a class or function whose first argument is the parameters.
-        clip_gnorm: the largest norm of all gradients; 0: no clipping.
-        loss_reduction: the loss that is reported: "mean" over microbatches, their "sum", or "per-token-mean".
-        grad_reduction: the same for gradients.
-        aggregate_outputs_fn: `(outputs of the microbatches, group of the units) -> AggregatedOutputs`.
-    """
-
-    type: Any = None
-    args: Arguments = field(default_factory=dict)
-    clip_gnorm: float = 0.0
-    loss_reduction: str = "mean"
+    clip_gnorm: float = 0.0  # the largest norm of all gradients; 0: no clipping
+    loss_reduction: str = "mean"  # the loss that is reported
     grad_reduction: str = "mean"
-    aggregate_outputs_fn: Any = None
+    aggregate_outputs_fn: Any = None  # (outputs of the microbatches, group of the units) -> AggregatedOutputs
 
     def __post_init__(self) -> None:
         for name in ("loss_reduction", "grad_reduction"):
-            one_of(name, getattr(self, name), REDUCTIONS)
+            one_of(name, getattr(self, name), ("mean", "sum", "per-token-mean"))
             if getattr(self, name) == "per-token-mean" and not self.aggregate_outputs_fn:
                 raise ValueError(f"{name}='per-token-mean' needs aggregate_outputs_fn, which counts the tokens")
 
@@ -226,11 +193,9 @@ class DatasetSamplerConfig(DatasetConfig):
 
 
 @dataclass
-class LRSchedulerConfig:
+class LRSchedulerConfig(Component):
     """The scheduler of learning rates, which steps after each "epoch" or "step"."""
 
-    type: Any = None
-    args: Arguments = field(default_factory=dict)
     interval: str = "epoch"
 
     def __post_init__(self) -> None:
@@ -239,48 +204,33 @@ class LRSchedulerConfig:
 
 @dataclass
 class ResumeOptions:
-    """The checkpoint that training goes on from.
+    """The checkpoint that training goes on from."""
 
-    Attributes:
-        checkpoint: "last", "best" (without such a checkpoint training begins anew), or a folder or file.
-        convert_fn: applied to the content of a file: `(content) -> content`.
-        with_merged: merge the files of all ranks; None: where they were saved by another layout.
-    """
-
-    checkpoint: str = field(default="last", metadata={"normalize": made})
-    convert_fn: Any = None
-    with_merged: bool | None = None
+    checkpoint: str = "last"  # or "best" (without such a checkpoint training begins anew), a folder or a file
+    convert_fn: Any = None  # (content of a file) -> content
+    with_merged: bool | None = None  # merge the files of all ranks; None: where another layout saved them
 
 
 @dataclass
 class CheckpointConfig:
-    """The checkpoints: a folder each, of a file for each rank.
-
-    Attributes:
-        save_type: "sharded": a rank saves all that it holds; "deduped": each value is saved by one rank.
-        save_best: of the lowest loss in validation (without a data set for it, in training).
-        symlink_best_and_last: `last` and `best` are links to a checkpoint; False: copies.
-        every_n_train_steps, every_n_epochs: one of them; neither: every epoch. The last step is saved in any case.
-        keep_last_n_checkpoints: None: all.
-        resume_from: a `ResumeOptions`, or its `checkpoint`.
-    """
+    """The checkpoints: a folder each, of a file for each rank; the last step is saved in any case."""
 
     save_dir: str = "./checkpoints"
     no_save: bool = False
-    save_type: str = "sharded"
+    save_type: str = "sharded"  # a rank saves all that it holds; "deduped": each value is saved by one rank
     save_last: bool = True
-    save_best: bool = True
-    symlink_best_and_last: bool = True
+    save_best: bool = True  # of the lowest loss in validation (without a data set for it, in training)
+    symlink_best_and_last: bool = True  # False: copies
     every_n_train_steps: int | None = None
-    every_n_epochs: int | None = None
+    every_n_epochs: int | None = None  # or this; neither: every epoch
     keep_last_n_checkpoints: int | None = None
-    resume_from: ResumeOptions | None = field(
-        default=None, metadata={"normalize": lambda value: {"checkpoint": value} if isinstance(value, str) else value}
-    )
+    resume_from: Any = None  # ResumeOptions, or its `checkpoint`
 
     def __post_init__(self) -> None:
         if isinstance(self.resume_from, str):
             self.resume_from = ResumeOptions(self.resume_from)
+        elif isinstance(self.resume_from, dict):
+            self.resume_from = deserialize_dataclass(self.resume_from, ResumeOptions)
         path = self.get_resume_checkpoint()
         if path is None and self.resume_from and self.resume_from.checkpoint:
             warnings.warn(
@@ -301,20 +251,14 @@ class CheckpointConfig:
 
     def get_resume_checkpoint(self) -> Path | None:
         """Returns the folder or file to go on from; None: training begins anew."""
-        if not self.resume_from or not self.resume_from.checkpoint:
-            return None
-        if self.resume_from.checkpoint not in ("last", "best"):
-            return Path(self.resume_from.checkpoint)
-        path = Path(self.save_dir) / self.resume_from.checkpoint
-        return path if path.exists() else None
+        name = self.resume_from and self.resume_from.checkpoint
+        path = Path(self.save_dir) / name if name in ("last", "best") else Path(name or "")
+        return path if name and (path.exists() or name not in ("last", "best")) else None
 
 
 @dataclass
-class LogConfig:
+class LogConfig(Component):
     """A logger: a class with the methods of `loggers.LoggerBase`, or the name of one of `loggers`."""
-
-    type: Any = None
-    args: Arguments = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_type(self)
@@ -330,11 +274,8 @@ class DebugConfig:
 
 
 @dataclass
-class HookConfig:
+class HookConfig(Component):
     """A hook: a `TrainHook` class, and its arguments, which it receives as one dict."""
-
-    type: Any = None
-    args: Arguments = field(default_factory=dict)
 
 
 HookMapConfig = make_dataclass("HookMapConfig", [(event, Any, None) for event in EVENTS])

@@ -11,11 +11,10 @@ from torch import nn
 
 from ...torch_internals.tensors import pytree
 from ..api import parallelize
-from ..config import ComputeConfig
 from ..train.optimizer import sync_grad_when
-from ..train.parallel_module import ParallelModule, loss_of
+from ..train.parallel_module import loss_of
 from .arg_parser import load_type
-from .component_args import ModuleParallelizeConfig
+from .component_args import ModuleParallelizeConfig, OptionalComputeConfig
 from .trainer_args import TrainerArgs
 
 __all__ = ["MixedModule", "parallel_model"]
@@ -51,51 +50,34 @@ def parallel_model(args: TrainerArgs, sample: Any, load_module: bool) -> nn.Modu
     """
     if not args.model.parallel_modules:
         inputs = {[*inspect.signature(args.model_type.forward).parameters][1]: sample}
-        options = {"module_fn": args.create_model}
-        made = _parallelized(args, args, args.model_type, inputs, args.compute_config, load_module, **options)
-        return made() if load_module else None
+        make = _parallelized(args, args, args.model_type, inputs, load_module, module_fn=args.create_model)
+        return make() if load_module else None
     model = args.create_model()
     wanted = {load_type(module.type): module for module in args.model.parallel_modules}
-    for cls, module in wanted.items():
-        found = [name for name, child in model.named_modules() if type(child) is cls]
-        if not found:
-            raise ValueError(f"parallel_modules: the model {args.model.type} has no submodule of type {module.type}")
-    _replace(model, wanted, args, load_module, {})
+    for cls in wanted.keys() - set(map(type, model.modules())):
+        raise ValueError(f"parallel_modules: the model {args.model.type} has no submodule of type {wanted[cls].type}")
+    done: dict[nn.Module, nn.Module] = {}  # a submodule under two names stays one
+
+    def replace_in(parent: nn.Module) -> None:
+        for name, child in parent._modules.items():
+            if child is not None and type(child) not in wanted:
+                replace_in(child)
+            elif child is not None:
+                if child not in done:
+                    done[child] = _submodule(child, wanted[type(child)], args, load_module) or child
+                parent._modules[name] = done[child]
+
+    replace_in(model)
     return model if load_module else None
 
 
-def _replace(
-    parent: nn.Module,
-    wanted: dict[type[nn.Module], ModuleParallelizeConfig],
-    args: TrainerArgs,
-    load_module: bool,
-    done: dict[int, nn.Module],
-) -> None:
-    """Replaces the outermost submodules of the wanted classes by parallel ones; one under two names stays one."""
-    for name, child in [*parent._modules.items()]:
-        if child is None:
-            continue
-        if type(child) not in wanted:
-            _replace(child, wanted, args, load_module, done)
-        elif id(child) in done:
-            parent._modules[name] = done[id(child)]
-        else:
-            made = _submodule(child, wanted[type(child)], args, load_module)
-            done[id(child)] = parent._modules[name] = made if made is not None else child
-
-
-def _submodule(
-    child: nn.Module, module: ModuleParallelizeConfig, args: TrainerArgs, load_module: bool
-) -> ParallelModule | None:
-    config = replace(args.compute_config, use_end2end=False, use_async_reducer=False)
-    if module.compute_config is not None:
-        config = module.compute_config.resolve(args.compute_config)
+def _submodule(child: nn.Module, module: ModuleParallelizeConfig, args: TrainerArgs, load_module: bool) -> Any:
     if module.tracing_from_weights:
         child.load_state_dict(torch.load(module.tracing_from_weights, map_location="cpu", weights_only=True))
-    arguments = load_type(module.forward_args_gen_fn)(args)  # of several classes, maybe
     taken = inspect.signature(child.forward).parameters
+    arguments = load_type(module.forward_args_gen_fn)(args)  # of several classes, maybe
     inputs = {name: fixed(value, args.input_dtype, None) for name, value in arguments.items() if name in taken}
-    return _parallelized(args, module, child, inputs, config, load_module)
+    return _parallelized(args, module, child, inputs, load_module)
 
 
 def _parallelized(
@@ -103,31 +85,23 @@ def _parallelized(
     part: ModuleParallelizeConfig | TrainerArgs,
     module: Any,
     inputs: dict[str, Any],
-    config: ComputeConfig,
     load_module: bool,
     **options: Any,
 ) -> Any:
     """Calls `parallelize` with the options of a submodule's configuration, or where it has none of `args`."""
-
-    def option(name: str) -> Any:
-        return getattr(args if getattr(part, name) is None else part, name)
-
+    names = ("gen_savedir", "gen_reuse", "instance_name", "pas_policy", "broadcast_strategy")
+    chosen = {name: getattr(args if getattr(part, name) is None else part, name) for name in names}
     if load_module:  # without a process group files are sent to no rank
-        options["broadcast_strategy"] = option("broadcast_strategy")
-    policy = option("pas_policy")
+        options["broadcast_strategy"] = chosen["broadcast_strategy"]
+    config = args.compute_config
+    if part is not args:
+        config = (part.compute_config or OptionalComputeConfig()).resolve(config)  # type: ignore[union-attr]
+    policy = chosen["pas_policy"]
     if policy in ("pp", "hybrid", "autodist") and "pipeline_nmicros" not in config.pas_config:
         config = replace(config, pas_config={"update_freq": args.update_freq, **config.pas_config})
-    return parallelize(
-        module,
-        inputs,
-        args.policy_of(policy),
-        config,
-        gen_savedir=option("gen_savedir"),
-        reuse=option("gen_reuse"),
-        instance_name=option("instance_name"),
-        load_module=load_module,
-        **options,
-    )
+    options |= {"gen_savedir": chosen["gen_savedir"], "reuse": chosen["gen_reuse"]}
+    options |= {"instance_name": chosen["instance_name"], "load_module": load_module}
+    return parallelize(module, inputs, args.policy_of(policy), config, **options)
 
 
 def fixed(sample: Any, dtype: torch.dtype | None, device: torch.device | None) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["EVENTS", "AggregatedTrainHook", "TrainHook"]
+__all__ = ["EVENTS", "AggregatedTrainHook", "TrainHook", "hook_of"]
 
 # Each event, and what a hook receives after the trainer.
 EVENTS = {
@@ -59,6 +59,13 @@ for _event, _arguments in EVENTS.items():
     setattr(TrainHook, _event, _method(_event, _arguments))
 
 
+def hook_of(functions: Mapping[str, Any]) -> TrainHook:
+    """Returns a hook that calls a function at each event that has one."""
+    hook = TrainHook()
+    hook.__dict__.update({event: function for event, function in functions.items() if function})
+    return hook
+
+
 class AggregatedTrainHook:
     """Calls several hooks in order: `hook.on_epoch_start(trainer, 0)` calls that of each."""
 
@@ -68,9 +75,4 @@ class AggregatedTrainHook:
     def __getattr__(self, event: str) -> Any:
         if event not in EVENTS:
             raise AttributeError(event)
-
-        def call(*args: Any) -> None:
-            for hook in self.hooks:
-                getattr(hook, event)(*args)
-
-        return call
+        return lambda *args: [getattr(hook, event)(*args) for hook in self.hooks]

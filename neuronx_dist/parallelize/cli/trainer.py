@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from . import checkpoints
 from .arg_parser import load_type
 from .component_args import AggregatedOutputs
 from .mixed_module import MixedModule, fixed, parallel_model
-from .train_hook import AggregatedTrainHook, TrainHook
+from .train_hook import EVENTS, AggregatedTrainHook, TrainHook, hook_of
 from .trainer_args import TrainerArgs
 
 __all__ = ["TrainStatus", "Trainer"]
@@ -60,26 +62,23 @@ class Trainer:
     """
 
     def __init__(self, argv: Sequence[Any] | None = None, *, train_args: TrainerArgs | dict[str, Any] | None = None):
+        if None not in (argv, train_args):
+            raise ValueError("Trainer takes argv or train_args, not both")
         if train_args is None:
             train_args = TrainerArgs.from_cli(sys.argv[1:] if argv is None else argv)
-        elif argv is not None:
-            raise ValueError("Trainer takes argv or train_args, not both")
-        elif not isinstance(train_args, (TrainerArgs, dict)):
-            raise ValueError(f"train_args is a TrainerArgs or a dict of its members, got {type(train_args).__name__}")
-        self.train_args = TrainerArgs.from_dict(train_args) if isinstance(train_args, dict) else train_args
-        self.rank = self.local_rank = 0
-        self.world_size = 1
-        self.sync_group: Any = None
+        self.train_args = train_args if isinstance(train_args, TrainerArgs) else TrainerArgs.from_dict(train_args)
+        self.rank, self.local_rank, self.world_size = 0, int(os.environ.get("LOCAL_RANK", 0)), 1
         self.model: Any = None
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
+        self.hook: Any = None
+        self.sync_group: Any = None
+        self.dummy_input: Any = None
+        self.loggers: list[Any] = []
         self.dataset: dict[str, Any] = dict.fromkeys(_STAGES)
         self.dataloader: dict[str, Any] = dict.fromkeys(_STAGES)
         self.dataloader_resumed = False
-        self.loggers: list[Any] = []
-        self.hook: Any = None
         self.train_status = TrainStatus()
-        self.dummy_input: Any = None
         self.total_train_steps_per_epoch = self.max_train_steps = 0
         self._epoch_began: dict[str, Any] | None = None  # random states of this rank
         self._random_states: dict[str, Any] | None = None  # those of a checkpoint, until training goes on
@@ -93,9 +92,7 @@ class Trainer:
                 self._train()
         finally:
             for stage in _STAGES:
-                close = getattr(self.dataloader[stage], "close", None)
-                if close is not None:
-                    close()
+                _close(self.dataloader[stage])
                 self.dataset[stage] = self.dataloader[stage] = None
             if self.hook is not None:
                 self.hook.on_finalize(self)
@@ -121,11 +118,9 @@ class Trainer:
         self.model = parallel_model(args, self.dummy_input, load_module=not args.compile_mode)
         if args.compile_mode:
             return
-        device = comm.current().backend.device
-        self.model.to(device)
+        self.model.to(comm.current().backend.device)
         self.dummy_input = self._on_device(self.dummy_input)
         self.rank, self.world_size = int(comm.current().rank), comm.current().mesh.world_size
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.sync_group = process_group(comm.communicator("dp"))
         self._steps = self.model if isinstance(self.model, ParallelModule) else MixedModule(self.model)
         for stage in _STAGES:
@@ -133,9 +128,7 @@ class Trainer:
             if self.dataset[stage] is not None:
                 self.dataloader[stage] = args.create_dataloader(stage, self.dataset[stage])
         if not hasattr(self.dataloader["train"], "__len__"):
-            raise ValueError(
-                "the data loader of training has no length, so that an epoch has no number of steps: give it __len__"
-            )
+            raise ValueError("the data loader of training has no __len__, so that an epoch has no number of steps")
         if not len(self.dataloader["train"]):
             raise ValueError(_NO_BATCH)
         self.total_train_steps_per_epoch = -(-len(self.dataloader["train"]) // args.update_freq)
@@ -144,7 +137,11 @@ class Trainer:
         self.optimizer = args.create_parallel_optimizer(self.model)
         self.lr_scheduler = args.create_lr_scheduler(self.optimizer)
         self.loggers = args.create_loggers()
-        components = [x for x in (self.model, self.optimizer, self.lr_scheduler) if isinstance(x, TrainHook)]
+        model: Any = self.model
+        if issubclass(args.model_type, TrainHook) and isinstance(model, ParallelModule):  # of no subclass of it
+            model = hook_of({event: partial(getattr(args.model_type, event), model) for event in EVENTS})
+        optimizer = getattr(self.optimizer, "base_optimizer", self.optimizer)  # under ZeRO that of the shards
+        components = [x for x in (model, optimizer, self.lr_scheduler) if isinstance(x, TrainHook)]
         self.hook = AggregatedTrainHook([*components, args.create_hook()])
         for target in self.loggers:
             target.setup(args.to_dict())
@@ -158,8 +155,7 @@ class Trainer:
         given = self.train_args.dataloader.train_args
         loader = self.train_args.create_dataloader("train", **{k: v for k, v in no_workers.items() if k in given})
         sample = next(iter(loader), None)
-        if hasattr(loader, "close"):
-            loader.close()
+        _close(loader)
         if sample is None:
             raise ValueError(_NO_BATCH)
         return sample
@@ -170,21 +166,19 @@ class Trainer:
     # --- training
 
     def _train(self) -> None:
-        status = self.train_status
+        status, loader = self.train_status, self.dataloader["train"]
         if status.finished_train_steps >= self.max_train_steps:
             logger.info("training is done already: %d steps", status.finished_train_steps)
             return
+        for_epoch: Any = loader if hasattr(loader, "set_epoch") else getattr(loader, "sampler", None)
         self.hook.on_train_start(self)
-        epoch = status.finished_train_steps // self.total_train_steps_per_epoch
         while status.finished_train_steps < self.max_train_steps:
-            loader = self.dataloader["train"]
-            for_epoch: Any = loader if hasattr(loader, "set_epoch") else getattr(loader, "sampler", None)
+            epoch = status.finished_train_steps // self.total_train_steps_per_epoch
             if hasattr(for_epoch, "set_epoch"):
                 for_epoch.set_epoch(epoch)
             self.hook.on_epoch_start(self, epoch)
             self._train_epoch(epoch)
             self.hook.on_epoch_end(self, epoch)
-            epoch += 1
         for target in self.loggers:
             target.finalize()
         self.hook.on_train_end(self)
@@ -203,7 +197,7 @@ class Trainer:
                 self._save(loss if is_validated else self._validate(loss))
             if is_end:
                 break
-        bar.close()
+        _close(bar._bar)
 
     def _is_due(self, every_steps: int | None, every_epochs: int | None) -> bool:
         done = self.train_status.finished_train_steps
@@ -213,35 +207,26 @@ class Trainer:
 
     def _batches(self, stage: str, skipped: int = 0) -> Iterator[list[Any]]:
         """Yields the microbatches of each step; those of the first `skipped` steps are drawn, and not yielded."""
-        per_step = self.train_args.update_freq
+        per_step, states = self.train_args.update_freq, None
         if stage == "train":
             states, self._random_states = self._random_states, None
             if states is not None:  # making an iterator draws numbers: of the order of the rows, of the workers' seeds
                 restore(states["epoch"] if skipped else states["now"])
             self._epoch_began = capture()
         iterator = iter(self.dataloader[stage])
-        if stage == "train" and skipped:
-            for _ in range(0 if self.dataloader_resumed else skipped * per_step):
-                next(iterator)
-            if states is not None:
-                restore(states["now"])
-        batches: list[Any] = []
-        for sample in iterator:
-            batches.append(self._on_device(sample))
-            if len(batches) == per_step:
-                yield batches
-                batches = []
-        if batches:
+        for _ in range(0 if self.dataloader_resumed else skipped * per_step):
+            next(iterator)
+        if states is not None and skipped:
+            restore(states["now"])
+        while batches := [self._on_device(sample) for sample in islice(iterator, per_step)]:
             yield batches
 
     def _filled(self, batches: list[Any]) -> list[Any]:
-        """Fills a step with dummy batches."""
         return batches + [self.dummy_input] * (self.train_args.update_freq - len(batches))
 
     def _aggregated(self, outputs: list[Any]) -> AggregatedOutputs:
-        result = (self.train_args.resolved_aggregate_outputs_fn or AggregatedOutputs.aggregate)(
-            outputs, self.sync_group
-        )
+        aggregate = self.train_args.resolved_aggregate_outputs_fn or AggregatedOutputs.aggregate
+        result = aggregate(outputs, self.sync_group)
         if not isinstance(result, AggregatedOutputs):
             raise TypeError(f"aggregate_outputs_fn must return AggregatedOutputs, got {type(result).__name__}")
         return result
@@ -344,14 +329,14 @@ class Trainer:
     def _resume(self) -> None:
         config = self.train_args.checkpoint
         path = config.get_resume_checkpoint()
-        if path is None or config.resume_from is None:
+        if path is None:
             return
         content = checkpoints.read(path, self.model, self.optimizer, config.resume_from.with_merged)
         if path.is_file() and config.resume_from.convert_fn:
             content = load_type(config.resume_from.convert_fn)(content)
         self.hook.on_load_checkpoint(self, content)
         checkpoints.load_states(content, self.model, self.optimizer)
-        rates, position = content.get("lr_scheduler"), content.get("dataloader")
+        rates, position, states = map(content.get, ("lr_scheduler", "dataloader", "rng_states"))
         if isinstance(position, list):  # merged files list the values of all ranks
             position = position[0] if all(other == position[0] for other in position) else None
         if rates and not self.lr_scheduler:
@@ -363,9 +348,7 @@ class Trainer:
         if position is not None:
             self.dataloader["train"].load_state_dict(position)
             self.dataloader_resumed = True
-        if content.get("train_status"):
-            self.train_status = TrainStatus(**content["train_status"])
-        states = content.get("rng_states")
+        self.train_status = TrainStatus(**content.get("train_status") or {})
         self._random_states = states if isinstance(states, dict) else None
         self.hook.after_load_checkpoint(self, content)
 
@@ -390,17 +373,14 @@ class _Progress:
             figures = ", ".join(f"{name}={value:.4g}" for name, value in metrics.items())
             logger.info("%s: %d/%d %s", self._name, self._count, self._total, figures)
 
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+
+def _close(loader: Any) -> None:
+    if hasattr(loader, "close"):
+        loader.close()
 
 
 def _reduced(value: float | None, reduction: str, aggregated: AggregatedOutputs) -> float:
-    """Returns a sum divided as the reduction says.
-
-    Raises:
-        RuntimeError: `aggregate_outputs_fn` has not counted what the sum is divided by.
-    """
+    """Returns a sum divided as the reduction says; RuntimeError: `aggregate_outputs_fn` has not set a part of it."""
     counts = {"sum": 1, "mean": aggregated.num_batches, "per-token-mean": aggregated.num_tokens}
     if value is None or not counts[reduction]:
         missing = "loss_sum" if value is None else "num_batches" if reduction == "mean" else "num_tokens"

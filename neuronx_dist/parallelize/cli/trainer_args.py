@@ -26,45 +26,26 @@ from ...nearest import nearest
 from ..config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from ..policy.policies import POLICIES
 from ..train.optimizer import build_optimizer
-from .arg_parser import TYPE, VALUE, VALUE_TYPE, deserialize_dataclass, load_type, merge_args, resolve_args
+from .arg_parser import TYPE, VALUE, VALUE_TYPE, deserialize_dataclass, load_type, made, merge_args, resolve_args
 from .component_args import *  # noqa: F403
-from .train_hook import EVENTS, TrainHook
+from .train_hook import hook_of
 
 
 @dataclass
 class TrainerArgs:
-    """The configuration of a `Trainer`.
+    """The configuration of a `Trainer`; the comments beside its members say what the names do not."""
 
-    Attributes:
-        init_module: a module that is imported first.
-        vars: values that others refer to, by `$(vars.name)`.
-        compute_config: units and policy; `use_end2end` must be set.
-        gen_savedir, gen_reuse, broadcast_strategy, instance_name: of `parallelize`; `gen_reuse` "auto" is "moo" to
-            compile and "match" to run.
-        pas_policy: the name of a policy, or a function.
-        run_mode: "run", or "compile": only write the files of `parallelize`.
-        dummy_sample_gen_fn: `(TrainerArgs) -> sample`, which is recorded; None: the first of the data set.
-        tracing_from_weights: a file with the initial weights of the model.
-        precision: "fp32", "fp16", "bf16" or "none" (as they are), of all, or by "param", "buffer" and "input".
-        micro_batch_size: samples of a unit in a microbatch; `global_batch_size` is that times units times
-            `grad_accumulation_steps`.
-        max_epochs, max_train_steps: the first that is reached ends training.
-        enable_progress_bar: with tqdm; without it, or if False, figures are logged every
-            `log_progress_every_n_train_steps`.
-        seed: of torch, random and numpy, on every rank; `init_env_fn`: `(trainer)`, called after it.
-    """
-
-    init_module: str | None = None
-    vars: Arguments = field(default_factory=dict)
-    compute_config: ComputeConfig = None  # type: ignore[assignment]  # required
+    init_module: str | None = None  # imported first
+    vars: Arguments = field(default_factory=dict)  # values that others refer to, by $(vars.name)
+    compute_config: ComputeConfig = None  # type: ignore[assignment]  # required, with use_end2end
     gen_savedir: str = "./.nnscaler"
-    gen_reuse: str = "auto"
-    pas_policy: Any = "autodist"
+    gen_reuse: str = "auto"  # "moo" to compile, "match" to run
+    pas_policy: Any = "autodist"  # the name of a policy, or a function
     broadcast_strategy: str = "all"
-    instance_name: str | None = field(default=None, metadata={"normalize": made})
-    run_mode: str = "run"
-    dummy_sample_gen_fn: Any = None
-    tracing_from_weights: str | None = None
+    instance_name: str | None = None
+    run_mode: str = "run"  # or "compile": only write the files of `parallelize`
+    dummy_sample_gen_fn: Any = None  # (TrainerArgs) -> sample, which is recorded; None: the first of the data set
+    tracing_from_weights: str | None = None  # a file with the initial weights of the model
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
@@ -73,21 +54,21 @@ class TrainerArgs:
     lr_scheduler: LRSchedulerConfig | None = None
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: list[LogConfig] = field(default_factory=list)
-    hook: Any = field(default=None, metadata={"deserialize": hook_config})
+    hook: Any = None  # HookConfig or HookMapConfig
     debug: DebugConfig = field(default_factory=DebugConfig)
-    precision: Any = field(default=None, metadata={"skip_deserialization": True})
-    micro_batch_size: int = 1
-    global_batch_size: int | None = None
+    precision: Any = None  # a name of `DTYPES` ("none": as they are), of all, or by "param", "buffer" and "input"
+    micro_batch_size: int = 1  # of a unit
+    global_batch_size: int | None = None  # micro_batch_size * units * grad_accumulation_steps
     grad_accumulation_steps: int | None = None
     max_epochs: int | None = None
-    max_train_steps: int | None = None
+    max_train_steps: int | None = None  # the first of both that is reached ends training
     max_val_steps: int | None = None
     val_every_n_train_steps: int | None = None
     val_every_n_epochs: int | None = 1
-    enable_progress_bar: bool = True
+    enable_progress_bar: bool = True  # with tqdm; without it, or if False, figures are logged
     log_progress_every_n_train_steps: int | None = 100
-    seed: int | None = None
-    init_env_fn: Any = None
+    seed: int | None = None  # of torch, random and numpy, on every rank
+    init_env_fn: Any = None  # (trainer), called after it
 
     def __post_init__(self) -> None:
         if self.compute_config is None or not self.compute_config.use_end2end:
@@ -162,8 +143,7 @@ class TrainerArgs:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the configuration as plain data; classes and functions are their names, other objects text."""
-        plain: dict[str, Any] = _plain(asdict(self))
-        return plain
+        return {name: _plain(value) for name, value in asdict(self).items()}
 
     # --- values
 
@@ -183,8 +163,8 @@ class TrainerArgs:
             return made(items)
         if VALUE not in items:
             raise ValueError(f"{value} has {VALUE_TYPE!r} and no {VALUE!r}")
-        value_type = items[VALUE_TYPE]
-        return load_type(items[VALUE]) if value_type == "function" else load_type(value_type)(items[VALUE])
+        kind = items[VALUE_TYPE]
+        return load_type(items[VALUE]) if kind == "function" else load_type(kind)(items[VALUE])
 
     def get_resolved_var(self, fqn: str) -> Any:
         """Returns the object that is `vars.fqn`."""
@@ -243,12 +223,9 @@ class TrainerArgs:
 
     def to_precision(self, module: nn.Module) -> nn.Module:
         """Converts a module's floating-point parameters and buffers, in place."""
-        tensors: list[tuple[str, Any]] = [("param", module.parameters()), ("buffer", module.buffers())]
-        for part, of_part in tensors:
-            dtype = DTYPES[self.precision[part]]
-            for tensor in of_part if dtype is not None else ():
-                if tensor.is_floating_point():
-                    tensor.data = tensor.data.to(dtype)
+        for part, tensors in (("param", [*module.parameters()]), ("buffer", [*module.buffers()])):
+            for tensor in filter(torch.is_floating_point, tensors):
+                tensor.data = tensor.data.to(dtype=DTYPES[self.precision[part]])
         return module
 
     # --- components
@@ -333,11 +310,7 @@ class TrainerArgs:
         """Makes the hook of `hook`; without one, a hook that does nothing."""
         if isinstance(self.hook, HookConfig):
             return load_type(self.hook.type)(self.create_kwarg(self.hook.args))
-        hook = TrainHook()
-        for event in EVENTS if self.hook is not None else ():
-            if getattr(self.hook, event):
-                setattr(hook, event, load_type(getattr(self.hook, event)))
-        return hook
+        return hook_of({event: load_type(function) for event, function in vars(self.hook or HookMapConfig()).items()})
 
     def _arguments(self, config: DatasetConfig, stage: str) -> Arguments:
         return dict(self.create_kwarg(getattr(config, f"{stage}_args")))

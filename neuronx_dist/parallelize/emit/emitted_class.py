@@ -36,6 +36,14 @@ from .source_text import Imports, literal
 __all__ = ["EmittedProgram", "emit", "emitted_program"]
 
 
+_HEAD = '''\
+"""Written by neuronx_dist.parallelize: the same file on every rank. Do not edit it, it is checked.
+
+Comments have the shape that a rank holds, `[4, 8 of 16]` of a whole `[4, 16]`, and the type of the tensor: S(1), cut
+along dim 1; R, equal on all ranks; I, equal, and so is its gradient; P, a summand of the whole.
+"""'''
+
+
 class EmittedProgram(NamedTuple):
     """The source of a divided module, and what it was made of.
 
@@ -216,11 +224,7 @@ def _names(program: Program) -> Iterator[str]:
 
 
 def _header(text: str, imports: Imports) -> list[str]:
-    lines = [
-        '"""Written by neuronx_dist.parallelize: the same file on every rank. Do not edit it, it is checked."""',
-        "",
-    ]
-    lines += ["import torch", "import torch.nn.functional as F", ""]
+    lines = [*_HEAD.splitlines(), "", "import torch", "import torch.nn.functional as F", ""]
     import_lines = sorted(imports.lines.values())
     if import_lines:
         lines += [*import_lines, ""]

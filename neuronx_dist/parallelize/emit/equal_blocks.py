@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ...program.builder import Builder
 from ...program.program import fresh
 from ..train.parallel_module import ParallelModule
-from .lines import INDENT, LAYER, Line, names_in, path_mark, paths_in, replaced, value_mark, written
+from .lines import INDENT, LAYER, Line, names_in, path_mark, paths_in, plain, replaced, value_mark, written
 from .source_text import Imports
 
 __all__ = ["Statements", "folded"]
@@ -59,12 +59,17 @@ class _Block(NamedTuple):
 
 
 class _Method(NamedTuple):
-    """A method that runs equal blocks; `prefix`: the module that its lines are those of."""
+    """A method that runs equal blocks; `prefix`: the module that its lines are those of.
+
+    Attributes:
+        described: lines with the shapes and types of arguments.
+    """
 
     name: str
     prefix: str
     modules: list[str]
     arguments: list[str]
+    described: list[str]
     reads_layer: bool
 
 
@@ -102,9 +107,14 @@ class _Folder:
         self.imports = imports
         self.method_names = {*dir(ParallelModule), *(name for name in attributes if name[0] == "_")}
         self.methods: list[tuple[_Method, Statements]] = []
+        self.described: dict[str, str] = {}  # value -> its shape and type
 
     def fold(self, bodies: Sequence[Statements], depth: int) -> list[list[Line]]:
         """Folds the blocks of modules at the `depth`-th number of a path, then those of modules inside of these."""
+        self.described.clear()
+        for line in (line for body in bodies for line in body.lines if line.comment):
+            if self.described.setdefault(line.targets, line.comment) != line.comment:
+                self.described[line.targets] = ""  # another value of this name in another method
         parts = [_parts(body, depth) for body in bodies]
         if not any(part.forms for of_body in parts for part in of_body):
             return [body.lines for body in bodies]
@@ -157,7 +167,8 @@ class _Folder:
         while f"_{name}" in self.method_names:
             name += "_"
         self.method_names |= {name, f"_{name}"}
-        method = _Method(f"_{name}", block.prefix, modules, arguments, _reads(block))
+        described = [f"{new[text]}: {self.described[text]}" for text in block.inputs if self.described.get(text)]
+        method = _Method(f"_{name}", block.prefix, modules, arguments, list(map(plain, described)), _reads(block))
         return method, Statements(lines, ", ".join(renamed(value_mark(name)) for name in block.results))
 
 
@@ -368,7 +379,9 @@ def _source(method: _Method, body: Statements) -> Iterator[str]:
     yield ""
     yield f"{INDENT}def {method.name}({', '.join(['self', *layer, *method.arguments])}):"
     first, last = method.modules[0], method.modules[-1].rpartition(".")[2]
-    yield f'{INDENT * 2}"""{first} to {last}, {len(method.modules)} equal modules."""'
+    summary = f'{INDENT * 2}"""{first} to {last}, {len(method.modules)} equal modules.'
+    described = [f"{INDENT * 2}{text}" for text in method.described]
+    yield from [summary, "", *described, f'{INDENT * 2}"""'] if described else [f'{summary}"""']
     yield from written(body.lines, body.returned, method.arguments, method.prefix)
 
 

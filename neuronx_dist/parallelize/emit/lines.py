@@ -211,7 +211,8 @@ def _written(lines: Iterable[Line], root: str) -> Iterator[str]:
             module = line.module.removeprefix(root).lstrip(".") if root else line.module
             source = where.partition(": ")[0] if where in shown else where
             shown.add(where)
-            yield f"{indent}# {'  '.join(filter(None, [module, source]))}"[:_WIDTH].rstrip()
+            comment = f"{indent}# {'  '.join(filter(None, [module, source]))}"
+            yield comment if len(comment) <= _WIDTH else comment[: _WIDTH - 4].rstrip() + " ..."
         text = plain(line.text, root) + (f"  # {line.comment}" if line.comment else "")
         if line.loop:
             yield indent + line.loop

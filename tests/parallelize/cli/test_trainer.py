@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from neuronx_dist import Mesh, comm
 from neuronx_dist.comm import threads
 from neuronx_dist.parallelize import ComputeConfig, merge_state_dicts
-from neuronx_dist.parallelize.cli import AggregatedOutputs, Trainer, TrainerArgs
+from neuronx_dist.parallelize.cli import AggregatedOutputs, Trainer, TrainerArgs, TrainHook
 
 pytestmark = pytest.mark.slow
 
@@ -275,6 +275,31 @@ def test_sums_over_the_units() -> None:
         return AggregatedOutputs.aggregate(outputs, ntokens_fn=lambda output: output[1])
 
     assert threads.run(Mesh(2), rank) == [AggregatedOutputs(14.0, 4, 12)] * 2
+
+
+class Scheduled(Net, TrainHook):
+    """A model and an optimizer that are hooks."""
+
+    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+        Scheduled.seen.append(("model", self is trainer.model, self.layers[0].weight is not None))
+
+    seen: ClassVar[list[Any]] = []
+
+
+class Stepped(torch.optim.SGD, TrainHook):
+    def after_optimizer_step(self, trainer: Trainer) -> None:
+        Scheduled.seen.append(("optimizer", self.param_groups[0]["lr"]))
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_models_and_optimizers_are_hooks(zero: bool, tmp_path: Path) -> None:
+    """A parallel model is no object of the model's class, and ZeRO wraps the optimizer."""
+    Scheduled.seen.clear()
+    options = arguments(tmp_path, use_zero=zero, model={"type": Scheduled}, max_train_steps=1, lr_scheduler=None)
+    hook = {"on_epoch_end": lambda trainer, epoch: Scheduled.seen.append("configured")}
+    options |= {"optimizer": {"type": Stepped, "args": {"lr": 0.5}}, "hook": hook}
+    threads.run(Mesh(1), lambda: Trainer(train_args=options).run())
+    assert Scheduled.seen == [("optimizer", 0.5), ("model", True, True), "configured"]
 
 
 def linear_arguments(args: TrainerArgs) -> dict[str, torch.Tensor]:

@@ -74,6 +74,7 @@ def test_a_file_does_not_grow_with_the_number_of_equal_layers() -> None:
     assert few.source.count("\n") == many.source.count("\n") < 80
     (head, call), source = calls(many.source), many.source
     assert head == "for i in range(12):" and re.fullmatch(r"(\w+) = self\._layers\(self\.layers\[i\], \1\)", call)
+    assert re.search(r'"""layers\.0 to 11, 12 equal modules\.\n\n +\w+: \[2, 4, 4 of 8\] S\(2\)\n +"""', source)
     assert source.count("Stored(") == 7 and '**numbered("layers", range(12), {' in source
     assert many.stored["layers.7.up.weight"] == Stored(
         "parameter", (16, WIDTH), torch.float64, many.stored["layers.0.up.weight"].type
