@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from ...checking.types.judge import Judgement, Operand, judge
-from ...mesh import part_of
+from ...mesh import part_of, rest_of
 from ...program.program import OuterCall, local_shape
 from ...rules import Rule, Spec
 from ...rules.containers import substituted
@@ -352,9 +352,8 @@ def with_rank_mask(facts: Facts, template: Template) -> Template:
     if not facts.random or template.arguments is None:
         return template
     args, kwargs = template.arguments
-    whole, sign, count = part_of(facts.axis)
-    if sign:
-        kwargs = {**kwargs, "shared_axis": f"{whole}{'%' if sign == '/' else '/'}{count}"}
+    if not part_of(facts.axis).is_whole:
+        kwargs = {**kwargs, "shared_axis": rest_of(facts.axis)}
     return template._replace(function=DRAWING[facts.function], arguments=(args, kwargs))
 
 

@@ -120,7 +120,7 @@ def emit(
     ]
     bodies = [method.forward for method in methods]
     lines = [f"class {name}(ParallelModule):", f'{INDENT}"""{_summary(division)}"""', ""]
-    axis = part_of(division.axis)[0]
+    axis = part_of(division.axis).axis
     lines += [f'{INDENT}AXIS, SIZE = "{axis}", {division.ranks}']
     lines += [f"{INDENT}PARTS = {literal(tuple(division.axes), imports)}"] if division.outer else []
     lines += [f"{INDENT}STORED = {{"]

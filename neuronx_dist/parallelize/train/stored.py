@@ -45,8 +45,7 @@ class Stored(NamedTuple):
         """Returns the layout of the tensor over the `size` ranks of `axis`."""
         if not isinstance(self.type, Shard) or size == 1:
             return ShardSpec(full_shape=self.shape)
-        _, sign, count = part_of(self.axis)
-        shards = size // count if sign == "/" else count if sign else size
+        shards = part_of(self.axis).length(size)
         return ShardSpec(self.axis or axis, self.type.dim, self.type.stride, shards, self.shape)
 
 

@@ -65,7 +65,7 @@ class Stream(NamedTuple):
     differing: frozenset[str]
 
     def differs(self, axis: str) -> bool:
-        return axis in self.differing or (self.unseeded and part_of(axis)[0] != "tp")
+        return axis in self.differing or (self.unseeded and part_of(axis).axis != "tp")
 
 
 def generator_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
