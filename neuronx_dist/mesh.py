@@ -144,8 +144,8 @@ class Mesh:
 
     def __post_init__(self) -> None:
         cuts = self.tp_replicas if isinstance(self.tp_replicas, tuple) else (self.tp_replicas,)
-        sizes = [(name, getattr(self, name)) for name in ("world_size", "tp", "pp", "cp", "ep")]
-        for name, size in (*sizes, *(("tp_replicas", cut) for cut in cuts)):
+        given = [(name, getattr(self, name)) for name in ("world_size", "tp", "pp", "cp", "ep")]
+        for name, size in [*given, *(("tp_replicas", cut) for cut in cuts)]:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"mesh: {name} must be a positive integer, got {size!r}")
         for label, names in (("data", ("tp", "pp", "cp")), ("expert data", ("tp", "pp", "ep"))):

@@ -19,8 +19,10 @@ PLAN = Plan(
         LayerPlan("up", "column", fused_with=("gate",), options={"bias": True}),
         LayerPlan("q", "column", padded_size=64, group=(3, 4)),
     ),
+    axes=(1, 2),
     calls=(CallPlan("linear", "up", "S(0) of operand 1"),),
-    parameters={"up.weight": TensorPlan((8, 4), "float32", "S(0)")},
+    later_calls=((CallPlan("convert", "", "R"), CallPlan("linear", "up", "R")),),
+    parameters={"up.weight": TensorPlan((8, 4), "float32", "S(0)", ("I",))},
     inputs={"x": TensorPlan((2, 4), "float32", "R")},
 )
 
@@ -38,10 +40,14 @@ def test_saved_and_loaded(tmp_path):
         ("not json", "is no plan: it is not JSON"),
         ("[]", "is no plan: it has no"),
         ('{"format": "other"}', "is no plan: it has no"),
-        ('{"format": "neuronx_dist.plan", "version": 99}', "of version 99; this package reads version 1"),
+        ('{"format": "neuronx_dist.plan", "version": 99}', "of version 99; this package reads versions 1 to 2"),
         ('{"format": "neuronx_dist.plan", "version": 1, "tq": 2}', "is a damaged plan: .*'tq'"),
         ('{"format": "neuronx_dist.plan", "version": 1, "calls": [{"function": "f"}]}', "is a damaged plan"),
         ('{"format": "neuronx_dist.plan", "version": 1, "tp": 0}', "tp must be a positive integer, got 0"),
+        ('{"format": "neuronx_dist.plan", "version": 1, "tp": 4, "second": 3}', "axes=\\(1, 3\\) are 3 ranks, .* tp=4"),
+        ('{"format": "neuronx_dist.plan", "version": 1, "second": "2"}', "second has '2', which is no int"),
+        ('{"format": "neuronx_dist.plan", "version": 2, "axes": [2, 2]}', "axes=\\(2, 2\\) are 4 ranks, and not tp=1"),
+        ('{"format": "neuronx_dist.plan", "version": 2, "tp": 2, "axes": [2, 1]}', "later_calls are of 0 axes"),
         (
             '{"format": "neuronx_dist.plan", "version": 1, "layers": [{"name": "a", "style": "colum"}]}',
             "layer a has the unknown style 'colum'; nearest: column",
