@@ -102,11 +102,13 @@ def _with_local_numbers(shared_axis: Axis | None, function: Callable[..., Tensor
     Args:
         shared_axis: part or parts of tp ("tp/2") along which the ranks draw the same numbers, from a stream of theirs.
     """
-    random_streams, name = streams(), f"{TENSOR_PARALLEL} {shared_axis}" if shared_axis else TENSOR_PARALLEL
+    random_streams, name, shared = streams(), TENSOR_PARALLEL, shared_axis or ()
+    if shared:
+        name += f" {shared if isinstance(shared, str) else ','.join(shared)}"
     if name not in random_streams.get_states():
-        first = concrete(comm.communicator(shared_axis).ranks[0] if shared_axis else comm.rank("world"))
+        first = concrete(comm.communicator(shared).ranks[0] if shared else comm.rank("world"))
         # Streams of different numbers begin at different seeds.
-        number = crc32(str(shared_axis).encode()) if shared_axis else 1
+        number = crc32(name.encode()) if shared else 1
         random_streams.add(name, torch.initial_seed() % 2**62 + 2718 * number + first)
     with random_streams.fork(name):
         return function(*args, **kwargs)

@@ -193,7 +193,8 @@ class Body:
     def _overwrites(self, value: Value, conversion: Call, spans: tuple[int, ...]) -> bool:
         """Returns whether a conversion on an axis before reads the product itself, and may overwrite it."""
         wanted = self.division.strategies[conversion].operands[0]
-        return self._made_here(value, spans) and has_type(self.division.type_of(value), wanted, value)
+        is_product = read_once(value, self.program, self.consumers)  # and not the result of a conversion in between
+        return is_product and self._made_here(value, spans) and has_type(self.division.type_of(value), wanted, value)
 
     def _made_here(self, value: Value, spans: tuple[int, ...]) -> bool:
         """Returns whether this stage and recomputed span compute a value: no other value may be overwritten."""

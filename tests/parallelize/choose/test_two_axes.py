@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from neuronx_dist import Mesh, comm
 from neuronx_dist.parallelize import ComputeConfig, IRGraph, parallelize
 from neuronx_dist.parallelize.choose.local_program import local_program
 from neuronx_dist.parallelize.emit.emitted_class import emit
@@ -459,18 +460,6 @@ def test_any_division_is_right(name: str, later: tuple[int, ...], seed: int) -> 
     assert noticed(program, program.source) == "", program.source
 
 
-# --- random numbers ---------------------------------------------------------------------------------------------------
-
-
-class Dropped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return [F.dropout(x * self.scale, training=True) for _ in range(4)]
-
-
 def test_three_axes_stand_in_a_plan(tmp_path: Path) -> None:
     module, arguments = mlp()
     given, file = config(8, explore_axes=[2, 2, 2], costs=EAGER), tmp_path / "mlp.plan.json"
@@ -482,17 +471,31 @@ def test_three_axes_stand_in_a_plan(tmp_path: Path) -> None:
         divided(module, arguments, "autodist", config(8, explore_axes=[2, 3]))
 
 
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+class Dropped(nn.Module):
+    """Dropouts of one value, for each set of its dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [F.dropout(x * self.scale, training=True) for _ in range(2 ** x.dim())]
+
+
 def cut_on_some(graph: IRGraph, config: ComputeConfig) -> IRGraph:
-    """On no axis, on the first, on the second, on both."""
+    """Dim n over axis n, if bit n of the dropout's number is set."""
     for number, node in enumerate(graph.select(name="dropout")):
         parts: list[Any] = [node]
-        for dim, is_cut in enumerate((number % 2, number // 2)):
+        for dim in range(len(node.input(0).shape)):
             parts = [
                 piece
                 for part in parts
                 for piece in (
                     graph.partition(part, part.algorithm("dim"), idx=0, dim=dim, num=2)
-                    if is_cut
+                    if number >> dim & 1
                     else graph.replicate(part, 2)
                 )
             ]
@@ -501,25 +504,34 @@ def cut_on_some(graph: IRGraph, config: ComputeConfig) -> IRGraph:
     return graph
 
 
-def masks(folder: str) -> list[torch.Tensor]:
+def masks(folder: str, dims: int) -> list[torch.Tensor]:
     torch.manual_seed(5)
     streams().reset()
-    parallel: Any = parallelize(Dropped(), {"x": torch.ones(16, 16)}, cut_on_some, config(), gen_savedir=folder)
+    x, given = torch.ones([16] * dims), config(2**dims)
+    parallel: Any = parallelize(Dropped(), {"x": x}, cut_on_some, given, gen_savedir=folder)
     torch.manual_seed(5)
-    return [x.detach() != 0 for x in parallel(torch.ones(16, 16))]
+    return [x.detach() != 0 for x in parallel(x)]
 
 
-@pytest.mark.process
-def test_masks_are_alike_where_values_are_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dims", [pytest.param(2, marks=pytest.mark.process), 3])
+def test_masks_are_alike_where_values_are_whole(dims: int, tmp_path: Path) -> None:
     """There are as many different masks as there are shards."""
-    ranks = processes(4).run(masks, str(tmp_path), mesh={"tp": 4})
+    if dims == 2:
+        ranks = processes(4).run(masks, str(tmp_path), dims, mesh={"tp": 4})
+    else:
+        ranks = comm.threads.run(Mesh(8, tp=8), lambda: masks(str(tmp_path), dims))
     for numbers in zip(*ranks, strict=True):
         assert all(torch.equal(mask, numbers[0]) for mask in numbers)  # results are whole
-    whole, first, second, both = ranks[0]
-    pieces = [*first.chunk(2, 0), *second.chunk(2, 1), *(x for half in both.chunk(2, 0) for x in half.chunk(2, 1))]
-    for a, b in combinations([whole, *pieces], 2):
-        rows, columns = min(len(a), len(b)), min(a.shape[1], b.shape[1])
-        assert abs((a[:rows, :columns] == b[:rows, :columns]).float().mean() - 0.5) < 0.25  # independent
+    pieces = []
+    for number, mask in enumerate(ranks[0]):
+        inside = [mask]
+        for dim in range(dims):
+            inside = [x for piece in inside for x in piece.chunk(1 + (number >> dim & 1), dim)]
+        pieces += inside
+    assert len(pieces) == 3**dims
+    for a, b in combinations(pieces, 2):
+        common = tuple(slice(min(sizes)) for sizes in zip(a.shape, b.shape))
+        assert abs((a[common] == b[common]).float().mean() - 0.5) < 0.25  # independent
 
 
 # --- broken on purpose ------------------------------------------------------------------------------------------------
