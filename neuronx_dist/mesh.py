@@ -72,8 +72,7 @@ def part_of(name: str) -> AxisPart:
     A name of another form is a whole axis: `AxisPart("dp")`.
     """
     match = fullmatch(r"(.*?)(?:/(\d+))?(?:%(\d+))?", name)
-    if match is None:
-        return AxisPart(name)
+    assert match is not None
     return AxisPart(match[1], int(match[2] or 1), None if match[3] is None else int(match[3]))
 
 

@@ -8,7 +8,7 @@ tp (`Mesh.tp_replicas`), its parts are atoms: `"tp/4"` and `"tp%4"`. Axes of one
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 
 from ..comm import context
@@ -16,16 +16,7 @@ from ..comm.context import AxisLike
 from ..comm.ranks.rank_numbers import concrete
 from ..mesh import DENSE_AXES, EXPERT_AXES, Mesh, name_of_part, part_of
 
-__all__ = [
-    "DATA_ATOMS",
-    "SAMPLE_ATOMS",
-    "PartOfAxisError",
-    "atoms_of",
-    "mesh_atoms",
-    "mesh_of",
-    "order_of",
-    "runs_of_parts",
-]
+__all__ = ["DATA_ATOMS", "SAMPLE_ATOMS", "PartOfAxisError", "atoms_of", "mesh_atoms", "mesh_of", "order_of"]
 
 DATA_ATOMS = frozenset(("dp", "edp", "cp", "cp/ep", "ep/cp"))  # axes along which ranks have different data
 # Axes along which a batch is sharded: the assignment of samples to ranks does not matter if all are used equally.
@@ -118,13 +109,13 @@ def mesh_atoms(mesh: Mesh) -> dict[str, tuple[str, ...]]:
     return {axis: tuple(atom for atom in atoms if sizes[atom] > 1) for axis, atoms in table.items()}
 
 
-def runs_of_parts(parts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def runs_of_parts(parts: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     """Returns the adjacent parts of tp that make up larger parts, and tp, by the names of these."""
     strides = [part_of(name).stride for name in parts]
     return {
-        name_of_part("tp", strides[last], strides[first - 1] // strides[last] if first else None): (
-            *parts[first : last + 1],
-        )
+        name_of_part("tp", strides[last], strides[first - 1] // strides[last] if first else None): parts[
+            first : last + 1
+        ]
         for first in range(len(parts))
         for last in range(first, len(parts))
     }
