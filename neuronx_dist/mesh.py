@@ -6,23 +6,24 @@ The grid is row-major with the last axis fastest. The same ranks have two views:
     expert view   (pp, edp, ep, tp)      edp = world / (tp * pp * ep)
 
 so that tp ranks are neighbours and pp ranks are farthest apart, and `edp` spans dp and cp when ep is 1. An axis has
-parts, named by the coordinate along them: `"tp%4"` is four adjacent tp ranks, `"tp/4"` every fourth one. This is the
-rank order of NeuronX Distributed (`initialize_model_parallel`) and of Megatron. Nodes of some devices need
-another order of their ranks on this grid: `topology.py`.
+parts, named by the coordinate along them: `"tp%4"` is four adjacent tp ranks, `"tp/4"` every fourth one, `"tp/4%2"` two
+ranks at a distance of four. This is the rank order of NeuronX Distributed (`initialize_model_parallel`) and of
+Megatron. Nodes of some devices need another order of their ranks on this grid: `topology.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import combinations
-from typing import overload
+from functools import cached_property, lru_cache
+from itertools import combinations, pairwise
+from re import fullmatch
+from typing import NamedTuple, overload
 
 from .axis_sizes import size_along, tracking
 from .topology import LINEAR, UNITS, fitting_node, place_in_units, place_of, rank_at, rank_in_units
 
-__all__ = ["Axis", "DENSE_AXES", "EXPERT_AXES", "Groups", "Mesh", "part_of"]
+__all__ = ["Axis", "AxisPart", "DENSE_AXES", "EXPERT_AXES", "Groups", "Mesh", "name_of_part", "part_of", "rest_of"]
 
 #: The name of an axis, or a tuple of names: merged axes, outermost first.
 Axis = str | tuple[str, ...]
@@ -33,27 +34,82 @@ DENSE_AXES = ("pp", "dp", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "tp")
 
 
-def part_of(name: str) -> tuple[str, str, int]:
-    """Parses the name of a part of an axis: `"tp%4"` is `("tp", "%", 4)`.
+class AxisPart(NamedTuple):
+    """A part of an axis, along which the coordinate is `coordinate // stride % size`; `size` None: without `% size`.
 
-    A name of another form is a whole axis: `("dp", "", 1)`.
+    Parts are digits of the coordinate in a mixed radix: the parts of a tp of 2 x 2 x 2 ranks are `"tp/4"`, `"tp/2%2"`
+    and `"tp%2"`.
     """
-    for sign in "/%":
-        axis, _, count = name.partition(sign)
-        if count.isdigit():
-            return axis, sign, int(count)
-    return name, "", 1
+
+    axis: str
+    stride: int = 1
+    size: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.stride == 1 and self.size is None
+
+    def of(self, coordinate: int) -> int:
+        """Returns the coordinate along the part, from the coordinate along the axis."""
+        coordinate = coordinate if self.stride == 1 else coordinate // self.stride
+        return coordinate if self.size is None else coordinate % self.size
+
+    def length(self, length: int) -> int:
+        """Returns the number of ranks along the part, from that along the axis."""
+        return length // self.stride if self.size is None else self.size
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The strides at which the part begins and ends, the larger first, without the ends of the axis."""
+        end = () if self.size is None else (self.stride * self.size,)
+        return (*end, *((self.stride,) if self.stride > 1 else ()))
+
+
+@lru_cache(1024)
+def part_of(name: str) -> AxisPart:
+    """Parses the name of a part of an axis: `"tp/4%2"` is `AxisPart("tp", 4, 2)`.
+
+    A name of another form is a whole axis: `AxisPart("dp")`.
+    """
+    match = fullmatch(r"(.*?)(?:/(\d+))?(?:%(\d+))?", name)
+    assert match is not None
+    return AxisPart(match[1], int(match[2] or 1), None if match[3] is None else int(match[3]))
+
+
+def name_of_part(axis: str, stride: int, size: int | None) -> str:
+    """Returns the name of a part; `size` None: the outermost one."""
+    return axis + (f"/{stride}" if stride > 1 else "") + ("" if size is None else f"%{size}")
+
+
+def rest_of(*names: str) -> Axis:
+    """Returns the other parts of an axis: beside "tp/4%2" there are `("tp/8", "tp%4")`, beside "tp%4" is "tp/4"."""
+    rest = _rest_of(names)
+    return rest[0] if len(rest) == 1 else rest
+
+
+def _rest_of(names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the other parts of the axis of these parts, outermost first, as few as possible."""
+    rest: list[str] = []
+    end: int | None = 1
+    for axis, stride, size in sorted(map(part_of, names), key=lambda part: (part.stride, part.size is None)):
+        if end is not None and stride > end:
+            rest.append(name_of_part(axis, end, stride // end))
+        end = None if size is None else stride * size
+    if end is not None:
+        rest.append(name_of_part(part_of(names[0]).axis, end, None))
+    return tuple(reversed(rest))
 
 
 @dataclass(frozen=True)
 class Mesh:
     """A grid of `world_size` ranks; `dp` and `edp` are the quotients by the other sizes.
 
-    An axis is a name (`"tp"`), a part of one (`"tp%4"`, `"tp/4"`), a tuple of names of one view (`("dp", "cp")`:
-    merged, the first outermost), `"world"` (all ranks, in the order of their numbers), or the empty tuple (a group of
-    one).
+    An axis is a name (`"tp"`), a part of one (`"tp%4"`, `"tp/4"`, `"tp/4%2"`), a tuple of names of one view
+    (`("dp", "cp")`: merged, the first outermost; parts of one axis must not overlap), `"world"` (all ranks, in the
+    order of their numbers), or the empty tuple (a group of one).
 
-    `tp_replicas` concerns only types: with 4 they are written on `"tp/4"` and `"tp%4"` in place of `"tp"`.
+    `tp_replicas` concerns only types: with 4 they are written on `"tp/4"` and `"tp%4"` in place of `"tp"`, with (4, 2)
+    on `"tp/4"`, `"tp/2%2"` and `"tp%2"` (`tp_parts`).
 
     `topology` is the order in which ranks fill the grid: "linear", or that of a device ("trn1", "trn2"), whose nodes
     have `ranks_per_node` ranks (None: the number of the usual instance; other orders ignore it), or "units":
@@ -83,11 +139,12 @@ class Mesh:
     ep: int = 1
     topology: str = LINEAR
     ranks_per_node: int | None = None
-    tp_replicas: int = 1
+    tp_replicas: int | tuple[int, ...] = 1
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "tp", "pp", "cp", "ep", "tp_replicas"):
-            size = getattr(self, name)
+        cuts = self.tp_replicas if isinstance(self.tp_replicas, tuple) else (self.tp_replicas,)
+        given = [(name, getattr(self, name)) for name in ("world_size", "tp", "pp", "cp", "ep")]
+        for name, size in [*given, *(("tp_replicas", cut) for cut in cuts)]:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"mesh: {name} must be a positive integer, got {size!r}")
         for label, names in (("data", ("tp", "pp", "cp")), ("expert data", ("tp", "pp", "ep"))):
@@ -101,8 +158,12 @@ class Mesh:
                     f"{product_text} = {model}; use a world size that is a multiple of {model}{launch}, or smaller "
                     "degrees"
                 )
-        if self.tp % self.tp_replicas:
-            raise ValueError(f"mesh: tp_replicas={self.tp_replicas} does not divide tp={self.tp}")
+        for whole, cut in pairwise((self.tp, *cuts)):
+            if whole % cut:
+                of = f"tp={self.tp}" if whole is self.tp else f"{whole}, the size before it"
+                raise ValueError(f"mesh: tp_replicas={self.tp_replicas}: {cut} does not divide {of}")
+        cuts = tuple(dict.fromkeys(cut for cut in cuts if cut > 1))
+        object.__setattr__(self, "tp_replicas", cuts if len(cuts) > 1 else cuts[0] if cuts else 1)
         node = fitting_node(self.topology, self.ranks_per_node, world_size=self.world_size, tp=self.tp, ep=self.ep)
         object.__setattr__(self, "ranks_per_node", node)
 
@@ -113,6 +174,15 @@ class Mesh:
     @property
     def edp(self) -> int:
         return self.world_size // (self.tp * self.pp * self.ep)
+
+    @property
+    def tp_parts(self) -> tuple[str, ...]:
+        """The parts of tp that types are written on, outermost first; `("tp",)`: tp is not divided for types."""
+        cuts = self.tp_replicas if isinstance(self.tp_replicas, tuple) else (self.tp_replicas,)
+        if cuts == (1,):
+            return ("tp",)
+        inner = [name_of_part("tp", cut, end // cut) for end, cut in pairwise((*cuts, 1))]
+        return (name_of_part("tp", cuts[0], None), *inner)
 
     def size(self, axis: Axis) -> int:
         """Number of ranks in a group along `axis`; under a checker an int that knows its axis (`axis_sizes.py`)."""
@@ -128,7 +198,8 @@ class Mesh:
     def axis_of(self, ranks: Sequence[int]) -> Axis | None:
         """Returns the axis that has a group of these ranks, in any order; None if there is none."""
         merged = [names for n in range(1, len(DENSE_AXES) + 1) for names in combinations(DENSE_AXES, n)]
-        parts = [(f"tp{sign}{self.tp_replicas}",) for sign in "/%" if self.tp_replicas > 1]
+        of_tp = self.tp_parts
+        parts = [names for n in range(1, len(of_tp)) for names in combinations(of_tp, n)]
         for names in (*merged, ("edp",), ("ep",), ("pp", "ep", "tp"), *parts):
             if self.size(names) == len(ranks) and sorted(self.group_of(names, ranks[0])) == sorted(ranks):
                 return names
@@ -182,18 +253,21 @@ class Mesh:
         if axis == "world":
             return DENSE_AXES
         names = (axis,) if isinstance(axis, str) else tuple(axis)
-        wholes = tuple(part_of(name)[0] for name in names)
+        parts = [part_of(name) for name in names]
+        wholes = {part.axis for part in parts}
         for name in wholes:
             if name not in DENSE_AXES and name not in EXPERT_AXES:
                 known = ", ".join(dict.fromkeys(DENSE_AXES + EXPERT_AXES))
                 raise ValueError(f"unknown mesh axis {name!r}; the axes are {known}, world, or a tuple of them")
-        if len(set(wholes)) != len(names):
-            raise ValueError(f"mesh axis {axis!r} names one axis twice")
-        for name, whole in zip(names, wholes):
-            count = part_of(name)[2]
+        for name, (whole, stride, size) in zip(names, parts):
+            count = stride if size is None else stride * size
             if count < 1 or getattr(self, whole) % count:
                 raise ValueError(f"mesh axis {name!r}: {count} does not divide {whole}={getattr(self, whole)}")
-        if not (set(wholes) <= set(DENSE_AXES) or set(wholes) <= set(EXPERT_AXES)):
+        ordered = sorted(zip(parts, names), key=lambda pair: (pair[0].axis, pair[0].stride))
+        for (part, name), (other, other_name) in pairwise(ordered):
+            if part.axis == other.axis and (other.stride % (part.stride * self._length(name)) or name == other_name):
+                raise ValueError(f"mesh axis {axis!r} names one axis twice")
+        if not (wholes <= set(DENSE_AXES) or wholes <= set(EXPERT_AXES)):
             raise ValueError(
                 f"axes {axis!r} mix the dense view {DENSE_AXES} with the expert view {EXPERT_AXES}; merge within one"
             )
@@ -201,9 +275,8 @@ class Mesh:
 
     def _length(self, name: str) -> int:
         """Returns the number of ranks along one axis, or a part of one."""
-        whole, sign, count = part_of(name)
-        length: int = getattr(self, whole)
-        return length // count if sign == "/" else count if sign else length
+        part = part_of(name)
+        return part.length(getattr(self, part.axis))
 
     def __str__(self) -> str:
         names = [name for name in (*DENSE_AXES, "ep", "edp") if name in ("pp", "dp", "tp") or getattr(self, name) > 1]
@@ -223,30 +296,27 @@ class Groups(Sequence[list[int]]):
     Attributes:
         mesh, axis: the mesh and the axis of the groups.
         names: the axis as single names, outermost first.
-        others: the other axes of the same view; for a part of an axis also the other part.
-        strides: distance between the places of neighbours along an axis.
+        others: the other axes of the same view; for parts of an axis also its other parts.
+        strides: distance between the places of neighbours along each of `names` and `others`.
     """
 
     def __init__(self, mesh: Mesh, axis: Axis) -> None:
         self.mesh = mesh
         self.axis = axis
         self.names = mesh._atoms(axis)
-        parts = {whole: (sign, count) for whole, sign, count in map(part_of, self.names)}
+        parts: dict[str, list[str]] = {}
+        for name in self.names:
+            parts.setdefault(part_of(name).axis, []).append(name)
         view = DENSE_AXES if parts.keys() <= set(DENSE_AXES) else EXPERT_AXES
         self.strides: dict[str, int] = {}
-        others = []
+        self.others: tuple[str, ...] = ()
         stride = 1
-        for name in reversed(view):
-            self.strides[name] = stride
-            sign, count = parts.get(name, ("", 1))
-            if sign:
-                self.strides[f"{name}%{count}"] = stride
-                self.strides[f"{name}/{count}"] = stride * count
-                others.append(f"{name}{'%' if sign == '/' else '/'}{count}")
-            elif name not in parts:
-                others.append(name)
-            stride *= getattr(mesh, name)
-        self.others = tuple(reversed(others))
+        for axis_name in reversed(view):
+            inside = parts.get(axis_name, [])
+            others = _rest_of(inside) if inside else (axis_name,)
+            self.strides.update((name, stride * part_of(name).stride) for name in (*inside, *others))
+            self.others = (*others, *self.others)
+            stride *= getattr(mesh, axis_name)
 
     def of(self, rank: int) -> list[int]:
         """Returns the group that holds `rank`."""
@@ -305,6 +375,5 @@ def _flat(mesh: Mesh, names: Sequence[str], coordinates: Mapping[str, int]) -> i
 
 def _along(name: str, coordinates: Mapping[str, int]) -> int:
     """Returns the coordinate along one axis, or a part of one."""
-    whole, sign, count = part_of(name)
-    coordinate = coordinates[whole]
-    return coordinate // count if sign == "/" else coordinate % count if sign else coordinate
+    part = part_of(name)
+    return part.of(coordinates[part.axis])

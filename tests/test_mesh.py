@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neuronx_dist.mesh import DENSE_AXES, EXPERT_AXES, Mesh, part_of
+from neuronx_dist.mesh import DENSE_AXES, EXPERT_AXES, AxisPart, Mesh, part_of, rest_of
 
 
 def test_tensor_parallel_ranks_are_neighbours_and_pipeline_ranks_far_apart():
@@ -121,10 +122,34 @@ def test_parts_with_other_axes_and_by_name():
     mesh = Mesh(16, tp=4, pp=2)
     assert mesh.groups("tp%2")[:2] == [[0, 1], [2, 3]] and mesh.groups("tp/2")[:2] == [[0, 2], [1, 3]]
     assert mesh.groups(("dp", "tp/2"))[0] == [0, 2, 4, 6] and mesh.groups(("tp%2", "dp"))[0] == [0, 4, 1, 5]
-    assert part_of("tp%4") == ("tp", "%", 4) and part_of("tp/4") == ("tp", "/", 4)
-    assert part_of("tp") == ("tp", "", 1) and part_of("cp/ep") == ("cp/ep", "", 1)
+    assert part_of("tp%4") == AxisPart("tp", 1, 4) and part_of("tp/4") == AxisPart("tp", 4)
+    assert part_of("tp") == AxisPart("tp") and part_of("cp/ep") == AxisPart("cp/ep")
+    assert part_of("tp/4%2") == AxisPart("tp", 4, 2) and part_of("tp/4%2").cuts == (8, 4)
     split = Mesh(16, tp=4, pp=2, tp_replicas=2)
     assert split.axis_of([4, 5]) == ("tp%2",) and split.axis_of([5, 7]) == ("tp/2",) and mesh.axis_of([4, 5]) is None
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (3, 2), (2, 3, 2, 2)])
+def test_parts_are_the_digits_of_a_coordinate(sizes):
+    """Any parts in their order are an axis, and the others are the rest of tp."""
+    count = math.prod(sizes)
+    mesh = Mesh(2 * count, tp=count, tp_replicas=tuple(math.prod(sizes[n:]) for n in range(1, len(sizes))))
+    parts = mesh.tp_parts
+    assert tuple(mesh.sizes(parts).values()) == sizes
+    for number in range(1, len(parts) + 1):
+        for axis in itertools.combinations(parts, number):
+            groups: dict[tuple[int, ...], list[int]] = {}
+            for rank, (dp, *at) in enumerate(itertools.product(range(2), *map(range, sizes))):
+                fixed = (digit for digit, part in zip(at, parts) if part not in axis)
+                groups.setdefault((dp, *fixed), []).append(rank)
+            assert sorted(mesh.groups(axis)) == sorted(groups.values())
+            for group in groups.values():
+                assert [mesh.coordinate(axis, rank) for rank in group] == [*range(len(group))]
+                assert {mesh.group_of(axis, rank) for rank in group} == {tuple(group)}
+                assert mesh.axis_of(group) == (axis if number < len(parts) else ("tp",))
+            rest = rest_of(*axis)
+            assert mesh.size(rest) * mesh.size(axis) == count
+            assert not rest or mesh.size(rest_of(*((rest,) if isinstance(rest, str) else rest))) == mesh.size(axis)
 
 
 @settings(max_examples=60, deadline=None)
@@ -156,6 +181,8 @@ def test_coordinates_are_the_inverse_of_the_grid(mesh, data):
         (dict(world_size=4, cp=True), ["cp", "True"]),
         (dict(world_size=4, tp=2.0), ["tp", "2.0"]),
         (dict(world_size=4, tp=4, tp_replicas=3), ["tp_replicas=3", "tp=4"]),
+        (dict(world_size=8, tp=8, tp_replicas=(4, 3)), ["tp_replicas=(4, 3)", "3 does not divide 4"]),
+        (dict(world_size=8, tp=8, tp_replicas=(4, 0)), ["tp_replicas", "0"]),
     ],
 )
 def test_impossible_sizes_are_refused_with_the_numbers(arguments, parts):
@@ -180,6 +207,7 @@ def test_a_size_that_a_mesh_does_not_have_is_refused_with_those_that_there_are(n
         (lambda mesh: mesh.groups("zz"), ["zz", "tp", "world"]),
         (lambda mesh: mesh.groups(("tp", "tp")), ["twice"]),
         (lambda mesh: mesh.groups(("tp%2", "tp")), ["twice"]),
+        (lambda mesh: mesh.groups(("tp%2", "tp%1")), ["twice"]),
         (lambda mesh: mesh.groups("tp%3"), ["tp%3", "3 does not divide tp=2"]),
         (lambda mesh: mesh.groups("tp/0"), ["tp/0"]),
         (lambda mesh: mesh.groups("zz%2"), ["zz", "tp"]),

@@ -181,7 +181,7 @@ def parts_of_axis(degree: int, axis: AxisLike = "cp") -> tuple[AxisLike | None, 
         )
     if degree in (1, size):
         return (axis, None) if degree > 1 else (None, axis if size > 1 else None)
-    if not isinstance(axis, str) or part_of(axis)[1]:
+    if not isinstance(axis, str) or not part_of(axis).is_whole:
         raise ValueError(
             f"attention over {axis!r}: ulysses degree {degree} of {size} ranks needs an axis of the mesh by its name, "
             'as "cp", whose parts have names too: pass such an axis, or degree=None'

@@ -155,7 +155,7 @@ def _problems(explored: Explored, grid: Mesh, own_step: bool) -> list[Problem]:
     return compare_claims(explored) or compare_events(explored) or compare_branches(explored)
 
 
-def _replicas(failure: PhaseFailure | None) -> int | None:
+def _replicas(failure: PhaseFailure | None) -> int | tuple[int, ...] | None:
     error = failure.error if failure is not None else None
     return error.replicas if isinstance(error, PartOfAxisError) else None
 

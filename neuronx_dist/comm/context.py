@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from torch.autograd import set_multithreading_enabled
@@ -64,8 +65,11 @@ class Context:
     def typed_mesh(self) -> Mesh:
         """Returns the mesh as types see it: with the parts of tp over which layers of this job have replicas."""
         parts = [part_of(axis) for axis in self._communicators if isinstance(axis, str)]
-        replicas = next((count for axis, sign, count in parts if axis == "tp" and sign), 1)
-        return self.mesh if replicas == 1 else replace(self.mesh, tp_replicas=replicas)
+        cuts = dict.fromkeys(cut for part in parts if part.axis == "tp" for cut in part.cuts)
+        nested = sorted(cuts, reverse=True)
+        if any(outer % inner for outer, inner in pairwise(nested)):  # the parts of two layers have no common parts
+            nested = [*cuts][:1]
+        return replace(self.mesh, tp_replicas=tuple(nested)) if nested else self.mesh
 
     def register(self, group: Any, communicator: Communicator) -> None:
         """Makes `communicator` the one of a torch ProcessGroup from now on."""

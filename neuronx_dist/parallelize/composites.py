@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from ..attention import Keys, attention
 from ..comm.context import AxisLike
 from ..comm.rank_selection import in_one_program
 from ..comm.ranks.rank_numbers import concrete
+from ..mesh import Axis
 from ..modules.moe.dispatch import Dispatch, exchange_rows
 from ..parallel_layers.autograd_linear import ColumnLinear, call
 from ..program import experts as _experts
@@ -91,33 +93,35 @@ def linears(
     return outputs
 
 
-def _with_local_numbers(shared_axis: str | None, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def _with_local_numbers(shared_axis: Axis | None, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Calls a function that draws from this rank's local stream; torch's generator, for whole values, is not advanced.
 
     If the stream is not seeded (`spmd.random.manual_seed`), it begins at the seed of torch's generator and this rank's
     number, so that units differ too.
 
     Args:
-        shared_axis: part of tp ("tp/2") along which the ranks draw the same numbers, from a stream of that part.
+        shared_axis: part or parts of tp ("tp/2") along which the ranks draw the same numbers, from a stream of theirs.
     """
-    random_streams, name = streams(), f"{TENSOR_PARALLEL} {shared_axis}" if shared_axis else TENSOR_PARALLEL
+    random_streams, name, shared = streams(), TENSOR_PARALLEL, shared_axis or ()
+    if shared:
+        name += f" {shared if isinstance(shared, str) else ','.join(shared)}"
     if name not in random_streams.get_states():
-        first = concrete(comm.communicator(shared_axis).ranks[0] if shared_axis else comm.rank("world"))
+        first = concrete(comm.communicator(shared).ranks[0] if shared else comm.rank("world"))
         # Streams of different numbers begin at different seeds.
-        number = 1 if shared_axis is None else 2 if "/" in shared_axis else 3
+        number = crc32(name.encode()) if shared else 1
         random_streams.add(name, torch.initial_seed() % 2**62 + 2718 * number + first)
     with random_streams.fork(name):
         return function(*args, **kwargs)
 
 
 def dropout(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, shared_axis: str | None = None
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, shared_axis: Axis | None = None
 ) -> Tensor:
     """Dropout of a shard, whose mask differs between ranks, except along `shared_axis`."""
     return _with_local_numbers(shared_axis, F.dropout, input, p, training, inplace)
 
 
-def scaled_dot_product_attention(*args: Any, shared_axis: str | None = None, **kwargs: Any) -> Tensor:
+def scaled_dot_product_attention(*args: Any, shared_axis: Axis | None = None, **kwargs: Any) -> Tensor:
     """Attention with dropout of a shard of the batch, the heads or the queries; masks as those of `dropout`."""
     return _with_local_numbers(shared_axis, F.scaled_dot_product_attention, *args, **kwargs)
 

@@ -26,7 +26,8 @@ Member = TypeVar("Member", bound=Enum)
 
 TRACE_STRATEGIES = ("cuda_run_cpu_offload", "cpu", "cuda", "meta", "reuse_cache")
 _OPTIONS = {"ReuseType": "reuse", "BroadcastGenFilesStrategy": "broadcast_strategy"}
-_NUMBERS = "pipeline_nmicros", "pipeline_nstages", "pp_size", "tp_size", "seed", "max_partition_degree", "step_samples"
+_NUMBERS = "pipeline_nmicros", "pipeline_nstages", "pp_size", "seed", "max_partition_degree", "step_samples"
+_DEGREES = "tp_size", "explore_axes"
 # nnScaler's names of schedules, and those of `choose.stages.schedule_of`. 1f1b_plus differs from 1F1B for stages on all
 # ranks of a unit, which no policy makes; infer_pipe is the forwards of 1F1B.
 SCHEDULES = {
@@ -180,12 +181,19 @@ class ComputeConfig:
     def _check_pas_config(self) -> None:
         """Checks the options that all policies read in the same way; each policy refuses unknown names."""
         config = self.pas_config
-        for name in _NUMBERS:
-            number = config.get(name)
-            if number is None or (name == "pipeline_nstages" and number == "auto"):
+        for name in (*_NUMBERS, *_DEGREES):
+            given = config.get(name)
+            if given is None or (name == "pipeline_nstages" and given == "auto"):
                 continue
-            if not isinstance(number, int) or isinstance(number, bool) or number < (0 if name == "seed" else 1):
-                raise TypeError(f"ComputeConfig: pas_config[{name!r}] must be a positive integer, got {number!r}")
+            if name == "explore_axes" and not isinstance(given, (list, tuple)):
+                continue
+            listed = given if name in _DEGREES and isinstance(given, (list, tuple)) and given else [given]
+            least = 0 if name == "seed" else 1
+            if any(not isinstance(number, int) or isinstance(number, bool) or number < least for number in listed):
+                or_list = ", or a list of them, the ranks along each axis" if name in _DEGREES else ""
+                raise TypeError(
+                    f"ComputeConfig: pas_config[{name!r}] must be a positive integer{or_list}, got {given!r}"
+                )
         if config.get("pipeline_scheduler") is not None:
             schedule_named(config["pipeline_scheduler"])
 

@@ -90,7 +90,7 @@ def explain(parallel: ParallelModule | type[ParallelModule]) -> Explanation:
             f"the files of {module_class.__name__} have no costs: generate them by parallelize(..., reuse='override')"
         )
     axes = {"pp": plan["pp"], "tp": plan["tp"]}
-    parts = f" (as {plan['tp'] // plan['second']} x {plan['second']})" if plan["second"] > 1 else ""
+    parts = f" (as {' x '.join(map(str, plan['axes']))})" if plan.get("axes") else ""
     layout = " x ".join(f"{name}={size}" for name, size in axes.items() if size > 1) + parts or "one rank"
     return Explanation(name=module_class.__name__, layout=layout, **plan["costs"])
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from math import prod
 from os import PathLike
 from pathlib import Path
 from reprlib import repr as short
@@ -24,7 +25,7 @@ from ..parallel_layers.replace import STYLES, LayerPlan
 __all__ = ["PlanError", "CallPlan", "JobPlan", "Plan", "TensorPlan"]
 
 FORMAT = "neuronx_dist.plan"
-VERSION = 1
+VERSION = 2  # 1: with `second`, `second_calls` and a type `second` of two axes at most
 LISTED = 8  # maximum number of differences in a message
 OPTIONAL = ("job", "costs")  # keys that a plan's file may lack
 _MEANING = {
@@ -50,13 +51,13 @@ class CallPlan(NamedTuple):
 class TensorPlan(NamedTuple):
     """The type of a parameter or input, as text (`I`, `S(0)`, `S(0, stride=3)`), with its global shape and dtype.
 
-    `second`: its type on the second of two axes; "": there is one axis.
+    `later`: its types on the axes after the first one.
     """
 
     shape: tuple[int, ...]
     dtype: str
     type: str
-    second: str = ""
+    later: tuple[str, ...] = ()
 
 
 class JobPlan(NamedTuple):
@@ -91,13 +92,13 @@ class Plan:
     Attributes:
         tp, pp, dp: ranks along each axis; `tp * pp` ranks are a unit, which holds one model.
         zero1: dp shards the optimizer's state; `parallelize` reads it where the plan decides `plan_ngpus`.
-        second: ranks along the second axis, if tp consists of two; 1: it is one axis.
+        axes: ranks along each axis that tp consists of, outermost first; (): it is one axis.
         schedule: a name of `pipeline.schedule`, or "chimera_direct"; `microbatches`: number of microbatches of a step.
         stages: index of the first call of each pipeline stage.
         recompute: (first, end) spans of calls that are computed again in backward.
         layers: the layers to replace by parallel ones.
-        calls: the strategy of each call of the recorded program, in order; `second_calls`: the strategy on the second
-            axis of each call in the local program of a rank of the first axis.
+        calls: the strategy of each call of the recorded program, in order; `later_calls`: for each axis after the first
+            one the strategy of each call in the local program of a rank of the axes before.
         parameters, inputs: the types of the recorded program's parameters and inputs, by name.
         job: the layout's other values, if `nxd.plan` chose it.
         costs: what the plan costs, as `parallelize.explain` returns it; nothing that carries out a plan reads it.
@@ -107,29 +108,31 @@ class Plan:
     pp: int = 1
     dp: int = 1
     zero1: bool = False
-    second: int = 1
+    axes: tuple[int, ...] = ()
     schedule: str = "1f1b"
     microbatches: int = 1
     stages: tuple[int, ...] = (0,)
     recompute: tuple[tuple[int, int], ...] = ()
     layers: tuple[LayerPlan, ...] = ()
     calls: tuple[CallPlan, ...] = ()
-    second_calls: tuple[CallPlan, ...] = ()
+    later_calls: tuple[tuple[CallPlan, ...], ...] = ()
     parameters: Mapping[str, TensorPlan] | None = None
     inputs: Mapping[str, TensorPlan] | None = None
     job: JobPlan | None = None
     costs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "second", "microbatches"):
-            number = getattr(self, name)
+        numbers = [(name, getattr(self, name)) for name in ("tp", "pp", "dp", "microbatches")]
+        for name, number in (*numbers, *(("axes", size) for size in self.axes)):
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
                 raise PlanError(f"Plan: {name} must be a positive integer, got {number!r}")
         for name in ("cp", "ep", "virtual_pipeline_size", "global_batch", "seq_len") if self.job else ():
             if getattr(self.job, name) < 1:
                 raise PlanError(f"Plan: job: {name} must be a positive integer, got {getattr(self.job, name)}")
-        if self.tp % self.second:
-            raise PlanError(f"Plan: second={self.second} must divide tp={self.tp}")
+        if self.axes and prod(self.axes) != self.tp:
+            raise PlanError(f"Plan: axes={self.axes} are {prod(self.axes)} ranks, and not tp={self.tp}")
+        if len(self.later_calls) != len(self.axes[1:]):
+            raise PlanError(f"Plan: later_calls are of {len(self.later_calls)} axes, and axes={self.axes}")
         for layer in self.layers:
             if layer.style not in STYLES:
                 raise PlanError(
@@ -152,8 +155,8 @@ class Plan:
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         for name in ("parameters", "inputs"):
             content[name] = {key: tensor._asdict() for key, tensor in (getattr(self, name) or {}).items()}
-        for name in ("calls", "second_calls"):
-            content[name] = [call._asdict() for call in getattr(self, name)]
+        content["calls"] = [call._asdict() for call in self.calls]
+        content["later_calls"] = [[call._asdict() for call in calls] for calls in self.later_calls]
         content["job"] = self.job._asdict() if self.job is not None else None
         if self.job is None:
             del content["job"]
@@ -174,20 +177,21 @@ class Plan:
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise PlanError(f'{path} is no plan: it has no "format": "{FORMAT}"')
         version = content.pop("version", None)
-        if version != VERSION:
-            raise PlanError(f"{path} is a plan of version {version}; this package reads version {VERSION}")
-        known = [field.name for field in fields(cls)]
-        unknown = [name for name in content if name not in known]
-        if unknown:
-            raise PlanError(
-                f"{path} is a damaged plan: it has {unknown[0]!r}, which is no key of a plan; nearest: "
-                f"{nearest(unknown[0], known)}. A plan has {', '.join(known)}"
-            )
-        missing = [name for name in known if name not in content and name not in OPTIONAL]
-        if missing:
-            words = [f"{name!r}, the {_MEANING[name]}" if name in _MEANING else repr(name) for name in missing]
-            raise PlanError(f"{path} is a damaged plan: it has no {'; no '.join(words)}: add it, or save it anew")
+        if version not in (1, VERSION):
+            raise PlanError(f"{path} is a plan of version {version}; this package reads versions 1 to {VERSION}")
         try:
+            content = _of_version_1(content) if version == 1 else content
+            known = [field.name for field in fields(cls)]
+            unknown = [name for name in content if name not in known]
+            if unknown:
+                raise PlanError(
+                    f"it has {unknown[0]!r}, which is no key of a plan; nearest: {nearest(unknown[0], known)}. "
+                    f"A plan has {', '.join(known)}"
+                )
+            missing = [name for name in known if name not in content and name not in OPTIONAL]
+            if missing:
+                words = [f"{name!r}, the {_MEANING[name]}" if name in _MEANING else repr(name) for name in missing]
+                raise PlanError(f"it has no {'; no '.join(words)}: add it, or save it anew")
             return cls(**_decoded(content))
         except PlanError as error:
             raise PlanError(f"{path} is a damaged plan: {error}") from None
@@ -237,7 +241,7 @@ def _decoded(content: dict[str, Any]) -> dict[str, Any]:
         PlanError: a field has another type.
     """
     decoded = dict(content)
-    for name in ("stages", "recompute", "layers", "calls", "second_calls"):
+    for name in ("stages", "recompute", "layers", "calls", "axes", "later_calls"):
         decoded[name] = _typed(content[name], list, name)
     decoded["zero1"] = _typed(content["zero1"], bool, "zero1")
     decoded["schedule"] = _typed(content["schedule"], str, "schedule")
@@ -247,17 +251,46 @@ def _decoded(content: dict[str, Any]) -> dict[str, Any]:
         decoded["job"] = JobPlan(**_entry(content["job"], types, JobPlan._fields, "job"))
     decoded["recompute"] = tuple(_pair(span, int, "recompute") for span in decoded["recompute"])
     decoded["layers"] = tuple(map(_layer, decoded["layers"]))
-    for name in ("calls", "second_calls"):
-        decoded[name] = tuple(
-            CallPlan(**_entry(call, dict.fromkeys(CallPlan._fields, str), CallPlan._fields, name))
-            for call in decoded[name]
-        )
+    decoded["axes"] = tuple(_typed(size, int, "axes") for size in decoded["axes"])
+    decoded["calls"] = _calls(decoded["calls"], "calls")
+    decoded["later_calls"] = tuple(_calls(calls, "later_calls") for calls in decoded["later_calls"])
     for name in ("parameters", "inputs"):
         tensors = _typed(content[name], dict, name)
         decoded[name] = {key: _tensor(tensor, f"{name}: {key}") for key, tensor in tensors.items()}
     if content.get("costs") is not None:
         _typed(content["costs"], dict, "costs")
     return decoded
+
+
+def _of_version_1(content: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a plan of version 1, in which tp consists of one axis or two.
+
+    Raises:
+        PlanError: a field has another type.
+    """
+    missing = [name for name in ("tp", "second", "second_calls") if name not in content]
+    if missing:
+        raise PlanError(f"it has no {missing[0]!r}: add it, or save it anew")
+    content = dict(content)
+    second, calls = content.pop("second"), content.pop("second_calls")
+    if _typed(second, int, "second") < 1:
+        raise PlanError(f"second must be a positive integer, got {second}")
+    axes = [_typed(content["tp"], int, "tp") // second, second] if second > 1 else []
+    content |= {"axes": axes, "later_calls": [calls] if axes else []}
+    if isinstance(content.get("job"), dict):
+        content["job"] = {"overlap": False, **content["job"]}
+    for name in ("parameters", "inputs"):
+        tensors = content.get(name)
+        for tensor in tensors.values() if isinstance(tensors, dict) else ():
+            if isinstance(tensor, dict):
+                later = tensor.pop("second", "")
+                tensor["later"] = [later] if later else []
+    return content
+
+
+def _calls(calls: Any, where: str) -> tuple[CallPlan, ...]:
+    types = dict.fromkeys(CallPlan._fields, str)
+    return tuple(CallPlan(**_entry(call, types, CallPlan._fields, where)) for call in _typed(calls, list, where))
 
 
 def _typed(value: Any, type_: type, where: str) -> Any:
@@ -291,9 +324,11 @@ def _entry(value: Any, types: Mapping[str, type], needed: Sequence[str], where: 
 
 
 def _tensor(value: Any, where: str) -> TensorPlan:
-    types: dict[str, type] = {"shape": list, "dtype": str, "type": str, "second": str}
+    types: dict[str, type] = {"shape": list, "dtype": str, "type": str, "later": list}
     entry = _entry(value, types, ("shape", "dtype", "type"), where)
-    return TensorPlan(**{**entry, "shape": tuple(_typed(size, int, f"{where}: shape") for size in entry["shape"])})
+    entry["shape"] = tuple(_typed(size, int, f"{where}: shape") for size in entry["shape"])
+    entry["later"] = tuple(_typed(type_, str, f"{where}: later") for type_ in entry.get("later", ()))
+    return TensorPlan(**entry)
 
 
 def _layer(content: Any) -> LayerPlan:

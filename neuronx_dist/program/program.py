@@ -55,7 +55,7 @@ class Value:
         producer: the call that returns it.
         varies: it depends on an input, a parameter or a buffer. Other values stay R.
         constant: the tensor itself, if it is a constant.
-        outer: its type on the first axis; None in a program of one axis.
+        outer: its types on the axes that its program is divided over already, outermost first.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Value:
     producer: Call | None = None
     varies: bool = True
     constant: torch.Tensor | None = None
-    outer: SpmdType | None = None
+    outer: tuple[SpmdType, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +88,8 @@ class Call(CallFacts):
         several: it returns a tuple or list of its results, not one tensor.
         source: the text of the user's line.
         writes: indices of the operands that it writes in place (buffers only: other writes become values in recording).
-        outer: how this call is sharded on the first axis; None in a program of one axis.
+        outer: how this call is sharded on the axes that its program is divided over already, outermost first; of a
+            conversion only on the axis of the conversion and later ones, as it does not change other types.
     """
 
     function: Callable[..., Any]
@@ -98,7 +99,7 @@ class Call(CallFacts):
     several: bool = False
     source: str = ""
     writes: tuple[int, ...] = ()
-    outer: OuterCall | None = None
+    outer: tuple[OuterCall, ...] = ()
 
     @property
     def name(self) -> str:
@@ -147,16 +148,18 @@ class Program:
 
 
 class OuterCall(NamedTuple):
-    """Sharding of a call on the first axis, in a program that is divided over the second one.
+    """Sharding of a call on an axis, in the local program of a rank of this axis, which later axes divide.
 
     Attributes:
-        operands, results: types on the first axis.
-        bytes_moved: bytes that a rank sends along the first axis in the call itself, forward and backward.
-        whole: the call of the global program; None if the call is a conversion.
+        axis, size: the axis, and its number of ranks.
+        operands, results: types on the axis.
+        bytes_moved: bytes that a rank sends in the call itself, forward and backward, along this axis or earlier ones.
+        whole: the call that the axis divides; None if the call is a conversion on this axis.
         steps: as in `Strategy`.
     """
 
     axis: str
+    size: int
     operands: tuple[SpmdType, ...]
     results: tuple[SpmdType, ...]
     bytes_moved: tuple[int, int]
@@ -199,8 +202,7 @@ class Strategy(NamedTuple):
 class Division:
     """A program divided over the ranks of a unit: `stages` pipeline stages of `size` ranks along `axis`.
 
-    With two axes, `program` is the local program of a rank of the first axis, as the division `outer` of the global
-    program makes it.
+    With several axes, `program` is the local program of a rank of the axes before, as the division `outer` makes it.
 
     Attributes:
         strategies: the strategy of each call.
@@ -211,7 +213,7 @@ class Division:
         recompute: (first, end) spans of calls whose values are computed again in backward; spans may be nested.
         schedule, microbatches: the pipeline schedule, a name of `pipeline.schedule`, and its number of microbatches.
         pipeline_ranks: stage s is on group s % pipeline_ranks of a stage's ranks.
-        outer: the division of the global program over the first of two axes; None if there is one axis.
+        outer: the division over the axis before; None: this is the first axis.
         zero1: units shard the optimizer's state, if the policy chose the units.
         costs: computes what the division costs, by the choice that made it; None: nothing knows that.
     """
@@ -231,14 +233,25 @@ class Division:
     costs: Callable[[], dict[str, Any]] | None = field(default=None, repr=False, compare=False)
 
     @property
+    def levels(self) -> list[Division]:
+        """The divisions over each axis, the outermost first, which divides the global program; this one is the last."""
+        return [*(self.outer.levels if self.outer else ()), self]
+
+    @property
     def whole(self) -> Program:
         """The recorded, global program."""
-        return self.program if self.outer is None else self.outer.program
+        return self.levels[0].program
 
     @property
     def axes(self) -> dict[str, int]:
-        """Number of ranks along each axis that the program is divided over."""
-        return {**({} if self.outer is None else self.outer.axes), self.axis: self.size}
+        """Number of ranks along each axis that the program is divided over, the outermost first."""
+        return {level.axis: level.size for level in self.levels}
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """`Mesh.tp_replicas` for types on these axes: number of ranks inside of each axis but the last."""
+        sizes = [*self.axes.values()]
+        return tuple(math.prod(sizes[number:]) for number in range(1, len(sizes)))
 
     @property
     def ranks(self) -> int:
@@ -252,7 +265,7 @@ class Division:
 
     def types_of(self, value: Value) -> dict[str, SpmdType]:
         """Returns the type of a value on each divided axis."""
-        outer = {} if self.outer is None or value.outer is None else {self.outer.axis: value.outer}
+        outer = dict(zip(self.axes, value.outer))  # without the last axis
         return {**outer, self.axis: self.type_of(value)} if self.size > 1 else outer
 
 

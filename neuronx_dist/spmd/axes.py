@@ -3,7 +3,7 @@
 The dense view (pp, dp, cp, tp) and the expert view (pp, edp, ep, tp) divide the same ranks in two ways. Types need one
 set of axes that expresses both: dp and cp, or with experts edp and ep, and where both exist the coarser pieces of
 them (`"cp/ep"`: what is left of cp when ep is taken out of it). Where key/value heads are replicated over a part of
-tp (`Mesh.tp_replicas`), its two parts are atoms: `"tp/4"` and `"tp%4"`. Axes of one rank have no atoms.
+tp (`Mesh.tp_replicas`), its parts are atoms: `"tp/4"` and `"tp%4"`. Axes of one rank have no atoms.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import lru_cache
 from ..comm import context
 from ..comm.context import AxisLike
 from ..comm.ranks.rank_numbers import concrete
-from ..mesh import DENSE_AXES, EXPERT_AXES, Mesh, part_of
+from ..mesh import DENSE_AXES, EXPERT_AXES, Mesh, name_of_part, part_of
 
 __all__ = ["DATA_ATOMS", "SAMPLE_ATOMS", "PartOfAxisError", "atoms_of", "mesh_atoms", "mesh_of", "order_of"]
 
@@ -33,23 +33,24 @@ class PartOfAxisError(ValueError):
     """
 
     def __init__(self, axis: str, mesh: Mesh) -> None:
-        whole, _, self.replicas = part_of(axis)
+        part = part_of(axis)
+        self.replicas = part.cuts[0] if len(part.cuts) == 1 else part.cuts
         super().__init__(
-            f"types are checked on all of {whole}, or on parts of {mesh.tp_replicas}, not on the part {axis!r}: "
+            f"types are checked on all of {part.axis}, or on parts of {mesh.tp_replicas}, not on the part {axis!r}: "
             f"pass Mesh(..., tp_replicas={self.replicas}), which must be the same for all layers"
         )
 
 
-def order_of(atom: str) -> tuple[int, str]:
+def order_of(atom: str) -> tuple[int, int, str]:
     """Sorts atoms as a mesh has them, outermost first; groups that are no axes come last.
 
     Where two axes shard one dim in the same blocks, the first one has the outer factor.
     """
-    axis, sign, _ = part_of(atom)
-    if sign and axis in _ORDER:
-        return (_ORDER.index(axis), "" if sign == "/" else sign)
+    part = part_of(atom)
+    if not part.is_whole and part.axis in _ORDER:
+        return (_ORDER.index(part.axis), -part.stride, atom)
     order = (*getattr(context.current().mesh, "named_atoms", _ORDER),) if context.is_initialized() else _ORDER
-    return (order.index(atom) if atom in order else len(order), atom)
+    return (order.index(atom) if atom in order else len(order), 0, atom)
 
 
 def mesh_of(sizes: Mapping[str, int] | Mesh) -> Mesh:
@@ -102,11 +103,22 @@ def mesh_atoms(mesh: Mesh) -> dict[str, tuple[str, ...]]:
         sizes["ep/cp"] = ep // cp
     else:
         raise ValueError(f"cannot check types with cp={cp} and ep={ep}: one must divide the other")
-    replicas = mesh.tp_replicas
-    parts = {f"tp/{replicas}": mesh.tp // replicas, f"tp%{replicas}": replicas} if replicas > 1 else {}
-    sizes.update(parts)
-    table.update(pp=("pp",), tp=tuple(parts) or ("tp",), **{part: (part,) for part in parts})
+    parts = mesh.tp_parts
+    sizes.update((name, part_of(name).length(mesh.tp)) for name in parts)
+    table.update(pp=("pp",), **runs_of_parts(parts))
     return {axis: tuple(atom for atom in atoms if sizes[atom] > 1) for axis, atoms in table.items()}
+
+
+def runs_of_parts(parts: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Returns the adjacent parts of tp that make up larger parts, and tp, by the names of these."""
+    strides = [part_of(name).stride for name in parts]
+    return {
+        name_of_part("tp", strides[last], strides[first - 1] // strides[last] if first else None): parts[
+            first : last + 1
+        ]
+        for first in range(len(parts))
+        for last in range(first, len(parts))
+    }
 
 
 def atoms_of(axis: AxisLike, mesh: Mesh | None) -> tuple[str, ...]:
@@ -142,6 +154,6 @@ def _of_ranks(label: str, ranks: tuple[int, ...], mesh: Mesh | None) -> tuple[st
             return atoms_of(axis, mesh)
         if all(mesh.coordinate(("dp", "cp", "tp"), r) == mesh.coordinate(("dp", "cp", "tp"), ranks[0]) for r in ranks):
             return ("pp",)  # a part of the stages: those that hold a tied weight
-        if part_of(label)[1]:
+        if not part_of(label).is_whole:
             return atoms_of(label, mesh)
     return (label if mesh is None and "," not in label else f"{label}{list(ranks)}",)

@@ -24,6 +24,7 @@ from ..torch_internals.fake_tensors import FakeTensor
 from ..torch_internals.tensors import pytree
 from ..weights.partial_model import is_partial, partial_model
 from ..weights.shard_spec import restamp, spec_of
+from .axes import runs_of_parts
 from .errors import SpmdTypeError
 
 __all__ = ["Verified", "verify"]
@@ -111,8 +112,8 @@ def verify(model: nn.Module | None, inputs: Any = None, *, axes: Sequence[str] |
         digests[_BATCH.name] = _Digest(sums, (), "", not sums)
     compared: dict[str, int] = {}
     findings: list[_Finding] = []
-    replicas = context.current().typed_mesh.tp_replicas
-    parts = {"tp": ("tp", f"tp/{replicas}", f"tp%{replicas}")} if replicas > 1 else {}
+    of_tp = context.current().typed_mesh.tp_parts
+    parts = {"tp": ("tp", *of_tp)} if len(of_tp) > 1 else {}
     for axis in (part for name in chosen for part in parts.get(name, (name,))):
         if comm.size(axis) > 1:
             concerned = {v.name: v for v in values if axis in v.equal | v.usually_equal | v.usually_different}
@@ -157,12 +158,16 @@ def _parameters(model: nn.Module | None) -> Iterator[_Value]:
     if model is None:
         return
     restamp(model)
+    atoms = runs_of_parts(context.current().typed_mesh.tp_parts)
     for name, param in _named(model):
         spec = spec_of(param)
         experts = spec.axis == "ep" or bool(getattr(param, "expert_model_parallel", False)) and comm.size("ep") > 1
-        copies = spec.replicated_over
-        equal = frozenset([*([copies] if isinstance(copies, str) else []), *(["edp"] if experts else ["dp", "cp"])])
-        shards = spec.axis is not None and part_of(spec.axis)[0] == "tp" and spec.num_partitions == comm.size(spec.axis)
+        copies = (spec.replicated_over,) if isinstance(spec.replicated_over, str) else spec.replicated_over
+        compared = [part for name in copies for part in ((name,) if name == "tp" else atoms.get(name, (name,)))]
+        equal = frozenset([*compared, *(["edp"] if experts else ["dp", "cp"])])
+        shards = (
+            spec.axis is not None and part_of(spec.axis).axis == "tp" and spec.num_partitions == comm.size(spec.axis)
+        )
         yield _Value(
             name,
             param.detach(),

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .. import comm, weights
-from ..mesh import Axis, part_of
+from ..mesh import Axis, part_of, rest_of
 from ..torch_internals.tensors import state_dict_metadata
 
 __all__ = ["ShardSpec", "ShardedModule", "gather_full", "named_specs", "restamp", "set_spec", "spec_of"]
@@ -87,21 +87,18 @@ class ShardSpec:
 
     @property
     def replicated_over(self) -> Axis:
-        """The tp ranks that hold the same values: `"tp"`, a part of it, or `()` where each has a shard of its own."""
-        axis, sign, count = part_of(self.axis or "")
-        return "tp" if axis != "tp" else f"tp{'%' if sign == '/' else '/'}{count}" if sign else ()
+        """The tp ranks that hold the same values: `"tp"`, a part of it or two, or `()` where each has another shard."""
+        if self.axis is None or part_of(self.axis).axis != "tp":
+            return "tp"
+        return rest_of(self.axis)
 
     def index_of(self, rank: int) -> int:
         """Returns the number of a rank's shard, from the rank's number along the complete axis ("tp" of `"tp/4"`)."""
-        _, sign, count = part_of(self.axis or "")
-        return rank // count if sign == "/" else rank % count if sign else rank
+        return part_of(self.axis or "").of(rank)
 
     def is_first(self, rank: int) -> bool:
         """Returns whether a rank is the first one, along the complete axis, that has its values."""
-        _, sign, count = part_of(self.axis or "")
-        if self.axis is None:
-            return rank == 0
-        return rank % count == 0 if sign == "/" else rank < count if sign else True
+        return rank == (0 if self.axis is None else part_of(self.axis).stride * self.index_of(rank))
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -55,10 +55,14 @@ def bytes_of(event: Any) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("frozen", [[], ["wte", "wpe", "blocks.0"]], ids=str)
-def test_bytes_are_those_of_the_recorded_collectives(frozen: list[str], tmp_path: Path) -> None:
-    """Layer norms of values without a gradient have no collective in backward."""
-    parallel_class = divided(tmp_path, costs=EAGER, frozen=frozen)
+@pytest.mark.parametrize(
+    "frozen, ranks, options", [([], 2, {}), (["wte", "wpe", "blocks.0"], 2, {}), ([], 8, {"tp_size": [2, 2]})], ids=str
+)
+def test_bytes_are_those_of_the_recorded_collectives(
+    frozen: list[str], ranks: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Layer norms of values without a gradient have no collective in backward. Each axis has two ranks."""
+    parallel_class = divided(tmp_path, ranks=ranks, costs=EAGER, frozen=frozen, **options)
     costs, (_, arguments) = explain(parallel_class), model("gpt")
 
     def rank() -> list[Any]:
@@ -67,7 +71,7 @@ def test_bytes_are_those_of_the_recorded_collectives(frozen: list[str], tmp_path
             parallel(**arguments).backward()
         return list(calls)
 
-    events = threads.run(ComputeConfig(2, 2).mesh(), rank)[0]
+    events = threads.run(ComputeConfig(ranks, ranks).mesh(), rank)[0]
     predicted = sum(entry["forward_bytes"] + entry["backward_bytes"] for entry in costs["collectives"])
     assert predicted == sum(map(bytes_of, events)) > 0
 

@@ -23,8 +23,10 @@ PLAN = Plan(
         LayerPlan("up", "column", fused_with=("gate",), options={"bias": True}),
         LayerPlan("q", "column", padded_size=64, group=(3, 4)),
     ),
+    axes=(1, 2),
     calls=(CallPlan("linear", "up", "S(0) of operand 1"),),
-    parameters={"up.weight": TensorPlan((8, 4), "float32", "S(0)")},
+    later_calls=((CallPlan("convert", "", "R"), CallPlan("linear", "up", "R")),),
+    parameters={"up.weight": TensorPlan((8, 4), "float32", "S(0)", ("I",))},
     inputs={"x": TensorPlan((2, 4), "float32", "R")},
 )
 
@@ -42,7 +44,7 @@ def test_saved_and_loaded(tmp_path):
         ("not json", "is no plan: it is not JSON"),
         ("[]", "is no plan: it has no"),
         ('{"format": "other"}', "is no plan: it has no"),
-        ('{"format": "neuronx_dist.plan", "version": 99}', "of version 99; this package reads version 1"),
+        ('{"format": "neuronx_dist.plan", "version": 99}', "of version 99; this package reads versions 1 to 2"),
     ],
 )
 def test_what_is_no_plan_is_refused(tmp_path, text, why):
@@ -63,6 +65,8 @@ def test_what_is_no_plan_is_refused(tmp_path, text, why):
         ({"job": {**JobPlan()._asdict(), "cpu": 1}}, "job has 'cpu', which is no key of it; nearest: cp"),
         ({"job": {**JobPlan()._asdict(), "cp": 0}}, "job: cp must be a positive integer, got 0"),
         ({"parameters": None}, "parameters has None, which is no dict"),
+        ({"axes": [3, 2]}, "axes=(3, 2) are 6 ranks, and not tp="),
+        ({"axes": [PLAN.tp, 1], "later_calls": []}, "later_calls are of 0 axes"),
     ],
 )
 def test_an_edit_that_makes_no_plan_is_refused(tmp_path, edit, why):

@@ -88,7 +88,7 @@ class Cells:
     def atoms_of(self, axis: Axis) -> list[str]:
         """The atoms of an axis; the atoms of the full axis for a part that is no product of atoms."""
         names = self.mesh.groups(axis).names
-        return [atom for name in names for atom in self._atoms_of.get(name) or self._atoms_of[part_of(name)[0]]]
+        return [atom for name in names for atom in self._atoms_of.get(name) or self._atoms_of[part_of(name).axis]]
 
     def atoms_between(self, one: int, other: int) -> list[str]:
         """The atoms along which two ranks differ."""
@@ -144,7 +144,7 @@ class Cells:
 
 
 def _size(mesh: Mesh, atom: str) -> int:
-    if part_of(atom)[1]:
+    if not part_of(atom).is_whole:
         return mesh.size(atom)
     outer, _, divisor = atom.partition("/")  # of "cp/ep": what is left of cp when ep is taken out of it
     return mesh.size(tuple(outer.split(","))) // (mesh.size(divisor) if divisor else 1)

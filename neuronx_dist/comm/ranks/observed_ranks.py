@@ -84,10 +84,9 @@ class ObservedRank:
         data = mesh.groups(("dp", "cp")) if {"ep", "edp"} & {*names} else None
         steps: dict[str, list[int]] = {}
         for name in names:
-            whole, sign, count = part_of(name)
-            along = range(mesh.size(whole))
-            coordinates = [k // count if sign == "/" else k % count if sign else k for k in along]
-            steps[whole] = [k * groups.strides[name] for k in coordinates]
+            part = part_of(name)
+            along = [part.of(k) * groups.strides[name] for k in range(mesh.size(part.axis))]
+            steps[part.axis] = [*map(sum, zip(along, steps.get(part.axis, [0] * len(along))))]
         if data is not None:
             table = RankTable.of_values(
                 ("dp", "cp"),

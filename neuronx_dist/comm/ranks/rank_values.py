@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...mesh import DENSE_AXES, EXPERT_AXES, Axis, Mesh
+from ...mesh import DENSE_AXES, EXPERT_AXES, Axis, Mesh, part_of
 from .rank_numbers import RankNumber
 from .rank_tables import RankTable, apply
 
@@ -85,16 +85,16 @@ class RankValue(RankNumber):
     @property
     def axes(self) -> frozenset[str]:
         """Axes along which the value differs; where types are written on parts of tp, the parts."""
-        count = self.observed.mesh.tp_replicas
-        if count == 1 or "tp" not in self.names or self.table.steps is None:
+        parts = self.observed.mesh.tp_parts
+        if len(parts) == 1 or "tp" not in self.names or self.table.steps is None:
             return frozenset(self.names)
         steps = self.table.steps[self.names.index("tp")]
-        parts = set()
-        if any(step != steps[k - k % count] for k, step in enumerate(steps)):
-            parts.add(f"tp%{count}")
-        if any(step != steps[k % count] for k, step in enumerate(steps)):
-            parts.add(f"tp/{count}")
-        return frozenset({*self.names, *parts} - {"tp"})
+        differing = {
+            name
+            for name, part in zip(parts, map(part_of, parts))
+            if any(step != steps[k - part.of(k) * part.stride] for k, step in enumerate(steps))
+        }
+        return frozenset({*self.names, *differing} - {"tp"})
 
     def value_on(self, rank: int) -> int:
         """Returns the value on another rank of the mesh."""

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from ...checking.types.judge import Judgement, Operand, judge
-from ...mesh import part_of
+from ...mesh import part_of, rest_of
 from ...program.program import OuterCall, local_shape
 from ...rules import Rule, Spec
 from ...rules.containers import substituted
@@ -91,15 +91,16 @@ class Facts(NamedTuple):
     size: int
     strides: tuple[int, ...]
     routed: bool = False  # it reads rows of experts
-    outer: OuterCall | None = None  # its types on the first of two axes
-    original: tuple[Callable[..., Any], Arguments] | None = None  # the global call that a composite replaces
+    outer: tuple[OuterCall, ...] = ()  # its types on the axes before
+    # the call that a composite replaces, and the number of the axis that has the composite
+    original: tuple[Callable[..., Any], Arguments, int] | None = None
 
 
 def derive(facts: Facts) -> Derivation:
     """Derives all strategies of a call, "R" first."""
     derivation = Derivation([], [])
     spec, affine, why = described(facts)
-    judged = _with_dims_of_one(facts) if spec is not None and facts.outer is not None else spec
+    judged = _with_dims_of_one(facts) if spec is not None and facts.outer else spec
     for name, types, label in assignments(facts, spec):
         if why and name not in ("R", "I"):
             continue
@@ -153,7 +154,7 @@ def described(facts: Facts) -> tuple[Spec | None, bool, str]:
 
 
 def _with_dims_of_one(facts: Facts) -> Spec:
-    """Returns the spec with factors of size 1: the first axis may leave one position of a dim that it cuts."""
+    """Returns the spec with factors of size 1: an axis before may leave one position of a dim that it cuts."""
     assert facts.rule is not None and facts.rule.spec is not None
     args, kwargs = substituted(facts.arguments, TensorSlot, whole_tensor)
     spec: Spec = facts.rule.spec(*args, **kwargs)
@@ -267,11 +268,10 @@ def cuts(dims: Any, spec: Spec, label: int, stride: int = 1) -> Shard | None:
 
 def results_of(facts: Facts, spec: Spec, affine: bool, types: Sequence[SpmdType]) -> tuple[SpmdType, ...] | str:
     """Returns the types of the results, or the reason why the operands' types are not allowed."""
-    outer = facts.outer
-    known = [{outer.axis: _plain(spmd_type)} for spmd_type in outer.operands] if outer else [{}] * len(types)
+    before = [{on.axis: _plain(on.operands[index]) for on in facts.outer} for index in range(len(types))]
     judged = [
-        Operand(TensorType.of({**first, facts.axis: spmd_type}, R), slot.differentiable)
-        for first, spmd_type, slot in zip(known, types, facts.slots, strict=True)
+        Operand(TensorType.of({**known, facts.axis: spmd_type}, R), slot.differentiable)
+        for known, spmd_type, slot in zip(before, types, facts.slots, strict=True)
     ]
     assert facts.rule is not None
     try:
@@ -280,10 +280,10 @@ def results_of(facts: Facts, spec: Spec, affine: bool, types: Sequence[SpmdType]
         return violation.why
     if judgement.assumed:
         return f"its types would rest on an assumption: {judgement.assumed[0]}"
-    if outer is not None:
-        for spmd_type, type_ in zip(outer.results, judgement.types, strict=True):
-            if _plain(type_.get(outer.axis) or R) != _plain(spmd_type):
-                return f"on {outer.axis} its result would become {type_.get(outer.axis)} instead of {spmd_type}"
+    for on in facts.outer:
+        for spmd_type, type_ in zip(on.results, judgement.types, strict=True):
+            if _plain(type_.get(on.axis) or R) != _plain(spmd_type):
+                return f"on {on.axis} its result would become {type_.get(on.axis)} instead of {spmd_type}"
     return tuple(_plain(type_.get(facts.axis) or R) for type_ in judgement.types)
 
 
@@ -352,9 +352,8 @@ def with_rank_mask(facts: Facts, template: Template) -> Template:
     if not facts.random or template.arguments is None:
         return template
     args, kwargs = template.arguments
-    whole, sign, count = part_of(facts.axis)
-    if sign:
-        kwargs = {**kwargs, "shared_axis": f"{whole}{'%' if sign == '/' else '/'}{count}"}
+    if not part_of(facts.axis).is_whole:
+        kwargs = {**kwargs, "shared_axis": rest_of(facts.axis)}
     return template._replace(function=DRAWING[facts.function], arguments=(args, kwargs))
 
 

@@ -367,10 +367,10 @@ def stage_starts(
 
 
 def _is_layout(type_: SpmdType, value: Value) -> bool:
-    """Returns whether a parameter can be stored in this type: shards, of blocks or not, equal blocks on two axes."""
+    """Returns whether a parameter can be stored in this type: shards, of blocks or not, equal ones on adjacent axes."""
     if not isinstance(type_, Shard) or type_ != S(type_.dim, stride=type_.stride):
         return False
-    return not isinstance(value.outer, Shard) or value.outer == type_
+    return not any(isinstance(before, Shard) for before in value.outer) or value.outer[-1] == type_
 
 
 def is_whole(strategy: Strategy) -> bool:

@@ -1,8 +1,8 @@
-"""The local program of one rank of a divided axis, which can be divided over a second axis.
+"""The local program of one rank of a divided axis, which can be divided over a next axis.
 
-Its calls are the local calls of the first division, on values of local shapes; a conversion of the first division is a
-call of an `spmd` operator. Over the second axis each call has strategies again (`strategies.py`), which are judged
-together with its types on the first axis.
+Its calls are the local calls of the division, on values of local shapes; a conversion of the division is a call of an
+`spmd` operator. Over the next axis each call has strategies again (`strategies.py`), which are judged together with its
+types on the axes before.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _LocalProgramBuilder:
     def _add(self, value: Value, producer: Call | None = None) -> Value:
         spmd_type = self.division.type_of(value)
         shape = local_shape(value.shape, spmd_type, self.division.size)
-        self.values[value] = replace(value, shape=shape, outer=spmd_type, producer=producer)
+        self.values[value] = replace(value, shape=shape, outer=(*value.outer, spmd_type), producer=producer)
         return self.values[value]
 
     def _call(self, global_call: Call) -> Call:
@@ -100,7 +100,8 @@ class _LocalProgramBuilder:
 
         args, kwargs = substituted((strategy.local.args, strategy.local.kwargs), Value, local)
         types = strategy.operands, strategy.results
-        on_first = OuterCall(self.division.axis, *types, strategy.bytes_moved, global_call, strategy.steps)
+        axis, size = self.division.axis, self.division.size
+        here = OuterCall(axis, size, *types, strategy.bytes_moved, global_call, strategy.steps)
         call = replace(
             global_call,
             function=strategy.local.function,
@@ -108,7 +109,7 @@ class _LocalProgramBuilder:
             kwargs=kwargs,
             results=[],
             flops=int(global_call.flops * strategy.share),
-            outer=on_first,
+            outer=(*global_call.outer, here),
         )
         call.results = [self._add(value, call) for value in global_call.results]
         self.local_calls.append(call)
@@ -128,13 +129,15 @@ class _LocalProgramBuilder:
         function, args, kwargs = how.call(
             self.values[value], division.axis, inplace=read_once(value, self.program, self.consumers)
         )
-        on_first = OuterCall(division.axis, (how.src,), (how.dst,), (how.forward, how.backward), None)
-        call = Call(function, args, kwargs, outer=on_first)
+        moved = how.forward, how.backward
+        here = OuterCall(division.axis, division.size, (how.src,), (how.dst,), moved, None)
+        call = Call(function, args, kwargs, outer=(here,))
         if reader is not None:
             call.where, call.source, call.module = reader.where, reader.source, reader.module
         shape = local_shape(value.shape, wanted, division.size)
         name = fresh(value.name + suffix(wanted), self.names)
-        result = Value(name, "result", shape, value.dtype, value.requires_grad, "", call, value.varies, None, wanted)
+        outer = (*value.outer, wanted)
+        result = Value(name, "result", shape, value.dtype, value.requires_grad, "", call, value.varies, None, outer)
         call.results = [result]
         self.local_calls.append(call)
         self.converted[value, wanted] = result

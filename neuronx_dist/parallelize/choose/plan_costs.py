@@ -102,7 +102,7 @@ def plan_costs(choice: StrategyChoice, division: Division) -> dict[str, Any]:
 def _gap(choice: StrategyChoice, division: Division, seconds: float) -> dict[str, Any]:
     """Returns the gap of the choice, None if no bound is known, and what it is measured by, in words."""
     if division.outer is not None:
-        return {"gap": None, "gap_of": "each axis is divided at the least cost, one after the other: no bound for both"}
+        return {"gap": None, "gap_of": "each axis is divided at the least cost, one after the other: no bound for all"}
     least = choice.least()
     if least is None:
         return {"gap": None, "gap_of": "no lower bound is known: its table would be too large"}
@@ -115,11 +115,11 @@ def _gap(choice: StrategyChoice, division: Division, seconds: float) -> dict[str
 
 
 def _inside(choice: StrategyChoice, call: Call, division: Division) -> Iterator[dict[str, Any]]:
-    """Yields the collectives inside of a call: those of a composite, or of a conversion on the first axis."""
+    """Yields the collectives inside of a call: those of a composite, or of a conversion on an axis before."""
     forward, backward = choice.tables.sent_inside(call, division.strategies[call])
     _, seconds = choice.tables.seconds(call, division.strategies[call])
     if forward or backward:
-        on = choice.axis if call.outer is None else call.outer.axis
+        on = next((before.axis for before in call.outer if any(before.bytes_moved)), choice.axis)
         name = call.name if call.function in CONVERSIONS else f"inside {call.name}"
         yield _entry(name, on, forward, backward, seconds)
 

@@ -16,7 +16,7 @@ from ...rules.containers import substituted
 from ...rules.local_call import Arguments, TensorSlot
 from ...spmd.types import Shard
 from .derivation import Derivation, Facts, Refusal
-from .second_axis import derive_second
+from .second_axis import derive_later
 
 __all__ = ["Refusal", "candidates", "facts_of", "frozen", "refusals", "routed_calls", "strides_of"]
 
@@ -51,12 +51,12 @@ def candidates(
         if share is None:
             share = 1 / size if any(isinstance(spmd_type, Shard) for spmd_type in (*types[0], *types[1])) else 1.0
         local = LocalCall(template.function or call.function, args, kwargs)
-        on_first = call.outer.bytes_moved if call.outer else (0, 0)
+        before = call.outer[-1].bytes_moved if call.outer else (0, 0)
         sent = tuple(
-            sent_here + int(sent_on_first * share)
-            for sent_here, sent_on_first in zip(template.bytes_moved, on_first, strict=True)
+            sent_here + int(sent_before * share)
+            for sent_here, sent_before in zip(template.bytes_moved, before, strict=True)
         )
-        steps = template.steps or (call.outer.steps if call.outer else 0)
+        steps = template.steps or (call.outer[-1].steps if call.outer else 0)
         strategies.append(Strategy(template.name, *types, local, share, (sent[0], sent[1]), steps))
     return strategies
 
@@ -87,23 +87,31 @@ def facts_of(call: Call, axis: str, size: int, strides: tuple[int, ...], values:
         size,
         strides,
         False,
-        call.outer and call.outer._replace(bytes_moved=(0, 0), whole=None),
+        tuple(on._replace(bytes_moved=(0, 0), whole=None) for on in call.outer),
         _original(call),
     )
 
 
-def _original(call: Call) -> tuple[Callable[..., Any], Arguments] | None:
-    """Returns the function and arguments of the global call that a composite replaces; None if it replaces none."""
-    global_call = call.outer.whole if call.outer else None
-    if global_call is None or global_call.function is call.function:
+def _original(call: Call) -> tuple[Callable[..., Any], Arguments, int] | None:
+    """Returns the function and arguments of the call that a composite replaces, and the number of the axis that has it.
+
+    None: the call is no composite.
+    """
+    replaced = [
+        (number, on.whole)
+        for number, on in enumerate(call.outer)
+        if on.whole is not None and on.whole.function is not call.function
+    ]
+    if not replaced:
         return None
+    number, whole = replaced[-1]
     values: list[Value] = []
 
     def slot(value: Value) -> TensorSlot:
         values.append(value)
         return TensorSlot(len(values) - 1, value.shape, value.dtype, False)
 
-    return global_call.function, substituted((global_call.args, global_call.kwargs), Value, slot)
+    return whole.function, substituted((whole.args, whole.kwargs), Value, slot), number
 
 
 def _derivation(call: Call, facts: Facts) -> Derivation:
@@ -111,9 +119,9 @@ def _derivation(call: Call, facts: Facts) -> Derivation:
         key = facts.function, facts.rule, frozen(facts.arguments), facts[4:-1], frozen(facts.original)
         hash(key)
     except TypeError:  # an argument that cannot be hashed
-        return derive_second(facts)
+        return derive_later(facts)
     if key not in _derived:
-        _derived[key] = derive_second(facts)
+        _derived[key] = derive_later(facts)
     return _derived[key]
 
 

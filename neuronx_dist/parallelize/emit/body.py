@@ -143,7 +143,7 @@ class Body:
             and not any(param is input for param in params)
             and all(param.kind == "parameter" and self.division.types[param] == want for param, want in held)
             and all(isinstance(want, Shard) for want in strategy.operands[1:])
-            and (call.grad, call.autocast, call.outer) == (True, None, None)
+            and (call.grad, call.autocast, call.outer) == (True, None, ())
         )
 
     def _linears(self, calls: list[Call]) -> None:
@@ -191,9 +191,10 @@ class Body:
         return value_mark(name)
 
     def _overwrites(self, value: Value, conversion: Call, spans: tuple[int, ...]) -> bool:
-        """Returns whether a conversion on the first axis reads the product itself, and may overwrite it."""
+        """Returns whether a conversion on an axis before reads the product itself, and may overwrite it."""
         wanted = self.division.strategies[conversion].operands[0]
-        return self._made_here(value, spans) and has_type(self.division.type_of(value), wanted, value)
+        is_product = read_once(value, self.program, self.consumers)  # and not the result of a conversion in between
+        return is_product and self._made_here(value, spans) and has_type(self.division.type_of(value), wanted, value)
 
     def _made_here(self, value: Value, spans: tuple[int, ...]) -> bool:
         """Returns whether this stage and recomputed span compute a value: no other value may be overwritten."""
@@ -202,8 +203,8 @@ class Body:
 
     def _described(self, value: Value, spmd_type: SpmdType | None = None) -> str:
         spmd_type = spmd_type or self.division.type_of(value)
-        types = str(spmd_type) if self.division.outer is None else f"{value.outer}, {spmd_type}"
-        outer = () if self.division.outer is None else ((value.outer, self.division.outer.size),)
+        types = ", ".join(map(str, (*value.outer, spmd_type)))
+        outer = zip(value.outer, self.division.axes.values())  # without the last axis
         return f"{shape_text(value.shape, (spmd_type, self.division.size), *outer)} {types}"
 
     def _sent(self, stage: StageCalls) -> str:
@@ -237,7 +238,7 @@ def _text(x: Any) -> str | None:
     return str(x) if isinstance(x, _Text) else None
 
 
-def shape_text(shape: tuple[int, ...], cut: tuple[SpmdType | None, int], *outer: tuple[SpmdType | None, int]) -> str:
+def shape_text(shape: tuple[int, ...], cut: tuple[SpmdType, int], *outer: tuple[SpmdType, int]) -> str:
     """Returns the shape that a rank holds, beside the whole one where that differs: `[4, 8 of 16]`.
 
     Args:

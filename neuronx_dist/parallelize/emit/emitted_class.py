@@ -128,7 +128,7 @@ def emit(
     ]
     bodies = [method.forward for method in methods]
     lines = [f"class {name}(ParallelModule):", f'{INDENT}"""{_summary(division)}"""', ""]
-    axis = part_of(division.axis)[0]
+    axis = part_of(division.axis).axis
     lines += [f'{INDENT}AXIS, SIZE = "{axis}", {division.ranks}']
     lines += [f"{INDENT}PARTS = {literal(tuple(division.axes), imports)}"] if division.outer else []
     lines += [f"{INDENT}STORED = {{"]
@@ -245,8 +245,8 @@ def _summary(division: Division) -> str:
     calls = len(division.whole.calls)
     over = f"{division.size} ranks of axis {division.axis}"
     if division.outer is not None:
-        over = " x ".join(map(str, division.axes.values())) + f" ranks of axes {' and '.join(division.axes)}"
-    types = "" if division.outer is None else " Types are those on the one, and on the other."
+        over = " x ".join(map(str, division.axes.values())) + f" ranks of axes {', '.join(division.axes)}"
+    types = "" if division.outer is None else " Types are those on each of these axes."
     return f"A forward of {calls} calls over {over}{pipeline}.{types}"
 
 
@@ -288,7 +288,7 @@ def _held_text(stored: Stored, division: Division) -> str:
     spec = stored.spec(division.axis, division.ranks)
     if stored.kind == "tied" or tuple(spec.local_shape) == stored.shape:
         return ""
-    return f"  # {shape_text(stored.shape, (stored.type, division.ranks))}"
+    return f"  # {shape_text(stored.shape, (stored.type, spec.num_partitions))}"
 
 
 def _stored_text(stored: Stored) -> str:

@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby
+from math import prod
 from typing import Any
 
+from ...mesh import name_of_part
 from ...nearest import nearest
 from ...planning.costs import H100, Costs
 from ...planning.plan import PlanError
@@ -31,7 +33,7 @@ from ..choose.plan_costs import plan_costs
 from ..choose.strategies import candidates, refusals, routed_calls, strides_of
 from ..config import ComputeConfig, Pipeline, divisors_near
 from .operations import Algorithm, IRDataOperation, IRFwOperation, IRSegment, Node, SubNode, cuts_operand
-from .two_axes import SecondAxis
+from .two_axes import Decision, LaterAxes
 
 __all__ = ["IRDataOperation", "IRFwOperation", "IRGraph", "IRSegment"]
 
@@ -48,8 +50,8 @@ class IRGraph:
         pipeline_ranks: number of groups of ranks that the stages are distributed over; None: one group per stage, as
             far as there are ranks.
         pivots: operations at which a stage may begin, without `staging`; None: all.
-        second: decisions about the second of two axes: calls are divided over the first axis, and the local calls of
-            a rank of that axis over the second.
+        later: decisions about the axes after the first one: calls are divided over the first axis, and the local calls
+            of a rank of that axis over the next.
         costs, memory: the cost model of the choice, and the bytes that a rank may hold (None: any number).
         stage_seconds: seconds of each stage, forward and backward, once the program is divided.
     """
@@ -63,14 +65,14 @@ class IRGraph:
         memory: float | None = None,
         part_of: IRGraph | None = None,
     ) -> None:
-        """`part_of`: the graph of the global program, if `program` is the local program of a rank of its first axis."""
+        """`part_of`: the graph of the program of which `program` is the local program of a rank of its axis."""
         self.program, self.config, self._outer = program, config, part_of
         self.costs, self.memory = costs, memory
         self.constraints = Constraints()
         self.pipeline: Pipeline | None = None
         self.pipeline_ranks: int | None = None
         self.pivots: list[IRFwOperation] | None = None
-        self.second = SecondAxis()
+        self.later = LaterAxes()
         self._sharded: dict[Value, tuple[SpmdType, ...]] = {}
         self.stage_seconds: list[float] = []
         self._candidates: dict[tuple[Call, str, int], list[Strategy]] = {}
@@ -105,15 +107,13 @@ class IRGraph:
 
     @property
     def size(self) -> int:
-        """Number of ranks along the graph's axis: all ranks of a stage, unless they form two axes."""
-        return self._outer.second.size if self._outer else self.ranks // self.second.size
+        """Number of ranks along the graph's axis: all ranks of a stage, unless they form several axes."""
+        return self._outer.later.sizes[0] if self._outer else self.ranks // prod(self.later.sizes)
 
     @property
     def axis(self) -> str:
         """Name of the axis over which the operations are divided."""
-        if self._outer:
-            return f"tp%{self._outer.second.size}"
-        return f"tp/{self.second.size}" if self.second.size > 1 else "tp"
+        return name_of_part("tp", prod(self.later.sizes), self.size if self._outer else None)
 
     def nodes(self, flatten: bool = True) -> list[Node]:
         """Returns the inputs and the operations, in order; `flatten=False`: segments instead of their operations."""
@@ -155,7 +155,8 @@ class IRGraph:
     def partition(self, node: Node | SubNode, algo: Algorithm, *, idx: int, dim: int, num: int) -> list[SubNode]:
         """Cuts an operation, or a part of one, along dim `dim` of its tensor operand `idx` into `num` parts.
 
-        If n parts are cut into m parts each, the stage has two axes of n and m ranks, for all operations.
+        If n parts are cut into m parts each, the stage has axes of n and m ranks, for all operations; if these are cut
+        into k parts each, a third one of k ranks.
 
         Raises:
             PlanError: the operation cannot be cut so; the message lists the possible cuts.
@@ -182,13 +183,11 @@ class IRGraph:
     def _divided(self, node: Node | SubNode, count: int, allowed: Callable[[Strategy], bool]) -> list[SubNode]:
         if node.parts:
             raise PlanError(f"{node!r} was divided already, into {len(node.parts)} parts: a policy divides a node once")
-        operation, is_part = (node.node, True) if isinstance(node, SubNode) else (node, False)
-        if is_part and node not in operation.parts:
-            raise PlanError(f"{node!r} is a part of a part: a unit has two axes at most")
+        operation, axis = (node.node, node.axis + 1) if isinstance(node, SubNode) else (node, 0)
         if isinstance(operation, IRFwOperation):
-            table = self.second.strategies if is_part else self.constraints.strategies
+            table = self.later.strategies[axis - 1] if axis else self.constraints.strategies
             table.setdefault(operation.call, []).append(allowed)
-        node.parts = [SubNode(operation, index, count) for index in range(count)]
+        node.parts = [SubNode(operation, index, count, axis) for index in range(count)]
         return list(node.parts)
 
     def assign(self, node: Node | SubNode, device: int) -> None:
@@ -253,7 +252,7 @@ class IRGraph:
     def shard(self, module: str, **dims: int | None) -> None:
         """Shards the stored parameters: `graph.shard("layers.*.mlp.up_proj", weight=0)`; None: not sharded.
 
-        If there are two axes, they are sharded over the second one.
+        If there are several axes, they are sharded over the last one.
 
         Raises:
             PlanError: there is no such parameter.
@@ -275,6 +274,16 @@ class IRGraph:
             raise PlanError(f"{value.path} {list(value.shape)} has no dim {dim}")
         return tuple(S(dim % rank, stride=stride) for stride in (1, *self._strides))
 
+    def over_axes_of(self, division: Division, decide: Callable[[Division, IRGraph], Any]) -> None:
+        """Divides over the axes of a division, and calls `decide` for each, with its division and its graph."""
+        first, *others = division.levels
+        decide(first, self)
+
+        def deciding(level: Division) -> Decision:
+            return lambda inner, _: decide(level, inner)
+
+        self.later.decide_each([level.size for level in others], list(map(deciding, others)))
+
     # The division.
 
     def divide(self) -> Division:
@@ -284,16 +293,7 @@ class IRGraph:
             PlanError: the constraints contradict one another.
         """
         self._check_pipeline()
-        problem = self.problem()
-        second = self.second
-        memory = None if self.memory is None else self.memory * second.size  # the second axis may shard everything
-        division = problem.fitting(memory, stages=self.groups)
-        starts = list(range(len(self.operations) + 1))
-        if second.size > 1:
-            inner, local = self._of_a_rank(division)
-            problem, outer, starts = inner.problem(), division, local.starts
-            division = problem.fitting(self.memory, stages=self.groups)
-            division.outer = outer
+        division, problem, starts = self._over_all_axes(None, self.groups)
         if self.pipeline:
             division.schedule, division.microbatches = self.pipeline.schedule, self.pipeline.nmicros
             division.pipeline_ranks = self.groups
@@ -308,12 +308,26 @@ class IRGraph:
         division.costs = partial(plan_costs, problem, division)
         return division
 
+    def _over_all_axes(self, outer: Division | None, stages: int) -> tuple[Division, StrategyChoice, list[int]]:
+        """Returns the division over the last axis, its choice, and the first of its calls that each call here needs."""
+        problem = self.problem()
+        # Later axes may shard everything.
+        memory = None if self.memory is None else self.memory * prod(self.later.sizes)
+        division = problem.fitting(memory, stages=stages)
+        division.outer = outer
+        if not self.later.sizes:
+            return division, problem, list(range(len(self.operations) + 1))
+        inner, local = self._of_a_rank(division)
+        last, problem, starts = inner._over_all_axes(division, stages)
+        return last, problem, [starts[start] for start in local.starts]
+
     def _of_a_rank(self, division: Division) -> tuple[IRGraph, LocalProgram]:
-        """Returns the graph of a first-axis rank's local program, with all decisions about the second axis."""
+        """Returns the graph of the local program of a rank of the axis, with all decisions about the axes after it."""
         local = local_program(division)
-        inner = IRGraph(local.program, self.config, costs=self.costs, part_of=self)
-        inner.constraints = self.second.constrain(local, self.constraints, self.operations, self.ranks)
-        for decide in self.second.decide:
+        inner = IRGraph(local.program, self.config, costs=self.costs, memory=self.memory, part_of=self)
+        inner.constraints, inner.later = self.later.after(local)
+        inner._sharded = {local.values[value]: types for value, types in self._sharded.items()}
+        for decide in self.later.decide:
             decide(inner, local)
         return inner, local
 
@@ -336,9 +350,9 @@ class IRGraph:
             PlanError: an operation has parts without a device, or on devices that one program cannot serve.
         """
         if self._outer is None:
-            self.second.settle([self._data, *self.operations], self.ranks)
-            table = self.second.types if self.second.size > 1 else self.constraints.types
-            table.update(self._sharded)
+            self.later.settle([self._data, *self.operations], self.constraints, self.ranks)
+        if not self.later.sizes:
+            self.constraints.types.update(self._sharded)
         for node in (self._data, *self.operations):
             if node.parts:
                 self._check_devices(node)
@@ -387,11 +401,11 @@ class IRGraph:
     def explain(self, node: IRFwOperation) -> str:
         """Lists an operation's strategies with the program's time under each, and rejected candidates with the reason.
 
-        If there are two axes, the strategies on the first axis come first, then those on the second.
+        If there are several axes, the strategies on the first axis come first, then those on the next ones.
         """
         problem = self.problem()
         chosen, _, least = problem.solve(0.0)
-        where = f" of {self.axis}" if self._outer or self.second.size > 1 else ""
+        where = f" of {self.axis}" if self._outer or self.later.sizes else ""
         lines = [f"{node!r}, over {self.size} ranks{where}:"]
         for strategy in problem.options[node.call]:
             mark = "->" if strategy is chosen.strategies[node.call] else "  "
@@ -407,7 +421,7 @@ class IRGraph:
             lines.append(f"{mark} {strategy.name}: {types[0]} -> {types[1]}; {extra}")
         refused = refusals(node.call, self.axis, self.size, strides=self._strides)
         lines += [f" x {refusal.name}: {refusal.why}" for refusal in refused]
-        if self.second.size > 1:
+        if self.later.sizes:
             inner, local = self._of_a_rank(chosen)
             (local_node,) = (candidate for candidate in inner.operations if candidate.call is local.calls[node.call])
             lines.append(inner.explain(local_node))

@@ -30,12 +30,14 @@ class SubNode:
 
     Attributes:
         device: the rank in the unit that it is assigned to; None: not assigned yet.
-        parts: its parts along a second axis; empty: it is not divided again.
+        axis: number of the axis that it is a part along; 0: the first one.
+        parts: its parts along the next axis; empty: it is not divided again.
     """
 
     node: Node
     index: int
     count: int
+    axis: int = 0
     device: int | None = None
     parts: list[SubNode] = field(default_factory=list)
 
@@ -44,7 +46,7 @@ class SubNode:
         return self.node.name
 
     def algorithm(self, name: str) -> Algorithm:
-        """Returns the partitioning algorithm of this name, over a second axis; "dim" is the only one."""
+        """Returns the partitioning algorithm of this name, over the next axis; "dim" is the only one."""
         if not isinstance(self.node, IRFwOperation):
             raise PlanError(f"{self!r} cannot be partitioned: every rank of a unit gets the whole inputs")
         return self.node.algorithm(name)
@@ -53,8 +55,8 @@ class SubNode:
 
     @property
     def ends(self) -> list[SubNode]:
-        """The parts of this part, or the part itself if it has none."""
-        return self.parts or [self]
+        """The smallest parts of this part, or the part itself if it has none."""
+        return [end for part in self.parts for end in part.ends] or [self]
 
     def __repr__(self) -> str:
         return f"part {self.index} of {self.count} of {self.node!r}"

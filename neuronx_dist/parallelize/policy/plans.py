@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ...planning.plan import CallPlan, Plan, PlanError, TensorPlan
-from ...program.program import Call, Division, Strategy, Value
+from ...program.program import Call, Division, Program, Strategy, Value
 from ...spmd.types import I, R, S, SpmdType
 from ..choose.local_program import LocalProgram, local_program
 from .graph import IRGraph
@@ -17,31 +17,33 @@ __all__ = ["apply_plan", "plan_of"]
 
 def plan_of(division: Division, *, units: int = 1, zero1: bool = False, with_costs: bool = False) -> Plan:
     """Returns the plan of a division; `units`: number of units that train together; `zero1`: they shard the state."""
-    first, program = division.outer or division, division.whole
+    levels = division.levels
     position = {start: number for number, start in enumerate(_starts(division))}
     return Plan(
         tp=division.ranks,
         pp=division.pipeline_ranks,
         dp=units,
         zero1=zero1,
-        second=division.size if division.outer else 1,
+        axes=tuple(level.size for level in levels) if len(levels) > 1 else (),
         schedule=division.schedule,
         microbatches=division.microbatches,
         stages=tuple(position[start] for start in division.stages),
         recompute=tuple((position[start], position[stop]) for start, stop in division.recompute),
-        calls=_calls(first),
-        second_calls=_calls(division) if division.outer else (),
-        parameters=_tensors(division, program.parameters, division.program.parameters),
-        inputs=_tensors(division, program.inputs, division.program.inputs),
+        calls=_calls(levels[0]),
+        later_calls=tuple(map(_calls, levels[1:])),
+        parameters=_tensors(division, lambda program: program.parameters),
+        inputs=_tensors(division, lambda program: program.inputs),
         costs=division.costs() if with_costs and division.costs else None,
     )
 
 
 def _starts(division: Division) -> list[int]:
     """Returns, for each global call, the index in the emitted program of the first call that it needs."""
-    if division.outer is None:
-        return list(range(len(division.program.calls) + 1))
-    return local_program(division.outer).starts
+    starts = list(range(len(division.whole.calls) + 1))
+    for level in division.levels[:-1]:
+        inside = local_program(level).starts
+        starts = [inside[start] for start in starts]
+    return starts
 
 
 def _calls(division: Division) -> tuple[CallPlan, ...]:
@@ -52,16 +54,12 @@ def _name_and_module(call: Call) -> tuple[str, str]:
     return call.name, call.module
 
 
-def _tensors(
-    division: Division, global_values: Sequence[Value], local_values: Sequence[Value]
-) -> dict[str, TensorPlan]:
-    """Returns the types of leaves of the global program; `values`: the same leaves in the emitted program."""
+def _tensors(division: Division, leaves: Callable[[Program], Sequence[Value]]) -> dict[str, TensorPlan]:
+    """Returns the types, on all axes, of leaves of the global program."""
     plans = {}
-    for value, local in zip(global_values, local_values, strict=True):
-        types = (
-            (division.types[local],) if division.outer is None else (division.outer.types[value], division.types[local])
-        )
-        plans[value.path] = TensorPlan(tuple(value.shape), _dtype(value), *map(str, types))
+    for value, last in zip(leaves(division.whole), leaves(division.program), strict=True):
+        first, *later = map(str, (*last.outer, division.types[last]))
+        plans[value.path] = TensorPlan(tuple(value.shape), _dtype(value), first, tuple(later))
     return plans
 
 
@@ -84,8 +82,7 @@ def apply_plan(plan: Plan, graph: IRGraph) -> IRGraph:
         inputs={value.path: (value.shape, _dtype(value)) for value in program.inputs},
     )
     operations = graph.operations
-    graph.second.size = plan.second
-    graph.second.decide.append(partial(_decide_second, plan))
+    graph.later.decide_each(plan.axes[1:], [partial(_decide_later, plan, n) for n in range(len(plan.later_calls))])
     if plan.pp > 1:
         config.apply_pipeline_scheduler(graph, len(plan.stages), plan.microbatches, plan.schedule)
         graph.pipeline_ranks = plan.pp
@@ -109,21 +106,22 @@ def _decide(graph: IRGraph, calls: Sequence[CallPlan]) -> None:
         graph.constraints.strategies.setdefault(node.call, []).append(_is_called(call.strategy))
 
 
-def _decide_second(plan: Plan, graph: IRGraph, local: LocalProgram) -> None:
-    """Constrains the graph of a first-axis rank's local program to the decisions of a plan.
+def _decide_later(plan: Plan, number: int, graph: IRGraph, local: LocalProgram) -> None:
+    """Constrains the graph of the local program of a rank of axis `number` to the decisions of a plan.
 
     Raises:
         PlanError: the local program differs from that of the plan.
     """
     here = [_name_and_module(call) for call in local.program.calls]
-    if here != [(call.function, call.module) for call in plan.second_calls]:
+    calls = plan.later_calls[number]
+    if here != [(call.function, call.module) for call in calls]:
         raise PlanError(
-            f"the plan lists {len(plan.second_calls)} calls over the second axis, but dividing by its first axis gives "
+            f"the plan lists {len(calls)} calls over axis {number + 2}, but dividing by the axis before gives "
             f"{len(here)} calls, or different ones: the plan was edited, or made by another version"
         )
-    _decide(graph, plan.second_calls)
+    _decide(graph, calls)
     for value in graph.program.parameters:
-        graph.constraints.types[value] = (_type((plan.parameters or {})[value.path].second, value.path),)
+        graph.constraints.types[value] = (_type((plan.parameters or {})[value.path].later[number], value.path),)
 
 
 def _is_called(name: str) -> Callable[[Strategy], bool]:

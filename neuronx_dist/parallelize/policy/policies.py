@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -83,10 +84,7 @@ def divide_like(division: Division, program: Program, config: ComputeConfig) -> 
     """Divides the same module's program in another mode (evaluation), with parameters stored as in `division`."""
     graph = IRGraph(program, config, costs=costs_of(config))
     graph.pipeline_ranks = division.pipeline_ranks
-    _store_as(division.outer or division, graph)
-    if division.outer:
-        graph.second.size = division.size
-        graph.second.decide.append(lambda inner, local: _store_as(division, inner))
+    graph.over_axes_of(division, _store_as)
     divided = graph.divide()
     divided.stages = starts_like(division, program)
     for name in ("schedule", "microbatches", "pipeline_ranks"):
@@ -160,22 +158,26 @@ def _dp(graph: IRGraph, config: ComputeConfig) -> IRGraph:
 
 def _tp(graph: IRGraph, config: ComputeConfig) -> IRGraph:
     """Cuts the weights over all ranks of a stage; with `tp_size`, over so many, and the batch over the others."""
-    return _over_two_axes(graph, config) or _weights_cut(graph)
+    return _over_axes(graph, config) or _weights_cut(graph)
 
 
-def _over_two_axes(graph: IRGraph, config: ComputeConfig) -> IRGraph | None:
-    """Cuts the batch over a first axis and weights over a second one of `tp_size` ranks; None if there is one axis."""
-    size = config.pas_config.get("tp_size")
-    if size is not None and graph.ranks % size:
+def _over_axes(graph: IRGraph, config: ComputeConfig) -> IRGraph | None:
+    """Cuts the batch over a first axis, and weights over `tp_size` ranks, an axis for each number of a list.
+
+    None: there is one axis.
+    """
+    option = config.pas_config.get("tp_size") or 1
+    sizes = [size for size in (option if isinstance(option, (list, tuple)) else [option]) if size > 1]
+    if graph.ranks % prod(sizes):
         raise PlanError(
-            f"pas_config['tp_size']={size} does not divide the {graph.ranks} ranks of a stage; the nearest that work "
-            f"are {divisors_near(graph.ranks, size)}"
+            f"pas_config['tp_size']={option} does not divide the {graph.ranks} ranks of a stage; the nearest that work "
+            f"are {divisors_near(graph.ranks, prod(sizes))}"
         )
-    if size in (None, 1, graph.ranks):
+    first, later = (_batch_cut, sizes) if prod(sizes) < graph.ranks else (_weights_cut, sizes[1:])
+    if not later:
         return None
-    graph.second.size = size
-    graph.second.decide.append(lambda inner, local: _weights_cut(inner))
-    return _batch_cut(graph)
+    graph.later.decide_each(later, [lambda inner, local: _weights_cut(inner)] * len(later))
+    return first(graph)
 
 
 def _weights_cut(graph: IRGraph) -> IRGraph:
@@ -229,7 +231,7 @@ def _with_pivots(graph: IRGraph, config: ComputeConfig) -> IRGraph:
 
 def _data(graph: IRGraph, config: ComputeConfig) -> IRGraph:
     """Cuts the batch over all ranks of a stage; with `tp_size`, the weights over so many, the batch over the others."""
-    return _over_two_axes(graph, config) or _batch_cut(graph)
+    return _over_axes(graph, config) or _batch_cut(graph)
 
 
 def _batch_cut(graph: IRGraph) -> IRGraph:
@@ -278,6 +280,9 @@ def _autodist(graph: IRGraph, config: ComputeConfig) -> Division:
         if best is None or seconds < best[0]:
             best = (seconds, division)
     if best is None:
+        wanted = config.pas_config.get("explore_axes")
+        none = [f"pas_config['explore_axes']={wanted!r} are not the ranks of a stage: plan_ngpus={config.plan_ngpus}"]
+        refused = refused or none
         raise PlanError("\n  - ".join(["autodist found no plan:", *refused]))
     return best[1]
 
@@ -305,21 +310,27 @@ def whole_job(program: Program, config: ComputeConfig) -> JobChoice:
 
 
 def _attempts(graph: IRGraph, config: ComputeConfig) -> Iterator[tuple[IRGraph, str]]:
-    """Yields the graphs that autodist compares: numbers of stages and, with `explore_axes`, stages over two axes.
+    """Yields the graphs that autodist compares: numbers of stages and, with `explore_axes`, stages over several axes.
 
-    With two axes, calls get the best strategies over the first one, or the batch is cut over it.
+    True: over one axis, and over two of any sizes; a list: over axes of these sizes. With several axes, calls get the
+    best strategies over the first one, or the batch is cut over it.
     """
     options, units = config.pas_config, config.plan_ngpus
     explore = options.get("explore_pipeline", "pipeline_nmicros" in options or "pipeline_pivots" in options)
     wanted, degree = options.get("pipeline_nstages", "auto"), options.get("max_partition_degree") or units
     numbers = [d for d in range(1, units + 1) if units % d == 0] if explore else [1]
     numbers = numbers if wanted in ("auto", None) else [wanted]
+    wanted_axes = options.get("explore_axes")
     for ranks in [ranks for ranks in numbers if units // ranks <= degree or units % ranks]:
-        sizes = [d for d in range(2, units // ranks) if units // ranks % d == 0] if options.get("explore_axes") else []
-        for size, batch in [(1, False), *((size, batch) for size in sizes for batch in (False, True))]:
+        size = units // ranks
+        if isinstance(wanted_axes, (list, tuple)):
+            every = [[*wanted_axes]] if prod(wanted_axes) == size else []
+        else:
+            every = [[size], *([size // d, d] for d in range(2, size) if size % d == 0 and wanted_axes)]
+        for axes, batch in ((sizes, batch) for sizes in every for batch in (False, True)[: len(sizes)]):
             attempt = _pipelined(IRGraph(graph.program, config, costs=graph.costs), config, ranks, ranks)
-            attempt.second.size = size
-            what = f"{ranks} stages" + (f" of {units // ranks // size} x {size} ranks" if size > 1 else "")
+            attempt.later.sizes = tuple(axes[1:])
+            what = f"{ranks} stages" + (f" of {' x '.join(map(str, axes))} ranks" if len(axes) > 1 else "")
             try:
                 yield (_batch_cut(attempt) if batch else attempt), what
             except PlanError:  # the batch cannot be cut into so many parts

@@ -1,74 +1,99 @@
-"""Decisions of a policy about the second of two axes: operations that were partitioned twice, sharded weights.
+"""Decisions of a policy about the axes after the first one: operations that were partitioned again, sharded weights.
 
-They are stored until the first axis is divided: the second one divides the local program of a rank of the first.
+They are stored until the axis before is divided: each axis divides the local program of a rank of the axis before.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from ...planning.plan import PlanError
-from ...program.program import Call, Strategy, Value
-from ...spmd.types import SpmdType
+from ...program.program import Call, Strategy
 from ..choose.cost_tables import Constraints
 from ..choose.local_program import LocalProgram
-from .operations import IRFwOperation, Node
+from .operations import IRFwOperation, Node, SubNode
 
-__all__ = ["SecondAxis"]
+__all__ = ["Decision", "LaterAxes"]
 
 Allowed = Callable[[Strategy], bool]
+Decision = Callable[[Any, LocalProgram], Any]
 
 
 @dataclass
-class SecondAxis:
-    """The second axis of a graph.
+class LaterAxes:
+    """The axes of a graph after its first one.
 
     Attributes:
-        size: number of a stage's ranks along it; 1: a stage is one axis.
-        strategies: tests that a strategy of a global call's local call must all pass.
-        types: the types that a parameter may have along this axis.
-        decide: functions that add constraints, called with the graph of the local program and that program.
+        sizes: number of a stage's ranks along each, outermost first; (): a stage is one axis.
+        strategies: by number of the axis, from 0, tests that a strategy of a call's local call must all pass.
+        decide: functions that add constraints about the next axis, called with the graph of the local program, whose
+            `later` has the axes after that one, and that program.
     """
 
-    size: int = 1
-    strategies: dict[Call, list[Allowed]] = field(default_factory=dict)
-    types: dict[Value, tuple[SpmdType, ...]] = field(default_factory=dict)
-    decide: list[Callable[[Any, LocalProgram], Any]] = field(default_factory=list)
+    sizes: tuple[int, ...] = ()
+    strategies: defaultdict[int, dict[Call, list[Allowed]]] = field(default_factory=lambda: defaultdict(dict))
+    decide: list[Decision] = field(default_factory=list)
 
-    def settle(self, nodes: Sequence[Node], ranks: int) -> None:
-        """Infers the size of the second axis from operations that were partitioned twice, and checks that all agree.
+    def decide_each(self, sizes: Sequence[int], decisions: Sequence[Decision]) -> None:
+        """Sets the sizes of the axes, and adds a decision about each, called as those of `decide`."""
+        self.sizes = tuple(sizes)
+        if not decisions:
+            return
+        first, *others = decisions
+
+        def on_first(inner: Any, local: LocalProgram) -> None:
+            inner.later.decide_each(sizes[1:], others)
+            first(inner, local)
+
+        self.decide.append(on_first)
+
+    def settle(self, nodes: Sequence[Node], first: Constraints, ranks: int) -> None:
+        """Infers the sizes from operations that were partitioned again, and checks that all agree.
+
+        An operation with as many parts as ranks is cut along the same dim, or replicated, on all axes.
 
         Raises:
             PlanError: operations have axes of different sizes, or the parts of an operation are divided differently.
         """
-        divided = [node for node in nodes if any(part.parts for part in node.parts)]
-        for node in divided:
-            sizes = len(node.parts), len(node.parts[0].parts)
-            wanted = ranks // self.size, self.size
-            if self.size == 1 and sizes[0] * sizes[1] == ranks:
-                self.size, wanted = sizes[1], sizes
-            if sizes != wanted or any(len(part.parts) != sizes[1] for part in node.parts):
+        for node in nodes:
+            if not any(part.parts for part in node.parts):
+                continue
+            sizes = _sizes_of(node.parts)
+            if not self.sizes and sizes and prod(sizes) == ranks:
+                self.sizes = sizes[1:]
+            wanted = ranks // prod(self.sizes), *self.sizes
+            if sizes != wanted:
                 has = " + ".join(str(len(part.ends)) for part in node.parts)
                 raise PlanError(
                     f"{node!r} is divided into {has} parts, but a stage has {ranks} ranks"
-                    + (f", {wanted[0]} x {wanted[1]} on two axes" if self.size > 1 else "")
+                    + (f", {' x '.join(map(str, wanted))} on {len(wanted)} axes" if self.sizes else "")
                     + ": all operations of a stage must use the same axes"
                 )
-            if isinstance(node, IRFwOperation) and len(set(self.strategies[node.call])) > 1:
+            tables = [self.strategies[number] for number in range(len(self.sizes))]
+            if isinstance(node, IRFwOperation) and any(len(set(table[node.call])) > 1 for table in tables):
                 raise PlanError(f"the parts of {node!r} are divided differently: one program runs on all ranks")
-
-    def constrain(self, local: LocalProgram, first: Constraints, nodes: Sequence[Node], ranks: int) -> Constraints:
-        """Returns the constraints on the local program of a rank of the first axis.
-
-        An operation with as many parts as ranks is cut along the same dim, or replicated, on both axes.
-        """
-        constraints = Constraints()
-        for call, allowed in self.strategies.items():
-            constraints.strategies[local.calls[call]] = [allowed[0]]
         for node in nodes:
             if isinstance(node, IRFwOperation) and len(node.parts) == ranks and not node.parts[0].parts:
-                constraints.strategies[local.calls[node.call]] = list(first.strategies.get(node.call, ()))
-        constraints.types = {local.values[value]: types for value, types in self.types.items()}
-        return constraints
+                for number in range(len(self.sizes)):
+                    self.strategies[number][node.call] = list(first.strategies.get(node.call, ()))
+
+    def after(self, local: LocalProgram) -> tuple[Constraints, LaterAxes]:
+        """Returns the constraints on the local program of a rank of the first axis, and the axes after the next one."""
+        constraints, later = Constraints(), LaterAxes(self.sizes[1:])
+        for number, table in self.strategies.items():
+            strategies = later.strategies[number - 1] if number else constraints.strategies
+            strategies.update((local.calls[call], list(allowed)) for call, allowed in table.items())
+        return constraints, later
+
+
+def _sizes_of(parts: Sequence[SubNode]) -> tuple[int, ...] | None:
+    """Returns the number of parts on each axis; None: parts are divided into different numbers of parts."""
+    if not parts:
+        return ()
+    inside = {_sizes_of(part.parts) for part in parts}
+    rest = inside.pop()
+    return None if inside or rest is None else (len(parts), *rest)

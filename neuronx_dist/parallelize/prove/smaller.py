@@ -61,10 +61,7 @@ def _divided_like(division: Division, program: Program, config: ComputeConfig) -
     graph.pipeline_ranks = division.pipeline_ranks
     if len(division.stages) > 1:  # cut anew: the smaller program has less layers
         graph.pipeline = Pipeline(len(division.stages), division.microbatches, division.schedule)
-    _decide_like(division.outer or division, graph)
-    if division.outer is not None:
-        graph.second.size = division.size
-        graph.second.decide.append(lambda inner, local: _decide_like(division, inner))
+    graph.over_axes_of(division, _decide_like)
     spans = [range(start, stop) for start, stop in plan_of(division).recompute]
     recomputed = {
         place: any(number in span for span in spans) for number, place in enumerate(_places(division.whole.calls))

@@ -143,7 +143,7 @@ def check_types(
 
     with imported(source, division.ranks, constants=constants) as emitted:
         compare_stages(emitted, division)
-        mesh = Mesh(division.ranks, tp=division.ranks, tp_replicas=division.size if division.outer else 1)
+        mesh = Mesh(division.ranks, tp=division.ranks, tp_replicas=division.cuts)
         meshes = [(mesh, in_types())]
         if 'units="dp"' in source:
             meshes.append((replace(mesh, world_size=2 * division.ranks), in_types(dp=V)))

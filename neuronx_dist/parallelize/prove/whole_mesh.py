@@ -66,7 +66,7 @@ def check_mesh(
         levels: list[tuple[str | None, ComputeConfig]] = [("G", replace(config, zero_ngroups=1))]
         if config.zero_ngroups > 1:  # types are written on all of dp; groups of units are compared without
             levels.append((None, config))
-        reports, mesh = [], replace(config.mesh(ranks), tp_replicas=first.size if first.outer else 1)
+        reports, mesh = [], replace(config.mesh(ranks), tp_replicas=first.cuts)
         for level, settings in levels:
             report = check(
                 lambda: emitted(init_params=False),

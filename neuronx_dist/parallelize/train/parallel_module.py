@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
+from itertools import combinations
 from pickle import PicklingError
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from ... import comm
 from ...gradients.guards import watch_module
 from ...gradients.in_backward import paused
 from ...gradients.norm import clip_grad_norm
+from ...mesh import rest_of
 from ...torch_internals.modules import non_persistent_buffers
 from ...torch_internals.tensors import pytree, state_dict_metadata
 from ...weights.shard_spec import ShardedModule, set_spec
@@ -140,7 +142,7 @@ class ParallelModule(Container):
 
     AXIS: ClassVar[str] = "tp"
     SIZE: ClassVar[int] = 1
-    PARTS: ClassVar[tuple[str, ...]] = ()  # parts of the axis, if the program is divided over two
+    PARTS: ClassVar[tuple[str, ...]] = ()  # parts of the axis, if the program is divided over several
     STORED: ClassVar[dict[str, Stored]] = {}
     INPUTS: ClassVar[dict[str, tuple[list[int], torch.dtype]]] = {}
     SOURCE: ClassVar[str] = ""  # the text of the file
@@ -215,8 +217,9 @@ class ParallelModule(Container):
                 f"{type(self).__name__} is divided over {self.SIZE} ranks of axis {self.AXIS!r}, but the mesh has "
                 f"{size}: {comm.current().mesh}"
             )
-        for part in self.PARTS:  # while all ranks are here: a stage of a pipeline uses them alone
-            comm.communicator(part)
+        for number in range(1, len(self.PARTS)):  # while all ranks are here: a stage of a pipeline uses them alone
+            for parts in combinations(self.PARTS, number):
+                comm.communicator(rest_of(*parts))
         return comm.rank(self.AXIS)
 
     def _local_stored(self) -> dict[str, Stored]:

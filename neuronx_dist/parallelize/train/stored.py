@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from ...mesh import part_of
+from ...mesh import name_of_part, part_of
 from ...program.program import Division, Program, Value
 from ...spmd.types import I, R, Shard, SpmdType
 from ...torch_internals.modules import non_persistent_buffers
@@ -25,7 +26,7 @@ class Stored(NamedTuple):
         kind: "parameter", "buffer", "constant", or "tied" (another name of `same_as`).
         shape: of the whole tensor.
         type: on the axis of the division: I, S(dim, stride), or R of buffers and constants.
-        axis: the part of the axis that it is cut over, "tp/2" or "tp%2"; "": all of it.
+        axis: the part of the axis that it is cut over, "tp/2", "tp%2" or "tp/2%2"; "": all of it.
         trained: it requires a gradient.
         persistent: a buffer that is in state dicts.
         stages: the pipeline stages that hold it; (): all.
@@ -45,8 +46,7 @@ class Stored(NamedTuple):
         """Returns the layout of the tensor over the `size` ranks of `axis`."""
         if not isinstance(self.type, Shard) or size == 1:
             return ShardSpec(full_shape=self.shape)
-        _, sign, count = part_of(self.axis)
-        shards = size // count if sign == "/" else count if sign else size
+        shards = part_of(self.axis).length(size)
         return ShardSpec(self.axis or axis, self.type.dim, self.type.stride, shards, self.shape)
 
 
@@ -118,11 +118,14 @@ def _leaves(program: Program) -> list[Value]:
 
 
 def _layout(value: Value, division: Division) -> Layout:
-    """Returns the layout of a leaf; one that two axes cut along the same dim is cut over all ranks of a stage."""
-    spmd_type, outer = division.types[value], division.outer
-    if outer is None or value.outer == spmd_type:
-        return spmd_type, ""
-    return (spmd_type, division.axis) if isinstance(spmd_type, Shard) else (value.outer or R, outer.axis)
+    """Returns the layout of a leaf; the axes that cut it are adjacent, and cut it in the same way."""
+    types = (*value.outer, division.types[value])
+    cut = [number for number, spmd_type in enumerate(types) if isinstance(spmd_type, Shard)]
+    if not cut or len(cut) == len(types):
+        return types[0], ""
+    sizes = [*division.axes.values()]
+    size = math.prod(sizes[cut[0] : cut[-1] + 1]) if cut[0] else None
+    return types[cut[0]], name_of_part(part_of(division.axis).axis, math.prod(sizes[cut[-1] + 1 :]), size)
 
 
 def _said(layout: Layout) -> str:

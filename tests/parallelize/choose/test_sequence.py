@@ -66,10 +66,10 @@ def by_sequence(graph: IRGraph, config: ComputeConfig) -> IRGraph:
 
 def ring_and_heads(graph: IRGraph, config: ComputeConfig) -> IRGraph:
     """The sequence over a first axis of two ranks, the heads over a second one."""
-    graph.second.size = 2
+    graph.later.sizes = (2,)
     for node in graph.select(name="scaled_dot_product_attention"):
         graph.constraints.strategies[node.call] = [lambda strategy: strategy.name.startswith("ring_attention")]
-    graph.second.decide.append(cut_heads)
+    graph.later.decide.append(cut_heads)
     return graph
 
 

@@ -1,12 +1,13 @@
-"""A unit over two axes: the second one divides what a rank of the first one runs."""
+"""A unit over two axes and more: each divides what a rank of the axes before runs."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import combinations
+from itertools import combinations, permutations
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from neuronx_dist import Mesh, comm
 from neuronx_dist.parallelize import ComputeConfig, IRGraph, parallelize
 from neuronx_dist.parallelize.choose.local_program import local_program
 from neuronx_dist.parallelize.emit.emitted_class import emit
@@ -23,11 +25,11 @@ from neuronx_dist.parallelize.policy.operations import IRFwOperation
 from neuronx_dist.parallelize.policy.plans import plan_of
 from neuronx_dist.parallelize.policy.policies import divide
 from neuronx_dist.parallelize.train.stored import constants_of, stored_of
-from neuronx_dist.planning.plan import PlanError
+from neuronx_dist.planning.plan import Plan, PlanError
 from neuronx_dist.program.decompose import decomposed
 from neuronx_dist.program.program import Call, Division, Strategy
 from neuronx_dist.program.record import record_program
-from neuronx_dist.spmd import S
+from neuronx_dist.spmd import I, S
 from neuronx_dist.spmd.random import streams
 from tests.parallelize.support.hf_models import HF_MODELS, hf_model
 from tests.parallelize.support.models import MODELS, model
@@ -64,7 +66,9 @@ def divided(module: nn.Module, arguments: dict[str, Any], policy: Any, given: Co
 
 
 def types_of(division: Division) -> dict[str, str]:
-    return {value.path: f"{value.outer} {division.types[value]}" for value in division.program.parameters}
+    return {
+        value.path: " ".join(map(str, (*value.outer, division.types[value]))) for value in division.program.parameters
+    }
 
 
 # --- parity -----------------------------------------------------------------------------------------------------------
@@ -86,6 +90,18 @@ def test_parity(name: str, units: int, tmp_path: Path) -> None:
     wanted = trained(module, arguments, SGD, 3, units)
     has = trained_parallel(module, arguments, SGD, 3, given, "tp", tmp_path)
     assert_equal(has, own_statistics(wanted, has, units), 1e-10)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("gpt", "rotary") else pytest.param(name, marks=pytest.mark.full) for name in MODELS]
+)
+def test_parity_over_three_axes(name: str, tmp_path: Path) -> None:
+    """The batch over the first axis, the weights over the other two."""
+    module, arguments = model(name)
+    given = ComputeConfig(8, 8, use_end2end=name == "mlp", pas_config={"tp_size": [2, 2]})
+    wanted = trained(module, arguments, SGD, 3, 1)
+    has = trained_parallel(module, arguments, SGD, 3, given, "tp", tmp_path)
+    assert_equal(has, own_statistics(wanted, has, 1), 1e-10)
 
 
 @pytest.mark.slow
@@ -114,7 +130,7 @@ def by_batch_and_features(graph: IRGraph, config: ComputeConfig) -> IRGraph:
 
 def weights_first(graph: IRGraph, config: ComputeConfig) -> IRGraph:
     """Weights over the first axis, by composites where there are some; the batch over the second."""
-    graph.second.size = 2
+    graph.later.sizes = (2,)
     for node in graph.select(ntype=IRFwOperation):
         if node.name in ("embedding", "layer_norm", "cross_entropy"):
             composites = [s for s in graph.strategies(node) if s.name.startswith(node.name)]
@@ -127,7 +143,7 @@ def weights_first(graph: IRGraph, config: ComputeConfig) -> IRGraph:
             if node.name in ("embedding", "layer_norm", "cross_entropy", "scaled_dot_product_attention") and cut:
                 inner.constraints.strategies[node.call] = [lambda s: bool(s.operands) and s.operands[0] == S(0)]
 
-    graph.second.decide.append(batch)
+    graph.later.decide.append(batch)
     return graph
 
 
@@ -173,6 +189,64 @@ def test_one_dim_is_cut_over_both_axes(tmp_path: Path) -> None:
     assert_equal(trained_parallel(module, arguments, SGD, 3, config(), policy, tmp_path), wanted, 1e-10)
 
 
+AXES = ("tp/4", "tp/2%2", "tp%2")
+
+
+def three_axes(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    """The batch over the first axis, features over the second, the sum over features over the third."""
+    for node in graph.select(name="linear"):
+        cuts = [(0, 0), (1, 0), (0, 1)] if node.module == "up" else [(0, 0), (0, 1), (1, 0)]
+        ends: list[Any] = [node]
+        for idx, dim in cuts:
+            ends = [
+                part for end in ends for part in graph.partition(end, node.algorithm("dim"), idx=idx, dim=dim, num=2)
+            ]
+        for device, part in enumerate(ends):
+            graph.assign(part, device)
+    return graph
+
+
+def test_parts_of_parts_are_partitioned_again(tmp_path: Path) -> None:
+    module, arguments = mlp()
+    division = divided(module, arguments, three_axes, config(8))
+    assert division.axes == dict.fromkeys(AXES, 2)
+    linears = [call for call in division.program.calls if call.name == "linear"]
+    for linear, cuts in zip(linears, ["S(0) S(1) P", "S(0) P S(1)"], strict=True):
+        results = [on.results[0] for on in linear.outer] + [division.strategies[linear].results[0]]
+        assert " ".join(map(str, results)) == cuts
+    wanted = trained(module, arguments, SGD, 3, 1)
+    assert_equal(trained_parallel(module, arguments, SGD, 3, config(8), three_axes, tmp_path), wanted, 1e-10)
+
+
+@pytest.mark.parametrize(
+    "cut, axis",
+    [("100", "tp/4"), ("010", "tp/2%2"), ("001", "tp%2"), ("110", "tp/2"), ("011", "tp%4"), ("111", ""), ("101", None)],
+)
+def test_a_weight_is_stored_in_shards_over_adjacent_axes(cut: str, axis: str | None, tmp_path: Path) -> None:
+    """Merged states, too, are those of one process."""
+
+    def policy(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+        def store(inner: IRGraph, is_cut: str) -> None:
+            (weight,) = (value for value in inner.program.parameters if value.path == "up.weight")
+            inner.constraints.types[weight] = (S(0) if is_cut == "1" else I,)
+            (linear,) = (node for node in inner.select(name="linear") if node.module == "up")
+            if is_cut == "1":
+                inner.constraints.strategies[linear.call] = [lambda strategy: strategy.operands[1] == S(0)]
+
+        store(graph, cut[0])
+        graph.later.decide_each((2, 2), [partial(lambda x, inner, _: store(inner, x), x) for x in cut[1:]])
+        return graph
+
+    module, arguments = mlp()
+    if axis is None:
+        with pytest.raises(PlanError, match="up.weight"):
+            divided(module, arguments, policy, config(8))
+        return
+    assert stored_of(module, divided(module, arguments, policy, config(8)))["up.weight"].axis == axis
+    wanted = trained(module, arguments, SGD, 3, 1)
+    assert_equal(trained_parallel(module, arguments, SGD, 3, config(8), policy, tmp_path), wanted, 1e-10)
+
+
 def in_parts(graph: IRGraph, module: str, *sizes: int) -> None:
     """Replicates the linear of a module over so many ranks, then each part again."""
     (node,) = [node for node in graph.select(name="linear") if node.module == module]
@@ -189,8 +263,9 @@ def other_axes(graph: IRGraph, config: ComputeConfig) -> IRGraph:
     return graph
 
 
-def three_axes(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+def three_axes_and_two(graph: IRGraph, config: ComputeConfig) -> IRGraph:
     in_parts(graph, "up", 2, 2, 2)
+    in_parts(graph, "down", 2, 4)
     return graph
 
 
@@ -219,9 +294,9 @@ def assigned_too_early(graph: IRGraph, config: ComputeConfig) -> IRGraph:
 @pytest.mark.parametrize(
     "policy, plan, message",
     [
-        (other_axes, 8, r"is divided into 2 \+ 2 \+ 2 \+ 2 parts, but a stage has 8 ranks, 2 x 4 on two axes"),
+        (other_axes, 8, r"is divided into 2 \+ 2 \+ 2 \+ 2 parts, but a stage has 8 ranks, 2 x 4 on 2 axes"),
         (too_few, 8, r"is divided into 2 \+ 2 parts, but a stage has 8 ranks: all operations"),
-        (three_axes, 8, "a part of a part: a unit has two axes"),
+        (three_axes_and_two, 8, r"is divided into 4 \+ 4 parts, but a stage has 8 ranks, 2 x 2 x 2 on 3 axes"),
         (unlike, 4, "the parts of linear.* are divided differently"),
         (assigned_too_early, 4, "is divided into 2 parts: assign the parts"),
     ],
@@ -236,6 +311,7 @@ def test_what_cannot_be(policy: Policy, plan: int, message: str) -> None:
     "options, message",
     [
         ({"tp_size": 3}, r"pas_config\['tp_size'\]=3 does not divide the 4 ranks of a stage; .* 2 and 4"),
+        ({"tp_size": [2, 4]}, r"pas_config\['tp_size'\]=\[2, 4\] does not divide the 4 ranks of a stage"),
         ({"tp_sise": 2}, "nearest: .*tp_size"),
     ],
 )
@@ -248,11 +324,15 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 def test_both_axes_are_explained() -> None:
     module, arguments = mlp()
     graph = IRGraph(decomposed(record_program(module, arguments, training=True)), config())
-    graph.second.size = 2
+    graph.later.sizes = (2,)
     up, _ = graph.select(name="linear")
     first, second = graph.explain(up).split("linear(")[1:]
     assert "over 2 ranks of tp/2:" in first and "over 2 ranks of tp%2:" in second
     assert "S(0) of operand 0" in first and "S(0) of operand 0" in second
+    graph = IRGraph(graph.program, config(8))
+    graph.later.sizes = (2, 2)
+    text = graph.explain(graph.select(name="linear")[0])
+    assert [f"over 2 ranks of {axis}:" in text for axis in ("tp/4", "tp/2%2", "tp%2")] == [True] * 3
 
 
 # --- choice and plans -------------------------------------------------------------------------------------------------
@@ -269,6 +349,15 @@ class Small(nn.Module):
         return self.down(torch.relu(self.up(x))).square().mean()
 
 
+def of_version_1(plan: dict[str, Any]) -> dict[str, Any]:
+    """Returns a plan of two axes as its file was before there were more."""
+    plan = json.loads(json.dumps(plan))
+    (plan["second_calls"],), (_, plan["second"]) = plan.pop("later_calls"), plan.pop("axes")
+    for tensor in (*plan["parameters"].values(), *plan["inputs"].values()):
+        (tensor["second"],) = tensor.pop("later")
+    return {**plan, "version": 1}
+
+
 def test_autodist_finds_two_axes_and_a_plan_has_both(tmp_path: Path) -> None:
     module, arguments = Small().double(), {"x": torch.randn(2, 6).double()}
     file = tmp_path / "small.plan.json"
@@ -278,19 +367,21 @@ def test_autodist_finds_two_axes_and_a_plan_has_both(tmp_path: Path) -> None:
     assert divided(module, arguments, "autodist", config(costs=EAGER)).axes == {"tp": 4}
     cut = [str(division.strategies[call].results) for call in division.program.calls if call.name == "linear"]
     assert any("S" in types for types in cut) and any(
-        call.outer and "S" in str(call.outer.results) for call in division.program.calls if call.name == "linear"
+        "S" in str(on.results) for call in division.program.calls if call.name == "linear" for on in call.outer
     )
     again = divided(module, arguments, file, config())
     assert emit(again) == emit(division)
     plan = json.loads(file.read_text())
-    assert (plan["tp"], plan["second"]) == (4, 2)
-    plan["second_calls"].pop()
+    assert (plan["tp"], plan["axes"]) == (4, [2, 2])
+    file.write_text(json.dumps(of_version_1(plan)))
+    assert emit(divided(module, arguments, file, config())) == emit(division)
+    plan["later_calls"][0].pop()
     file.write_text(json.dumps(plan))
-    with pytest.raises(PlanError, match=r"calls over the second axis, but dividing by its first axis"):
+    with pytest.raises(PlanError, match=r"calls over axis 2, but dividing by the axis before"):
         divided(module, arguments, file, config())
-    plan["second"] = 3
+    plan["axes"] = [2, 3]
     file.write_text(json.dumps(plan))
-    with pytest.raises(PlanError, match="second=3 must divide tp=4"):
+    with pytest.raises(PlanError, match=r"axes=\(2, 3\) are 6 ranks, and not tp=4"):
         divided(module, arguments, file, config())
 
 
@@ -300,14 +391,14 @@ def test_a_limit_of_memory_holds_over_both_axes() -> None:
     whole = sum(p.numel() for p in module.parameters()) * (8 + 8 + 8)
 
     def policy(graph: IRGraph, config: ComputeConfig) -> IRGraph:
-        graph.second.size, graph.memory = 2, whole / 3 + 4 * 8 * 16 * 8
+        graph.later.sizes, graph.memory = (2,), whole / 3 + 4 * 8 * 16 * 8
         return graph
 
     division = divided(module, arguments, policy, config())
     assert sum("S" in types for types in types_of(division).values()) >= 2
 
     def impossible(graph: IRGraph, config: ComputeConfig) -> IRGraph:
-        graph.second.size, graph.memory = 2, whole / 50
+        graph.later.sizes, graph.memory = (2,), whole / 50
         return graph
 
     with pytest.raises(PlanError, match="every division .* needs at least"):
@@ -326,7 +417,7 @@ def test_a_ranks_program_computes_what_the_file_says() -> None:
     for call, local_call in local.calls.items():
         types = division.outer.strategies[call].results
         for whole, value, spmd_type in zip(call.results, local_call.results, types, strict=True):
-            assert value.outer is spmd_type
+            assert value.outer == (spmd_type,)
             assert (value.shape == whole.shape) == (spmd_type.letter != "S")
 
 
@@ -348,44 +439,63 @@ def with_any(graph: IRGraph, random: Random) -> None:
 @pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3))])
-@pytest.mark.parametrize("name", MODELS)
-def test_any_division_is_right(name: str, seed: int) -> None:
-    """Whatever is chosen on both axes: types, results, gradients."""
+@pytest.mark.parametrize(
+    "name, later",
+    [
+        pytest.param(name, later, marks=pytest.mark.full if later == (2, 2) and name not in ("gpt", "conv") else [])
+        for name in MODELS
+        for later in ((2,), (2, 2))
+    ],
+)
+def test_any_division_is_right(name: str, later: tuple[int, ...], seed: int) -> None:
+    """Whatever is chosen on all axes: types, results, gradients."""
     random = Random(seed)
 
     def policy(graph: IRGraph, config: ComputeConfig) -> IRGraph:
-        graph.second.size = 2
+        graph.later.decide_each(later, [lambda inner, local: with_any(inner, random)] * len(later))
         with_any(graph, random)
-        graph.second.decide.append(lambda inner, local: with_any(inner, random))
         return graph
 
-    program = emitted(name, policy, {"costs": "cpu"})
+    program = emitted(name, policy, {"costs": "cpu"}, 2 * math.prod(later))
     assert noticed(program, program.source) == "", program.source
+
+
+def test_three_axes_stand_in_a_plan(tmp_path: Path) -> None:
+    module, arguments = mlp()
+    given, file = config(8, explore_axes=[2, 2, 2], costs=EAGER), tmp_path / "mlp.plan.json"
+    division = divided(module, arguments, "autodist", given)
+    plan_of(division).save(file)
+    assert division.axes == dict.fromkeys(AXES, 2) and Plan.load(file) == plan_of(division)
+    assert emit(divided(module, arguments, file, config(8))) == emit(division)
+    with pytest.raises(PlanError, match=r"explore_axes'\]=\[2, 3\] are not the ranks of a stage: plan_ngpus=8"):
+        divided(module, arguments, "autodist", config(8, explore_axes=[2, 3]))
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
 
 
 class Dropped(nn.Module):
+    """Dropouts of one value, for each set of its dims."""
+
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return [F.dropout(x * self.scale, training=True) for _ in range(4)]
+        return [F.dropout(x * self.scale, training=True) for _ in range(2 ** x.dim())]
 
 
 def cut_on_some(graph: IRGraph, config: ComputeConfig) -> IRGraph:
-    """On no axis, on the first, on the second, on both."""
+    """Dim n over axis n, if bit n of the dropout's number is set."""
     for number, node in enumerate(graph.select(name="dropout")):
         parts: list[Any] = [node]
-        for dim, is_cut in enumerate((number % 2, number // 2)):
+        for dim in range(len(node.input(0).shape)):
             parts = [
                 piece
                 for part in parts
                 for piece in (
                     graph.partition(part, part.algorithm("dim"), idx=0, dim=dim, num=2)
-                    if is_cut
+                    if number >> dim & 1
                     else graph.replicate(part, 2)
                 )
             ]
@@ -394,58 +504,72 @@ def cut_on_some(graph: IRGraph, config: ComputeConfig) -> IRGraph:
     return graph
 
 
-def masks(folder: str) -> list[torch.Tensor]:
+def masks(folder: str, dims: int) -> list[torch.Tensor]:
     torch.manual_seed(5)
     streams().reset()
-    parallel: Any = parallelize(Dropped(), {"x": torch.ones(16, 16)}, cut_on_some, config(), gen_savedir=folder)
+    x, given = torch.ones([16] * dims), config(2**dims)
+    parallel: Any = parallelize(Dropped(), {"x": x}, cut_on_some, given, gen_savedir=folder)
     torch.manual_seed(5)
-    return [x.detach() != 0 for x in parallel(torch.ones(16, 16))]
+    return [x.detach() != 0 for x in parallel(x)]
 
 
-@pytest.mark.process
-def test_masks_are_alike_where_values_are_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dims", [pytest.param(2, marks=pytest.mark.process), 3])
+def test_masks_are_alike_where_values_are_whole(dims: int, tmp_path: Path) -> None:
     """There are as many different masks as there are shards."""
-    ranks = processes(4).run(masks, str(tmp_path), mesh={"tp": 4})
+    if dims == 2:
+        ranks = processes(4).run(masks, str(tmp_path), dims, mesh={"tp": 4})
+    else:
+        ranks = comm.threads.run(Mesh(8, tp=8), lambda: masks(str(tmp_path), dims))
     for numbers in zip(*ranks, strict=True):
         assert all(torch.equal(mask, numbers[0]) for mask in numbers)  # results are whole
-    whole, first, second, both = ranks[0]
-    pieces = [*first.chunk(2, 0), *second.chunk(2, 1), *(x for half in both.chunk(2, 0) for x in half.chunk(2, 1))]
-    for a, b in combinations([whole, *pieces], 2):
-        rows, columns = min(len(a), len(b)), min(a.shape[1], b.shape[1])
-        assert abs((a[:rows, :columns] == b[:rows, :columns]).float().mean() - 0.5) < 0.25  # independent
+    pieces = []
+    for number, mask in enumerate(ranks[0]):
+        inside = [mask]
+        for dim in range(dims):
+            inside = [x for piece in inside for x in piece.chunk(1 + (number >> dim & 1), dim)]
+        pieces += inside
+    assert len(pieces) == 3**dims
+    for a, b in combinations(pieces, 2):
+        common = tuple(slice(min(sizes)) for sizes in zip(a.shape, b.shape))
+        assert abs((a[common] == b[common]).float().mean() - 0.5) < 0.25  # independent
 
 
 # --- broken on purpose ------------------------------------------------------------------------------------------------
 
 
-def emitted(name: str, policy: Any, options: dict[str, Any]) -> Emitted:
+def emitted(name: str, policy: Any, options: dict[str, Any], ranks: int = 4) -> Emitted:
     module, arguments = mlp() if name == "mlp" else model(name)
-    division = divided(module, arguments, policy, config(**options))
+    division = divided(module, arguments, policy, config(ranks, **options))
     stored = stored_of(module, division)
     source = emit(division, stored=stored, signature=inspect.signature(module.forward))
     constants = {key: value.constant for value, key in constants_of(division).items() if value.constant is not None}
     return Emitted(source, division, module, constants, arguments)
 
 
-def over_the_other_axis(source: str) -> list[str]:
-    """The source with one conversion over the other axis, for each."""
+def over_another_axis(source: str, axes: Sequence[str]) -> list[str]:
+    """The source with one conversion over another axis, for each."""
     lines = source.splitlines()
     found = []
     for number, line in enumerate(lines):
-        for a, b in (('"tp/2"', '"tp%2"'), ('"tp%2"', '"tp/2"')):
+        for a, b in permutations([f'"{axis}"' for axis in axes], 2):
             if "= spmd." in line and a in line:
                 found.append("\n".join([*lines[:number], line.replace(a, b), *lines[number + 1 :]]))
     return found
 
 
 @pytest.mark.parametrize(
-    "name, policy, options",
-    [("mlp", "tp", {"tp_size": 2}), pytest.param("gpt", weights_first, {}, marks=[pytest.mark.slow, pytest.mark.full])],
+    "name, policy, options, ranks",
+    [
+        ("mlp", "tp", {"tp_size": 2}, 4),
+        ("mlp", "tp", {"tp_size": [2, 2]}, 8),
+        pytest.param("gpt", weights_first, {}, 4, marks=[pytest.mark.slow, pytest.mark.full]),
+    ],
 )
-def test_every_mutant_is_refused(name: str, policy: Any, options: dict[str, Any]) -> None:
-    program = emitted(name, policy, options)
+def test_every_mutant_is_refused(name: str, policy: Any, options: dict[str, Any], ranks: int) -> None:
+    program = emitted(name, policy, options, ranks)
     assert noticed(program, program.source) == ""
-    wrong = [mutant.edited for mutant in mutants(program.source)] + over_the_other_axis(program.source)
+    axes = [*program.division.axes]
+    wrong = [mutant.edited for mutant in mutants(program.source)] + over_another_axis(program.source, axes)
     assert len(wrong) > 30
     missed = [source for source in wrong if not noticed(program, source)]
     changed = ["\n".join(set(source.splitlines()) - set(program.source.splitlines())) for source in missed]

@@ -37,7 +37,7 @@ from tests.parallelize.support.training import (
 pytestmark = pytest.mark.slow
 
 HALF, REST = range(4), range(4, 8)
-LAYOUTS = {  # plan, units, groups of ZeRO (0: none); ranks along the second of two axes
+LAYOUTS = {  # plan, units, groups of ZeRO (0: none); ranks along the axes after the first one
     "alone": (1, 1, 0),
     "dp": (1, 2, 0),
     "tp": (2, 1, 0),
@@ -50,6 +50,7 @@ LAYOUTS = {  # plan, units, groups of ZeRO (0: none); ranks along the second of 
     "tp x zero": (2, 2, 1),
     "two axes": (4, 1, 0, 2),
     "two axes x zero": (4, 2, 1, 2),
+    "three axes": (8, 1, 0, [2, 2]),
 }
 
 
@@ -146,6 +147,7 @@ def test_merged_states_are_the_originals(layout, name, parent):
         *(("tp x zero", target) for target in LAYOUTS),
         *((source, target) for source in ("alone", "tp x dp", "zero of 4") for target in ("tp4", "zero x 2")),
         *(("two axes", target) for target in ("tp4", "two axes x zero")),
+        ("three axes", "tp4"),
     ],
 )
 def test_saved_under_one_plan_and_loaded_under_any_other(source, target):

@@ -65,7 +65,7 @@ class Stream(NamedTuple):
     differing: frozenset[str]
 
     def differs(self, axis: str) -> bool:
-        return axis in self.differing or (self.unseeded and part_of(axis)[0] != "tp")
+        return axis in self.differing or (self.unseeded and part_of(axis).axis != "tp")
 
 
 def generator_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
@@ -83,10 +83,9 @@ def stream(mode: Session, generator: torch.Generator | None) -> Stream:
     """The stream of the random numbers that are drawn now."""
     drawing = streams().drawing if context.is_initialized() else ""
     if generator is None and drawing.startswith(TENSOR_PARALLEL):
-        equal_part = drawing.removeprefix(
-            TENSOR_PARALLEL
-        ).strip()  # a part of tp along which ranks draw the same numbers
-        return Stream(True, frozenset({"tp", *mode.atoms("tp")} - {equal_part}))
+        shared = drawing.removeprefix(TENSOR_PARALLEL).strip()  # parts of tp along which ranks draw the same numbers
+        equal = mode.atoms(tuple(shared.split(","))) if shared else ()
+        return Stream(True, frozenset({"tp", *mode.atoms("tp")}.difference(equal)))
     seed = seed_of(generator)
     differing = {*mode.atoms("pp")}
     if isinstance(seed, RankValue):
