@@ -7,6 +7,7 @@ conversions.py   the operators between types of a value, and the bytes that they
 exact.py         the choice of a strategy for each call, at the least cost: `StrategyChoice`, built by policy/graph.py;
                  cost_tables.py: the costs; plan_costs.py: those of a division, by call
 job_costs.py     seconds and bytes of a whole job: units, stages, ZeRO, recomputation
+cuts.py          where stages begin, by the slowest stage; step_cuts.py: by the simulated step of a job
 stages.py        the pipeline stages of a division: their calls, and the values between them
 local_program.py, second_axis.py   the program of a rank of an axis, and its strategies over the next one
 

@@ -102,6 +102,7 @@ class CostTables:
         self._number: dict[SpmdType, int] = {}
         self._types: list[SpmdType] = []
         self._cache: dict[object, torch.Tensor] = {}
+        self._of_call: dict[Call, torch.Tensor] = {}
         self._wants: dict[Value, list[tuple[Call, Wants]]] = {}
         self._sources: dict[Value, tuple[int, ...]] = {}
         self.saved: set[Value] = set()  # values that a backward reads
@@ -227,6 +228,11 @@ class CostTables:
 
     def _seconds(self, call: Call) -> torch.Tensor:
         """Seconds of a call under each of its strategies, forward and backward."""
+        if call not in self._of_call:
+            self._of_call[call] = self._seconds_of(call)
+        return self._of_call[call]
+
+    def _seconds_of(self, call: Call) -> torch.Tensor:
         options = self.options[call]
         moved, backward = self._moved(call), self._has_backward(call)
         types = tuple(tuple(map(self.number, (*option.operands, *option.results))) for option in options)

@@ -10,12 +10,9 @@ backward. The price is raised from 0 until the predicted memory fits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
-
-import torch
 
 from ...planning.choice import Impossible, TooLarge, minimize
 from ...planning.costs import Costs
@@ -25,7 +22,7 @@ from ...spmd.types import I, R, S, Shard, SpmdType
 from .cost_tables import Constraints, CostTables, HeldBytes, reachable
 from .strategies import candidates, routed_calls, strides_of
 
-__all__ = ["Constraints", "Solution", "StrategyChoice", "balanced", "choose", "is_whole", "stage_starts"]
+__all__ = ["Constraints", "Solution", "StrategyChoice", "choose", "is_whole"]
 
 Candidates = Callable[[Call, int], Sequence[Strategy]]
 NEGLIGIBLE = 0.01  # of all seconds
@@ -324,48 +321,6 @@ class StrategyChoice:
         return division
 
 
-def stage_starts(
-    problem: StrategyChoice, division: Division, count: int, allowed: Collection[int] | None = None
-) -> list[int]:
-    """Returns the index of each pipeline stage's first call such that the slowest stage is as fast as possible.
-
-    Values that depend on inputs only are computed on every stage that reads them, and not sent.
-
-    Args:
-        allowed: the calls at which a stage may begin; None: all.
-
-    Raises:
-        PlanError: there are fewer calls than stages, or fewer allowed ones.
-    """
-    program, costs = problem.program, problem.costs
-    dependent = set(program.parameters)
-    last: dict[Value, int] = {}
-    for number, call in enumerate(program.calls):
-        last.update(dict.fromkeys(operands_of(call), number))
-        if not dependent.isdisjoint(operands_of(call)):
-            dependent.update(call.results)
-    change = [0.0] * (len(program.calls) + 1)  # difference of the sending seconds between a cut and the cut before
-    for number, call in enumerate(program.calls):
-        for value in call.results:
-            if value in dependent and last.get(value, number) > number:
-                share = problem.size if isinstance(division.type_of(value), Shard) else 1
-                seconds = costs.communicate(value.nbytes / share, 1)
-                change[number + 1] += seconds
-                change[last[value] + 1] -= seconds
-    times = problem.tables.times(division.strategies, division.type_of)
-    waits = list(accumulate(change))[: len(times)]
-    if allowed is not None:
-        if len({*allowed} - {0}) < count - 1:
-            raise PlanError(
-                f"pipeline: {count} stages need {count - 1} calls at which one may begin, not {len(allowed)}"
-            )
-        waits = [seconds if number in allowed else inf for number, seconds in enumerate(waits)]
-    try:
-        return balanced(times, waits, count)
-    except ValueError as error:
-        raise PlanError(f"pipeline: {error}") from None
-
-
 def _is_layout(type_: SpmdType, value: Value) -> bool:
     """Returns whether a parameter can be stored in this type: shards, of blocks or not, equal ones on adjacent axes."""
     if not isinstance(type_, Shard) or type_ != S(type_.dim, stride=type_.stride):
@@ -380,38 +335,3 @@ def is_whole(strategy: Strategy) -> bool:
 
 def _listed(items: Sequence[object]) -> str:
     return ", ".join(map(str, items)) or "nothing"
-
-
-def balanced(times: Sequence[float], crossing: Sequence[float], count: int) -> list[int]:
-    """Returns the index of each stage's first call such that the slowest stage is as fast as possible.
-
-    Method: dynamic programming of the linear partition problem.
-
-    Args:
-        times: seconds of each call.
-        crossing: by call, seconds of receiving the values of earlier stages if a stage begins at this call.
-        count: number of stages.
-
-    Raises:
-        ValueError: there are fewer calls than stages.
-    """
-    if not 1 <= count <= len(times):
-        raise ValueError(f"{len(times)} calls cannot be cut into {count} stages: at most {len(times)}")
-    until = torch.tensor([0.0, *accumulate(times)], dtype=torch.float64)
-    waits = torch.tensor([0.0, *crossing[1:]], dtype=torch.float64)
-    slowest = until.clone()  # by number of calls: seconds of the slowest stage if these are cut into `stage` stages
-    starts: list[torch.Tensor] = []
-    for stage in range(1, count):
-        least, first = torch.full_like(slowest, torch.inf), torch.zeros(len(until), dtype=torch.int64)
-        for end in range(stage + 1, len(until)):
-            seconds = until[end] - until[stage:end] + waits[stage:end]
-            worst = torch.maximum(seconds, slowest[stage:end])
-            best = int(worst.argmin())
-            least[end], first[end] = worst[best], best + stage
-        slowest = least
-        starts.append(first)
-    cuts, end = [], len(times)
-    for first in reversed(starts):
-        end = int(first[end])
-        cuts.append(end)
-    return [0, *reversed(cuts)]

@@ -23,14 +23,15 @@ from ...planning.costs import Costs
 from ...planning.recompute import least_time
 from ...program.program import Call, Division, Program, Value, operands_of
 from ...spmd.types import SpmdType
+from .cost_tables import CostTables
 from .exact import StrategyChoice
 from .stages import StageCalls, schedule_of, stages_of
 
-__all__ = ["DividedUnit", "Job", "JobCosts", "Links", "blocks_of"]
+__all__ = ["SIMULATOR", "DividedUnit", "Job", "JobCosts", "Links", "Recomputed", "blocks_of", "staged"]
 
 Span = tuple[int, int]
 _BLOCK = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
-_SIMULATOR = Simulator()
+SIMULATOR = Simulator()
 
 
 class Links(NamedTuple):
@@ -62,6 +63,15 @@ class Job(NamedTuple):
         """Number of examples in a step."""
         return self.units * self.microbatches
 
+    @property
+    def least_passes(self) -> float:
+        """Number of microbatches that one rank of a stage could compute in the time of a step, at least.
+
+        Before the first task of a stage, and after its last one, a microbatch passes through all stages before it: a
+        step of T seconds has stages of at most T/m, (T - T/m)/m, ... seconds, all together T (1 - (1 - 1/m)^pp).
+        """
+        return 1 / (1 - (1 - 1 / self.microbatches) ** self.pp)
+
     def update_seconds(self, value: Value, links: Links) -> float:
         """Returns the seconds in which one rank sums the gradient of a whole parameter over the units and updates it.
 
@@ -75,6 +85,14 @@ class Job(NamedTuple):
             seconds += 2 * (1 - 1 / self.units) * value.nbytes / links.dp.link_bandwidth
             seconds += 4 * value.nbytes / links.dp.bandwidth
         return seconds
+
+    def state_bytes(self, value: Value, type_: SpmdType, tables: CostTables) -> float:
+        """Returns the bytes of a parameter on a rank, with its gradient and the optimizer's state."""
+        nbytes = tables.parameter_bytes(value, type_)
+        if self.zero1 and value.requires_grad:
+            sharded = tables.costs.optimizer_bytes * prod(value.shape)
+            nbytes -= tables.local(sharded * (1 - 1 / self.units), type_)
+        return nbytes
 
     def latency(self, links: Links) -> float:
         """Returns the seconds of the update of no parameter: one collective for each of its verbs."""
@@ -102,6 +120,14 @@ class JobCosts(NamedTuple):
     peaks: list[float]
     parameters: list[float]
     recompute: list[Span]
+
+
+class Recomputed(NamedTuple):
+    """Costs of a recomputed block of a microbatch: bytes freed, seconds, and bytes while backward computes it again."""
+
+    freed: float
+    seconds: float
+    inside: float
 
 
 class _Stage(NamedTuple):
@@ -143,7 +169,7 @@ class DividedUnit:
             peaks.append(part.state + saved)
             state.append(part.state)
             seconds.append([(part.forward, part.total - part.forward + again[-1], 0.0)])
-        step = _SIMULATOR.step_time(order, seconds, max(part.message for part in parts))
+        step = SIMULATOR.step_time(order, seconds, max(part.message for part in parts))
         update = max(part.update for part in parts)
         longest = max(range(job.pp), key=lambda number: sum(seconds[number][0]))
         waiting = step - job.microbatches * sum(seconds[longest][0])
@@ -162,10 +188,7 @@ class DividedUnit:
         for value in dict.fromkeys(x for call in calls for x in operands_of(call) if x.kind == "parameter"):
             type_ = division.types[value]
             update += tables.local(job.update_seconds(value, links), type_)
-            state += tables.parameter_bytes(value, type_)
-            if job.zero1 and value.requires_grad:
-                sharded = tables.costs.optimizer_bytes * prod(value.shape)
-                state -= tables.local(sharded * (1 - 1 / job.units), type_)
+            state += job.state_bytes(value, type_, tables)
         message = sum(tables.local(value.nbytes, division.type_of(value)) for value in sent)
         forward = self._seconds(calls) if self.program.training else total
         return _Stage(forward, total, update and update + job.latency(links), state, links.pp.communicate(message, 1))
@@ -194,33 +217,40 @@ class DividedUnit:
         plain, peak = bytes_with(())
         if memory is None or state + peak <= memory or not in_flight:
             return always, peak
-        taken = {number for first, last in always for number in range(first, last)}
-        options: dict[Span, tuple[int, float, float]] = {}  # bytes freed, seconds, bytes while it is computed again
-        for block in blocks_of(self.program):
-            if numbers.issuperset(range(*block)) and taken.isdisjoint(range(*block)):
-                outside, with_again = bytes_with([block])
-                if plain > outside:
-                    seconds = self._seconds(self.program.calls[slice(*block)])
-                    options[block] = int(plain - outside), seconds, with_again - outside
+        options = self.recomputable(stage.calls, always)
         best: tuple[float, list[Span], float] | None = None
         smallest = peak, list[Span]()
-        for limit in sorted({again for _, _, again in options.values()}):
-            allowed = {str(block): row for block, row in options.items() if row[2] <= limit}
-            spans = [block for block, row in options.items() if row[2] <= limit]
+        for limit in sorted({row.inside for row in options.values()}):
+            spans = [block for block, row in options.items() if row.inside <= limit]
+            allowed = {str(block): (int(in_flight * options[block].freed), options[block].seconds) for block in spans}
             smallest = min(smallest, (bytes_with(spans)[1], spans), key=lambda pair: pair[0])
-            tables = {name: [(0, 0.0, ()), (freed, more, ("full",))] for name, (freed, more, _) in allowed.items()}
+            tables = {name: [(0, 0.0, ()), (freed, more, ("full",))] for name, (freed, more) in allowed.items()}
             need = 1 + int(state + plain + limit - memory)
-            while need <= sum(freed for freed, _, _ in allowed.values()):
+            while need <= sum(freed for freed, _ in allowed.values()):
                 names = {name for name, _ in least_time(tables, need)}
                 spans = [block for block in options if str(block) in names]
                 peak = bytes_with(spans)[1]
                 if state + peak <= memory:
-                    seconds = sum(options[block][1] for block in spans)
+                    seconds = sum(options[block].seconds for block in spans)
                     best = min(best or (inf, [], 0.0), (seconds, spans, peak), key=lambda found: found[0])
                     break
                 need += 1 + int(state + peak - memory)
         peak, spans = (best[2], best[1]) if best else smallest
         return [*always, *spans], peak
+
+    def recomputable(self, calls: Sequence[Call], always: Sequence[Span] = ()) -> dict[Span, Recomputed]:
+        """Returns the blocks among the calls of a stage, and the costs of each, beside the spans `always`."""
+        numbers = {self._home[call] for call in calls}
+        taken = {number for span in always for number in range(*span)}
+        plain, _ = self._saved(calls, always)
+        options = {}
+        for block in blocks_of(self.program):
+            if numbers.issuperset(range(*block)) and taken.isdisjoint(range(*block)):
+                outside, inside = self._saved(calls, [*always, block])
+                if plain > outside:
+                    seconds = self._seconds(self.program.calls[slice(*block)])
+                    options[block] = Recomputed(plain - outside, seconds, inside)
+        return options
 
     def _saved(self, calls: Sequence[Call], spans: Sequence[Span]) -> tuple[float, float]:
         """Returns the bytes that a microbatch saves, and those of the span that has most while it is computed again."""

@@ -150,13 +150,15 @@ def routed_calls(program: Program) -> frozenset[Call]:
 
 
 CUTS = ("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split")
+LOOKUPS = ("embedding", "embedding_bag")  # rows of many tables beside one another are blocks of one width
 FEW = 8  # positions: so many that are read one by one are blocks; more are steps of a recurrence
 
 
 def strides_of(program: Program) -> tuple[int, ...]:
     """Numbers of equal blocks such that each chunk, split (of 8 and 4: blocks of 4) or position has whole blocks.
 
-    A fused weight of queries, keys and values is sharded within each of its blocks.
+    A fused weight of queries, keys and values is sharded within each of its blocks, and so are the looked-up rows of
+    several tables after `cat`: one collective exchanges them all.
     """
     return tuple(sorted({_blocks(call) for call in program.calls} - {0, 1}))
 
@@ -169,6 +171,8 @@ def _blocks(call: Call) -> int:
         lengths = [extents for extents in zip(shape, *pieces) if len(set(extents)) > 1]
         return lengths[0][0] // gcd(*lengths[0][1:]) if lengths else 1
     count = 1
+    if call.name == "cat" and all(x.producer and x.producer.name in LOOKUPS for x in operands):
+        return len(operands) if len({x.shape for x in operands}) == 1 else 1
     if call.name == "unbind":
         count = len(pieces)
     elif call.name == "select":

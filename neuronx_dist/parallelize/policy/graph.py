@@ -27,7 +27,8 @@ from ...planning.plan import PlanError
 from ...program.program import Call, Division, Program, Strategy, Value
 from ...spmd.types import I, S, SpmdType
 from ..choose.cost_tables import Constraints
-from ..choose.exact import StrategyChoice, is_whole, stage_starts
+from ..choose.cuts import stage_starts
+from ..choose.exact import StrategyChoice, is_whole
 from ..choose.local_program import LocalProgram, local_program
 from ..choose.plan_costs import plan_costs
 from ..choose.strategies import candidates, refusals, routed_calls, strides_of

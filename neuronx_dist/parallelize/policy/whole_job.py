@@ -23,9 +23,10 @@ from ...planning.costs import Costs
 from ...planning.layout import format_bytes
 from ...planning.plan import PlanError
 from ...program.program import Division, Program
-from ..choose.exact import StrategyChoice, balanced, stage_starts
+from ..choose.exact import StrategyChoice
 from ..choose.job_costs import DividedUnit, Job, JobCosts, Links, staged
 from ..choose.plan_costs import plan_costs
+from ..choose.step_cuts import StepCuts
 from ..config import ComputeConfig, schedule_named
 from .graph import IRGraph
 
@@ -108,14 +109,14 @@ class JobChoice:
                 row.why = "its lower bound is above the best"
                 continue
             try:
-                self._compare(row, best.per_sample if best else inf)
+                self.compare(row, best.per_sample if best else inf)
             except ValueError as error:  # of the cut into stages
                 row.why = str(error)
             if row.found and (best is None or row.found.per_sample < best.per_sample):
                 best = row.found
         if best is None:
             raise self._nothing_fits(rows)
-        _, choice, _ = self._divided_over(best.job.tp)
+        _, choice, _ = self.divided_over(best.job.tp)
         choice.count_updates(self._update(best.job))
         choice.solve(0.0)
         choice.price = best.price
@@ -139,10 +140,10 @@ class JobChoice:
             )
         rows = []
         for job in jobs:
-            links = self._links(job)
+            links = self.links(job)
             update = sum(job.update_seconds(value, links) for value in self.program.parameters)
             try:
-                least = self._divided_over(job.tp)[2]
+                least = self.divided_over(job.tp)[2]
             except PlanError:  # the search is too large, or the options contradict: `division` says which
                 least = 0.0
             rows.append(_Row(job, self._bound(job, least, update)))
@@ -174,25 +175,24 @@ class JobChoice:
     def _bound(self, job: Job, seconds: float, update: float) -> float:
         """Returns seconds per sample that no division of a job is below.
 
-        Before its first task and after its last one a stage waits for the other stages.
-
         Args:
             seconds: the least of a microbatch; `update`: of the parameters on all ranks of a unit.
         """
-        links, passes = self._links(job), job.microbatches + job.pp - 1
+        links = self.links(job)
         latency = job.latency(links) if any(job.update_seconds(x, links) for x in self.program.parameters) else 0.0
-        return (passes * seconds / job.pp + update / job.tp / job.pp + latency) / job.samples
+        return (job.least_passes * seconds + update / job.tp / job.pp + latency) / job.samples
 
-    def _links(self, job: Job) -> Links:
+    def links(self, job: Job) -> Links:
+        """Returns the speeds of the three axes of a job."""
         axes = (job.tp, 1), (job.pp, job.tp), (job.units, job.tp * job.pp)
         return Links(*(link_of(self.costs, self.program, size, stride) for size, stride in axes))
 
     def _update(self, job: Job) -> Callable[[Any], float] | None:
         """Returns the seconds of updating a whole parameter, as a part of one microbatch's."""
-        links, passes = self._links(job), job.microbatches + job.pp - 1
+        links, passes = self.links(job), job.least_passes * job.pp
         return lambda value: job.update_seconds(value, links) / passes
 
-    def _divided_over(self, tp: int) -> tuple[IRGraph, StrategyChoice, float]:
+    def divided_over(self, tp: int) -> tuple[IRGraph, StrategyChoice, float]:
         """Returns the graph and the choice over this many ranks, and the least seconds of a microbatch (0: unknown)."""
         if tp not in self._graphs:
             graph = self.graph_of(tp)
@@ -203,15 +203,15 @@ class JobChoice:
 
     def _solve(self, job: Job, price: float) -> tuple[Division, float]:
         """Returns the best division at a price of memory, and, without one, a bound of its cost."""
-        _, choice, _ = self._divided_over(job.tp)
-        key = job.tp, price, job.units, job.zero1, job.microbatches + job.pp
-        if (key, choice.tables) not in self._solved:  # a search that became too large has other strategies
+        _, choice, _ = self.divided_over(job.tp)
+        key = job, price, choice.tables  # a search that became too large has other strategies
+        if key not in self._solved:
             choice.count_updates(self._update(job))
             division = choice.solve(price).division
-            self._solved[key, choice.tables] = division, (choice.least() or 0.0) if not price else 0.0
-        return self._solved[key, choice.tables]
+            self._solved[job, price, choice.tables] = division, (choice.least() or 0.0) if not price else 0.0
+        return self._solved[job, price, choice.tables]
 
-    def _compare(self, row: _Row, best: float) -> None:
+    def compare(self, row: _Row, best: float) -> None:
         """Divides a job at rising prices of memory, until it fits without recomputation; the fastest counts."""
         job = row.job
         division, cost = self._solve(job, 0.0)
@@ -248,11 +248,16 @@ class JobChoice:
     def _try(self, row: _Row, division: Division, price: float) -> bool:
         """Counts a division of a job, if it fits; returns whether it does so without additional recomputation."""
         job = row.job
-        graph, choice, _ = self._divided_over(job.tp)
+        graph, choice, _ = self.divided_over(job.tp)
         schedule = schedule_named(self.config.pas_config.get("pipeline_scheduler", "1f1b")) if job.pp > 1 else "1f1b"
-        for starts in self._cuts(choice, division, job, graph.starts_allowed):
+        cuts = [[0]]
+        if job.pp > 1:
+            where = graph.starts_allowed, self.memory, graph.recomputed
+            cuts = StepCuts(choice, division, job, self.links(job), schedule, *where).best()
+        without = False
+        for starts in cuts:
             pipeline = staged(division, starts, job, schedule)
-            costs = DividedUnit(choice, pipeline, graph.recomputed).costs(job, self._links(job), schedule, self.memory)
+            costs = DividedUnit(choice, pipeline, graph.recomputed).costs(job, self.links(job), schedule, self.memory)
             row.needs = min(row.needs, max(costs.peaks))
             if self.memory is not None and max(costs.peaks) > self.memory:
                 if row.found is None:
@@ -261,22 +266,8 @@ class JobChoice:
             found = _Found(job, pipeline, costs, price)
             if row.found is None or found.per_sample < row.found.per_sample:
                 row.found, row.why = found, ""
-            if len(costs.recompute) == len(graph.recomputed):
-                return True
-        return False
-
-    def _cuts(
-        self, choice: StrategyChoice, division: Division, job: Job, allowed: set[int] | None
-    ) -> Iterator[list[int]]:
-        """Yields the first calls of the stages: cut by seconds, then, for a limit of memory, by bytes."""
-        if job.pp == 1:
-            yield [0]
-            return
-        yield stage_starts(choice, division, job.pp, allowed)
-        if self.memory is not None:
-            sizes = choice.tables.held_by(division.strategies, division.types)
-            waits = [0.0 if allowed is None or number in allowed else inf for number in range(len(sizes))]
-            yield balanced(sizes, waits, job.pp)
+            without |= len(costs.recompute) == len(graph.recomputed)
+        return without
 
     def _nothing_fits(self, rows: list[_Row]) -> PlanError:
         ranks = self.config.world_size

@@ -97,7 +97,7 @@ def fastest(of: JobChoice) -> dict[Job, float]:
     """Returns by job the least seconds per sample of all divisions, all cuts and all recomputed blocks that fit."""
     best = {row.job: inf for row in of.rows()}
     for job in best:
-        graph, problem, _ = of._divided_over(job.tp)
+        graph, problem, _ = of.divided_over(job.tp)
         for division in every_division(graph):
             if job.microbatches * sum(problem.tables.times(division.strategies, division.type_of)) / job.pp > (
                 best[job] * job.samples
@@ -106,7 +106,7 @@ def fastest(of: JobChoice) -> dict[Job, float]:
             for starts in combinations(range(1, len(of.program.calls)), job.pp - 1):
                 for spans in spans_of(of.program) if of.memory < 1e12 else [()]:
                     unit = DividedUnit(problem, staged(division, (0, *starts), job, "1f1b"), spans)
-                    costs = unit.costs(job, of._links(job), "1f1b", None)
+                    costs = unit.costs(job, of.links(job), "1f1b", None)
                     if max(costs.peaks) <= of.memory:
                         best[job] = min(best[job], costs.seconds / job.samples)
     return best
@@ -127,7 +127,7 @@ def test_the_choice_is_the_fastest_of_all_jobs(program: Program, ranks: int, mem
     assert chosen(of)["seconds_per_sample"] == pytest.approx(min(every.values()), rel=1e-9)
     for row in rows if memory == 1e12 else ():
         if row.job.pp == 1:
-            of._compare(row, inf)
+            of.compare(row, inf)
             assert row.found and row.found.per_sample == pytest.approx(every[row.job], rel=1e-9), row.job
         assert every[row.job] >= row.bound * (1 - 1e-9), row.job
 
@@ -147,22 +147,55 @@ def test_the_blocks_of_least_time_are_recomputed() -> None:
 
 
 def test_memory_moves_the_choice() -> None:
-    """From data parallel ranks with ZeRO to divided units, and recomputation."""
-    program, jobs = blocks([64, 64, 64], batch=64), []
+    """From data parallel ranks with ZeRO to divided units, and recomputation; a tighter limit is never faster."""
+    program, jobs, seconds = blocks([64, 64, 64], batch=64), [], []
     for memory in (None, 150e3, 80e3, 50e3):
         job = chosen(choice(program, 4, memory=memory, costs=replace(COSTS, link_bandwidth=2e4)))
         jobs.append(job["chosen"] + (" recomputing" if job["recomputing_seconds"] else ""))
+        seconds.append(job["seconds_per_sample"])
         assert memory is None or job["peak_bytes"] <= memory
+    assert seconds == sorted(seconds)
     assert jobs == ["4 x one rank ZeRO", "2 x tp=2 ZeRO", "1 x tp=4", "1 x tp=4 recomputing"]
 
 
 def test_stages_are_cut_by_bytes_where_those_of_equal_time_do_not_fit() -> None:
-    program, options = blocks([256, 64, 64, 64], batch=16), {"max_partition_degree": 1, "pipeline_nstages": 2}
+    program = blocks([256, 64, 64, 64], batch=16)
+    options: dict[str, Any] = {"max_partition_degree": 1, "pipeline_nstages": 2, "pipeline_nmicros": 4}
     costs = replace(COSTS, bandwidth=1e9, launch=1.0)  # all calls take equally long
     free = choice(program, 2, costs=costs, **options).division()
     assert free.costs is not None and free.stages == [0, 6]
     tight = choice(program, 2, costs=costs, memory=free.costs()["job"]["peak_bytes"] - 1, **options).division()
     assert tight.stages[1] < 6
+
+
+@pytest.mark.parametrize(("widths", "stages", "microbatches", "changes"), [
+    ([8, 128, 16], 2, 2, {}),
+    ([16, 64], 3, 1, {"link_bandwidth": 4e6}),
+    ([32, 32, 32, 32], 2, 2, {"link_bandwidth": 4e6, "link_latency": 0.0}),  # a first stage of 60 %
+    ([64, 32, 8], 3, 4, {"bandwidth": 1e6}),
+    ([128, 64, 8], 4, 4, {}),
+    ([32, 32, 64], 3, 8, {"launch": 1e-2}),
+])  # fmt: skip
+def test_the_cut_is_the_fastest_of_all(
+    widths: list[int], stages: int, microbatches: int, changes: dict[str, float]
+) -> None:
+    """Brute force over all cuts, each with the least recomputation that fits; a tighter limit is never faster."""
+    program, costs, previous = blocks(widths), replace(COSTS, **changes), 0.0
+    options = {"max_partition_degree": 1, "pipeline_nstages": stages, "pipeline_nmicros": microbatches}
+    free = chosen(choice(program, stages, costs=costs, **options))
+    for part in (1.0, 0.9, 0.7):
+        of = choice(program, stages, costs=costs, memory=free["peak_bytes"] * part, **options)
+        division, (row,) = of.division(), of.rows()
+        assert division.costs is not None
+        problem, best = of.divided_over(1)[1], inf
+        for starts in combinations(range(1, len(program.calls)), stages - 1):
+            unit = DividedUnit(problem, staged(division, (0, *starts), row.job, "1f1b"))
+            found = unit.costs(row.job, of.links(row.job), "1f1b", of.memory)
+            best = min(best, found.seconds if max(found.peaks) <= (of.memory or inf) else inf)
+        seconds = division.costs()["job"]["seconds"]
+        assert seconds == pytest.approx(best, rel=1e-9) and best >= row.bound * row.job.samples
+        assert seconds >= previous
+        previous = seconds
 
 
 def test_a_faster_device_or_link_is_never_slower() -> None:

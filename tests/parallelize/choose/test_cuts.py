@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from neuronx_dist.parallelize.choose.exact import balanced
+from neuronx_dist.parallelize.choose.cuts import balanced
 
 
 def slowest(times, crossing, starts):
