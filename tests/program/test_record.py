@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.utils import torch_compilable_check
 
 from neuronx_dist.program.builder import Builder
 from neuronx_dist.program.program import run_program, values_in
@@ -210,6 +211,17 @@ def test_a_tensor_of_forward_may_be_told_to_require_a_gradient() -> None:
     of_argument = True
     with pytest.raises(TracingError, match="forward sets .requires_grad of a tensor"):
         record_program(Function(forward), {"x": sample()}, training=True)
+
+
+def test_a_check_of_values_is_assumed_to_pass() -> None:
+    """LLaVA compares the number of image tokens with that of features, without a result."""
+
+    def forward(self: Function, x: torch.Tensor) -> torch.Tensor:
+        torch_compilable_check((x > -100).sum() == x.numel(), "too small")
+        return torch.distributions.Normal(x, self.weight.exp(), validate_args=True).mean * 2
+
+    program = assert_equal(Function(forward), {"x": sample()})
+    assert [call.name for call in program.calls] == ["exp", "broadcast_tensors", "mul"]
 
 
 @pytest.mark.parametrize("outer", [False, True])
