@@ -73,7 +73,13 @@ class Example:
         frames = traceback.extract_tb(error.__traceback__)
         libraries = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
         lines = [f" at {frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(libraries)]
+        advice = ""
+        if "can only change requires_grad" in str(error):
+            advice = (
+                " Floating-point arguments have a gradient here, since other modules may stand before this one: freeze "
+                "the part that sets requires_grad (freeze_feature_encoder() of transformers), or pass use_end2end=True."
+            )
         return ValueError(
             f"{self.name}.{direction} fails on {self.origin} {describe(self.arguments)}{lines[-1] if lines else ''}: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}{advice}"
         )

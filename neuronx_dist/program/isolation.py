@@ -114,29 +114,37 @@ def without_loops_over_experts(module: nn.Module) -> Iterator[None]:
 def _configured(module: nn.Module, attribute: str, old: tuple[Any, ...], new: Any) -> Iterator[None]:
     """Replaces the values `old` of an attribute in all configs of the model.
 
-    Ranks that are threads may share one config: the last rank to leave restores the value.
+    Setting an attribute of a config may set it in the configs inside, so that theirs are restored behind it. Ranks that
+    are threads may share one config: the last rank to leave restores the value.
     """
     configs = {id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None}
     with _lock:
-        changed = {
-            (key, attribute): c
-            for key, c in configs.items()
-            if (key, attribute) in _recordings or getattr(c, attribute, None) in old
-        }
-        before = {key: getattr(config, attribute) for key, config in changed.items()}  # setting one sets those inside
-        for key, config in changed.items():
-            _before.setdefault(key, before[key])
+        changed = [
+            c for c in configs.values() if (id(c), attribute) in _recordings or getattr(c, attribute, None) in old
+        ]
+        saved = {(id(c), attribute): c for outer in changed for c in _nested(outer) if hasattr(c, attribute)}
+        for key, config in saved.items():
+            _before.setdefault(key, getattr(config, attribute))
             _recordings[key] += 1
+        for config in changed:
             setattr(config, attribute, new)
     try:
         yield
     finally:
         with _lock:
-            for key, config in changed.items():
+            for key, config in saved.items():
                 _recordings[key] -= 1
                 if not _recordings[key]:
                     del _recordings[key]
                     setattr(config, attribute, _before.pop(key))
+
+
+def _nested(config: Any) -> Iterator[Any]:
+    """Yields a config, and then the configs inside."""
+    yield config
+    for name in getattr(config, "sub_configs", ()):
+        if (inner := getattr(config, name, None)) is not None:
+            yield from _nested(inner)
 
 
 _RECORDED = "neuronx_dist"  # the name of our implementation of experts

@@ -105,6 +105,9 @@ def is_recording(*, layers: bool = False) -> bool:
 # --- the recorder -----------------------------------------------------------------------------------------------------
 
 _local = threading.local()  # .recorder: the active recorder of this thread
+# The function by which checks read values: those of transformers (image tokens and features), of distributions. A check
+# decides nothing but an error, and is assumed to pass.
+_CHECK = "_is_all_true"
 # Functions that return no new tensor, and are recorded for their effect.
 _EFFECTS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
@@ -202,6 +205,8 @@ class _Recorder(TorchFunctionMode):
             args = (args[0], self._with_known_bounds(args[1]), *args[2:])
         target, target_args = func, args
         name, owner = getattr(func, "__name__", ""), getattr(getattr(func, "__self__", None), "__name__", "")
+        if name == _CHECK and self._is_unknown(args[0]):
+            return torch.tensor(True)
         if name == "__get__":  # an attribute such as x.T: the getter has no printable name
             target, target_args = getattr, (args[0], owner)
             if owner == "requires_grad" and not self.reads_requires_grad and self._is_unknown(args[0]):

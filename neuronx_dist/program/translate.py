@@ -117,8 +117,9 @@ class _Translator:
         where = info.where
         if node.target is setattr and node.args[1:] == ("requires_grad", True):
             tensor = self.tensors.get(node.args[0]) if isinstance(node.args[0], fx.Node) else None
-            if tensor is not None and tensor.memory.leaf is None:  # nobody reads the gradient of an intermediate value
-                return
+            is_view = tensor is not None and tensor.call is not None and not tensor.memory.version
+            if tensor is not None and (tensor.memory.leaf is None or is_view):
+                return  # nobody reads the gradient of an intermediate value
         if node.target is setattr:
             raise TracingError(
                 f"{where}: forward sets .{node.args[1]} of a tensor, which cannot be recorded. Compute a new tensor."
@@ -152,8 +153,10 @@ class _Translator:
                     f"{info.where}: {call.name} returns tensors in nested containers, or mixed with other objects. "
                     f"Return a tensor, or a tuple of tensors."
                 )
+        # Forward may have set requires_grad of a result: of one without such an operand it reaches no parameter.
+        differentiable = any(value.requires_grad for value in values_in((call.args, call.kwargs)))
         results = [
-            ResultSpec(spec.shape, spec.dtype, spec.requires_grad and not info_of(n).grad_by_write)
+            ResultSpec(spec.shape, spec.dtype, differentiable and spec.requires_grad and not info_of(n).grad_by_write)
             for n in nodes
             if (spec := info_of(n).spec) is not None
         ]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers.pytorch_utils import compile_compatible_method_lru_cache
 
@@ -16,7 +17,7 @@ from neuronx_dist import comm
 from neuronx_dist.comm.errors import CommError
 from neuronx_dist.mesh import Axis, Mesh
 from neuronx_dist.program import isolation
-from neuronx_dist.program.isolation import without_cache
+from neuronx_dist.program.isolation import without_cache, without_loops_over_experts
 from neuronx_dist.program.recorder import record
 from tests.support.locks import SeeingLock
 from tests.support.pipeline_models import Block, Model, batch, error, make, on_ranks, reference
@@ -142,3 +143,13 @@ def test_a_forward_after_a_recording_has_values_that_functions_remember() -> Non
         with comm.as_rank(Mesh(1), 0):
             record(Remembers(), {"x": torch.ones(3)}, leaves=False)
         assert torch.equal(Remembers()(torch.ones(3)), torch.tensor([1.0, 4.0, 9.0]))
+
+
+def test_the_implementation_of_experts_is_restored_in_configs_inside() -> None:
+    """MPT has a config of its attention inside, which no module holds: files of the model depend on both."""
+    config = transformers.MptConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=8)
+    model = transformers.MptForCausalLM(config)
+    before = config.to_dict(), config._experts_implementation, config.attn_config._experts_implementation
+    with without_loops_over_experts(model):
+        assert config._experts_implementation == "neuronx_dist"
+    assert (config.to_dict(), config._experts_implementation, config.attn_config._experts_implementation) == before

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.utils import torch_compilable_check
 
 from neuronx_dist.program.builder import Builder
 from neuronx_dist.program.program import run_program, values_in
@@ -193,18 +194,34 @@ def test_getters_are_functions_that_rules_know() -> None:
 
 
 def test_a_tensor_of_forward_may_be_told_to_require_a_gradient() -> None:
-    """T5 does so under gradient checkpointing; nobody reads that gradient. That of an argument is another matter."""
+    """T5 does so under gradient checkpointing, Wav2Vec2 with a view of its argument; nobody reads that gradient.
+
+    That of an argument is another matter.
+    """
 
     def forward(self: Function, x: torch.Tensor) -> torch.Tensor:
-        bias = torch.zeros(5, dtype=x.dtype)
-        (x if of_argument else bias).requires_grad = True
-        return x * self.weight + bias
+        bias, view = torch.zeros(5, dtype=x.dtype), x[:]
+        for tensor in [x] if of_argument else [bias, view]:
+            tensor.requires_grad = True
+        return view * self.weight + bias
 
     of_argument = False
-    assert_equal(Function(forward), {"x": sample()})
+    program = assert_equal(Function(forward), {"x": sample()})
+    assert [call.name for call in program.calls if call.results[0].requires_grad] == ["mul", "add"]
     of_argument = True
     with pytest.raises(TracingError, match="forward sets .requires_grad of a tensor"):
         record_program(Function(forward), {"x": sample()}, training=True)
+
+
+def test_a_check_of_values_is_assumed_to_pass() -> None:
+    """LLaVA compares the number of image tokens with that of features, without a result."""
+
+    def forward(self: Function, x: torch.Tensor) -> torch.Tensor:
+        torch_compilable_check((x > -100).sum() == x.numel(), "too small")
+        return torch.distributions.Normal(x, self.weight.exp(), validate_args=True).mean * 2
+
+    program = assert_equal(Function(forward), {"x": sample()})
+    assert [call.name for call in program.calls] == ["exp", "broadcast_tensors", "mul"]
 
 
 @pytest.mark.parametrize("outer", [False, True])

@@ -8,7 +8,8 @@ wrong factor.
 
 Errors are relative to a tensor's norm. A tensor that is zero but for rounding, such as the running mean of a linear
 layer behind batch norm, has no digit in common with itself in another order of additions: its error is compared with
-what rounding errors at every call of the recording make of it.
+what rounding errors at every call of the recording make of it. So is that of a program that amplifies rounding, such
+as batch norms over two nearly equal values.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ __all__ = ["EmittedProgramError", "OriginalError", "RecordingError", "check_orig
 
 # Relative, by the coarsest dtype of a program.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+# Of changes by one rounding error a call, as many an emitted program may differ by: other sums round several times.
+_ROUNDINGS = 10
 
 
 class EmittedProgramError(RuntimeError):
@@ -148,7 +151,7 @@ def _in_double(
 
 
 class _Noise:
-    """The norms of the changes that rounding makes, by name, in a program's results, gradients and buffers.
+    """Changes that rounding makes, by name, in a program's results, gradients and buffers.
 
     Attributes:
         tolerance: relative, of a tensor with digits that rounding leaves.
@@ -166,7 +169,7 @@ class _Noise:
 
     @cached_property
     def norms(self) -> dict[str, float]:
-        """Changes by a rounding error in each call's result, times the tolerance over the precision of its dtype."""
+        """Norms of changes by a rounding error in each call's result."""
         generator = torch.Generator().manual_seed(0)
 
         def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -178,9 +181,13 @@ class _Noise:
         with self._mode():
             exact = _run_program(self._program, self._tensors)
             other = _run_program(self._program, self._tensors, rounded)
+        return {name: float((x.double() - other[name].double()).norm()) for name, x in exact.items()}
+
+    @property
+    def scale(self) -> float:
+        """Tolerance over the precision of its dtype."""
         (coarsest,) = (dtype for dtype, tolerance in TOLERANCES.items() if tolerance == self.tolerance)
-        scale = self.tolerance / torch.finfo(coarsest).eps
-        return {name: scale * float((x.double() - other[name].double()).norm()) for name, x in exact.items()}
+        return self.tolerance / torch.finfo(coarsest).eps
 
 
 def _tolerance(program: Program) -> float:
@@ -388,8 +395,12 @@ def _errors(has: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor],
         same = bool(((computed == x) | ((computed != computed) & (x != x))).all())  # nan is equal to nan alone
         distance = 0.0 if same else float((computed.double() - x.double()).norm())
         errors[name] = distance / (max(norms[name], floor) * noise.tolerance) if distance else 0.0
-        if errors[name] > 1 and norms[name] <= (bound := noise.norms.get(name, 0.0)):  # it is zero but for rounding
-            errors[name] = distance / max(bound, floor)
+        if errors[name] > 1:
+            change = noise.norms.get(name, 0.0)
+            if norms[name] <= change * noise.scale:  # it is zero but for rounding
+                errors[name] = distance / max(change * noise.scale, floor)
+            else:
+                errors[name] = min(errors[name], distance / max(_ROUNDINGS * change, 1e-30))
     return errors
 
 

@@ -88,7 +88,7 @@ MANY = _table()
 
 def installed(package: str) -> bool:
     """Imports a package; returns False if it is not installed. torchvision first: transformers imports it."""
-    return package in ("transformers", "hand-written") or load(package)
+    return load("transformers" if package in ("hand-written", PLANS) else package)
 
 
 class _Float32(TorchDispatchMode):
@@ -132,6 +132,7 @@ def cell(package: str, name: str, layout: str, folder: Path) -> str:
         AssertionError: losses, gradients, or weights after 3 steps of SGD differ from one process's.
         EmittedProgramError, or an error that is not about the module: a bug.
     """
+    installed(package)
     key, division = f"{package}/{name}", matrix.LAYOUTS[layout]
     matrix.add_case(key, lambda: case_of(package, name))
     wanted = matrix.in_one_process(key, "SGD", division.units, division.micro)
