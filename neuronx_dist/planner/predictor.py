@@ -58,12 +58,11 @@ class OneMicrobatch(NamedTuple):
     between: float
 
 
-class TimedPiece(NamedTuple):
-    """Seconds of a piece of the model: by term, of its tasks (a forward, the halves of a backward), and in all."""
+class TimedPart(NamedTuple):
+    """Seconds of a layer, or of an end of the model: by term, and of its tasks (a forward, the halves of a backward)."""
 
     part: PartSeconds
     tasks: tuple[float, float, float]
-    seconds: float
 
 
 @dataclass
@@ -93,7 +92,7 @@ class Predictor:
             for fused in fixed.get("fused_loss", [self.workload.fuses_loss])
             for compiled in fixed.get("compiled", [False])
         ]
-        return num_microbatches / pp * min(self._piece(whole, sizes, option).seconds for option in options)
+        return num_microbatches / pp * min(sum(self._piece_tasks(whole, sizes, option)) for option in options)
 
     def least_bytes(self, pp: int, dp: int, sizes: RankSizes) -> float:
         """Returns a lower bound of the peak: weights, sharded state and one layer's backward, of the average stage."""
@@ -138,7 +137,7 @@ class Predictor:
             self._cache[key] = self._simulator.step_time(schedule, costs, self.message_seconds(candidate))
         span = self._cache[key]
         options = candidate.recompute, candidate.fused_loss, candidate.compiled
-        parts = [self._piece(piece, sizes, options).part for piece in pieces[slowest]]
+        parts = [timed.part * number for piece in pieces[slowest] for timed, number in self._parts(piece, sizes, options)]
         total = sum(parts, PartSeconds()) * layout.num_microbatches
         computed = total.forward + total.backward
         reduction, optimizer = self.after(candidate)
@@ -190,7 +189,7 @@ class Predictor:
         if key not in self._cache:
             sizes = candidate.sizes
             pieces = self.pieces(candidate.schedule)
-            distinct = {piece: self._piece(piece, sizes, options).tasks for piece in {*chain(*pieces)}}
+            distinct = {piece: self._piece_tasks(piece, sizes, options) for piece in {*chain(*pieces)}}
             self._cache[key] = [[distinct[piece] for piece in chunks] for chunks in pieces]
         return self._cache[key]
 
@@ -201,31 +200,46 @@ class Predictor:
         of_pipeline = layout.pp, layout.num_microbatches, layout.schedule, layout.virtual_pipeline_size
         return (candidate.sizes, options, of_pipeline)
 
-    def _piece(self, piece: Piece, sizes: RankSizes, options: tuple[str, bool, bool]) -> TimedPiece:
-        """Returns the seconds of a piece of the model, of one microbatch."""
+    def _piece_tasks(
+        self, piece: Piece, sizes: RankSizes, options: tuple[str, bool, bool]
+    ) -> tuple[float, float, float]:
+        """Returns the seconds of the tasks of a piece of the model, of one microbatch."""
         key = "piece", piece, sizes, options
         found = self._cache.get(key)
         if found is None:
-            recompute, fused_loss, compiled = options
-            part = PartSeconds()
-            for index, layers in enumerate(piece.layers):
-                if layers:
-                    part += self._layer(index, sizes, recompute, compiled) * layers
-            if piece.first or piece.last:
-                ends = "ends", sizes, fused_loss, compiled
-                if ends not in self._cache:
-                    self._cache[ends] = ends_seconds(self.workload, sizes, self.cluster, fused_loss, compiled)
-                first, last = self._cache[ends]
-                part = part + first if piece.first else part
-                part = part + last if piece.last else part
-            found = self._cache[key] = TimedPiece(part, part.tasks, sum(part.tasks))
+            forward = inputs = weights = 0.0
+            for timed, number in self._parts(piece, sizes, options):
+                forward += number * timed.tasks[0]
+                inputs += number * timed.tasks[1]
+                weights += number * timed.tasks[2]
+            found = self._cache[key] = forward, inputs, weights
         return found
 
-    def _layer(self, index: int, sizes: RankSizes, recompute: str, compiled: bool) -> PartSeconds:
+    def _parts(
+        self, piece: Piece, sizes: RankSizes, options: tuple[str, bool, bool]
+    ) -> list[tuple[TimedPart, int]]:
+        """Returns the layers and ends of the model in a piece, and the number of each."""
+        recompute, fused_loss, compiled = options
+        parts = [
+            (self._layer(index, sizes, recompute, compiled), layers)
+            for index, layers in enumerate(piece.layers)
+            if layers
+        ]
+        if piece.first or piece.last:
+            key = "ends", sizes, fused_loss, compiled
+            if key not in self._cache:
+                ends = ends_seconds(self.workload, sizes, self.cluster, fused_loss, compiled)
+                self._cache[key] = [(TimedPart(end, end.tasks), 1) for end in ends]
+            first, last = self._cache[key]
+            parts += [first] * piece.first + [last] * piece.last
+        return parts
+
+    def _layer(self, index: int, sizes: RankSizes, recompute: str, compiled: bool) -> TimedPart:
         key = "layer", index, sizes, recompute, compiled
         if key not in self._cache:
             block = self.workload.blocks[index]
-            self._cache[key] = layer_seconds(self.workload, block, sizes, self.cluster, recompute, compiled)
+            part = layer_seconds(self.workload, block, sizes, self.cluster, recompute, compiled)
+            self._cache[key] = TimedPart(part, part.tasks)
         return self._cache[key]
 
     # --- bytes
