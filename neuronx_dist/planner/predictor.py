@@ -23,7 +23,7 @@ from .seconds import (
     reduction_seconds,
 )
 from .simulation import Simulator
-from .stage_memory import EndBytes, StageBytes, ends_bytes, layer_bytes
+from .stage_memory import EndBytes, LayerBytes, StageBytes, ends_bytes, layer_bytes
 from .traffic import Piece, merged, message_bytes, pieces_of, reduction_traffic, stage_weights
 
 __all__ = ["Predictor"]
@@ -105,7 +105,7 @@ class Predictor:
             numel, state = (dense + expert) / pp, sharded / pp * self._state(sizes)
             temporary = 0.0
             if self.workload.bytes_of is None:  # a play takes longer than the bound saves
-                layers = [layer_bytes(self.workload, block, sizes, "") for block in self.workload.blocks]
+                layers = [self._layer_bytes(index, sizes, "") for index in range(len(self.workload.blocks))]
                 temporary = min(layer.saved + layer.temporary for layer in layers)
             self._cache[key] = numel * sizes.item + state + max(numel * sizes.item, temporary)
         return self._cache[key]
@@ -156,9 +156,9 @@ class Predictor:
 
     def after(self, candidate: Candidate) -> tuple[float, float]:
         """Returns the seconds after the last backward, of the stage where they are most: reduction, optimizer."""
-        layout, sizes = candidate.layout, candidate.sizes
+        layout = candidate.layout
         of_stages = layout.pp, layout.schedule, layout.virtual_pipeline_size
-        key = "after all", of_stages, layout.zero1, sizes._replace(micro_batch=0)
+        key = "after all", of_stages, self._reduction_key(candidate)
         if key not in self._cache:
             stages = {*self.stages(candidate)}
             self._cache[key] = max((self._stage_after(candidate, stage) for stage in stages), key=sum)
@@ -166,7 +166,7 @@ class Predictor:
 
     def _stage_after(self, candidate: Candidate, stage: Piece) -> tuple[float, float]:
         layout, sizes = candidate.layout, candidate.sizes
-        key = "after", stage, layout.pp, layout.zero1, sizes._replace(micro_batch=0)
+        key = "after", stage, self._reduction_key(candidate)
         if key not in self._cache:
             elements = self.elements(stage, sizes)
             numel = elements.dense + elements.expert
@@ -176,6 +176,12 @@ class Predictor:
             reduction = reduction_seconds(sent, numel, layout, sizes, self.cluster)
             self._cache[key] = reduction, optimizer_seconds(numel, sharded, layout, sizes, self.cluster)
         return self._cache[key]
+
+    @staticmethod
+    def _reduction_key(candidate: Candidate) -> tuple[Any, ...]:
+        """Returns what the seconds after the last backward depend on: cp and dp count together."""
+        layout, sizes = candidate.layout, candidate.sizes
+        return layout.world_size, layout.pp, layout.zero1, sizes._replace(micro_batch=0, cp=0)
 
     def message_seconds(self, candidate: Candidate) -> float:
         """Returns the seconds of a message between stages."""
@@ -286,6 +292,10 @@ class Predictor:
         """Returns the bytes of the rank that needs most."""
         return max(self.stage_bytes(candidate, stage).peak for stage in self._fullest(candidate))
 
+    def fits(self, candidate: Candidate, limit: float) -> bool:
+        """Returns whether no rank needs more bytes than `limit`."""
+        return all(self.stage_bytes(candidate, stage).peak <= limit for stage in self._fullest(candidate))
+
     def _fullest(self, candidate: Candidate) -> list[int]:
         """Returns the stages one of which needs most: of equal ones that with most forwards in flight."""
         layout, schedule = candidate.layout, candidate.schedule
@@ -314,7 +324,7 @@ class Predictor:
             saved = temporary = halved = between = 0.0
             for index, layers in enumerate(stage.layers):
                 if layers:
-                    of_layer = layer_bytes(self.workload, self.workload.blocks[index], sizes, candidate.recompute)
+                    of_layer = self._layer_bytes(index, sizes, candidate.recompute)
                     saved += layers * of_layer.saved
                     halved += layers * of_layer.halved
                     between += layers * of_layer.between
@@ -336,6 +346,12 @@ class Predictor:
             )
             found = self._cache[key] = OneMicrobatch(bytes_of_stage, end.saved, end.kept, halved, between)
         return found
+
+    def _layer_bytes(self, index: int, sizes: RankSizes, recompute: str) -> LayerBytes:
+        key = "layer bytes", index, sizes, recompute
+        if key not in self._cache:
+            self._cache[key] = layer_bytes(self.workload, self.workload.blocks[index], sizes, recompute)
+        return self._cache[key]
 
     @staticmethod
     def _state(sizes: RankSizes) -> int:
