@@ -59,7 +59,7 @@ class OneMicrobatch(NamedTuple):
 
 
 class TimedPart(NamedTuple):
-    """Seconds of a layer, or of an end of the model: by term, and of its tasks (a forward, the halves of a backward)."""
+    """Seconds of a layer or an end of the model: by term, and of its tasks (a forward, the halves of a backward)."""
 
     part: PartSeconds
     tasks: tuple[float, float, float]
@@ -137,7 +137,9 @@ class Predictor:
             self._cache[key] = self._simulator.step_time(schedule, costs, self.message_seconds(candidate))
         span = self._cache[key]
         options = candidate.recompute, candidate.fused_loss, candidate.compiled
-        parts = [timed.part * number for piece in pieces[slowest] for timed, number in self._parts(piece, sizes, options)]
+        parts = [
+            timed.part * number for piece in pieces[slowest] for timed, number in self._parts(piece, sizes, options)
+        ]
         total = sum(parts, PartSeconds()) * layout.num_microbatches
         computed = total.forward + total.backward
         reduction, optimizer = self.after(candidate)
@@ -221,9 +223,7 @@ class Predictor:
             found = self._cache[key] = forward, inputs, weights
         return found
 
-    def _parts(
-        self, piece: Piece, sizes: RankSizes, options: tuple[str, bool, bool]
-    ) -> list[tuple[TimedPart, int]]:
+    def _parts(self, piece: Piece, sizes: RankSizes, options: tuple[str, bool, bool]) -> list[tuple[TimedPart, int]]:
         """Returns the layers and ends of the model in a piece, and the number of each."""
         recompute, fused_loss, compiled = options
         parts = [
