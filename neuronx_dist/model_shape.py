@@ -6,6 +6,7 @@ Pure Python: planning, the model swap and the pipeline share them before any pro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -70,6 +71,7 @@ class Heads(NamedTuple):
         return (self.heads, self.kv_heads) != (heads, kv_heads)
 
 
+@lru_cache(maxsize=1024)
 def padded_heads(heads: int, kv_heads: int, tp: int) -> Heads:
     """Returns the heads after padding for `tp`: the smallest numbers that can be distributed.
 

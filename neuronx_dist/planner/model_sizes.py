@@ -98,7 +98,7 @@ class Block:
         """Number of parameters of a layer."""
         return sum(prod(weight.shape) * weight.number for weight in self.weights)
 
-    @property
+    @cached_property
     def experts(self) -> bool:
         return any(weight.is_expert for weight in self.weights)
 

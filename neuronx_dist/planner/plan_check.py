@@ -13,7 +13,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +33,7 @@ from .workload import Workload
 
 __all__ = ["problem_of", "small_candidate", "small_config"]
 
+_ONE_BUCKET = 1e9  # MB: each bucket has the same program
 _known: dict[str, tuple[str, str]] = {}
 
 
@@ -184,26 +185,34 @@ def _problem(small: Candidate, config: Any, level: str | None) -> str:
     def model_fn() -> tuple[Any, Any]:
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=getattr(torch, layout.dtype))
-        model = pipelined(module, layout, fused_loss=small.fused_loss)
+        model: Any = pipelined(module, layout, fused_loss=small.fused_loss)
         if small.recompute:
             recompute(model, small.recompute)
+        model.run_train = partial(_run_train, model, model.run_train)
         params = [param for param in model.local_parameters() if param.requires_grad]
-        wrapper = NeuronZero1Optimizer if layout.zero1 else MasterWeightsOptimizer
-        return model, wrapper(params, torch.optim.SGD)  # any elementwise optimizer sends the same
+        sgd = torch.optim.SGD  # any elementwise optimizer sends the same
+        if not layout.zero1:
+            return model, MasterWeightsOptimizer(params, sgd)
+        return model, NeuronZero1Optimizer(
+            params, sgd, bucket_cap_mb_all_gather=_ONE_BUCKET, bucket_cap_mb_reduce_scatter=_ONE_BUCKET
+        )
 
     ids = torch.zeros(layout.global_batch // layout.dp, layout.seq_len, dtype=torch.long)
     inputs = {"input_ids": ids, "labels": ids}
     if layout.cp > 1:
         inputs["position_ids"] = torch.arange(layout.seq_len).expand_as(ids)
-    report = check(model_fn, inputs, layout.mesh(), step=_step, level=level, confirm=False)
+    report = check(model_fn, inputs, layout.mesh(), level=level, confirm=False)
     return "" if report.ok else report.problems[0].message
 
 
-def _step(model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> None:
+def _run_train(model: Any, run_train: Callable[..., Any], **batch: torch.Tensor) -> Any:
+    """Trains on this rank's part of the sequences.
+
+    The optimizer's step is a phase of the check by itself: tp ranks, which differ in what they add to the norm of the
+    gradients alone, play forward and backward once.
+    """
     part = get_batch_on_this_context_parallel_rank(batch, balance="zigzag")
-    model.run_train(**part, num_items_in_batch=global_num_items(part["labels"], model.num_microbatches))
-    optimizer.step()
-    optimizer.zero_grad()
+    return run_train(**part, num_items_in_batch=global_num_items(part["labels"], model.num_microbatches))
 
 
 def _least_factor(number: int) -> int:

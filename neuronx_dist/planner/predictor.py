@@ -23,7 +23,7 @@ from .seconds import (
     reduction_seconds,
 )
 from .simulation import Simulator
-from .stage_memory import EndBytes, StageBytes, ends_bytes, layer_bytes
+from .stage_memory import EndBytes, LayerBytes, StageBytes, ends_bytes, layer_bytes
 from .traffic import Piece, merged, message_bytes, pieces_of, reduction_traffic, stage_weights
 
 __all__ = ["Predictor"]
@@ -58,12 +58,11 @@ class OneMicrobatch(NamedTuple):
     between: float
 
 
-class TimedPiece(NamedTuple):
-    """Seconds of a piece of the model: by term, of its tasks (a forward, the halves of a backward), and in all."""
+class TimedPart(NamedTuple):
+    """Seconds of a layer or an end of the model: by term, and of its tasks (a forward, the halves of a backward)."""
 
     part: PartSeconds
     tasks: tuple[float, float, float]
-    seconds: float
 
 
 @dataclass
@@ -93,7 +92,7 @@ class Predictor:
             for fused in fixed.get("fused_loss", [self.workload.fuses_loss])
             for compiled in fixed.get("compiled", [False])
         ]
-        return num_microbatches / pp * min(self._piece(whole, sizes, option).seconds for option in options)
+        return num_microbatches / pp * min(sum(self._piece_tasks(whole, sizes, option)) for option in options)
 
     def least_bytes(self, pp: int, dp: int, sizes: RankSizes) -> float:
         """Returns a lower bound of the peak: weights, sharded state and one layer's backward, of the average stage."""
@@ -106,7 +105,7 @@ class Predictor:
             numel, state = (dense + expert) / pp, sharded / pp * self._state(sizes)
             temporary = 0.0
             if self.workload.bytes_of is None:  # a play takes longer than the bound saves
-                layers = [layer_bytes(self.workload, block, sizes, "") for block in self.workload.blocks]
+                layers = [self._layer_bytes(index, sizes, "") for index in range(len(self.workload.blocks))]
                 temporary = min(layer.saved + layer.temporary for layer in layers)
             self._cache[key] = numel * sizes.item + state + max(numel * sizes.item, temporary)
         return self._cache[key]
@@ -138,7 +137,9 @@ class Predictor:
             self._cache[key] = self._simulator.step_time(schedule, costs, self.message_seconds(candidate))
         span = self._cache[key]
         options = candidate.recompute, candidate.fused_loss, candidate.compiled
-        parts = [self._piece(piece, sizes, options).part for piece in pieces[slowest]]
+        parts = [
+            timed.part * number for piece in pieces[slowest] for timed, number in self._parts(piece, sizes, options)
+        ]
         total = sum(parts, PartSeconds()) * layout.num_microbatches
         computed = total.forward + total.backward
         reduction, optimizer = self.after(candidate)
@@ -157,9 +158,9 @@ class Predictor:
 
     def after(self, candidate: Candidate) -> tuple[float, float]:
         """Returns the seconds after the last backward, of the stage where they are most: reduction, optimizer."""
-        layout, sizes = candidate.layout, candidate.sizes
+        layout = candidate.layout
         of_stages = layout.pp, layout.schedule, layout.virtual_pipeline_size
-        key = "after all", of_stages, layout.zero1, sizes._replace(micro_batch=0), self._beside_key(candidate)
+        key = "after all", of_stages, self._reduction_key(candidate)
         if key not in self._cache:
             stages = {*self.stages(candidate)}
             self._cache[key] = max((self._stage_after(candidate, stage) for stage in stages), key=sum)
@@ -167,7 +168,7 @@ class Predictor:
 
     def _stage_after(self, candidate: Candidate, stage: Piece) -> tuple[float, float]:
         layout, sizes = candidate.layout, candidate.sizes
-        key = "after", stage, layout.pp, layout.zero1, sizes._replace(micro_batch=0), self._beside_key(candidate)
+        key = "after", stage, self._reduction_key(candidate)
         if key not in self._cache:
             elements = self.elements(stage, sizes)
             numel = elements.dense + elements.expert
@@ -183,11 +184,13 @@ class Predictor:
         return self._cache[key]
 
     @staticmethod
-    def _beside_key(candidate: Candidate) -> tuple[Any, ...]:
-        """Returns what the seconds of computing beside the reduction depend on; (): there is none."""
-        if not (candidate.overlap and candidate.layout.zero1):
-            return ()
-        return candidate.sizes.micro_batch, candidate.recompute, candidate.fused_loss, candidate.compiled
+    def _reduction_key(candidate: Candidate) -> tuple[Any, ...]:
+        """Returns what the seconds after the last backward depend on: cp and dp count together, without overlap."""
+        layout, sizes = candidate.layout, candidate.sizes
+        if candidate.overlap and layout.zero1:  # a forward passes beside the gathers
+            options = candidate.recompute, candidate.fused_loss, candidate.compiled
+            return layout.world_size, layout.pp, sizes, options
+        return layout.world_size, layout.pp, layout.zero1, sizes._replace(micro_batch=0, cp=0)
 
     def message_seconds(self, candidate: Candidate) -> float:
         """Returns the seconds of a message between stages."""
@@ -201,7 +204,7 @@ class Predictor:
         if key not in self._cache:
             sizes = candidate.sizes
             pieces = self.pieces(candidate.schedule)
-            distinct = {piece: self._piece(piece, sizes, options).tasks for piece in {*chain(*pieces)}}
+            distinct = {piece: self._piece_tasks(piece, sizes, options) for piece in {*chain(*pieces)}}
             self._cache[key] = [[distinct[piece] for piece in chunks] for chunks in pieces]
         return self._cache[key]
 
@@ -212,31 +215,44 @@ class Predictor:
         of_pipeline = layout.pp, layout.num_microbatches, layout.schedule, layout.virtual_pipeline_size
         return (candidate.sizes, options, of_pipeline)
 
-    def _piece(self, piece: Piece, sizes: RankSizes, options: tuple[str, bool, bool]) -> TimedPiece:
-        """Returns the seconds of a piece of the model, of one microbatch."""
+    def _piece_tasks(
+        self, piece: Piece, sizes: RankSizes, options: tuple[str, bool, bool]
+    ) -> tuple[float, float, float]:
+        """Returns the seconds of the tasks of a piece of the model, of one microbatch."""
         key = "piece", piece, sizes, options
         found = self._cache.get(key)
         if found is None:
-            recompute, fused_loss, compiled = options
-            part = PartSeconds()
-            for index, layers in enumerate(piece.layers):
-                if layers:
-                    part += self._layer(index, sizes, recompute, compiled) * layers
-            if piece.first or piece.last:
-                ends = "ends", sizes, fused_loss, compiled
-                if ends not in self._cache:
-                    self._cache[ends] = ends_seconds(self.workload, sizes, self.cluster, fused_loss, compiled)
-                first, last = self._cache[ends]
-                part = part + first if piece.first else part
-                part = part + last if piece.last else part
-            found = self._cache[key] = TimedPiece(part, part.tasks, sum(part.tasks))
+            forward = inputs = weights = 0.0
+            for timed, number in self._parts(piece, sizes, options):
+                forward += number * timed.tasks[0]
+                inputs += number * timed.tasks[1]
+                weights += number * timed.tasks[2]
+            found = self._cache[key] = forward, inputs, weights
         return found
 
-    def _layer(self, index: int, sizes: RankSizes, recompute: str, compiled: bool) -> PartSeconds:
+    def _parts(self, piece: Piece, sizes: RankSizes, options: tuple[str, bool, bool]) -> list[tuple[TimedPart, int]]:
+        """Returns the layers and ends of the model in a piece, and the number of each."""
+        recompute, fused_loss, compiled = options
+        parts = [
+            (self._layer(index, sizes, recompute, compiled), layers)
+            for index, layers in enumerate(piece.layers)
+            if layers
+        ]
+        if piece.first or piece.last:
+            key = "ends", sizes, fused_loss, compiled
+            if key not in self._cache:
+                ends = ends_seconds(self.workload, sizes, self.cluster, fused_loss, compiled)
+                self._cache[key] = [(TimedPart(end, end.tasks), 1) for end in ends]
+            first, last = self._cache[key]
+            parts += [first] * piece.first + [last] * piece.last
+        return parts
+
+    def _layer(self, index: int, sizes: RankSizes, recompute: str, compiled: bool) -> TimedPart:
         key = "layer", index, sizes, recompute, compiled
         if key not in self._cache:
             block = self.workload.blocks[index]
-            self._cache[key] = layer_seconds(self.workload, block, sizes, self.cluster, recompute, compiled)
+            part = layer_seconds(self.workload, block, sizes, self.cluster, recompute, compiled)
+            self._cache[key] = TimedPart(part, part.tasks)
         return self._cache[key]
 
     # --- bytes
@@ -283,6 +299,10 @@ class Predictor:
         """Returns the bytes of the rank that needs most."""
         return max(self.stage_bytes(candidate, stage).peak for stage in self._fullest(candidate))
 
+    def fits(self, candidate: Candidate, limit: float) -> bool:
+        """Returns whether no rank needs more bytes than `limit`."""
+        return all(self.stage_bytes(candidate, stage).peak <= limit for stage in self._fullest(candidate))
+
     def _fullest(self, candidate: Candidate) -> list[int]:
         """Returns the stages one of which needs most: of equal ones that with most forwards in flight."""
         layout, schedule = candidate.layout, candidate.schedule
@@ -311,7 +331,7 @@ class Predictor:
             saved = temporary = halved = between = 0.0
             for index, layers in enumerate(stage.layers):
                 if layers:
-                    of_layer = layer_bytes(self.workload, self.workload.blocks[index], sizes, candidate.recompute)
+                    of_layer = self._layer_bytes(index, sizes, candidate.recompute)
                     saved += layers * of_layer.saved
                     halved += layers * of_layer.halved
                     between += layers * of_layer.between
@@ -334,6 +354,12 @@ class Predictor:
             )
             found = self._cache[key] = OneMicrobatch(bytes_of_stage, end.saved, end.kept, halved, between)
         return found
+
+    def _layer_bytes(self, index: int, sizes: RankSizes, recompute: str) -> LayerBytes:
+        key = "layer bytes", index, sizes, recompute
+        if key not in self._cache:
+            self._cache[key] = layer_bytes(self.workload, self.workload.blocks[index], sizes, recompute)
+        return self._cache[key]
 
     @staticmethod
     def _state(sizes: RankSizes) -> int:

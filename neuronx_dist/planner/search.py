@@ -191,7 +191,7 @@ def search(predictor: Predictor, job: Job, top_k: int, limit: float) -> list[Fou
                 least = predictor.bound(candidate)
                 if len(best) == top_k and least >= -best[0][0]:
                     break  # the others take longer
-                if predictor.peak(candidate) <= limit:
+                if predictor.fits(candidate, limit):
                     inside.append((least, next(order), candidate))
                     break
         for least, number, candidate in sorted(inside, key=lambda entry: entry[:2]):

@@ -7,6 +7,7 @@ simulated, of which the rest are repetitions.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from copy import copy
 from typing import Any, NamedTuple
@@ -22,20 +23,25 @@ _PER_STAGE, _FEWEST = 6, 24  # microbatches that are simulated, at least
 _PARTS = {Kind.FORWARD: 0, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 2, Kind.BACKWARD: 3}
 
 
-class Step(NamedTuple):
-    """A task of a program: the stage; the index of its cost; the number of the task whose result it takes, or -1."""
+class Program(NamedTuple):
+    """Tasks of all stages in an order in which each comes after the task whose result it takes.
 
-    stage: int
-    cost: int
-    source: int
-    is_message: bool
+    Attributes:
+        codes: by task, `4 * (stage * num_chunks + chunk)` plus 0 to 3: its part in `_PARTS`.
+        sources: by task, the number from 1 of the task whose result it takes; 0: none.
+        messages: by code, whether that result comes from another stage.
+    """
+
+    codes: array[int]
+    sources: array[int]
+    messages: list[bool]
 
 
 class Simulator:
     """Simulates schedules, of which each is put in order once."""
 
     def __init__(self) -> None:
-        self._programs: dict[Any, list[Step]] = {}
+        self._programs: dict[Any, Program] = {}
 
     def step_time(self, schedule: Schedule, costs: StageCosts, message: float) -> float:
         """Returns the seconds from the first task to the last.
@@ -57,25 +63,27 @@ class Simulator:
     def simulated(self, schedule: Schedule, costs: StageCosts, message: float) -> float:
         """Returns the seconds from the first task to the last, of all microbatches one by one."""
         chunks = schedule.num_chunks
-        flat: list[float] = []
+        seconds: list[float] = []
         for of_stage in costs:
             for forward, inputs, weights in of_stage:
-                flat += (forward, inputs, weights, inputs + weights)
+                seconds += (forward, inputs, weights, inputs + weights)
+        assert len(seconds) == 4 * chunks * schedule.num_stages
+        program = self._program(schedule)
+        stages = [code // (4 * chunks) for code in range(len(seconds))]
+        delays = [message if is_message else 0.0 for is_message in program.messages]
         free = [0.0] * schedule.num_stages
-        ends: list[float] = []
+        ends = [0.0]
         append = ends.append
-        assert len(flat) == 4 * chunks * schedule.num_stages
-        for stage, cost, source, is_message in self._program(schedule):
-            start = free[stage]
-            if source >= 0:
-                arrival = ends[source] + message if is_message else ends[source]
-                if arrival > start:
-                    start = arrival
-            free[stage] = end = start + flat[cost]
+        for code, source in zip(program.codes, program.sources):
+            stage = stages[code]
+            start, arrival = free[stage], ends[source] + delays[code]
+            if arrival > start:
+                start = arrival
+            free[stage] = end = start + seconds[code]
             append(end)
         return max(free)
 
-    def _program(self, schedule: Schedule) -> list[Step]:
+    def _program(self, schedule: Schedule) -> Program:
         key = type(schedule), schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
         if key not in self._programs:
             self._programs[key] = _ordered(schedule)
@@ -88,41 +96,53 @@ def _of_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
     return shorter
 
 
-def _ordered(schedule: Schedule) -> list[Step]:
+def _ordered(schedule: Schedule) -> Program:
     """Returns the tasks of all stages in an order in which each comes after the task whose result it takes.
 
     Raises:
         RuntimeError: tasks wait for each other.
     """
-    chunks, last = schedule.num_chunks, schedule.num_virtual_stages - 1
-    orders = [schedule.computations(stage) for stage in range(schedule.num_stages)]
-    places = [[schedule.virtual_stage(stage, chunk) for chunk in range(chunks)] for stage in range(len(orders))]
-    holders = [schedule.holder(place)[0] for place in range(last + 1)]
-    forwards: dict[tuple[int, int], int] = {}  # by position in the model and microbatch: the number of the task
-    backwards: dict[tuple[int, int], int] = {}
-    steps: list[Step] = []
-    done = [0] * len(orders)
-    progress = True
-    while progress:
-        progress = False
-        for stage, order in enumerate(orders):
-            while done[stage] < len(order):
-                kind, chunk, microbatch = order[done[stage]]
-                place, source, other = places[stage][chunk], -1, stage
-                if kind is Kind.FORWARD:
-                    if place > 0:
-                        source, other = forwards.get((place - 1, microbatch), -2), holders[place - 1]
-                elif kind is not Kind.BACKWARD_WEIGHT and place < last:
-                    source, other = backwards.get((place + 1, microbatch), -2), holders[place + 1]
-                if source == -2:  # not there yet
+    chunks, microbatches = schedule.num_chunks, schedule.num_microbatches
+    holders = [schedule.holder(place)[0] for place in range(schedule.num_virtual_stages)]
+    # By position in the model and microbatch, the number of the task; -1: it is not there yet. Before the first forward
+    # and after the last one nothing is waited for.
+    forwards = [[0] * microbatches, *([-1] * microbatches for _ in holders)]
+    backwards = [*([-1] * microbatches for _ in holders), [0] * microbatches]
+    nothing, unused = [0] * microbatches, [0] * microbatches
+    messages = [False] * (4 * chunks * schedule.num_stages)
+    tables: list[dict[tuple[Kind, int], tuple[int, list[int], list[int]]]] = []
+    for stage in range(schedule.num_stages):
+        table = {}
+        for chunk in range(chunks):
+            place, code = schedule.virtual_stage(stage, chunk), 4 * (stage * chunks + chunk)
+            messages[code] = place > 0 and holders[place - 1] != stage
+            messages[code + 1] = messages[code + 3] = place + 1 < len(holders) and holders[place + 1] != stage
+            waits = backwards[place + 1], backwards[place]
+            table[Kind.FORWARD, chunk] = code, forwards[place], forwards[place + 1]
+            table[Kind.BACKWARD_INPUT, chunk] = code + _PARTS[Kind.BACKWARD_INPUT], *waits
+            table[Kind.BACKWARD_WEIGHT, chunk] = code + _PARTS[Kind.BACKWARD_WEIGHT], nothing, unused
+            table[Kind.BACKWARD, chunk] = code + _PARTS[Kind.BACKWARD], *waits
+        tables.append(table)
+    left = [iter(schedule.computations(stage)) for stage in range(schedule.num_stages)]
+    tasks = [next(order, None) for order in left]
+    codes, sources = array("i"), array("i")
+    number, before = 0, -1
+    while number > before:
+        before = number
+        for stage, task in enumerate(tasks):
+            table, order = tables[stage], left[stage]
+            while task is not None:
+                kind, chunk, microbatch = task
+                code, waits_for, results = table[kind, chunk]
+                source = waits_for[microbatch]
+                if source < 0:  # not there yet
                     break
-                if kind is Kind.FORWARD:
-                    forwards[place, microbatch] = len(steps)
-                elif kind is not Kind.BACKWARD_WEIGHT:
-                    backwards[place, microbatch] = len(steps)
-                steps.append(Step(stage, 4 * (stage * chunks + chunk) + _PARTS[kind], source, other != stage))
-                done[stage] += 1
-                progress = True
-    if any(number < len(order) for number, order in zip(done, orders)):
+                number += 1
+                results[microbatch] = number
+                codes.append(code)
+                sources.append(source)
+                task = next(order, None)
+            tasks[stage] = task
+    if any(task is not None for task in tasks):
         raise RuntimeError(f"{schedule}: tasks wait for tasks that never come")
-    return steps
+    return Program(codes, sources, messages)

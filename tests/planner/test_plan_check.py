@@ -10,6 +10,7 @@ import pytest
 import transformers
 
 import neuronx_dist as nxd
+from neuronx_dist.gradients.norm import norm_of
 from neuronx_dist.modules.moe import dispatch
 from neuronx_dist.planner import plan_check, plans
 from neuronx_dist.planner.candidate import Candidate
@@ -82,6 +83,21 @@ def test_a_kind_that_has_passed_is_remembered(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(plan_check, "_checked", lambda *args: ("played again", ""))
     assert problem_of(candidate, workload) == ""
     assert problem_of(replace(candidate, recompute="full"), workload) == "played again"
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_does_not_sum_its_norm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer's step is a phase of the check by itself, which forward and backward pass."""
+
+    def of_this_rank(params: Any, grads: Any, norm_type: float, groups: Any, **options: Any) -> Any:
+        return norm_of(params, grads, norm_type, [], **options)
+
+    monkeypatch.setattr("neuronx_dist.optimizer.zero1.norm_of", of_this_rank)
+    candidate, workload = Candidate(Layout(4, tp=2, zero1=True, global_batch=8, seq_len=16)), workload_of("llama-1b")
+    problem = plan_check._problem(candidate, plan_check.small_config(workload, candidate), "G")
+    assert (
+        problem.startswith("SGD.step: the gradient of a parameter") and "in the optimizer's step of rank 0" in problem
+    )
 
 
 def test_plans_of_an_architecture_without_types_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,10 @@ def _without_rows(counts: Counts) -> Counts:
 
 
 # Cases whose parts occur in others.
-FULL = ("tp 2", "dp 2", "tp 2, logits", "tp 2, cp 2", "float32", "bfloat16, logits", "pp 2")
+FULL = (
+    *("tp 2", "tp 2, SP", "tp 4, kv on 2 ranks", "dp 2", "cp 2", "tp 2, logits", "tp 2, cp 2", "float32"),
+    *("bfloat16, logits", "pp 2"),
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in FULL)) for name in CASES])

@@ -71,10 +71,10 @@ class _Order:
 
     def add(self, words: str, times: int) -> None:
         """Adds tasks by kind and chunk, such as `F.0 I.1`, a number of times."""
-        for word in words.split() * times:
-            key = _kind_and_chunk(word)
-            self.tasks.append(Task(*key, microbatch=self.count(word)))
-            self._counts[key] = self.count(word) + 1
+        for key in [_kind_and_chunk(word) for word in words.split()] * times:
+            microbatch = self._counts.get(key, 0)
+            self.tasks.append(Task(*key, microbatch))
+            self._counts[key] = microbatch + 1
 
     def count(self, word: str) -> int:
         return self._counts.get(_kind_and_chunk(word), 0)
