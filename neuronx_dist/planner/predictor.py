@@ -178,7 +178,7 @@ class Predictor:
             beside = {}
             if candidate.overlap and layout.zero1:
                 options = candidate.recompute, candidate.fused_loss, candidate.compiled
-                beside = {"all_gather": self._piece(stage, sizes, options).tasks[0]}
+                beside = {"all_gather": self._piece_tasks(stage, sizes, options)[0]}
             reduction = reduction_seconds(sent, numel, layout, sizes, self.cluster, beside)
             self._cache[key] = reduction, optimizer_seconds(numel, sharded, layout, sizes, self.cluster)
         return self._cache[key]
