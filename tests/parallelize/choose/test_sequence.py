@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from neuronx_dist import comm
 from neuronx_dist.comm import threads
-from neuronx_dist.parallelize import ComputeConfig, IRGraph, explain, parallelize
+from neuronx_dist.parallelize import ComputeConfig, EmittedProgramError, IRGraph, explain, parallelize
 from neuronx_dist.planning.costs import Costs
 from neuronx_dist.spmd import S
 from tests.parallelize.support.hf_models import HEADS, HIDDEN
@@ -87,6 +88,33 @@ def test_trained(ranks: int, policy: Any, tmp_path: Path) -> None:
     assert_equal(has, wanted, 1e-10)
     (source,) = tmp_path.rglob("gencode0.py")
     assert "composites.ring_attention(" in source.read_text()
+
+
+class Hidden(nn.Module):
+    """Causal attention behind padding on the left: finite numbers hide all keys from the first rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(8, 24, dtype=torch.float64)
+
+    def forward(self, x: Tensor, padded: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).split(8, -1))
+        hidden = torch.ones(8, 8, dtype=torch.bool, device=x.device).triu(1) | padded[:, None, None]
+        mask = torch.zeros_like(hidden, dtype=x.dtype).masked_fill(hidden, torch.finfo(x.dtype).min)
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+def test_rows_that_finite_numbers_hide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean of all keys, as in one process without torch's fused kernel; a ring that forgets keys is refused."""
+    arguments = {"x": torch.randn(1, 8, 8, dtype=torch.float64), "padded": torch.arange(8)[None] < 3}
+    with sdpa_kernel(SDPBackend.MATH):
+        wanted = trained(Hidden(), arguments, SGD, 2, 1)
+    has = trained_parallel(Hidden(), arguments, SGD, 2, ComputeConfig(2, 2), by_sequence, tmp_path / "right")
+    assert_equal(has, wanted, 1e-10)
+    monkeypatch.setattr("neuronx_dist.attention.ring._largest", lambda mask: mask.new_zeros((*mask.shape[:-1], 1)))
+    with pytest.raises(EmittedProgramError, match="other values than one process.*: result 0 on rank 0"):
+        parallelize(Hidden(), arguments, by_sequence, ComputeConfig(2, 2), gen_savedir=tmp_path / "wrong")
 
 
 def bytes_of(event: Any) -> int:
