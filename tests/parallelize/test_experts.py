@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from neuronx_dist import Mesh, comm
 from neuronx_dist.comm import threads
@@ -66,6 +67,18 @@ def test_functions_compute_what_a_loop_does(route: str) -> None:
         wanted = results_of(loop, ROUTES[route], operands(dtype))
         for a, b in zip(results_of(grouped, ROUTES[route], operands(dtype)), wanted, strict=True):
             assert (a - b).norm() <= tolerance * b.norm()
+
+
+@pytest.mark.parametrize("inner", [INNER, 8])  # without torch's kernel, and with it
+def test_autocast_leaves_the_dtype_of_the_matrices(inner: int) -> None:
+    """The dtype is that of a recording too, of which bytes are predicted."""
+    rows, matrices, offsets = torch.randn(4, 8), torch.randn(2, 8, inner), torch.tensor([1, 4], dtype=torch.int32)
+    wanted = expert_product(rows, matrices, offsets)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(expert_product(rows, matrices, offsets), wanted)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = [mode.from_tensor(x) for x in (rows, matrices, offsets)]
+            assert expert_product(*fake).dtype == wanted.dtype == torch.float32
 
 
 @pytest.mark.each_value

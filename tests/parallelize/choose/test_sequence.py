@@ -146,6 +146,30 @@ def test_autodist_finds_the_ring(tmp_path: Path) -> None:
     assert not [shape for shape in shapes if 96 in shape], shapes
 
 
+def test_keys_go_around_in_the_dtype_of_autocast(tmp_path: Path) -> None:
+    """Bytes of keys that are float32 outside of the attention, as behind rotary embeddings."""
+
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast(x.device.type, torch.bfloat16):
+                return F.scaled_dot_product_attention(x, x, x)
+
+    x, config = torch.randn(1, 2, 8, 4, requires_grad=True), ComputeConfig(2, 2)
+    parallel_class = parallelize(Attention, {"x": x}, by_sequence, config, gen_savedir=tmp_path)
+
+    def rank() -> list[Any]:
+        with comm.record() as calls:
+            parallel_class()(x.detach().requires_grad_()).sum().backward()
+        return list(calls)
+
+    calls = threads.run(config.mesh(), rank)[0]
+    predicted = sum(
+        entry["forward_bytes"] + entry["backward_bytes"] for entry in explain(parallel_class)["collectives"]
+    )
+    assert predicted == sum(map(bytes_of, calls)) > 0
+    assert {call.dtype for call in calls if call.verb == "exchange"} == {torch.bfloat16, torch.float32}  # of gradients
+
+
 def seen(shapes: list[Any]) -> Any:
     def pack(x: Tensor) -> Tensor:
         if x.is_floating_point():
