@@ -96,10 +96,13 @@ def test_a_rank_has_some_of_the_experts(route: str, size: int, exchanged: bool) 
         if exchanged:
             x, weights = (part.detach().chunk(size)[number].requires_grad_() for part in (x, weights))
             index = index.chunk(size)[number]
-        rows, offsets = composites.to_experts(x, index, EXPERTS, **options)
-        rows = composites.expert_product(rows, here[0], offsets, here[1], axis="tp")
-        rows = composites.expert_product(F.silu(rows), here[2], offsets, axis="tp")
-        result = composites.to_tokens(rows, weights, index, EXPERTS, **options)
+        with comm.record() as calls:
+            rows, offsets = composites.to_experts(x, index, EXPERTS, **options)
+            rows = composites.expert_product(rows, here[0], offsets, here[1], axis="tp")
+            rows = composites.expert_product(F.silu(rows), here[2], offsets, axis="tp")
+            result = composites.to_tokens(rows, weights, index, EXPERTS, **options)
+        # of the counts, once, and of rows, there and back
+        assert [call.verb for call in calls] == (["all_to_all", "exchange", "exchange"] if exchanged else [])
         scale = torch.arange(TOKENS * WIDTH).view(TOKENS, WIDTH).to(result)
         (result * (scale.chunk(size)[number] if exchanged else scale)).sum().backward()
         return [result.detach(), *(operand.grad for operand in (x, weights, *here))]  # type: ignore[misc]
