@@ -30,6 +30,7 @@ from ..spmd import P, R, S, V
 from ..spmd.local_code import local_map, on_own_shard
 from ..spmd.random import TENSOR_PARALLEL, streams
 from ..spmd.watching import active
+from ..torch_internals.tensors import version_of
 
 __all__ = [
     "batch_norm",
@@ -271,7 +272,7 @@ _ROUTES: MutableMapping[Tensor, dict[Any, Any]] = WeakTensorKeyDictionary()
 
 def _once(find: Callable[..., Any], index: Tensor, experts: int, axis: AxisLike) -> Any:
     """Returns `find(index, experts)`: of `to_tokens` what `to_experts` found, unless the index was written since."""
-    version = None if index.is_inference() else index._version
+    version = None if index.is_inference() else version_of(index)
     key = find, experts, comm.communicator(axis), version  # a communicator is a rank's: threads may share a tensor
     found = _ROUTES.setdefault(index, {})
     if key not in found:
