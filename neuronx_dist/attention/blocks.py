@@ -1,9 +1,11 @@
 """One block of attention: some queries against some keys, and the log-sum-exp of its scores, by which blocks merge.
 
 Shapes: q `[b, heads, rows, e]`, k `[b, kv heads, keys, e]`, v `[b, kv heads, keys, ev]`; `heads` is a multiple of
-`kv heads`. mask `[b or 1, heads or 1, rows, keys]`, boolean (True: seen) or added to the scores. noise, of dropout,
+`kv heads`. mask `[b or 1, heads or 1, rows, keys]`, boolean (True: seen) or added to the scores; then `largest`,
+`[b or 1, heads or 1, rows, 1]`, is the largest number of each row of the whole mask. noise, of dropout,
 `[b, heads, rows, keys]`: 0 or 1 / (1 - p). out `[b, heads, rows, ev]`. lse `[b, heads, rows]`, which is -inf for rows
-that see nothing.
+that see nothing. It is that of the scores minus `largest`: of a row that finite numbers hide (`torch.finfo.min`) the
+log-sum-exp itself would have no digits left for the number of keys, by which blocks are weighted.
 
 torch's fused kernel for CPUs computes a block where it can; elsewhere, on other devices too, its formula is written
 out, with the scores of one block in memory. Both backwards take the log-sum-exp and the output of the *whole* row, so
@@ -34,6 +36,7 @@ class Block(NamedTuple):
     noise: torch.Tensor | None
     diagonal: bool
     scale: float
+    largest: torch.Tensor | None = None
 
     @property
     def empty(self) -> bool:
@@ -42,7 +45,7 @@ class Block(NamedTuple):
     @property
     def fused(self) -> bool:
         """Returns whether torch has a kernel that returns this block's log-sum-exp."""
-        if self.noise is not None or (self.diagonal and self.mask is not None):
+        if self.noise is not None or self.largest is not None or (self.diagonal and self.mask is not None):
             return False
         same = self.q.dtype == self.k.dtype == self.v.dtype and self.q.shape[-1] == self.v.shape[-1]
         return same and self.q.device.type == "cpu"
@@ -86,7 +89,7 @@ def backward(
         grad, out: of the whole rows.
         lse: of the whole rows, `without_infinity`.
     """
-    if block.fused and not mask_gradient:
+    if block.fused:
         k, v = _heads(block.k, block), _heads(block.v, block)
         dq, dk, dv = cpu_attention_backward(
             grad.to(block.q.dtype).contiguous(),
@@ -121,6 +124,8 @@ def _scores(block: Block) -> torch.Tensor:
             scores.masked_fill_(~block.mask, -_INFINITY)
         else:
             scores.add_(block.mask)
+        if block.largest is not None:
+            scores.sub_(block.largest)
     if block.diagonal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
         scores.masked_fill_(hidden, -_INFINITY)
@@ -128,13 +133,11 @@ def _scores(block: Block) -> torch.Tensor:
 
 
 def _additive(block: Block) -> torch.Tensor | None:
-    """Returns the mask in the form that the kernel takes."""
+    """Returns the boolean mask in the form that the kernel takes."""
     if block.mask is None:
         return None
-    if block.mask.dtype == torch.bool:
-        hidden = ~block.mask
-        return _rows(torch.zeros_like(hidden, dtype=block.q.dtype).masked_fill_(hidden, -_INFINITY))
-    return _rows(block.mask.to(block.q.dtype))
+    hidden = ~block.mask
+    return _rows(torch.zeros_like(hidden, dtype=block.q.dtype).masked_fill_(hidden, -_INFINITY))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,8 @@ queries' attention to each. The next block travels while one is computed. Backwa
 and their gradients after them, which arrive at home with the last pass.
 
 Merged: queries are whole on every rank, keys are sharded. Each rank attends to its own keys. Every rank gets all ranks'
-log-sum-exps, one number a row, and the outputs, weighted by them, are summed. Backward communicates nothing.
+log-sum-exps, one number a row (with an added mask two), and the outputs, weighted by them, are summed. Backward
+communicates nothing.
 """
 
 from __future__ import annotations
@@ -144,6 +145,7 @@ class _Options(NamedTuple):
         k: torch.Tensor,
         v: torch.Tensor,
         mask: torch.Tensor | None,
+        largest: torch.Tensor | None,
         noise: torch.Tensor | None,
         owner: int,
     ) -> Iterator[tuple[BlockPiece, Block]]:
@@ -162,6 +164,7 @@ class _Options(NamedTuple):
                 None if noise is None else _cut(noise, piece.rows, columns),
                 piece.diagonal,
                 self.scale,
+                None if largest is None else _cut(largest, piece.rows),
             )
             if not block.empty:
                 yield piece, block
@@ -233,8 +236,9 @@ class _Attention(torch.autograd.Function):
     ) -> torch.Tensor:
         whole = torch.promote_types(q.dtype, torch.float32)
         out = lse = None
+        largest = _largest(mask)
         for owner, keys, values in _turn(k, v, options):
-            for piece, block in options.blocks(q, keys, values, mask, noise, owner):
+            for piece, block in options.blocks(q, keys, values, mask, largest, noise, owner):
                 new, new_lse = blocks.forward(block)
                 if lse is None and piece.batch is None and piece.rows == (0, q.shape[2]):
                     out, lse = new.to(whole), new_lse
@@ -248,13 +252,13 @@ class _Attention(torch.autograd.Function):
         if out is None or lse is None:
             out, lse = _nothing(q, v, whole)
         if options.keys.merged and options.group is not None and options.group.size > 1:
-            out, lse = _merged(out, lse, options.group)
+            out, lse, largest = _merged(out, lse, largest, options.group)
         if sinks is not None:
-            total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+            total = torch.logaddexp(lse, _of_rows(sinks, lse, largest))
             out, lse = out * (lse - total).exp_().unsqueeze(-1), total
         result = out.to(q.dtype)
         ctx.options = options
-        ctx.save_for_backward(q, k, v, mask, noise, sinks, result, blocks.without_infinity(lse))
+        ctx.save_for_backward(q, k, v, mask, largest, noise, sinks, result, blocks.without_infinity(lse))
         return result
 
     @staticmethod
@@ -264,7 +268,7 @@ class _Attention(torch.autograd.Function):
                 "attention over several ranks supports first derivatives only: leave out create_graph=True, or use "
                 "scaled_dot_product_attention on tensors that are sharded by batch or heads"
             )
-        q, k, v, mask, noise, sinks, out, lse = ctx.saved_tensors
+        q, k, v, mask, largest, noise, sinks, out, lse = ctx.saved_tensors
         options: _Options = ctx.options
         of_mask = mask is not None and ctx.needs_input_grad[3]
         dq, dmask = None, torch.zeros_like(mask, dtype=_wide(mask)) if of_mask else None
@@ -272,7 +276,7 @@ class _Attention(torch.autograd.Function):
         steps, passed = options.steps, 0
         for owner, keys, values in _turn(k, v, options):
             dk = dv = None
-            for piece, block in options.blocks(q, keys, values, mask, noise, owner):
+            for piece, block in options.blocks(q, keys, values, mask, largest, noise, owner):
                 rows = piece.rows
                 upstream, result, total = (_of_batch(x, piece)[:, :, rows[0] : rows[1]] for x in (grad, out, lse))
                 grads = blocks.backward(block, upstream, result, total, of_mask)
@@ -300,14 +304,32 @@ class _Attention(torch.autograd.Function):
             home[1].to(v.dtype),
             None if dmask is None else dmask.to(mask.dtype),
             None,
-            _of_sinks(sinks, lse, grad, out) if ctx.needs_input_grad[5] else None,
+            _of_sinks(sinks, lse, largest, grad, out) if ctx.needs_input_grad[5] else None,
             None,
         )
 
 
-def _of_sinks(sinks: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def _largest(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns the largest number of each row of an added mask, 0 for infinite ones."""
+    if mask is None or mask.dtype == torch.bool:
+        return None
+    if not mask.shape[-1]:
+        return mask.new_zeros((*mask.shape[:-1], 1))
+    largest = mask.amax(-1, keepdim=True)
+    return largest.masked_fill_(largest.isinf(), 0.0)
+
+
+def _of_rows(sinks: torch.Tensor, lse: torch.Tensor, largest: torch.Tensor | None) -> torch.Tensor:
+    """Returns the sinks' scores beside the log-sum-exps of rows: `[heads, 1]`, or minus the largest of the mask."""
+    scores = sinks.to(lse.dtype)[:, None]
+    return scores if largest is None else scores - largest.squeeze(-1)
+
+
+def _of_sinks(
+    sinks: torch.Tensor, lse: torch.Tensor, largest: torch.Tensor | None, grad: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
     """Returns the gradient of the sinks: their weights times that of a value of 0."""
-    weights = (sinks.to(lse.dtype)[:, None] - lse).exp_()
+    weights = (_of_rows(sinks, lse, largest) - lse).exp_()
     return (weights * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2)).neg_().to(sinks.dtype)
 
 
@@ -342,11 +364,19 @@ def _nothing(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> tuple[torc
     return out, q.new_full(q.shape[:3], -float("inf"), dtype=dtype)
 
 
-def _merged(out: torch.Tensor, lse: torch.Tensor, group: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the attention to the keys of all ranks."""
-    total = comm.all_gather(lse.unsqueeze(0), group).logsumexp(0)
+def _merged(
+    out: torch.Tensor, lse: torch.Tensor, largest: torch.Tensor | None, group: Communicator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Computes the attention to the keys of all ranks; the largest of the mask becomes that of their keys."""
+    if largest is None:
+        total = comm.all_gather(lse.unsqueeze(0), group).logsumexp(0)
+    else:
+        of_rows = largest.squeeze(-1).to(lse.dtype).expand_as(lse).masked_fill(lse == -float("inf"), -float("inf"))
+        sums, of_ranks = comm.all_gather(torch.stack((lse, of_rows)).unsqueeze(0), group).unbind(1)
+        base = blocks.without_infinity(of_ranks.amax(0))
+        total, lse, largest = (sums + (of_ranks - base)).logsumexp(0), lse + (of_rows - base), base.unsqueeze(-1)
     weight = (lse - blocks.without_infinity(total)).exp_()
-    return comm.all_reduce(out * weight.unsqueeze(-1), group), total
+    return comm.all_reduce(out * weight.unsqueeze(-1), group), total, largest
 
 
 # --- around the ring --------------------------------------------------------------------------------------------------

@@ -6,13 +6,14 @@ Dropout and attention draw their masks from this rank's local random stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 from zlib import crc32
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import comm, spmd
 from ..attention import Keys, attention
@@ -31,6 +32,7 @@ from ..spmd import P, R, S, V
 from ..spmd.local_code import local_map, on_own_shard
 from ..spmd.random import TENSOR_PARALLEL, streams
 from ..spmd.watching import active
+from ..torch_internals.tensors import version_of
 
 __all__ = [
     "batch_norm",
@@ -216,10 +218,10 @@ def to_experts(
                 "expert_product along another dim than that of the experts"
             )
         if not exchanged:
-            choices, counts = _choices_here(index, experts, axis)
+            choices, counts = _once(_choices_here, index, experts, axis)
             rows = tokens.index_select(0, choices // index.shape[1])
         elif _experts.has_values(tokens):
-            route = Dispatch(index, experts, axis=axis)
+            route = _once(Dispatch, index, experts, axis)
             rows, counts = route.to_experts(tokens), torch.tensor(route.sizes, device=index.device)
         else:
             rows = _exchanged_evenly(tokens.index_select(0, index.reshape(-1)), axis)
@@ -249,11 +251,12 @@ def to_tokens(
 
     def of_this_rank(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         if exchanged and _experts.has_values(rows):
-            return Dispatch(index, experts, axis=axis).to_tokens(rows, weights)
+            route: Dispatch = _once(Dispatch, index, experts, axis)
+            return route.to_tokens(rows, weights)
         if exchanged:
             chosen = _exchanged_evenly(rows, axis).unflatten(0, weights.shape)
             return (chosen * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
-        choices, _ = _choices_here(index, experts, axis)
+        choices, _ = _once(_choices_here, index, experts, axis)
         weighted = rows * weights.reshape(-1).index_select(0, choices).unsqueeze(-1)
         result = weighted.new_zeros(len(index), rows.shape[1]).index_add(0, choices // index.shape[1], weighted)
         return result.to(rows.dtype)
@@ -266,6 +269,19 @@ def _exchanged_evenly(rows: Tensor, axis: AxisLike) -> Tensor:
     """Exchanges equally many rows with each rank."""
     sizes = [len(rows) // comm.size(axis)] * comm.size(axis)
     return exchange_rows(rows, sizes, sizes, axis)
+
+
+_ROUTES: MutableMapping[Tensor, dict[Any, Any]] = WeakTensorKeyDictionary()
+
+
+def _once(find: Callable[..., Any], index: Tensor, experts: int, axis: AxisLike) -> Any:
+    """Returns `find(index, experts)`: of `to_tokens` what `to_experts` found, unless the index was written since."""
+    version = None if index.is_inference() else version_of(index)
+    key = find, experts, comm.communicator(axis), version  # a communicator is a rank's: threads may share a tensor
+    found = _ROUTES.setdefault(index, {})
+    if key not in found:
+        found[key] = find(index, experts, axis=axis)
+    return found[key]
 
 
 def _choices_here(index: Tensor, experts: int, axis: AxisLike) -> tuple[Tensor, Tensor]:

@@ -64,12 +64,17 @@ def to_experts(tokens: Tensor, index: Tensor, experts: int) -> tuple[Tensor, Ten
 def expert_product(rows: Tensor, matrices: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns the product of each expert's rows with its matrix: `[rows, in], [experts, in, out] -> [rows, out]`.
 
-    By torch's grouped kernel where it takes the operands (no float64, rows of 16 bytes), else expert by expert.
+    By torch's grouped kernel where it takes the operands (no float64, rows of 16 bytes), else expert by expert, in the
+    dtype of the matrices, under autocast too, which does not know the kernel.
 
     Args:
         offsets: the end of each expert's rows; the last one is the number of rows.
         bias: `[experts, out]`, added to the rows of each expert.
     """
+    device = rows.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # which knows no meta device
+        with torch.autocast(device, enabled=False):
+            return expert_product(rows, matrices, offsets, bias)
     rows = rows.to(matrices.dtype)
     aligned = all(size * rows.element_size() % 16 == 0 for size in matrices.shape[1:])
     kernel = getattr(F, "grouped_mm", None)

@@ -219,17 +219,24 @@ def _draw(
     Everything else of the module stays on meta, where initialisers do nothing.
     """
     is_parameter = name in module._parameters
-    unset = _unset(value.dtype)
+    table = module.__dict__["_parameters" if is_parameter else "_buffers"]
     with _GENERATOR, torch.random.fork_rng(devices=[]), torch.no_grad():
         for initialiser in initialisers:
-            value.fill_(unset)
-            table = module.__dict__["_parameters" if is_parameter else "_buffers"]
-            table[name] = nn.Parameter(value, requires_grad=False) if is_parameter else value
-            torch.default_generator.manual_seed(seed_of(seed, qualified))
-            initialiser(module)
-            drawn: torch.Tensor = getattr(module, name).detach()
-            if not (drawn.isnan() if unset != unset else drawn == unset).any():
-                return drawn
+            drawn = []
+            for unset in _unset(value.dtype):
+                value.fill_(unset)
+                table[name] = nn.Parameter(value, requires_grad=False) if is_parameter else value
+                torch.default_generator.manual_seed(seed_of(seed, qualified))
+                initialiser(module)
+                current = getattr(module, name).detach()
+                drawn.append(current.clone() if value.dtype == torch.bool else current)
+            result: torch.Tensor = drawn[0]
+            if len(drawn) > 1:
+                is_set = torch.equal(*drawn)
+            else:
+                is_set = not (result.isnan() if unset != unset else result == unset).any()
+            if is_set:
+                return result
     tried = ", ".join(getattr(f, "__qualname__", repr(f)).lstrip("_") for f in initialisers)
     raise ValueError(
         f"materialize: {('parameter' if is_parameter else 'buffer')} {qualified!r} {list(value.shape)} of "
@@ -238,11 +245,11 @@ def _draw(
     )
 
 
-def _unset(dtype: torch.dtype) -> Any:
-    """A value that no initialiser gives: a tensor that still has it was not initialised."""
+def _unset(dtype: torch.dtype) -> tuple[Any, ...]:
+    """A value that no initialiser gives: a tensor that still has it was not initialised. Of booleans both values."""
     if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return True if dtype == torch.bool else torch.iinfo(dtype).min
+        return (float("nan"),)
+    return (True, False) if dtype == torch.bool else (torch.iinfo(dtype).min,)
 
 
 def seed_of(seed: int, name: str) -> int:

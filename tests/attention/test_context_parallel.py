@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
-from neuronx_dist.attention import zigzag_runs
+from neuronx_dist.attention import Keys, attention, zigzag_runs
 from neuronx_dist.attention.context_parallel import split_of, traffic
 from neuronx_dist.attention.positions import visible
 from neuronx_dist.mesh import Mesh
@@ -125,6 +126,71 @@ def test_attention_of_parts_is_attention_of_the_sequence(name: str, cp: int, fun
 
 def by_heads() -> None:
     test_attention_of_parts_is_attention_of_the_sequence("grouped heads", 4, "ulysses_attention", 2)
+
+
+def hiding(number: float | None, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a mask `[1, 1, 8, 8]` whose rows are hidden everywhere, on one rank, on the other, or nowhere."""
+    seen = torch.ones(8, 8, dtype=torch.bool)
+    seen[1] = seen[6] = seen[2, :4] = seen[3, 4:] = seen[4, 1] = False
+    if number is None:
+        return seen[None, None]
+    mask = torch.zeros(8, 8, dtype=dtype).masked_fill(~seen, number)
+    mask[5, :4], mask[6, :5] = -torch.inf, torch.finfo(dtype).min
+    return mask[None, None]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("hidden", ["boolean", "-inf", "finite", "finite, sinks"])
+def test_rows_that_a_mask_hides_everywhere(
+    hidden: str, dtype: torch.dtype, tolerance: float, ranks: int, merged: bool
+) -> None:
+    """The mean of all keys where finite numbers hide a row, else 0, as softmax; and all gradients.
+
+    Beside torch's function without its fused kernel, whose gradients of such rows are as many times too large as there
+    are keys.
+    """
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(1, 4, 8, 6, generator=generator, dtype=dtype) for _ in range(3)]
+    mask = hiding({"boolean": None, "-inf": -torch.inf}.get(hidden, torch.finfo(dtype).min), dtype)
+    leaves += [mask] if mask.dtype == dtype else []
+    leaves += [torch.randn(4, generator=generator, dtype=dtype)] if "sinks" in hidden else []
+    for leaf in leaves:
+        leaf.requires_grad_()
+    q, k, v = leaves[:3]
+    if "sinks" in hidden:
+        scores = q @ k.mT * 6**-0.5 + mask
+        out = torch.cat([scores, leaves[4][:, None, None].expand(1, 4, 8, 1)], -1).softmax(-1)[..., :8] @ v
+    else:
+        with sdpa_kernel(SDPBackend.MATH):
+            out = F.scaled_dot_product_attention(q, k, v, mask)
+    scale = torch.arange(out.numel()).view(out.shape)
+    out.mul(scale).sum().backward()
+    if hidden == "finite":
+        assert error(out[:, :, 1].detach(), v.detach().mean(2)) < tolerance
+    wanted = [out.detach(), *(x.grad for x in leaves)]
+    dims = [None, None, 2, 2, 3, None] if merged else [2, 2, 2, 2, 2, None]  # of the output and the operands
+
+    def part(x: torch.Tensor, dim: int | None) -> torch.Tensor:
+        return x.detach().clone() if dim is None else x.detach().chunk(ranks, dim)[comm.rank("cp")]
+
+    def rank() -> list[torch.Tensor]:
+        local = [part(x, dim).requires_grad_() for x, dim in zip(leaves, dims[1:])]
+        of_mask, *sinks = local[3:] or [part(mask, dims[4])]
+        keys = Keys((8 // ranks,) * ranks, merged)
+        result = attention(*local[:3], keys, "cp", mask=of_mask, sinks=sinks[0] if sinks else None, scale=6**-0.5)
+        (result * part(scale, dims[0])).sum().backward()
+        return [result.detach(), *(x.grad for x in local)]
+
+    parts = [*zip(*comm.threads.run(Mesh(ranks, cp=ranks), rank))]
+    if merged:
+        parts[0] = parts[0][:1]  # equal on all ranks
+        parts[5:] = [of_ranks[:1] for of_ranks in parts[5:]]
+    for what, dim, of_ranks, whole in zip(("output", "dq", "dk", "dv", "dmask", "dsinks"), dims, parts, wanted):
+        result = sum(of_ranks) if dim is None else torch.cat(of_ranks, dim)
+        assert error(result, whole) < tolerance, what
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 200])

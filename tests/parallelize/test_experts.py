@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from neuronx_dist import Mesh, comm
 from neuronx_dist.comm import threads
@@ -68,6 +69,18 @@ def test_functions_compute_what_a_loop_does(route: str) -> None:
             assert (a - b).norm() <= tolerance * b.norm()
 
 
+@pytest.mark.parametrize("inner", [INNER, 8])  # without torch's kernel, and with it
+def test_autocast_leaves_the_dtype_of_the_matrices(inner: int) -> None:
+    """The dtype is that of a recording too, of which bytes are predicted."""
+    rows, matrices, offsets = torch.randn(4, 8), torch.randn(2, 8, inner), torch.tensor([1, 4], dtype=torch.int32)
+    wanted = expert_product(rows, matrices, offsets)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(expert_product(rows, matrices, offsets), wanted)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = [mode.from_tensor(x) for x in (rows, matrices, offsets)]
+            assert expert_product(*fake).dtype == wanted.dtype == torch.float32
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("exchanged", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
@@ -83,10 +96,13 @@ def test_a_rank_has_some_of_the_experts(route: str, size: int, exchanged: bool) 
         if exchanged:
             x, weights = (part.detach().chunk(size)[number].requires_grad_() for part in (x, weights))
             index = index.chunk(size)[number]
-        rows, offsets = composites.to_experts(x, index, EXPERTS, **options)
-        rows = composites.expert_product(rows, here[0], offsets, here[1], axis="tp")
-        rows = composites.expert_product(F.silu(rows), here[2], offsets, axis="tp")
-        result = composites.to_tokens(rows, weights, index, EXPERTS, **options)
+        with comm.record() as calls:
+            rows, offsets = composites.to_experts(x, index, EXPERTS, **options)
+            rows = composites.expert_product(rows, here[0], offsets, here[1], axis="tp")
+            rows = composites.expert_product(F.silu(rows), here[2], offsets, axis="tp")
+            result = composites.to_tokens(rows, weights, index, EXPERTS, **options)
+        # of the counts, once, and of rows, there and back
+        assert [call.verb for call in calls] == (["all_to_all", "exchange", "exchange"] if exchanged else [])
         scale = torch.arange(TOKENS * WIDTH).view(TOKENS, WIDTH).to(result)
         (result * (scale.chunk(size)[number] if exchanged else scale)).sum().backward()
         return [result.detach(), *(operand.grad for operand in (x, weights, *here))]  # type: ignore[misc]

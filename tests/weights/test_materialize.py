@@ -308,3 +308,23 @@ def test_the_order_in_which_initialisers_are_asked() -> None:
         with comm.as_rank(Mesh(1), 0):
             materialize(model, 0, init_fn=lambda module: calls.append("given"))
         assert " ".join(calls) == expected and model.inner[0].weight.tolist() == [1, 1]
+
+
+def test_boolean_buffers() -> None:
+    """Both values are set: GPT-Neo's causal masks. A buffer that nothing sets is refused."""
+
+    class Masked(nn.Module):
+        def __init__(self, is_set: bool) -> None:
+            super().__init__()
+            self.is_set = is_set
+            self.register_buffer("mask", torch.ones(3, 3, dtype=torch.bool).tril())
+
+        def reset_parameters(self) -> None:
+            if self.is_set:
+                self.mask.copy_(torch.ones(3, 3, dtype=torch.bool).tril())
+
+    with torch.device("meta"):
+        modules = [Masked(is_set) for is_set in (True, False)]
+    assert torch.equal(materialize(modules[0], 0).mask, Masked(True).mask)
+    with pytest.raises(ValueError, match="buffer 'mask'"):
+        materialize(modules[1], 0)

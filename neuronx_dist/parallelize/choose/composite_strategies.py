@@ -260,9 +260,9 @@ def expert_composites(
             operands, results = (rows, Shard(0), rows, Shard(0))[: len(slots)], (rows,)
         elif function is experts.to_tokens:
             operands, results = (rows, tokens, tokens), (Shard(0) if exchanged else P,)
-        if options:  # a row for each choice, and a number for each expert
+        if options:  # a row for each choice, and first a number for each expert
             sent = choices // size * slots[0].shape[-1] * slots[0].dtype.itemsize * (size - 1) // size
-        counted = count * 8 * (size - 1) // size if options else 0
+        counted = count * 8 * (size - 1) // size if options and function is experts.to_experts else 0
         local = args, {**kwargs, **options, "axis": axis}
         name = f"experts, {TOKENS[exchanged]}"
         yield ExpertComposite(name, operands, results, local, EXPERTS[function], (sent + counted, sent))

@@ -84,6 +84,7 @@ class Facts(NamedTuple):
     arguments: Arguments  # with slots
     slots: tuple[TensorSlot, ...]  # the operands, in the order of the rules
     results: tuple[tuple[int, ...], ...]  # shapes
+    dtypes: tuple[torch.dtype, ...]  # of the results
     written: tuple[int, ...]
     varies: bool
     random: bool
@@ -374,8 +375,8 @@ def _composites(facts: Facts, spec: Spec) -> Iterator[Template]:
             forward, backward = (2 * n * itemsize * (facts.size - 1) // facts.size for n in composite.reduced)
             forward += composite.gathered * itemsize * (facts.size - 1)
             sent = composite.ring // facts.size * (facts.size - 1)  # keys and values; in backward their gradients too
-            forward += sent * facts.slots[0].dtype.itemsize
-            backward += sent * (facts.slots[0].dtype.itemsize + itemsize)
+            forward += sent * facts.dtypes[0].itemsize  # autocast's
+            backward += sent * (facts.dtypes[0].itemsize + max(4, facts.dtypes[0].itemsize))
             first = next(index for index, spmd_type in enumerate(types) if spmd_type is not R)
             name = f"{composite.function.__name__} of {types[first]} of operand {first}"
             how = composite.arguments, composite.function, (forward, backward)

@@ -80,6 +80,7 @@ def facts_of(call: Call, axis: str, size: int, strides: tuple[int, ...], values:
         arguments,
         tuple(operands(*arguments, TensorSlot)),
         tuple(value.shape for value in call.results),
+        tuple(value.dtype for value in call.results),
         call.writes,
         any(value.varies for value in (*values, *call.results)),
         call.random,

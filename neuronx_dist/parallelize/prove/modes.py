@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from ...spmd.checkpoint_hooks import treated_checkpoints
@@ -26,7 +27,11 @@ def deterministic() -> Iterator[None]:
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Replaces dropout, whose masks for shards are no part of the mask for the whole, by its input."""
+    """Replaces dropout, whose masks for shards are no part of the mask for the whole, by its input.
+
+    Attention with an added mask is not computed by torch's fused kernel for CPUs: if finite numbers hide a row from all
+    keys, its gradients are as many times too large as there are keys.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -36,6 +41,10 @@ class _WithoutDropout(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             args, kwargs = (*args[:4], *([0.0] if len(args) > 4 else ()), *args[5:]), dict(kwargs or {})
             kwargs.pop("dropout_p", None)
+            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+            if mask is not None and mask.dtype != torch.bool:
+                with sdpa_kernel(SDPBackend.MATH):
+                    return func(*args, **kwargs)
         return func(*args, **(kwargs or {}))
 
 

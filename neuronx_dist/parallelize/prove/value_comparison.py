@@ -42,6 +42,8 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, tor
 # Of changes by one rounding error a call, as many an emitted program may differ by: other sums round several times.
 _ROUNDINGS = 10
 
+_INFINITE = 1e30  # numbers above stand for infinity in masks
+
 
 class EmittedProgramError(RuntimeError):
     """An emitted program is wrong: its types, its values, or its text. This is a bug of this package."""
@@ -169,14 +171,18 @@ class _Noise:
 
     @cached_property
     def norms(self) -> dict[str, float]:
-        """Norms of changes by a rounding error in each call's result."""
+        """Norms of changes by a rounding error in each call's result.
+
+        Numbers that stand for infinity in masks, such as `torch.finfo(dtype).min`, stay as they are: so do their sums
+        with scores.
+        """
         generator = torch.Generator().manual_seed(0)
 
         def rounded(x: torch.Tensor) -> torch.Tensor:
             if not (x.is_floating_point() or x.is_complex()):
                 return x
             signs = (torch.randint(0, 2, x.shape, generator=generator) * 2 - 1).to(x.dtype)
-            return x * (1 + signs * torch.finfo(x.dtype).eps)
+            return x * torch.where(x.abs() < _INFINITE, 1 + signs * torch.finfo(x.dtype).eps, 1)
 
         with self._mode():
             exact = _run_program(self._program, self._tensors)

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from neuronx_dist import comm
 from neuronx_dist.comm import threads
-from neuronx_dist.parallelize import ComputeConfig, IRGraph, explain, parallelize
+from neuronx_dist.parallelize import ComputeConfig, EmittedProgramError, IRGraph, explain, parallelize
 from neuronx_dist.planning.costs import Costs
 from neuronx_dist.spmd import S
 from tests.parallelize.support.hf_models import HEADS, HIDDEN
@@ -89,6 +90,33 @@ def test_trained(ranks: int, policy: Any, tmp_path: Path) -> None:
     assert "composites.ring_attention(" in source.read_text()
 
 
+class Hidden(nn.Module):
+    """Causal attention behind padding on the left: finite numbers hide all keys from the first rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(8, 24, dtype=torch.float64)
+
+    def forward(self, x: Tensor, padded: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).split(8, -1))
+        hidden = torch.ones(8, 8, dtype=torch.bool, device=x.device).triu(1) | padded[:, None, None]
+        mask = torch.zeros_like(hidden, dtype=x.dtype).masked_fill(hidden, torch.finfo(x.dtype).min)
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+def test_rows_that_finite_numbers_hide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean of all keys, as in one process without torch's fused kernel; a ring that forgets keys is refused."""
+    arguments = {"x": torch.randn(1, 8, 8, dtype=torch.float64), "padded": torch.arange(8)[None] < 3}
+    with sdpa_kernel(SDPBackend.MATH):
+        wanted = trained(Hidden(), arguments, SGD, 2, 1)
+    has = trained_parallel(Hidden(), arguments, SGD, 2, ComputeConfig(2, 2), by_sequence, tmp_path / "right")
+    assert_equal(has, wanted, 1e-10)
+    monkeypatch.setattr("neuronx_dist.attention.ring._largest", lambda mask: mask.new_zeros((*mask.shape[:-1], 1)))
+    with pytest.raises(EmittedProgramError, match="other values than one process.*: result 0 on rank 0"):
+        parallelize(Hidden(), arguments, by_sequence, ComputeConfig(2, 2), gen_savedir=tmp_path / "wrong")
+
+
 def bytes_of(event: Any) -> int:
     """Bytes that one of two ranks sends for a collective."""
     return event.dtype.itemsize * prod(event.shape) * {"all_to_all": 1, "reduce_scatter": 1}.get(event.verb, 2) // 2
@@ -116,6 +144,30 @@ def test_autodist_finds_the_ring(tmp_path: Path) -> None:
     predicted = sum(entry["forward_bytes"] + entry["backward_bytes"] for entry in costs["collectives"])
     assert predicted == sum(map(bytes_of, events)) > 0
     assert not [shape for shape in shapes if 96 in shape], shapes
+
+
+def test_keys_go_around_in_the_dtype_of_autocast(tmp_path: Path) -> None:
+    """Bytes of keys that are float32 outside of the attention, as behind rotary embeddings."""
+
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast(x.device.type, torch.bfloat16):
+                return F.scaled_dot_product_attention(x, x, x)
+
+    x, config = torch.randn(1, 2, 8, 4, requires_grad=True), ComputeConfig(2, 2)
+    parallel_class = parallelize(Attention, {"x": x}, by_sequence, config, gen_savedir=tmp_path)
+
+    def rank() -> list[Any]:
+        with comm.record() as calls:
+            parallel_class()(x.detach().requires_grad_()).sum().backward()
+        return list(calls)
+
+    calls = threads.run(config.mesh(), rank)[0]
+    predicted = sum(
+        entry["forward_bytes"] + entry["backward_bytes"] for entry in explain(parallel_class)["collectives"]
+    )
+    assert predicted == sum(map(bytes_of, calls)) > 0
+    assert {call.dtype for call in calls if call.verb == "exchange"} == {torch.bfloat16, torch.float32}  # of gradients
 
 
 def seen(shapes: list[Any]) -> Any:
