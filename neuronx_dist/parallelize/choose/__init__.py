@@ -9,7 +9,7 @@ exact.py         the choice of a strategy for each call, at the least cost: `Str
 job_costs.py     seconds and bytes of a whole job: units, stages, ZeRO, recomputation
 cuts.py          where stages begin, by the slowest stage; step_cuts.py: by the simulated step of a job
 stages.py        the pipeline stages of a division: their calls, and the values between them
-local_program.py, second_axis.py   the program of a rank of an axis, and its strategies over the next one
+local_program.py, later_axis.py   the program of a rank of an axis, and its strategies over the next one
 
 Several axes: the program is divided over the first axis, then the program of one rank over the next, and so on
 (`Division.levels`). A later program has local shapes, and conversions of the axes before are calls in it, with

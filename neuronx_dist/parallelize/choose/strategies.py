@@ -16,7 +16,7 @@ from ...rules.containers import substituted
 from ...rules.local_call import Arguments, TensorSlot
 from ...spmd.types import Shard
 from .derivation import Derivation, Facts, Refusal
-from .second_axis import derive_later
+from .later_axis import derive_later
 
 __all__ = ["Refusal", "candidates", "facts_of", "frozen", "refusals", "routed_calls", "strides_of"]
 

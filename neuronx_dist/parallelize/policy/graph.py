@@ -34,7 +34,7 @@ from ..choose.plan_costs import plan_costs
 from ..choose.strategies import candidates, refusals, routed_calls, strides_of
 from ..config import ComputeConfig, Pipeline, divisors_near
 from .operations import Algorithm, IRDataOperation, IRFwOperation, IRSegment, Node, SubNode, cuts_operand
-from .two_axes import Decision, LaterAxes
+from .later_axes import Decision, LaterAxes
 
 __all__ = ["IRDataOperation", "IRFwOperation", "IRGraph", "IRSegment"]
 
