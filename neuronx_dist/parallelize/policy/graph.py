@@ -33,8 +33,8 @@ from ..choose.local_program import LocalProgram, local_program
 from ..choose.plan_costs import plan_costs
 from ..choose.strategies import candidates, refusals, routed_calls, strides_of
 from ..config import ComputeConfig, Pipeline, divisors_near
-from .operations import Algorithm, IRDataOperation, IRFwOperation, IRSegment, Node, SubNode, cuts_operand
 from .later_axes import Decision, LaterAxes
+from .operations import Algorithm, IRDataOperation, IRFwOperation, IRSegment, Node, SubNode, cuts_operand
 
 __all__ = ["IRDataOperation", "IRFwOperation", "IRGraph", "IRSegment"]
 
