@@ -25,7 +25,7 @@ from .cluster import Cluster, Link
 __all__ = ["LINK_SPEEDS", "SPEEDS", "calibrated", "fit_factors", "mape", "rank_correlation", "regret", "scaled"]
 
 SPEEDS = ("flops", "attention", "bandwidth", "launch")
-LINK_SPEEDS = ("bandwidth", "latency", "message")
+LINK_SPEEDS = ("bandwidth", "latency", "sum", "message")
 PRIOR = 0.02  # weight of a factor's squared logarithm beside one observation's: what no observation shows stays
 
 
@@ -113,18 +113,16 @@ def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
 
     Args:
         factors: by name, of `SPEEDS`, and of `LINK_SPEEDS` of a link, as "bandwidth[0]"; missing ones are 1. The factor
-            of "latency" is that of `Link.in_step` and `Link.between` too, but for messages and all_to_all, whose factor
-            is "message".
+            of "latency" is that of `Link.in_step` and of gathers in `Link.between` too, "sum" that of its all_reduce,
+            "message" that of its messages and all_to_all.
     """
     bandwidth = cluster.bandwidth * factors.get("bandwidth", 1.0)
     links = []
     for number, link in enumerate(cluster.links):
-        faster, longer, sent = (factors.get(f"{name}[{number}]", 1.0) for name in LINK_SPEEDS)
+        faster, longer, summed, sent = (factors.get(f"{name}[{number}]", 1.0) for name in LINK_SPEEDS)
         speed = min(link.bandwidth * faster, bandwidth)
-        between = {
-            verb: seconds * (sent if verb in ("send", "all_to_all") else longer)
-            for verb, seconds in link.between.items()
-        }
+        of_verb = {"all_reduce": summed, "send": sent, "all_to_all": sent}
+        between = {verb: seconds * of_verb.get(verb, longer) for verb, seconds in link.between.items()}
         links.append(Link(link.span, speed, link.latency * longer, link.in_step * longer, between))
     return replace(
         cluster,
