@@ -317,8 +317,18 @@ class Cluster:
                 problems.append(f"links[{number}].span must be a positive integer, got {link.span!r}")
             names = ("bandwidth", "latency", "in_step")
             numbers.update({f"links[{number}].{name}": getattr(link, name) for name in names})
-            between = link.between if isinstance(link.between, Mapping) else {"": link.between}
-            numbers.update({f"links[{number}].between[{verb}]": value for verb, value in between.items()})
+            if not isinstance(link.between, Mapping):
+                problems.append(
+                    f'links[{number}].between must have seconds by verb, as {{"send": 1e-05}}, got {link.between!r}'
+                )
+                continue
+            known = [verb for verb in VERBS if verb == "send" or verb not in MESSAGES]
+            problems += [
+                f"links[{number}].between has {verb!r}, which nothing reads: use {', '.join(known)}"
+                for verb in link.between
+                if verb not in known
+            ]
+            numbers.update({f"links[{number}].between[{verb}]": value for verb, value in link.between.items()})
         for name, value in numbers.items():
             may_be_zero = name.endswith(("latency", "in_step", "launch")) or ".between[" in name
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < inf:

@@ -277,6 +277,8 @@ def _candidate_of(planned: Plan, workload: Workload, devices: int, path: str) ->
     problems = layout.problems(workload.shape)
     if not workload.divides(layout.tp):
         problems.append(f"tp {layout.tp} does not divide all weights of {workload.name}")
+    if job.overlap and not layout.zero1:
+        raise PlanError(f"{path}: overlap is of ZeRO-1's collectives, and zero1 is False: set one of them otherwise")
     if problems:
         problems.append(f"the nearest layout that works: {layout.nearest(workload.shape)}")
         raise PlanError("\n  - ".join([f"{path} cannot work:", *problems]))

@@ -33,7 +33,7 @@ class Link:
     between: Mapping[str, float] = field(default_factory=dict)
 
     def __hash__(self) -> int:
-        return hash((self.span, self.bandwidth, self.latency, self.in_step, *self.between.values()))
+        return hash((self.span, self.bandwidth, self.latency, self.in_step, frozenset(self.between.items())))
 
 
 def hops(kind: str, size: int, inside: int, joined: int) -> int:

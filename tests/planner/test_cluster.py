@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,3 +144,24 @@ def test_groups_and_dtypes_that_the_cluster_lacks_are_refused() -> None:
     ):
         cluster.speed("float8")
     assert cluster.costs(2, 32, dtype="bfloat16").link_bandwidth == cluster.links[1].bandwidth
+
+
+@pytest.mark.parametrize(
+    ("between", "words"),
+    [
+        ({"allgather": 1e-6}, r"links\[0\].between has 'allgather', which nothing reads: use all_gather, "),
+        ({"permute": 1e-6}, "'permute', which nothing reads: .*, send$"),
+        (5, r"links\[0\].between must have seconds by verb"),
+    ],
+)
+def test_seconds_between_products_that_nothing_reads_are_refused(between: Any, words: str) -> None:
+    content = Cluster.preset("h100", 8).as_dict()
+    content["links"][0]["between"] = between
+    with pytest.raises(ClusterError, match=words):
+        Cluster.of_dict(content)
+
+
+def test_equal_links_have_equal_hashes() -> None:
+    pairs = [("send", 1.0), ("all_reduce", 2.0)]
+    one, other = Link(8, 1.0, 1.0, between=dict(pairs)), Link(8, 1.0, 1.0, between=dict(pairs[::-1]))
+    assert one == other and hash(one) == hash(other)

@@ -508,3 +508,14 @@ def test_the_example_and_the_table_of_the_page(
         job = dict(global_batch=int(batch.replace(",", "")), devices=int(devices.replace(",", "")), seq_len=8192)
         best = nxd.plan(f"llama-{size.lower()}", cluster="h100", top_k=1, check=False, **job)[0]
         assert best.seconds.total == pytest.approx(float(seconds), rel=0.1), "write the table of docs/planner.md anew"
+
+
+def test_overlap_without_zero1_is_refused_in_a_file(tmp_path: Path) -> None:
+    cluster = Cluster.preset("h100", 8)
+    options: dict[str, Any] = dict(global_batch=8, seq_len=8192, cluster=cluster, check=False, top_k=1)
+    best = nxd.plan("llama-8b", **options, constraints={"overlap": True, "zero1": True})[0]
+    best.save(tmp_path / "plan.json")
+    assert LayoutPlan.load(tmp_path / "plan.json", "llama-8b", cluster).candidate.overlap
+    replace(best.plan, zero1=False).save(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match="overlap is of ZeRO-1's collectives, and zero1 is False"):
+        LayoutPlan.load(tmp_path / "plan.json", "llama-8b", cluster)
