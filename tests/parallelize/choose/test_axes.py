@@ -400,6 +400,14 @@ def test_autodist_finds_two_axes_and_a_plan_has_both(tmp_path: Path) -> None:
     assert (plan["tp"], plan["axes"]) == (4, [2, 2])
     file.write_text(json.dumps(of_version_1(plan)))
     assert emit(divided(module, arguments, file, config())) == emit(division)
+    file.write_text(json.dumps({**of_version_1(plan), "second": 3}))
+    with pytest.raises(PlanError, match="second=3 must divide tp=4"):
+        Plan.load(file)
+    name, tensor = next(iter(plan["parameters"].items()))
+    for later in ([], [*tensor["later"], "I"]):
+        file.write_text(json.dumps({**plan, "parameters": {**plan["parameters"], name: {**tensor, "later": later}}}))
+        with pytest.raises(PlanError, match=f"damaged plan: .*{name} has later=.*a type on each of 1 axes after"):
+            Plan.load(file)
     plan["later_calls"][0].pop()
     file.write_text(json.dumps(plan))
     with pytest.raises(PlanError, match=r"calls over axis 2, but dividing by the axis before"):
