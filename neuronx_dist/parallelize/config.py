@@ -185,15 +185,19 @@ class ComputeConfig:
             given = config.get(name)
             if given is None or (name == "pipeline_nstages" and given == "auto"):
                 continue
-            if name == "explore_axes" and not isinstance(given, (list, tuple)):
+            if name == "explore_axes" and isinstance(given, bool):
                 continue
             listed = given if name in _DEGREES and isinstance(given, (list, tuple)) and given else [given]
             least = 0 if name == "seed" else 1
-            if any(not isinstance(number, int) or isinstance(number, bool) or number < least for number in listed):
-                or_list = ", or a list of them, the ranks along each axis" if name in _DEGREES else ""
-                raise TypeError(
-                    f"ComputeConfig: pas_config[{name!r}] must be a positive integer{or_list}, got {given!r}"
-                )
+            is_no_list = name == "explore_axes" and listed is not given
+            if is_no_list or any(
+                type(number) is bool or not isinstance(number, int) or number < least for number in listed
+            ):
+                wanted = "a positive integer"
+                if name in _DEGREES:
+                    one = "True or False" if name == "explore_axes" else wanted
+                    wanted = f"{one}, or a list of positive integers, the ranks along each axis"
+                raise TypeError(f"ComputeConfig: pas_config[{name!r}] must be {wanted}, got {given!r}")
         if config.get("pipeline_scheduler") is not None:
             schedule_named(config["pipeline_scheduler"])
 

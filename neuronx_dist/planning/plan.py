@@ -133,6 +133,12 @@ class Plan:
             raise PlanError(f"Plan: axes={self.axes} are {prod(self.axes)} ranks, and not tp={self.tp}")
         if len(self.later_calls) != len(self.axes[1:]):
             raise PlanError(f"Plan: later_calls are of {len(self.later_calls)} axes, and axes={self.axes}")
+        for name, tensor in (*(self.parameters or {}).items(), *(self.inputs or {}).items()):
+            if len(tensor.later) != len(self.later_calls):
+                raise PlanError(
+                    f"Plan: {name} has later={list(tensor.later)}; it needs a type on each of {len(self.later_calls)} "
+                    f"axes after the first one: axes={self.axes}"
+                )
         for layer in self.layers:
             if layer.style not in STYLES:
                 raise PlanError(
@@ -275,7 +281,9 @@ def _of_version_1(content: dict[str, Any]) -> dict[str, Any]:
     second, calls = content.pop("second"), content.pop("second_calls")
     if _typed(second, int, "second") < 1:
         raise PlanError(f"second must be a positive integer, got {second}")
-    axes = [_typed(content["tp"], int, "tp") // second, second] if second > 1 else []
+    if _typed(content["tp"], int, "tp") % second:
+        raise PlanError(f"second={second} must divide tp={content['tp']}")
+    axes = [content["tp"] // second, second] if second > 1 else []
     content |= {"axes": axes, "later_calls": [calls] if axes else []}
     if isinstance(content.get("job"), dict):
         content["job"] = {"overlap": False, **content["job"]}

@@ -27,7 +27,7 @@ PLAN = Plan(
     calls=(CallPlan("linear", "up", "S(0) of operand 1"),),
     later_calls=((CallPlan("convert", "", "R"), CallPlan("linear", "up", "R")),),
     parameters={"up.weight": TensorPlan((8, 4), "float32", "S(0)", ("I",))},
-    inputs={"x": TensorPlan((2, 4), "float32", "R")},
+    inputs={"x": TensorPlan((2, 4), "float32", "R", ("R",))},
 )
 
 

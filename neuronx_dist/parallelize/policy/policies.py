@@ -164,9 +164,11 @@ def _tp(graph: IRGraph, config: ComputeConfig) -> IRGraph:
 def _over_axes(graph: IRGraph, config: ComputeConfig) -> IRGraph | None:
     """Cuts the batch over a first axis, and weights over `tp_size` ranks, an axis for each number of a list.
 
-    None: there is one axis.
+    None: there is no `tp_size`.
     """
-    option = config.pas_config.get("tp_size") or 1
+    option = config.pas_config.get("tp_size")
+    if option is None:
+        return None
     sizes = [size for size in (option if isinstance(option, (list, tuple)) else [option]) if size > 1]
     if graph.ranks % prod(sizes):
         raise PlanError(
@@ -174,8 +176,6 @@ def _over_axes(graph: IRGraph, config: ComputeConfig) -> IRGraph | None:
             f"are {divisors_near(graph.ranks, prod(sizes))}"
         )
     first, later = (_batch_cut, sizes) if prod(sizes) < graph.ranks else (_weights_cut, sizes[1:])
-    if not later:
-        return None
     graph.later.decide_each(later, [lambda inner, local: _weights_cut(inner)] * len(later))
     return first(graph)
 
@@ -281,8 +281,11 @@ def _autodist(graph: IRGraph, config: ComputeConfig) -> Division:
             best = (seconds, division)
     if best is None:
         wanted = config.pas_config.get("explore_axes")
-        none = [f"pas_config['explore_axes']={wanted!r} are not the ranks of a stage: plan_ngpus={config.plan_ngpus}"]
-        refused = refused or none
+        if not refused and isinstance(wanted, (list, tuple)):
+            refused = [
+                f"pas_config['explore_axes']={wanted!r} are {prod(wanted)} ranks, and no stage has so many: "
+                f"plan_ngpus={config.plan_ngpus}"
+            ]
         raise PlanError("\n  - ".join(["autodist found no plan:", *refused]))
     return best[1]
 
@@ -299,6 +302,12 @@ def _with_options(graph: IRGraph, config: ComputeConfig) -> IRGraph:
 
 def whole_job(program: Program, config: ComputeConfig) -> JobChoice:
     """Returns the choice of a job of all ranks: units, pipeline, ZeRO, recomputation and division together."""
+    axes = config.pas_config.get("explore_axes")
+    if axes:
+        raise PlanError(
+            f"pas_config['explore_axes']={axes!r} needs plan_ngpus: a unit of a chosen job is one axis. Pass "
+            "ComputeConfig(plan_ngpus=...), or leave the option out"
+        )
     costs = config.pas_config.get("costs", "h100")
     speeds = costs.of(config.world_size) if isinstance(costs, Cluster) else costs_of(config)
 
@@ -324,7 +333,8 @@ def _attempts(graph: IRGraph, config: ComputeConfig) -> Iterator[tuple[IRGraph, 
     for ranks in [ranks for ranks in numbers if units // ranks <= degree or units % ranks]:
         size = units // ranks
         if isinstance(wanted_axes, (list, tuple)):
-            every = [[*wanted_axes]] if prod(wanted_axes) == size else []
+            listed = [axis_size for axis_size in wanted_axes if axis_size > 1] or [1]
+            every = [listed] if prod(listed) == size else []
         else:
             every = [[size], *([size // d, d] for d in range(2, size) if size % d == 0 and wanted_axes)]
         for axes, batch in ((sizes, batch) for sizes in every for batch in (False, True)[: len(sizes)]):

@@ -321,6 +321,31 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         divided(module, arguments, "tp", config(**options))
 
 
+@pytest.mark.parametrize("given", [2, "2,2", {"a": 2}, [], ["2"], [True], [0]])
+def test_bad_lists_of_axes(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"explore_axes'\] must be True or False, or a list of positive integers.*got "):
+        config(explore_axes=given)
+
+
+def test_a_chosen_job_refuses_axes() -> None:
+    module, arguments = mlp()
+    with pytest.raises(PlanError, match=r"explore_axes'\]=\[2, 2\] needs plan_ngpus"):
+        divided(module, arguments, "autodist", ComputeConfig(None, 4, pas_config={"explore_axes": [2, 2]}))
+
+
+@pytest.mark.parametrize("policy", ["tp", "data"])
+@pytest.mark.parametrize("size, weight", [(1, "I"), ([1], "I"), (4, "S(0)"), ([4, 1], "S(0)")])
+def test_weights_are_cut_over_tp_size_ranks(policy: str, size: Any, weight: str) -> None:
+    """Over one rank, or over all of a stage, too."""
+    division = divided(*mlp(), policy, config(tp_size=size))
+    assert division.axes == {"tp": 4} and types_of(division)["up.weight"] == weight
+
+
+@pytest.mark.parametrize("axes", [[4, 1], [1, 4]])
+def test_axes_of_one_rank_are_left_out(axes: list[int]) -> None:
+    assert divided(*mlp(), "autodist", config(explore_axes=axes)).axes == {"tp": 4}
+
+
 def test_both_axes_are_explained() -> None:
     module, arguments = mlp()
     graph = IRGraph(decomposed(record_program(module, arguments, training=True)), config())
@@ -375,6 +400,14 @@ def test_autodist_finds_two_axes_and_a_plan_has_both(tmp_path: Path) -> None:
     assert (plan["tp"], plan["axes"]) == (4, [2, 2])
     file.write_text(json.dumps(of_version_1(plan)))
     assert emit(divided(module, arguments, file, config())) == emit(division)
+    file.write_text(json.dumps({**of_version_1(plan), "second": 3}))
+    with pytest.raises(PlanError, match="second=3 must divide tp=4"):
+        Plan.load(file)
+    name, tensor = next(iter(plan["parameters"].items()))
+    for later in ([], [*tensor["later"], "I"]):
+        file.write_text(json.dumps({**plan, "parameters": {**plan["parameters"], name: {**tensor, "later": later}}}))
+        with pytest.raises(PlanError, match=f"damaged plan: .*{name} has later=.*a type on each of 1 axes after"):
+            Plan.load(file)
     plan["later_calls"][0].pop()
     file.write_text(json.dumps(plan))
     with pytest.raises(PlanError, match=r"calls over axis 2, but dividing by the axis before"):
@@ -467,7 +500,9 @@ def test_three_axes_stand_in_a_plan(tmp_path: Path) -> None:
     plan_of(division).save(file)
     assert division.axes == dict.fromkeys(AXES, 2) and Plan.load(file) == plan_of(division)
     assert emit(divided(module, arguments, file, config(8))) == emit(division)
-    with pytest.raises(PlanError, match=r"explore_axes'\]=\[2, 3\] are not the ranks of a stage: plan_ngpus=8"):
+    with pytest.raises(
+        PlanError, match=r"explore_axes'\]=\[2, 3\] are 6 ranks, and no stage has so many: plan_ngpus=8"
+    ):
         divided(module, arguments, "autodist", config(8, explore_axes=[2, 3]))
 
 
