@@ -16,7 +16,7 @@ from ...nearest import nearest
 from ..config import ComputeConfig
 from ..train.parallel_module import loss_of
 from .arg_parser import deserialize_dataclass
-from .train_hook import EVENTS
+from .train_hook import EVENTS, TrainHook
 
 Arguments = dict[str, Any]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "none": None}
@@ -227,8 +227,8 @@ class CheckpointConfig:
     resume_from: Any = None  # ResumeOptions, or its `checkpoint`
 
     def __post_init__(self) -> None:
-        if isinstance(self.resume_from, str):
-            self.resume_from = ResumeOptions(self.resume_from)
+        if isinstance(self.resume_from, (str, int, Path)):  # an int: a folder's name from a command line
+            self.resume_from = ResumeOptions(str(self.resume_from))
         elif isinstance(self.resume_from, dict):
             self.resume_from = deserialize_dataclass(self.resume_from, ResumeOptions)
         path = self.get_resume_checkpoint()
@@ -284,8 +284,10 @@ HookMapConfig.__module__ = __name__
 
 
 def hook_config(value: Any) -> Any:
-    if not isinstance(value, dict):
+    if value is None or isinstance(value, (HookConfig, HookMapConfig, TrainHook)):
         return value
+    if not isinstance(value, dict):
+        raise ValueError(f"hook: {value!r} is neither a TrainHook object nor a dict with type, or with events")
     if "type" in value:
         return deserialize_dataclass(value, HookConfig)
     for event in value.keys() - EVENTS.keys():

@@ -28,7 +28,7 @@ from ..policy.policies import POLICIES
 from ..train.optimizer import build_optimizer
 from .arg_parser import TYPE, VALUE, VALUE_TYPE, deserialize_dataclass, load_type, made, merge_args, resolve_args
 from .component_args import *  # noqa: F403
-from .train_hook import hook_of
+from .train_hook import TrainHook, hook_of
 
 
 @dataclass
@@ -54,7 +54,7 @@ class TrainerArgs:
     lr_scheduler: LRSchedulerConfig | None = None
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: list[LogConfig] = field(default_factory=list)
-    hook: Any = None  # HookConfig or HookMapConfig
+    hook: Any = None  # HookConfig, HookMapConfig or a TrainHook
     debug: DebugConfig = field(default_factory=DebugConfig)
     precision: Any = None  # a name of `DTYPES` ("none": as they are), of all, or by "param", "buffer" and "input"
     micro_batch_size: int = 1  # of a unit
@@ -310,6 +310,8 @@ class TrainerArgs:
         """Makes the hook of `hook`; without one, a hook that does nothing."""
         if isinstance(self.hook, HookConfig):
             return load_type(self.hook.type)(self.create_kwarg(self.hook.args))
+        if isinstance(self.hook, TrainHook):
+            return self.hook
         return hook_of({event: load_type(function) for event, function in vars(self.hook or HookMapConfig()).items()})
 
     def _arguments(self, config: DatasetConfig, stage: str) -> Arguments:

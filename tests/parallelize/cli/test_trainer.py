@@ -302,6 +302,19 @@ def test_models_and_optimizers_are_hooks(zero: bool, tmp_path: Path) -> None:
     assert Scheduled.seen == [("optimizer", 0.5), ("model", True, True), "configured"]
 
 
+def test_a_hook_may_be_an_object(tmp_path: Path) -> None:
+    hook = Stepped([torch.zeros(1, requires_grad=True)], 0.1)
+    assert TrainerArgs.from_dict(arguments(tmp_path, hook=hook)).create_hook() is hook
+    for wrong in ("module.Hook", Stepped):
+        with pytest.raises(ValueError, match="neither a TrainHook object nor a dict"):
+            TrainerArgs.from_dict(arguments(tmp_path, hook=wrong))
+
+
+def test_a_checkpoint_may_have_a_number_as_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="resume_from: 20240 does not exist"):
+        TrainerArgs.from_dict(arguments(tmp_path, checkpoint={"resume_from": "20240"}))
+
+
 def linear_arguments(args: TrainerArgs) -> dict[str, torch.Tensor]:
     return {"input": torch.zeros(args.micro_batch_size, WIDTH, dtype=torch.float64)}
 
