@@ -44,7 +44,7 @@ from .presets import PRESETS, Link, hops
 __all__ = ["PRESETS", "Cluster", "ClusterError", "Link"]
 
 FORMAT = "neuronx_dist.cluster"
-VERSION = 1
+VERSION = 2  # 1: latencies of a doubling of the ranks, not of a hop
 RINGS = ("all_gather", "broadcast", "reduce_scatter")
 MESSAGES = ("exchange", "permute", "recv", "send")
 VERBS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter", *MESSAGES)
@@ -284,7 +284,9 @@ class Cluster:
         values = {name: value for name, value in content.items() if name not in ("format", "version")}
         if content.get("version") != VERSION:
             version = content.get("version")
-            raise ClusterError(f"{where} is a cluster of version {version}; this package reads version {VERSION}")
+            raise ClusterError(
+                f"{where} is a cluster of version {version}; this package reads version {VERSION}: measure it again"
+            )
         _compare_names(values, cls, where)
         links = values["links"]
         if not isinstance(links, (list, tuple)) or not all(isinstance(link, dict) for link in links):

@@ -98,7 +98,7 @@ def test_a_file_returns_the_cluster(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_missing_negative_or_contradictory_are_refused_by_name(tmp_path: Path) -> None:
-    content = {"format": "neuronx_dist.cluster", "version": 1, **asdict(two_levels())}
+    content = {"format": "neuronx_dist.cluster", "version": 2, **asdict(two_levels())}
     link = content["links"][0]
     wrong = {
         "bandwidth is missing": {key: value for key, value in content.items() if key != "bandwidth"},
@@ -120,6 +120,7 @@ def test_numbers_that_are_missing_negative_or_contradictory_are_refused_by_name(
             "links": [link, {**content["links"][1], "bandwidth": 1e13}],
         },
         "a cluster of version 7": {**content, "version": 7},
+        "version 1; this package reads version 2: measure it again": {**content, "version": 1},
         'it has no "format"': {"tp": 8},
     }
     path = tmp_path / "cluster.json"

@@ -138,7 +138,7 @@ def test_a_file_is_edited_loaded_and_refused(tmp_path: Path) -> None:
         ("dp", 4, "devices: tp=2 x pp=2 x cp=1 x dp=4 = 16 in the plan, 8 here"),
         ("microbatches", 5, "a global batch of 64 is not divisible by dp 2 × 5 microbatches = 10"),
         ("recompute", [[0, 2]], "recompute is of a plan of `parallelize`, and has no effect here: leave ()"),
-        ("second", 2, "second is of a plan of `parallelize`"),
+        ("second", 2, "it has 'second', which is no key of a plan"),
         ("job", {**json.loads(path.read_text())["job"], "cp": "two"}, "job: cp has 'two', which is no int"),
     ):
         content = {key: x for key, x in {**json.loads(best.plan.text()), name: value}.items() if x is not None}
@@ -226,7 +226,7 @@ def test_no_reason_is_given_against_a_layout_that_is_possible() -> None:
         predictor = Predictor(found.workload, found.cluster)
         for plan in found:
             values = {**asdict(plan.layout), "dp": plan.layout.dp, "micro_batch": plan.layout.micro_batch}
-            values |= {"recompute": plan.candidate.recompute}
+            values |= {"recompute": plan.candidate.recompute, "overlap": plan.candidate.overlap}
             for _ in range(20):
                 fixed = {name: (values[name],) for name in generator.sample(names, generator.randint(1, len(names)))}
                 fixed |= {name: (True,) for name in ("pad_heads", "pad_vocab") if name in fixed}
