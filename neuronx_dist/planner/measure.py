@@ -227,7 +227,8 @@ def _measure_group(axis: str, size: int, stride: int, device: torch.device, seco
 def _message(axis: str, size: int, nbytes: int, device: torch.device) -> Callable[[], Any]:
     """Returns a call in which each rank sends `nbytes` to the next one."""
     x, pairs = torch.zeros(nbytes // 4, device=device), [(rank, (rank + 1) % size) for rank in range(size)]
-    return lambda: comm.permute(x, axis, pairs)
+    verb = comm.permute
+    return lambda: verb(x, axis, pairs)
 
 
 def _collective(kind: str, axis: str, size: int, nbytes: int, device: torch.device) -> Callable[[], Any]:

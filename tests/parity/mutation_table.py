@@ -323,6 +323,7 @@ CASES: dict[str, Callable[[], None]] = {
     "_by_heads:spmd.all_to_all#2": by_heads,
     "_gathered_split:comm.all_gather#1": gathered_positions,
     "_merged:comm.all_gather#1": mutations.attention_merged,
+    "_merged:comm.all_gather#2": mutations.attention_merged_with_a_mask,
     "_merged:comm.all_reduce#1": mutations.attention_merged,
     "broadcast_weights:comm.broadcast#1": sent_weights.from_rank_0,
     "_check_values:comm.gather_objects#1": sent_weights.a_sender_without_values,

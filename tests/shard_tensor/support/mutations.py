@@ -291,13 +291,13 @@ def not_finite() -> None:
     on_ranks(2, scale)
 
 
-def _attention(queries):
-    """Queries of `queries`' placement and size, against four keys that are sharded."""
+def _attention(queries, mask=None):
+    """Queries of `queries`' placement and size, against four keys that are sharded; `mask`: added, whole."""
 
     def step(mesh):
         q, k, v = (whole(1, 1, 4, 2) * scale for scale in (1, -2, 3))
         plain = [x.clone().requires_grad_() for x in (q, k, v)]
-        expected = F.scaled_dot_product_attention(*plain)
+        expected = F.scaled_dot_product_attention(*plain, mask)
         expected.backward(whole(1, 1, 4, 2))
         split = [q, *(x.clone() for x in (k, v))]
         given = [
@@ -305,7 +305,7 @@ def _attention(queries):
             for x, placement in zip(split, (queries, Shard(2), Shard(2)))
         ]
         with attention_method("ring"):
-            y = F.scaled_dot_product_attention(*given)
+            y = F.scaled_dot_product_attention(*given, mask)
         y.backward(whole(1, 1, 4, 2))
         for name, actual, other in (
             ("output", y, expected.detach()),
@@ -324,6 +324,12 @@ def attention_by_ring() -> None:
 
 def attention_merged() -> None:
     on_ranks(2, _attention(Replicate()))
+
+
+def attention_merged_with_a_mask() -> None:
+    mask = torch.zeros(4, 4, dtype=whole(1).dtype)
+    mask[1, 2:] = torch.finfo(mask.dtype).min
+    on_ranks(2, _attention(Replicate(), mask))
 
 
 def moved_to_another_mesh() -> None:
