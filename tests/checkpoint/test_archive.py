@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from neuronx_dist.checking.types.axis_powers import AxisSize
 from neuronx_dist.checkpoint.dcp import archive as module
 from neuronx_dist.checkpoint.dcp.archive import ALIGNMENT, archive
 from neuronx_dist.weights.host_memory import as_bytes, as_tensor
@@ -52,3 +53,11 @@ def test_bytes_live_as_long_as_their_view():
 def test_bytes_that_cannot_be_written_are_copied(recwarn):
     tensor = as_tensor(memoryview(bytes(8)), torch.int32, (2, 1))
     assert tensor.tolist() == [[0], [0]] and not recwarn.list
+
+
+def test_sizes_that_know_their_axes_leave_plain_ints() -> None:
+    """A tensor of a shape that a type check counted with has the archive of equal plain sizes, whichever came first."""
+    shape = (AxisSize(6, {"tp": 1}), 35)
+    for sizes in (shape, (6, 35)):
+        found = archive(torch.float64, sizes)
+        assert {type(found.nbytes), type(found.length)} == {int} and found.nbytes == 6 * 35 * 8

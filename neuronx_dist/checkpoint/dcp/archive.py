@@ -56,7 +56,8 @@ def archive(dtype: torch.dtype, shape: Sequence[int]) -> Archive:
     Raises:
         ValueError: the tensor has 4 GiB or more.
     """
-    return _archive(dtype, tuple(shape))
+    # Plain ints: the cache takes sizes that know their axes, which a type check counts with, for equal ones.
+    return _archive(dtype, tuple(int.__index__(size) for size in shape))
 
 
 @lru_cache(4096)
