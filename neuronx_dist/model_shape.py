@@ -71,7 +71,8 @@ class Heads(NamedTuple):
         return (self.heads, self.kv_heads) != (heads, kv_heads)
 
 
-@lru_cache(maxsize=1024)
+# Typed: sizes that know their axes, which a type check counts with, are equal to plain ones, but not their results.
+@lru_cache(maxsize=1024, typed=True)
 def padded_heads(heads: int, kv_heads: int, tp: int) -> Heads:
     """Returns the heads after padding for `tp`: the smallest numbers that can be distributed.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from neuronx_dist.checking.types.axis_powers import AxisSize
 from neuronx_dist.model_shape import Heads, ModelShape, padded_heads, stage_layers
 
 CONFIG: dict[str, Any] = dict(
@@ -79,3 +80,10 @@ def test_the_last_stages_have_a_layer_more(layers: int, pp: int, sizes: list[int
 
 def test_a_config_without_heads_has_none_to_pad() -> None:
     assert padded_heads(0, 0, 2) == (0, 0, 1)
+
+
+def test_the_padded_heads_of_a_type_check_and_of_a_run_are_cached_apart() -> None:
+    """Sizes that know their axes are equal to plain ones; a checkpoint refuses them, a type check needs them."""
+    known = AxisSize(4, {"tp": 1})
+    for tp in (known, 4, known):
+        assert type(padded_heads(7, 1, tp).replicas) is type(tp)
