@@ -105,8 +105,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             groups; a group is empty on a stage without any of its parameters.
         overlap: start the reduce-scatter of a bucket in backward, when its last gradient is there, and await the
             all-gather of updated parameters bucket by bucket in the next forward. All backwards of a step but the last
-            are inside of `no_sync(model)`; a pipeline model knows its last one. Without effect on XLA, whose compiler
-            orders a program's collectives, and while types are checked.
+            are inside of `no_sync(model)`; a pipeline model needs no context, and starts the buckets after the last
+            backward if it has several stages. Without effect on XLA, whose compiler orders a program's collectives, and
+            while types are checked.
         average: False sums gradients over the data in place of their mean.
         defaults: arguments of `optimizer_class`.
 
