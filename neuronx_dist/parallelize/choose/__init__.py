@@ -20,7 +20,7 @@ in choice, emitter and stages.
 A stored weight is cut over adjacent axes, in the same way: `ShardSpec.axis`, by which ZeRO, `gather_full` and
 checkpoints find a rank's piece, is one part of tp. Stages and units are two axes beside these.
 
-Whole embedding tables have unequal pieces: no conversion, stage or later axis takes their rows, so that they are offered
-on one axis without a pipeline, and nothing may stand between look-up and join. Where the batch is whole on all ranks
+Whole embedding tables have unequal pieces: no conversion, stage or later axis takes their rows. So they are offered on
+one axis without a pipeline, and nothing may stand between look-up and join. Where the batch is whole on all ranks
 behind the join, its rows are exchanged and then gathered: one gather of unequal pieces would send less.
 """
