@@ -42,7 +42,7 @@ def pieces_of(spec: ShardSpec, index: int) -> list[TensorPiece]:
     if spec.dim is None:
         return [whole_piece(whole)]
     start, stop = spec.positions(index)
-    block, local_block = whole[spec.dim] // spec.stride, spec.local_shape[spec.dim] // spec.stride
+    block, local_block = whole[spec.dim] // spec.stride, spec.shape_of(index)[spec.dim] // spec.stride
     piece = whole_piece(whole)
     return [
         _along(

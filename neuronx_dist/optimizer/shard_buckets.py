@@ -78,6 +78,9 @@ def finish_reduce_scatter(bucket: list[ParameterShard], handle: Any) -> None:
     for shard, part, flag in zip(bucket, parts, spmd.local(flags)[0]):
         # Waits for the device where a gradient is missing, and only there.
         is_somewhere = shard.gradient.tensor is not None or is_anywhere(flag)
+        if not part.numel():  # of an embedding table that is whole on another rank
+            shard.master.grad = torch.zeros_like(shard.master) if is_somewhere else None
+            continue
         shard.master.grad = part.view(shard.shape).to(shard.master.dtype) if is_somewhere else None
 
 

@@ -37,10 +37,13 @@ from ..torch_internals.tensors import version_of
 __all__ = [
     "batch_norm",
     "batch_norm_of_channels",
+    "cat_from_ranks",
     "causal_attention",
     "cross_entropy",
     "dropout",
     "embedding",
+    "embedding_bag_on_rank",
+    "embedding_on_rank",
     "expert_product",
     "group_norm",
     "layer_norm",
@@ -50,6 +53,7 @@ __all__ = [
     "rms_norm",
     "scaled_dot_product_attention",
     "softmax",
+    "stack_from_ranks",
     "to_experts",
     "to_tokens",
 ]
@@ -295,3 +299,93 @@ def _choices_here(index: Tensor, experts: int, axis: AxisLike) -> tuple[Tensor, 
     choices = ((numbers >= 0) & (numbers < here)).nonzero().squeeze(1)
     numbers, order = torch.sort(numbers[choices], stable=True)
     return choices[order], torch.bincount(numbers, minlength=here)
+
+
+# --- embedding tables that are whole on one rank. Weight and rows are S(0), of which the other ranks have no positions.
+
+
+def embedding_on_rank(input: Tensor, weight: Tensor, *, rank: int, axis: AxisLike, **options: Any) -> Tensor:
+    """`F.embedding` of R ids on the rank that has the table: the rows of all ids there, none on other ranks: S(0)."""
+    return _on_rank(F.embedding, input, weight, input.shape[1:], rank, axis, options)
+
+
+def embedding_bag_on_rank(input: Tensor, weight: Tensor, *, rank: int, axis: AxisLike, **options: Any) -> Tensor:
+    """`F.embedding_bag` of R ids on the rank that has the table, as `embedding_on_rank`."""
+    return _on_rank(F.embedding_bag, input, weight, (), rank, axis, options)
+
+
+def _on_rank(
+    function: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    dims: Sequence[int],
+    rank: int,
+    axis: AxisLike,
+    options: dict[str, Any],
+) -> Tensor:
+    """Calls a look-up on one rank; on others the rows are `[0, *dims, width]`, so that weights have gradients."""
+
+    def of_this_rank(input: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        if _number_of(input, axis) == rank:
+            return function(input, weight, **options)
+        return weight.reshape(0, *dims, weight.shape[-1])
+
+    result: Tensor = local_map(of_this_rank, out_types={axis: S(0)})(input, weight, **options)
+    return result
+
+
+def cat_from_ranks(
+    tensors: Sequence[Tensor], *, dim: int, ranks: Sequence[int | None], batch: int, axis: AxisLike
+) -> Tensor:
+    """`torch.cat` of rows that ranks looked up in their tables, and of S(0) tensors: S(0), by one exchange of all rows.
+
+    Args:
+        ranks: the rank that has each tensor, of all positions; None: each rank has its shard.
+        batch: positions of a shard.
+    """
+    return _from_ranks(torch.cat, tensors, dim, ranks, batch, axis)
+
+
+def stack_from_ranks(
+    tensors: Sequence[Tensor], *, dim: int, ranks: Sequence[int | None], batch: int, axis: AxisLike
+) -> Tensor:
+    """`torch.stack`, as `cat_from_ranks`."""
+    return _from_ranks(torch.stack, tensors, dim, ranks, batch, axis)
+
+
+def _from_ranks(
+    join: Callable[..., Tensor],
+    tensors: Sequence[Tensor],
+    dim: int,
+    ranks: Sequence[int | None],
+    batch: int,
+    axis: AxisLike,
+) -> Tensor:
+    of_rank = [[n for n, rank in enumerate(ranks) if rank == number] for number in range(comm.size(axis))]
+
+    def of_this_rank(*tensors: Tensor) -> Tensor:
+        here = _number_of(tensors[0], axis)
+        sizes = [batch * tensors[n].shape[1:].numel() for numbers in of_rank for n in numbers]
+        received = [batch * sum(tensors[n].shape[1:].numel() for n in numbers) for numbers in of_rank]
+        pieces = [tensors[n].split(batch) for n in of_rank[here]]
+        sent = [piece.flatten() for of_one_rank in zip(*pieces) for piece in of_one_rank]
+        # Rows of other ranks' tables are empty here: with them each weight has a gradient on each rank.
+        sent += [tensors[n].flatten() for numbers in of_rank for n in numbers if numbers is not of_rank[here]]
+        rows = exchange_rows(torch.cat(sent), [received[here]] * len(of_rank), received, axis)
+        parts = list(tensors)
+        for n, block in zip((n for numbers in of_rank for n in numbers), rows.split(sizes), strict=True):
+            parts[n] = block.view(batch, *tensors[n].shape[1:])
+        return join(parts, dim)
+
+    result: Tensor = local_map(of_this_rank, out_types={axis: S(0)})(*tensors)
+    return result
+
+
+def _number_of(x: Tensor, axis: AxisLike) -> int:
+    """Returns this rank's number, by which a rank computes other shapes than the others."""
+    if in_one_program(x):
+        raise ValueError(
+            f"embedding tables are whole on ranks of {axis}, so that ranks have other shapes, but all ranks run one "
+            f"program of {x.device.type}: cut the tables, by a policy with graph.shard(module, weight=1)"
+        )
+    return int(concrete(comm.rank(axis)))

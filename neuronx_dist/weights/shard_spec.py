@@ -44,6 +44,7 @@ class ShardSpec:
         sequence_parallel: replicated, but used on a shard of the sequence: its gradients are partial over tp.
         experts: dim 0 has the experts of this ep rank; `full_shape` is that of their parameter, of which the other ep
             ranks hold other experts.
+        holder: number of the one shard that has all positions of the dim; the others are empty. None: shards are equal.
     """
 
     axis: str | None = None
@@ -55,12 +56,17 @@ class ShardSpec:
     sequence_parallel: bool = False
     group: tuple[int, int] | None = None
     experts: bool = False
+    holder: int | None = None
 
     def __post_init__(self) -> None:
         if self.axis is None:
             return
         if self.dim is None or not 0 <= self.dim < len(self.full_shape):
             raise ValueError(f"ShardSpec: dim {self.dim} is not a dim of shape {self.full_shape}")
+        if self.holder is not None:
+            if not 0 <= self.holder < self.num_partitions or self.stride > 1 or self.unpadded or self.group:
+                raise ValueError(f"ShardSpec: shard {self.holder} of {self.num_partitions} cannot have all positions")
+            return
         blocks = self.stride * self.num_partitions
         if self.full_shape[self.dim] % blocks:
             raise ValueError(
@@ -104,9 +110,14 @@ class ShardSpec:
     def local_shape(self) -> tuple[int, ...]:
         if self.dim is None:
             return self.full_shape
+        return self.shape_of(comm.rank(self.axis or ()) if self.holder is not None else 0)
+
+    def shape_of(self, index: int) -> tuple[int, ...]:
+        """Returns the shape of shard number `index`, padding included."""
+        assert self.dim is not None
         shape = list(self.full_shape)
-        shape[self.dim] //= self.num_partitions
-        return tuple(shape)
+        shape[self.dim] = shape[self.dim] // self.num_partitions if self.holder is None else 0
+        return self.full_shape if self.holder == index else tuple(shape)
 
     @property
     def unpadded_shape(self) -> tuple[int, ...]:
@@ -147,7 +158,7 @@ class ShardSpec:
         pieces = []
         for block in full.chunk(self.stride, self.dim):
             piece = block.narrow(self.dim, start, stop - start)
-            if piece.shape[self.dim] < size:
+            if self.holder is None and piece.shape[self.dim] < size:
                 missing = list(piece.shape)
                 missing[self.dim] = size - piece.shape[self.dim]
                 piece = torch.cat([piece, piece.new_zeros(missing)], self.dim)
@@ -157,6 +168,9 @@ class ShardSpec:
     def positions(self, index: int) -> tuple[int, int]:
         """Begin and end of shard number `index` in the unpadded dim (in each block); padding follows the end."""
         assert self.dim is not None
+        if self.holder is not None:
+            size = self.full_shape[self.dim]
+            return (0 if index <= self.holder else size), (0 if index < self.holder else size)
         real, padded = self._group
         number, offset = divmod(index * self._shard_size, padded)
         unpadded = self.unpadded_shape[self.dim] // self.stride
@@ -222,7 +236,10 @@ def gather_full(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     A collective, not differentiable. For parameters and whatever is laid out like one (gradients, optimizer states).
     """
     full = tensor.detach()
-    if spec.axis is not None:
+    if spec.axis is not None and spec.holder is not None:
+        full = full if comm.rank(spec.axis) == spec.holder else full.new_empty(spec.full_shape)
+        full = comm.broadcast(full, spec.axis, src=spec.holder)
+    elif spec.axis is not None:
         full = spec.assemble(list(comm.all_gather(full.unsqueeze(0), spec.axis, dim=0)))
     return comm.all_gather(full, "ep", dim=0) if spec.experts else full
 

@@ -30,6 +30,7 @@ from neuronx_dist.shard_tensor.moves.exchange import exchange
 from neuronx_dist.shard_tensor.ring import RingPassingConfig, perform_ring_iteration
 from neuronx_dist.shard_tensor.windows.index_maps import Sliding, plan_windows
 from neuronx_dist.train.loop import largest_on_any_rank
+from neuronx_dist.weights.shard_spec import ShardSpec, gather_full
 from tests.parallel_layers.test_mappings import TABLE as REGIONS
 from tests.parallel_layers.test_mappings import check as check_region
 from tests.spmd.test_collectives import every_redistribution
@@ -71,6 +72,7 @@ __all__ = [
     "region",
     "steps_in_rounds",
     "steps_of_a_pipeline",
+    "tensor_of_one_rank",
     "tied_copies",
     "turn_of_a_ring",
     "unequal_values",
@@ -384,6 +386,19 @@ def hybrid_step() -> None:
         _close(optimizer.grad_norm, torch.tensor(1111 / 2), "norm")
 
     comm.threads.run(Mesh(4), rank_main, timeout=20.0)
+
+
+def tensor_of_one_rank() -> None:
+    """A tensor whose positions one rank has, as an embedding table that is whole on it."""
+    whole = torch.arange(12.0).view(4, 3) + 1
+    layout = ShardSpec("tp", 0, 1, 2, (4, 3), holder=1)
+
+    def rank_main() -> None:
+        local = layout.local_slice(whole, comm.rank("tp"))
+        assert local.shape == layout.local_shape
+        torch.testing.assert_close(gather_full(local, layout), whole)
+
+    comm.threads.run(Mesh(2, tp=2), rank_main, timeout=20.0)
 
 
 def number_of_labels() -> None:

@@ -281,3 +281,12 @@ def test_set_spec_on_any_module():
     assert spec_of(linear.weight) == spec and linear.weight.partition_dim == 0
     moved = copy.deepcopy(linear)
     assert {name: found for name, _, found in spmd.named_specs(moved)}["weight"] == spec
+
+
+def test_one_shard_may_have_all_positions() -> None:
+    layout, whole = ShardSpec("tp", 0, num_partitions=3, full_shape=(5, 2), holder=1), torch.arange(10.0).view(5, 2)
+    shards = [layout.local_slice(whole, index) for index in range(3)]
+    assert [tuple(shard.shape) for shard in shards] == [(0, 2), (5, 2), (0, 2)] == [*map(layout.shape_of, range(3))]
+    torch.testing.assert_close(layout.assemble(shards), whole)
+    with pytest.raises(ValueError, match="shard 3 of 3 cannot have all positions"):
+        ShardSpec("tp", 0, num_partitions=3, full_shape=(5, 2), holder=3)

@@ -3,6 +3,7 @@
 strategies.py    the strategies of a call; derivation.py: from the function's typing rule (integers of a rank's
                  local call: `rules/local_call.py`)
 composite_strategies.py   strategies of functions that need a whole dim, on its shards
+whole_tables.py  embedding tables that are each whole on one rank: their ranks, and the strategies of their calls
 conversions.py   the operators between types of a value, and the bytes that they send
 exact.py         the choice of a strategy for each call, at the least cost: `StrategyChoice`, built by policy/graph.py;
                  cost_tables.py: the costs; plan_costs.py: those of a division, by call
@@ -18,4 +19,8 @@ in choice, emitter and stages.
 
 A stored weight is cut over adjacent axes, in the same way: `ShardSpec.axis`, by which ZeRO, `gather_full` and
 checkpoints find a rank's piece, is one part of tp. Stages and units are two axes beside these.
+
+Whole embedding tables have unequal pieces: no conversion, stage or later axis takes their rows. So they are offered on
+one axis without a pipeline, and nothing may stand between look-up and join. Where the batch is whole on all ranks
+behind the join, its rows are exchanged and then gathered: one gather of unequal pieces would send less.
 """

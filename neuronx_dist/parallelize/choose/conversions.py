@@ -7,7 +7,7 @@ all-reduce, and (n-1)/n of its shard of B/n bytes in an all-to-all. The backward
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ... import spmd
@@ -15,7 +15,17 @@ from ...program.program import Call, LocalCall, Program, Value
 from ...spmd.rows import ROWS, Key
 from ...spmd.types import I, P, R, Shard, SpmdType
 
-__all__ = ["OPERATORS", "Conversion", "RowsOfExperts", "bytes_sent", "conversion", "has_type", "read_once", "suffix"]
+__all__ = [
+    "OPERATORS",
+    "Conversion",
+    "RowsOfExperts",
+    "WholeOnRank",
+    "bytes_sent",
+    "conversion",
+    "has_type",
+    "read_once",
+    "suffix",
+]
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,6 +39,24 @@ class RowsOfExperts(Shard):
     """
 
     exchanged: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class WholeOnRank(Shard):
+    """S(0) of which one rank has all positions, and the others none: a table of `whole_tables.py`, and its rows.
+
+    Nothing converts such a tensor.
+
+    Attributes:
+        rank: the rank that has it.
+        share: of all such tensors the part on the rank that has most.
+    """
+
+    rank: int = 0
+    share: float = field(default=1.0, compare=False)
+
+    def __repr__(self) -> str:
+        return f"S({self.dim}) on rank {self.rank}"
 
 
 PRODUCTS = {"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm"}  # whose backward reads no result
@@ -67,7 +95,7 @@ class Conversion(NamedTuple):
 def has_type(has: SpmdType, wanted: SpmdType, value: Value) -> bool:
     """Returns whether a value of type `has` is of type `wanted` too: equal copies without gradient are both R and I."""
     if isinstance(has, Shard) and isinstance(wanted, Shard):
-        if isinstance(has, RowsOfExperts) or isinstance(wanted, RowsOfExperts):
+        if type(has) is not Shard or type(wanted) is not Shard:
             return has == wanted
         return (has.dim, has.stride) == (wanted.dim, wanted.stride)
     letters = {has.letter, wanted.letter}

@@ -20,7 +20,7 @@ from ...planning.costs import Costs
 from ...program.program import Call, Program, Strategy, Value, operands_of
 from ...rules.spec import ALL, RULES
 from ...spmd.types import I, R, Shard, SpmdType
-from .conversions import OPERATORS, conversion
+from .conversions import OPERATORS, WholeOnRank, conversion
 
 __all__ = ["Constraints", "CostTables", "HeldBytes", "saves"]
 
@@ -249,6 +249,8 @@ class CostTables:
         backward = self._has_backward(call)
         local = sum(self.local(b, t) for b, t in zip(moved, (*option.operands, *option.results), strict=False))
         compute = self.costs.compute(call.flops * option.share, local, backward=backward)
+        if any(isinstance(t, WholeOnRank) for t in option.results):  # the rank that has most makes a part of the calls
+            compute = option.share * self.costs.compute(call.flops, sum(moved), backward=backward)
         compute = 0.0 if call.function in CONVERSIONS else compute
         sent, sent_back = self.sent_inside(call, option)
         messages = bool(sent) * (option.steps or 1) + bool(sent_back) * (2 * option.steps or 1)
@@ -258,7 +260,10 @@ class CostTables:
     def sent_inside(self, call: Call, option: Strategy) -> tuple[int, int]:
         """Returns the bytes sent inside of a call, forward and backward (for the gradient of its first operand)."""
         forward, backward = option.bytes_moved
-        needed = self._has_backward(call) and any(operand.requires_grad for operand in operands_of(call)[:1])
+        first = [x for x, t in zip(operands_of(call), option.operands) if isinstance(t, WholeOnRank)] or operands_of(
+            call
+        )
+        needed = self._has_backward(call) and any(operand.requires_grad for operand in first[:1])
         return forward, backward if needed else 0
 
     def _moved(self, call: Call) -> tuple[int, ...]:
@@ -272,7 +277,9 @@ class CostTables:
         return self.backward and call.grad and any(result.requires_grad for result in call.results)
 
     def local(self, nbytes: float, type_: SpmdType) -> float:
-        """Bytes of a tensor on one rank."""
+        """Bytes of a tensor on one rank; of those that are whole on ranks, each counts for the rank that has most."""
+        if isinstance(type_, WholeOnRank):
+            return nbytes * type_.share
         return nbytes / self.size if isinstance(type_, Shard) else nbytes
 
     def parameter_bytes(self, value: Value, type_: SpmdType) -> float:

@@ -29,6 +29,7 @@ from ...spmd.tensor_type import TensorType
 from ...spmd.types import I, P, R, Shard, SpmdType
 from .composite_strategies import DRAWING, EXPERTS, TOKENS, composite_of, expert_composites
 from .conversions import RowsOfExperts
+from .whole_tables import Places, table_strategy
 
 __all__ = [
     "Derivation",
@@ -92,6 +93,7 @@ class Facts(NamedTuple):
     size: int
     strides: tuple[int, ...]
     routed: bool = False  # it reads rows of experts
+    places: Places | None = None  # of its embedding tables, if they are whole on ranks
     outer: tuple[OuterCall, ...] = ()  # its types on the axes before
     # the call that a composite replaces, and the number of the axis that has the composite
     original: tuple[Callable[..., Any], Arguments, int] | None = None
@@ -126,6 +128,9 @@ def derive(facts: Facts) -> Derivation:
             _composites(facts, spec) if spec is not None else _strategies_of_like_constructors(facts)
         )
         derivation.templates.extend(_over_experts(facts, derivation.templates))
+    if facts.places is not None:
+        args = facts.function, facts.arguments, facts.slots, facts.places, facts.axis, facts.size
+        derivation.templates.append(Template(*table_strategy(*args)))
     if why:
         derivation.refusals.append(Refusal("S", why))
     return derivation

@@ -19,8 +19,10 @@ from ...planning.costs import Costs
 from ...planning.plan import PlanError
 from ...program.program import Call, Division, Program, Strategy, Value, operands_of
 from ...spmd.types import I, R, S, Shard, SpmdType
+from .conversions import WholeOnRank
 from .cost_tables import Constraints, CostTables, HeldBytes, reachable
 from .strategies import candidates, routed_calls, strides_of
+from .whole_tables import places_of
 
 __all__ = ["Constraints", "Solution", "StrategyChoice", "choose", "is_whole"]
 
@@ -49,10 +51,10 @@ def choose(
     Raises:
         PlanError: the constraints contradict one another, or nothing fits the memory; names the calls or the bytes.
     """
-    strides, routed = strides_of(program), routed_calls(program)
+    strides, routed, places = strides_of(program), routed_calls(program), places_of(program, size)
 
     def strategies(call: Call, size: int) -> list[Strategy]:
-        return candidates(call, axis, size, strides=strides, routed=routed)
+        return candidates(call, axis, size, strides=strides, routed=routed, places=places)
 
     return StrategyChoice(program, axis, size, costs, constraints or Constraints(), strategies).fitting(memory)
 
@@ -323,6 +325,8 @@ class StrategyChoice:
 
 def _is_layout(type_: SpmdType, value: Value) -> bool:
     """Returns whether a parameter can be stored in this type: shards, of blocks or not, equal ones on adjacent axes."""
+    if isinstance(type_, WholeOnRank):
+        return True
     if not isinstance(type_, Shard) or type_ != S(type_.dim, stride=type_.stride):
         return False
     return not any(isinstance(before, Shard) for before in value.outer) or value.outer[-1] == type_

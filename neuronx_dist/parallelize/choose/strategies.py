@@ -5,8 +5,9 @@ They are derived (`derivation.py`) once for all calls with the same function, ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from math import gcd
+from types import MappingProxyType
 from typing import Any
 
 from ...program.experts import to_experts, to_tokens
@@ -17,6 +18,7 @@ from ...rules.local_call import Arguments, TensorSlot
 from ...spmd.types import Shard
 from .derivation import Derivation, Facts, Refusal
 from .later_axis import derive_later
+from .whole_tables import Places
 
 __all__ = ["Refusal", "candidates", "facts_of", "frozen", "refusals", "routed_calls", "strides_of"]
 
@@ -24,19 +26,26 @@ _derived: dict[Any, Derivation] = {}
 
 
 def candidates(
-    call: Call, axis: str, size: int, *, strides: Sequence[int] = (), routed: Container[Call] = ()
+    call: Call,
+    axis: str,
+    size: int,
+    *,
+    strides: Sequence[int] = (),
+    routed: Container[Call] = (),
+    places: Mapping[Call, Places] = MappingProxyType({}),
 ) -> list[Strategy]:
     """Returns the strategies of a call on an axis of `size` ranks.
 
     Args:
         strides: numbers of blocks that the program cuts tensors into: labels may be sharded within such blocks, too.
         routed: calls of the program that read rows of experts (`routed_calls`).
+        places: of embedding tables that may be whole on ranks (`whole_tables.places_of`).
 
     Returns:
         At least the strategy "R": all ranks compute the global call.
     """
     values: list[Value] = []
-    facts = facts_of(call, axis, size, tuple(strides), values)._replace(routed=call in routed)
+    facts = facts_of(call, axis, size, tuple(strides), values)._replace(routed=call in routed, places=places.get(call))
 
     def value(slot: TensorSlot) -> Value:
         return values[slot.number]
@@ -88,6 +97,7 @@ def facts_of(call: Call, axis: str, size: int, strides: tuple[int, ...], values:
         size,
         strides,
         False,
+        None,
         tuple(on._replace(bytes_moved=(0, 0), whole=None) for on in call.outer),
         _original(call),
     )

@@ -19,10 +19,10 @@ from ...program.program import (
     operands_of,
     values_in,
 )
-from ...spmd.types import I, R, Shard, SpmdType
+from ...spmd.types import I, R, S, Shard, SpmdType
 from ...torch_internals.tensors import pytree
 from ..choose.composite_strategies import over_units
-from ..choose.conversions import OPERATORS, conversion, has_type, read_once, suffix
+from ..choose.conversions import OPERATORS, WholeOnRank, conversion, has_type, read_once, suffix
 from ..choose.stages import StageCalls
 from .lines import Line, path_mark, value_mark
 from .source_text import Imports, call_text, literal
@@ -203,7 +203,7 @@ class Body:
 
     def _described(self, value: Value, spmd_type: SpmdType | None = None) -> str:
         spmd_type = spmd_type or self.division.type_of(value)
-        types = ", ".join(map(str, (*value.outer, spmd_type)))
+        types = ", ".join(str(S(t.dim) if isinstance(t, WholeOnRank) else t) for t in (*value.outer, spmd_type))
         outer = zip(value.outer, self.division.axes.values())  # without the last axis
         return f"{shape_text(value.shape, (spmd_type, self.division.size), *outer)} {types}"
 
@@ -248,6 +248,9 @@ def shape_text(shape: tuple[int, ...], cut: tuple[SpmdType, int], *outer: tuple[
     dims = []
     for dim, size in enumerate(shape):
         local, whole = size, size
+        if isinstance(cut[0], WholeOnRank):
+            dims.append(f"{size} on rank {cut[0].rank}" if cut[0].dim == dim else str(size))
+            continue
         if isinstance(cut[0], Shard) and cut[0].dim == dim:
             local //= cut[1]
         for spmd_type, count in outer:

@@ -286,7 +286,7 @@ def _layer(name: str) -> tuple[str, int]:
 def _held_text(stored: Stored, division: Division) -> str:
     """Returns a comment with the shape that a rank holds, if it is not the whole shape."""
     spec = stored.spec(division.axis, division.ranks)
-    if stored.kind == "tied" or tuple(spec.local_shape) == stored.shape:
+    if stored.kind == "tied" or stored.rank is not None or tuple(spec.local_shape) == stored.shape:
         return ""
     return f"  # {shape_text(stored.shape, (stored.type, spec.num_partitions))}"
 
@@ -300,6 +300,7 @@ def _stored_text(stored: Stored) -> str:
     parts += [] if stored.persistent else ["persistent=False"]
     parts += [f"stages={stored.stages}"] if stored.stages else []
     parts += [f'axis="{stored.axis}"'] if stored.axis else []
+    parts += [f"rank={stored.rank}"] if stored.rank is not None else []
     return f"Stored({', '.join(parts)})"
 
 

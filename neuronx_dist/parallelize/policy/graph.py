@@ -24,14 +24,16 @@ from ...mesh import name_of_part
 from ...nearest import nearest
 from ...planning.costs import H100, Costs
 from ...planning.plan import PlanError
-from ...program.program import Call, Division, Program, Strategy, Value
+from ...program.program import Call, Division, Program, Strategy, Value, operands_of
 from ...spmd.types import I, S, SpmdType
+from ..choose.conversions import WholeOnRank
 from ..choose.cost_tables import Constraints
 from ..choose.cuts import stage_starts
 from ..choose.exact import StrategyChoice, is_whole
 from ..choose.local_program import LocalProgram, local_program
 from ..choose.plan_costs import plan_costs
 from ..choose.strategies import candidates, refusals, routed_calls, strides_of
+from ..choose.whole_tables import Places, places_of
 from ..config import ComputeConfig, Pipeline, divisors_near
 from .later_axes import Decision, LaterAxes
 from .operations import Algorithm, IRDataOperation, IRFwOperation, IRSegment, Node, SubNode, cuts_operand
@@ -74,9 +76,11 @@ class IRGraph:
         self.pipeline_ranks: int | None = None
         self.pivots: list[IRFwOperation] | None = None
         self.later = LaterAxes()
+        self.is_cut_later = False  # into stages, after the choice
         self._sharded: dict[Value, tuple[SpmdType, ...]] = {}
         self.stage_seconds: list[float] = []
-        self._candidates: dict[tuple[Call, str, int], list[Strategy]] = {}
+        self._candidates: dict[tuple[Call, str, int, bool], list[Strategy]] = {}
+        self._places_over: dict[int, dict[Call, Places]] = {}
         self._data = IRDataOperation("data", "", values=program.inputs)
         self._strides, self._routed = strides_of(program), routed_calls(program)
         self.operations = [
@@ -146,10 +150,20 @@ class IRGraph:
         return self._strategies(node.call)
 
     def _strategies(self, call: Call, size: int | None = None) -> list[Strategy]:
-        key = call, self.axis, size or self.size
+        size = size or self.size
+        is_single = self.stages == 1 and not (self.is_cut_later or self._outer or self.later.sizes)
+        places = self._places(size) if is_single else {}
+        key = call, self.axis, size, is_single
         if key not in self._candidates:
-            self._candidates[key] = candidates(*key, strides=self._strides, routed=self._routed)
+            self._candidates[key] = candidates(
+                call, self.axis, size, strides=self._strides, routed=self._routed, places=places
+            )
         return self._candidates[key]
+
+    def _places(self, size: int) -> dict[Call, Places]:
+        if size not in self._places_over:
+            self._places_over[size] = places_of(self.program, size)
+        return self._places_over[size]
 
     # Verbs.
 
@@ -259,13 +273,36 @@ class IRGraph:
             PlanError: there is no such parameter.
         """
         for name, dim in dims.items():
-            pattern = f"{module}.{name}" if module else name
-            parameters = [value for value in self.program.parameters if fnmatchcase(value.path, pattern)]
-            if not parameters:
-                known = [value.path for value in self.program.parameters]
-                raise PlanError(f"no parameter is called {pattern}; nearest: {nearest(pattern, known)}")
-            for value in parameters:
+            for value in self._named(f"{module}.{name}" if module else name):
                 self._sharded[value] = self._stored(value, dim)
+
+    def whole_tables(self, module: str) -> None:
+        """Places each embedding table of these modules whole on a rank: `graph.whole_tables("emb_l.*")`.
+
+        The rows of two or more must be joined by one `cat` or `stack`; sizes decide which rank has which table.
+
+        Raises:
+            PlanError: there is no such parameter, or it is no such table.
+        """
+        tables = self._named(f"{module}.weight")
+        places = self._places(self.ranks)
+        allowed = {value for call in places for value in operands_of(call)}
+        for value in tables:
+            if value not in allowed:
+                raise PlanError(
+                    f"{value.path} {list(value.shape)} cannot be whole on one of {self.ranks} ranks: its one reader "
+                    "must be an embedding or embedding_bag without per_sample_weights, whose rows nothing reads but "
+                    "one cat or stack that joins those of tables along another dim than the first, which the ranks "
+                    "divide"
+                )
+            self._sharded[value] = tuple(WholeOnRank(0, rank=rank) for rank in range(self.ranks))
+
+    def _named(self, pattern: str) -> list[Value]:
+        parameters = [value for value in self.program.parameters if fnmatchcase(value.path, pattern)]
+        if not parameters:
+            known = [value.path for value in self.program.parameters]
+            raise PlanError(f"no parameter is called {pattern}; nearest: {nearest(pattern, known)}")
+        return parameters
 
     def _stored(self, value: Value, dim: int | None) -> tuple[SpmdType, ...]:
         if dim is None:

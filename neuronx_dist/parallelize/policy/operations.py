@@ -14,6 +14,7 @@ from typing import Protocol
 from ...planning.plan import PlanError
 from ...program.program import Call, Strategy, Value, operands_of
 from ...spmd.types import Shard
+from ..choose.conversions import WholeOnRank
 
 __all__ = ["Algorithm", "IRDataOperation", "IRFwOperation", "IRSegment", "Node", "SubNode", "cuts_operand"]
 
@@ -161,7 +162,7 @@ class IRFwOperation(Node):
             (index, type_.dim)
             for strategy in self.strategies(self.call)
             for index, type_ in enumerate(strategy.operands)
-            if isinstance(type_, Shard)
+            if isinstance(type_, Shard) and cuts_operand(index, type_.dim)(strategy)
         ]
         return sorted(set(cuts))
 
@@ -200,6 +201,6 @@ def cuts_operand(index: int, dim: int) -> Callable[[Strategy], bool]:
 
     def cuts(strategy: Strategy) -> bool:
         type_ = strategy.operands[index] if 0 <= index < len(strategy.operands) else None
-        return isinstance(type_, Shard) and type_.dim == dim
+        return isinstance(type_, Shard) and type_.dim == dim and not isinstance(type_, WholeOnRank)
 
     return cuts

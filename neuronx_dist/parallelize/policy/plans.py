@@ -9,6 +9,7 @@ from functools import partial
 from ...planning.plan import CallPlan, Plan, PlanError, TensorPlan
 from ...program.program import Call, Division, Program, Strategy, Value
 from ...spmd.types import I, R, S, SpmdType
+from ..choose.conversions import WholeOnRank
 from ..choose.local_program import LocalProgram, local_program
 from .graph import IRGraph
 
@@ -134,11 +135,14 @@ def _type(text: str, path: str) -> SpmdType:
     Raises:
         PlanError: the text is no type that a parameter can have.
     """
-    shard = re.fullmatch(r"S\((\d+)(?:, stride=(\d+))?\)", text)
+    shard = re.fullmatch(r"S\((\d+)(?:, stride=(\d+))?\)(?: on rank (\d+))?", text)
+    if shard and shard[3]:
+        return WholeOnRank(int(shard[1]), rank=int(shard[3]))
     if shard:
         return S(int(shard[1]), stride=int(shard[2] or 1))
     if text not in ("I", "R"):
         raise PlanError(
-            f"{path} has the unknown type {text!r} in the plan; parameters are I, S(dim) or S(dim, stride=k)"
+            f"{path} has the unknown type {text!r} in the plan; parameters are I, S(dim), S(dim, stride=k) or "
+            "S(0) on rank k"
         )
     return I if text == "I" else R

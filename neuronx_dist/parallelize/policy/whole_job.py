@@ -27,6 +27,7 @@ from ..choose.exact import StrategyChoice
 from ..choose.job_costs import DividedUnit, Job, JobCosts, Links, staged
 from ..choose.plan_costs import plan_costs
 from ..choose.step_cuts import StepCuts
+from ..choose.whole_tables import places_of
 from ..config import ComputeConfig, schedule_named
 from .graph import IRGraph
 
@@ -93,7 +94,7 @@ class JobChoice:
     costs: Costs | Cluster
     graph_of: Callable[[int], IRGraph]
     memory: float | None
-    _graphs: dict[int, tuple[IRGraph, StrategyChoice, float]] = field(default_factory=dict)
+    _graphs: dict[tuple[int, bool], tuple[IRGraph, StrategyChoice, float]] = field(default_factory=dict)
     _solved: dict[Any, tuple[Division, float]] = field(default_factory=dict)
 
     def division(self) -> Division:
@@ -116,7 +117,7 @@ class JobChoice:
                 best = row.found
         if best is None:
             raise self._nothing_fits(rows)
-        _, choice, _ = self.divided_over(best.job.tp)
+        _, choice, _ = self.divided_over(best.job.tp, best.job.pp)
         choice.count_updates(self._update(best.job))
         choice.solve(0.0)
         choice.price = best.price
@@ -143,7 +144,7 @@ class JobChoice:
             links = self.links(job)
             update = sum(job.update_seconds(value, links) for value in self.program.parameters)
             try:
-                least = self.divided_over(job.tp)[2]
+                least = self.divided_over(job.tp, job.pp)[2]
             except PlanError:  # the search is too large, or the options contradict: `division` says which
                 least = 0.0
             rows.append(_Row(job, self._bound(job, least, update)))
@@ -192,18 +193,23 @@ class JobChoice:
         links, passes = self.links(job), job.least_passes * job.pp
         return lambda value: job.update_seconds(value, links) / passes
 
-    def divided_over(self, tp: int) -> tuple[IRGraph, StrategyChoice, float]:
-        """Returns the graph and the choice over this many ranks, and the least seconds of a microbatch (0: unknown)."""
-        if tp not in self._graphs:
+    def divided_over(self, tp: int, stages: int = 1) -> tuple[IRGraph, StrategyChoice, float]:
+        """Returns the graph and the choice over this many ranks, and the least seconds of a microbatch (0: unknown).
+
+        Of several stages no embedding tables are whole on ranks, as a cut into stages may come between their calls.
+        """
+        key = tp, stages > 1 and bool(places_of(self.program, tp))
+        if key not in self._graphs:
             graph = self.graph_of(tp)
+            graph.is_cut_later = key[1]
             choice = graph.problem()
             choice.solve(0.0)
-            self._graphs[tp] = graph, choice, choice.least() or 0.0
-        return self._graphs[tp]
+            self._graphs[key] = graph, choice, choice.least() or 0.0
+        return self._graphs[key]
 
     def _solve(self, job: Job, price: float) -> tuple[Division, float]:
         """Returns the best division at a price of memory, and, without one, a bound of its cost."""
-        _, choice, _ = self.divided_over(job.tp)
+        _, choice, _ = self.divided_over(job.tp, job.pp)
         key = job, price, choice.tables  # a search that became too large has other strategies
         if key not in self._solved:
             choice.count_updates(self._update(job))
@@ -248,7 +254,7 @@ class JobChoice:
     def _try(self, row: _Row, division: Division, price: float) -> bool:
         """Counts a division of a job, if it fits; returns whether it does so without additional recomputation."""
         job = row.job
-        graph, choice, _ = self.divided_over(job.tp)
+        graph, choice, _ = self.divided_over(job.tp, job.pp)
         schedule = schedule_named(self.config.pas_config.get("pipeline_scheduler", "1f1b")) if job.pp > 1 else "1f1b"
         cuts = [[0]]
         if job.pp > 1:

@@ -15,6 +15,7 @@ from typing import Any
 from ...planning.plan import PlanError
 from ...program.program import Call, Division, Program, Strategy, operands_of
 from ...spmd.types import S, Shard, SpmdType
+from ..choose.conversions import WholeOnRank
 from ..choose.strategies import strides_of
 from ..config import ComputeConfig, Pipeline
 from ..emit.emitted_class import EmittedProgram, emitted_program
@@ -99,7 +100,7 @@ def _decide_like(division: Division, graph: IRGraph) -> None:
     strides = (1, *strides_of(graph.program))
     for value in graph.program.parameters:
         if value.path in types:
-            graph.constraints.types[value] = _types_like(types[value.path], strides)
+            graph.constraints.types[value] = _types_like(types[value.path], strides, graph.size)
 
 
 def _places(calls: Sequence[Call]) -> Iterator[tuple[Any, ...]]:
@@ -125,8 +126,13 @@ def _form(strategy: Strategy) -> tuple[Any, ...]:
     return strategy.local.function, len(strategy.operands), *types
 
 
-def _types_like(spmd_type: SpmdType, strides: Sequence[int]) -> tuple[SpmdType, ...]:
-    """Returns the types of a smaller parameter: the same one, or shards of all its strides if it lacks this stride."""
+def _types_like(spmd_type: SpmdType, strides: Sequence[int], size: int) -> tuple[SpmdType, ...]:
+    """Returns the types of a smaller parameter: the same one, or shards of all its strides if it lacks this stride.
+
+    A whole table may be on any of the `size` ranks: sizes decide about it.
+    """
+    if isinstance(spmd_type, WholeOnRank):
+        return tuple(WholeOnRank(spmd_type.dim, rank=rank) for rank in range(size))
     if not isinstance(spmd_type, Shard) or spmd_type.stride in strides:
         return (spmd_type,)
     return tuple(S(spmd_type.dim, stride=stride) for stride in strides)
@@ -163,6 +169,6 @@ _ASSIGNMENT = re.compile(r" {8,}[a-z_][\w, ]* = (?!self\._\w+\()\S.*  # \[")  # 
 _ASSIGNED = re.compile(r"^ {8,}([\w, ]+) = ", re.MULTILINE)
 _HEAD = re.compile(r"^ +def \w+\((.*)\):$", re.MULTILINE)
 _NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
-_SHAPE = re.compile(r"(?<=[#;] )\[(\d+( of \d+)?(, )?)*\]")
+_SHAPE = re.compile(r"(?<=[#;] )\[(\d+( of \d+| on rank \d+)?(, )?)*\]")
 _WEIGHT = re.compile(r"\b(self|layer)(\.\w+|\[[^\]]*\])+")
 _NUMBER = re.compile(r"(?<![\w.])(?<!S\()\d+(\.\d+)?(e[+-]?\d+)?")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ...mesh import name_of_part, part_of
 from ...program.program import Division, Program, Value
-from ...spmd.types import I, R, Shard, SpmdType
+from ...spmd.types import I, R, S, Shard, SpmdType
 from ...torch_internals.modules import non_persistent_buffers
 from ...weights.shard_spec import ShardSpec
+from ..choose.conversions import WholeOnRank
 from ..choose.stages import kept_by
 
 __all__ = ["Stored", "constants_of", "numbered", "stored_of"]
@@ -26,6 +27,7 @@ class Stored(NamedTuple):
         kind: "parameter", "buffer", "constant", or "tied" (another name of `same_as`).
         shape: of the whole tensor.
         type: on the axis of the division: I, S(dim, stride), or R of buffers and constants.
+        rank: the one rank of the axis that has all of an S(0) tensor; None: the ranks have equal shards.
         axis: the part of the axis that it is cut over, "tp/2", "tp%2" or "tp/2%2"; "": all of it.
         trained: it requires a gradient.
         persistent: a buffer that is in state dicts.
@@ -41,13 +43,14 @@ class Stored(NamedTuple):
     same_as: str = ""
     stages: tuple[int, ...] = ()
     axis: str = ""
+    rank: int | None = None
 
     def spec(self, axis: str, size: int) -> ShardSpec:
         """Returns the layout of the tensor over the `size` ranks of `axis`."""
         if not isinstance(self.type, Shard) or size == 1:
             return ShardSpec(full_shape=self.shape)
         shards = part_of(self.axis).length(size)
-        return ShardSpec(self.axis or axis, self.type.dim, self.type.stride, shards, self.shape)
+        return ShardSpec(self.axis or axis, self.type.dim, self.type.stride, shards, self.shape, holder=self.rank)
 
 
 def numbered(path: str, numbers: Iterable[int], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -133,7 +136,13 @@ def _said(layout: Layout) -> str:
 
 
 def _of_value(value: Value, layout: Layout) -> Stored:
-    return Stored(value.kind, value.shape, value.dtype, layout[0], value.requires_grad, axis=layout[1])
+    return Stored(value.kind, value.shape, value.dtype, **_placed(*layout), trained=value.requires_grad)
+
+
+def _placed(spmd_type: SpmdType, axis: str) -> dict[str, Any]:
+    if isinstance(spmd_type, WholeOnRank):
+        return {"type": S(spmd_type.dim), "axis": axis, "rank": spmd_type.rank}
+    return {"type": spmd_type, "axis": axis}
 
 
 def _of_module(module: nn.Module, types: Mapping[str, Layout]) -> dict[str, Stored]:
@@ -150,11 +159,10 @@ def _of_module(module: nn.Module, types: Mapping[str, Layout]) -> dict[str, Stor
         if first[id(tensor)] != name:
             stored[name] = Stored("tied", same_as=first[id(tensor)])
             continue
-        spmd_type, axis = types.get(name, (I if kind == "parameter" else R, ""))
+        placed = _placed(*types.get(name, (I if kind == "parameter" else R, "")))
         persistent = kind == "parameter" or _is_persistent(module, name)
-        stored[name] = Stored(
-            kind, tuple(tensor.shape), tensor.dtype, spmd_type, tensor.requires_grad, persistent, axis=axis
-        )
+        described = kind, tuple(tensor.shape), tensor.dtype
+        stored[name] = Stored(*described, trained=tensor.requires_grad, persistent=persistent, **placed)
     return stored
 
 
