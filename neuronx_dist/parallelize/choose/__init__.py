@@ -4,6 +4,7 @@ strategies.py    the strategies of a call; derivation.py: from the function's ty
                  local call: `rules/local_call.py`)
 composite_strategies.py   strategies of functions that need a whole dim, on its shards
 conversions.py   the operators between types of a value, and the bytes that they send
+joined.py        the conversions that are one collective
 exact.py         the choice of a strategy for each call, at the least cost: `StrategyChoice`, built by policy/graph.py;
                  cost_tables.py: the costs; plan_costs.py: those of a division, by call
 job_costs.py     seconds and bytes of a whole job: units, stages, ZeRO, recomputation
