@@ -20,9 +20,10 @@ class Explanation(dict[str, Any]):
     `seconds` are those of forward and backward of a microbatch, of which `compute_seconds` and `collective_seconds`;
     `stage_seconds` are those of each pipeline stage, `step_seconds` those of a step. `parameter_bytes` (with gradients
     and optimizer state) and `saved_bytes` (for backward) are those of a rank. `gap` is the fraction of `seconds` above
-    a lower bound, `gap_of`. `collectives` has the sums of each operator, `calls` a row for each call: its strategy,
-    its share of all that, and its other strategies with the seconds that the best plan with them takes longer, at most
-    these if `alternatives_exact` is False: then the search is approximate.
+    a lower bound, `gap_of`, before equal collectives are joined: that saves `joined_seconds`, and `joined_collectives`
+    calls, which `seconds` and `collectives` count. `collectives` has the sums of each operator, `calls` a row for each
+    call: its strategy, its share of all that, and its other strategies with the seconds that the best plan with them
+    takes longer, at most these if `alternatives_exact` is False: then the search is approximate.
     """
 
     def __str__(self) -> str:
@@ -63,6 +64,9 @@ class Explanation(dict[str, Any]):
         ]
         if sums:
             lines += ["", *_aligned(("collective", "axis", "times", "sent forward", "backward", "in all"), sums)]
+        if self.get("joined_collectives"):
+            saved = f"{self['joined_collectives']} collectives and {_time(self['joined_seconds'])} less"
+            lines.append(f"equal collectives of a layer are joined: {saved} than the choice counted")
         ordered = calls if rows is None else sorted(calls, key=lambda row: -row["seconds"] * row["times"])[:rows]
         lines += ["", *_aligned((*_HEAD, next_best), [_row(row) for row in ordered])]
         if len(ordered) < len(calls):

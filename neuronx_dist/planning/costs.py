@@ -48,6 +48,15 @@ class Costs:
         """Seconds of `collectives` collectives in which a rank sends `sent` bytes in total."""
         return sent / self.link_bandwidth + collectives * self.link_latency
 
+    def copy(self, nbytes: float) -> float:
+        """Seconds of copying `nbytes`, which are read and written."""
+        return 2 * nbytes / self.bandwidth
+
+    @property
+    def joined_bytes(self) -> float:
+        """Bytes of the largest tensor that is copied in half of the time of a collective of no bytes."""
+        return self.link_latency / 2 / self.copy(1)
+
 
 H100 = Costs(flops=400e12, bandwidth=2.5e12, launch=2e-6, link_bandwidth=300e9, link_latency=15e-6)
 """A GPU such as H100: 40 % of its peak of 989e12, NVLink."""

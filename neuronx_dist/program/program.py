@@ -215,6 +215,7 @@ class Division:
         pipeline_ranks: stage s is on group s % pipeline_ranks of a stage's ranks.
         outer: the division over the axis before; None: this is the first axis.
         zero1: units shard the optimizer's state, if the policy chose the units.
+        joined_bytes: bytes of the largest tensor that may travel with others in one collective.
         costs: computes what the division costs, by the choice that made it; None: nothing knows that.
     """
 
@@ -230,6 +231,7 @@ class Division:
     pipeline_ranks: int = 1
     outer: Division | None = None
     zero1: bool = False
+    joined_bytes: float = 0.0
     costs: Callable[[], dict[str, Any]] | None = field(default=None, repr=False, compare=False)
 
     @property

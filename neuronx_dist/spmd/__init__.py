@@ -2,6 +2,7 @@
 
 types.py          R, I, V, P, S(i); tensor_type.py: the type of a tensor, and how it is written on tensors
 rows.py           the table of operators; collectives.py, special_cases.py, operator_options.py: the operators
+several.py        an operator on several tensors, in one collective
 linear_operator.py  operators under `torch.func`; errors.py: `SpmdTypeError` and its family
 declarations.py   declarations of users and layers about a tensor
 local_code.py     `local_map` and `on_own_shard`, scopes for code that computes on this rank's shard
@@ -89,6 +90,7 @@ _FILES = {
     "is_type_checking invariant_to_replicate maybe_get_axis_local_type mutate_type reinterpret_mesh "
     "assert_local_type_like reinterpret_no_grad set_dist shard traceback_filtering unshard",
     "scalar": "Scalar",
+    "several": "together",
     "tracing": "trace",
     "verification": "verify",
 }

@@ -6,7 +6,8 @@ returned, and nothing is communicated or recorded. With `async_op=True` the resu
 the tensor. No verb is differentiable: code that needs gradients calls `neuronx_dist.spmd`.
 
 all_reduce, all_gather and reduce_scatter also take a list of tensors of any shapes, which travel as one collective for
-each dtype, and return a list; `out` is then a list, with None for a new tensor. All ranks pass equal lists.
+each dtype, and return a list; `out` is then a list, with None for a new tensor, and `dim` may be one of dims. All ranks
+pass equal lists.
 
 Under a TorchFunctionMode, or given a tensor subclass (itself, not in a list), a verb that takes a tensor arrives there
 as one call of the verb: tensor and axis (and `pairs`) by position, keywords as they were passed, without those that
@@ -48,6 +49,7 @@ __all__ = [
 ]
 
 _Out = Any  # None, torch.Tensor, or a list of these for a list of tensors
+_Dim = Any  # int; for a list of tensors a list, too
 
 
 def all_reduce(
@@ -97,7 +99,7 @@ def all_gather(
     x: torch.Tensor | Tensors,
     axis: AxisLike,
     *,
-    dim: int = 0,
+    dim: _Dim = 0,
     out: _Out = None,
     async_op: bool = False,
 ) -> Result:
@@ -143,7 +145,7 @@ def reduce_scatter(
     x: torch.Tensor | Tensors,
     axis: AxisLike,
     *,
-    dim: int = 0,
+    dim: _Dim = 0,
     op: str = "sum",
     reduce_dtype: torch.dtype | None = None,
     out: _Out = None,

@@ -77,11 +77,11 @@ def coalesced(
     out: Sequence[torch.Tensor | None] | None,
     async_op: bool,
     *,
-    dim: int = 0,
+    dim: int | Sequence[int] = 0,
     op: str = "sum",
     reduce_dtype: torch.dtype | None = None,
 ) -> Result:
-    """Runs a verb of several tensors: one collective for each dtype on the wire."""
+    """Runs a verb of several tensors: one collective for each dtype on the wire. `dim`: of all, or of each tensor."""
     if transforming():
         xs = [untransformed(x, name) for x in xs]
     if out is not None and len(out) != len(xs):
@@ -90,16 +90,17 @@ def coalesced(
         inputs = [alone(comm, x, None if out is None else out[index], False) for index, x in enumerate(xs)]
         return Handle(comm, "", None, lambda: inputs) if async_op else inputs
     by_dtype: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
+    given = [dim] * len(xs) if isinstance(dim, int) else dim
     dims: list[int] = []
     outs = [None] * len(xs) if out is None else out
     direct: list[torch.Tensor | None] = []  # outputs that a backend may fill
     for index, x in enumerate(xs):
         wire, shape = x.detach(), tuple(x.shape)
-        dims.append(checked_dim(x, dim, name) if name == "all_gather" else 0)
+        dims.append(checked_dim(x, given[index], name) if name == "all_gather" else 0)
         if name == "all_gather":
             shape = gathered_shape(x, dims[-1], comm)
         elif name == "reduce_scatter":
-            wire = scattered_first(wire, dim, comm, name)
+            wire = scattered_first(wire, given[index], comm, name)
             shape = tuple(wire.shape[1:])
         check_out(outs[index], shape, comm, name)
         wire = wire.to(wire_dtype(x, op, reduce_dtype))

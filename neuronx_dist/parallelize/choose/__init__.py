@@ -5,6 +5,7 @@ strategies.py    the strategies of a call; derivation.py: from the function's ty
 composite_strategies.py   strategies of functions that need a whole dim, on its shards
 whole_tables.py  embedding tables that are each whole on one rank: their ranks, and the strategies of their calls
 conversions.py   the operators between types of a value, and the bytes that they send
+joined.py        the conversions that are one collective
 exact.py         the choice of a strategy for each call, at the least cost: `StrategyChoice`, built by policy/graph.py;
                  cost_tables.py: the costs; plan_costs.py: those of a division, by call
 job_costs.py     seconds and bytes of a whole job: units, stages, ZeRO, recomputation

@@ -23,6 +23,7 @@ __all__ = [
     "bytes_sent",
     "conversion",
     "has_type",
+    "joined_call",
     "read_once",
     "suffix",
 ]
@@ -90,6 +91,13 @@ class Conversion(NamedTuple):
         if self.operator == "all_reduce" and inplace:
             options["inplace"] = True
         return LocalCall(OPERATORS[self.operator], (x, axis), options)
+
+
+def joined_call(conversions: Sequence[Conversion], xs: Sequence[Any], axis: str) -> LocalCall:
+    """Returns the one call that makes conversions of several tensors, by the same operator."""
+    src, dst = tuple(each.src for each in conversions), tuple(each.dst for each in conversions)
+    options = {name: types[0] if len({*types}) == 1 else types for name, types in (("src", src), ("dst", dst))}
+    return LocalCall(spmd.together, (OPERATORS[conversions[0].operator], tuple(xs), axis), options)
 
 
 def has_type(has: SpmdType, wanted: SpmdType, value: Value) -> bool:

@@ -222,7 +222,7 @@ class StrategyChoice:
         types = {
             value: options[values[variable[value]] if value in variable else 0] for value, options in self.types.items()
         }
-        division = Division(self.program, self.axis, self.size, strategies, types)
+        division = Division(self.program, self.axis, self.size, strategies, types, joined_bytes=self.costs.joined_bytes)
         return Solution(division, self.tables.held(strategies, types), choice.cost)
 
     def alternatives(self) -> dict[Call, list[tuple[Strategy, float]]]:

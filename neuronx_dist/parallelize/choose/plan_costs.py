@@ -6,25 +6,29 @@ bytes                what a rank sends, and what it holds: parameters with gradi
 alternatives         of a call: each of its strategies, with the seconds that the best division that has it takes
                      longer than the best one; `alternatives_exact` is False if the search limits conversions or has
                      fixed the types of shared weights, so that they may be cheaper
+joined_collectives   of conversions that are one collective (`joined.py`): the calls that this saves, and, counted in
+joined_seconds       `seconds`, the time. The choice does not know of them, and `gap` is that of its seconds
 gap                  the seconds above a lower bound of all divisions, as a fraction of the seconds
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
 from ...program.program import Call, Division, Value, operands_of
-from ...spmd.types import SpmdType
 from .conversions import conversion
 from .cost_tables import CONVERSIONS, GRAIN
 from .exact import StrategyChoice
+from .joined import Wanted, joined_conversions
+from .stages import stages_of
 
 __all__ = ["plan_costs"]
 
+_SUMMED = ("times", "forward_bytes", "backward_bytes", "seconds", "joined", "joined_seconds")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -40,12 +44,15 @@ def plan_costs(choice: StrategyChoice, division: Division) -> dict[str, Any]:
     rows: dict[Any, dict[str, Any]] = {}
     collectives: dict[tuple[str, str], dict[str, Any]] = {}
     compute = 0.0
-    paid: set[tuple[Value, SpmdType]] = set()
+    joined: dict[Wanted, list[Wanted]] = {}
+    for stage in (stages := stages_of(division)):
+        joined |= joined_conversions(division, stage.calls, stage is stages[-1])
+    paid: set[Wanted] = set()
     times = []
     for call in division.program.calls:
         strategy = division.strategies[call]
         computing, _ = tables.seconds(call, strategy)
-        sent = [*_inside(choice, call, division), *_conversions(choice, call, division, paid)]
+        sent = [*_inside(choice, call, division), *_conversions(choice, call, division, paid, joined)]
         seconds = computing + sum(entry["seconds"] for entry in sent)
         times.append(seconds)
         compute += computing
@@ -77,22 +84,26 @@ def plan_costs(choice: StrategyChoice, division: Division) -> dict[str, Any]:
         row["alternatives"] = dict(sorted(row["alternatives"].items(), key=lambda pair: pair[1]))
     for value in dict.fromkeys(output for output in division.program.outputs if isinstance(output, Value)):
         _, wanted = tables.output_conversion(value, tables.number(division.type_of(value)))
-        for entry in _conversion(choice, value, division.type_of(value), wanted):
+        for entry in _conversion(choice, division, (value, wanted), joined):
             _add(collectives, entry)
             times[-1] += entry["seconds"]
     seconds = sum(times)
-    stages = [sum(times[first:last]) for first, last in pairwise([*division.stages, len(times)])]
-    slowest, microbatches = max(stages), division.microbatches
+    saved_seconds = sum(entry["joined_seconds"] for entry in collectives.values())
+    unjoined = seconds + saved_seconds + sum(tables.update_seconds(x, t) for x, t in division.types.items())
+    stage_seconds = [sum(times[first:last]) for first, last in pairwise([*division.stages, len(times)])]
+    slowest, microbatches = max(stage_seconds), division.microbatches
     return {
         "costs": asdict(choice.costs),
         "seconds": seconds,
         "compute_seconds": compute,
         "collective_seconds": seconds - compute,
-        "stage_seconds": stages,
+        "stage_seconds": stage_seconds,
         "step_seconds": seconds + (microbatches - 1) * slowest,
-        "parameter_bytes": round(held.parameters / len(stages)),
+        "parameter_bytes": round(held.parameters / len(stage_seconds)),
         "saved_bytes": round(held.activations),
-        **_gap(choice, division, seconds + sum(tables.update_seconds(x, t) for x, t in division.types.items())),
+        "joined_collectives": sum(entry["joined"] for entry in collectives.values()),
+        "joined_seconds": saved_seconds,
+        **_gap(choice, division, unjoined),
         "alternatives_exact": choice.alternatives_are_exact,
         "collectives": list(collectives.values()),
         "calls": list(rows.values()),
@@ -125,39 +136,55 @@ def _inside(choice: StrategyChoice, call: Call, division: Division) -> Iterator[
 
 
 def _conversions(
-    choice: StrategyChoice, call: Call, division: Division, paid: set[tuple[Value, SpmdType]]
+    choice: StrategyChoice, call: Call, division: Division, paid: set[Wanted], joined: Mapping[Wanted, list[Wanted]]
 ) -> Iterator[dict[str, Any]]:
     """Yields the collectives of the conversions that a call is the first to need."""
-    for value, want in zip(operands_of(call), division.strategies[call].operands, strict=True):
-        if (value, want) not in paid:
-            paid.add((value, want))
-            yield from _conversion(choice, value, division.type_of(value), want)
+    for wanted in zip(operands_of(call), division.strategies[call].operands, strict=True):
+        if wanted not in paid:
+            paid.add(wanted)
+            yield from _conversion(choice, division, wanted, joined)
 
 
-def _conversion(choice: StrategyChoice, value: Value, has: SpmdType, want: SpmdType) -> Iterator[dict[str, Any]]:
+def _conversion(
+    choice: StrategyChoice, division: Division, wanted: Wanted, joined: Mapping[Wanted, list[Wanted]]
+) -> Iterator[dict[str, Any]]:
+    """Yields a conversion; one of several in one collective has its part of the latency, and the copy of the value."""
+    (value, want), tables = wanted, choice.tables
+    has = division.type_of(value)
     how = None if has == want else conversion(value, has, want, choice.size)
     if how is None:
         return
-    seconds = choice.tables.conversion(value, choice.tables.number(has), choice.tables.number(want))
-    backward = how.backward if choice.tables.backward else 0
+    seconds = tables.conversion(value, tables.number(has), tables.number(want))
+    backward = how.backward if tables.backward else 0
     if how.forward or backward:
-        yield _entry(how.operator, choice.axis, how.forward, backward, seconds)
+        entry = _entry(how.operator, choice.axis, how.forward, backward, seconds)
+        group = joined.get(wanted, [wanted])
+        if len(group) > 1:
+            calls = sum(how.collectives if tables.backward else how.collectives[:1])
+            latency, copy = choice.costs.communicate(0, calls), calls * choice.costs.copy(value.nbytes)
+            entry["joined"] = calls * (wanted != group[0])
+            entry["times"] = int(wanted == group[0])
+            entry["joined_seconds"] = latency * (1 - 1 / len(group)) - copy
+            entry["seconds"] -= entry["joined_seconds"]
+        yield entry
 
 
 def _entry(operator: str, axis: str, forward: int, backward: int, seconds: float) -> dict[str, Any]:
     return {
         "operator": operator,
         "axis": axis,
+        "times": 1,
         "forward_bytes": forward,
         "backward_bytes": backward,
         "seconds": seconds,
+        "joined": 0,
+        "joined_seconds": 0.0,
     }
 
 
 def _add(collectives: dict[tuple[str, str], dict[str, Any]], entry: dict[str, Any]) -> None:
     """Adds a collective to the sums of its operator."""
     key = entry["operator"], entry["axis"]
-    total = collectives.setdefault(key, {**_entry(*key, 0, 0, 0.0), "times": 0})
-    total["times"] += 1
-    for name in ("forward_bytes", "backward_bytes", "seconds"):
+    total = collectives.setdefault(key, {**entry, **dict.fromkeys(_SUMMED, 0)})
+    for name in _SUMMED:
         total[name] += entry[name]

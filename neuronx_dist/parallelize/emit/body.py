@@ -22,7 +22,17 @@ from ...program.program import (
 from ...spmd.types import I, R, S, Shard, SpmdType
 from ...torch_internals.tensors import pytree
 from ..choose.composite_strategies import over_units
-from ..choose.conversions import OPERATORS, WholeOnRank, conversion, has_type, read_once, suffix
+from ..choose.conversions import (
+    OPERATORS,
+    Conversion,
+    WholeOnRank,
+    conversion,
+    has_type,
+    joined_call,
+    read_once,
+    suffix,
+)
+from ..choose.joined import joined_conversions, recomputed_spans, type_of_output
 from ..choose.stages import StageCalls
 from .lines import Line, path_mark, value_mark
 from .source_text import Imports, call_text, literal
@@ -69,7 +79,8 @@ class Body:
         self.names_in_use = {value.name for value in self.program.leaves}
         self.names_in_use |= {value.name for call in self.program.calls for value in call.results} | FILE_NAMES
         self.calls_here = set(stage.calls)
-        self.spans = _spans(division)
+        self.spans = recomputed_spans(division)
+        self.joined = joined_conversions(division, stage.calls, is_last)
         self.consumers = self.program.consumers()
         self.arguments = {value.name for value in (*self.program.inputs, *stage.received)}
         read = {value for call in stage.calls for value in values_in((call.args, call.kwargs))}
@@ -172,23 +183,29 @@ class Body:
         has = self.division.type_of(value)
         if self.division.size == 1 or has_type(has, wanted, value) or (value, wanted) in self.names:
             return self._name(value, wanted)
-        source = self._name(value, has)
-        name = fresh(value.name + suffix(wanted), self.names_in_use)
-        division = self.division
-        how = conversion(value, has, wanted, division.size)
+        group = self.joined.get((value, wanted), [(value, wanted)])
+        ways = [self._conversion(*each, reader) for each in group]
+        sources = [_Text(self._name(x, self.division.type_of(x))) for x, _ in group]
+        if len(group) > 1:
+            call = joined_call(ways, sources, self.division.axis)
+        else:
+            inplace = read_once(value, self.program, self.consumers) and self._made_here(value, spans)
+            call = ways[0].call(sources[0], self.division.axis, inplace=inplace)
+        names = [fresh(x.name + suffix(want), self.names_in_use) for x, want in group]
+        self.names.update(zip(group, names, strict=True))
+        targets, comment = ", ".join(map(value_mark, names)), "; ".join(self._described(*each) for each in group)
         module, where = (reader.module, _where(reader)) if reader is not None else ("", "")
+        text = call_text(*call, self.imports, _text)
+        self.lines.append(Line(text, targets, comment, module, where, spans=spans, converts=True))
+        return self._name(value, wanted)
+
+    def _conversion(self, value: Value, wanted: SpmdType, reader: Call | None) -> Conversion:
+        has = self.division.type_of(value)
+        how = conversion(value, has, wanted, self.division.size)
         if how is None:
-            by = "  ".join(filter(None, [module, where])) or "the result"
+            by = "  ".join(filter(None, [reader.module, _where(reader)] if reader else [])) or "the result"
             raise ValueError(f"{value!r}: no operator converts {has} to {wanted}, needed by {by}")
-        inplace = read_once(value, self.program, self.consumers) and self._made_here(value, spans)
-        text = call_text(*how.call(_Text(source), division.axis, inplace=inplace), self.imports, _text)
-        comment = self._described(value, wanted)
-        is_vector = value.kind == "parameter" and len(value.shape) == 1 and (has, wanted) == (I, R)
-        vector = (value.shape, value.dtype, division.axis, value.outer) if is_vector else ()
-        line = Line(text, value_mark(name), comment, module, where, spans=spans, converts=True, vector=vector)
-        self.lines.append(line)
-        self.names[value, wanted] = name
-        return value_mark(name)
+        return how
 
     def _overwrites(self, value: Value, conversion: Call, spans: tuple[int, ...]) -> bool:
         """Returns whether a conversion on an axis before reads the product itself, and may overwrite it."""
@@ -219,7 +236,7 @@ class Body:
                 names.append(_Text(literal(output, self.imports)))
                 continue
             has = self.division.type_of(output)
-            wanted = has if has.letter in "RI" else I if output.requires_grad else R
+            wanted = type_of_output(self.division, output)
             if has is R and output.requires_grad and self.division.size > 1:
                 raise ValueError(
                     f"{output.name} is a result of the module and R on {self.division.axis}: every rank computes with "
@@ -257,16 +274,6 @@ def shape_text(shape: tuple[int, ...], cut: tuple[SpmdType, int], *outer: tuple[
             whole *= count if isinstance(spmd_type, Shard) and spmd_type.dim == dim else 1
         dims.append(str(local) if local == whole else f"{local} of {whole}")
     return f"[{', '.join(dims)}]"
-
-
-def _spans(division: Division) -> dict[Call, tuple[int, ...]]:
-    """Returns the recomputed spans around calls; a call that writes a buffer is in none, or would write twice."""
-    found: dict[Call, tuple[int, ...]] = {}
-    for number, (start, stop) in enumerate(sorted(division.recompute, key=lambda span: (span[0], -span[1]))):
-        for call in division.program.calls[start:stop]:
-            if not call.writes:
-                found[call] = (*found.get(call, ()), number)
-    return found
 
 
 def _where(call: Call) -> str:

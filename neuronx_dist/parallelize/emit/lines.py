@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import count, groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -24,7 +24,6 @@ _WIDTH = 120
 _Context = tuple[bool, tuple[str, torch.dtype, bool] | None]  # gradients are on, autocast
 _PLAIN: _Context = (True, None)
 
-_NUMBERED = re.compile(r".*?\d(?=\.|$)")  # the path of the outermost numbered module
 _MARKED = re.compile("\0([^\0]*)\0|\1([^\1]*)\1")  # a name, or a path
 
 
@@ -74,8 +73,7 @@ class Line(NamedTuple):
         comment: shapes and types of the results.
         module, where: the module whose forward makes the call, and the author's line.
         spans: numbers of the recomputed spans that it is in, the outermost first.
-        converts: it converts the type of a value, for this call and all later ones.
-        vector: of a conversion from I to R of a weight of one dim, whose gradient the ranks sum: shape, dtype and axis.
+        converts: it converts the types of values, for this call and all later ones.
         loop: the head of the loop that repeats it.
         inner: the lines of the function that it calls, as source.
     """
@@ -88,7 +86,6 @@ class Line(NamedTuple):
     context: _Context = _PLAIN
     spans: tuple[int, ...] = ()
     converts: bool = False
-    vector: tuple[Any, ...] = ()
     loop: str = ""
     inner: tuple[str, ...] = ()
 
@@ -115,29 +112,8 @@ def written(lines: Sequence[Line], returned: str, arguments: Iterable[str], root
         root: the path of the method's argument `layer`; "": it has none.
     """
     read_after = names_in(returned)
-    lines = _with_functions(_with_one_sum(lines), read_after, arguments, root)
+    lines = _with_functions(lines, read_after, arguments, root)
     return [*_written(_with_deletions(lines, read_after), root), f"{INDENT * 2}return {plain(returned, root)}"]
-
-
-def _with_one_sum(lines: Sequence[Line]) -> list[Line]:
-    """Returns the lines with one conversion for equally long vectors of a numbered module, whose gradients are summed.
-
-    Not for those of several layers: the gradients of the last layer, which are computed first, would wait for the rest.
-    """
-    vectors: dict[Any, list[Line]] = {}
-    for line in lines:
-        module = _NUMBERED.match(line.module)
-        if line.vector and module is not None:
-            vectors.setdefault((module[0], line.spans, line.vector), []).append(line)
-    merged: dict[int, Line | None] = {}
-    for group in vectors.values():
-        if len(group) > 1:
-            operands = [_MARKED.search(line.value)[0] for line in group]  # type: ignore[index]
-            value = group[0].value.replace(operands[0], f"torch.stack(({', '.join(operands)}))", 1) + ".unbind()"
-            targets, comment = (", ".join(texts) for texts in zip(*((line.targets, line.comment) for line in group)))
-            merged |= dict.fromkeys(map(id, group))
-            merged[id(group[0])] = group[0]._replace(value=value, targets=targets, comment=comment)
-    return [new for line in lines if (new := merged.get(id(line), line)) is not None]
 
 
 def _with_functions(

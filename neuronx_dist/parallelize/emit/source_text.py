@@ -11,7 +11,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from types import EllipsisType
+from types import EllipsisType, FunctionType
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from ...torch_internals.operators import OpOverload, OpOverloadPacket
 from ...torch_internals.tensors import native_nn, pytree
 from ...weights.host_memory import as_bytes
 from .. import composites
+from ..choose.conversions import OPERATORS
 from ..train.parallel_module import ParallelModule
 
 __all__ = ["Imports", "attribute", "call_text", "constants_from_text", "constants_text", "literal", "program_text"]
@@ -136,6 +137,8 @@ def literal(x: Any, imports: Imports, variable: Callable[[Any], str | None] = la
         return "..."
     if isinstance(x, (LocalType, Shard)):
         return repr(x)
+    if isinstance(x, FunctionType) and x in OPERATORS.values():
+        return f"spmd.{getattr(x, '__name__', '')}"
     if isinstance(x, slice):
         parts = ("None" if part is None else literal(part, imports, variable) for part in (x.start, x.stop, x.step))
         return f"slice({', '.join(parts)})"

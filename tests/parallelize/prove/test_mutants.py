@@ -133,6 +133,17 @@ def test_every_mutant_of_every_collective(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["rotary, joined", "pair, joined"])
+def test_every_mutant_of_collectives_of_several_tensors(name: str) -> None:
+    """Drops, doubles or scales one of them, puts it in the place of another one, drops all, asks for another type."""
+    right = program(name)
+    assert not noticed(right, right.source)
+    found = [mutant for mutant in mutants(right.source) if mutant.operator.startswith("joined")]
+    assert len(found) >= 5
+    assert not [f"{mutant.operator}: {mutant.line}" for mutant in found if not noticed(right, mutant.edited)]
+
+
+@pytest.mark.slow
 def test_a_sample_of_the_mutants_of_models() -> None:
     assert not [missed for name in ("gpt", "rotary", "conv") for missed in _missed(program(name), every=12)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from math import inf
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -27,7 +28,7 @@ EAGER = Costs(flops=1e6, bandwidth=1e7, launch=1e-9, link_bandwidth=1e9, link_la
 
 _LINE = re.compile(
     r"^(?P<head>\s+(?P<name>[\w, ]+) = )spmd\."
-    r"(?P<call>(?P<op>\w+)\((?P<operand>.+?), \"tp.*?\))(?P<tail>(\.unbind\(\))?  #.*)$"
+    r"(?P<call>(?P<several>together\(spmd\.)?(?P<op>\w+)[(,] ?(?P<operand>.+?), \"tp.*?\))(?P<tail>  #.*)$"
 )
 
 
@@ -42,9 +43,11 @@ class Emitted(NamedTuple):
 
 
 def emitted(name: str, size: int = 2) -> Emitted:
-    """The source of a model of the table, everything cut that can be."""
+    """The source of a model of the table, everything cut that can be; "NAME, joined": with equal collectives as one."""
+    name, _, joined = name.partition(", ")
     module, arguments = model(name)
     division = choose(decomposed(record_program(module, arguments, training=True)), "tp", size, costs=EAGER)
+    division.joined_bytes = inf if joined else 0.0
     stored = stored_of(module, division)
     source = emit(division, stored=stored, signature=inspect.signature(module.forward))
     constants = {key: value.constant for value, key in constants_of(division).items()}
@@ -58,7 +61,8 @@ def mutants(source: str) -> Iterator[SourceEdit]:
         match = _LINE.match(line.rstrip("\n"))
         if match is not None:
             begin, end = start + match.end("head"), start + match.start("tail")
-            for edit, text in _edits(source[begin:end], match["op"], match["operand"]):
+            edits = _edits if match["several"] is None else _edits_of_several
+            for edit, text in edits(source[begin:end], match["op"], match["operand"]):
                 yield SourceEdit("emitted.py", edit, source, begin, end, text, (number, match.end("head")))
         start += len(line)
 
@@ -73,6 +77,16 @@ def _edits(call: str, op: str, operand: str) -> Iterator[tuple[str, str]]:
     other = {"all_reduce": "all_gather", "all_gather": "all_reduce", "reduce_scatter": "all_to_all"}.get(op)
     if other is not None:
         yield "exchange", re.sub(r"src=(P\(\"avg\"\)|P|S\(\d\))", "src=V", call.replace(op, other, 1))
+
+
+def _edits_of_several(call: str, op: str, operand: str) -> Iterator[tuple[str, str]]:
+    yield "joined: drop", operand
+    yield "joined: drop one", f"(*{call}[:-1], {operand}[-1])"
+    yield "joined: reorder", f"{call}[::-1]"
+    yield "joined: double", call.replace(operand, call, 1)
+    yield "joined: scale one", f"(*{call}[:-1], {call}[-1] * 2)"
+    if "dst=R" in call:
+        yield "joined: retarget", call.replace("dst=R", "dst=I")
 
 
 def noticed(program: Emitted, source: str) -> str:
