@@ -198,6 +198,7 @@ def _serve(connection: Connection, stacks: str) -> None:
 
     torch.set_num_threads(1)
     gc.freeze()  # what was imported, half a million objects, is not searched by each collection
+    gc.set_threshold(20_000, 20, 20)  # as in the tests' process
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         while True:
