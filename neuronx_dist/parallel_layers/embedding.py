@@ -18,15 +18,17 @@ from torch.overrides import handle_torch_function
 
 from .. import comm, spmd
 from ..comm.context import AxisLike
+from ..lazy_names import lazy_names
 from ..sharded_functions.vocabulary import check_ids, embedding, local_positions
 from ..spmd import I, P, S, ShardSpec, set_spec
 from ..spmd.local_holders import holds_local
 from .attributes import EmbeddingAttributes
 from .first_batch import compare_noted, note_first
-from .misfits import refuse_ids, refuse_sequence
 from .signatures import accepts
 
 __all__ = ["ParallelEmbedding", "own_rows"]
+
+_late = lazy_names(__name__, dict.fromkeys(("refuse_ids", "refuse_sequence"), "parallel_layers.misfits"))
 
 
 class ParallelEmbedding(EmbeddingAttributes):
@@ -159,13 +161,13 @@ class ParallelEmbedding(EmbeddingAttributes):
         sequence_dim = None
         if self.sequence_parallel_enabled:
             if input_.dim() < 2:
-                refuse_sequence(self, input_)
+                _late("refuse_sequence")(self, input_)
             sequence_dim = self.sequence_dimension
         try:
             has_all_rows = size == 1 or self.shard_across_embedding
             out = self._lookup(input_) if has_all_rows else own_rows(input_, self.weight, self)
         except RuntimeError as error:
-            refuse_ids(self, input_, error)
+            _late("refuse_ids")(self, input_, error)
             raise
         if sequence_dim == 0:
             out = out.transpose(0, 1).contiguous()

@@ -14,18 +14,19 @@ from torch import nn
 
 from .. import comm, spmd
 from ..comm.context import AxisLike
+from ..lazy_names import lazy_names
 from ..spmd import I, P, R, S, ShardSpec, V, set_spec
 from ..spmd.gathered_tensors import carry_note
 from .attributes import LinearAttributes
 from .autograd_linear import ColumnLinear, RowLinear, ZerosStay, call, linear_alone
 from .first_batch import compare_noted, note_first
-from .misfits import refuse_input, refuse_sequence
 from .signatures import accepts
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "column_shards"]
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 InitMethod = Callable[[torch.Tensor], Any]
+_late = lazy_names(__name__, dict.fromkeys(("refuse_input", "refuse_sequence"), "parallel_layers.misfits"))
 
 
 class _ParallelLinear(LinearAttributes):
@@ -156,7 +157,7 @@ def sequence_dim_of(layer: Any, x: torch.Tensor) -> int | None:
         return None
     dim: int = layer.sequence_dimension
     if not -x.dim() <= dim < x.dim() - 1 or dim == -1:  # the last dim is that of the features
-        refuse_sequence(layer, x)
+        _late("refuse_sequence")(layer, x)
     return dim
 
 
@@ -276,7 +277,7 @@ class ColumnParallelLinear(_ParallelLinear):
                 if self.gather_output:
                     out = self.gathered_output(out)
         except (RuntimeError, ValueError) as error:
-            refuse_input(self, input, error)
+            _late("refuse_input")(self, input, error)
             raise
         return (out, self.used(self.bias)) if self.skip_bias_add else out
 
@@ -442,7 +443,7 @@ class RowParallelLinear(_ParallelLinear):
                     if bias is not None:
                         out = out + spmd.convert(bias, communicator, src=R, dst=P).to(out.dtype)
         except (RuntimeError, ValueError) as error:
-            refuse_input(self, input_, error)
+            _late("refuse_input")(self, input_, error)
             raise
         return (out, self.bias) if self.skip_bias_add else out
 

@@ -1,16 +1,30 @@
-"""Errors for inputs that do not fit a layer: where torch refuses an input, the message says what the layer expects."""
+"""Errors for inputs and keywords that do not fit a layer: the message says what the layer expects.
+
+Loaded for the first error: a training run loads none of it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from .. import comm
 from ..call_site import calling_module
+from ..nearest import nearest
 from ..spmd import SpmdTypeError
 
-__all__ = ["refuse_ids", "refuse_input", "refuse_sequence"]
+__all__ = ["refuse_ids", "refuse_input", "refuse_keyword", "refuse_sequence"]
+
+
+def refuse_keyword(name: str, key: str, known: Sequence[str]) -> NoReturn:
+    """Refuses a keyword argument that a function or class does not have.
+
+    Raises:
+        TypeError: always; the message names the keyword and the most similar ones.
+    """
+    raise TypeError(f"{name}() got an unexpected keyword argument {key!r}; nearest: {nearest(key, known)}")
 
 
 def refuse_sequence(layer: Any, x: torch.Tensor) -> NoReturn:

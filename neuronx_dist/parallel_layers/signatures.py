@@ -20,11 +20,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..nearest import nearest
+from ..lazy_names import lazy_names
 
 __all__ = ["IGNORED", "REFUSED", "SIGNATURES", "Signature", "accepts", "ignore", "refuse"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_late = lazy_names(__name__, {"refuse_keyword": "parallel_layers.misfits"})
 
 
 @dataclass(frozen=True)
@@ -168,8 +169,7 @@ def accepts(name: str) -> Callable[[_Function], _Function]:
                 elif key in accepted:
                     given[key] = value
                 else:
-                    near = nearest(key, parameters[len(bound) :])
-                    raise TypeError(f"{name}() got an unexpected keyword argument {key!r}; nearest: {near}")
+                    _late("refuse_keyword")(name, key, parameters[len(bound) :])
             if _is_bool(given.get("device")):
                 _refuse_true(name, given["device"])
                 given["device"] = None  # the guide's default, False: no device

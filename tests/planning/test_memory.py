@@ -141,7 +141,8 @@ PADDED = dict(WIDE, vocab_size=2047, hidden_size=288, num_attention_heads=9, num
 DEEP = dict(hidden_size=64, num_hidden_layers=9, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True)
 HUGE = dict(vocab_size=32768, hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8)
 TIED = dict(tie_word_embeddings=True)
-SHALLOW = dict(num_hidden_layers=1)
+SHALLOW, TWO_LAYERS = dict(num_hidden_layers=1), dict(num_hidden_layers=2)
+BUDGET = {"memory": "13 MB"}  # the first stage needs 16 without recomputation, the second one 11.5
 CHUNKS = dict(virtual_pipeline_size=2)
 SPLIT, V = dict(schedule="zb_h1", sequence_parallel=True), dict(schedule="zb_v", zero1=True)
 CASES = [
@@ -151,7 +152,7 @@ CASES = [
     Case("pp4-8-microbatches", layout(4, pp=4, num_microbatches=8)),
     Case("pp4-2-microbatches", layout(4, pp=4, num_microbatches=2)),
     Case("tp2-dp2-zero1", layout(4, tp=2, zero1=True)),
-    Case("tp2-sp-dp2-zero1-bf16", layout(4, tp=2, sequence_parallel=True, zero1=True, dtype="bfloat16")),
+    Case("tp2-sp-dp2-zero1-bf16", layout(4, tp=2, sequence_parallel=True, zero1=True, dtype="bfloat16"), TWO_LAYERS),
     Case("wide-dp4-zero1", layout(4, zero1=True, seq_len=16), WIDE),
     Case("wide-dp4-bf16", layout(4, seq_len=16, num_microbatches=1, dtype="bfloat16"), WIDE),
     Case("padded", layout(4, tp=2, pp=2, pad_heads=True, pad_vocab=True, seq_len=96, global_batch=12), PADDED),
@@ -167,12 +168,12 @@ CASES = [
     Case("muon-tp2-zero1", layout(4, tp=2, zero1=True), optimizer=MuonAdamW),
     Case("cp2-tp2", layout(4, tp=2, cp=2, global_batch=8)),
     Case("cp4", layout(4, cp=4, global_batch=8), WIDE),
-    Case("cp2-zero1-recomputing", layout(2, cp=2, zero1=True, global_batch=8), recomputation={"what": "full"}),
+    Case("cp2-zero1-recomputing", layout(2, cp=2, zero1=True, global_batch=8), TWO_LAYERS, {"what": "full"}),
     Case("one-process", layout(1)),
     Case("one-process-recomputing", layout(1), recomputation={"what": "full"}),
     Case("one-process-norms-attention", layout(1), recomputation={"what": ["norms", "attention"]}),
     Case("tp2-pp2-offload", layout(4, tp=2, pp=2), recomputation={"what": "full", "offload": True}),
-    Case("tp2-pp2-budget", layout(4, tp=2, pp=2, seq_len=256), TIED, recomputation={"memory": "25 MB"}),
+    Case("tp2-pp2-budget", layout(4, tp=2, pp=2, num_microbatches=2, global_batch=8), TIED | TWO_LAYERS, BUDGET),
     Case("one-process-one-microbatch", layout(1, num_microbatches=1, global_batch=4)),
     Case("wide-one-process-bf16", layout(1, dtype="bfloat16", seq_len=40, global_batch=4), WIDE),
 ]

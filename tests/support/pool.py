@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -196,6 +197,8 @@ def _serve(connection: Connection, stacks: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported, half a million objects, is not searched by each collection
+    gc.set_threshold(20_000, 20, 20)  # as in the tests' process
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         while True:
