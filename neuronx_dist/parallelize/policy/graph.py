@@ -278,12 +278,12 @@ class IRGraph:
     def over_axes_of(self, division: Division, decide: Callable[[Division, IRGraph], Any]) -> None:
         """Divides over the axes of a division, and calls `decide` for each, with its division and its graph."""
         first, *others = division.levels
-        decide(first, self)
 
         def deciding(level: Division) -> Decision:
             return lambda inner, _: decide(level, inner)
 
         self.later.decide_each([level.size for level in others], list(map(deciding, others)))
+        decide(first, self)
 
     # The division.
 

@@ -26,7 +26,7 @@ from ...planning.costs import CPU, H100, Costs
 from ...planning.plan import Plan, PlanError
 from ...program.program import Division, Program, Strategy, Value
 from ...spmd.types import I, R, S, Shard, SpmdType
-from ..choose.stages import starts_like
+from ..choose.stages import same_calls, starts_like
 from ..config import ComputeConfig, divisors_near
 from .graph import IRGraph
 from .operations import IRFwOperation
@@ -81,7 +81,11 @@ def divide(program: Program, policy: Policy, config: ComputeConfig) -> Division:
 
 
 def divide_like(division: Division, program: Program, config: ComputeConfig) -> Division:
-    """Divides the same module's program in another mode (evaluation), with parameters stored as in `division`."""
+    """Divides the same module's program in another mode (evaluation), with parameters stored as in `division`.
+
+    Over axes before the last one, calls take their operands as in `division` too: a later axis can cut a parameter in
+    the same way only if the local calls that read it are the same.
+    """
     graph = IRGraph(program, config, costs=costs_of(config))
     graph.pipeline_ranks = division.pipeline_ranks
     graph.over_axes_of(division, _store_as)
@@ -93,11 +97,19 @@ def divide_like(division: Division, program: Program, config: ComputeConfig) -> 
 
 
 def _store_as(division: Division, graph: IRGraph) -> None:
-    """Constrains the parameters of a graph to the types that they have in a division over the same axis."""
+    """Constrains the parameters of a graph to the types that they have in a division over the same axis.
+
+    If there is a later axis, calls take their operands as the same calls of the division do, if they can.
+    """
     types = {value.path: division.types[value] for value in division.program.parameters}
     graph.constraints.types |= {
         value: (types[value.path],) for value in graph.program.parameters if value.path in types
     }
+    calls, nodes = division.program.calls, graph.operations
+    for number, other in same_calls(calls, [node.call for node in nodes]).items() if graph.later.sizes else ():
+        wanted, node = division.strategies[calls[number]], nodes[other]
+        if any(map(takes := _takes(wanted.operands), graph.strategies(node))):
+            graph.constraints.strategies[node.call] = [takes]
 
 
 def _plan_in(policy: Policy, config: ComputeConfig) -> Plan | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import math
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from neuronx_dist import Mesh, comm
+from neuronx_dist.comm import threads
 from neuronx_dist.parallelize import ComputeConfig, IRGraph, parallelize
 from neuronx_dist.parallelize.choose.local_program import local_program
 from neuronx_dist.parallelize.emit.emitted_class import emit
@@ -113,6 +115,23 @@ def test_hugging_face(name: str, tmp_path: Path) -> None:
     wanted = trained(module, arguments, SGD, 3, 1)
     has = trained_parallel(module, arguments, SGD, 3, config(tp_size=2), "data", tmp_path)
     assert_equal(has, own_statistics(wanted, has, 1), 1e-5)
+
+
+def test_evaluation_over_two_axes(tmp_path: Path) -> None:
+    """Where calls cost most, evaluation alone would divide the first axis in another way than training."""
+    module, arguments = model("conv")
+    given = config(tp_size=2, costs=EAGER)
+
+    def rank() -> Any:
+        parallel: Any = parallelize(module, dict(arguments), "tp", given, gen_savedir=tmp_path)
+        with torch.no_grad():
+            return parallel.train()(**arguments), parallel.eval()(**arguments)
+
+    original = copy.deepcopy(module)
+    with torch.no_grad():
+        wanted = original.train()(**arguments), original.eval()(**arguments)
+    for has in threads.run(Mesh(4, tp=4), rank):
+        torch.testing.assert_close(has, wanted, rtol=1e-10, atol=1e-10)
 
 
 # --- what a policy says -----------------------------------------------------------------------------------------------
