@@ -1,6 +1,7 @@
 """The whole job of `autodist` without `plan_ngpus`: units, pipeline stages, ZeRO, recomputation, division, by one cost.
 
-    for each number of tp ranks        the exact search of `choose/exact.py`, whose cost has the update of parameters
+    for each number of tp ranks        the exact search of `choose/exact.py`, whose cost has the update of parameters;
+                                       with `explore_axes` over two axes too, one after the other
     for each job with these ranks      stages, recomputation, and the seconds and bytes of `choose/job_costs.py`
     chosen                             the least seconds per sample among the jobs that fit the memory of a rank
 
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import product
 from math import inf
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ from ..choose.plan_costs import plan_costs
 from ..choose.step_cuts import StepCuts
 from ..config import ComputeConfig, schedule_named
 from .graph import IRGraph
+from .later_axes import axes_wanted
 
 __all__ = ["JobChoice", "link_of", "memory_of"]
 
@@ -57,9 +60,25 @@ def memory_of(config: ComputeConfig) -> float | None:
     return MARGIN * PRESETS[costs].memory if isinstance(costs, str) else None
 
 
+class _Solved(NamedTuple):
+    """A division of a stage's ranks at a price of memory.
+
+    Attributes:
+        choice: that of the last axis.
+        starts: first call of the division that each call of the program needs.
+        least: seconds of a microbatch that no division of one axis is below; 0: unknown.
+    """
+
+    division: Division
+    choice: StrategyChoice
+    starts: list[int]
+    least: float
+
+
 class _Found(NamedTuple):
     job: Job
     division: Division
+    choice: StrategyChoice
     costs: JobCosts
     price: float
 
@@ -84,17 +103,18 @@ class JobChoice:
     """The choice of a job of `config.world_size` ranks.
 
     Attributes:
-        graph_of: makes the graph of a program on this many ranks of a stage, with the options of the policy.
+        graph_of: makes the graph of a program on axes of these sizes of a stage, with the options of the policy; True:
+            with the batch cut over the first axis.
         memory: bytes that a rank may hold; None: any number.
     """
 
     program: Program
     config: ComputeConfig
     costs: Costs | Cluster
-    graph_of: Callable[[int], IRGraph]
+    graph_of: Callable[[tuple[int, ...], bool], IRGraph]
     memory: float | None
-    _graphs: dict[int, tuple[IRGraph, StrategyChoice, float]] = field(default_factory=dict)
-    _solved: dict[Any, tuple[Division, float]] = field(default_factory=dict)
+    _graphs: dict[Any, tuple[IRGraph, StrategyChoice, float]] = field(default_factory=dict)
+    _solved: dict[Any, _Solved] = field(default_factory=dict)
 
     def division(self) -> Division:
         """Returns the division of the fastest job, whose costs have the comparison.
@@ -102,7 +122,7 @@ class JobChoice:
         Raises:
             PlanError: no job fits the memory, or the options allow none; says by how much, and what would fit.
         """
-        rows = sorted(self.rows(), key=lambda row: row.bound)
+        rows = sorted(self.rows(), key=lambda row: (len(row.job.axes), row.bound))  # one axis first: its bound is exact
         best: _Found | None = None
         for row in rows:
             if best is not None and row.bound >= best.per_sample:
@@ -116,11 +136,10 @@ class JobChoice:
                 best = row.found
         if best is None:
             raise self._nothing_fits(rows)
-        _, choice, _ = self.divided_over(best.job.tp)
-        choice.count_updates(self._update(best.job))
-        choice.solve(0.0)
-        choice.price = best.price
-        best.division.costs = partial(self._costs, choice, best, rows)
+        best.choice.count_updates(self._update(best.job))
+        best.choice.solve(0.0)
+        best.choice.price = best.price
+        best.division.costs = partial(self._costs, best, rows)
         best.division.recompute = best.costs.recompute
         return best.division
 
@@ -132,7 +151,8 @@ class JobChoice:
         """
         jobs = list(self._jobs())
         if not jobs:
-            options = {name: self.config.pas_config.get(name) for name in ("pipeline_nstages", "step_samples")}
+            names = "pipeline_nstages", "step_samples", "explore_axes"
+            options = {name: self.config.pas_config.get(name) for name in names}
             asked = ", ".join(f"{name}={value}" for name, value in options.items() if value)
             raise PlanError(
                 f"autodist: no job of {self.config.world_size} ranks goes with {asked}: units times stages times tp "
@@ -143,11 +163,25 @@ class JobChoice:
             links = self.links(job)
             update = sum(job.update_seconds(value, links) for value in self.program.parameters)
             try:
-                least = self.divided_over(job.tp)[2]
+                least = self._least(job)
             except PlanError:  # the search is too large, or the options contradict: `division` says which
                 least = 0.0
             rows.append(_Row(job, self._bound(job, least, update)))
         return rows
+
+    def _least(self, job: Job) -> float:
+        """Returns seconds of a microbatch that no division of a job is below; 0: unknown.
+
+        Later axes divide all seconds of a division over the first one but those of empty calls, at best.
+        """
+        if not job.axes:
+            return self.divided_over(job)[2]
+        _, choice, least = self.divided_over(job._replace(tp=job.axes[0], axes=(), batch=False))
+        calls = [call for call, options in choice.options.items() if not any(option.steps for option in options)]
+        backward = [call.grad and any(x.requires_grad for x in call.results) for call in calls]
+        launches = len(calls) + (sum(backward) if self.program.training else 0)
+        empty = min(least, launches * choice.costs.launch)
+        return empty + (least - empty) * job.axes[0] / job.tp
 
     def _jobs(self) -> Iterator[Job]:
         options, ranks = self.config.pas_config, self.config.world_size
@@ -160,8 +194,11 @@ class JobChoice:
                 count = self._microbatches(units)
                 allowed = pp == stages if stages not in ("auto", None) else pp == 1 or pipelines
                 if allowed and count:
-                    shards = zero1 if units > 1 and not self.config.inference_only else [False]
-                    yield from (Job(units, pp, tp, one, count, not self.config.inference_only) for one in shards)
+                    trains = not self.config.inference_only
+                    every = axes_wanted(options.get("explore_axes"), tp)
+                    for axes, one in product(every, zero1 if units > 1 and trains else [False]):
+                        job = Job(units, pp, tp, one, count, trains, axes if len(axes) > 1 else ())
+                        yield from (job, job._replace(batch=True))[: len(axes)]
 
     def _microbatches(self, units: int) -> int:
         """Returns the number of microbatches of a unit; 0: the samples of a step cannot be divided into units."""
@@ -192,34 +229,43 @@ class JobChoice:
         links, passes = self.links(job), job.least_passes * job.pp
         return lambda value: job.update_seconds(value, links) / passes
 
-    def divided_over(self, tp: int) -> tuple[IRGraph, StrategyChoice, float]:
-        """Returns the graph and the choice over this many ranks, and the least seconds of a microbatch (0: unknown)."""
-        if tp not in self._graphs:
-            graph = self.graph_of(tp)
+    def divided_over(self, job: Job) -> tuple[IRGraph, StrategyChoice, float]:
+        """Returns the graph of a stage's ranks, the choice over its first axis, and the least seconds of this axis.
+
+        Seconds are of a microbatch (0: unknown).
+        """
+        key = job.tp, job.axes, job.batch
+        if key not in self._graphs:
+            graph = self.graph_of(job.axes or (job.tp,), job.batch)
             choice = graph.problem()
             choice.solve(0.0)
-            self._graphs[tp] = graph, choice, choice.least() or 0.0
-        return self._graphs[tp]
+            self._graphs[key] = graph, choice, choice.least() or 0.0
+        return self._graphs[key]
 
-    def _solve(self, job: Job, price: float) -> tuple[Division, float]:
-        """Returns the best division at a price of memory, and, without one, a bound of its cost."""
-        _, choice, _ = self.divided_over(job.tp)
-        key = job, price, choice.tables  # a search that became too large has other strategies
-        if key not in self._solved:
+    def _solve(self, job: Job, price: float) -> _Solved:
+        """Returns the best division at a price of memory, with a bound if the price is 0 and there is one axis."""
+        graph, first, _ = self.divided_over(job)
+
+        def solved(_: IRGraph, choice: StrategyChoice) -> Division:
             choice.count_updates(self._update(job))
-            division = choice.solve(price).division
-            self._solved[job, price, choice.tables] = division, (choice.least() or 0.0) if not price else 0.0
-        return self._solved[job, price, choice.tables]
+            return choice.solve(price).division
+
+        key = job, price, first.tables  # a search that became too large has other strategies
+        if key not in self._solved:
+            division, choice, starts = graph.over_all_axes(first, solved)
+            least = 0.0 if price or job.axes else choice.least() or 0.0
+            self._solved[job, price, first.tables] = _Solved(division, choice, starts, least)
+        return self._solved[job, price, first.tables]
 
     def compare(self, row: _Row, best: float) -> None:
         """Divides a job at rising prices of memory, until it fits without recomputation; the fastest counts."""
         job = row.job
-        division, cost = self._solve(job, 0.0)
-        row.bound = max(row.bound, self._bound(job, cost, 0.0))
+        solved = self._solve(job, 0.0)
+        row.bound = max(row.bound, self._bound(job, solved.least, 0.0))
         if row.bound >= best:
             row.why = "its lower bound is above the best"
             return
-        if self._try(row, division, 0.0) or job.tp == 1:  # one rank has one division
+        if self._try(row, solved, 0.0) or job.tp == 1:  # one rank has one division
             return
         self._smallest(row)
         if self.memory is None or row.needs > self.memory:
@@ -227,11 +273,11 @@ class JobChoice:
         low = high = 0.0
         for price in self._prices:
             low, high = high, price
-            if self._try(row, self._solve(job, high)[0], high):
+            if self._try(row, self._solve(job, high), high):
                 break
         for _ in range(REFINED if low else 0):
             middle = (low * high) ** 0.5
-            if self._try(row, self._solve(job, middle)[0], middle):
+            if self._try(row, self._solve(job, middle), middle):
                 high = middle
             else:
                 low = middle
@@ -243,30 +289,33 @@ class JobChoice:
 
     def _smallest(self, row: _Row) -> None:
         """Divides a job so that a rank needs the least bytes."""
-        self._try(row, self._solve(row.job, self._prices[-1])[0], self._prices[-1])
+        self._try(row, self._solve(row.job, self._prices[-1]), self._prices[-1])
 
-    def _try(self, row: _Row, division: Division, price: float) -> bool:
+    def _try(self, row: _Row, solved: _Solved, price: float) -> bool:
         """Counts a division of a job, if it fits; returns whether it does so without additional recomputation."""
-        job = row.job
-        graph, choice, _ = self.divided_over(job.tp)
+        job, (division, choice, starts_of, _) = row.job, solved
+        graph, _, _ = self.divided_over(job)
+        spans = [(starts_of[first], starts_of[end]) for first, end in graph.recomputed]
         schedule = schedule_named(self.config.pas_config.get("pipeline_scheduler", "1f1b")) if job.pp > 1 else "1f1b"
         cuts = [[0]]
         if job.pp > 1:
-            where = graph.starts_allowed, self.memory, graph.recomputed
-            cuts = StepCuts(choice, division, job, self.links(job), schedule, *where).best()
+            allowed = graph.starts_allowed
+            if allowed is not None or job.axes:
+                allowed = {starts_of[number] for number in allowed or range(len(starts_of) - 1)}
+            cuts = StepCuts(choice, division, job, self.links(job), schedule, allowed, self.memory, spans).best()
         without = False
         for starts in cuts:
             pipeline = staged(division, starts, job, schedule)
-            costs = DividedUnit(choice, pipeline, graph.recomputed).costs(job, self.links(job), schedule, self.memory)
+            costs = DividedUnit(choice, pipeline, spans).costs(job, self.links(job), schedule, self.memory)
             row.needs = min(row.needs, max(costs.peaks))
             if self.memory is not None and max(costs.peaks) > self.memory:
                 if row.found is None:
                     row.why = f"needs at least {format_bytes(int(row.needs), is_decimal=True)} on a rank"
                 continue
-            found = _Found(job, pipeline, costs, price)
+            found = _Found(job, pipeline, choice, costs, price)
             if row.found is None or found.per_sample < row.found.per_sample:
                 row.found, row.why = found, ""
-            without |= len(costs.recompute) == len(graph.recomputed)
+            without |= len(costs.recompute) == len(spans)
         return without
 
     def _nothing_fits(self, rows: list[_Row]) -> PlanError:
@@ -294,10 +343,10 @@ class JobChoice:
                         return True
         return False
 
-    def _costs(self, choice: StrategyChoice, best: _Found, rows: list[_Row]) -> dict[str, Any]:
+    def _costs(self, best: _Found, rows: list[_Row]) -> dict[str, Any]:
         costs, bound = best.costs, min([best.per_sample, *(row.bound for row in rows)])
         return {
-            **plan_costs(choice, best.division),
+            **plan_costs(best.choice, best.division),
             "job": {
                 "chosen": str(best.job),
                 "units": best.job.units,

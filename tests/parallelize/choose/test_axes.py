@@ -346,10 +346,10 @@ def test_bad_lists_of_axes(given: Any) -> None:
         config(explore_axes=given)
 
 
-def test_a_chosen_job_refuses_axes() -> None:
+def test_a_chosen_job_refuses_axes_of_more_ranks() -> None:
     module, arguments = mlp()
-    with pytest.raises(PlanError, match=r"explore_axes'\]=\[2, 2\] needs plan_ngpus"):
-        divided(module, arguments, "autodist", ComputeConfig(None, 4, pas_config={"explore_axes": [2, 2]}))
+    with pytest.raises(PlanError, match=r"no job of 4 ranks goes with explore_axes=\[2, 4\]"):
+        divided(module, arguments, "autodist", ComputeConfig(None, 4, pas_config={"explore_axes": [2, 4]}))
 
 
 @pytest.mark.parametrize("policy", ["tp", "data"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, combinations, product
@@ -30,6 +31,7 @@ from neuronx_dist.planning.plan import Plan, PlanError
 from neuronx_dist.program.program import Division, Program
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
 from tests.parallelize.support.lines import Lines
+from tests.parallelize.support.mutants import EAGER
 from tests.parallelize.support.pipelines import first, module, samples
 
 # Products, links and calls all count at these sizes.
@@ -97,7 +99,7 @@ def fastest(of: JobChoice) -> dict[Job, float]:
     """Returns by job the least seconds per sample of all divisions, all cuts and all recomputed blocks that fit."""
     best = {row.job: inf for row in of.rows()}
     for job in best:
-        graph, problem, _ = of.divided_over(job.tp)
+        graph, problem, _ = of.divided_over(job)
         for division in every_division(graph):
             if job.microbatches * sum(problem.tables.times(division.strategies, division.type_of)) / job.pp > (
                 best[job] * job.samples
@@ -130,6 +132,29 @@ def test_the_choice_is_the_fastest_of_all_jobs(program: Program, ranks: int, mem
             of.compare(row, inf)
             assert row.found and row.found.per_sample == pytest.approx(every[row.job], rel=1e-9), row.job
         assert every[row.job] >= row.bound * (1 - 1e-9), row.job
+
+
+@pytest.mark.parametrize("changes", [{}, {"link_bandwidth": 4e5}, {"flops": 1e8, "bandwidth": 1e4, "launch": 1e-2}])
+def test_no_division_over_two_axes_is_below_its_bound(changes: dict[str, float]) -> None:
+    """Brute force over the first axis, the search over the second; the job found is the fastest of all compared."""
+    options = {"step_samples": 4, "explore_axes": True, "explore_pipeline": False}
+    of = choice(layers(1, 6, 6), 4, costs=replace(COSTS, **changes), **options)
+    best, rows = chosen(of)["seconds_per_sample"], of.rows()
+    for row in rows:
+        of.compare(row, inf)
+        assert row.found and row.found.per_sample >= max(best, row.bound) * (1 - 1e-9), row.job
+    axes = [row.job for row in rows if row.job.axes]
+    assert [(job.axes, job.batch) for job in axes] == [((2, 2), False), ((2, 2), True)]
+    for job in axes:
+        graph, least = of.divided_over(job)[0], inf
+        for division in every_division(graph):
+            try:
+                inner, _ = graph._of_a_rank(division)
+            except ValueError:  # no operator converts between its types
+                continue
+            with suppress(PlanError):
+                least = min(least, inner.problem().solve(0.0).cost)
+        assert of._least(job) <= least < inf
 
 
 def test_the_blocks_of_least_time_are_recomputed() -> None:
@@ -187,7 +212,7 @@ def test_the_cut_is_the_fastest_of_all(
         of = choice(program, stages, costs=costs, memory=free["peak_bytes"] * part, **options)
         division, (row,) = of.division(), of.rows()
         assert division.costs is not None
-        problem, best = of.divided_over(1)[1], inf
+        problem, best = of.divided_over(row.job)[1], inf
         for starts in combinations(range(1, len(program.calls)), stages - 1):
             unit = DividedUnit(problem, staged(division, (0, *starts), row.job, "1f1b"))
             found = unit.costs(row.job, of.links(row.job), "1f1b", of.memory)
@@ -269,6 +294,24 @@ JOBS: dict[str, tuple[str, int, dict[str, Any], str]] = {
         4,
         {"mem_constraint": 1.9e-5, "step_samples": 4, "pipeline_nstages": 2, "max_partition_degree": 1},
         "2 x pp=2 ZeRO",
+    ),
+    "axes": (
+        "even",
+        4,
+        {"step_samples": 1, "pipeline_nstages": 1, "explore_axes": True, "costs": EAGER},
+        "1 x tp=4 (2 x 2)",
+    ),
+    "axes in stages": (
+        "mlp",
+        8,
+        {
+            "step_samples": 4,
+            "pipeline_nstages": 2,
+            "explore_axes": [2, 2],
+            "recompute_modules": "layers.1",
+            "costs": EAGER,
+        },
+        "1 x pp=2 tp=4 (2 x 2)",
     ),
 }
 
