@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import product
+from itertools import pairwise, product
 from math import inf
 from typing import Any, NamedTuple
 
@@ -24,7 +24,9 @@ from ...planner.presets import PRESETS
 from ...planning.costs import Costs
 from ...planning.layout import format_bytes
 from ...planning.plan import PlanError
-from ...program.program import Division, Program
+from ...program.program import Division, Program, operands_of
+from ...spmd.types import S
+from ..choose.cuts import balanced
 from ..choose.exact import StrategyChoice
 from ..choose.job_costs import DividedUnit, Job, JobCosts, Links, staged
 from ..choose.plan_costs import plan_costs
@@ -89,13 +91,18 @@ class _Found(NamedTuple):
 
 @dataclass
 class _Row:
-    """A job in the comparison: a lower bound of its seconds per sample, and what is known beside it."""
+    """A job in the comparison: a lower bound of its seconds per sample, and what is known beside it.
+
+    Attributes:
+        needs: bytes of the smallest division found; `may_fit`: False: no division of the job fits the memory.
+    """
 
     job: Job
     bound: float
     found: _Found | None = None
     why: str = ""
     needs: float = inf
+    may_fit: bool = True
 
 
 @dataclass
@@ -183,6 +190,18 @@ class JobChoice:
         empty = min(least, launches * choice.costs.launch)
         return empty + (least - empty) * job.axes[0] / job.tp
 
+    def _least_bytes(self, job: Job) -> float:
+        """Returns bytes of the largest stage that no division of a job is below: of parameters, cut anywhere."""
+        tables = self.divided_over(job._replace(axes=(), batch=False))[1].tables
+        bytes_of = {
+            value: min(job.state_bytes(value, type_, tables) for type_ in ((S(0),) if job.axes else types))
+            for value, types in tables.types.items()
+            if value.kind == "parameter"
+        }
+        first = [sum(bytes_of.pop(value, 0.0) for value in operands_of(call)) for call in self.program.calls]
+        starts = balanced(first, [0.0] * len(first), min(job.pp, len(first)))
+        return max(sum(first[start:end]) for start, end in pairwise([*starts, len(first)]))
+
     def _jobs(self) -> Iterator[Job]:
         options, ranks = self.config.pas_config, self.config.world_size
         most, stages = options.get("max_partition_degree") or ranks, options.get("pipeline_nstages", "auto")
@@ -260,12 +279,16 @@ class JobChoice:
     def compare(self, row: _Row, best: float) -> None:
         """Divides a job at rising prices of memory, until it fits without recomputation; the fastest counts."""
         job = row.job
+        if self.memory is not None and (least := self._least_bytes(job)) > self.memory:
+            row.may_fit, row.why = False, f"its parameters need at least {_shown_bytes(least)} on a rank"
+            return
         solved = self._solve(job, 0.0)
         row.bound = max(row.bound, self._bound(job, solved.least, 0.0))
         if row.bound >= best:
             row.why = "its lower bound is above the best"
             return
         if self._try(row, solved, 0.0) or job.tp == 1:  # one rank has one division
+            row.may_fit = row.found is not None or job.pp > 1
             return
         self._smallest(row)
         if self.memory is None or row.needs > self.memory:
@@ -310,7 +333,7 @@ class JobChoice:
             row.needs = min(row.needs, max(costs.peaks))
             if self.memory is not None and max(costs.peaks) > self.memory:
                 if row.found is None:
-                    row.why = f"needs at least {format_bytes(int(row.needs), is_decimal=True)} on a rank"
+                    row.why = f"needs at least {_shown_bytes(row.needs)} on a rank"
                 continue
             found = _Found(job, pipeline, choice, costs, price)
             if row.found is None or found.per_sample < row.found.per_sample:
@@ -320,14 +343,17 @@ class JobChoice:
 
     def _nothing_fits(self, rows: list[_Row]) -> PlanError:
         ranks = self.config.world_size
-        shown = partial(format_bytes, is_decimal=True)
+        for row in rows:
+            if row.needs == inf and not row.may_fit:
+                with suppress(ValueError):
+                    self._smallest(row)
         least = min(rows, key=lambda row: row.needs)
         if self.memory is None or least.needs == inf:
             return PlanError("\n  - ".join(["autodist found no job:", *(f"{row.job}: {row.why}" for row in rows)]))
         more = next((n for n in (2 * ranks, 4 * ranks, 8 * ranks) if self._fits(n)), 0)
         return PlanError(
-            f"autodist: no job of {ranks} ranks fits {shown(int(self.memory))} on a rank: the smallest, {least.job}, "
-            f"needs {shown(int(least.needs))} with its blocks recomputed, {shown(int(least.needs - self.memory))} "
+            f"autodist: no job of {ranks} ranks fits {_shown_bytes(self.memory)} on a rank: the smallest, {least.job}, "
+            f"needs {_shown_bytes(least.needs)} with its blocks recomputed, {_shown_bytes(least.needs - self.memory)} "
             f"too many: use {f'{more} ranks' if more else 'a smaller example'}, or pas_config mem_constraint="
             f"{least.needs / 1e9:.4g}"
         )
@@ -344,7 +370,7 @@ class JobChoice:
         return False
 
     def _costs(self, best: _Found, rows: list[_Row]) -> dict[str, Any]:
-        costs, bound = best.costs, min([best.per_sample, *(row.bound for row in rows)])
+        costs, bound = best.costs, min([best.per_sample, *(row.bound for row in rows if row.may_fit)])
         return {
             **plan_costs(best.choice, best.division),
             "job": {
@@ -364,6 +390,10 @@ class JobChoice:
                 "compared": [_shown(row, best) for row in rows],
             },
         }
+
+
+def _shown_bytes(count: float) -> str:
+    return format_bytes(int(count), is_decimal=True)
 
 
 def _shown(row: _Row, best: _Found) -> dict[str, Any]:

@@ -134,6 +134,22 @@ def test_the_choice_is_the_fastest_of_all_jobs(program: Program, ranks: int, mem
         assert every[row.job] >= row.bound * (1 - 1e-9), row.job
 
 
+@pytest.mark.parametrize("part", [0.7, 0.5, 0.35])
+def test_the_gap_leaves_out_jobs_that_cannot_fit(part: float) -> None:
+    """Brute force agrees that they do not fit, and that the fastest of the others is in the gap."""
+    program, costs = layers(1, batch=64), replace(COSTS, link_bandwidth=4e5)
+    free = chosen(choice(program, 4, step_samples=4, costs=costs, explore_pipeline=False))
+    of = choice(program, 4, memory=free["peak_bytes"] * part, step_samples=4, costs=costs, explore_pipeline=False)
+    every, job = fastest(of), chosen(of)
+    refused = [row["job"] for row in job["compared"] if "parameters need at least" in row["why"]]
+    assert refused and all(every[row.job] == inf for row in of.rows() if str(row.job) in refused)
+    bound = job["seconds_per_sample"] * (1 - job["gap"])
+    others = [row["at_least"] for row in job["compared"] if "need" not in row["why"]]
+    assert bound == pytest.approx(min(others)) and bound <= min(every.values()) == pytest.approx(
+        job["seconds_per_sample"]
+    )
+
+
 @pytest.mark.parametrize("changes", [{}, {"link_bandwidth": 4e5}, {"flops": 1e8, "bandwidth": 1e4, "launch": 1e-2}])
 def test_no_division_over_two_axes_is_below_its_bound(changes: dict[str, float]) -> None:
     """Brute force over the first axis, the search over the second; the job found is the fastest of all compared."""
