@@ -20,12 +20,15 @@ import torch.nn.functional as F
 from neuronx_dist import comm
 from neuronx_dist.comm import threads
 from neuronx_dist.parallelize import ComputeConfig, build_optimizer, explain, parallelize
+from neuronx_dist.parallelize.choose import step_cuts
 from neuronx_dist.parallelize.choose.job_costs import DividedUnit, Job, blocks_of, staged
+from neuronx_dist.parallelize.choose.step_cuts import StepCuts
 from neuronx_dist.parallelize.policy.graph import IRGraph
 from neuronx_dist.parallelize.policy.plans import plan_of
 from neuronx_dist.parallelize.policy.policies import divide, whole_job
 from neuronx_dist.parallelize.policy.whole_job import JobChoice
 from neuronx_dist.planner import Cluster
+from neuronx_dist.planner.simulation import Simulator
 from neuronx_dist.planning.costs import Costs
 from neuronx_dist.planning.plan import Plan, PlanError
 from neuronx_dist.program.program import Division, Program
@@ -237,6 +240,38 @@ def test_the_cut_is_the_fastest_of_all(
         assert seconds == pytest.approx(best, rel=1e-9) and best >= row.bound * row.job.samples
         assert seconds >= previous
         previous = seconds
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 8), (2, 1000), (3, 1000)])
+def test_all_cuts_of_many_microbatches_are_compared(
+    stages: int, microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound of the search counts the tasks that are simulated: of a thousand microbatches those of some thirty."""
+    simulated, compared = [], {}
+
+    def counting(self: Simulator, schedule: Any, *costs: Any) -> float:
+        simulated.append(2 * schedule.num_stages * schedule.num_microbatches)
+        return original(self, schedule, *costs)
+
+    def noting(self: StepCuts, starts: Sequence[int]) -> tuple[float, float]:
+        compared[tuple(starts)] = estimate(self, starts)
+        return compared[tuple(starts)]
+
+    program = blocks([32, 16, 64])
+    of = choice(program, stages, max_partition_degree=1, pipeline_nstages=stages, pipeline_nmicros=microbatches)
+    (row,) = of.rows()
+    solved, links = of._solve(row.job, 0.0), of.links(row.job)
+    every = [(0, *cut) for cut in combinations(range(1, len(program.calls)), stages - 1)]
+    cuts = StepCuts(solved.choice, solved.division, row.job, links, "1f1b", None, None)
+    seconds = {cut: cuts._estimate(cut) for cut in every}
+    original, estimate = Simulator.simulated, StepCuts._estimate
+    monkeypatch.setattr(Simulator, "simulated", counting)
+    monkeypatch.setattr(StepCuts, "_estimate", noting)
+    monkeypatch.setattr(step_cuts, "TASKS", 30_000)
+    cuts = StepCuts(solved.choice, solved.division, row.job, links, "1f1b", None, None)
+    assert seconds[tuple(cuts.best()[0])] == min(seconds.values())
+    assert step_cuts.TASKS - cuts._tasks == sum(simulated) > 0
+    assert stages > 2 or set(compared) == set(every)
 
 
 def test_a_faster_device_or_link_is_never_slower() -> None:
