@@ -118,7 +118,7 @@ def test_hugging_face(name: str, tmp_path: Path) -> None:
 
 
 def test_evaluation_over_two_axes(tmp_path: Path) -> None:
-    """Where calls cost most, evaluation alone would divide the first axis in another way than training."""
+    """Evaluation alone would divide the first axis in another way than training, as calls cost little here."""
     module, arguments = model("conv")
     given = config(tp_size=2, costs=EAGER)
 
