@@ -71,6 +71,9 @@ class ColumnLinear(torch.autograd.Function):
     """n linear layers on one input, with one input-gradient collective.
 
     The collective is started before the weight gradients are computed, and awaited after them.
+
+    The weight of an output that nothing reads has no gradient; in compiled code, for which torch calls backward with
+    zeros, a gradient of zeros, by which weight decay and momentum move it.
     """
 
     splits_backward = True  # for pipeline/run/halves.py: only requested gradients are computed
@@ -89,8 +92,8 @@ class ColumnLinear(torch.autograd.Function):
         weights, biases = params[:count], params[count:] or [None] * count
         ctx.save_for_backward(x, *weights)
         ctx.communicator, ctx.sequence_dim, ctx.reduce_dtype = communicator, sequence_dim, reduce_dtype
-        if not is_dynamo_compiling():  # which cannot compile this
-            ctx.set_materialize_grads(False)  # the weight of an output that nothing reads has no gradient
+        if not is_dynamo_compiling():  # which passes zeros in any case
+            ctx.set_materialize_grads(False)
         full = x if sequence_dim is None else comm.all_gather(x, communicator, dim=sequence_dim)
         outs = (F.linear(full, weight, bias) for weight, bias in zip(weights, biases))  # type: ignore[arg-type]
         return tuple(outs) if is_dynamo_compiling() else tuple(map(_writable, outs))

@@ -52,13 +52,17 @@ class Simulator:
         pp, total = schedule.num_stages, schedule.num_microbatches
         if pp == 1:
             return total * sum(map(sum, costs[0]))
-        few = pp * -(-max(_PER_STAGE * pp, _FEWEST) // pp) + total % pp
-        if total <= few + pp:
-            return self.simulated(schedule, costs, message)
-        once = self.simulated(_of_microbatches(schedule, few), costs, message)
-        again = self.simulated(_of_microbatches(schedule, few + pp), costs, message)
+        shortened = _shortened(schedule)
+        once, *more = (self.simulated(few, costs, message) for few in shortened)
+        if not more:
+            return once
+        (again,), left = more, total - shortened[1].num_microbatches
         busiest = max(sum(map(sum, chunks)) for chunks in costs)
-        return max(again + (again - once) * ((total - few - pp) // pp), total * busiest)
+        return max(again + (again - once) * (left // pp), total * busiest)
+
+    def tasks(self, schedule: Schedule) -> int:
+        """Returns the number of tasks that `step_time` goes through, of several stages."""
+        return sum(len(self._program(shorter).codes) for shorter in _shortened(schedule))
 
     def simulated(self, schedule: Schedule, costs: StageCosts, message: float) -> float:
         """Returns the seconds from the first task to the last, of all microbatches one by one."""
@@ -88,6 +92,13 @@ class Simulator:
         if key not in self._programs:
             self._programs[key] = _ordered(schedule)
         return self._programs[key]
+
+
+def _shortened(schedule: Schedule) -> list[Schedule]:
+    """Returns a pipeline's schedule, or, of many microbatches, two of few, which differ by one for each stage."""
+    pp, total = schedule.num_stages, schedule.num_microbatches
+    few = pp * -(-max(_PER_STAGE * pp, _FEWEST) // pp) + total % pp
+    return [schedule] if total <= few + pp else [_of_microbatches(schedule, few), _of_microbatches(schedule, few + pp)]
 
 
 def _of_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from neuronx_dist import comm
@@ -21,6 +23,7 @@ from neuronx_dist.planning.plan import Plan
 from tests.parallelize.support.lines import mlp
 from tests.parallelize.support.models import model
 from tests.parallelize.support.mutants import EAGER
+from tests.parallelize.support.parity import loss_of
 
 
 @pytest.mark.slow
@@ -50,30 +53,46 @@ def divided(
 
 
 def bytes_of(event: Any) -> int:
-    """Bytes that one of two ranks sends for a collective."""
-    return event.dtype.itemsize * prod(event.shape) * {"all_reduce": 2, "all_gather": 2}.get(event.verb, 1) // 2
+    """Bytes that a rank sends for a collective."""
+    size = event.group_size
+    sent = event.dtype.itemsize * prod(event.shape) * (size - 1)
+    return sent if event.verb == "all_gather" else sent * (2 if event.verb == "all_reduce" else 1) // size
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "frozen, ranks, options", [([], 2, {}), (["wte", "wpe", "blocks.0"], 2, {}), ([], 8, {"tp_size": [2, 2]})], ids=str
+    "name, frozen, ranks, options",
+    [
+        ("gpt", [], 2, {}),
+        ("gpt", ["wte", "wpe", "blocks.0"], 2, {}),
+        ("gpt", [], 8, {"tp_size": [2, 2]}),
+        ("mlp", [], 2, {}),
+        ("rotary", [], 4, {}),
+        ("conv", [], 4, {}),
+    ],
+    ids=str,
 )
 def test_bytes_are_those_of_the_recorded_collectives(
-    frozen: list[str], ranks: int, options: dict[str, Any], tmp_path: Path
+    name: str, frozen: list[str], ranks: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Layer norms of values without a gradient have no collective in backward. Each axis has two ranks."""
-    parallel_class = divided(tmp_path, ranks=ranks, costs=EAGER, frozen=frozen, **options)
-    costs, (_, arguments) = explain(parallel_class), model("gpt")
+    """Layer norms of values without a gradient have no collective in backward. Inputs have a gradient."""
+    parallel_class = divided(tmp_path, name, ranks=ranks, costs=EAGER, frozen=frozen, **options)
+    costs, (_, arguments) = explain(parallel_class), model(name)
+    arguments = pytree.tree_map_only(torch.Tensor, _with_gradient, arguments)
 
     def rank() -> list[Any]:
         parallel = parallel_class()
         with comm.record() as calls:
-            parallel(**arguments).backward()
+            loss_of(parallel(**arguments)).backward()
         return list(calls)
 
     events = threads.run(ComputeConfig(ranks, ranks).mesh(), rank)[0]
     predicted = sum(entry["forward_bytes"] + entry["backward_bytes"] for entry in costs["collectives"])
     assert predicted == sum(map(bytes_of, events)) > 0
+
+
+def _with_gradient(x: torch.Tensor) -> torch.Tensor:
+    return x.requires_grad_() if x.is_floating_point() else x
 
 
 def test_figures_add_up_and_stand_in_the_plan(tmp_path: Path) -> None:

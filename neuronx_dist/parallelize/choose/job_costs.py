@@ -49,6 +49,8 @@ class Job(NamedTuple):
         zero1: units shard the optimizer's state.
         microbatches: of a unit, in a step.
         trains: False: the job only runs forwards.
+        axes: numbers of a stage's ranks along its axes, outermost first; (): one axis.
+        batch: the batch is cut over the first of several axes.
     """
 
     units: int
@@ -57,6 +59,8 @@ class Job(NamedTuple):
     zero1: bool
     microbatches: int
     trains: bool = True
+    axes: tuple[int, ...] = ()
+    batch: bool = False
 
     @property
     def samples(self) -> int:
@@ -100,7 +104,8 @@ class Job(NamedTuple):
 
     def __str__(self) -> str:
         inside = [f"{name}={size}" for name, size in (("pp", self.pp), ("tp", self.tp)) if size > 1]
-        return f"{self.units} x {' '.join(inside) or 'one rank'}{' ZeRO' if self.zero1 else ''}"
+        axes = f" ({' x '.join(map(str, self.axes))}{', batch first' if self.batch else ''})" if self.axes else ""
+        return f"{self.units} x {' '.join(inside) or 'one rank'}{axes}{' ZeRO' if self.zero1 else ''}"
 
 
 class JobCosts(NamedTuple):

@@ -19,7 +19,7 @@ from ...pipeline.schedule import Schedule, WrittenSchedule, training_schedule
 from ...planning.plan import PlanError
 from ...program.program import Call, Division, Program, Value, values_in
 
-__all__ = ["StageCalls", "kept_by", "schedule_of", "stages_of", "starts_like"]
+__all__ = ["StageCalls", "kept_by", "same_calls", "schedule_of", "stages_of", "starts_like"]
 
 
 class StageCalls(NamedTuple):
@@ -103,8 +103,7 @@ def starts_like(division: Division, program: Program) -> list[int]:
         PlanError: a stage would have no call.
     """
     calls, others = division.program.calls, program.calls
-    matcher = SequenceMatcher(None, [*map(_place, calls)], [*map(_place, others)], autojunk=False)
-    same = {a + n: b + n for a, b, size in matcher.get_matching_blocks() for n in range(size)}
+    same = same_calls(calls, others)
     starts = [0]
     for start in division.stages[1:]:
         starts.append(next((same[number] for number in range(start, len(calls)) if number in same), len(others)))
@@ -125,6 +124,12 @@ def starts_like(division: Division, program: Program) -> list[int]:
             "use fewer stages"
         )
     return [filled.index(stage) for stage in range(len(starts))]
+
+
+def same_calls(calls: Sequence[Call], others: Sequence[Call]) -> dict[int, int]:
+    """Returns for calls of a program the same calls of another program of its module, both by number."""
+    matcher = SequenceMatcher(None, [*map(_place, calls)], [*map(_place, others)], autojunk=False)
+    return {a + n: b + n for a, b, size in matcher.get_matching_blocks() for n in range(size)}
 
 
 def _filled(wanted: Sequence[int], allowed: Sequence[Sequence[set[int]]], count: int) -> list[int] | None:

@@ -32,7 +32,7 @@ BEST = 3  # cuts that are returned
 PLACES = 512  # of the dynamic programming
 NEAR = 64  # places on each side of a start that moves
 SMALLEST = 4  # sizes of messages
-TASKS = 2_000_000  # of all simulated steps
+TASKS = 2_000_000  # of all simulated steps; the moves of each start, once begun, are all tried
 
 
 class _StageTables(NamedTuple):
@@ -79,7 +79,7 @@ class StepCuts:
         self._choice, self._division, self._job, self._memory = choice, division, job, memory
         self._allowed, self._order = allowed, schedule_of(job.pp, job.pp, job.microbatches, schedule)
         self._in_flight = [self._order.peak_in_flight(stage) for stage in range(job.pp)]
-        self._tasks = TASKS
+        self._tasks, self._tasks_of_step = TASKS, SIMULATOR.tasks(self._order)
         program, tables = division.program, choice.tables
         self._end = len(program.calls)
         self._places = [place for place in range(1, self._end) if allowed is None or place in allowed]
@@ -197,7 +197,7 @@ class StepCuts:
                 missing, backward = missing + lacking, backward + again
             stages.append([(forward, backward, 0.0)])
             last = max(last, update)
-        self._tasks -= 2 * len(starts) * self._job.microbatches
+        self._tasks -= self._tasks_of_step
         message = max(self._message[start] for start in starts[1:])
         return missing, SIMULATOR.step_time(self._order, stages, message) + last
 

@@ -315,12 +315,12 @@ class IRGraph:
     def over_axes_of(self, division: Division, decide: Callable[[Division, IRGraph], Any]) -> None:
         """Divides over the axes of a division, and calls `decide` for each, with its division and its graph."""
         first, *others = division.levels
-        decide(first, self)
 
         def deciding(level: Division) -> Decision:
             return lambda inner, _: decide(level, inner)
 
         self.later.decide_each([level.size for level in others], list(map(deciding, others)))
+        decide(first, self)
 
     # The division.
 
@@ -331,7 +331,13 @@ class IRGraph:
             PlanError: the constraints contradict one another.
         """
         self._check_pipeline()
-        division, problem, starts = self._over_all_axes(None, self.groups)
+
+        def fitting(graph: IRGraph, problem: StrategyChoice) -> Division:
+            # Later axes may shard everything.
+            memory = None if graph.memory is None else graph.memory * prod(graph.later.sizes)
+            return problem.fitting(memory, stages=self.groups)
+
+        division, problem, starts = self.over_all_axes(self.problem(), fitting)
         if self.pipeline:
             division.schedule, division.microbatches = self.pipeline.schedule, self.pipeline.nmicros
             division.pipeline_ranks = self.groups
@@ -346,17 +352,25 @@ class IRGraph:
         division.costs = partial(plan_costs, problem, division)
         return division
 
-    def _over_all_axes(self, outer: Division | None, stages: int) -> tuple[Division, StrategyChoice, list[int]]:
-        """Returns the division over the last axis, its choice, and the first of its calls that each call here needs."""
-        problem = self.problem()
-        # Later axes may shard everything.
-        memory = None if self.memory is None else self.memory * prod(self.later.sizes)
-        division = problem.fitting(memory, stages=stages)
+    def over_all_axes(
+        self,
+        problem: StrategyChoice,
+        divided: Callable[[IRGraph, StrategyChoice], Division],
+        outer: Division | None = None,
+    ) -> tuple[Division, StrategyChoice, list[int]]:
+        """Returns the division over the last axis, its choice, and the first of its calls that each call here needs.
+
+        Args:
+            problem: the choice over this axis.
+            divided: returns the division over one axis, from its graph and its choice.
+            outer: the division over the axis before.
+        """
+        division = divided(self, problem)
         division.outer = outer
         if not self.later.sizes:
             return division, problem, list(range(len(self.operations) + 1))
         inner, local = self._of_a_rank(division)
-        last, problem, starts = inner._over_all_axes(division, stages)
+        last, problem, starts = inner.over_all_axes(inner.problem(), divided, division)
         return last, problem, [starts[start] for start in local.starts]
 
     def _of_a_rank(self, division: Division) -> tuple[IRGraph, LocalProgram]:

@@ -17,7 +17,7 @@ from ..choose.cost_tables import Constraints
 from ..choose.local_program import LocalProgram
 from .operations import IRFwOperation, Node, SubNode
 
-__all__ = ["Decision", "LaterAxes"]
+__all__ = ["Decision", "LaterAxes", "axes_wanted"]
 
 Allowed = Callable[[Strategy], bool]
 Decision = Callable[[Any, LocalProgram], Any]
@@ -88,6 +88,17 @@ class LaterAxes:
             strategies = later.strategies[number - 1] if number else constraints.strategies
             strategies.update((local.calls[call], list(allowed)) for call, allowed in table.items())
         return constraints, later
+
+
+def axes_wanted(option: Any, ranks: int) -> list[tuple[int, ...]]:
+    """Returns the axes of a stage of so many ranks that `explore_axes` names, outermost first, `(ranks,)` for one axis.
+
+    True: one axis, and two of any sizes; a list: axes of these sizes, if they have so many ranks.
+    """
+    if isinstance(option, (list, tuple)):
+        listed = tuple(size for size in option if size > 1) or (1,)
+        return [listed] if prod(listed) == ranks else []
+    return [(ranks,), *((ranks // size, size) for size in range(2, ranks) if ranks % size == 0 and option)]
 
 
 def _sizes_of(parts: Sequence[SubNode]) -> tuple[int, ...] | None:

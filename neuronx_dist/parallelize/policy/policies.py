@@ -26,9 +26,10 @@ from ...planning.costs import CPU, H100, Costs
 from ...planning.plan import Plan, PlanError
 from ...program.program import Division, Program, Strategy, Value
 from ...spmd.types import I, R, S, Shard, SpmdType
-from ..choose.stages import starts_like
+from ..choose.stages import same_calls, starts_like
 from ..config import ComputeConfig, divisors_near
 from .graph import IRGraph
+from .later_axes import axes_wanted
 from .operations import IRFwOperation
 from .plans import apply_plan
 from .whole_job import JobChoice, link_of, memory_of
@@ -81,7 +82,11 @@ def divide(program: Program, policy: Policy, config: ComputeConfig) -> Division:
 
 
 def divide_like(division: Division, program: Program, config: ComputeConfig) -> Division:
-    """Divides the same module's program in another mode (evaluation), with parameters stored as in `division`."""
+    """Divides the same module's program in another mode (evaluation), with parameters stored as in `division`.
+
+    Over axes before the last one, calls take their operands as in `division` too: a later axis can cut a parameter in
+    the same way only if the local calls that read it are the same.
+    """
     graph = IRGraph(program, config, costs=costs_of(config))
     graph.pipeline_ranks = division.pipeline_ranks
     graph.over_axes_of(division, _store_as)
@@ -93,11 +98,19 @@ def divide_like(division: Division, program: Program, config: ComputeConfig) -> 
 
 
 def _store_as(division: Division, graph: IRGraph) -> None:
-    """Constrains the parameters of a graph to the types that they have in a division over the same axis."""
+    """Constrains the parameters of a graph to the types that they have in a division over the same axis.
+
+    If there is a later axis, calls take their operands as the same calls of the division do, if they can.
+    """
     types = {value.path: division.types[value] for value in division.program.parameters}
     graph.constraints.types |= {
         value: (types[value.path],) for value in graph.program.parameters if value.path in types
     }
+    calls, nodes = division.program.calls, graph.operations
+    for number, other in same_calls(calls, [node.call for node in nodes]).items() if graph.later.sizes else ():
+        wanted, node = division.strategies[calls[number]], nodes[other]
+        if any(map(takes := _takes(wanted.operands), graph.strategies(node))):
+            graph.constraints.strategies[node.call] = [takes]
 
 
 def _plan_in(policy: Policy, config: ComputeConfig) -> Plan | None:
@@ -302,18 +315,16 @@ def _with_options(graph: IRGraph, config: ComputeConfig) -> IRGraph:
 
 def whole_job(program: Program, config: ComputeConfig) -> JobChoice:
     """Returns the choice of a job of all ranks: units, pipeline, ZeRO, recomputation and division together."""
-    axes = config.pas_config.get("explore_axes")
-    if axes:
-        raise PlanError(
-            f"pas_config['explore_axes']={axes!r} needs plan_ngpus: a unit of a chosen job is one axis. Pass "
-            "ComputeConfig(plan_ngpus=...), or leave the option out"
-        )
     costs = config.pas_config.get("costs", "h100")
     speeds = costs.of(config.world_size) if isinstance(costs, Cluster) else costs_of(config)
 
-    def graph_of(ranks: int) -> IRGraph:
+    def graph_of(axes: tuple[int, ...], batch: bool) -> IRGraph:
+        ranks = prod(axes)
         unit = replace(config, plan_ngpus=ranks, runtime_ngpus=ranks, use_zero=False)
-        return _with_pivots(_with_options(IRGraph(program, unit, costs=link_of(speeds, program, ranks)), unit), unit)
+        graph = IRGraph(program, unit, costs=link_of(speeds, program, ranks))
+        graph.later.sizes = axes[1:]
+        graph = _with_pivots(_with_options(graph, unit), unit)
+        return _batch_cut(graph) if batch else graph
 
     return JobChoice(program, config, speeds, graph_of, memory_of(config))
 
@@ -321,25 +332,18 @@ def whole_job(program: Program, config: ComputeConfig) -> JobChoice:
 def _attempts(graph: IRGraph, config: ComputeConfig) -> Iterator[tuple[IRGraph, str]]:
     """Yields the graphs that autodist compares: numbers of stages and, with `explore_axes`, stages over several axes.
 
-    True: over one axis, and over two of any sizes; a list: over axes of these sizes. With several axes, calls get the
-    best strategies over the first one, or the batch is cut over it.
+    With several axes, calls get the best strategies over the first one, or the batch is cut over it.
     """
     options, units = config.pas_config, config.plan_ngpus
     explore = options.get("explore_pipeline", "pipeline_nmicros" in options or "pipeline_pivots" in options)
     wanted, degree = options.get("pipeline_nstages", "auto"), options.get("max_partition_degree") or units
     numbers = [d for d in range(1, units + 1) if units % d == 0] if explore else [1]
     numbers = numbers if wanted in ("auto", None) else [wanted]
-    wanted_axes = options.get("explore_axes")
     for ranks in [ranks for ranks in numbers if units // ranks <= degree or units % ranks]:
-        size = units // ranks
-        if isinstance(wanted_axes, (list, tuple)):
-            listed = [axis_size for axis_size in wanted_axes if axis_size > 1] or [1]
-            every = [listed] if prod(listed) == size else []
-        else:
-            every = [[size], *([size // d, d] for d in range(2, size) if size % d == 0 and wanted_axes)]
+        every = axes_wanted(options.get("explore_axes"), units // ranks)
         for axes, batch in ((sizes, batch) for sizes in every for batch in (False, True)[: len(sizes)]):
             attempt = _pipelined(IRGraph(graph.program, config, costs=graph.costs), config, ranks, ranks)
-            attempt.later.sizes = tuple(axes[1:])
+            attempt.later.sizes = axes[1:]
             what = f"{ranks} stages" + (f" of {' x '.join(map(str, axes))} ranks" if len(axes) > 1 else "")
             try:
                 yield (_batch_cut(attempt) if batch else attempt), what

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import math
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from neuronx_dist import Mesh, comm
+from neuronx_dist.comm import threads
 from neuronx_dist.parallelize import ComputeConfig, IRGraph, parallelize
 from neuronx_dist.parallelize.choose.local_program import local_program
 from neuronx_dist.parallelize.emit.emitted_class import emit
@@ -113,6 +115,23 @@ def test_hugging_face(name: str, tmp_path: Path) -> None:
     wanted = trained(module, arguments, SGD, 3, 1)
     has = trained_parallel(module, arguments, SGD, 3, config(tp_size=2), "data", tmp_path)
     assert_equal(has, own_statistics(wanted, has, 1), 1e-5)
+
+
+def test_evaluation_over_two_axes(tmp_path: Path) -> None:
+    """Evaluation alone would divide the first axis in another way than training, as calls cost little here."""
+    module, arguments = model("conv")
+    given = config(tp_size=2, costs=EAGER)
+
+    def rank() -> Any:
+        parallel: Any = parallelize(module, dict(arguments), "tp", given, gen_savedir=tmp_path)
+        with torch.no_grad():
+            return parallel.train()(**arguments), parallel.eval()(**arguments)
+
+    original = copy.deepcopy(module)
+    with torch.no_grad():
+        wanted = original.train()(**arguments), original.eval()(**arguments)
+    for has in threads.run(Mesh(4, tp=4), rank):
+        torch.testing.assert_close(has, wanted, rtol=1e-10, atol=1e-10)
 
 
 # --- what a policy says -----------------------------------------------------------------------------------------------
@@ -327,10 +346,10 @@ def test_bad_lists_of_axes(given: Any) -> None:
         config(explore_axes=given)
 
 
-def test_a_chosen_job_refuses_axes() -> None:
+def test_a_chosen_job_refuses_axes_of_more_ranks() -> None:
     module, arguments = mlp()
-    with pytest.raises(PlanError, match=r"explore_axes'\]=\[2, 2\] needs plan_ngpus"):
-        divided(module, arguments, "autodist", ComputeConfig(None, 4, pas_config={"explore_axes": [2, 2]}))
+    with pytest.raises(PlanError, match=r"no job of 4 ranks goes with explore_axes=\[2, 4\]"):
+        divided(module, arguments, "autodist", ComputeConfig(None, 4, pas_config={"explore_axes": [2, 4]}))
 
 
 @pytest.mark.parametrize("policy", ["tp", "data"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, combinations, product
@@ -19,17 +20,21 @@ import torch.nn.functional as F
 from neuronx_dist import comm
 from neuronx_dist.comm import threads
 from neuronx_dist.parallelize import ComputeConfig, build_optimizer, explain, parallelize
+from neuronx_dist.parallelize.choose import step_cuts
 from neuronx_dist.parallelize.choose.job_costs import DividedUnit, Job, blocks_of, staged
+from neuronx_dist.parallelize.choose.step_cuts import StepCuts
 from neuronx_dist.parallelize.policy.graph import IRGraph
 from neuronx_dist.parallelize.policy.plans import plan_of
 from neuronx_dist.parallelize.policy.policies import divide, whole_job
 from neuronx_dist.parallelize.policy.whole_job import JobChoice
 from neuronx_dist.planner import Cluster
+from neuronx_dist.planner.simulation import Simulator
 from neuronx_dist.planning.costs import Costs
 from neuronx_dist.planning.plan import Plan, PlanError
 from neuronx_dist.program.program import Division, Program
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
 from tests.parallelize.support.lines import Lines
+from tests.parallelize.support.mutants import EAGER
 from tests.parallelize.support.pipelines import first, module, samples
 
 # Products, links and calls all count at these sizes.
@@ -97,7 +102,7 @@ def fastest(of: JobChoice) -> dict[Job, float]:
     """Returns by job the least seconds per sample of all divisions, all cuts and all recomputed blocks that fit."""
     best = {row.job: inf for row in of.rows()}
     for job in best:
-        graph, problem, _ = of.divided_over(job.tp)
+        graph, problem, _ = of.divided_over(job)
         for division in every_division(graph):
             if job.microbatches * sum(problem.tables.times(division.strategies, division.type_of)) / job.pp > (
                 best[job] * job.samples
@@ -130,6 +135,45 @@ def test_the_choice_is_the_fastest_of_all_jobs(program: Program, ranks: int, mem
             of.compare(row, inf)
             assert row.found and row.found.per_sample == pytest.approx(every[row.job], rel=1e-9), row.job
         assert every[row.job] >= row.bound * (1 - 1e-9), row.job
+
+
+@pytest.mark.parametrize("part", [0.7, 0.5, 0.35])
+def test_the_gap_leaves_out_jobs_that_cannot_fit(part: float) -> None:
+    """Brute force agrees that they do not fit, and that the fastest of the others is in the gap."""
+    program, costs = layers(1, batch=64), replace(COSTS, link_bandwidth=4e5)
+    free = chosen(choice(program, 4, step_samples=4, costs=costs, explore_pipeline=False))
+    of = choice(program, 4, memory=free["peak_bytes"] * part, step_samples=4, costs=costs, explore_pipeline=False)
+    every, job = fastest(of), chosen(of)
+    refused = [row["job"] for row in job["compared"] if "parameters need at least" in row["why"]]
+    assert refused and all(every[row.job] == inf for row in of.rows() if str(row.job) in refused)
+    bound = job["seconds_per_sample"] * (1 - job["gap"])
+    others = [row["at_least"] for row in job["compared"] if "need" not in row["why"]]
+    assert bound == pytest.approx(min(others)) and bound <= min(every.values()) == pytest.approx(
+        job["seconds_per_sample"]
+    )
+
+
+@pytest.mark.parametrize("changes", [{}, {"link_bandwidth": 4e5}, {"flops": 1e8, "bandwidth": 1e4, "launch": 1e-2}])
+def test_no_division_over_two_axes_is_below_its_bound(changes: dict[str, float]) -> None:
+    """Brute force over the first axis, the search over the second; the job found is the fastest of all compared."""
+    options = {"step_samples": 4, "explore_axes": True, "explore_pipeline": False}
+    of = choice(layers(1, 6, 6), 4, costs=replace(COSTS, **changes), **options)
+    best, rows = chosen(of)["seconds_per_sample"], of.rows()
+    for row in rows:
+        of.compare(row, inf)
+        assert row.found and row.found.per_sample >= max(best, row.bound) * (1 - 1e-9), row.job
+    axes = [row.job for row in rows if row.job.axes]
+    assert [(job.axes, job.batch) for job in axes] == [((2, 2), False), ((2, 2), True)]
+    for job in axes:
+        graph, least = of.divided_over(job)[0], inf
+        for division in every_division(graph):
+            try:
+                inner, _ = graph._of_a_rank(division)
+            except ValueError:  # no operator converts between its types
+                continue
+            with suppress(PlanError):
+                least = min(least, inner.problem().solve(0.0).cost)
+        assert of._least(job) <= least < inf
 
 
 def test_the_blocks_of_least_time_are_recomputed() -> None:
@@ -187,7 +231,7 @@ def test_the_cut_is_the_fastest_of_all(
         of = choice(program, stages, costs=costs, memory=free["peak_bytes"] * part, **options)
         division, (row,) = of.division(), of.rows()
         assert division.costs is not None
-        problem, best = of.divided_over(1)[1], inf
+        problem, best = of.divided_over(row.job)[1], inf
         for starts in combinations(range(1, len(program.calls)), stages - 1):
             unit = DividedUnit(problem, staged(division, (0, *starts), row.job, "1f1b"))
             found = unit.costs(row.job, of.links(row.job), "1f1b", of.memory)
@@ -196,6 +240,38 @@ def test_the_cut_is_the_fastest_of_all(
         assert seconds == pytest.approx(best, rel=1e-9) and best >= row.bound * row.job.samples
         assert seconds >= previous
         previous = seconds
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 8), (2, 1000), (3, 1000)])
+def test_all_cuts_of_many_microbatches_are_compared(
+    stages: int, microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound of the search counts the tasks that are simulated: of a thousand microbatches those of some thirty."""
+    simulated, compared = [], {}
+
+    def counting(self: Simulator, schedule: Any, *costs: Any) -> float:
+        simulated.append(2 * schedule.num_stages * schedule.num_microbatches)
+        return original(self, schedule, *costs)
+
+    def noting(self: StepCuts, starts: Sequence[int]) -> tuple[float, float]:
+        compared[tuple(starts)] = estimate(self, starts)
+        return compared[tuple(starts)]
+
+    program = blocks([32, 16, 64])
+    of = choice(program, stages, max_partition_degree=1, pipeline_nstages=stages, pipeline_nmicros=microbatches)
+    (row,) = of.rows()
+    solved, links = of._solve(row.job, 0.0), of.links(row.job)
+    every = [(0, *cut) for cut in combinations(range(1, len(program.calls)), stages - 1)]
+    cuts = StepCuts(solved.choice, solved.division, row.job, links, "1f1b", None, None)
+    seconds = {cut: cuts._estimate(cut) for cut in every}
+    original, estimate = Simulator.simulated, StepCuts._estimate
+    monkeypatch.setattr(Simulator, "simulated", counting)
+    monkeypatch.setattr(StepCuts, "_estimate", noting)
+    monkeypatch.setattr(step_cuts, "TASKS", 30_000)
+    cuts = StepCuts(solved.choice, solved.division, row.job, links, "1f1b", None, None)
+    assert seconds[tuple(cuts.best()[0])] == min(seconds.values())
+    assert step_cuts.TASKS - cuts._tasks == sum(simulated) > 0
+    assert stages > 2 or set(compared) == set(every)
 
 
 def test_a_faster_device_or_link_is_never_slower() -> None:
@@ -269,6 +345,24 @@ JOBS: dict[str, tuple[str, int, dict[str, Any], str]] = {
         4,
         {"mem_constraint": 1.9e-5, "step_samples": 4, "pipeline_nstages": 2, "max_partition_degree": 1},
         "2 x pp=2 ZeRO",
+    ),
+    "axes": (
+        "even",
+        4,
+        {"step_samples": 1, "pipeline_nstages": 1, "explore_axes": True, "costs": EAGER},
+        "1 x tp=4 (2 x 2)",
+    ),
+    "axes in stages": (
+        "mlp",
+        8,
+        {
+            "step_samples": 4,
+            "pipeline_nstages": 2,
+            "explore_axes": [2, 2],
+            "recompute_modules": "layers.1",
+            "costs": EAGER,
+        },
+        "1 x pp=2 tp=4 (2 x 2)",
     ),
 }
 

@@ -28,6 +28,21 @@ class GptSample(Gpt):
         return {"loss": super().forward(data["tokens"], data["labels"]), "mask": (data["labels"] < 0, "name")}
 
 
+class Even(nn.Module):
+    """Two linear layers whose dims two ranks divide, but not four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, data: Sample) -> torch.Tensor:
+        return self.down(torch.relu(self.up(data["x"]))).square().mean()
+
+
+def even_sample(generator: torch.Generator) -> Sample:
+    return {"x": torch.randn(2, 6, generator=generator).double()}
+
+
 def mlp_sample(generator: torch.Generator) -> Sample:
     return {
         "data": torch.randn(BATCH, WIDTH, generator=generator).double(),
@@ -50,6 +65,7 @@ MODULES: dict[str, tuple[type[nn.Module], Callable[[torch.Generator], Sample]]] 
     "mlp": (Mlp, mlp_sample),
     "gpt": (GptSample, gpt_sample),
     "skip": (Skip, skip_sample),
+    "even": (Even, even_sample),
 }
 
 
