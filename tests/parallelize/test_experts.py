@@ -200,7 +200,7 @@ def test_a_module_learns_as_in_one_process(size: int, policy: Any, exchanged: bo
 
 @pytest.mark.parametrize("exchanged", [False, True])
 def test_an_index_that_is_written_in_inference_mode(exchanged: bool) -> None:
-    """Such a tensor counts no writes: each call reads it anew."""
+    """Reads the index anew in each call: such a tensor counts no writes."""
 
     def rank() -> None:
         number, options = int(comm.rank("tp")), {"axis": "tp", "exchanged": exchanged}
@@ -233,7 +233,7 @@ def in_stages(first: str, graph: IRGraph, config: ComputeConfig) -> IRGraph:
 
 
 def test_no_stage_begins_between_divided_experts() -> None:
-    """How many rows a message would have is decided by the routing."""
+    """Refuses a message of rows, whose number the routing decides."""
     module, arguments = Moe(), {"x": operands()[0].detach(), "index": ROUTES["balanced"]}
     config = ComputeConfig(4, 4, use_end2end=True)
     costs = Costs(flops=1e8, bandwidth=1e9, launch=1e-4, link_bandwidth=1e12, link_latency=1e-9)  # messages are free

@@ -102,7 +102,7 @@ def test_a_damaged_folder(tmp_path, reuse, replaced):
 
 
 def test_parallelize_is_called_before_a_check(tmp_path):
-    """A class that was made before is checked; a call inside of the check is refused with that way out."""
+    """Checks a class that was made before; a call inside of the check is refused with that way out."""
     config = ComputeConfig(2, 2)
 
     class Loss(nn.Linear):
