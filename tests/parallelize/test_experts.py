@@ -203,7 +203,8 @@ def test_an_index_that_is_written_in_inference_mode(exchanged: bool) -> None:
     """Reads the index anew in each call: such a tensor counts no writes."""
 
     def rank() -> None:
-        number, options = int(comm.rank("tp")), {"axis": "tp", "exchanged": exchanged}
+        number = int(comm.rank("tp"))
+        options: dict[str, Any] = {"axis": "tp", "exchanged": exchanged}
         with torch.inference_mode():
             x, weights, up, bias, down = (part.detach().clone() for part in operands())
             here = [part.chunk(2)[number] for part in (up, bias, down)]
