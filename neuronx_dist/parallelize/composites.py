@@ -222,10 +222,10 @@ def to_experts(
                 "expert_product along another dim than that of the experts"
             )
         if not exchanged:
-            choices, counts = _once(_choices_here, index, experts, axis)
+            choices, counts = _once(_choices_here, index, experts, axis, is_first=True)
             rows = tokens.index_select(0, choices // index.shape[1])
         elif _experts.has_values(tokens):
-            route = _once(Dispatch, index, experts, axis)
+            route = _once(Dispatch, index, experts, axis, is_first=True)
             rows, counts = route.to_experts(tokens), torch.tensor(route.sizes, device=index.device)
         else:
             rows = _exchanged_evenly(tokens.index_select(0, index.reshape(-1)), axis)
@@ -278,12 +278,16 @@ def _exchanged_evenly(rows: Tensor, axis: AxisLike) -> Tensor:
 _ROUTES: MutableMapping[Tensor, dict[Any, Any]] = WeakTensorKeyDictionary()
 
 
-def _once(find: Callable[..., Any], index: Tensor, experts: int, axis: AxisLike) -> Any:
-    """Returns `find(index, experts)`: of `to_tokens` what `to_experts` found, unless the index was written since."""
+def _once(find: Callable[..., Any], index: Tensor, experts: int, axis: AxisLike, *, is_first: bool = False) -> Any:
+    """Returns `find(index, experts)`: of `to_tokens` what `to_experts` found, unless the index was written since.
+
+    Args:
+        is_first: asked by `to_experts`, which always finds anew of a tensor of inference mode: it counts no writes.
+    """
     version = None if index.is_inference() else version_of(index)
     key = find, experts, comm.communicator(axis), version  # a communicator is a rank's: threads may share a tensor
     found = _ROUTES.setdefault(index, {})
-    if key not in found:
+    if key not in found or (is_first and index.is_inference()):
         found[key] = find(index, experts, axis=axis)
     return found[key]
 

@@ -17,9 +17,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from neuronx_dist import Mesh, comm
 from neuronx_dist.comm import threads
 from neuronx_dist.parallelize import ComputeConfig, build_optimizer, composites, explain, parallelize
+from neuronx_dist.parallelize.choose.cuts import between_experts, stage_starts
 from neuronx_dist.parallelize.choose.exact import choose
+from neuronx_dist.parallelize.choose.job_costs import Job, Links
+from neuronx_dist.parallelize.choose.step_cuts import StepCuts
 from neuronx_dist.parallelize.policy.graph import IRGraph
-from neuronx_dist.planning.costs import H100
+from neuronx_dist.parallelize.policy.policies import divide
+from neuronx_dist.planning.costs import H100, Costs
+from neuronx_dist.planning.plan import PlanError
+from neuronx_dist.program.decompose import decomposed
 from neuronx_dist.program.experts import expert_product, to_experts, to_tokens
 from neuronx_dist.program.record import record_program
 from neuronx_dist.program.recording import TracingError
@@ -190,6 +196,80 @@ def test_a_module_learns_as_in_one_process(size: int, policy: Any, exchanged: bo
         sent = sum(bytes_of(event, size) for event in events)
     predicted = sum(entry["forward_bytes"] + entry["backward_bytes"] for entry in explain(cls)["collectives"])
     assert predicted == sent > 0 or policy is recomputed  # which exchanges rows once more
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_an_index_that_is_written_in_inference_mode(exchanged: bool) -> None:
+    """Reads the index anew in each call: such a tensor counts no writes."""
+
+    def rank() -> None:
+        number = int(comm.rank("tp"))
+        options: dict[str, Any] = {"axis": "tp", "exchanged": exchanged}
+        with torch.inference_mode():
+            x, weights, up, bias, down = (part.detach().clone() for part in operands())
+            here = [part.chunk(2)[number] for part in (up, bias, down)]
+            index = torch.empty_like(ROUTES["balanced"])
+            tokens = [part.chunk(2)[number] if exchanged else part for part in (x, index, weights)]
+            for route in ROUTES.values():
+                index.copy_(route)
+                wanted = grouped(x, index, weights, up, bias, down)
+                rows, offsets = composites.to_experts(tokens[0], tokens[1], EXPERTS, **options)
+                rows = F.silu(composites.expert_product(rows, here[0], offsets, here[1], axis="tp"))
+                rows = composites.expert_product(rows, here[2], offsets, axis="tp")
+                result = composites.to_tokens(rows, tokens[2], tokens[1], EXPERTS, **options)
+                result = comm.all_gather(result, "tp", dim=0) if exchanged else comm.all_reduce(result, "tp")
+                torch.testing.assert_close(result, wanted, rtol=1e-10, atol=1e-10)
+
+    threads.run(Mesh(2, tp=2), rank)
+
+
+def in_stages(first: str, graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    """Policy of two stages of two ranks, which have two experts each; "": stages are cut by their seconds."""
+    config.apply_pipeline_scheduler(graph, 2, 2, "1f1b")
+    for node in graph.select(name="expert_product"):
+        graph.constraints.strategies[node.call] = [lambda strategy: "all tokens" in strategy.name]
+    if first:
+        graph.staging([graph.operations[0], graph.select(name=first)[0]])
+    return graph
+
+
+def test_no_stage_begins_between_divided_experts() -> None:
+    """Refuses a message of rows, whose number the routing decides."""
+    module, arguments = Moe(), {"x": operands()[0].detach(), "index": ROUTES["balanced"]}
+    config = ComputeConfig(4, 4, use_end2end=True)
+    costs = Costs(flops=1e8, bandwidth=1e9, launch=1e-4, link_bandwidth=1e12, link_latency=1e-9)  # messages are free
+    program = decomposed(record_program(module, arguments, training=True))
+    names = [call.name for call in program.calls]
+    never = {*range(names.index("to_experts") + 1, names.index("to_tokens") + 1)}
+
+    def graph() -> IRGraph:
+        return IRGraph(program, config, costs=costs)
+
+    by_seconds = in_stages("", graph(), config)
+    division, problem = by_seconds.divide(), by_seconds.problem()
+    assert between_experts(division).keys() == never and division.stages[1] not in never
+    last = len(names) - 1
+    some = {*never, last}  # the only one at which a stage may begin is the last call
+    assert stage_starts(problem, division, 2, some) == [0, last]
+    job, links = Job(1, 2, 2, False, 2), Links(costs, costs, costs)
+    assert StepCuts(problem, division, job, links, "1f1b", some, None).best() == [[0, last]]
+    assert in_stages("to_experts", graph(), config).divide().stages[1] == names.index("to_experts")
+    for name in ("expert_product", "to_tokens"):
+        with pytest.raises(PlanError, match=rf"a stage begins at {name}.*Begin the stage at to_experts, or behind"):
+            in_stages(name, graph(), config).divide()
+
+
+def test_experts_are_divided_over_one_axis() -> None:
+    def policy(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+        for node in graph.select(name="expert_product"):
+            for i, half in enumerate(graph.partition(node, node.algorithm("dim"), idx=1, dim=0, num=2)):
+                for j, part in enumerate(graph.partition(half, half.algorithm("dim"), idx=1, dim=0, num=2)):
+                    graph.assign(part, 2 * i + j)
+        return graph
+
+    program = record_program(Moe(), {"x": operands()[0], "index": ROUTES["balanced"]}, training=True)
+    with pytest.raises(PlanError, match=r"experts are divided over tp/2, and over one axis only: cut their columns"):
+        divide(decomposed(program), policy, ComputeConfig(4, 4))
 
 
 def test_experts_behind_a_router_that_each_rank_computes() -> None:

@@ -13,9 +13,10 @@ import torch
 
 from ...planning.plan import PlanError
 from ...program.program import Division, Value, operands_of
+from .conversions import RowsOfExperts
 from .exact import StrategyChoice
 
-__all__ = ["balanced", "sent_before", "stage_starts"]
+__all__ = ["balanced", "between_experts", "sent_before", "stage_starts"]
 
 
 def stage_starts(
@@ -31,6 +32,8 @@ def stage_starts(
     """
     times = problem.tables.times(division.strategies, division.type_of)
     waits = sent_before(problem, division, lambda nbytes: problem.costs.communicate(nbytes, 1))
+    if never := between_experts(division):
+        allowed = {*(range(len(times)) if allowed is None else allowed)} - never.keys()
     if allowed is not None:
         if len({*allowed} - {0}) < count - 1:
             raise PlanError(
@@ -41,6 +44,22 @@ def stage_starts(
         return balanced(times, waits, count)
     except ValueError as error:
         raise PlanError(f"pipeline: {error}") from None
+
+
+def between_experts(division: Division) -> dict[int, Value]:
+    """Returns the calls at which no stage may begin, each with a value that the stage would receive.
+
+    The routing decides how many rows of divided experts a rank has, and messages have fixed shapes.
+    """
+    calls = division.program.calls
+    last = {value: number for number, call in enumerate(calls) for value in operands_of(call)}
+    return {
+        place: value
+        for number, call in enumerate(calls)
+        for value in call.results
+        if any(isinstance(spmd_type, RowsOfExperts) for spmd_type in (*value.outer, division.type_of(value)))
+        for place in range(number + 1, last.get(value, number) + 1)
+    }
 
 
 def balanced(times: Sequence[float], crossing: Sequence[float], count: int) -> list[int]:

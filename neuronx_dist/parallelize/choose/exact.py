@@ -19,7 +19,7 @@ from ...planning.costs import Costs
 from ...planning.plan import PlanError
 from ...program.program import Call, Division, Program, Strategy, Value, operands_of
 from ...spmd.types import I, R, S, Shard, SpmdType
-from .conversions import WholeOnRank
+from .conversions import RowsOfExperts, WholeOnRank
 from .cost_tables import Constraints, CostTables, HeldBytes, reachable
 from .strategies import candidates, routed_calls, strides_of
 from .whole_tables import places_of
@@ -190,7 +190,11 @@ class StrategyChoice:
         names = [strategy.name for strategy in strategies]
         if call not in self.constraints.strategies:
             return PlanError(f"{call!r}: no strategy's operand types are reachable; strategies: {_listed(names)}")
-        return PlanError(f"{call!r}: the plan allows none of its strategies over {self.size} ranks: {_listed(names)}")
+        axis = next((on.axis for on in call.outer if any(isinstance(x, RowsOfExperts) for x in on.operands)), None)
+        why = f" (experts are divided over {axis}, and over one axis only: cut their columns and rows)" if axis else ""
+        return PlanError(
+            f"{call!r}: the plan allows none of its strategies over {self.size} ranks: {_listed(names)}{why}"
+        )
 
     def solve(self, price: float, forced: Mapping[Call, Strategy] | None = None) -> Solution:
         """Returns the cheapest division at a price of memory, in seconds per byte.

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from ...program.program import Division, Value, operands_of
-from .cuts import sent_before, stage_starts
+from .cuts import between_experts, sent_before, stage_starts
 from .exact import StrategyChoice
 from .job_costs import SIMULATOR, DividedUnit, Job, Links
 from .stages import schedule_of
@@ -82,7 +82,9 @@ class StepCuts:
         self._tasks, self._tasks_of_step = TASKS, SIMULATOR.tasks(self._order)
         program, tables = division.program, choice.tables
         self._end = len(program.calls)
-        self._places = [place for place in range(1, self._end) if allowed is None or place in allowed]
+        never = between_experts(division)
+        places = (place for place in range(1, self._end) if allowed is None or place in allowed)
+        self._places = [place for place in places if place not in never]
         self._sent = [*map(round, sent_before(choice, division))]
         self._message = [links.pp.communicate(nbytes, 1) for nbytes in self._sent]
         total = tables.times(division.strategies, division.type_of)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import comm
+from ...comm.backends.observed import CheckBackend
 from ...weights.host_memory import as_bytes
 from ..config import BroadcastGenFilesStrategy, ReuseType
 from .generated_files import MANIFEST, WEIGHTS, ForeignFilesError, Generated, GeneratedFilesError, GeneratedFolder
@@ -141,6 +142,12 @@ def _on_rank_0(function: Callable[[], _Outcome]) -> _Outcome:
 
     Rank 0 broadcasts an error before it raises it, so that no other rank waits.
     """
+    if isinstance(comm.current().backend, CheckBackend):
+        raise RuntimeError(
+            "parallelize was called in a check (spmd.check), which has no values and no files for all ranks: call it "
+            "before, with the class of the module, and pass the class that it returns to the check. (The types of the "
+            "emitted program itself were checked when it was generated: the PROOF of the class.)"
+        )
     error: BaseException | None = None
     outcome = _Outcome()
     if comm.current().rank == 0:

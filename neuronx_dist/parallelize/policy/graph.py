@@ -28,7 +28,7 @@ from ...program.program import Call, Division, Program, Strategy, Value, operand
 from ...spmd.types import I, S, SpmdType
 from ..choose.conversions import WholeOnRank
 from ..choose.cost_tables import Constraints
-from ..choose.cuts import stage_starts
+from ..choose.cuts import between_experts, stage_starts
 from ..choose.exact import StrategyChoice, is_whole
 from ..choose.local_program import LocalProgram, local_program
 from ..choose.plan_costs import plan_costs
@@ -342,6 +342,15 @@ class IRGraph:
             division.schedule, division.microbatches = self.pipeline.schedule, self.pipeline.nmicros
             division.pipeline_ranks = self.groups
             division.stages = [starts[self._number[segment.operations[0]]] for segment in self._segments]
+            never = between_experts(division)
+            for segment, start in zip(self._segments, division.stages, strict=True):
+                if start in never:
+                    raise PlanError(
+                        f"graph.staging: a stage begins at {segment.operations[0]}, and would receive "
+                        f"{never[start]!r}, rows of experts that are divided over the ranks: the routing decides how "
+                        "many rows a rank has, and a message has a fixed shape. Begin the stage at to_experts, or "
+                        "behind to_tokens"
+                    )
             if not division.stages:
                 allowed = None if self.pivots is None else {starts[number] for number in self.starts_allowed or ()}
                 division.stages = _before(starts, stage_starts(problem, division, self.pipeline.nstages, allowed))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from neuronx_dist import comm
+from neuronx_dist import comm, spmd
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallelize.api import parallelize
 from neuronx_dist.parallelize.config import ComputeConfig
@@ -99,6 +99,27 @@ def test_a_damaged_folder(tmp_path, reuse, replaced):
     else:
         with pytest.raises(GeneratedFilesError, match="is damaged"):
             generate(folder, make_key, emitted(1), reuse=reuse)
+
+
+def test_parallelize_is_called_before_a_check(tmp_path):
+    """Checks a class that was made before; a call inside of the check is refused with that way out."""
+    config = ComputeConfig(2, 2)
+
+    class Loss(nn.Linear):
+        def forward(self, input):
+            return super().forward(input).square().sum()
+
+    def generated():
+        arguments = {"input": torch.zeros(2, 4)}
+        return parallelize(Loss, arguments, "tp", config, gen_savedir=tmp_path, module_fn=lambda: Loss(4, 4))
+
+    def build():
+        return generated()()
+
+    report = spmd.check(generated(), torch.zeros(2, 4), mesh={"tp": 2})
+    assert report.ok, str(report)
+    report = spmd.check(build, torch.zeros(2, 4), mesh={"tp": 2})
+    assert "call it before, with the class of the module, and pass the class" in str(report)
 
 
 def test_no_process_group_and_files_to_send(tmp_path):
