@@ -139,6 +139,12 @@ def _reads_values(target: Callable[..., Any] | str, where: str) -> TracingError:
             f"are known. If leaf_module_cls names its class, leave it out: what does not depend on the model's inputs "
             f"is then computed, and the forward may branch on it. Otherwise use torch.where or a mask."
         )
+    if target is torch.nn.functional.ctc_loss:
+        return TracingError(
+            f"{where}: ctc_loss needs the values of its lengths, which a recording has not: call it in a function of "
+            f"yours at the top level of a module, with reduction='none', and register that, as register_op('t^ n c^, "
+            f"n s^, n, n -> n')(function), with targets [n, s] and the lengths as tensors that forward takes."
+        )
     experts = name_of(target) in ("where", "nonzero", "unique", "argwhere")  # which tokens an expert has
     loop = ", or, for experts, to_experts, expert_product and to_tokens of neuronx_dist.program.experts"
     return TracingError(

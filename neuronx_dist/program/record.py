@@ -121,7 +121,11 @@ def _check_state(forward: _Forward, program: Program, recording: Recording) -> N
     try:
         different = first_difference(program, forward.recorded()[0])
     except Exception as error:
-        raise TracingError(f"{what}: the second call fails, {type(error).__name__}: {error}\n{advice}.") from error
+        failure = f"{type(error).__name__}: {str(error).partition('. ')[0]}"  # its advice is for a first call
+        raise TracingError(
+            f"{what}: the second call fails, {failure}.\nCompute in each call what the last one left: override the "
+            f"method that stores it, and return the tensor. {advice}."
+        ) from error
     if different:
         raise TracingError(f"{what}: calls differ at {different}. {advice}.")
 

@@ -23,7 +23,7 @@ from neuronx_dist.spmd.random import manual_seed
 from neuronx_dist.weights.shard_spec import ShardSpec, spec_of
 from tests.hf.measuring import COLUMNS, measure
 from tests.hf.parity import differences
-from tests.support.architectures import MEASURED, Architecture
+from tests.support.architectures import HEADS, HIDDEN, MEASURED, VOCAB, Architecture, padded
 from tests.support.more_architectures import OF_TRANSFORMERS
 
 FULL = os.environ.get("NXD_FULL") == "1"
@@ -58,6 +58,17 @@ def wrong(found: dict[str, float]) -> dict[str, float]:
 @pytest.mark.parametrize("architecture", CHOSEN, ids=lambda each: each.name)
 def test_loss_logits_and_gradients_are_those_of_one_process(architecture: Architecture, tp: int) -> None:
     assert wrong(differences(two_layers(architecture), architecture.inputs(), tp)) == {}
+
+
+def test_gpt_neo_with_local_attention_in_each_second_layer() -> None:
+    """Global attention, and local attention of a window."""
+    width = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_heads": HEADS, "max_position_embeddings": 16}
+    dropout = dict.fromkeys(("embed_dropout", "resid_dropout", "attention_dropout"), 0.0)
+    config = {**width, **dropout, "window_size": 4, "attention_types": [[["global", "local"], 1]]}
+    neo = Architecture("GPT-Neo", "GPTNeoForCausalLM", ("GPTNeoBlock",), config, ("num_layers",), padded)
+    assert wrong(differences(two_layers(neo), neo.inputs(), 2)) == {}
+    assert wrong(differences(two_layers(neo), neo.inputs(), 4)) == {}
+    assert wrong(differences(two_layers(neo), neo.inputs(), 2, sequence_parallel=True)) == {}
 
 
 @pytest.mark.parametrize("architecture", CHOSEN, ids=lambda each: each.name)

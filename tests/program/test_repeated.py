@@ -56,6 +56,15 @@ class LastOutput(Plain):
         return y
 
 
+class StoredBias(Plain):
+    """Computes a bias of a weight in the first call, as timm's LeViT in evaluation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.last is None:
+            self.last = self.linear.weight.exp()
+        return self.linear(x) @ self.last
+
+
 class Forgetful(Plain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if hasattr(self, "calls"):
@@ -119,6 +128,7 @@ REFUSED: dict[type[Plain], str] = {
     Counter: "depends on state that its last call left .*calls: 0 -> 1.*register_buffer",
     WarmUp: "depends on state that its last call left .*calls: 0 -> 1",
     LastOutput: "depends on state that its last call left .*last: None -> ",
+    StoredBias: r"(?s)last: None.*second call fails, TracingError: [^\n]*recorded\.\n.*in each call.*override",
     Forgetful: "depends on state that its last call left .*calls: 0 -> absent",
     Listed: r"depends on state that its last call left .*seen\[0\]",
     Global: r"depends on state that its last call left .*_GLOBAL.calls: 0 -> 1",

@@ -269,7 +269,11 @@ class StrategyChoice:
             PlanError: the plan names strategies of all of them.
         """
         owners = dict.fromkeys(self.tables.owner[variable] for variable in variables)
-        calls = {x for x in owners if isinstance(x, Call) and not self.constraints.strategies.get(x)} - self.left_whole
+        divided = {x for x in self.program.calls if not self.constraints.strategies.get(x)} - self.left_whole
+        calls = divided & owners.keys()
+        if not calls:  # what is left are types of values between calls that are whole: the recurrence's modules
+            modules = {x.module for x in owners if isinstance(x, Call)}
+            calls = {x for x in divided if x.module in modules}
         if not calls:
             raise PlanError(
                 f"the search of a division over {self.size} ranks is too large, at {_listed([*owners])}: use the "

@@ -18,6 +18,7 @@ from neuronx_dist.parallelize.api import parallelize
 from neuronx_dist.parallelize.config import ComputeConfig
 from neuronx_dist.parallelize.example import Example
 from neuronx_dist.parallelize.generated.keys import key_of
+from neuronx_dist.program.recording import TracingError
 from neuronx_dist.rules.spec import RULES, same
 from neuronx_dist.spmd import P, R, S
 from neuronx_dist.weights.shard_spec import gather_full
@@ -383,3 +384,37 @@ def test_results_without_values_have_the_dtypes_of_the_example():
         assert (products.shape, products.dtype) == ((6, 2), torch.bfloat16)
         assert (sums.shape, sums.dtype) == ((2,), torch.bfloat16 if number else torch.int64)
         assert x.grad.shape == x.shape
+
+
+class Speech(nn.Module):
+    """Frames to words, and a loss of lengths that forward takes."""
+
+    def __init__(self, losses):
+        super().__init__()
+        self.losses, self.head = losses, nn.Linear(8, 5)
+
+    def forward(self, x, targets, steps, lengths):
+        return self.losses(self.head(x).log_softmax(-1).transpose(0, 1), targets, steps, lengths).mean()
+
+
+@pytest.mark.parametrize("policy", ["tp", "data"])
+def test_ctc_loss_is_refused_with_a_registration_that_is_divided(policy, tmp_path):
+    torch.manual_seed(0)
+    _, targets, *lengths = registered_ops.paths()[0]
+    arguments = dict(zip(["x", "targets", "steps", "lengths"], [torch.randn(4, 6, 8).double(), targets, *lengths]))
+    config = ComputeConfig(2, 2)
+    with pytest.raises(TracingError, match=r"ctc_loss needs the values of its lengths.* n -> n'\)\(function\)"):
+        parallelize(Speech(F.ctc_loss).double(), arguments, policy, config, gen_savedir=tmp_path, load_module=False)
+    module = Speech(registered_ops.ctc_losses).double()
+    loss = module(**arguments)
+    loss.backward()
+
+    def program():
+        ours = parallelize(module, arguments, policy, config, gen_savedir=tmp_path)
+        result = ours(**arguments)
+        result.backward()
+        return result.detach(), [gather_full(param.grad, spec_of_param(param)) for param in ours.parameters()]
+
+    for result, grads in comm.threads.run(config.mesh(), program):
+        torch.testing.assert_close(result, loss.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(grads, [param.grad for param in module.parameters()], rtol=1e-10, atol=1e-10)

@@ -313,6 +313,16 @@ def test_a_search_that_is_too_large_leaves_the_calls_of_its_largest_table_whole(
         choose(program, "tp", 2, costs=H100, constraints=every)
 
 
+def test_a_recurrence_whose_types_alone_are_too_many_is_left_whole(monkeypatch):
+    """In the largest table all calls are whole: the others of their module follow."""
+    monkeypatch.setattr(exact, "LARGEST", 300)
+    program = scan(6)
+    problem = StrategyChoice(program, "tp", 2, H100, Constraints(), lambda call, size: candidates(call, "tp", size))
+    division = problem.fitting(None)
+    assert problem.left_whole == set(program.calls)
+    assert all(exact.is_whole(strategy) for strategy in division.strategies.values())
+
+
 def test_what_is_kept_for_backward():
     lines = Lines()
     x = lines.input("x", 4, 4)

@@ -36,6 +36,20 @@ class Cubed(torch.autograd.Function):
 register_op("* -> *", "cubed")(Cubed)
 
 
+def paths() -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """4 samples of 6 steps and 5 words, with targets of 1 to 3 words."""
+    log_probs = torch.randn(6, 4, 5, generator=torch.Generator().manual_seed(0)).double().log_softmax(-1)
+    targets = torch.arange(12).reshape(4, 3) % 4 + 1
+    return [log_probs, targets, torch.tensor([6, 5, 6, 4]), torch.tensor([3, 1, 2, 1])], {}
+
+
+@register_op("t^ n c^, n s^, n, n -> n", example=paths)
+def ctc_losses(
+    log_probs: torch.Tensor, targets: torch.Tensor, steps: torch.Tensor, lengths: torch.Tensor
+) -> torch.Tensor:
+    return F.ctc_loss(log_probs, targets, steps, lengths, reduction="none")
+
+
 def _routed() -> tuple[list[torch.Tensor], dict[str, Any]]:
     """6 tokens of width 4, each to 2 of 3 experts of width 8."""
     generator = torch.Generator().manual_seed(0)
