@@ -66,6 +66,7 @@ class JobPlan(NamedTuple):
     Attributes:
         recompute: argument of `nxd.recompute`; "": nothing is recomputed.
         overlap: argument of `NeuronZero1Optimizer`.
+        compiled: pointwise operations are predicted as fused; nothing that trains reads it.
         model, num_parameters: the model that was planned.
     """
 
@@ -81,6 +82,7 @@ class JobPlan(NamedTuple):
     recompute: str = ""
     fused_loss: bool = True
     overlap: bool = False
+    compiled: bool = False
     model: str = ""
     num_parameters: int = 0
 
@@ -254,7 +256,8 @@ def _decoded(content: dict[str, Any]) -> dict[str, Any]:
     decoded["stages"] = tuple(_typed(stage, int, "stages") for stage in decoded["stages"])
     if content.get("job") is not None:
         types = {name: type(default) for name, default in JobPlan._field_defaults.items()}
-        decoded["job"] = JobPlan(**_entry(content["job"], types, JobPlan._fields, "job"))
+        needed = [name for name in JobPlan._fields if name != "compiled"]  # the last key that was added
+        decoded["job"] = JobPlan(**_entry(content["job"], types, needed, "job"))
     decoded["recompute"] = tuple(_pair(span, int, "recompute") for span in decoded["recompute"])
     decoded["layers"] = tuple(map(_layer, decoded["layers"]))
     decoded["axes"] = tuple(_typed(size, int, "axes") for size in decoded["axes"])
