@@ -256,8 +256,7 @@ def _decoded(content: dict[str, Any]) -> dict[str, Any]:
     decoded["stages"] = tuple(_typed(stage, int, "stages") for stage in decoded["stages"])
     if content.get("job") is not None:
         types = {name: type(default) for name, default in JobPlan._field_defaults.items()}
-        needed = [name for name in JobPlan._fields if name != "compiled"]  # the last key that was added
-        decoded["job"] = JobPlan(**_entry(content["job"], types, needed, "job"))
+        decoded["job"] = JobPlan(**_entry(content["job"], types, JobPlan._fields, "job"))
     decoded["recompute"] = tuple(_pair(span, int, "recompute") for span in decoded["recompute"])
     decoded["layers"] = tuple(map(_layer, decoded["layers"]))
     decoded["axes"] = tuple(_typed(size, int, "axes") for size in decoded["axes"])
@@ -289,7 +288,7 @@ def _of_version_1(content: dict[str, Any]) -> dict[str, Any]:
     axes = [content["tp"] // second, second] if second > 1 else []
     content |= {"axes": axes, "later_calls": [calls] if axes else []}
     if isinstance(content.get("job"), dict):
-        content["job"] = {"overlap": False, **content["job"]}
+        content["job"] = {"overlap": False, "compiled": False, **content["job"]}
     for name in ("parameters", "inputs"):
         tensors = content.get(name)
         for tensor in tensors.values() if isinstance(tensors, dict) else ():
